@@ -1,0 +1,209 @@
+"""``make demo``: a real vLLM answers a long prompt cold, from host memory, and in a new process from disk.
+
+Starts one process after the other, each with its own engine (see ``engine_process.py``), checks what was promised,
+prints a table and writes ``build/demo.json``. Exit codes: 0 all promises held, 1 one was broken or a process failed,
+130 interrupted.
+"""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import scenario
+from report import Phase, broken_promises, machine, table, write_json
+from rich.console import Console
+from rich.markup import escape
+
+from tiered_kv.errors import DirectoryLocked
+from tiered_kv.tiers.disk_lock import DirectoryLock
+
+PROCESS_DEADLINE_S = 600.0
+SERVER_END_DEADLINE_S = 60.0
+HEARTBEAT_S = 10.0
+LOG_TAIL_LINES = 30
+SERVER_TAIL_LINES = 12
+
+STARTED_S = time.monotonic()
+console = Console(highlight=False, soft_wrap=True)
+
+
+class DemoFailed(Exception):
+    """The demo cannot go on; the message is for the user."""
+
+
+def main() -> int:
+    try:
+        phases, details = _measure()
+    except DemoFailed as exc:
+        console.print(f"[bold red]demo failed:[/] {escape(str(exc))}")
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    write_json(scenario.RESULT, phases, details)
+    console.print()
+    console.print(table(phases))
+    if phases[0].kv_bytes_equal is None:
+        console.print("cold: KV bytes differ from plain vLLM's (two runs are not bit-equal here), so nothing is said.")
+    _show_files()
+    broken = broken_promises(phases, scenario.SHARED_TOKENS)
+    if broken:
+        _explain(details["counters"])
+    for line in broken:
+        console.print(f"[bold red]promise broken:[/] {escape(line)}")
+    if not broken:
+        console.print(f"[green]all promises held[/] ({time.monotonic() - STARTED_S:.0f} s)")
+    return 1 if broken else 0
+
+
+def _measure() -> tuple[list[Phase], dict[str, Any]]:
+    _prepare()
+    reference = _run(scenario.PLAIN)
+    first = _run(scenario.FIRST)
+    _say("restart: waiting for the first cache server to write what it holds and end")
+    drain_s = _wait_for_server_end()
+    second = _run(scenario.SECOND)
+    _wait_for_server_end()
+    details = {
+        "shared_prefix_tokens": scenario.SHARED_TOKENS,
+        "machine": machine(),
+        "settings": {
+            "model": reference["model"],
+            "engine": scenario.ENGINE,
+            "connector": {**scenario.CONNECTOR, "storage_uri": f"file:///.../{_shown(scenario.CACHE)}"},
+            "environment": scenario.ENVIRONMENT,
+            "block_tokens": reference["block_tokens"],
+        },
+        "plain_vllm_ttft_s": [round(answer["ttft_s"], 4) for answer in reference["answers"]],
+        "margins": [answer["margin"] for answer in reference["answers"]],
+        "server_end_s": round(drain_s, 3),
+        "counters": {**first["counters"], **second["counters"]},
+        "total_s": round(time.monotonic() - STARTED_S, 1),
+    }
+    return [Phase(**phase) for phase in (*first["phases"], *second["phases"])], details
+
+
+def _prepare() -> None:
+    """Start with an empty cache and no old results; a server of an interrupted run may still be ending."""
+    if scenario.CACHE.exists():
+        _wait_for_server_end()
+        shutil.rmtree(scenario.CACHE)
+    shutil.rmtree(scenario.FILES, ignore_errors=True)
+    scenario.RESULT.unlink(missing_ok=True)
+    scenario.FILES.mkdir(parents=True)
+
+
+def _run(role: str) -> dict[str, Any]:
+    """Run one engine process to its end, showing its progress; what it wrote."""
+    log = scenario.FILES / f"{role}.log"
+    reader, writer = os.pipe()
+    with open(log, "wb") as output, open(reader, "rb", buffering=0) as progress:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("engine_process.py")), role, str(writer)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | scenario.ENVIRONMENT,
+            cwd=scenario.REPOSITORY,
+            pass_fds=(writer,),
+        )
+        os.close(writer)
+        try:
+            _follow(role, progress.fileno())
+            status = process.wait(PROCESS_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise _failure(role, log, f"did not end within {PROCESS_DEADLINE_S:g} s") from None
+        finally:
+            process.kill()
+            process.wait()
+    if status != 0:
+        raise _failure(role, log, f"ended with status {status}")
+    result: dict[str, Any] = json.loads((scenario.FILES / f"{role}.json").read_text())
+    return result
+
+
+def _follow(role: str, channel: int) -> None:
+    """Print the process's lines until it closes the channel; between them, that it is still at it."""
+    end_s = time.monotonic() + PROCESS_DEADLINE_S
+    pending = b""
+    doing, since_s = "starting", time.monotonic()
+    while time.monotonic() < end_s:
+        if not select.select([channel], [], [], HEARTBEAT_S)[0]:
+            _say(f"{scenario.ROLES[role]}:   still at it, {time.monotonic() - since_s:.0f} s: {doing}")
+            continue
+        received = os.read(channel, 65_536)
+        if not received:
+            return
+        *lines, pending = (pending + received).split(b"\n")
+        for line in lines:
+            doing, since_s = line.decode(errors="replace"), time.monotonic()
+            _say(f"{scenario.ROLES[role]}: {doing}")
+    raise subprocess.TimeoutExpired(role, PROCESS_DEADLINE_S)
+
+
+def _wait_for_server_end() -> float:
+    """Wait until no server owns the cache directory: all that was acknowledged is on disk; the seconds it took.
+
+    Raises:
+        DemoFailed: A server still owns it after ``SERVER_END_DEADLINE_S``.
+    """
+    started_s = time.monotonic()
+    while True:
+        try:
+            DirectoryLock(scenario.CACHE).release()
+            return time.monotonic() - started_s
+        except DirectoryLocked as exc:
+            if time.monotonic() - started_s > SERVER_END_DEADLINE_S:
+                raise DemoFailed(f"the cache server does not end. {exc}") from exc
+        time.sleep(0.05)
+
+
+def _failure(role: str, log: Path, what: str) -> DemoFailed:
+    _show_tail(log, LOG_TAIL_LINES)
+    return DemoFailed(f"{scenario.ROLES[role]} {what}; the whole log is in {_shown(log)}")
+
+
+def _explain(counters: dict[str, dict[str, float]]) -> None:
+    """What a person needs to find out why a promise was broken."""
+    console.print("\nthe end of the cache server's log, and what the connector counted up to each phase:")
+    _show_tail(scenario.CACHE / "server.log", SERVER_TAIL_LINES)
+    for phase, counted in counters.items():
+        console.print(f"  {phase}: {counted}", markup=False)
+
+
+def _show_tail(log: Path, lines: int) -> None:
+    try:
+        text = log.read_text(errors="replace")
+    except OSError as exc:
+        text = f"the log cannot be read. {exc}"
+    for line in text.splitlines()[-lines:]:
+        console.print(f"  | {line}", markup=False, style="dim")
+
+
+def _show_files() -> None:
+    console.print(f"results   {_shown(scenario.RESULT)}")
+    console.print(
+        f"logs      {_shown(scenario.FILES)}/*.log, the cache server's in {_shown(scenario.CACHE)}/server.log"
+    )
+    console.print(f"the cache {_shown(scenario.CACHE)}, look at it:")
+    command = Path(sys.executable).with_name("tiered-kv")
+    console.print(f'          {_shown(command)} stat "file://$PWD/{_shown(scenario.CACHE)}"')
+
+
+def _say(text: str) -> None:
+    console.print(f"{time.monotonic() - STARTED_S:6.1f} s  {text}", markup=False)
+
+
+def _shown(path: Path) -> str:
+    """The path as a user in the repository would type it."""
+    return os.path.relpath(path, scenario.REPOSITORY)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""A blob written down once from docs/format.md, without this package's code, and kept for ever."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from format_samples import GOLDEN_FIELDS, GOLDEN_NAMESPACE, golden_geometry
+from safetensors import safe_open
+
+from tiered_kv.chunks.header import BlobFormat, BlobHeader, check_blob, peek, read_header
+
+PATH = Path(__file__).parents[1] / "golden" / "blob_v1.safetensors"
+
+
+@pytest.fixture
+def golden():
+    return memoryview(PATH.read_bytes())
+
+
+def test_sealing_the_same_chunk_writes_the_golden_bytes(golden):
+    blob_format = BlobFormat(GOLDEN_NAMESPACE, golden_geometry())
+    blob = bytearray(blob_format.blob_bytes)
+    blob[blob_format.header_bytes :] = golden[blob_format.header_bytes :]
+    blob_format.seal(memoryview(blob), GOLDEN_FIELDS)
+    assert bytes(blob) == bytes(golden)
+
+
+def test_golden_blob_verifies(golden):
+    BlobFormat(GOLDEN_NAMESPACE, golden_geometry()).verify(golden, GOLDEN_FIELDS.key, GOLDEN_FIELDS.prefix_sha256)
+    assert check_blob(golden) == read_header(golden[:4096])
+
+
+def test_golden_header_is_read_from_its_first_4096_bytes(golden):
+    assert peek(golden[:4096]) == BlobHeader(
+        format_version=1,
+        namespace=GOLDEN_NAMESPACE,
+        key=GOLDEN_FIELDS.key,
+        parent=GOLDEN_FIELDS.parent,
+        chunk_index=3,
+        token_count=8,
+        prefix_sha256=GOLDEN_FIELDS.prefix_sha256,
+        payload_xxh3=read_header(golden).header.payload_xxh3,
+        created_unix_s=1_700_000_000,
+        header_bytes=4096,
+    )
+
+
+def test_safetensors_opens_the_golden_blob():
+    with safe_open(PATH, framework="np") as opened:
+        metadata = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
+    assert metadata["tiered_kv_format"] == "0001"
+    assert metadata["key"] == GOLDEN_FIELDS.key.hex()
+    assert {name: (t.dtype.name, t.shape) for name, t in tensors.items()} == {
+        "rank0/model.layers.0.attn": ("float16", (2, 2, 4, 8)),
+        'rank0/q"\\é': ("uint8", (2, 4, 3)),
+        "rank1/l1": ("float32", (2, 1, 4, 5)),
+        "_pad": ("uint8", (3656,)),
+    }
+    payload = PATH.read_bytes()[4096:]
+    offsets = {segment.page.layer: segment.offset_bytes for segment in golden_geometry().segments}
+    for name, tensor in tensors.items():
+        offset = golden_geometry().data_bytes if name == "_pad" else offsets[name.partition("/")[2]]
+        assert tensor.tobytes() == payload[offset : offset + tensor.nbytes]
+    assert not np.any(tensors["_pad"])

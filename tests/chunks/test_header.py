@@ -1,0 +1,326 @@
+import dataclasses
+import threading
+import tracemalloc
+
+import pytest
+from format_samples import GOLDEN_FIELDS, GOLDEN_NAMESPACE, golden_geometry, rehashed, sealed_blob
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from tiered_kv.chunks import fields as f
+from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
+from tiered_kv.chunks.header import (
+    MAX_HEADER_BYTES,
+    PEEK_BYTES,
+    BlobFormat,
+    SealFields,
+    check_blob,
+    peek,
+    read_header,
+)
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
+
+FORMAT = BlobFormat(GOLDEN_NAMESPACE, golden_geometry())
+KEY, PREFIX = GOLDEN_FIELDS.key, GOLDEN_FIELDS.prefix_sha256
+PAYLOAD = FORMAT.header_bytes
+PAD = PAYLOAD + golden_geometry().data_bytes
+
+
+def verify(blob, blob_format=FORMAT, key=KEY, prefix=PREFIX):
+    blob_format.verify(memoryview(blob), key, prefix)
+
+
+def many_layers(count):
+    page = LayerPage("model.layers.00.self_attn.attn", "BF16", (2, 4, 8), "HNC")
+    return ChunkGeometry(4, 8, (tuple(dataclasses.replace(page, layer=f"{page.layer}.{i}") for i in range(count)),))
+
+
+# --- sealing ---------------------------------------------------------------------------------------------------------
+
+
+def test_sealed_blob_verifies_with_and_without_prefix_digest():
+    blob = sealed_blob(FORMAT)
+    verify(blob)
+    verify(blob, prefix=None)
+
+
+def test_header_and_payload_are_multiples_of_4096():
+    for layers in (1, 30, 100, 1000):
+        blob_format = BlobFormat(GOLDEN_NAMESPACE, many_layers(layers))
+        assert blob_format.header_bytes % 4096 == blob_format.payload_bytes % 4096 == 0
+        assert blob_format.blob_bytes == blob_format.header_bytes + blob_format.payload_bytes
+        assert peek(bytes(sealed_blob(blob_format)[:PEEK_BYTES])).header_bytes == blob_format.header_bytes
+
+
+def test_sealing_again_with_other_fields_leaves_nothing_of_the_first():
+    other = SealFields(b"k" * 16, b"p" * 16, 9_999_999_999, b"s" * 32, 999_999_999_999)
+    blob = sealed_blob(FORMAT)
+    FORMAT.seal(memoryview(blob), other)
+    assert blob == sealed_blob(FORMAT, other)
+    assert peek(blob).created_unix_s == 999_999_999_999
+
+
+def test_sealing_clears_what_an_earlier_chunk_left_in_the_padding():
+    blob = bytearray(b"\xaa" * FORMAT.blob_bytes)
+    FORMAT.seal(memoryview(blob), GOLDEN_FIELDS)
+    assert blob[PAD:] == bytes(FORMAT.blob_bytes - PAD)
+    assert blob[PAD - 1] == 0xAA
+
+
+def test_sealing_a_buffer_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=f"expected={FORMAT.blob_bytes} observed={FORMAT.blob_bytes - 1}"):
+        FORMAT.seal(memoryview(bytearray(FORMAT.blob_bytes - 1)), GOLDEN_FIELDS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": b"k" * 15},
+        {"parent": b"p" * 17},
+        {"prefix_sha256": b"s" * 31},
+        {"chunk_index": -1},
+        {"chunk_index": 10**10},
+        {"created_unix_s": -1},
+        {"created_unix_s": 10**12},
+    ],
+    ids=str,
+)
+def test_field_that_does_not_fit_is_refused(change):
+    with pytest.raises(ValueError, match="observed="):
+        dataclasses.replace(GOLDEN_FIELDS, **change)
+
+
+def test_sealing_and_verifying_copy_no_payload():
+    page = LayerPage("layer", "U8", (8 << 20,), "C")
+    blob_format = BlobFormat(GOLDEN_NAMESPACE, ChunkGeometry(1, 1, ((page,),)))
+    blob = memoryview(bytearray(blob_format.blob_bytes))
+    tracemalloc.start()
+    try:
+        blob_format.seal(blob, GOLDEN_FIELDS)
+        blob_format.verify(blob, KEY, PREFIX)
+        check_blob(blob)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 10
+
+
+def test_threads_seal_and_verify_different_blobs_with_one_format():
+    failures = []
+
+    def work(number):
+        own = dataclasses.replace(GOLDEN_FIELDS, key=bytes([number] * 16), chunk_index=number)
+        try:
+            for _ in range(50):
+                verify(sealed_blob(FORMAT, own), key=own.key)
+        except ChunkCorrupt as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# --- what a blob may hold --------------------------------------------------------------------------------------------
+
+layer_names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+pages = st.builds(
+    LayerPage,
+    layer_names,
+    st.sampled_from(["F32", "F16", "U8", "I8"]),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+    st.just("HNC"),
+)
+ranks = st.lists(
+    st.lists(pages, min_size=1, max_size=4, unique_by=lambda page: page.layer).map(tuple), min_size=1, max_size=3
+)
+
+
+@given(ranks.map(tuple))
+def test_any_geometry_is_sealed_verified_and_opened_by_safetensors(tmp_path_factory, all_ranks):
+    geometry = ChunkGeometry(2, 6, all_ranks)
+    blob_format = BlobFormat(GOLDEN_NAMESPACE, geometry)
+    blob = sealed_blob(blob_format)
+    verify(blob, blob_format)
+    parsed = check_blob(memoryview(blob))
+    assert parsed.blob_bytes == len(blob)
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path.write_bytes(blob)
+    with safe_open(path, framework="np") as opened:
+        assert sorted(opened.keys()) == sorted(entry.name for entry in parsed.tensors)
+        for segment, entry in zip(geometry.segments, parsed.tensors, strict=False):
+            assert entry.shape == (3, *segment.page.shape)
+            start = blob_format.header_bytes + segment.offset_bytes
+            assert opened.get_tensor(entry.name).tobytes() == blob[start : start + segment.size_bytes]
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_dtype_is_declared_as_safetensors_names_it(tmp_path, dtype):
+    blob_format = BlobFormat(GOLDEN_NAMESPACE, ChunkGeometry(4, 8, ((LayerPage("l", dtype, (2, 3), "NC"),),)))
+    path = tmp_path / "blob.safetensors"
+    path.write_bytes(sealed_blob(blob_format))
+    with safe_open(path, framework="np") as opened:
+        assert opened.get_slice("rank0/l").get_dtype() == dtype
+        assert opened.get_slice("rank0/l").get_shape() == [2, 2, 3]
+
+
+def test_payload_that_needs_no_padding_declares_an_empty_pad(tmp_path):
+    blob_format = BlobFormat(GOLDEN_NAMESPACE, ChunkGeometry(4, 8, ((LayerPage("l", "U8", (2048,), "C"),),)))
+    blob = sealed_blob(blob_format)
+    assert blob_format.payload_bytes == 4096
+    assert check_blob(memoryview(blob)).tensors[-1].shape == (0,)
+    path = tmp_path / "blob.safetensors"
+    path.write_bytes(blob)
+    with safe_open(path, framework="np") as opened:
+        assert opened.get_tensor("_pad").shape == (0,)
+
+
+def test_two_layers_of_one_name_are_refused():
+    page = LayerPage("same", "U8", (4,), "C")
+    with pytest.raises(ConfigError, match="two layers of one name"):
+        BlobFormat(GOLDEN_NAMESPACE, ChunkGeometry(4, 8, ((page, page),)))
+
+
+def test_layer_name_that_is_not_unicode_is_refused():
+    page = LayerPage("\ud800", "U8", (4,), "C")
+    with pytest.raises(ConfigError, match=r"rank=0 layer='\\ud800'"):
+        BlobFormat(GOLDEN_NAMESPACE, ChunkGeometry(4, 8, ((page,),)))
+
+
+def test_more_layers_than_a_header_holds_are_refused():
+    with pytest.raises(ConfigError, match=f"too many layers for one header. limit={MAX_HEADER_BYTES}"):
+        BlobFormat(GOLDEN_NAMESPACE, many_layers(12_000))
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+PLACES = {
+    "length, low byte": 0,
+    "length, second byte": 1,
+    "length, high byte": 7,
+    "opening brace": 8,
+    "name of a field": f.KEY.offset - 4,
+    **{f"{field.name}, first": field.offset for field in f.FIELDS},
+    **{f"{field.name}, last": field.offset + field.width - 1 for field in f.FIELDS},
+    "tensor table": f.TABLE_OFFSET + 5,
+    "header padding, last": FORMAT.header_bytes - 1,
+    "payload, first": PAYLOAD,
+    "payload, last": PAD - 1,
+    "_pad, first": PAD,
+    "_pad, last": FORMAT.blob_bytes - 1,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_any_flipped_bit_is_corrupt(place):
+    good = sealed_blob(FORMAT)
+    for bit in range(8):
+        blob = bytearray(good)
+        blob[PLACES[place]] ^= 1 << bit
+        with pytest.raises(ChunkCorrupt):
+            verify(blob)
+        with pytest.raises(ChunkCorrupt):
+            check_blob(memoryview(blob))
+
+
+@pytest.mark.parametrize("field", f.FIELDS, ids=lambda field: field.name)
+def test_changed_field_under_a_right_header_hash_is_named(field):
+    blob = sealed_blob(FORMAT)
+    digits = b"7" * field.width
+    blob[field.slice] = digits
+    if field is not f.HEADER_XXH3:
+        rehashed(blob)
+    if field in (f.PARENT, f.CHUNK_INDEX, f.CREATED_UNIX_S):
+        verify(blob)  # whoever looks a chunk up does not know these
+        return
+    error = ChunkMismatch if field in (f.FORMAT, f.NAMESPACE) else ChunkCorrupt
+    named = {f.FORMAT: "format version", f.TOKEN_COUNT: "header template"}.get(field, field.name)
+    # A hash in the header is what is expected of the bytes; every other field is what was observed.
+    values = "expected=7+ observed=[0-9a-f]+" if "xxh3" in field.name else "expected=.+ observed=7+"
+    with pytest.raises(error, match=f"^{named} mismatch. {values}") as caught:
+        verify(blob)
+    assert isinstance(caught.value, ChunkMismatch) == (error is ChunkMismatch)
+
+
+@pytest.mark.parametrize("offset", [f.TABLE_OFFSET + 5, FORMAT.header_bytes - 1])
+def test_changed_template_under_a_right_header_hash_is_corrupt(offset):
+    blob = sealed_blob(FORMAT)
+    blob[offset] ^= 1
+    with pytest.raises(ChunkCorrupt, match=rf"header template mismatch.*offset={offset}$"):
+        verify(rehashed(blob))
+
+
+@pytest.mark.parametrize("place", [f.KEY.offset - 4, f.PARENT.offset, f.NAMESPACE.offset, f.CREATED_UNIX_S.offset])
+def test_malformed_metadata_under_a_right_header_hash_is_corrupt(place):
+    blob = sealed_blob(FORMAT)
+    blob[place] = ord("G")
+    with pytest.raises(ChunkCorrupt, match="not well-formed"):
+        verify(rehashed(blob))
+
+
+def test_blob_asked_for_by_another_key_or_prefix_is_corrupt():
+    blob = sealed_blob(FORMAT)
+    with pytest.raises(ChunkCorrupt, match=f"key mismatch. expected={'00' * 16} observed={KEY.hex()}"):
+        verify(blob, key=bytes(16))
+    with pytest.raises(ChunkCorrupt, match=f"prefix_sha256 mismatch. expected={'00' * 32} observed={PREFIX.hex()}"):
+        verify(blob, prefix=bytes(32))
+
+
+def test_payload_damage_names_both_hashes_and_the_key():
+    blob = sealed_blob(FORMAT)
+    blob[PAYLOAD] ^= 1
+    with pytest.raises(ChunkCorrupt, match=rf"payload_xxh3 mismatch. expected=\w+ observed=\w+ key={KEY.hex()}"):
+        verify(blob)
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 45, 120, 4095, 4096, FORMAT.blob_bytes - 1, FORMAT.blob_bytes + 1])
+def test_blob_of_another_size_is_corrupt(size):
+    blob = sealed_blob(FORMAT).ljust(size, b"\0")[:size]
+    with pytest.raises(ChunkCorrupt, match=r"truncated|size mismatch"):
+        verify(blob)
+    with pytest.raises(ChunkCorrupt, match=r"truncated|size mismatch"):
+        check_blob(memoryview(blob))
+
+
+@pytest.mark.parametrize("filler", [b"\x00", b"\xff"])
+def test_blob_of_nothing_but_zeros_or_ones_is_corrupt(filler):
+    with pytest.raises(ChunkCorrupt, match="header length is not possible"):
+        verify(filler * FORMAT.blob_bytes)
+
+
+def test_another_namespace_of_another_geometry_is_a_mismatch():
+    other = BlobFormat(b"n" * 16, many_layers(100))
+    assert other.header_bytes != FORMAT.header_bytes
+    with pytest.raises(ChunkMismatch, match=f"namespace mismatch. expected={GOLDEN_NAMESPACE.hex()}"):
+        verify(sealed_blob(other))
+
+
+def test_another_namespace_with_a_damaged_header_is_corrupt():
+    blob = sealed_blob(BlobFormat(b"n" * 16, golden_geometry()))
+    blob[f.TABLE_OFFSET + 5] ^= 1
+    with pytest.raises(ChunkCorrupt):
+        verify(blob)
+
+
+def test_another_format_version_is_a_mismatch_for_every_reader():
+    blob = sealed_blob(FORMAT)
+    blob[f.FORMAT.slice] = b"0002"
+    # What version 2 writes behind the frame is its own affair.
+    blob[f.NAMESPACE.offset - 5 : f.NAMESPACE.offset + 60] = b"#" * 65
+    with pytest.raises(ChunkMismatch, match=r"format version mismatch\. expected=1 observed=2"):
+        peek(blob)
+    rehashed(blob)
+    for read in (verify, lambda b: read_header(memoryview(b)), lambda b: check_blob(memoryview(b))):
+        with pytest.raises(ChunkMismatch, match=r"format version mismatch\. expected=1 observed=2"):
+            read(blob)
+
+
+def test_flipped_version_is_corrupt_not_another_version():
+    blob = sealed_blob(FORMAT)
+    blob[f.FORMAT.offset + 3] ^= 2
+    with pytest.raises(ChunkCorrupt, match="header_xxh3"):
+        verify(blob)

@@ -1,0 +1,65 @@
+"""A directory, a private place for its server's socket, and the command line as users run it."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from server_processes import end_server
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def runtime_directory() -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
+        patch.setenv("XDG_RUNTIME_DIR", directory)  # short, unlike tmp_path
+        patch.setenv("COLUMNS", "200")
+        yield Path(directory)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "cache"
+    yield directory
+    end_server(directory)
+
+
+@pytest.fixture
+def cli() -> Command:
+    """Run the command line to its end."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tiered_kv.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    return run
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """Start `tiered-kv serve`; returns the process and the line it prints when clients can connect."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object) -> tuple[subprocess.Popen[str], str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tiered_kv.cli", "serve", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,165 @@
+"""The command line: its verbs, its exit codes, and what it says when something is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cache_clients import SmallEngine, poll_until, settings
+from cache_probe import wait_ended
+
+from tiered_kv import __version__
+from tiered_kv.config import Config
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+Serve = Callable[..., tuple[subprocess.Popen[str], str]]
+
+LIMITS = ("--host-bytes", "8MiB", "--disk-bytes", "160MiB")
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+def test_help_names_the_verbs_and_the_exit_codes(cli: Command) -> None:
+    for arguments in ((), ("--help",)):
+        result = cli(*arguments)
+        assert result.returncode == (0 if arguments else 2)
+        for word in ("serve", "stat", "config", "Exit codes: 0 done", "3 another server owns the directory"):
+            assert word in result.stdout + result.stderr
+    for verb in ("serve", "stat", "config"):
+        assert "Exit codes: 0 done" in cli(verb, "--help").stdout
+
+
+def test_the_version_is_printed(cli: Command) -> None:
+    assert cli("--version").stdout == f"tiered-kv {__version__}\n"
+
+
+def test_every_setting_is_listed_with_default_and_help(cli: Command) -> None:
+    listed = json.loads(cli("config", "--json").stdout)
+    assert [row["name"] for row in listed] == [setting.name for setting in Config.settings()]
+    assert {"name": "chunk_tokens", "default": "256"}.items() <= listed[5].items()
+    table = cli("config").stdout
+    for setting in Config.settings():
+        assert setting.name in table and setting.help[:30] in table
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_says_when_it_serves_and_drains_on_a_signal(serve: Serve, root: Path, number: int) -> None:
+    process, line = serve(f"file://{root}", *LIMITS)
+    assert line.startswith(f"serving file://{root} pid={process.pid} socket=unix:///")
+    one = SmallEngine.start(settings(root))
+    one.store(30)
+    one.client.poll()
+    one.close()
+    assert process.poll() is None, "it outlives its clients"
+    process.send_signal(number)
+    assert ended(process) == (0, "")
+    two = SmallEngine.start(settings(root))
+    assert two.hits(30) == 30
+    two.close()
+    wait_ended(root)
+
+
+def test_serve_writes_what_was_committed_before_the_signal(serve: Serve, root: Path) -> None:
+    process, _ = serve(f"file://{root}", *LIMITS)
+    one = SmallEngine.start(settings(root))
+    poll_until(one.client, lambda: one.client.credit_count >= 20, "credits")
+    process.send_signal(signal.SIGSTOP)
+    one.store(20)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    assert ended(process)[0] == 0
+    one.close()
+    two = SmallEngine.start(settings(root))
+    assert two.hits(20) == 20
+    two.close()
+    wait_ended(root)
+
+
+def test_serve_listens_where_it_is_told(serve: Serve, cli: Command, root: Path, runtime_directory: Path) -> None:
+    place = runtime_directory / "named.sock"
+    _, line = serve(f"file://{root}", *LIMITS, "--socket", place)
+    assert line.endswith(f"socket=unix://{place}\n")
+    one = SmallEngine.start(settings(root, server=f"unix://{place}"))
+    one.store(3)
+    one.wait_hits(3)
+    one.close()
+    assert json.loads(cli("stat", "--server", f"unix://{place}", "--json").stdout)["directory"] == str(root)
+
+
+def test_serve_ends_with_2_for_a_wrong_setting(cli: Command, root: Path) -> None:
+    for arguments, expected in (
+        ((f"file://{root}", "--host-bytes", "many"), "setting host_bytes: expected a size such as 4GiB"),
+        ((f"file://{root}", "--disk-bytes", "1MiB"), "disk capacity leaves no room for blobs"),
+        ((f"file://{root}", "--drain-s", "-1"), "setting drain_s: expected a number from 0 to 3600, got -1.0"),
+        ((f"file://{root}", "--socket", "relative"), "option --socket: expected an absolute path"),
+        ((f"file://{root}", "--log-level", "loud"), "option --log-level: expected debug"),
+        (("s3://AKIA:hidden@bucket/x",), "object stores are not in this version yet"),
+        ((f"file://{root}", "--no-such-option"), "No such option"),
+        ((), "Missing argument"),
+    ):
+        result = cli("serve", *arguments)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert expected in result.stderr
+        assert "hidden" not in result.stderr and "Traceback" not in result.stderr
+
+
+def test_serve_ends_with_3_where_another_server_serves(serve: Serve, cli: Command, root: Path) -> None:
+    process, _ = serve(f"file://{root}", *LIMITS)
+    result = cli("serve", f"file://{root}", *LIMITS)
+    assert result.returncode == 3
+    assert f"another server owns the directory. pid={process.pid} socket=" in result.stderr
+
+
+def test_serve_ends_with_1_where_the_storage_cannot_be_used(cli: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = cli("serve", f"file://{tmp_path}/file/cache", *LIMITS)
+    assert result.returncode == 1
+    assert result.stderr.startswith("tiered-kv: ") and "file/cache" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_stat_shows_what_a_server_holds(cli: Command, root: Path) -> None:
+    one = SmallEngine.start(settings(root))
+    one.store(5)
+    one.wait_hits(5)
+    figures = json.loads(cli("stat", f"file://{root}", "--json").stdout)
+    assert figures["directory"] == str(root)
+    assert figures["hierarchy"]["host_capacity_bytes"] == 8 << 20
+    assert figures["hierarchy"]["host_ready_chunks"] == 5
+    assert [tier["name"] for tier in figures["tiers"]] == ["disk"]
+    assert {"tier", "operation", "outcome", "calls", "bytes", "seconds"} == set(figures["operations"][0])
+    assert [(s["engine"], s["state"]) for s in figures["sessions"]] == [("e/0", "ready")]
+    text = cli("stat", f"file://{root}").stdout
+    for word in ("host", "8 MiB", "disk", "Operations", "Counters", "pending_writes", "e/0", str(figures["pid"])):
+        assert word in text
+    one.close()
+
+
+def test_stat_of_a_directory_without_server_says_so_and_starts_none(cli: Command, root: Path) -> None:
+    result = cli("stat", f"file://{root}")
+    assert result.returncode == 1
+    assert result.stderr == f"tiered-kv: no server is running, and there is no such directory. path={root}\n"
+    root.mkdir()
+    result = cli("stat", f"file://{root}")
+    assert result.returncode == 1
+    assert result.stderr == f"tiered-kv: no server is running for this directory. path={root}\n"
+    assert os.listdir(root) == []
+
+
+def test_stat_wants_a_directory_or_a_server(cli: Command, root: Path) -> None:
+    for arguments, code, expected in (
+        ((), 2, "name either the storage URI or --server"),
+        ((f"file://{root}", "--server", "unix:///x"), 2, "name either the storage URI or --server"),
+        (("--server", "tcp://x"), 2, "option --server: expected unix:///path/of/socket"),
+        (("--server", f"unix://{root}/none.sock"), 1, "no server answers at unix://"),
+        (("nonsense",), 2, "unknown scheme"),
+    ):
+        result = cli("stat", *arguments)
+        assert result.returncode == code
+        assert expected in result.stderr

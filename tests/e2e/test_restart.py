@@ -1,0 +1,167 @@
+"""What one engine stored, a later one loads: after a restart from disk, and over losses of the server in between."""
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from cache_probe import figures, server_pid, wait_ended, wait_for, wait_written
+from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from counts import seed
+from vllm_harness import drain, generate, kv_fingerprint, random_prompt, running
+
+from tiered_kv.server.arena_lock import release_stale_arena_locks
+
+pytestmark = pytest.mark.vllm
+
+
+def test_restarted_engine_hits_disk_byte_for_byte(tiny_model: Path, tmp_path: Path) -> None:
+    prompt = random_prompt(1, 1100)
+    with cached_engine(tiny_model, tmp_path) as engine:
+        (cold,) = engine.ask(prompt)
+        computed = kv_fingerprint(engine.llm)
+        wait_written(tmp_path)
+    wait_ended(tmp_path)
+
+    with cached_engine(tiny_model, tmp_path) as engine:
+        (warm,) = engine.ask(prompt)
+        loaded = kv_fingerprint(engine.llm)
+        reads = [row for row in figures(tmp_path)["operations"] if row["operation"] == "get"]
+
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 4 * CHUNK)
+    assert loaded == computed
+    assert warm.tokens == cold.tokens
+    assert sum(row["calls"] for row in reads if row["outcome"] == "ok") >= 4
+
+
+def test_files_removed_behind_the_server_are_a_miss_and_stored_again(tiny_model: Path, tmp_path: Path) -> None:
+    prompt = random_prompt(2, 1100)
+    with cached_engine(tiny_model, tmp_path) as engine:
+        (cold,) = engine.ask(prompt)
+        wait_written(tmp_path)
+    wait_ended(tmp_path)
+
+    with cached_engine(tiny_model, tmp_path) as engine:
+        for blob in tmp_path.glob("blobs/*/*/*.safetensors"):
+            blob.unlink()
+        (gone,) = engine.ask(prompt)
+        (stored_again,) = engine.ask(prompt)
+
+    assert gone.cached_tokens == 0
+    assert stored_again.cached_tokens == 4 * CHUNK
+    assert gone.tokens == stored_again.tokens == cold.tokens
+
+
+def test_flipped_bytes_on_disk_are_a_miss_and_never_an_answer(tiny_model: Path, tmp_path: Path) -> None:
+    prompt = random_prompt(3, 1100)
+    with cached_engine(tiny_model, tmp_path) as engine:
+        (cold,) = engine.ask(prompt)
+        wait_written(tmp_path)
+    wait_ended(tmp_path)
+    source = random.Random(seed())
+    for blob in tmp_path.glob("blobs/*/*/*.safetensors"):
+        data = bytearray(blob.read_bytes())
+        data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+        blob.write_bytes(data)
+
+    with cached_engine(tiny_model, tmp_path) as engine:
+        (flipped,) = engine.ask(prompt)
+        counters = figures(tmp_path)["counters"]
+        (stored_again,) = engine.ask(prompt)
+
+    assert flipped.cached_tokens == 0
+    assert flipped.tokens == cold.tokens
+    assert sum(n for name, n in counters.items() if name.startswith("read_failed_corrupt")) >= 1 or not list(
+        tmp_path.glob("blobs/*/*/*.safetensors")
+    )
+    assert stored_again.cached_tokens == 4 * CHUNK
+
+
+def test_other_weights_under_the_same_name_never_hit(tiny_model: Path, tmp_path: Path) -> None:
+    from tiered_kv.testing.model import TINY, build_model
+
+    prompt = random_prompt(4, 700)
+    cache = tmp_path / "cache"
+    other = build_model(tmp_path / "model", seed=1, shape=TINY)
+    with cached_engine(tiny_model, cache) as engine:
+        (first,) = engine.ask(prompt)
+        wait_written(cache)
+    with cached_engine(other, cache) as engine:
+        (other_cold,) = engine.ask(prompt)
+        (other_warm,) = engine.ask(prompt)
+        wait_written(cache)
+    with cached_engine(tiny_model, cache) as engine:
+        (again,) = engine.ask(prompt)
+
+    assert (other_cold.cached_tokens, other_warm.cached_tokens) == (0, 2 * CHUNK)
+    assert other_cold.tokens != first.tokens
+    assert (again.cached_tokens, again.tokens) == (2 * CHUNK, first.tokens)
+
+
+def test_idle_engine_lets_go_of_a_dead_servers_memory(tiny_model: Path, tmp_path: Path) -> None:
+    with cached_engine(tiny_model, tmp_path) as engine:
+        engine.ask(random_prompt(5, 600))
+        wait_written(tmp_path)
+        assert release_stale_arena_locks(tmp_path, own_id="") == 1, "the worker maps no arena"
+        os.kill(server_pid(tmp_path), signal.SIGKILL)
+
+        wait_for(lambda: release_stale_arena_locks(tmp_path, own_id="") == 0, "the old arena to be unmapped")
+
+
+def test_killed_server_costs_misses_and_hits_come_back(tiny_model: Path, tmp_path: Path) -> None:
+    prompts = [random_prompt(100 + i, 520 + 40 * i) for i in range(6)]
+    with running(tiny_model) as llm:
+        plain = generate(llm, prompts, max_tokens=6)
+
+    with cached_engine(tiny_model, tmp_path) as engine:
+        engine.ask(*prompts, max_tokens=6)
+        wait_written(tmp_path)
+        for _ in range(3):
+            os.kill(server_pid(tmp_path), signal.SIGKILL)
+            for prompt, theirs in zip(prompts, plain, strict=True):
+                (ours,) = generate(engine.llm, [prompt], max_tokens=6)
+                assert ours.finish_reason == "length"
+                assert_same(ours, theirs)
+            wait_for(lambda: _has_session(engine), "a new session")
+            (warm,) = engine.ask(prompts[-1], max_tokens=6)
+            assert warm.cached_tokens == len(prompts[-1]) // CHUNK * CHUNK
+            assert_same(warm, plain[-1])
+        assert engine.scheduler_side.counters["sessions_lost"] == 3
+
+
+def _has_session(engine: CachedEngine) -> bool:
+    """An engine learns of a new server while it works, so give it something to do."""
+    generate(engine.llm, [[5, 6, 7]], max_tokens=1)
+    return bool(engine.scheduler_side._client.is_ready)
+
+
+def test_server_killed_while_prompts_run(tiny_model: Path, tmp_path: Path) -> None:
+    prompts = [random_prompt(200 + i, 700 + 30 * i) for i in range(8)]
+    with running(tiny_model) as llm:
+        plain = generate(llm, prompts, max_tokens=6)
+    source = random.Random(seed())
+
+    with cached_engine(tiny_model, tmp_path, max_num_batched_tokens=512) as engine:
+        engine.ask(*prompts, max_tokens=6)
+        wait_written(tmp_path)
+        pid = server_pid(tmp_path)
+        steps = source.randrange(1, 12)
+        step = engine.llm.llm_engine.step
+        count = 0
+
+        def stepping() -> object:
+            nonlocal count
+            count += 1
+            if count == steps:
+                os.kill(pid, signal.SIGKILL)
+            return step()
+
+        engine.llm.llm_engine.step = stepping
+        answers = engine.ask(*prompts, max_tokens=6)
+        drain(engine.llm)
+
+    assert count >= steps, "the server was never killed"
+    for ours, theirs in zip(answers, plain, strict=True):
+        assert ours.finish_reason == "length"
+        assert_same(ours, theirs)

@@ -1,0 +1,316 @@
+"""The engine around the hierarchy: sessions, what a restart finds, estimates, and the end."""
+
+import pytest
+from engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, EngineWorld, geometry
+from format_samples import sample_namespace
+
+from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
+from tiered_kv.engine.engine import FLUSH_INTERVAL_S, RETRY_INTERVAL_S
+from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
+from tiered_kv.testing.faults import Fault, FaultyTier, at
+from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiers.base import BlobName
+
+
+@pytest.fixture
+def memory():
+    return MemoryTier()
+
+
+@pytest.fixture
+def world(memory):
+    world = EngineWorld(memory)
+    yield world
+    world.close()
+
+
+def started(world, name="small"):
+    session = world.open(name)
+    world.settle()
+    return session
+
+
+def test_a_stored_prefix_comes_back_from_host_memory(world):
+    session = started(world)
+    world.store(session, (1, 2, 3))
+    assert world.loaded(session, (1, 2, 3, 4)) == 3
+    assert world.loaded(session, (1, 2, 9)) == 2
+
+
+def test_a_prefix_that_left_host_memory_comes_back_from_the_tier(world, memory):
+    session = started(world)
+    for number in range(20):
+        world.store(session, (number, 1))
+    assert len(memory.names) == 40 and world.hierarchy.usage()["host_ready_chunks"] < 40
+    assert [world.loaded(session, (number, 1)) for number in range(20)] == [2] * 20
+
+
+def test_a_restart_finds_what_was_written(memory):
+    first = EngineWorld(memory)
+    first.store(started(first), (1, 2, 3))
+    first.close()
+    memory.reopen(None)
+    second = EngineWorld(memory)
+    assert second.loaded(started(second), (1, 2, 3)) == 3
+    second.close()
+
+
+def test_two_namespaces_of_different_chunk_sizes_share_one_engine(world):
+    small, large = started(world), started(world, "large")
+    world.store(small, (1, 2))
+    world.store(large, (1, 2))
+    assert (world.loaded(small, (1, 2)), world.loaded(large, (1, 2))) == (2, 2)
+
+
+def test_the_namespaces_record_is_kept_beside_its_blobs(world, memory):
+    started(world)
+    assert memory.descriptions == {NAMESPACES["small"].digest: NAMESPACES["small"].record}
+
+
+def test_a_record_that_cannot_be_written_costs_nothing_but_itself(memory):
+    world = EngineWorld(FaultyTier(memory, at({1: Fault.ERROR})))
+    session = started(world)
+    world.store(session, (1,))
+    assert world.loaded(session, (1,)) == 1 and world.hierarchy.counters["describe_failed"] == 1
+    world.close()
+
+
+def test_a_namespace_has_one_geometry(world):
+    started(world)
+    with pytest.raises(ConfigError, match="another geometry"):
+        world.engine.open_session(NAMESPACES["small"], geometry(1234))
+
+
+def test_host_memory_must_hold_a_few_chunks(memory):
+    world = EngineWorld(memory, host_bytes=3 * BLOB_BYTES)
+    with pytest.raises(ConfigError, match=f"set host_bytes to {4 * BLOB_BYTES} or more"):
+        world.open()
+    world.close()
+
+
+def test_a_chunk_must_fit_into_a_slab(memory):
+    world = EngineWorld(memory, host_bytes=16 << 30)
+    huge = ChunkGeometry(4, 8, ((LayerPage("layer", "U8", (1 << 29, 1), "NC"),),))
+    with pytest.raises(ConfigError, match="chunk_tokens to less"):
+        world.engine.open_session(sample_namespace(epoch="huge"), huge)
+    world.close()
+
+
+def test_the_smallest_arena_loads_and_stores(memory):
+    world = EngineWorld(memory, host_bytes=4 * BLOB_BYTES)
+    session = started(world)
+    for number in range(6):
+        world.store(session, (number,))
+    assert [world.loaded(session, (number,)) for number in range(6)] == [1] * 6
+    world.close()
+
+
+def test_a_foreign_blob_under_our_name_is_left_alone(world, memory):
+    large = started(world, "large")
+    world.store(large, (5,))
+    foreign = memory.raw_get(name_of("large", (5,)))
+    session = started(world)
+    for number in range(20):
+        world.store(session, (number,))
+    memory.raw_put(name_of("small", (0,)), foreign)
+    assert world.loaded(session, (0,)) == 0
+    world.store(session, (0,))
+    assert world.loaded(session, (0,)) == 1  # from host memory
+    assert memory.raw_get(name_of("small", (0,))) == foreign
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "swap"])
+def test_a_damaged_blob_is_a_miss_and_stored_again(world, memory, damage):
+    session = started(world)
+    for number in range(20):
+        world.store(session, (number,))
+    name = name_of("small", (0,))
+    good = memory.raw_get(name)
+    damaged = bytearray(good)
+    damaged[-3000] ^= 1
+    other = memory.raw_get(name_of("small", (1,)))
+    memory.raw_put(name, {"flip": bytes(damaged), "cut": good[:-4096], "swap": other}[damage])
+    assert world.loaded(session, (0,)) == 0
+    assert memory.raw_get(name) is None
+    world.store(session, (0,))
+    assert memory.raw_get(name) == resealed(world, memory, name) and world.loaded(session, (0,)) == 1
+
+
+def test_a_blob_that_vanished_is_missing_and_not_corrupt(world, memory):
+    session = started(world)
+    for number in range(20):
+        world.store(session, (number,))
+    memory.delete(name_of("small", (0,)))
+    assert world.loaded(session, (0,)) == 0
+    assert world.hierarchy.counters["read_failed_missing"] == 1
+    assert world.hierarchy.usage()["tier0_chunks"] == 19
+
+
+def resealed(world, memory, name):
+    data = memory.raw_get(name)
+    world.engine.format_of(name.namespace).verify(memoryview(data), name.key, None)
+    return data
+
+
+def test_a_blob_of_other_tokens_under_our_key_is_dropped(world, memory):
+    """A crafted collision of the key: the blob is sound, its prefix digest is another."""
+    session = started(world)
+    for number in range(20):
+        world.store(session, (number,))
+    entry = world.hierarchy.index.get(SPACES["small"].key((0,)))
+    forged = type(entry.record)(
+        *(getattr(entry.record, f) for f in ("namespace", "key", "parent", "chunk_index")), bytes(32)
+    )
+    entry.record = forged
+    lookup = world.hierarchy.lookup(session, [forged.key], [bytes(32)])
+    world.settle()
+    assert world.hierarchy.counters["read_failed_corrupt"] == 1
+    world.hierarchy.release(session, lookup)
+
+
+def test_capacity_is_kept_and_foreign_bytes_count(memory):
+    filler = EngineWorld(memory)
+    filler.store(started(filler), (1,))
+    filler.close()
+    [name] = memory.names
+    memory.raw_put(name, b"not a blob")  # the scan leaves it out, the tier still counts it
+    memory.reopen(4 * BLOB_BYTES)
+    world = EngineWorld(memory)
+    session = started(world)
+    for number in range(100, 110):
+        world.store(session, (number,))
+    assert world.hierarchy.usage()["tier0_chunks"] == 3
+    assert world.hierarchy.counters["write_failed_no_room"] == 0
+    world.close()
+
+
+# -- estimates and time ------------------------------------------------------------------------------------------------
+
+
+def test_without_samples_there_is_no_estimate_and_failures_make_none(memory):
+    is_broken = []
+    world = EngineWorld(FaultyTier(memory, lambda _number: Fault.ERROR if is_broken else None))
+    session = started(world)
+    for number in range(20):
+        world.store(session, (number,))
+    is_broken.append(True)
+    assert world.engine.eta_s(0, 1000) is None
+    world.loaded(session, (0,))
+    assert world.hierarchy.counters["read_failed_unavailable"] == 1
+    assert world.engine.eta_s(0, 1000) is None and world.engine.read_bytes_per_s(0) is None
+    world.close()
+
+
+def test_promotions_give_the_estimate(world):
+    session = started(world)
+    for number in range(20):
+        world.store(session, (number,))
+    lookup = world.lookup(session, (0,))
+    world.step()
+    world.clock.advance(0.5)
+    world.settle()
+    world.release(lookup)
+    assert world.engine.read_bytes_per_s(0) == 2 * BLOB_BYTES
+    assert world.engine.eta_s(0, 4 * BLOB_BYTES) == 2.0
+    world.engine.sample_read(0, 12 * BLOB_BYTES, 1.0)
+    assert world.engine.read_bytes_per_s(0) == 5 * BLOB_BYTES
+
+
+def test_uses_reach_the_tier_so_that_a_restart_evicts_the_oldest(memory):
+    world = EngineWorld(memory)
+    session = started(world)
+    for number in range(3):
+        world.store(session, (number,))
+    world.loaded(session, (0,))
+    assert [name.key for name in memory.names] == [SPACES["small"].key((number,)) for number in (1, 2, 0)]
+    world.close()
+
+
+def test_recency_is_persisted_now_and_then(memory):
+    calls = []
+    tier = FaultyTier(memory, at({}), on_operation=lambda operation, _name: calls.append(operation))
+    world = EngineWorld(tier)
+    started(world)
+    assert calls.count("flush") == 0
+    for _ in range(3):
+        world.clock.advance(FLUSH_INTERVAL_S)
+        world.step()
+        world.step()  # one that runs is enough
+        world.settle()
+    assert calls.count("flush") == 3
+    world.close()
+
+
+def test_a_flush_that_fails_is_tried_again(memory, caplog):
+    failures = []
+
+    def fail_once(operation, _name):
+        if operation == "flush" and not failures:
+            failures.append(operation)
+            raise TierUnavailable("planned")
+
+    world = EngineWorld(FaultyTier(memory, at({}), on_operation=fail_once))
+    started(world)
+    for _ in range(2):
+        world.clock.advance(FLUSH_INTERVAL_S)
+        world.settle()
+    assert "recency was not persisted" in caplog.text and failures
+    world.close()
+
+
+def test_memory_that_the_machine_refused_is_asked_for_again_later(memory, monkeypatch):
+    world = EngineWorld(memory)
+    refusals = []
+
+    def refuse(slab, size_bytes):
+        refusals.append(slab)
+        raise CapacityExceeded("planned")
+
+    monkeypatch.setattr(world.arena, "allocate", refuse)
+    session = started(world)
+    for _ in range(5):
+        world.settle()
+    assert len(refusals) == 1 and world.loaded(session, (1,)) == 0
+    monkeypatch.undo()
+    world.clock.advance(RETRY_INTERVAL_S)
+    world.settle()
+    world.store(session, (1,))
+    assert world.loaded(session, (1,)) == 1
+    world.close()
+
+
+def test_an_undeclared_failure_of_a_tier_is_a_miss_and_logged(memory, caplog):
+    def explode(operation, _name):
+        if operation == "get":
+            raise ZeroDivisionError("planned")
+
+    world = EngineWorld(FaultyTier(memory, at({}), on_operation=explode))
+    session = started(world)
+    for number in range(20):
+        world.store(session, (number,))
+    assert world.loaded(session, (0,)) == 0
+    assert "job failed in a way no tier declared. job=Read" in caplog.text
+    caplog.clear()
+    world.close()
+
+
+def test_closing_closes_everything_even_if_a_tier_fails_to(memory):
+    world = EngineWorld(memory)
+    started(world)
+
+    def fail():
+        raise TierUnavailable("planned")
+
+    memory.close = fail
+    with pytest.raises(TierUnavailable):
+        world.close()
+    assert world.arena.slab_fds == []
+
+
+def name_of(name, path):
+    return BlobName(SPACES[name].namespace, SPACES[name].key(path))
+
+
+def test_sizes_of_the_two_geometries_differ_and_are_padded():
+    assert SPACES["small"].slot_bytes == BLOB_BYTES < SPACES["large"].slot_bytes
+    assert all(geometry.data_bytes % 4096 for geometry in GEOMETRIES.values())

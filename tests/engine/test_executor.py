@@ -1,0 +1,100 @@
+"""Threads that run tasks: both pools, priorities, notifications, and the end."""
+
+import select
+import threading
+
+import pytest
+
+from tiered_kv.engine.executor import Pool, ThreadExecutor
+from tiered_kv.testing.stepping import FakeClock, StepExecutor
+
+
+@pytest.fixture
+def executor():
+    executor = ThreadExecutor(load_threads=1, store_threads=1)
+    yield executor
+    executor.close()
+
+
+def wait(executor):
+    assert select.select([executor.fileno()], [], [], 30)[0], "nobody notified"
+    executor.drain_notifications()
+
+
+def test_a_task_runs_in_a_thread_of_its_pool_and_wakes_the_owner(executor):
+    names = []
+
+    def task():
+        names.append(threading.current_thread().name)
+        executor.notify()
+
+    for pool in Pool:
+        executor.submit(pool, 0, task)
+        wait(executor)
+    assert names == ["tiered_kv-load-0", "tiered_kv-store-0"]
+    assert select.select([executor.fileno()], [], [], 0)[0] == []
+    executor.drain_notifications()
+
+
+def test_lower_numbers_go_first_and_equal_ones_in_order(executor):
+    gate, order = threading.Event(), []
+    executor.submit(Pool.STORE, 0, gate.wait)
+    for priority, name in [(2, "c"), (1, "a"), (1, "b"), (2, "d")]:
+        executor.submit(Pool.STORE, priority, lambda name=name: order.append(name))
+    executor.submit(Pool.STORE, 3, executor.notify)
+    gate.set()
+    wait(executor)
+    assert order == ["a", "b", "c", "d"]
+
+
+def test_a_load_does_not_wait_behind_a_store(executor):
+    gate = threading.Event()
+    executor.submit(Pool.STORE, 0, gate.wait)
+    executor.submit(Pool.LOAD, 0, executor.notify)
+    wait(executor)
+    gate.set()
+
+
+def test_a_task_that_raises_is_logged_and_its_thread_lives(executor, caplog):
+    executor.submit(Pool.LOAD, 0, lambda: 1 // 0)
+    executor.submit(Pool.LOAD, 0, executor.notify)
+    wait(executor)
+    assert "a task raised" in caplog.text
+    caplog.clear()
+
+
+def test_closing_finishes_what_runs_and_forgets_what_waits():
+    executor = ThreadExecutor(load_threads=1, store_threads=1)
+    gate, begun, done = threading.Event(), threading.Event(), []
+
+    def long():
+        begun.set()
+        gate.wait()
+        done.append("running")
+
+    executor.submit(Pool.LOAD, 0, long)
+    begun.wait()
+    executor.submit(Pool.LOAD, 0, lambda: done.append("waiting"))
+    closing = threading.Thread(target=executor.close)
+    closing.start()
+    gate.set()
+    closing.join()
+    executor.close()
+    assert done == ["running"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("tiered_kv-")]
+
+
+def test_the_stepping_executor_runs_one_chosen_task_at_a_time():
+    executor, order = StepExecutor(), []
+    for name in "abcd":
+        executor.submit(Pool.LOAD, 0, lambda name=name: order.append(name))
+    assert executor.step(lambda waiting: waiting - 2) and executor.step()
+    assert order == ["c", "a"] and executor.fileno() == -1
+    executor.close()
+    assert not executor.step()
+
+
+def test_the_fake_clock_moves_when_told():
+    clock = FakeClock(5.0)
+    clock.advance(2.5)
+    assert clock.monotonic() == 7.5 and clock.wall() == 1_700_000_007

@@ -1,0 +1,57 @@
+"""The start-up self-test: it passes on a tier that works, says why it fails on others, and leaves nothing behind."""
+
+import pytest
+
+from tiered_kv.engine.clock import SystemClock
+from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, TEST_BYTES, self_test, self_test_format
+from tiered_kv.testing.faults import Fault, FaultyTier, at
+from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.testing.stepping import FakeClock
+from tiered_kv.tiers.wrappers.verified import VerifiedTier
+
+PUT, GET, DELETE = 0, 1, 2
+
+
+def run(memory, faults, clock=None, on_operation=None):
+    tier = VerifiedTier(FaultyTier(memory, at(faults), on_operation), {SELF_TEST_NAMESPACE: self_test_format()}.get)
+    return self_test(tier, clock or FakeClock())
+
+
+def test_a_tier_that_works_is_measured_and_left_as_it_was():
+    memory, clock = MemoryTier(), FakeClock()
+    seconds = {"put": 2.0, "get": 0.5, "delete": 8.0}
+    result = run(memory, {}, clock, lambda operation, _name: clock.advance(seconds[operation]))
+    assert (result.failure, result.write_s, result.read_s) == (None, 2.0, 0.5)
+    assert result.size_bytes > TEST_BYTES and memory.names == []
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({PUT: Fault.ERROR}, "operation=put"),
+        ({PUT: Fault.FULL}, "operation=put"),
+        ({PUT: Fault.VANISH}, "is not there"),
+        ({PUT: Fault.TORN_WRITE}, "payload_xxh3 mismatch"),
+        ({GET: Fault.ERROR}, "operation=get"),
+        ({DELETE: Fault.ERROR}, "operation=delete"),
+        ({GET: Fault.ERROR, DELETE: Fault.ERROR}, "operation=get"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(f"{n}-{fault.value}" for n, fault in value.items()),
+)
+def test_a_tier_that_does_not_work_says_why(faults, reason):
+    assert reason in (run(MemoryTier(), faults).failure or "")
+
+
+def test_a_tier_without_room_for_it_fails_and_stores_nothing():
+    memory = MemoryTier(TEST_BYTES // 2)
+    assert "full" in (run(memory, {}).failure or "") and memory.names == []
+
+
+def test_without_verification_wrong_bytes_are_seen_all_the_same():
+    result = self_test(FaultyTier(MemoryTier(), at({GET: Fault.BIT_FLIP})), FakeClock())
+    assert result.failure == "what was read differs from what was written"
+
+
+def test_the_machines_clock_never_goes_back():
+    clock = SystemClock()
+    assert clock.monotonic() <= clock.monotonic() and clock.wall() > 1_700_000_000

@@ -1,0 +1,163 @@
+"""Random histories of a hierarchy against the oracle: any order of jobs, any outcome, several sessions and sizes."""
+
+from counts import count
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.hierarchy.plan import Delete, Grow, Job, Outcome, Read, Seal, Write
+from tiered_kv.testing.oracle import Blob, Space, World
+
+SPACES = [Space(b"A" * 16, 10), Space(b"B" * 16, 15), Space(b"C" * 16, 10)]
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
+PICK = st.integers(0, 1 << 16)
+
+FAULTS: dict[type[Job], list[Outcome]] = {
+    Seal: [Outcome.UNAVAILABLE],
+    Write: [Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.CORRUPT],
+    Read: [Outcome.UNAVAILABLE],
+    Delete: [Outcome.UNAVAILABLE],
+    Grow: [Outcome.NO_ROOM],
+}
+
+
+class Histories(RuleBasedStateMachine):
+    """Every rule is something a client, a medium or the engine may do at any time."""
+
+    @initialize(
+        host_bytes=st.sampled_from([60, 160, 200]),
+        capacities=st.sampled_from([[], [None], [45], [100], [300], [100, None]]),
+        stored=st.lists(st.tuples(PICK, PATHS), max_size=8),
+    )
+    def start(self, host_bytes, capacities, stored):
+        self.world = World(Hierarchy(host_bytes, capacities), capacities)
+        for tier in range(len(capacities)):
+            for pick, path in {(pick % 3, path): None for pick, path in stored}:
+                self.world.restore(tier, SPACES[pick], path)
+            self.world.hierarchy.restored(tier)
+        self.world.open(SPACES[0])
+        self.world.step()
+
+    def session(self, pick):
+        live = [s for s in self.world.spaces if s not in self.world.suspended]
+        return live[pick % len(live)] if live else None
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    @rule(space=st.sampled_from(SPACES))
+    def open(self, space):
+        if len(self.world.spaces) < 4:
+            self.world.open(space)
+
+    @rule(pick=PICK, path=PATHS, start=st.integers(0, 7))
+    def lookup(self, pick, path, start):
+        if (session := self.session(pick)) is not None:
+            self.world.lookup(session, path, start)
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.world.lookups)
+    def release(self, pick):
+        lookup = sorted(self.world.lookups)[pick % len(self.world.lookups)]
+        if self.world.lookups[lookup].session not in self.world.suspended:
+            self.world.release(lookup)
+
+    @rule(pick=PICK, path=PATHS)
+    def commit(self, pick, path):
+        if (session := self.session(pick)) is not None:
+            self.world.commit(session, path)
+
+    @rule(pick=PICK, path=PATHS)
+    def commit_a_prefix(self, pick, path):
+        """Every chunk of a prompt, a step's credits at a time."""
+        if (session := self.session(pick)) is None:
+            return
+        for depth in range(1, len(path) + 1):
+            if not self.world.commit(session, path[:depth]):
+                break
+            self.world.hierarchy.touch_prefix(self.world.spaces[session].key(path[:depth]))
+            self.world.step()
+
+    @rule(pick=PICK, path=PATHS)
+    def store_a_prefix(self, pick, path):
+        """The same without haste: all of it is where it belongs at the end."""
+        if (session := self.session(pick)) is not None:
+            for depth in range(1, len(path) + 1):
+                self.world.commit(session, path[:depth])
+                self.world.finish_all()
+
+    @rule(pick=PICK, first=st.integers(0, 3))
+    def fill_host_memory(self, pick, first):
+        """Prompts that share nothing push everything else out."""
+        if (session := self.session(pick)) is not None:
+            for number in range(8):
+                self.world.commit(session, (100 * first + number,))
+                self.world.step()
+
+    @rule(pick=PICK)
+    def give_back(self, pick):
+        if (session := self.session(pick)) is not None:
+            self.world.give_back(session)
+
+    @precondition(lambda self: len(self.world.spaces) > 1)
+    @rule(pick=PICK)
+    def suspend(self, pick):
+        if (session := self.session(pick)) is not None and len(self.world.spaces) > 1:
+            self.world.suspend(session)
+
+    @precondition(lambda self: len(self.world.spaces) > 1)
+    @rule(pick=PICK)
+    def close(self, pick):
+        sessions = sorted(self.world.spaces)
+        if len(sessions) > 1:
+            session = sessions[pick % len(sessions)]
+            self.world.suspend(session)
+            self.world.close(session)
+
+    # -- media ---------------------------------------------------------------------------------------------------------
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.world.jobs)
+    def finish(self, pick):
+        self.world.finish(pick % len(self.world.jobs))
+
+    @rule(picks=st.lists(PICK, min_size=3, max_size=8))
+    def finish_some(self, picks):
+        for pick in picks:
+            if self.world.jobs:
+                self.world.finish(pick % len(self.world.jobs))
+
+    @rule(pick=PICK, other=PICK)
+    @precondition(lambda self: self.world.jobs)
+    def fail(self, pick, other):
+        index = pick % len(self.world.jobs)
+        faults = FAULTS[type(self.world.jobs[index])]
+        self.world.finish(index, faults[other % len(faults)])
+
+    @rule()
+    def finish_all(self):
+        self.world.finish_all()
+
+    @precondition(lambda self: any(self.world.media))
+    @rule(pick=PICK, blob=st.sampled_from([None, Blob.CORRUPT, Blob.FOREIGN]))
+    def damage(self, pick, blob):
+        blobs = [(tier, key) for tier, medium in enumerate(self.world.media) for key in sorted(medium)]
+        if blobs:
+            self.world.damage(*blobs[pick % len(blobs)], blob)
+
+    @rule()
+    def try_again(self):
+        self.world.hierarchy.try_again()
+
+    @invariant()
+    def everything_holds(self):
+        if hasattr(self, "world"):
+            self.world.step()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.wind_down()
+
+
+Histories.TestCase.settings = settings(max_examples=4 * count("EXAMPLES", 50), stateful_step_count=60)
+TestHistories = Histories.TestCase

@@ -1,0 +1,123 @@
+"""What a client and a server must agree on: limits, protocol, user, directory; and how each learns of a difference."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from cache_clients import hello, settings
+
+from tiered_kv import __version__
+from tiered_kv.config import Config
+from tiered_kv.errors import ConfigError
+from tiered_kv.server import messages as m
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.handshake import read_message, say_hello, shake_hands
+from tiered_kv.server.paths import read_info
+from tiered_kv.server.spawn import bind, connect, find_server
+
+
+def welcome(config: Config) -> m.Welcome:
+    sock, answer = say_hello(config, "admin", "", 0)
+    sock.close()
+    return answer
+
+
+@pytest.mark.parametrize("name", ["host_bytes", "disk_bytes", "min_free_bytes"])
+def test_other_limits_are_refused_with_both_values(served: Path, name: str) -> None:
+    running = {"host_bytes": 8 << 20, "disk_bytes": 160 << 20, "min_free_bytes": 1 << 30}[name]
+    with pytest.raises(ConfigError, match=rf"runs with {name}={running}, .* configured with {name}={running + 1}"):
+        say_hello(settings(served, **{name: running + 1}), "worker", "e", 0)
+    client = SchedulerClient(settings(served, **{name: running + 1}), "e", 1)
+    assert not client.wait_ready(10)
+    assert f"{name}={running + 1}" in (client.refusal or "")
+    client.close()
+
+
+def test_a_limit_that_the_server_took_by_default_conflicts_with_a_wanted_one(root: Path) -> None:
+    with hello(Config.from_mapping({"storage_uri": f"file://{root}", "host_bytes": "8MiB"})):
+        with pytest.raises(ConfigError, match=r"disk_bytes=\d+ \(the default\).*disk_bytes=167772160"):
+            welcome(settings(root))
+
+
+def test_limits_that_are_left_out_are_taken_as_they_are(served: Path) -> None:
+    assert welcome(Config.from_mapping({"storage_uri": f"file://{served}"})).directory == str(served)
+
+
+def test_another_protocol_is_refused_with_both_versions(served: Path) -> None:
+    for protocol, more in ((m.PROTOCOL + 1, {"new_field": [1, {"deep": None}]}), (m.PROTOCOL - 1, {})):
+        body = msgspec.msgpack.encode(
+            {"type": "Hello", "protocol": protocol, "version": "9.9", "role": "worker", "pid": 1, **more}
+        )
+        with find_server(settings(served)) as sock:
+            sock.sendall(m.LENGTH.pack(len(body)) + body)
+            answer = read_message(sock)
+        assert isinstance(answer, m.Refused)
+        assert f"version {__version__}) speaks protocol {m.PROTOCOL}" in answer.reason
+        assert f"version 9.9) speaks {protocol}" in answer.reason
+
+
+def test_a_server_of_another_protocol_is_named_by_its_client(runtime_directory: Path) -> None:
+    with bind(runtime_directory / "old.sock") as listener:
+
+        def answer() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(4096)
+                sock.sendall(m.frame(m.Welcome(m.PROTOCOL + 1, "9.9", "id", 1, 0, "/d")))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        sock = connect(str(runtime_directory / "old.sock"))
+        assert sock is not None
+        with (
+            sock,
+            pytest.raises(ConfigError, match=rf"version 9.9\) speaks protocol {m.PROTOCOL + 1}, .* {m.PROTOCOL}:"),
+        ):
+            shake_hands(sock, m.Hello(m.PROTOCOL, __version__, "admin", 1), 5)
+        answering.join()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+def test_a_client_of_another_user_is_refused(
+    root: Path, runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = runtime_directory / "open to all"
+    place.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    hello(settings(root)).close()
+    info = read_info(root)
+    assert info is not None
+    path = Path(info.socket)
+    path.chmod(0o666)
+    for directory in (path.parent, place, runtime_directory):
+        directory.chmod(0o711)
+    code = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+        "sys.stdout.buffer.write(s.recv(4096))"
+    )
+    python = getattr(sys, "_base_executable", sys.executable)
+    result = subprocess.run([python, "-I", "-S", "-c", code, str(path)], capture_output=True, check=False)
+    if b"Permission denied" in result.stderr:
+        pytest.skip("the other user cannot run the interpreter")
+    (message,) = m.FrameReader(m.FromServer).feed(result.stdout)
+    assert message == m.Refused("config", "this server serves uid 0 only, the client has uid 65534")
+
+
+# -- a named server ----------------------------------------------------------------------------------------------
+
+
+def test_a_named_server_serves_its_directory_only(served: Path, tmp_path: Path) -> None:
+    info = read_info(served)
+    assert info is not None
+    name = f"unix://{info.socket}"
+    assert welcome(settings(served, server=name)).directory == str(served)
+    link = tmp_path / "the same by another path"
+    link.symlink_to(served)
+    assert welcome(settings(link, server=name)).directory == str(served)
+    with pytest.raises(ConfigError, match=rf"serves {served}, and storage_uri names {tmp_path}/other"):
+        welcome(settings(tmp_path / "other", server=name))
+    assert not (tmp_path / "other").exists()

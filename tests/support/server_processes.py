@@ -1,0 +1,72 @@
+"""Server and worker processes that tests start, signal and end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from cache_probe import server_pid, wait_for
+
+from tiered_kv.server.paths import read_info
+
+WORKER = Path(__file__).parent / "worker_process.py"
+
+WorkerProcess = subprocess.Popen[str]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and was not waited for by its parent does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def end_server(root: Path) -> None:
+    """End the directory's server, whatever state it is in; none is fine."""
+    info = read_info(root)
+    if info is None or not is_alive(info.pid):
+        return
+    os.kill(info.pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(info.pid), "the server's end")
+
+
+def kill_server(root: Path) -> None:
+    """SIGKILL the directory's server."""
+    pid = server_pid(root)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(pid), "the server's end")
+
+
+def start_worker(root: Path, engine_id: str, generation: int = 0) -> WorkerProcess:
+    """Start a worker process and wait until it has joined."""
+    process = subprocess.Popen(
+        [sys.executable, str(WORKER), str(root), engine_id, str(generation)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"joined {process.pid}\n"
+    return process
+
+
+def order(process: WorkerProcess, word: str) -> None:
+    """Have a worker process do something, and wait until it has."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
+
+
+def descriptors(pid: int) -> int:
+    """Open file descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def threads(pid: int) -> int:
+    """Threads of a process."""
+    return len(os.listdir(f"/proc/{pid}/task"))

@@ -1,0 +1,138 @@
+"""A vLLM engine of several processes behind a line protocol, for tests about processes.
+
+Run as a script: settings as JSON in the first line of standard input, then one command a line: ``{"ask": [prompt, ...],
+"max_tokens": n}`` or ``{"reset": true}``; one JSON answer a line on standard output. :class:`EngineProcess` is the
+test's end of it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class EngineProcess:
+    """An engine in a process of its own, with vLLM's usual engine core and worker processes below it."""
+
+    def __init__(self, model: Path, connector: dict[str, Any], log: Path, **options: Any) -> None:
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        }
+        environment |= options.pop("environment", {})
+        self._log = log.open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment
+        )
+        self._say({"model": str(model), "connector": connector, "options": options})
+        assert self._hear() == {"ready": True}
+
+    def ask(self, *prompts: list[int], max_tokens: int = 8) -> list[dict[str, Any]]:
+        """Answers: ``tokens``, ``logprob`` of the first token, ``cached_tokens``, ``finish_reason``."""
+        self._say({"ask": prompts, "max_tokens": max_tokens})
+        answers: list[dict[str, Any]] = self._hear()
+        return answers
+
+    def send(self, *prompts: list[int], max_tokens: int = 8) -> None:
+        """Ask without waiting; :meth:`receive` gives the answers."""
+        self._say({"ask": prompts, "max_tokens": max_tokens})
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Answers to what was sent."""
+        answers: list[dict[str, Any]] = self._hear()
+        return answers
+
+    def reset(self) -> bool:
+        """Empty the GPU's prefix cache."""
+        self._say({"reset": True})
+        return bool(self._hear())
+
+    def close(self) -> None:
+        """End the engine and wait until its processes are gone. Idempotent."""
+        if self._log.closed:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._log.close()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the engine ended; see {self._log.name}"
+        return json.loads(line)
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM writes its own things to standard output
+    settings = json.loads(sys.stdin.readline())
+    llm = _start(settings)
+    _tell(answers, {"ready": True})
+    for line in sys.stdin:
+        command = json.loads(line)
+        _tell(answers, _reset(llm) if "reset" in command else _ask(llm, command))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _tell(answers: TextIO, message: Any) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def _start(settings: dict[str, Any]) -> Any:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    options = {
+        "skip_tokenizer_init": True,
+        "block_size": 32,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "max_num_seqs": 16,
+        "max_logprobs": 5,
+    }
+    transfer = KVTransferConfig(  # by the plugin's name alone, as users write it
+        kv_connector="TieredKVConnector", kv_role="kv_both", kv_connector_extra_config=settings["connector"]
+    )
+    return LLM(model=settings["model"], kv_transfer_config=transfer, **(options | settings["options"]))
+
+
+def _ask(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=command["max_tokens"], ignore_eos=True, detokenize=False, logprobs=2
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in command["ask"]]
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [sorted((c.logprob for c in at.values()), reverse=True) for at in output.outputs[0].logprobs],
+            "cached_tokens": output.num_cached_tokens or 0,
+            "finish_reason": output.outputs[0].finish_reason,
+        }
+        for output in llm.generate(prompts, parameters, use_tqdm=False)
+    ]
+
+
+def _reset(llm: Any) -> bool:
+    return bool(llm.reset_prefix_cache())
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,134 @@
+"""The library's door: what was stored comes back, from this process, another one, and after a restart."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv import Cache
+from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.errors import Closed, ConfigError
+from tiered_kv.keys.namespace import REQUIRED_FIELDS
+
+PAGES = [LayerPage(f"layer.{i}", "BF16", (2, 16, 64), "HNC") for i in range(3)]
+CHUNK = 64
+NAMESPACE: dict[str, Any] = {
+    name: "test" for name in REQUIRED_FIELDS if name not in ("geometry", "epoch", "chunk_tokens")
+} | {"format_version": 1, "block_tokens": 16}
+
+
+def settings(root: Path, **more: Any) -> dict[str, Any]:
+    return {"storage_uri": f"file://{root}", "host_bytes": "8MiB", "disk_bytes": "100MiB", "chunk_tokens": CHUNK} | more
+
+
+def payload(cache: Cache, index: int, seed: int = 0) -> bytes:
+    return random.Random(1000 * seed + index).randbytes(cache.chunk_bytes)
+
+
+def test_stored_prefix_is_loaded_and_other_tokens_are_not(tmp_path: Path) -> None:
+    tokens = list(range(10 * CHUNK + 5))
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        assert cache.store(tokens, lambda i: payload(cache, i)) == 10
+        with cache.load(tokens) as prefix:
+            assert prefix.tokens == 10 * CHUNK
+            assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(10)]
+        with cache.load([*tokens[: 3 * CHUNK], 7, *tokens[3 * CHUNK + 1 :]]) as prefix:
+            assert prefix.tokens == 3 * CHUNK
+        with cache.load([1, *tokens[1:]]) as prefix:
+            assert prefix.tokens == 0
+
+
+def test_second_store_takes_only_what_is_new(tmp_path: Path) -> None:
+    tokens = list(range(8 * CHUNK))
+    asked: list[int] = []
+
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+
+        def counted(index: int) -> bytes:
+            asked.append(index)
+            return payload(cache, index)
+
+        assert cache.store(tokens[: 5 * CHUNK], counted) == 5
+        assert cache.store(tokens, counted) == 3
+
+    assert asked == list(range(8))
+
+
+def test_more_than_host_memory_comes_back_from_disk_after_a_restart(tmp_path: Path) -> None:
+    prompts = [[seed, *range(20 * CHUNK - 1)] for seed in range(8)]
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        stored = [cache.store(tokens, lambda i, n=n: payload(cache, i, n)) for n, tokens in enumerate(prompts)]
+
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        for seed, prompt in enumerate(prompts):
+            with cache.load(prompt) as prefix:
+                assert prefix.tokens == stored[seed] * CHUNK
+                assert [bytes(c) for c in prefix.chunks] == [payload(cache, i, seed) for i in range(stored[seed])]
+
+    assert stored == [20] * 8
+
+
+def test_two_caches_of_one_directory_share_one_server(tmp_path: Path) -> None:
+    tokens = list(range(4 * CHUNK))
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as first, Cache(settings(tmp_path), NAMESPACE, PAGES) as second:
+        first.store(tokens, lambda i: payload(first, i))
+        with second.load(tokens) as prefix:
+            assert [bytes(chunk) for chunk in prefix.chunks] == [payload(first, i) for i in range(4)]
+
+
+def test_other_namespace_never_hits(tmp_path: Path) -> None:
+    tokens = list(range(4 * CHUNK))
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        cache.store(tokens, lambda i: payload(cache, i))
+        with Cache(settings(tmp_path), NAMESPACE | {"weights": "other"}, PAGES) as other:
+            with other.load(tokens) as prefix:
+                assert prefix.tokens == 0
+            with cache.load(tokens) as prefix:
+                assert prefix.tokens == 4 * CHUNK
+
+
+def test_chunks_of_another_size_get_their_share_of_a_full_arena(tmp_path: Path) -> None:
+    large = [LayerPage(f"layer.{i}", "BF16", (2, 16, 256), "HNC") for i in range(3)]
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as small_chunks:
+        for seed in range(8):
+            prompt = [seed, *range(20 * CHUNK - 1)]
+            small_chunks.store(prompt, lambda i, seed=seed: payload(small_chunks, i, seed))
+        with Cache(settings(tmp_path), NAMESPACE, large) as large_chunks:
+            tokens = list(range(3 * CHUNK))
+            assert large_chunks.store(tokens, lambda i: payload(large_chunks, i)) == 3
+            with large_chunks.load(tokens) as prefix:
+                assert [bytes(chunk) for chunk in prefix.chunks] == [payload(large_chunks, i) for i in range(3)]
+        with small_chunks.load([5, *range(20 * CHUNK - 1)]) as prefix:
+            assert [bytes(chunk) for chunk in prefix.chunks] == [payload(small_chunks, i, 5) for i in range(20)]
+
+
+def test_payload_of_the_wrong_size_is_refused_and_costs_no_slot(tmp_path: Path) -> None:
+    tokens = list(range(2 * CHUNK))
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        for _ in range(100):
+            with pytest.raises(ValueError, match="observed=3"):
+                cache.store(tokens, lambda _i: b"abc")
+        assert cache.store(tokens, lambda i: payload(cache, i)) == 2
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 4 are needed"):
+        Cache(settings(tmp_path, host_bytes="100KiB"), NAMESPACE, PAGES)
+    with pytest.raises(ConfigError, match="block_tokens"):
+        Cache(settings(tmp_path), NAMESPACE | {"block_tokens": None}, PAGES)
+
+
+def test_closed_cache_says_so(tmp_path: Path) -> None:
+    cache = Cache(settings(tmp_path), NAMESPACE, PAGES)
+    cache.close()
+    cache.close()
+    with pytest.raises(Closed):
+        cache.store([1], lambda _i: b"")
+
+
+def test_cache_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    code = "import sys; from tiered_kv import Cache; sys.exit(any(m in sys.modules for m in ('torch', 'vllm')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path).returncode == 0

@@ -1,0 +1,269 @@
+"""Settings: every wrong one is an error that names the setting, what was expected and what was given."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.config import Config, memory_limit_bytes, parse_size, redact, size_text
+from tiered_kv.errors import ConfigError
+
+URI = "file:///var/cache/tiered_kv"
+
+
+def config(**more: object) -> Config:
+    return Config.from_mapping({"storage_uri": URI, **more})
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (1, 1),
+        (4294967296, 4 << 30),
+        ("4294967296", 4 << 30),
+        ("4GiB", 4 << 30),
+        (" 4 GiB ", 4 << 30),
+        ("4GB", 4_000_000_000),
+        ("500 MB", 500_000_000),
+        ("0.5KiB", 512),
+        ("1.5TiB", 3 << 39),
+        ("12B", 12),
+        ("9007199254740993", 9007199254740993),
+    ],
+    ids=repr,
+)
+def test_sizes_are_read_exactly(value: object, size: int) -> None:
+    assert parse_size(value) == size
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(0, -1, True, 1.5, None, [], "", "GiB", "4gib", "4 G", "-4GiB", "4GiB4", "0GiB", "0.1B", "1e9", "nan"),
+        *("9" * 500, f"{'9' * 400}TiB", 1 << 63, "8388608TiB", "4\nGiBs", "٤x"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_size_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("host_bytes", "4 gigs", "expected a size such as 4GiB; units are B, KiB"),
+        ("host_bytes", 0, "expected a size above zero"),
+        ("host_bytes", True, "expected a size"),
+        ("disk_bytes", [1], "expected a size"),
+        ("disk_bytes", "9" * 400 + "TiB", "expected a size above zero and below 8 EiB"),
+        ("min_free_bytes", -1, "expected a size above zero"),
+        ("disk_path", "relative", "expected an absolute path"),
+        ("disk_path", 7, "expected a non-empty string"),
+        ("chunk_tokens", 0, "expected a whole number above zero"),
+        ("chunk_tokens", "256", "expected a whole number above zero"),
+        ("chunk_tokens", True, "expected a whole number above zero"),
+        ("server", "tcp://host", "unix:///path/of/socket"),
+        ("server", "unix://relative", "unix:///path/of/socket"),
+        ("server", "unix:///", "unix:///path/of/socket"),
+        ("server", "", "expected a non-empty string"),
+        ("model_id", "", "expected a non-empty string"),
+        ("model_id", 3, "expected a non-empty string"),
+        ("strict", "yes", "expected true or false"),
+        ("strict", 1, "expected true or false"),
+        ("lookup_timeout_ms", 0, "expected a number from 1 to 60000"),
+        ("lookup_timeout_ms", "250", "expected a number from 1 to 60000"),
+        ("lookup_timeout_ms", float("nan"), "expected a number from 1 to 60000"),
+        ("lookup_timeout_ms", float("inf"), "expected a number from 1 to 60000"),
+        ("promotion_wait_ms", "soon", 'expected "auto" or a number from 0 to 600000'),
+        ("promotion_wait_ms", -1, 'expected "auto" or a number'),
+        ("promotion_deadline_ms", 0, "expected a number from 1 to 600000"),
+        ("lease_s", 0, "expected a number from 1 to 3600"),
+        ("drain_s", -1, "expected a number from 0 to 3600"),
+        ("drain_s", True, "expected a number from 0 to 3600"),
+        ("start_timeout_s", 0.5, "expected a number from 1 to 600"),
+        ("pinned_share", 0.6, "expected a number from 0.001 to 0.5"),
+        ("storage_uri", 5, "expected a non-empty string"),
+        ("storage_uri", "file://[bad/x", "expected a URI"),
+        ("storage_uri", "file:///a\nb", "expected a URI without control characters"),
+    ],
+)
+def test_a_wrong_value_is_told_with_setting_expectation_and_value(setting: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping({"storage_uri": URI, setting: value})
+    message = str(caught.value)
+    assert message.startswith(f"setting {setting}: ")
+    assert expected in message
+    assert message.endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("host_byte", "host_bytes"), ("storage_url", "storage_uri"), ("chunk_size", None), ("zzz", None), (5, None)],
+)
+def test_an_unknown_name_is_told_with_the_nearest_known_one(name: str, near: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting {name!r}") as caught:
+        Config.from_mapping({name: 1})
+    assert (f"did you mean {near}?" in str(caught.value)) == (near is not None)
+    assert "known settings: chunk_tokens, disk_bytes" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("", "storage_uri is required|expected a non-empty string"),
+        ("/var/cache", "unknown scheme ''"),
+        ("http://host/dir", "unknown scheme 'http'"),
+        ("file://var/cache", "three slashes and an absolute directory"),
+        ("file:relative", "three slashes"),
+        ("file:///", "three slashes"),
+        ("file:////", "three slashes"),
+        ("file:///.", "three slashes"),
+        ("file:///a/..", "three slashes"),
+        ("file:///a%00b", "three slashes"),
+        ("file:///a?b=c", "takes no options"),
+        ("file:///a#b", "takes no options"),
+        ("s3://bucket/prefix", "object stores are not in this version yet"),
+        ("memory://x", "object stores are not in this version yet"),
+    ],
+)
+def test_a_uri_that_names_no_directory_is_refused_with_an_example(uri: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        Config.from_mapping({"storage_uri": uri})
+
+
+def test_the_uri_is_required() -> None:
+    for settings in ({}, {"storage_uri": None}):
+        with pytest.raises(ConfigError, match="setting storage_uri is required, e.g."):
+            Config.from_mapping(settings)
+
+
+def test_a_disk_path_beside_a_local_uri_is_refused() -> None:
+    with pytest.raises(ConfigError, match="disk_path is only for object stores"):
+        config(disk_path="/x")
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        (URI, "/var/cache/tiered_kv"),
+        ("file://localhost/a", "/a"),
+        ("file:///with%20space%3F", "/with space?"),
+        ("file:///a/b@c", "/a/b@c"),
+    ],
+)
+def test_the_uri_names_the_directory(uri: str, path: str) -> None:
+    assert Config.from_mapping({"storage_uri": uri}).disk_root() == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        (URI, URI),
+        ("file:///a/b@c", "file:///a/b@c"),
+        ("s3://bucket/prefix", "s3://bucket/prefix"),
+        ("s3://AKIA:hidden@bucket/prefix", "s3://***@bucket/prefix"),
+        ("s3://AKIA:hidd/en@bucket/p", "s3://***@bucket/p"),
+        ("s3://AKIA:hidd?en#x@bucket/p?token=hidden", "s3://***@bucket/p?***"),
+        ("s3://bucket/p?secret=hidden", "s3://bucket/p?***"),
+        ("s3://bucket/p#hidden", "s3://bucket/p#***"),
+        ("AKIA:hidden@bucket/p", "***@bucket/p"),
+        ("http://user:hidden@host:port/x", "http://***@host:port/x"),
+        ("file://user:hidden@host/x", "file://***@host/x"),
+        ("s3://[hidden@x/p", "s3://***@x/p"),
+        ("", ""),
+    ],
+)
+def test_secrets_in_uris_are_never_shown(uri: str, shown: str) -> None:
+    assert redact(uri) == shown
+    try:
+        text = str(Config.from_mapping({"storage_uri": uri}).describe())
+    except ConfigError as exc:
+        text = f"{exc}"
+    assert "hidden" not in text and "AKIA" not in text
+
+
+def test_settings_survive_the_way_to_another_process() -> None:
+    for given in (
+        config(),
+        config(
+            host_bytes="1GiB", disk_bytes="2GiB", server="unix:///s", strict=True, promotion_wait_ms=0, model_id="m"
+        ),
+        config(promotion_wait_ms="auto"),
+    ):
+        assert Config.from_mapping(given.to_mapping()) == given
+    assert config().promotion_wait_ms is None
+    assert config(promotion_wait_ms=5).promotion_wait_ms == 5.0
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().host_bytes = 1
+
+
+def test_none_leaves_a_setting_at_its_default() -> None:
+    assert config(host_bytes=None, strict=None) == config()
+
+
+def test_the_digest_names_the_limits() -> None:
+    same = config(host_bytes="1GiB")
+    assert same.digest() == config(host_bytes=1 << 30, lease_s=5).digest()
+    assert same.digest() != config(host_bytes="2GiB").digest()
+    assert same.digest() != config(host_bytes="1GiB", disk_bytes="1GiB").digest()
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    settings = {setting.name: setting for setting in Config.settings()}
+    assert list(settings) == [field.name for field in dataclasses.fields(Config)]
+    assert all(setting.help for setting in settings.values())
+    assert settings["promotion_wait_ms"].default == "auto"
+    assert settings["strict"].default == "false"
+    assert parse_size(settings["min_free_bytes"].default) == config().min_free_bytes
+
+
+def test_a_default_disk_limit_is_a_share_of_what_is_free_and_what_it_holds(tmp_path: Path) -> None:
+    here = Config.from_mapping({"storage_uri": f"file://{tmp_path}/not/yet/there"})
+    assert here.resolved_disk_bytes(existing_bytes=1 << 60) - here.resolved_disk_bytes() > (1 << 60) // 11
+    assert config(disk_bytes=7).resolved_disk_bytes(existing_bytes=1 << 60) == 7
+
+
+def test_sizes_are_shown_as_people_write_them() -> None:
+    shown = [size_text(n) for n in (0, 1023, 1024, 1536, 4 << 30, 3 << 39, 1 << 50)]
+    assert shown == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "4 GiB", "1.5 TiB", "1024 TiB"]
+
+
+# -- the memory limit --------------------------------------------------------------------------------------------
+
+MACHINE = memory_limit_bytes(Path("/nowhere"), Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("files", "membership", "limit"),
+    [
+        ({}, "", MACHINE),
+        ({"memory.max": "max"}, "0::/", MACHINE),
+        ({"memory.max": "1048576\n"}, "0::/", 1 << 20),
+        ({"memory.max": str(1 << 62)}, "0::/", MACHINE),
+        ({"memory/memory.limit_in_bytes": "2097152"}, "3:memory:/", 2 << 20),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, "3:memory:/", MACHINE),
+        ({"a/memory.max": "4194304", "a/b/memory.max": "max"}, "0::/a/b", 4 << 20),
+        ({"a/memory.max": "4194304", "a/b/memory.max": "1048576"}, "0::/a/b", 1 << 20),
+        ({"memory/x/memory.limit_in_bytes": "1048576"}, "3:cpu,memory:/x\n1:cpu:/y\n", 1 << 20),
+        ({"memory.max": "1048576"}, "nonsense", 1 << 20),
+        ({"memory.max": "damaged"}, "0::/../../etc", MACHINE),
+    ],
+)
+def test_the_memory_limit_is_that_of_the_nearest_cgroup(
+    tmp_path: Path, files: dict[str, str], membership: str, limit: int
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "membership").write_text(membership)
+    assert memory_limit_bytes(tmp_path / "cgroup", tmp_path / "membership") == limit
+
+
+def test_the_default_of_host_memory_is_a_tenth_and_at_most_8_gib() -> None:
+    assert 0 < config().resolved_host_bytes() <= min(memory_limit_bytes() // 10, 8 << 30)
+    assert config(host_bytes="1GiB").resolved_host_bytes() == 1 << 30

@@ -1,0 +1,101 @@
+"""What the documents show is true: every command is run here or by CI, every setting is one that exists."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.config import Config
+
+BY_CI = {"make demo", "make test"}
+"""Commands that .ci/run runs on a fresh clone."""
+
+NOT_HERE = {
+    "pip install 'tiered-kv[vllm]'": "the package is not on an index yet",
+    "vllm serve MODEL": "needs a model of the user's; its configuration is checked by a test of its own",
+}
+
+
+def documents(repository: Path) -> list[Path]:
+    return [repository / "README.md", *sorted((repository / "docs").rglob("*.md"))]
+
+
+def commands(text: str) -> list[str]:
+    """Commands of ``console`` blocks, continuation lines joined, comments dropped."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL):
+        shown = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+        found += [c.strip() if "'" in c else " ".join(shlex.split(c, comments=True)) for c in shown]
+    return found
+
+
+def test_every_command_shown_is_run_somewhere(repository: Path) -> None:
+    shown = [command for document in documents(repository) for command in commands(document.read_text())]
+    unknown = [
+        command
+        for command in shown
+        if command not in BY_CI
+        and not command.startswith("tiered-kv ")
+        and not any(command.startswith(prefix) for prefix in NOT_HERE)
+    ]
+
+    assert "make demo" in shown
+    assert unknown == []
+
+
+def test_ci_runs_what_the_readme_promises(repository: Path) -> None:
+    text = (repository / ".ci" / "run").read_text()
+
+    for command in BY_CI:
+        assert re.search(rf"\b{command.removeprefix('make ')}\b", text), command
+
+
+def test_tiered_kv_commands_of_the_readme_run(repository: Path) -> None:
+    shown = [c for c in commands((repository / "README.md").read_text()) if c.startswith("tiered-kv ")]
+    assert shown
+    for command in shown:
+        arguments = shlex.split(command, comments=True)[1:]
+        done = subprocess.run(
+            [Path(sys.executable).with_name("tiered-kv"), *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_configuration_shown_is_valid(repository: Path) -> None:
+    text = (repository / "README.md").read_text()
+    (transfer,) = re.findall(r"--kv-transfer-config '(\{.*?\})'\n```", text, flags=re.DOTALL)
+    settings = json.loads(transfer)
+
+    assert settings["kv_connector"] == "TieredKVConnector"
+    assert Config.from_mapping(settings["kv_connector_extra_config"]).host_bytes == 8 << 30
+
+
+def test_settings_table_names_settings_that_exist(repository: Path) -> None:
+    text = (repository / "README.md").read_text()
+    table = text[text.index("| Setting | Default |") : text.index("lists the rest with defaults")]
+    named = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
+
+    assert named
+    assert set(named) <= {f.name for f in fields(Config)}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/architecture.md", "docs/format.md", "docs/glossary.md"])
+def test_links_lead_somewhere(repository: Path, name: str) -> None:
+    document = repository / name
+    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+def test_configuration_page_lists_every_setting(repository: Path) -> None:
+    """The page is made by ``tiered-kv config --json``; a changed setting must change it, too."""
+    command = [Path(sys.executable).with_name("tiered-kv"), "config", "--json"]
+    settings = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    rows = [f"| `{s['name']}` | {s['default'] or '-'} | {s['help']} |" for s in settings]
+
+    page = (repository / "docs" / "configuration.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| `")] == rows

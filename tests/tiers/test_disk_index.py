@@ -1,0 +1,295 @@
+"""The persisted index: what it remembers, what it refuses to run, and how it is rebuilt when it is damaged."""
+
+import logging
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from disk_probe import blob_files, open_disk
+
+from tiered_kv.testing.blobs import SampleChain
+from tiered_kv.tiers.disk_index import DiskIndex, IndexDamaged, IndexRow, Shard, is_on_network, pack_rows, unpack_rows
+
+CHAIN = SampleChain()
+
+
+def rows(*numbers):
+    return [IndexRow(bytes([n]) * 16, bytes([n + 1]) * 16, bytes([n]) * 32, n, 4096 * n, n << 40) for n in numbers]
+
+
+def stored(tmp_path, count=6):
+    """A closed directory with ``count`` blobs, and their names."""
+    tier = open_disk(tmp_path)
+    for index in range(count):
+        tier.put(CHAIN.name(index), CHAIN.blob(index).view())
+    tier.close()
+    return [CHAIN.name(index) for index in range(count)]
+
+
+def scanned(tmp_path):
+    """Names in the order that a new process sees."""
+    tier = open_disk(tmp_path)
+    names = [info.name for info in tier.scan()]
+    tier.close()
+    return names
+
+
+def warnings(caplog):
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def damaged_copies(tmp_path):
+    return sorted(path.name for path in tmp_path.glob("index.damaged-*"))
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_survive_packing_and_a_new_process(tmp_path):
+    shard, other = Shard(bytes(16), 0xAB), Shard(b"\xff" * 16, 0)
+    DiskIndex(tmp_path).write({shard: rows(1, 2), other: rows(3)})
+    assert DiskIndex(tmp_path).load() == {
+        shard: {row.key: row for row in rows(1, 2)},
+        other: {row.key: row for row in rows(3)},
+    }
+    DiskIndex(tmp_path).write({shard: []})
+    assert set(DiskIndex(tmp_path).load()) == {other}
+
+
+@pytest.mark.parametrize("position", [0, 4, 12, 50, -1])
+def test_a_value_with_one_flipped_bit_is_refused(position):
+    value = bytearray(pack_rows(rows(1, 2)))
+    assert unpack_rows(bytes(value))
+    value[position] ^= 1
+    with pytest.raises(IndexDamaged):
+        unpack_rows(bytes(value))
+
+
+@pytest.mark.parametrize("length", [0, 3, 11, 13, 95, 97])
+def test_a_cut_value_is_refused(length):
+    with pytest.raises(IndexDamaged):
+        unpack_rows(pack_rows(rows(1, 2))[:length])
+
+
+# -- recency ----------------------------------------------------------------------------------------------------------
+
+
+def test_recency_survives_a_restart(tmp_path):
+    names = stored(tmp_path)
+    assert scanned(tmp_path) == names
+    tier = open_disk(tmp_path)
+    tier.record_use([names[2], names[0]])
+    tier.close()
+    expected = [names[1], names[3], names[4], names[5], names[2], names[0]]
+    assert scanned(tmp_path) == expected
+    tier = open_disk(tmp_path)  # the counter goes on where it was
+    tier.record_use([names[1]])
+    tier.close()
+    assert scanned(tmp_path) == [*expected[1:], names[1]]
+
+
+def test_order_does_not_follow_file_times(tmp_path):
+    names = stored(tmp_path)
+    for path in blob_files(tmp_path):
+        os.utime(path, (len(path.name) + path.stat().st_ino % 7, 12345))
+    assert scanned(tmp_path) == names
+
+
+def test_blobs_the_index_does_not_know_are_oldest_and_the_deepest_goes_first(tmp_path):
+    names = stored(tmp_path, 3)
+    shutil.copytree(tmp_path / "index", tmp_path / "kept")
+    tier = open_disk(tmp_path)
+    for index in (3, 4):
+        tier.put(CHAIN.name(index), CHAIN.blob(index).view())
+    tier.close()
+    shutil.rmtree(tmp_path / "index")
+    (tmp_path / "kept").rename(tmp_path / "index")  # as if the process had been killed before a flush
+    assert scanned(tmp_path) == [CHAIN.name(4), CHAIN.name(3), *names]
+
+
+def test_flush_persists_without_a_close(tmp_path):
+    names = stored(tmp_path)
+    tier = open_disk(tmp_path)
+    tier.record_use([names[0]])
+    tier.flush()
+    found = DiskIndex(tmp_path).load()
+    row = found[Shard.of(names[0])][names[0].key]
+    assert row.use_seq == max(row.use_seq for shard in found.values() for row in shard.values())
+    tier.close()
+
+
+def test_deleted_blobs_leave_the_index(tmp_path):
+    names = stored(tmp_path)
+    tier = open_disk(tmp_path)
+    for name in names[1:]:
+        tier.delete(name)
+    tier.close()
+    assert [row.key for shard in DiskIndex(tmp_path).load().values() for row in shard.values()] == [names[0].key]
+
+
+def test_rows_without_a_file_are_dropped_and_forgotten(tmp_path):
+    names = stored(tmp_path)
+    for path in blob_files(tmp_path)[:2]:
+        path.unlink()
+    kept = scanned(tmp_path)
+    assert len(kept) == 4 and set(kept) < set(names)
+    assert sum(len(shard) for shard in DiskIndex(tmp_path).load().values()) == 4
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def garbage_everywhere(index):
+    (index / "cache.db").write_bytes(b"not a database at all" * 1000)
+
+
+def garbage_in_the_values(index):
+    with sqlite3.connect(index / "cache.db") as connection:
+        connection.execute("UPDATE Cache SET value = x'00112233'")
+    connection.close()
+
+
+def cut_in_half(index):
+    os.truncate(index / "cache.db", (index / "cache.db").stat().st_size // 2 + 100)
+
+
+def table_dropped(index):
+    with sqlite3.connect(index / "cache.db") as connection:
+        connection.execute("DROP TABLE Cache")
+        connection.execute("CREATE TABLE Cache (x)")
+    connection.close()
+
+
+def foreign_key(index):
+    with sqlite3.connect(index / "cache.db") as connection:
+        connection.execute("UPDATE Cache SET key = 'other/' || rowid")
+    connection.close()
+
+
+def a_file_in_its_place(index):
+    shutil.rmtree(index)
+    index.write_bytes(b"x")
+
+
+DAMAGES = [
+    garbage_everywhere,
+    garbage_in_the_values,
+    cut_in_half,
+    table_dropped,
+    foreign_key,
+    a_file_in_its_place,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_index_is_moved_aside_and_rebuilt_with_one_warning(tmp_path, caplog, damage):
+    names = stored(tmp_path)
+    damage(tmp_path / "index")
+    assert set(scanned(tmp_path)) == set(names)
+    [warning] = warnings(caplog)
+    assert "disk index unusable" in warning.getMessage()
+    assert damaged_copies(tmp_path) == ["index.damaged-1"]
+    caplog.clear()
+    assert set(scanned(tmp_path)) == set(names)
+    assert warnings(caplog) == []
+    assert sum(len(shard) for shard in DiskIndex(tmp_path).load().values()) == 6
+
+
+def test_only_the_last_damaged_index_is_kept(tmp_path):
+    stored(tmp_path)
+    for _ in range(3):
+        garbage_everywhere(tmp_path / "index")
+        scanned(tmp_path)
+    assert damaged_copies(tmp_path) == ["index.damaged-3"]
+
+
+def test_a_missing_index_is_rebuilt_without_a_warning(tmp_path, caplog):
+    names = stored(tmp_path)
+    shutil.rmtree(tmp_path / "index")
+    assert scanned(tmp_path) == list(reversed(names))  # no recency: the deepest first
+    assert warnings(caplog) == []
+
+
+def test_an_index_locked_by_another_process_is_moved_aside(tmp_path, caplog):
+    names = stored(tmp_path)
+    script = (
+        "import sqlite3, sys\n"
+        "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "connection.execute('BEGIN EXCLUSIVE')\n"
+        "print('locked', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-S", "-c", script, str(tmp_path / "index" / "cache.db")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        assert set(scanned(tmp_path)) == set(names)
+        holder.stdin.close()
+    assert damaged_copies(tmp_path) == ["index.damaged-1"]
+    assert "locked" in warnings(caplog)[0].getMessage()
+
+
+def test_an_index_damaged_while_the_tier_is_open_is_written_anew(tmp_path):
+    names = stored(tmp_path)
+    tier = open_disk(tmp_path)
+    garbage_everywhere(tmp_path / "index")
+    tier.record_use([names[0]])
+    tier.close()
+    assert damaged_copies(tmp_path) == ["index.damaged-1"]
+    assert scanned(tmp_path) == [*names[1:], names[0]]
+
+
+def test_a_pickled_row_is_never_unpickled(tmp_path):
+    names = stored(tmp_path)
+    trap = tmp_path / "executed"
+    program = b"cos\nmkdir\n(V" + str(trap).encode() + b"\ntR."  # what an unpickler would run
+    with sqlite3.connect(tmp_path / "index" / "cache.db") as connection:
+        connection.execute("UPDATE Cache SET value = ?, mode = 4", (program,))
+    connection.close()
+    assert set(scanned(tmp_path)) == set(names)
+    assert not trap.exists()
+    assert damaged_copies(tmp_path) == ["index.damaged-1"]
+
+
+def test_a_row_cannot_name_a_file_to_read_or_to_remove(tmp_path):
+    names = stored(tmp_path)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"x")
+    with sqlite3.connect(tmp_path / "index" / "cache.db") as connection:
+        connection.execute("UPDATE Cache SET filename = '../victim'")
+    connection.close()
+    tier = open_disk(tmp_path)
+    tier.record_use(names)
+    tier.close()
+    assert victim.exists()
+    assert damaged_copies(tmp_path) == ["index.damaged-1"]
+
+
+# -- where there is no index ------------------------------------------------------------------------------------------
+
+MOUNTS = """\
+/dev/vda / ext4 rw 0 0
+server:/export /mnt/shared nfs4 rw 0 0
+/dev/vdb /mnt/shared/scratch xfs rw 0 0
+//host/share /mnt/with\\040space cifs rw 0 0
+user@host: /home/me/far fuse.sshfs rw 0 0
+tmpfs /dev/shm tmpfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/var/cache", False),
+        ("/mnt/shared/cache", True),
+        ("/mnt/sharedness", False),
+        ("/mnt/shared/scratch/cache", False),
+        ("/mnt/with space/cache", True),
+        ("/home/me/far", True),
+        ("/dev/shm/x", False),
+    ],
+)
+def test_network_mounts_are_told_from_local_ones(tmp_path, path, expected):
+    assert is_on_network(tmp_path.__class__(path), MOUNTS) is expected

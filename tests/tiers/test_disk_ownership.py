@@ -1,0 +1,89 @@
+"""One server per directory: the lock, what a newcomer is told, and when the directory is free again."""
+
+import os
+import threading
+
+import pytest
+from disk_probe import open_disk
+
+from tiered_kv.errors import Closed, DirectoryLocked, TierUnavailable
+from tiered_kv.testing.blobs import SampleChain
+
+CHAIN = SampleChain()
+
+
+def test_a_second_opener_is_told_who_holds_the_directory(tmp_path):
+    tier = open_disk(tmp_path)
+    with pytest.raises(DirectoryLocked, match="pid=unknown"):
+        open_disk(tmp_path)
+    (tmp_path / "server.json").write_text('{"socket":"/run/x.sock","pid":77,"version":"1","config_digest":"0"}')
+    with pytest.raises(DirectoryLocked, match=r"pid=77 socket=/run/x\.sock"):
+        open_disk(tmp_path)
+    tier.close()
+    open_disk(tmp_path).close()
+
+
+def test_a_lock_held_by_another_process_ends_with_that_process(tmp_path):
+    ready, holding = os.pipe()
+    child = os.fork()
+    if child == 0:
+        open_disk(tmp_path)
+        os.write(holding, b"x")
+        threading.Event().wait()
+    assert os.read(ready, 1) == b"x"
+    try:
+        with pytest.raises(DirectoryLocked):
+            open_disk(tmp_path)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(holding)
+    open_disk(tmp_path).close()
+
+
+def test_a_lock_file_that_is_a_symbolic_link_is_refused(tmp_path):
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "server.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TierUnavailable, match="cannot open the lock file"):
+        open_disk(tmp_path)
+
+
+def test_a_failed_open_releases_the_directory(tmp_path):
+    (tmp_path / "blobs").touch()
+    with pytest.raises(TierUnavailable, match=r"operation=open errno=(EEXIST|ENOTDIR)"):
+        open_disk(tmp_path)
+    (tmp_path / "blobs").unlink()
+    open_disk(tmp_path).close()
+
+
+def refuses_calls(tier):
+    """Wait until ``close`` has begun in its thread."""
+    while True:
+        try:
+            tier.contains(CHAIN.name(0))
+        except Closed:
+            return True
+
+
+def test_close_waits_for_calls_in_flight_before_it_unlocks(tmp_path):
+    tier = open_disk(tmp_path)
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow_names():
+        entered.set()
+        leave.wait()
+        yield CHAIN.name(0)
+
+    user = threading.Thread(target=tier.record_use, args=(slow_names(),))
+    closer = threading.Thread(target=tier.close)
+    user.start()
+    entered.wait()
+    closer.start()
+    assert refuses_calls(tier)
+    with pytest.raises(DirectoryLocked):
+        open_disk(tmp_path)
+    leave.set()
+    user.join()
+    closer.join()
+    open_disk(tmp_path).close()

@@ -1,0 +1,186 @@
+"""The store path's pins: taken when a chunk is queued, given back exactly once, whatever becomes of the chunk."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+
+from tiered_kv.config import Config
+from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
+from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.vllm.metadata import SaveReport
+from tiered_kv.vllm.stores import QUEUED_MAX_S, Stores
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS = 200
+PER_CHUNK = 4
+NAMESPACE = Namespace.from_fields(dict.fromkeys(REQUIRED_FIELDS, "test") | {"format_version": 1})
+
+
+@dataclass
+class Server:
+    """What the store path needs of a session: slots to take, and what came back."""
+
+    credits: deque[int] = field(default_factory=deque)
+    committed: list[int] = field(default_factory=list)
+    given_back: list[int] = field(default_factory=list)
+    generation: int = 0
+    world_size: int = 1
+    namespace: Any = NAMESPACE
+    info: Any = field(default_factory=SimpleNamespace)
+
+    def take_slot(self) -> int | None:
+        return self.credits.popleft() if self.credits else None
+
+    def commit(self, chunks: Any) -> None:
+        self.committed += [slot for slot, _ in chunks]
+
+    def give_back(self, slots: list[int]) -> None:
+        self.given_back += slots
+
+
+class World:
+    """A store path over vLLM's real block pool."""
+
+    def __init__(self, world_size: int = 1, pinned_share: float = 0.5) -> None:
+        config = Config(storage_uri="file:///unused", chunk_tokens=64, pinned_share=pinned_share)
+        self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
+        self.server = Server(world_size=world_size)
+        self.counters: Counter[str] = Counter()
+        self.now_s = 0.0
+        self.stores = Stores(config, self.server, 16, self.counters, lambda: self.now_s)  # type: ignore[arg-type]
+        self.stores.bind_block_pool(self.pool)
+
+    def prompt(self, chunks: int, first: int = 0) -> tuple[PrefixKeys, list[int]]:
+        keys = PrefixKeys(NAMESPACE, 64)
+        keys.extend([first, *range(64 * chunks - 1)])
+        return keys, [block.block_id for block in self.pool.get_new_blocks(PER_CHUNK * chunks)]
+
+    def free(self, ids: list[int]) -> None:
+        """The request ends: vLLM gives its blocks back."""
+        self.pool.free_blocks(reversed([self.pool.blocks[i] for i in ids]))
+
+    @property
+    def free_blocks(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+
+def test_blocks_stay_pinned_until_every_rank_has_copied() -> None:
+    world = World(world_size=2)
+    keys, ids = world.prompt(3)
+    world.server.credits.extend([10, 11, 12])
+
+    assert world.stores.queue(keys, ids, 0, 3, held=0) == 3
+    (job,) = world.stores.start_jobs()
+    world.free(ids)
+    assert world.free_blocks == BLOCKS - 1 - 3 * PER_CHUNK
+
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    assert world.free_blocks == BLOCKS - 1 - 3 * PER_CHUNK
+    assert world.server.committed == []
+
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    assert world.free_blocks == BLOCKS - 1
+    assert world.server.committed == [10, 11, 12]
+    assert not world.stores.has_work
+
+
+def test_job_that_failed_on_one_rank_is_never_committed() -> None:
+    world = World(world_size=2)
+    keys, ids = world.prompt(2)
+    world.server.credits.extend([10, 11])
+    world.stores.queue(keys, ids, 0, 2, held=0)
+    (job,) = world.stores.start_jobs()
+
+    world.stores.finished(SaveReport({job.job_id: 1}, failed={job.job_id}))
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    world.free(ids)
+
+    assert world.server.committed == []
+    assert world.server.given_back == [10, 11]
+    assert world.free_blocks == BLOCKS - 1
+
+
+def test_held_and_stored_chunks_are_not_queued_again() -> None:
+    world = World()
+    keys, ids = world.prompt(4)
+    world.server.credits.extend(range(10))
+    world.stores.queue(keys, ids, 0, 4, held=2)
+    (job,) = world.stores.start_jobs()
+    assert len(job.copies) == 2
+    world.stores.queue(keys, ids, 0, 4, held=2)
+    assert world.stores.start_jobs() == ()  # still being copied
+
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    world.stores.queue(keys, ids, 0, 4, held=2)
+    assert world.stores.start_jobs() == ()  # stored
+
+    world.stores.not_held(keys.keys[3:])
+    world.stores.queue(keys, ids, 0, 4, held=2)
+    (again,) = world.stores.start_jobs()
+    assert len(again.copies) == 1
+
+
+def test_pins_stay_below_their_share_of_the_pool() -> None:
+    world = World(pinned_share=0.1)
+    keys, ids = world.prompt(8)
+
+    reached = world.stores.queue(keys, ids, 0, 8, held=0)
+
+    assert reached == BLOCKS // 10 // PER_CHUNK
+    assert world.counters["store_deferred_pins"] == 1
+
+
+def test_chunk_without_a_slot_is_dropped_with_its_descendants() -> None:
+    world = World()
+    keys, ids = world.prompt(3)
+    other, other_ids = world.prompt(1, first=1)
+    world.stores.queue(keys, ids, 0, 1, held=0)
+    world.now_s = QUEUED_MAX_S * 0.75
+    world.stores.queue(keys, ids, 1, 3, held=0)
+    world.stores.queue(other, other_ids, 0, 1, held=0)
+    world.now_s = QUEUED_MAX_S * 1.25
+
+    assert world.stores.start_jobs() == ()
+    world.free(ids)
+
+    assert world.counters["store_dropped_no_slot"] == 3
+    assert world.free_blocks == BLOCKS - 1 - PER_CHUNK  # the other prompt's
+    world.server.credits.append(5)
+    (job,) = world.stores.start_jobs()
+    assert job.copies[0].block_ids == tuple(other_ids)
+
+
+def test_lost_session_lets_go_of_queued_blocks_and_waits_for_running_copies() -> None:
+    world = World()
+    keys, ids = world.prompt(2)
+    world.server.credits.append(10)
+    world.stores.queue(keys, ids, 0, 2, held=0)
+    (job,) = world.stores.start_jobs()
+    world.free(ids)
+
+    world.server.generation, world.server.info = 1, None
+    world.stores.session_lost()
+    assert world.free_blocks == BLOCKS - 1 - PER_CHUNK  # a worker may still be reading them
+
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    assert world.free_blocks == BLOCKS - 1
+    assert world.server.committed == world.server.given_back == []
+
+
+def test_copies_from_before_a_reset_are_given_back() -> None:
+    world = World()
+    keys, ids = world.prompt(1)
+    world.server.credits.append(10)
+    world.stores.queue(keys, ids, 0, 1, held=0)
+    (job,) = world.stores.start_jobs()
+
+    world.stores.reset()
+    world.stores.finished(SaveReport({job.job_id: 1}))
+
+    assert world.server.committed == []
+    assert world.server.given_back == [10]

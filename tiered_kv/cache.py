@@ -1,0 +1,283 @@
+"""The cache for library users: chunks in, the longest held prefix out, without vLLM.
+
+Owns nothing of its own: it opens the directory's server in a thread of this process, or, where another process holds
+the directory, connects to that one. Either way it is a client like any other, so there is one code path. Bytes are
+copied between the caller and slots of the arena; what they mean is the caller's business.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
+from tiered_kv.config import Config
+from tiered_kv.errors import Closed, ConfigError, DirectoryLocked, TieredKVError, TierUnavailable
+from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
+from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.server import messages as m
+from tiered_kv.server.client import LookupAnswer, SchedulerClient
+from tiered_kv.server.compose import serve
+from tiered_kv.server.server import Server
+from tiered_kv.server.worker_client import WorkerClient, pages_on_the_wire
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The longest prefix of some tokens that the cache holds, valid inside the ``with`` block of :meth:`Cache.load`.
+
+    Attributes:
+        chunks: Read-only payloads, one per chunk, ``chunk_bytes`` long.
+        tokens: Tokens they cover.
+    """
+
+    chunks: tuple[memoryview, ...]
+    tokens: int
+
+
+class Cache:
+    """A tiered cache of chunk payloads, keyed by the tokens before and in them.
+
+    Threads: one at a time per call; calls from several threads take turns.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, object] | Config, namespace: Mapping[str, object], pages: Sequence[LayerPage]
+    ) -> None:
+        """Open or join the cache of a directory.
+
+        Args:
+            settings: As in vLLM's ``kv_connector_extra_config``; ``storage_uri`` at least.
+            namespace: Everything that must be equal for two payloads to be interchangeable
+                (``keys.namespace.REQUIRED_FIELDS`` less geometry and epoch; ``block_tokens`` at least one).
+            pages: The layers of one block, in payload order.
+
+        Raises:
+            ConfigError: A setting is wrong, or the server refused it.
+            TierUnavailable: The directory cannot be used.
+        """
+        config = settings if isinstance(settings, Config) else Config.from_mapping(settings)
+        block_tokens = namespace.get("block_tokens")
+        if not isinstance(block_tokens, int):
+            raise ConfigError(f"namespace field block_tokens: expected a whole number, got {block_tokens!r}")
+        self._geometry = ChunkGeometry(block_tokens, config.chunk_tokens, (tuple(pages),))
+        self._config = config
+        self._lock = threading.Lock()
+        self._server = None if config.server is not None else _ServerThread.start(config)
+        engine_id = f"cache-{uuid.uuid4().hex}"
+        join = m.JoinWorker(
+            0, 1, block_tokens, config.chunk_tokens, msgspec.json.encode(dict(namespace)), pages_on_the_wire(pages)
+        )
+        self._worker: WorkerClient | None = None
+        self._client: SchedulerClient | None = None
+        try:
+            self._worker = WorkerClient(config, engine_id, 0, join)
+            self._client = SchedulerClient(config, engine_id, 1)
+            if not self._client.wait_ready(config.start_timeout_s):
+                raise ConfigError(self._client.refusal or "the cache server opened no session")
+        except TieredKVError:
+            self.close()
+            raise
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk's payload."""
+        return self._geometry.data_bytes
+
+    # -- store and load ----------------------------------------------------------------------------------------
+
+    def store(self, tokens: Sequence[int], payload: Callable[[int], bytes | memoryview]) -> int:
+        """Store the whole chunks of ``tokens`` that are not held yet; returns how many of them were taken.
+
+        ``payload(i)`` gives chunk ``i``'s bytes and is called only for chunks that are taken. Without room for more,
+        the rest is left out: a cache may always drop a store.
+
+        Raises:
+            TierUnavailable: The server is gone.
+            ValueError: A payload has another size than ``chunk_bytes``.
+        """
+        with self._lock:
+            client, worker = self._open()
+            keys = self._keys(client, tokens)
+            lookup, answer = self._look_up(client, keys, start=len(keys.keys))
+            client.release(lookup)
+            filled: list[tuple[SlotId, ChunkRecord]] = []
+            try:
+                for index in range(answer.held, len(keys.keys)):
+                    if client.credit_count == 0:
+                        client.commit(filled)  # the server grants more once it has these
+                        filled.clear()
+                    slot = self._take_slot(client)
+                    if slot is None:
+                        return index - answer.held
+                    try:
+                        self._fill(client, worker, slot, payload(index))
+                    except BaseException:
+                        client.give_back([slot])
+                        raise
+                    filled.append((slot, self._record(client, keys, index)))
+                return len(keys.keys) - answer.held
+            finally:
+                client.commit(filled)
+
+    @contextmanager
+    def load(self, tokens: Sequence[int], *, timeout_s: float = 60.0) -> Iterator[Prefix]:
+        """The longest prefix of ``tokens`` that is held, verified and in host memory until the block ends.
+
+        Waits for slower tiers at most ``timeout_s``; what has not arrived by then is left out.
+
+        Raises:
+            TierUnavailable: The server is gone.
+        """
+        with self._lock:
+            client, worker = self._open()
+            keys = self._keys(client, tokens)
+            lookup, answer = self._look_up(client, keys, start=0)
+            end_s = time.monotonic() + timeout_s
+            while not answer.is_done and time.monotonic() < end_s:
+                answer = self._wait(client, lookup)
+        views = [self._payload(client, worker, slot) for slot in answer.slots[: answer.ready]]
+        chunks = tuple(view.toreadonly() for view in views)
+        try:
+            yield Prefix(chunks, len(chunks) * self._config.chunk_tokens)
+        finally:
+            for view in (*chunks, *views):
+                view.release()
+            with self._lock:
+                client.release(lookup)
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the cache; a server of this process writes what it holds (at most ``drain_s``) and ends. Idempotent."""
+        with self._lock:
+            client, worker, server = self._client, self._worker, self._server
+            self._client = self._worker = self._server = None
+        if client is not None:
+            client.close()
+        if worker is not None:
+            worker.leave()
+        if server is not None:
+            server.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> tuple[SchedulerClient, WorkerClient]:
+        if self._client is None or self._worker is None:
+            raise Closed("the cache was closed")
+        if self._client.generation:
+            raise TierUnavailable("the cache server went away; open the cache again")
+        return self._client, self._worker
+
+    def _keys(self, client: SchedulerClient, tokens: Sequence[int]) -> PrefixKeys:
+        assert client.namespace is not None
+        keys = PrefixKeys(client.namespace, self._config.chunk_tokens)
+        keys.extend(tokens)
+        return keys
+
+    def _look_up(self, client: SchedulerClient, keys: PrefixKeys, *, start: int) -> tuple[int, LookupAnswer]:
+        lookup = client.lookup(keys.keys, keys.digests, start)
+        if lookup is None:
+            raise TierUnavailable("the cache server does not take lookups; it may have gone away")
+        answer = client.lookups[lookup]
+        while not answer.is_answered:
+            answer = self._wait(client, lookup)
+        return lookup, answer
+
+    def _wait(self, client: SchedulerClient, lookup: int) -> LookupAnswer:
+        time.sleep(POLL_S)
+        client.poll()
+        answer = client.lookups.get(lookup)
+        if answer is None:
+            raise TierUnavailable("the cache server went away; open the cache again")
+        return answer
+
+    def _take_slot(self, client: SchedulerClient) -> SlotId | None:
+        """A granted slot; a short wait lets the server grant more while others are sealed."""
+        end_s = time.monotonic() + 1.0
+        while (slot := client.take_slot()) is None and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+            client.poll()
+        return slot
+
+    def _fill(self, client: SchedulerClient, worker: WorkerClient, slot: SlotId, data: bytes | memoryview) -> None:
+        if len(data) != self.chunk_bytes:
+            raise ValueError(f"a chunk's payload has {self.chunk_bytes} bytes. observed={len(data)}")
+        with self._payload(client, worker, slot) as view:
+            view[:] = data
+
+    @staticmethod
+    def _record(client: SchedulerClient, keys: PrefixKeys, index: int) -> ChunkRecord:
+        assert client.namespace is not None
+        digest = client.namespace.digest
+        return ChunkRecord(digest, keys.keys[index], keys.parent(index), index, keys.digests[index])
+
+    def _payload(self, client: SchedulerClient, worker: WorkerClient, slot: SlotId) -> memoryview:
+        assert client.info is not None
+        slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
+        offset = index * client.info.slot_bytes + client.info.payload_offset
+        return worker.arena.view(slab, offset, self.chunk_bytes)
+
+
+class _ServerThread:
+    """The directory's server in a thread of this process."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._server: Server | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="tiered_kv-server")
+
+    @classmethod
+    def start(cls, config: Config) -> "_ServerThread | None":
+        """Serve the directory; None when another process does.
+
+        Raises:
+            ConfigError, TierUnavailable: The directory cannot be served.
+        """
+        thread = cls(config)
+        thread._thread.start()
+        thread._ready.wait()
+        if thread._failure is None:
+            return thread
+        thread._thread.join()
+        if isinstance(thread._failure, DirectoryLocked):
+            logger.info("joining the directory's server. %s", thread._failure)
+            return None
+        raise thread._failure
+
+    def _run(self) -> None:
+        def keep(server: Server) -> None:
+            self._server = server
+
+        try:
+            serve(self._config, until_idle=False, on_ready=lambda _info: self._ready.set(), on_server=keep)
+        except BaseException as exc:  # noqa: BLE001 - handed to the thread that opens the cache
+            self._failure = exc
+        finally:
+            self._ready.set()
+
+    def stop(self) -> None:
+        """Drain and end."""
+        if self._server is not None:
+            self._server.stop()
+        self._thread.join()

@@ -1,0 +1,95 @@
+"""The host arena: slabs of shared memory that hold blobs, as memory views.
+
+Owned by the server (or by an in-process cache), mapped by every worker. A slab is a memfd: it has no name, obeys no
+/dev/shm limit, is passed over the Unix socket by SCM_RIGHTS, and is gone when the last process that mapped it is gone.
+Knows nothing of slots' contents or states (``hierarchy/slots.py``) and nothing of torch.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+from tiered_kv.errors import CapacityExceeded, ConfigError
+
+SLAB_BYTES = 1 << 30
+"""Address range of a slab. Memory is given to a part of it when the slab is assigned, and to no more than that."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+
+def create_slabs(count: int) -> list[int]:
+    """Make ``count`` empty slabs, sealed against resizing; returns their file descriptors."""
+    slabs = []
+    for index in range(count):
+        fd = os.memfd_create(f"tiered_kv-slab-{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, SLAB_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        slabs.append(fd)
+    return slabs
+
+
+class Arena:
+    """Slabs mapped into this process.
+
+    Threads: ``view`` may be called from any thread; ``allocate`` by one thread per slab at a time.
+    """
+
+    def __init__(self, slab_fds: Sequence[int]) -> None:
+        self.slab_fds = list(slab_fds)
+        self._maps: list[mmap.mmap] = []
+        try:
+            for fd in self.slab_fds:
+                if os.fstat(fd).st_size != SLAB_BYTES:
+                    raise ConfigError(f"not a slab: size_bytes={os.fstat(fd).st_size} expected={SLAB_BYTES}")
+                self._maps.append(mmap.mmap(fd, SLAB_BYTES, flags=mmap.MAP_SHARED))
+        except OSError as exc:
+            self.close()
+            raise ConfigError(
+                f"cannot map the host arena; raise the address space limit (ulimit -v). slabs={len(slab_fds)}: {exc}"
+            ) from exc
+        self._views = [memoryview(slab) for slab in self._maps]
+
+    def allocate(self, slab: int, size_bytes: int) -> None:
+        """Give the first ``size_bytes`` of a slab physical memory, and take it from the rest.
+
+        Raises:
+            CapacityExceeded: The machine or the cgroup has not got the memory.
+        """
+        fd = self.slab_fds[slab]
+        rest = SLAB_BYTES - size_bytes
+        try:
+            if rest:
+                _punch_hole(fd, size_bytes, rest)
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as exc:
+            _punch_hole(fd, 0, SLAB_BYTES)
+            if exc.errno in (errno.ENOMEM, errno.ENOSPC, errno.EINTR):
+                raise CapacityExceeded(f"no memory for a slab of the host arena. size_bytes={size_bytes}") from exc
+            raise
+
+    def view(self, slab: int, offset_bytes: int, size_bytes: int) -> memoryview:
+        """The bytes of one slot, writable, without a copy."""
+        return self._views[slab][offset_bytes : offset_bytes + size_bytes]
+
+    def close(self) -> None:
+        """Unmap the slabs and close their descriptors. Views handed out must be gone; idempotent."""
+        for view in getattr(self, "_views", []):
+            view.release()
+        self._views = []
+        while self._maps:
+            self._maps.pop().close()
+        while self.slab_fds:
+            os.close(self.slab_fds.pop())
+
+
+def _punch_hole(fd: int, offset_bytes: int, size_bytes: int) -> None:
+    """Give a range's memory back. Python has no fallocate(2) with a mode, so libc is called."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_int(fd), ctypes.c_int(_PUNCH_HOLE), ctypes.c_int64(offset_bytes), ctypes.c_int64(size_bytes))
+    if libc.fallocate(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,107 @@
+"""Performs the hierarchy's jobs on real tiers and a real arena, and turns how they ended into an outcome.
+
+The only place where tier exceptions become outcomes. Called from the executor's threads.
+"""
+
+import logging
+import threading
+
+from tiered_kv.chunks.arena import Arena
+from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, SealFields, peek
+from tiered_kv.engine.clock import Clock
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
+from tiered_kv.hierarchy.plan import ChunkRecord, Delete, Grow, Job, Outcome, Read, Seal, SlotId, Write
+from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.tiers.base import BlobName, Tier
+
+logger = logging.getLogger(__name__)
+
+WARN_INTERVAL_S = 10.0
+"""Between two warnings about the same outcome: a dead medium fails thousands of times, and counters count them."""
+
+
+class Performer:
+    """Blocking execution of jobs.
+
+    Threads: any number; jobs never share a slot.
+
+        field             guarded by
+        formats           filled by the owner before the first job of a namespace; read by all
+        _quiet_until_s    _lock
+    """
+
+    def __init__(self, tiers: list[Tier], arena: Arena, clock: Clock, formats: dict[bytes, BlobFormat]) -> None:
+        self._tiers = tiers
+        self._arena = arena
+        self._clock = clock
+        self.formats = formats
+        self._lock = threading.Lock()
+        self._quiet_until_s: dict[Outcome, float] = {}
+
+    def slot_view(self, slot: SlotId, size_bytes: int) -> memoryview:
+        """The bytes of a slot."""
+        slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
+        return self._arena.view(slab, index * size_bytes, size_bytes)
+
+    def perform(self, job: Job) -> Outcome:
+        """Do the job; never raises."""
+        try:
+            return self._perform(job)
+        except ChunkCorrupt as exc:
+            return self._failed(Outcome.CORRUPT, exc)
+        except ChunkMismatch as exc:
+            return self._failed(Outcome.FOREIGN, exc)
+        except CapacityExceeded as exc:
+            logger.debug("no room. %s", str(exc))
+            return Outcome.NO_ROOM
+        except (TierUnavailable, Closed) as exc:
+            return self._failed(Outcome.UNAVAILABLE, exc)
+        except Exception:  # a storage event may never end a thread; a miss is always right
+            logger.exception("job failed in a way no tier declared. job=%s", type(job).__name__)
+            return Outcome.UNAVAILABLE
+
+    def _failed(self, outcome: Outcome, reason: Exception) -> Outcome:
+        now_s = self._clock.monotonic()
+        with self._lock:
+            is_quiet = now_s < self._quiet_until_s.get(outcome, now_s)
+            if not is_quiet:
+                self._quiet_until_s[outcome] = now_s + WARN_INTERVAL_S
+        level = logging.DEBUG if is_quiet else logging.WARNING
+        # Its text, not the exception: a handler that keeps records would keep the traceback's views of the arena.
+        logger.log(level, "blob is %s. %s", outcome.value, str(reason))
+        return outcome
+
+    def _perform(self, job: Job) -> Outcome:
+        match job:
+            case Seal(record, slot):
+                fields = SealFields(
+                    record.key, record.parent, record.chunk_index, record.prefix_sha256, self._clock.wall()
+                )
+                with self._blob(record, slot) as blob:
+                    self.formats[record.namespace].seal(blob, fields)
+            case Write(tier, record, slot):
+                with self._blob(record, slot) as blob:
+                    self._tiers[tier].put(_name(record), blob)
+            case Read(tier, record, slot):
+                with self._blob(record, slot) as blob:
+                    return self._read(tier, record, blob)
+            case Delete(tier, record):
+                return Outcome.OK if self._tiers[tier].delete(_name(record)) else Outcome.MISSING
+            case Grow(slab, size_bytes):
+                self._arena.allocate(slab, size_bytes)
+        return Outcome.OK
+
+    def _read(self, tier: int, record: ChunkRecord, blob: memoryview) -> Outcome:
+        if not self._tiers[tier].get_into(_name(record), blob):
+            return Outcome.MISSING
+        found = peek(blob[:PEEK_BYTES])
+        if found.prefix_sha256 != record.prefix_sha256:
+            raise ChunkCorrupt(f"prefix digest differs from the index. key={record.key.hex()}")
+        return Outcome.OK
+
+    def _blob(self, record: ChunkRecord, slot: SlotId) -> memoryview:
+        return self.slot_view(slot, self.formats[record.namespace].blob_bytes)
+
+
+def _name(record: ChunkRecord) -> BlobName:
+    return BlobName(record.namespace, record.key)

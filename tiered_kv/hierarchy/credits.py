@@ -1,0 +1,106 @@
+"""Credits: empty slots that sessions hold ahead, so that reserving one asks nobody (DESIGN rule 2).
+
+Owns who holds which empty slot and how many. Must not know chunks. Called by the hierarchy, which tops everybody up
+once per step rather than after every event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from tiered_kv.hierarchy.host import HostMemory
+from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, SlotId
+
+CREDITS_MAX = 64
+"""Empty slots a session holds ahead: two steps of 8k tokens in 256-token chunks."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One client's share of the hierarchy.
+
+    Attributes:
+        reserved: Slots granted and neither committed nor given back.
+        untold: The newest of them, which the client has not been told of yet.
+        lookups: Ids of its lookups.
+        is_suspended: The client is lost, but processes may still copy.
+    """
+
+    id: int
+    namespace: bytes
+    slot_bytes: int
+    reserved: set[SlotId] = field(default_factory=set)
+    untold: list[SlotId] = field(default_factory=list)
+    lookups: set[int] = field(default_factory=set)
+    is_suspended: bool = False
+
+
+class Credits:
+    """Grants of empty slots.
+
+    Attributes:
+        reserved_bytes: All slots granted now.
+
+    Units: bytes. Threads: one owner, the hierarchy.
+    """
+
+    def __init__(self, host: HostMemory, share: float) -> None:
+        self.reserved_bytes = 0
+        self._host = host
+        self._share = share
+
+    def top_up(self, sessions: Collection[Session]) -> None:
+        """Grant what sessions may hold and memory allows.
+
+        A session gets at most half of what the others leave, so that one more session finds something; one that has
+        nothing may even pass the share, because an idle session never gives its credits back by itself.
+        """
+        cap = int(self._host.slots.limit_bytes * self._share)
+        least = 2 if len(sessions) == 1 else 1
+        for session in sessions:
+            size = session.slot_bytes
+            others = self.reserved_bytes - len(session.reserved) * size
+            wanted = min(CREDITS_MAX, max(least, (cap - others) // (2 * size)))
+            while not session.is_suspended and len(session.reserved) < wanted:
+                if self.reserved_bytes + size > (cap if session.reserved else 2 * cap):
+                    break
+                slot = self._host.take_for_store(size)
+                if slot is None:
+                    break
+                session.reserved.add(slot)
+                session.untold.append(slot)
+                self.reserved_bytes += size
+
+    def take_grants(self, sessions: Iterable[Session]) -> list[CreditGrant]:
+        """One message per session that was granted slots since the last call."""
+        grants = []
+        for session in sessions:
+            if session.untold:
+                grants.append(CreditGrant(session.id, tuple(session.untold)))
+                session.untold = []
+        return grants
+
+    def spend(self, session: Session, slot: SlotId) -> None:
+        """The session's slot was filled, or will not be.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        session.reserved.remove(slot)
+        self.reserved_bytes -= session.slot_bytes
+
+    def take_back(self, session: Session, slots: Iterable[SlotId]) -> None:
+        """Nobody will fill these slots of the session."""
+        for slot in slots:
+            self.spend(session, slot)
+            self._host.give(slot)
+
+    def recalls(self, sessions: Iterable[Session]) -> list[CreditRecall]:
+        """What to ask back, now that a slab has begun to be drained."""
+        recalls = []
+        for session in sessions:
+            slots = tuple(sorted(slot for slot in session.reserved if self._host.slots.is_draining(slot)))
+            if slots and not session.is_suspended:
+                recalls.append(CreditRecall(session.id, slots))
+        return recalls

@@ -1,0 +1,295 @@
+"""Host memory, as the hierarchy sees it: which chunk lies in which slot, which one goes when a slot is needed.
+
+The counterpart of ``lower.py``. Owns the slot pool, the order of eviction of each slot size, leases and the growing
+and draining of slabs; must not know sessions, lookups or write queues. Called by the hierarchy and, for the holds of
+pending writes, by the lower tiers.
+
+A chunk is *idle* when it is ready and nothing holds it: no lease, no pending write. The orders of eviction contain
+the idle chunks and no others, so that finding one to evict never walks over those that must stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+
+from tiered_kv.hierarchy.index import Entry, HostState, Index, LowerState
+from tiered_kv.hierarchy.order import Order
+from tiered_kv.hierarchy.plan import Grow, Job, Outcome, SlotId
+from tiered_kv.hierarchy.slots import SlotPool, slab_of
+
+VICTIMS_LOOKED_AT = 32
+"""Idle chunks looked at for one whose going strands no chunk behind it; the order puts such chunks first."""
+
+
+class HostMemory:
+    """Slots and the chunks in them.
+
+    Attributes:
+        leased_bytes: Slots that lookups rely on now.
+        ready_count, sealing_count: Chunks in these states.
+
+    Units: bytes. Threads: one owner, the hierarchy.
+    """
+
+    def __init__(self, host_bytes: int, index: Index, jobs: list[Job], counters: Counter[str]) -> None:
+        self.slots = SlotPool(host_bytes)
+        self.leased_bytes = 0
+        self.ready_count = 0
+        self.sealing_count = 0
+        self._orders: dict[tuple[int, bool], Order] = {}  # idle chunks by slot size and whether they are unwritten
+        self._tenants: dict[SlotId, Entry] = {}
+        self._idle_in_slab: Counter[int] = Counter()
+        self._users: Counter[int] = Counter()  # open sessions by slot size
+        self._drains: dict[int, int] = {}  # slab being drained, by the slot size that waits for its memory
+        self._has_new_drains = False
+        self._index = index
+        self._jobs = jobs
+        self._counters = counters
+
+    def add_user(self, slot_bytes: int) -> None:
+        """A session fills slots of this size from now on."""
+        self._users[slot_bytes] += 1
+        for is_unwritten in (False, True):
+            self._orders.setdefault((slot_bytes, is_unwritten), Order(0, self._index))
+        if self.slots.slot_count(slot_bytes) == 0:
+            self._grow(slot_bytes)
+
+    def remove_user(self, slot_bytes: int) -> None:
+        """The session is over; its slot size keeps its memory until another size needs it."""
+        self._users[slot_bytes] -= 1
+
+    # -- slots -------------------------------------------------------------------------------------------------
+
+    def take_for_store(self, slot_bytes: int) -> SlotId | None:
+        """A free slot, else that of an idle chunk; none is evicted while memory is on its way."""
+        slot = self.slots.take(slot_bytes)
+        is_growing = self._grow_ahead(slot_bytes)
+        if slot is None and not is_growing:
+            slot = self._take_idle(slot_bytes)
+        return slot
+
+    def take_for_load(self, slot_bytes: int) -> SlotId | None:
+        """A free slot, else one of memory that is on its way (the read follows it), else that of an idle chunk."""
+        slot = self.slots.take(slot_bytes)
+        self._grow_ahead(slot_bytes)
+        if slot is None:
+            slot = self.slots.take_early(slot_bytes)
+        if slot is None and self._grow(slot_bytes):
+            slot = self.slots.take_early(slot_bytes)
+        if slot is None:
+            slot = self._take_idle(slot_bytes)
+        return slot
+
+    def give(self, slot: SlotId) -> None:
+        """Return a slot that no chunk lies in."""
+        self.slots.give(slot)
+
+    def _take_idle(self, slot_bytes: int) -> SlotId | None:
+        while (entry := self._victim(slot_bytes)) is not None:
+            slot = self.evict(entry)
+            if not self.slots.is_draining(slot):
+                return slot
+            self.slots.give(slot)
+        return None
+
+    def _victim(self, slot_bytes: int) -> Entry | None:
+        """The idle chunk to evict next: the first whose children lose nothing by it, else simply the first."""
+        for is_unwritten in (False, True):
+            first: Entry | None = None
+            for entry in islice(self._orders[slot_bytes, is_unwritten], VICTIMS_LOOKED_AT):
+                if LowerState.PRESENT in entry.lower or not any(child.is_held for child in entry.children or ()):
+                    return entry
+                first = first or entry
+            if first is not None:
+                return first
+        return None
+
+    # -- chunks in slots ---------------------------------------------------------------------------------------
+
+    def place(self, entry: Entry, slot: SlotId, slot_bytes: int, state: HostState) -> None:
+        """The chunk's bytes are about to be in a slot that was taken for it."""
+        assert entry.host is HostState.ABSENT
+        entry.host, entry.slot, entry.slot_bytes = state, slot, slot_bytes
+        self._tenants[slot] = entry
+        self.sealing_count += state is HostState.SEALING
+
+    def now_ready(self, entry: Entry) -> None:
+        """The chunk's bytes are verified."""
+        self.sealing_count -= entry.host is HostState.SEALING
+        entry.host = HostState.READY
+        self.ready_count += 1
+        if entry.holds == 0:
+            self._now_idle(entry)
+
+    def vacate(self, entry: Entry) -> SlotId:
+        """Take the chunk's slot; it is the caller's."""
+        slot = entry.slot
+        assert slot is not None
+        if entry.host is HostState.READY:
+            self.ready_count -= 1
+            if entry.holds == 0:
+                self._not_idle(entry)
+        self.sealing_count -= entry.host is HostState.SEALING
+        del self._tenants[slot]
+        entry.host, entry.slot = HostState.ABSENT, None
+        return slot
+
+    def evict(self, entry: Entry) -> SlotId:
+        """Take the slot of an idle chunk; it is the caller's."""
+        assert entry.host is HostState.READY and entry.holds == 0
+        slot = self.vacate(entry)
+        self._counters["host_evicted"] += 1
+        self._index.remove_if_gone(entry)
+        return slot
+
+    def hold(self, entry: Entry) -> None:
+        """Keep the chunk in its slot until :meth:`let_go`."""
+        if entry.holds == 0 and entry.host is HostState.READY:
+            self._not_idle(entry)
+        entry.holds += 1
+
+    def let_go(self, entry: Entry) -> None:
+        """End one hold. The chunk counts as just used when it was the last."""
+        entry.holds -= 1
+        if entry.holds == 0 and entry.host is HostState.READY:
+            self._now_idle(entry)
+
+    def set_unwritten(self, entry: Entry, is_unwritten: bool) -> None:
+        """The chunk's write was put off, or is put off no longer."""
+        if entry.is_unwritten == is_unwritten:
+            return
+        is_idle = entry.host is HostState.READY and entry.holds == 0
+        if is_idle:
+            self._not_idle(entry)
+        entry.is_unwritten = is_unwritten
+        if is_idle:
+            self._now_idle(entry)
+
+    def lease(self, entry: Entry, slot_bytes: int, limit_bytes: int) -> bool:
+        """Hold the chunk for a lookup, unless leases together would pass the limit."""
+        if entry.leases == 0:
+            if self.leased_bytes + slot_bytes > limit_bytes:
+                return False
+            self.leased_bytes += slot_bytes
+        entry.leases += 1
+        self.hold(entry)
+        return True
+
+    def end_lease(self, entry: Entry, slot_bytes: int) -> None:
+        """End one lease."""
+        entry.leases -= 1
+        if entry.leases == 0:
+            self.leased_bytes -= slot_bytes
+        self.let_go(entry)
+        self._index.remove_if_gone(entry)
+
+    def record_use(self, slot_bytes: int, keys: Sequence[bytes]) -> None:
+        """Note the use of a prefix, deepest chunk first."""
+        for is_unwritten in (False, True):
+            order = self._orders.get((slot_bytes, is_unwritten))
+            if order is not None and len(order):
+                order.record_use(keys)
+
+    def _now_idle(self, entry: Entry) -> None:
+        assert entry.slot is not None
+        self._orders[entry.slot_bytes, entry.is_unwritten].add(entry)
+        self._idle_in_slab[slab_of(entry.slot)] += 1
+
+    def _not_idle(self, entry: Entry) -> None:
+        assert entry.slot is not None
+        self._orders[entry.slot_bytes, entry.is_unwritten].remove(entry)
+        self._idle_in_slab[slab_of(entry.slot)] -= 1
+
+    # -- slabs -------------------------------------------------------------------------------------------------
+
+    def grown(self, job: Grow, outcome: Outcome) -> None:
+        """A slab has its memory, or the machine refused it and nothing lies in its slots."""
+        if outcome is not Outcome.OK:
+            self._counters["slab_refused"] += 1
+        self.slots.grown(job.slab, succeeded=outcome is Outcome.OK)
+
+    def finish_drains(self) -> None:
+        """Pass on every drained slab in which nothing is held any more."""
+        while (waiting := next(filter(self._is_drained, self._drains), None)) is not None:
+            slab = self._drains.pop(waiting)
+            for slot in self.slots.slots_of(slab):
+                if (entry := self._tenants.get(slot)) is not None:
+                    self.slots.give(self.evict(entry))
+            self.slots.reclaim(slab)
+            self._counters["slab_reclaimed"] += 1
+            if self._users[waiting]:
+                self._grow(waiting)
+
+    def _is_drained(self, waiting: int) -> bool:
+        slab = self._drains[waiting]
+        return self.slots.in_use(slab) <= self._idle_in_slab[slab]
+
+    def take_new_drains(self) -> bool:
+        """Whether a slab began to be drained since the last call."""
+        has_new, self._has_new_drains = self._has_new_drains, False
+        return has_new
+
+    def _grow_ahead(self, slot_bytes: int) -> bool:
+        """Get more memory before the last slot is taken; says whether some is on its way."""
+        if self.slots.is_growing(slot_bytes):
+            return True
+        if self.slots.free_count(slot_bytes) > self.slots.slot_count(slot_bytes) // 8:
+            return False
+        return self._grow(slot_bytes)
+
+    def _grow(self, slot_bytes: int) -> bool:
+        """Get the slot size one more slab if it may have one, else begin to drain one that it may have later.
+
+        A drain may yield less than another size needs for one slot; what it yielded is left alone until there is more.
+        """
+        own = self.slots.assigned_to(slot_bytes)
+        if any(self.slots.assigned_to(waiting) < own for waiting in self._drains):
+            return False
+        job = self.slots.grow(slot_bytes)
+        if job is None:
+            self._drain_for(slot_bytes)
+            return False
+        self._jobs.append(job)
+        return True
+
+    def _drain_for(self, slot_bytes: int) -> None:
+        """Begin to take a slab from a slot size that nobody uses or that has more memory than this one."""
+        if slot_bytes in self._drains:
+            return
+        own = self.slots.assigned_to(slot_bytes)
+        for other in self.slots.sizes:
+            spare = self.slots.assigned_to(other) - self.slots.slab_bytes(other)
+            if other == slot_bytes or (self._users[other] and spare <= own):
+                continue
+            slabs = list(self.slots.slabs(other))
+            if slabs:
+                slab = min(slabs, key=lambda index: self.slots.in_use(index) - self._idle_in_slab[index])
+                self.slots.drain(slab)
+                self._drains[slot_bytes] = slab
+                self._has_new_drains = True
+                return
+
+    # -- tests -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, reserved: set[SlotId]) -> None:
+        """Assert that slots, states and orders of eviction fit; ``reserved`` are the slots sessions hold empty."""
+        entries = [entry for entry in self._index.entries() if entry.slot is not None]
+        tenants = {entry.slot: entry for entry in entries}
+        assert len(tenants) == len(entries), "a slot holds two chunks"
+        assert tenants == self._tenants, "tenants drifted"
+        assert not reserved & set(self._tenants), "a granted slot holds a chunk"
+        self.slots.check_integrity(reserved | set(self._tenants))
+        states = Counter(entry.host for entry in entries)
+        assert self.ready_count == states[HostState.READY], "ready count drifted"
+        assert self.sealing_count == states[HostState.SEALING], "sealing count drifted"
+        assert self.leased_bytes == sum(e.slot_bytes for e in entries if e.leases), "leased bytes drifted"
+        idle = [entry for entry in entries if entry.host is HostState.READY and entry.holds == 0]
+        assert sum(len(order) for order in self._orders.values()) == len(idle), "orders and idle chunks disagree"
+        assert all(entry in self._orders[entry.slot_bytes, entry.is_unwritten] for entry in idle), (
+            "an idle chunk is not ordered"
+        )
+        assert +self._idle_in_slab == Counter(slab_of(entry.slot or 0) for entry in idle), "idle counts drifted"
+        for order in self._orders.values():
+            order.check_integrity()

@@ -1,0 +1,209 @@
+"""What the hierarchy knows of each chunk: one entry per key, with its state in every tier.
+
+The index is a hint and the tier is the truth: a blob that turns out to be gone is an ordinary miss. Entries exist
+while some tier holds, or is about to hold, the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
+
+
+class HostState(Enum):
+    """Where a chunk stands in host memory. Only READY bytes were verified and may be promised."""
+
+    ABSENT = "absent"
+    SEALING = "sealing"
+    PROMOTING = "promoting"
+    READY = "ready"
+
+
+class LowerState(Enum):
+    """Where a chunk stands in a tier below host memory.
+
+    CORRUPT: the blob is known to be bad and could not be deleted. FOREIGN: the name is taken by a blob of another
+    namespace or format, which is never touched. Neither counts as held.
+    """
+
+    ABSENT = "absent"
+    QUEUED = "queued"
+    WRITING = "writing"
+    PRESENT = "present"
+    DELETING = "deleting"
+    CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+
+
+CLAIMED = frozenset({LowerState.QUEUED, LowerState.WRITING, LowerState.PRESENT})
+"""States in which a chunk counts as a child of its parent in that tier."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One chunk.
+
+    Attributes:
+        leases: Lookups that rely on the slot.
+        holds: Leases and pending writes: what keeps a chunk in its slot.
+        is_unwritten: Its write was put off: it is evicted only if there is nothing else.
+        children: Index entries whose parent is this chunk; None until there is one (most memory is in leaves).
+        lower_bytes: Bytes counted against each lower tier's capacity for this chunk.
+        lower_children: Per lower tier, children in a CLAIMED state there.
+        ordered, ordered_children: Per order of eviction (``order.py``), whether the chunk is in it, and how many of
+            its children are.
+        waiting: Children whose write waits until this chunk is present in the tier; None if there is none.
+        lookups: Ids of the lookups that want this slot and were not yet told it is ready; None if there is none.
+    """
+
+    record: ChunkRecord
+    lower: list[LowerState]
+    lower_bytes: list[int]
+    lower_children: list[int]
+    ordered: list[bool]
+    ordered_children: list[int]
+    host: HostState = HostState.ABSENT
+    slot: SlotId | None = None
+    slot_bytes: int = 0
+    leases: int = 0
+    holds: int = 0
+    is_unwritten: bool = False
+    children: set[Entry] | None = None
+    waiting: list[Entry] | None = None
+    lookups: set[int] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether some tier has the bytes, or is just getting them from us."""
+        return self.host is not HostState.ABSENT or LowerState.PRESENT in self.lower
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is left to know about the chunk."""
+        return self.host is HostState.ABSENT and all(state is LowerState.ABSENT for state in self.lower)
+
+
+class Index:
+    """Entries by key, linked to their children.
+
+    A chunk and its parent are linked only if their positions follow each other: what a client sends can then form no
+    cycle. Threads: one owner.
+    """
+
+    def __init__(self, tier_count: int) -> None:
+        self._entries: dict[bytes, Entry] = {}
+        # Children whose parent has no entry, by the parent's key and position.
+        self._orphans: dict[tuple[bytes, int], set[Entry]] = {}
+        self._tier_count = tier_count
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    def get(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
+    def parent(self, entry: Entry) -> Entry | None:
+        """The entry of the chunk before this one; None for the first chunk and for an orphan."""
+        parent = self._entries.get(entry.record.parent)
+        if parent is None or parent.record.chunk_index != entry.record.chunk_index - 1:
+            return None
+        return parent
+
+    def add(self, record: ChunkRecord) -> Entry:
+        """Make the entry of a key that has none."""
+        assert record.key not in self._entries
+        count = self._tier_count
+        states = [LowerState.ABSENT] * count
+        entry = Entry(record, states, [0] * count, [0] * count, [False] * (count + 1), [0] * (count + 1))
+        self._entries[record.key] = entry
+        children = self._orphans.pop((record.key, record.chunk_index), None)
+        if children is not None:
+            entry.children = children
+            entry.lower_children = [sum(child.lower[t] in CLAIMED for child in children) for t in range(count)]
+            entry.ordered_children = [sum(child.ordered[n] for child in children) for n in range(count + 1)]
+        parent = self.parent(entry)
+        if parent is None:
+            self._orphans.setdefault((record.parent, record.chunk_index - 1), set()).add(entry)
+        elif parent.children is None:
+            parent.children = {entry}
+        else:
+            parent.children.add(entry)
+        return entry
+
+    def set_lower(self, entry: Entry, tier: int, state: LowerState) -> None:
+        """Change a tier's state, keeping the parent's count of children there."""
+        change = (state in CLAIMED) - (entry.lower[tier] in CLAIMED)
+        entry.lower[tier] = state
+        if change and (parent := self.parent(entry)) is not None:
+            parent.lower_children[tier] += change
+
+    def remove_if_gone(self, entry: Entry) -> None:
+        """Forget an entry that no tier holds any more and nobody waits for."""
+        if not entry.is_gone or entry.holds:
+            return
+        record = entry.record
+        del self._entries[record.key]
+        if entry.children:
+            self._orphans[record.key, record.chunk_index] = entry.children
+        parent = self.parent(entry)
+        if parent is not None:
+            assert parent.children is not None
+            parent.children.remove(entry)
+            return
+        place = (record.parent, record.chunk_index - 1)
+        siblings = self._orphans[place]
+        siblings.remove(entry)
+        if not siblings:
+            del self._orphans[place]
+
+    def prefix(self, entry: Entry) -> list[Entry]:
+        """The entry and its ancestors, deepest first, as far as the index knows them."""
+        chain = [entry]
+        while (parent := self.parent(chain[-1])) is not None:
+            chain.append(parent)
+        return chain
+
+    def held_prefix(self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Entry]:
+        """Entries of the longest leading run of keys that some tier holds.
+
+        An entry whose namespace or prefix digest differs belongs to another prompt (a crafted xxhash collision): a
+        miss.
+        """
+        run = []
+        for key, digest in zip(keys, digests, strict=True):
+            entry = self._entries.get(key)
+            if entry is None or not entry.is_held:
+                break
+            if entry.record.prefix_sha256 != digest or entry.record.namespace != namespace:
+                break
+            run.append(entry)
+        return run
+
+    def check_integrity(self) -> None:
+        """Assert that links and counts between parents and children match."""
+        linked: set[tuple[bytes, bytes]] = set()
+        for entry in self._entries.values():
+            for child in entry.children or ():
+                assert self.parent(child) is entry, "a child is linked to the wrong parent"
+                linked.add((entry.record.key, child.record.key))
+            for tier, count in enumerate(entry.lower_children):
+                claimed = sum(child.lower[tier] in CLAIMED for child in entry.children or ())
+                assert count == claimed, "children count drifted"
+            for number, count in enumerate(entry.ordered_children):
+                ordered = sum(child.ordered[number] for child in entry.children or ())
+                assert count == ordered, "ordered children count drifted"
+        orphans = {child.record.key for children in self._orphans.values() for child in children}
+        for entry in self._entries.values():
+            parent = self.parent(entry)
+            if parent is None:
+                assert entry.record.key in orphans, "an orphan is not remembered"
+            else:
+                assert (parent.record.key, entry.record.key) in linked, "a parent does not know its child"
+        assert len(linked) + len(orphans) == len(self._entries), "an entry is linked twice"
+        assert all(self._orphans.values()), "an empty set of orphans was left behind"

@@ -1,0 +1,159 @@
+"""Lookups: which chunks each one leases, how much of it is ready, and what its session must be told.
+
+Owns leases on behalf of lookups. Must not decide what is promoted or from where: the hierarchy does that between
+:meth:`Lookups.open` and :meth:`Lookups.wait`. Called by the hierarchy only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tiered_kv.hierarchy.credits import Session
+from tiered_kv.hierarchy.host import HostMemory
+from tiered_kv.hierarchy.index import Entry, HostState
+from tiered_kv.hierarchy.plan import LookupUpdate
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One lookup; see :class:`~tiered_kv.hierarchy.plan.LookupUpdate`.
+
+    Attributes:
+        entries: Leased chunks, from ``start`` on; only the first ``ready`` may be read.
+    """
+
+    id: int
+    session: Session
+    start: int
+    held: int
+    entries: list[Entry]
+    ready: int = 0
+
+
+class Lookups:
+    """All lookups of all sessions.
+
+    Threads: one owner, the hierarchy.
+    """
+
+    def __init__(self, host: HostMemory, counters: Counter[str]) -> None:
+        self._lookups: dict[int, Lookup] = {}
+        self._dirty: dict[int, None] = {}  # what has changed since it was last told
+        self._host = host
+        self._counters = counters
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def get(self, lookup_id: int) -> Lookup | None:
+        return self._lookups.get(lookup_id)
+
+    def take_updates(self) -> list[LookupUpdate]:
+        """One message per lookup that changed since the last call; suspended sessions are told nothing."""
+        changed = [self._lookups[i] for i in self._dirty if i in self._lookups]
+        self._dirty.clear()
+        return [_describe(lookup) for lookup in changed if not lookup.session.is_suspended]
+
+    # -- life of a lookup --------------------------------------------------------------------------------------
+
+    def open(self, session: Session, held: list[Entry], start: int, shares: tuple[float, float]) -> Lookup:
+        """Lease held chunks from ``start`` on, as far as the limits allow.
+
+        Args:
+            shares: Host memory that all lookups together, and one lookup, may hold.
+        """
+        self._last_id += 1
+        lookup = Lookup(self._last_id, session, start, len(held), [])
+        self._lookups[lookup.id] = lookup
+        session.lookups.add(lookup.id)
+        limit_bytes = int(self._host.slots.limit_bytes * shares[0])
+        length = int(self._host.slots.host_bytes * shares[1]) // session.slot_bytes
+        for entry in held[start : start + length]:
+            if not self._host.lease(entry, session.slot_bytes, limit_bytes):
+                self._counters["lease_cap_reached"] += 1
+                break
+            lookup.entries.append(entry)
+        return lookup
+
+    def wait(self, lookup: Lookup) -> None:
+        """All leased chunks are in slots or on their way: count what is ready, wait for the rest."""
+        self._advance(lookup)
+        for entry in lookup.entries[lookup.ready :]:
+            if entry.lookups is None:
+                entry.lookups = set()
+            entry.lookups.add(lookup.id)
+        self._dirty[lookup.id] = None
+
+    def truncate(self, lookup: Lookup, length: int) -> None:
+        """Give up all but the first ``length`` chunks; promotions of the others go on for the next request."""
+        dropped = lookup.entries[length:]
+        del lookup.entries[length:]
+        lookup.ready = min(lookup.ready, length)
+        for entry in dropped:
+            _wait_no_more(entry, lookup)
+            self._host.end_lease(entry, lookup.session.slot_bytes)
+
+    def close(self, lookup: Lookup) -> None:
+        """End the lookup and its leases."""
+        self.truncate(lookup, 0)
+        del self._lookups[lookup.id]
+        lookup.session.lookups.discard(lookup.id)
+
+    # -- what happens to a chunk -------------------------------------------------------------------------------
+
+    def chunk_ready(self, entry: Entry) -> None:
+        """The chunk's bytes are verified."""
+        for lookup_id in list(entry.lookups or ()):
+            lookup = self._lookups[lookup_id]
+            before = lookup.ready
+            self._advance(lookup)
+            if lookup.ready != before:
+                self._dirty[lookup_id] = None
+
+    def chunk_failed(self, entry: Entry) -> None:
+        """The chunk's bytes will not come: shorten every lookup that waits for them."""
+        for lookup_id in list(entry.lookups or ()):
+            lookup = self._lookups[lookup_id]
+            position = lookup.entries.index(entry)
+            lookup.held = min(lookup.held, lookup.start + position)  # what failed must be stored again
+            self.truncate(lookup, position)
+            self._dirty[lookup_id] = None
+
+    def _advance(self, lookup: Lookup) -> None:
+        entries = lookup.entries
+        while lookup.ready < len(entries) and entries[lookup.ready].host is HostState.READY:
+            _wait_no_more(entries[lookup.ready], lookup)
+            lookup.ready += 1
+
+    # -- tests -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, entries: list[Entry]) -> None:
+        """Assert that leases and waits match the index's entries."""
+        leases: Counter[bytes] = Counter(e.record.key for lookup in self._lookups.values() for e in lookup.entries)
+        for entry in entries:
+            assert entry.leases == leases[entry.record.key], "leases do not match lookups"
+            for lookup_id in entry.lookups or ():
+                assert entry in self._lookups[lookup_id].entries, "a lookup waits for a chunk it gave up"
+        for lookup in self._lookups.values():
+            states = [entry.host for entry in lookup.entries]
+            assert HostState.ABSENT not in states, "a lookup wants a chunk that has no slot"
+            assert all(state is HostState.READY for state in states[: lookup.ready]), "an unverified chunk was promised"
+            if lookup.ready < len(states):
+                waiting = lookup.entries[lookup.ready]
+                assert waiting.host is not HostState.READY and lookup.id in (waiting.lookups or ()), "waits for nothing"
+
+
+def _wait_no_more(entry: Entry, lookup: Lookup) -> None:
+    if entry.lookups is not None:
+        entry.lookups.discard(lookup.id)
+        if not entry.lookups:
+            entry.lookups = None
+
+
+def _describe(lookup: Lookup) -> LookupUpdate:
+    slots = tuple(entry.slot for entry in lookup.entries if entry.slot is not None)
+    assert len(slots) == len(lookup.entries), "a lookup wants a chunk that has no slot"
+    is_done = lookup.ready == len(slots)
+    return LookupUpdate(lookup.session.id, lookup.id, lookup.held, slots, lookup.ready, is_done)

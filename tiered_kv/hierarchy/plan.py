@@ -1,0 +1,125 @@
+"""The messages of the hierarchy: jobs it wants done, outcomes it is told, updates it owes to sessions.
+
+Pure values. The engine turns jobs into calls of tiers and of the arena, and outcomes back into calls of
+:class:`~tiered_kv.hierarchy.hierarchy.Hierarchy`.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+SlotId = int
+"""Place of one blob in the arena: slab number and index in the slab (see ``slots.py``)."""
+
+
+class Outcome(Enum):
+    """How one tier operation ended. Absence and refusal are outcomes, not errors."""
+
+    OK = "ok"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+    NO_ROOM = "no_room"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """What names one chunk and ties it to its prefix.
+
+    Attributes:
+        namespace: Digest of the namespace, 16 bytes.
+        parent: Key of the chunk before it; the namespace digest for chunk 0.
+    """
+
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    chunk_index: int
+    prefix_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Write the header of a filled slot: hash the payload, then the chunk becomes visible."""
+
+    record: ChunkRecord
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Put a sealed slot's blob into a lower tier."""
+
+    tier: int
+    record: ChunkRecord
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Get a blob from a lower tier into a slot and verify it there (a promotion)."""
+
+    tier: int
+    record: ChunkRecord
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove a blob from a lower tier; ``size_bytes`` come back to its capacity."""
+
+    tier: int
+    record: ChunkRecord
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Give a slab physical memory: ``size_bytes`` from its start."""
+
+    slab: int
+    size_bytes: int
+
+
+Job = Seal | Write | Read | Delete | Grow
+
+
+@dataclass(frozen=True, slots=True)
+class LookupUpdate:
+    """What a session may know of one of its lookups now.
+
+    Attributes:
+        held: Leading chunks of the prefix the hierarchy holds in any tier: these need not be stored again.
+        slots: Slots granted to the lookup, from the chunk it starts at. Only the first ``ready`` may be read.
+        ready: Chunks from the start that are verified in host memory and leased to this lookup.
+        is_done: Nothing more will arrive.
+    """
+
+    session: int
+    lookup: int
+    held: int
+    slots: tuple[SlotId, ...]
+    ready: int
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CreditGrant:
+    """Empty slots the session may fill and commit without asking first."""
+
+    session: int
+    slots: tuple[SlotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CreditRecall:
+    """Granted slots that should come back unless they are being filled: their memory is wanted elsewhere.
+
+    A request: a session that gives none of them back only delays another slot size.
+    """
+
+    session: int
+    slots: tuple[SlotId, ...]
+
+
+Update = LookupUpdate | CreditGrant | CreditRecall

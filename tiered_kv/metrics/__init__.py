@@ -1,0 +1,1 @@
+"""Counting what happens: monotonic counters, snapshots. No I/O, no exporters."""

@@ -1,0 +1,107 @@
+"""The server process: settings from standard input, readiness to standard output.
+
+``python -m tiered_kv.server`` is what a client starts when it finds no server (``spawn.py``): it detaches, serves, and
+ends with its last client. ``tiered-kv serve`` calls :func:`tiered_kv.server.compose.serve` in the foreground instead.
+
+It answers one line: ``ready``, ``locked <who>`` or ``error <why>``.
+"""
+
+import logging
+import logging.handlers
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from tiered_kv.config import Config
+from tiered_kv.errors import DirectoryLocked, TieredKVError
+from tiered_kv.server.compose import serve
+from tiered_kv.server.detach import detach, use_whole_machine
+from tiered_kv.server.paths import ServerInfo, disk_directory, log_path, read_info
+from tiered_kv.server.server import Server
+from tiered_kv.server.spawn import is_answering
+
+logger = logging.getLogger("tiered_kv.server")
+
+LOG_BYTES_MAX = 1 << 20
+RETRY_S = 0.05
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=1)
+    path.chmod(0o600)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+class _Report:
+    """The pipe to the client that started this process; one answer, and the client may be gone."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = os.dup(1)
+
+    def answer(self, text: str) -> None:
+        """Answer, unless that was done: a server may also fail later."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        line = " ".join(text.split()) + "\n"
+        try:
+            os.write(fd, line.encode())
+        except BrokenPipeError:
+            logger.info("the client that started this server is gone already")
+        os.close(fd)
+
+
+def _main() -> int:
+    config = Config.from_mapping(msgspec.json.decode(sys.stdin.buffer.read()))
+    report = _Report()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+    detach()
+    try:
+        root = disk_directory(config)
+        root.mkdir(0o700, parents=True, exist_ok=True)
+        _log_to(log_path(root))
+        use_whole_machine()
+    except (TieredKVError, OSError) as exc:
+        report.answer(f"error the directory cannot be used: {exc}")
+        return 1
+    return _serve_when_free(config, root, report)
+
+
+def _serve_when_free(config: Config, root: Path, report: _Report) -> int:
+    """Serve, once the directory is not locked by a server that is just draining."""
+    deadline_s = time.monotonic() + config.start_timeout_s / 2  # the client still waits then, and hears who holds it
+
+    def on_ready(info: ServerInfo) -> None:
+        logger.info("serving. pid=%d socket=%s settings=%s", info.pid, info.socket, config.describe())
+        report.answer("ready")
+
+    while True:
+        try:
+            serve(config, until_idle=True, on_ready=on_ready, on_server=Server.install_signal_handlers)
+            return 0
+        except DirectoryLocked as exc:
+            holder = read_info(root)
+            if (holder is not None and is_answering(holder.socket)) or time.monotonic() > deadline_s:
+                report.answer(f"locked {exc}")
+                return 0
+            time.sleep(RETRY_S)
+        except (TieredKVError, OSError) as exc:
+            logger.error("the server could not start. %s", exc)
+            report.answer(f"error {exc}")
+            return 1
+        except Exception as exc:
+            # A bug of ours: the state cannot be trusted, so the process ends. Clients lose hits and start another.
+            logger.exception("the server ends because of an internal error")
+            report.answer(f"error internal error, see {log_path(root)}: {exc!r}")
+            raise
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

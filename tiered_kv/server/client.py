@@ -1,0 +1,344 @@
+"""The scheduler's client: everything it is asked is answered from local state; the socket is never waited for.
+
+A background thread finds (or starts) the server and shakes hands; from then on the owner's :meth:`SchedulerClient.poll`
+moves bytes without blocking. When the connection is lost, the session is over: its lookups, slots and commits are
+forgotten, ``generation`` counts up, and a new session is joined with back-off. Until it is ready every answer is
+"nothing there", which is always right.
+
+    field                                  owner
+    _sock, _outbox, lookups, credits, ...  the caller of poll (vLLM's scheduler thread)
+    _joined                                handed from the joining thread to poll (a deque: appends are atomic)
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiered_kv.config import Config
+from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
+from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
+from tiered_kv.keys.namespace import Namespace
+from tiered_kv.server import messages as m
+from tiered_kv.server.handshake import read_message, refusal_error, say_hello
+
+__all__ = ["LookupAnswer", "SchedulerClient", "SessionInfo", "read_message", "say_hello"]
+
+logger = logging.getLogger(__name__)
+
+OUTBOX_BYTES_MAX = 4 << 20
+"""A server that does not read this much gets no more stores and lookups: they are dropped, which is a miss."""
+READ_BYTES = 256 << 10
+READS_MAX = 16
+"""Of one poll: a server that floods its client must not hold the scheduler's step."""
+
+BACKOFF_FIRST_S = 0.2
+BACKOFF_LAST_S = 10.0
+PATIENCE_LAST_S = 3600.0
+
+
+@dataclass(slots=True)
+class LookupAnswer:
+    """What is known of a lookup now; see :class:`tiered_kv.hierarchy.plan.LookupUpdate`."""
+
+    held: int = 0
+    slots: Sequence[SlotId] = ()
+    ready: int = 0
+    is_done: bool = False
+    eta_s: float | None = None
+    is_answered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What workers must know of a session to copy for it."""
+
+    generation: int
+    slot_bytes: int
+    payload_offset: int
+    rank_offsets: tuple[int, ...]
+
+
+class SchedulerClient:
+    """One engine's session with the server.
+
+    Threads: one owner for everything but :meth:`close`; joining happens in a thread of its own.
+    """
+
+    def __init__(self, config: Config, engine_id: str, world_size: int) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self.world_size = world_size
+        self._join = m.JoinScheduler(world_size)
+        self.generation = 0
+        self.refusal: str | None = None
+        self.namespace: Namespace | None = None
+        self.info: SessionInfo | None = None
+        self.lookups: dict[int, LookupAnswer] = {}
+        self.dropped_sends = 0
+        self._credits: deque[SlotId] = deque()
+        self._next_lookup = 1
+        self._sock: socket.socket | None = None
+        self._reader = m.FrameReader(m.FromServer)
+        self._outbox = bytearray()
+        self._joined: deque[tuple[int, socket.socket]] = deque()
+        self._is_resetting = False
+        self._needs_reset = False  # a reset that no server has heard of yet
+        self._backoff_s = BACKOFF_FIRST_S
+        self._patience_s = config.start_timeout_s
+        self._give_up_s = 0.0
+        self._is_closed = threading.Event()
+        self._start_joining(delay_s=0)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is an open session: keys can be made, lookups and stores do something."""
+        return self.info is not None and not self._is_resetting
+
+    @property
+    def credit_count(self) -> int:
+        """Empty slots that can be taken now."""
+        return len(self._credits)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Poll until the session is open or refused, for start-up only; blocks."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_ready and self.refusal is None and time.monotonic() < deadline_s:
+            self.poll()
+            time.sleep(0.005)
+        return self.is_ready
+
+    # -- asked by the scheduler; nothing blocks ----------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], digests: Sequence[bytes], start: int = 0) -> int | None:
+        """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
+
+        None when it could not be sent: a miss.
+        """
+        lookup = self._next_lookup
+        if not self.is_ready or not self._send(m.Lookup(lookup, start, b"".join(keys), b"".join(digests))):
+            return None
+        self._next_lookup += 1
+        self.lookups[lookup] = LookupAnswer()
+        return lookup
+
+    def release(self, lookup: int) -> None:
+        """End a lookup and its leases. Lookups of a lost session are forgotten already."""
+        if self.lookups.pop(lookup, None) is not None:
+            self._send(m.Release(lookup), may_drop=False)
+
+    def take_slot(self) -> SlotId | None:
+        """An empty slot to fill, if one was granted ahead."""
+        return self._credits.popleft() if self._credits and self.is_ready else None
+
+    def commit(self, chunks: Sequence[tuple[SlotId, ChunkRecord]]) -> None:
+        """Slots that every rank has filled, in prefix order."""
+        if not chunks:
+            return
+        if self._is_resetting:  # filled before the reset: nobody may find them
+            self.give_back([slot for slot, _ in chunks])
+            return
+        items = [m.Chunk(slot, r.key, r.parent, r.chunk_index, r.prefix_sha256) for slot, r in chunks]
+        self._send(m.Commit(items), may_drop=False)
+
+    def give_back(self, slots: Sequence[SlotId]) -> None:
+        """Taken slots that will not be committed."""
+        if slots:
+            self._send(m.GiveBack(list(slots)), may_drop=False)
+
+    def reset(self) -> None:
+        """Old KV is invalid: nothing is looked up or stored until the server has opened a private epoch.
+
+        In every state the next ``Ready`` that counts is one that was asked for after this call: a session that is just
+        joined, or is just resetting, resets (again) before it is used.
+        """
+        if self.info is None or self._is_resetting:
+            self._is_resetting = self._needs_reset = True
+            return
+        self._is_resetting = True  # first of all: if the session is lost while this is sent, the next one resets
+        unused = list(self._credits)
+        self._credits.clear()
+        self.give_back(unused)
+        self._send(m.Reset(), may_drop=False)
+
+    def poll(self) -> None:
+        """Take in what the server sent, send what waits. Never blocks."""
+        self._adopt()
+        sock = self._sock
+        if sock is None:
+            return
+        try:
+            self._receive(sock)
+            if self._sock is sock:
+                self._flush()
+                self._check_patience()
+        except (OSError, TieredKVError) as exc:
+            if self._sock is sock:
+                self._lose(exc)
+
+    def _check_patience(self) -> None:
+        """Go on to the next generation when this one's workers do not come.
+
+        They may have joined a server that died since; what makes them join again is a higher generation.
+        """
+        if self.info is None and time.monotonic() > self._give_up_s:
+            self._patience_s = min(2 * self._patience_s, PATIENCE_LAST_S)
+            raise TimeoutError("the engine's workers did not come")
+
+    def _receive(self, sock: socket.socket) -> None:
+        """Read before writing: why the server hung up stands in what it sent last."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(READS_MAX):
+                data = sock.recv(READ_BYTES)
+                if not data:
+                    raise ConnectionResetError("the server closed the connection")
+                for message in self._reader.feed(data):
+                    self._take(message)
+                    if self._sock is not sock:
+                        return  # lost while answering this message
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _take(self, message: object) -> None:
+        match message:
+            case m.Updated(lookup, held, slots, ready, is_done, eta_s):
+                if lookup in self.lookups:
+                    self.lookups[lookup] = LookupAnswer(held, slots, ready, is_done, eta_s, is_answered=True)
+            case m.Credits(slots):
+                if self._is_resetting:
+                    self.give_back(slots)
+                else:
+                    self._credits.extend(slots)
+            case m.Recall(slots):
+                unused = [slot for slot in slots if slot in self._credits]
+                self._credits = deque(slot for slot in self._credits if slot not in unused)
+                self.give_back(unused)
+            case m.Ready():
+                self._opened(message)
+            case m.Refused():
+                error = refusal_error(message)
+                if isinstance(error, ConfigError):
+                    self.refusal = message.reason
+                raise error
+            case _:
+                raise ProtocolError(f"unexpected message. type={type(message).__name__}")
+
+    def _opened(self, ready: m.Ready) -> None:
+        self.namespace = Namespace.from_record(ready.record)
+        self.info = SessionInfo(self.generation, ready.slot_bytes, ready.payload_offset, tuple(ready.rank_offsets))
+        if self._is_resetting and self._needs_reset:
+            self._needs_reset = False
+            self._send(m.Reset(), may_drop=False)
+            return
+        self._is_resetting = False
+        self._backoff_s = BACKOFF_FIRST_S
+        self._patience_s = self._config.start_timeout_s
+        logger.info(
+            "cache session open. namespace=%s chunk_bytes=%d generation=%d",
+            self.namespace.digest.hex(),
+            ready.slot_bytes,
+            self.generation,
+        )
+
+    def _send(self, message: m.Message, *, may_drop: bool = True) -> bool:
+        if self._sock is None:
+            return False
+        if may_drop and len(self._outbox) > OUTBOX_BYTES_MAX:
+            self.dropped_sends += 1
+            return False
+        try:
+            data = m.frame(message)
+        except ProtocolError as exc:  # a request of tens of millions of tokens: no lookup, no store
+            logger.warning("not sent. %s", exc)
+            self.dropped_sends += 1
+            if not may_drop:
+                self._lose(exc)
+            return False
+        self._outbox += data
+        try:
+            self._flush()
+        except OSError as exc:
+            self._lose(exc)
+            return False
+        if len(self._outbox) > 2 * OUTBOX_BYTES_MAX:
+            self._lose(ProtocolError(f"the server does not read. waiting_bytes={len(self._outbox)}"))
+            return False
+        return True
+
+    def _flush(self) -> None:
+        assert self._sock is not None
+        try:
+            while self._outbox:
+                sent = self._sock.send(self._outbox, socket.MSG_NOSIGNAL)
+                del self._outbox[:sent]
+        except BlockingIOError:
+            return
+
+    # -- joining -----------------------------------------------------------------------------------------------
+
+    def _start_joining(self, delay_s: float) -> None:
+        thread = threading.Thread(
+            target=self._join_server, args=(self.generation, delay_s), name="tiered_kv-join", daemon=True
+        )
+        thread.start()
+
+    def _join_server(self, generation: int, delay_s: float) -> None:
+        backoff_s = delay_s
+        while not self._is_closed.wait(backoff_s):
+            try:
+                sock, _ = say_hello(self._config, "scheduler", self._engine_id, generation)
+                sock.sendall(m.frame(self._join))
+                sock.setblocking(False)
+                self._joined.append((generation, sock))
+                if self._is_closed.is_set():
+                    self._close_joined()
+                return
+            except (TieredKVError, OSError) as exc:
+                if isinstance(exc, ConfigError):
+                    self.refusal = str(exc)
+                backoff_s = min(max(2 * backoff_s, BACKOFF_FIRST_S), BACKOFF_LAST_S)
+                logger.warning("no cache server; next try in %.1f s. %s", backoff_s, exc)
+
+    def _adopt(self) -> None:
+        while self._joined:
+            generation, sock = self._joined.popleft()
+            if generation != self.generation or self._sock is not None:
+                sock.close()
+                continue
+            self._sock = sock
+            self._give_up_s = time.monotonic() + self._patience_s
+            self.refusal = None
+
+    def _lose(self, reason: Exception) -> None:
+        """The session is over: forget all of it, and join again under the next generation."""
+        assert self._sock is not None
+        logger.warning("cache session lost; requests go on without it. generation=%d: %s", self.generation, reason)
+        self._sock.close()
+        self._sock = None
+        self._outbox.clear()
+        self._credits.clear()
+        self.lookups.clear()
+        self.info = None
+        self._needs_reset = self._is_resetting
+        self._reader = m.FrameReader(m.FromServer)
+        self.generation += 1
+        self._backoff_s = min(2 * self._backoff_s, BACKOFF_LAST_S)
+        if not self._is_closed.is_set():
+            self._start_joining(self._backoff_s)
+
+    def close(self) -> None:
+        """End the session. Idempotent; what was committed is the server's."""
+        self._is_closed.set()
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        self._close_joined()
+
+    def _close_joined(self) -> None:
+        with contextlib.suppress(IndexError):  # close() and a join that comes too late may both be here
+            while True:
+                self._joined.popleft()[1].close()

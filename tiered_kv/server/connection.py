@@ -1,0 +1,134 @@
+"""One client's socket as the server sees it: non-blocking, bounded both ways, able to pass descriptors."""
+
+import array
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tiered_kv.errors import ProtocolError
+from tiered_kv.server.messages import FRAME_BYTES_MAX, HELLO_BYTES_MAX, FrameReader, FromClient, Message, frame
+
+OUTBOX_BYTES_MAX = 8 << 20
+"""A client that does not read this much is lost: its session ends, its engine goes on without the cache."""
+READ_BYTES = 256 << 10
+_PEER = struct.Struct("3i")
+
+
+class Connection:
+    """A connected client.
+
+    Threads: the server's loop only.
+
+    Attributes:
+        pid: The process that connected; 0 where this server cannot see it (another PID namespace).
+        has_ended: The client closed its end.
+        has_joined: It takes part in a session; at most once.
+    """
+
+    def __init__(self, sock: socket.socket, accepted_s: float = 0.0) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.role = ""
+        self.engine_id = ""
+        self.generation = 0
+        pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        self.pid: int = pid
+        self.uid: int = uid
+        self.accepted_s = accepted_s
+        self.is_closing = False
+        self.has_ended = False
+        self.has_joined = False
+        self._reader = FrameReader(FromClient, HELLO_BYTES_MAX)
+        self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._outbox_bytes = 0
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outbox)
+
+    def welcome(self, role: str, engine_id: str, generation: int) -> None:
+        """The client has said who it is; from now on it may send frames of any allowed length."""
+        self.role, self.engine_id, self.generation = role, engine_id, generation
+        self._reader.frame_bytes_max = FRAME_BYTES_MAX
+
+    def has_input(self) -> bool:
+        """Whether received bytes, or the end of the connection, wait to be read."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return False  # broken: nothing more will come
+        return True
+
+    def receive(self) -> Iterator[Any]:
+        """Messages that are complete now.
+
+        Raises:
+            ProtocolError: The client sent something else than messages.
+            ConnectionError: The client is gone.
+        """
+        try:
+            data = self.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return iter(())
+        except ConnectionError:
+            self.has_ended = True
+            raise
+        if not data:
+            self.has_ended = True
+            raise ConnectionResetError("the client closed its connection")
+        return self._reader.feed(data)
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Queue a message and send what the socket takes now.
+
+        Raises:
+            ProtocolError: The client reads too slowly to be kept.
+            ConnectionError: The client is gone.
+        """
+        data = frame(message)
+        self._outbox.append((memoryview(data), tuple(descriptors)))
+        self._outbox_bytes += len(data)
+        self.flush()
+        if self._outbox_bytes > OUTBOX_BYTES_MAX:
+            raise ProtocolError(f"the client does not read. pid={self.pid} waiting_bytes={self._outbox_bytes}")
+
+    def flush(self) -> None:
+        """Send what the socket takes now.
+
+        Raises:
+            ConnectionError: The client is gone.
+        """
+        while self._outbox:
+            data, descriptors = self._outbox[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            try:
+                sent = self.sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            self._outbox_bytes -= sent
+            if sent < len(data):
+                self._outbox[0] = (data[sent:], ())
+                return
+            self._outbox.popleft()
+
+    def open_pidfd(self) -> int | None:
+        """A descriptor that is readable when the client's process has exited; None if it cannot be seen from here.
+
+        Raises:
+            ProcessLookupError: The process has exited already.
+        """
+        return os.pidfd_open(self.pid) if self.pid > 0 else None
+
+    def close_soon(self) -> None:
+        """Let the loop close this connection once the current messages are dealt with."""
+        self.is_closing = True
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self.sock.close()

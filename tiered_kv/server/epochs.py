@@ -1,0 +1,89 @@
+"""Epochs: how ``reset_cache`` makes old KV unreachable without touching a byte of it.
+
+A namespace's base epoch is a number kept in the disk tier's directory. A reset raises it durably, so every later start
+uses a fresh epoch, and gives the calling engine a random private epoch that nobody else, nor its own restart, adopts.
+"""
+
+import logging
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from tiered_kv.errors import TierUnavailable
+
+logger = logging.getLogger(__name__)
+
+
+class Epochs:
+    """Base epochs by namespace digest (computed with an empty epoch).
+
+    Threads: one owner, the server's loop.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Read the epochs; a damaged file retires every base epoch of the directory.
+
+        Raises:
+            TierUnavailable: The file cannot be read, or a fresh one cannot be written.
+        """
+        self._path = root / "epochs.json"
+        self._numbers: dict[str, int] = {}
+        try:
+            self._numbers = msgspec.json.decode(self._path.read_bytes(), type=dict[str, int])
+        except FileNotFoundError:
+            return
+        except ValueError as exc:
+            self._start_afresh(exc)
+        except OSError as exc:
+            raise TierUnavailable(f"cannot read the epochs. path={self._path}: {exc}") from exc
+
+    def _start_afresh(self, reason: ValueError) -> None:
+        """Which epochs were retired is unknown, so every base epoch of this directory is retired at once."""
+        damaged = self._path.with_name(f"epochs.damaged-{secrets.token_hex(4)}.json")
+        try:
+            # A copy: until the fresh file takes its place, the damaged one must stand, or a crash in between would
+            # leave none, and with it the first epochs in force.
+            damaged.write_bytes(self._path.read_bytes())
+        except OSError as exc:
+            raise TierUnavailable(f"cannot keep the damaged epochs. path={damaged}: {exc}") from exc
+        numbers = {"": secrets.randbits(48)}
+        self._save(numbers)
+        self._numbers = numbers
+        logger.warning("epochs.json was unreadable; a fresh epoch starts. kept=%s error=%s", damaged.name, reason)
+
+    def base(self, digest: bytes) -> str:
+        """The epoch that newcomers of a namespace use."""
+        floor = self._numbers.get("", 0)
+        return f"base-{floor + self._numbers.get(digest.hex(), 0)}"
+
+    def retire(self, digest: bytes) -> str:
+        """Retire the base epoch durably; returns a private one for the caller.
+
+        Raises:
+            TierUnavailable: The new base epoch could not be written; the old one is still in force elsewhere.
+        """
+        numbers = {**self._numbers, digest.hex(): self._numbers.get(digest.hex(), 0) + 1}
+        self._save(numbers)
+        # Only now: an epoch that others adopt here but that a restart does not know would be adopted twice, before and
+        # after a later reset.
+        self._numbers = numbers
+        return f"private-{secrets.token_hex(16)}"
+
+    def _save(self, numbers: dict[str, int]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(msgspec.json.encode(numbers))
+                file.flush()
+                os.fsync(file.fileno())  # unlike a blob, a lost epoch would serve stale KV
+            temporary.replace(self._path)
+            directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as exc:
+            raise TierUnavailable(f"cannot write the epochs. path={self._path}: {exc}") from exc

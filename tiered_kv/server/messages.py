@@ -1,0 +1,290 @@
+"""What crosses the Unix socket: typed msgpack messages in length-prefixed frames.
+
+A frame is a little-endian uint32 length and that many bytes of msgpack; both sides bound the length before they
+allocate. Never pickle. ``PROTOCOL`` changes whenever a message does; peers of another protocol are refused with both
+versions named.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tiered_kv.errors import ProtocolError
+
+PROTOCOL = 1
+FRAME_BYTES_MAX = 4 << 20
+"""Room for a lookup of 80,000 chunks, far above any context length."""
+HELLO_BYTES_MAX = 16 << 10
+"""Most that a client may send before it has said Hello."""
+NAME_CHARS_MAX = 200
+"""Of engine ids, versions and roles: they stand in every log line."""
+GENERATION_MAX = 1 << 31
+LENGTH = struct.Struct("<I")
+KEY_BYTES = 16
+DIGEST_BYTES = 32
+RANKS_MAX = 1024
+LAYERS_MAX = 4096
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class name is the tag.
+
+    ``Hello``, ``Welcome`` and ``Refused`` take unknown fields: peers of other protocols must understand them well
+    enough to name both versions.
+    """
+
+
+# -- client to server ------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
+    """First message of every client.
+
+    Attributes:
+        role: ``scheduler`` opens a session, ``worker`` maps the arena for one, ``cache`` does both, ``admin`` asks.
+        engine_id: Names the engine; workers and scheduler of one engine and generation form a session.
+        generation: Counts the sessions of an engine: a lost session is never continued, only followed.
+        host_bytes, disk_bytes, min_free_bytes: Limits the client was told to expect; None accepts what the server has.
+    """
+
+    protocol: int
+    version: str
+    role: str
+    pid: int
+    engine_id: str = ""
+    generation: int = 0
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    min_free_bytes: int | None = None
+
+
+class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One layer's page on the wire (see ``chunks/geometry.py``)."""
+
+    layer: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: str
+
+
+class JoinWorker(Message, frozen=True):
+    """A worker's part of the identity; the server answers with the arena.
+
+    Attributes:
+        fields: The namespace's fields except geometry and epoch, as JSON; equal on all ranks.
+        pages: The layers of this rank, in payload order.
+    """
+
+    rank: int
+    world_size: int
+    block_tokens: int
+    chunk_tokens: int
+    fields: bytes
+    pages: list[Page]
+
+
+class JoinScheduler(Message, frozen=True):
+    """Opens the session; the server answers ``Ready`` when all workers are in."""
+
+    world_size: int
+
+
+class Decline(Message, frozen=True):
+    """A worker cannot take part (its KV cache is of an unsupported kind): the engine serves without the cache."""
+
+    reason: str
+
+
+class Lookup(Message, frozen=True):
+    """Keys (16 bytes each) and prefix digests (32 bytes each) of a request's chunks, joined.
+
+    ``start`` is the first chunk that is wanted: those before it are in the GPU's prefix cache.
+    """
+
+    lookup: int
+    start: int
+    keys: bytes
+    digests: bytes
+
+
+class Release(Message, frozen=True):
+    """End a lookup's leases."""
+
+    lookup: int
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A filled slot."""
+
+    slot: int
+    key: bytes
+    parent: bytes
+    chunk_index: int
+    prefix_sha256: bytes
+
+
+class Commit(Message, frozen=True):
+    """Slots that every rank has filled, along one prefix in order."""
+
+    chunks: list[Chunk]
+
+
+class GiveBack(Message, frozen=True):
+    """Granted slots that will not be filled."""
+
+    slots: list[int]
+
+
+class Reset(Message, frozen=True):
+    """Old KV is invalid (weights changed): retire the epoch; the server answers ``Ready`` with a private namespace."""
+
+
+class Unmapped(Message, frozen=True):
+    """The worker has finished its copies and unmapped the arena."""
+
+
+class StatRequest(Message, frozen=True):
+    """Ask for ``Stat``."""
+
+
+# -- server to client ------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, forbid_unknown_fields=False):
+    """Accepted. Workers get ``slab_count`` file descriptors with the following frames, ``SLABS_PER_FRAME`` each.
+
+    Attributes:
+        directory: The server's disk directory, as the server sees it.
+    """
+
+    protocol: int
+    version: str
+    server_id: str
+    pid: int
+    slab_count: int
+    directory: str
+
+
+class Slabs(Message, frozen=True):
+    """Carries ``count`` slab descriptors as ancillary data."""
+
+    count: int
+
+
+class Refused(Message, frozen=True, forbid_unknown_fields=False):
+    """The server will not serve this client; ``kind`` is ``config``, ``protocol`` or ``unavailable``."""
+
+    kind: str
+    reason: str
+
+
+class Ready(Message, frozen=True):
+    """The session is open.
+
+    Attributes:
+        record: The namespace record, canonical JSON.
+        slot_bytes: Size of a slot of this session.
+        payload_offset: Where the payload starts in a slot.
+        rank_offsets: Where each rank's bytes start in the payload.
+        chunks_leased_max: Most chunks one lookup may lease.
+    """
+
+    record: bytes
+    slot_bytes: int
+    payload_offset: int
+    rank_offsets: list[int]
+    chunks_leased_max: int
+
+
+class Updated(Message, frozen=True):
+    """See :class:`tiered_kv.hierarchy.plan.LookupUpdate`; ``eta_s`` is the time the rest should take, if known."""
+
+    lookup: int
+    held: int
+    slots: list[int]
+    ready: int
+    is_done: bool
+    eta_s: float | None
+
+
+class Credits(Message, frozen=True):
+    """Empty slots the session may fill."""
+
+    slots: list[int]
+
+
+class Recall(Message, frozen=True):
+    """Granted slots that are wanted back if they are still unused: their memory goes to another slot size."""
+
+    slots: list[int]
+
+
+class Stat(Message, frozen=True):
+    """Figures of the server, as JSON."""
+
+    figures: bytes
+
+
+SLABS_PER_FRAME = 64
+
+FromClient = (
+    Hello | JoinWorker | Decline | JoinScheduler | Lookup | Release | Commit | GiveBack | Reset | Unmapped | StatRequest
+)
+FromServer = Welcome | Slabs | Refused | Ready | Updated | Credits | Recall | Stat
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Message) -> bytes:
+    """A message as bytes to send.
+
+    Raises:
+        ProtocolError: It is larger than a frame may be.
+    """
+    body = _encoder.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise ProtocolError(f"message too large. type={type(message).__name__} bytes={len(body)} max={FRAME_BYTES_MAX}")
+    return LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Collects received bytes and yields whole messages; holds at most one frame and one read of bytes.
+
+    Threads: one owner.
+
+    Attributes:
+        frame_bytes_max: Longest frame that is accepted from now on.
+    """
+
+    def __init__(self, types: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self.frame_bytes_max = frame_bytes_max
+        self._decoder = msgspec.msgpack.Decoder(types)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Add received bytes, yield the messages they complete.
+
+        Raises:
+            ProtocolError: A frame is too long or is not a message of the protocol.
+        """
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if length > self.frame_bytes_max:
+                raise ProtocolError(f"frame too long. bytes={length} max={self.frame_bytes_max}")
+            end = LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[LENGTH.size : end])
+            del self._buffer[:end]
+            try:
+                message = self._decoder.decode(body)
+            except (ValueError, RecursionError) as exc:
+                # ValueError: msgspec's own errors, and the UnicodeDecodeError it lets through. The reason quotes what
+                # was sent, of any length.
+                raise ProtocolError(
+                    f"not a message of protocol {PROTOCOL}. bytes={length}: {str(exc)[:NAME_CHARS_MAX]!a}"
+                ) from exc
+            yield message

@@ -1,0 +1,91 @@
+"""Where a node's server is found: its lock, its socket, its description and its log, all derived from the directory.
+
+The server's identity is its locked disk directory (DESIGN rule 6). ``server.json`` in it says who holds the lock.
+"""
+
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from tiered_kv.config import Config
+from tiered_kv.errors import ConfigError
+
+SOCKET_PATH_MAX = 100
+"""Unix socket paths end at 108 bytes; some room for the terminator and for other systems."""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What ``server.json`` says."""
+
+    socket: str
+    pid: int
+    version: str
+    protocol: int
+    server_id: str
+    config_digest: str
+
+
+def disk_directory(config: Config) -> Path:
+    """The directory that a server of these settings owns, without symbolic links."""
+    return Path(os.path.realpath(config.disk_root()))
+
+
+def info_path(root: Path) -> Path:
+    return root / "server.json"
+
+
+def log_path(root: Path) -> Path:
+    return root / "server.log"
+
+
+def read_info(root: Path) -> ServerInfo | None:
+    """Who says to own the directory, or None when nobody does or the file cannot be read as such."""
+    try:
+        return msgspec.json.decode(info_path(root).read_bytes(), type=ServerInfo)
+    except (OSError, ValueError):
+        return None  # absent, unreadable, or of another version: a server that is started will say what is wrong
+
+
+def write_info(root: Path, info: ServerInfo) -> None:
+    """Publish who owns the directory; readers see the old or the new file."""
+    temporary = root / f"server.json.{info.pid}"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(info))
+    temporary.replace(info_path(root))
+
+
+def socket_path(root: Path) -> Path:
+    """The socket of a directory's server: a short path in a private directory, whatever the directory is called.
+
+    Raises:
+        ConfigError: No private directory can be had.
+    """
+    name = f"tiered_kv-{os.getuid()}/{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.sock"
+    places = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+    paths = [Path(place) / name for place in places if place]
+    path = next(
+        (p for p in paths if len(os.fsencode(p)) <= SOCKET_PATH_MAX and os.access(p.parent.parent, os.W_OK)), None
+    )
+    if path is None:
+        raise ConfigError(f"no writable directory with a short path for the socket; set XDG_RUNTIME_DIR. tried={paths}")
+    _make_private(path.parent)
+    return path
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError as exc:
+        raise ConfigError(f"cannot make the socket directory; set XDG_RUNTIME_DIR. path={directory}: {exc}") from exc
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            "the socket directory must belong to this user alone (mode 0700). "
+            f"path={directory} owner={found.st_uid} mode={stat.S_IMODE(found.st_mode):o}: "
+            "remove it or set XDG_RUNTIME_DIR"
+        )

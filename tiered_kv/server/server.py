@@ -1,0 +1,389 @@
+"""The server's loop: sockets in, engine steps, updates out. One thread owns everything; I/O threads are the engine's.
+
+Started by ``server/__main__.py``. A client that breaks the protocol, does not read, or asks for other limits is
+refused or closed; nothing a client sends can stop the loop.
+"""
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from tiered_kv import __version__
+from tiered_kv.config import Config
+from tiered_kv.engine.clock import Clock
+from tiered_kv.engine.engine import Engine
+from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
+from tiered_kv.metrics.recorder import Recorder
+from tiered_kv.server import messages as m
+from tiered_kv.server.arena_lock import release_stale_arena_locks
+from tiered_kv.server.connection import Connection
+from tiered_kv.server.epochs import Epochs
+from tiered_kv.server.figures import check_limits, engine_figures
+from tiered_kv.server.sessions import Sessions
+
+logger = logging.getLogger(__name__)
+
+CLIENTS_MAX = 512
+WATCHED_MAX = 512
+"""Worker processes whose exit is awaited, also after their connections are gone."""
+
+TICK_S = 0.1
+HELLO_S = 10.0
+"""Who connects and does not say Hello for this long is disconnected."""
+
+FIRST_CLIENT_S = 30.0
+"""An embedded server that nobody ever joins ends after this long."""
+
+LINGER_S = 0.5
+"""An embedded server waits this long for the next client: after a lost session all clients of an engine reconnect."""
+
+ACCEPT_PAUSE_S = 1.0
+"""Without free descriptors nobody is accepted for this long; those who wait in the queue stay there."""
+
+FINAL_READS_MAX = 64
+"""Of a client that is being dropped: what a socket's buffer holds, however fast the client goes on writing."""
+
+REASON_CHARS_MAX = 2000
+
+_ALLOWED: dict[type[m.Message], tuple[str, ...]] = {
+    m.JoinWorker: ("worker", "cache"),
+    m.Decline: ("worker", "cache"),
+    m.Unmapped: ("worker", "cache"),
+    m.JoinScheduler: ("scheduler", "cache"),
+    m.Lookup: ("scheduler", "cache"),
+    m.Release: ("scheduler", "cache"),
+    m.Commit: ("scheduler", "cache"),
+    m.GiveBack: ("scheduler", "cache"),
+    m.Reset: ("scheduler", "cache"),
+    m.StatRequest: ("scheduler", "worker", "cache", "admin"),
+}
+_ROLES = ("scheduler", "worker", "cache", "admin")
+
+Callback = Callable[[int], None]
+
+
+class Server:
+    """One node's cache server.
+
+    Threads: :meth:`run` in one thread; :meth:`stop` from any thread or signal handler.
+    """
+
+    def __init__(
+        self, engine: Engine, listener: socket.socket, config: Config, clock: Clock, recorder: Recorder, *, root: Path
+    ) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._config = config
+        self._clock = clock
+        self._recorder = recorder
+        self.server_id = os.urandom(8).hex()
+        self._epochs = Epochs(root)
+        self._sessions = Sessions(engine, self._epochs)
+        self._root = root
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[Connection] = set()
+        self._pidfds: dict[Connection, int] = {}
+        self._disk_bytes = config.disk_bytes or (engine.tiers[0].usage().capacity_bytes if engine.tiers else None)
+        self._idle_since_s: float | None = None
+        self._accept_again_s: float | None = None
+        self._is_stopping = False
+        self._has_served = False
+        self._old_arenas: int | None = None
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def run(self, *, until_idle: bool) -> None:
+        """Serve until told to stop or, with ``until_idle``, until the last client left; then drain and close."""
+        self._listener.setblocking(False)
+        self._register(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+        self._register(self._engine.executor.fileno(), selectors.EVENT_READ, lambda _mask: None)
+        self._idle_since_s = self._clock.monotonic()
+        try:
+            while not self._is_stopping and not (until_idle and self._has_ended()):
+                self._turn(TICK_S)
+            was_idle = until_idle and not self._is_stopping
+            since_s = self._idle_since_s if was_idle else None
+            if self._accept_again_s is None:
+                self._selector.unregister(self._listener.fileno())
+            self._accept_again_s = None
+            self._listener.close()
+            self._drain(self._clock.monotonic() if since_s is None else since_s)
+        finally:
+            for connection in list(self._connections):
+                self._close(connection)
+            for connection in list(self._pidfds):
+                self._unwatch(connection)
+            self._selector.close()
+
+    def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
+        """End the loop after the current turn; the drain follows."""
+        self._is_stopping = True
+
+    def install_signal_handlers(self) -> None:
+        """SIGTERM and SIGINT drain and end the server."""
+        signal.signal(signal.SIGTERM, self.stop)
+        signal.signal(signal.SIGINT, self.stop)
+
+    def _turn(self, timeout_s: float) -> None:
+        for key, mask in self._selector.select(timeout_s):
+            callback: Callback = key.data
+            callback(mask)
+        if self._arenas_are_free():
+            self._sessions.open_complete()
+        for update in self._engine.step():
+            try:
+                self._sessions.tell(update)
+            except OSError as exc:
+                logger.info("client gone. %s", exc)
+                self._drop_owner(update.session)
+            except ProtocolError as exc:
+                logger.warning("client dropped. %s", exc)
+                self._drop_owner(update.session)
+        self._watch_writes()
+        for connection in [c for c in self._connections if c.is_closing]:
+            self._close(connection)
+        for connection in [c for c in self._pidfds if not self._sessions.awaits_exit(c)]:
+            self._unwatch(connection)
+        self._drop_silent()
+
+    def _drop_silent(self) -> None:
+        now_s = self._clock.monotonic()
+        for connection in [c for c in self._connections if not c.role and now_s - c.accepted_s > HELLO_S]:
+            logger.warning("client said nothing and was disconnected. pid=%d waited_s=%g", connection.pid, HELLO_S)
+            self._close(connection)
+        if self._accept_again_s is not None and now_s >= self._accept_again_s:
+            self._accept_again_s = None
+            self._register(self._listener.fileno(), selectors.EVENT_READ, self._accept)
+
+    def _drop_owner(self, session: int) -> None:
+        """A session's client is gone: take in what it said before it left, its commits above all, then close."""
+        group = self._sessions.owner(session)
+        if group is None or group.scheduler is None or group.scheduler.is_closing:
+            return
+        connection = group.scheduler
+        for _ in range(FINAL_READS_MAX):
+            if connection.is_closing or not connection.has_input():
+                break
+            self._ready(connection, selectors.EVENT_READ)
+        connection.close_soon()
+
+    def _drain(self, since_s: float) -> None:
+        """Write what was accepted, for at most ``drain_s`` since the last client left or the order to stop came."""
+        deadline_s = since_s + self._config.drain_s
+        self._turn(0)  # what clients have sent already
+        while self._engine.hierarchy.pending_writes and self._clock.monotonic() < deadline_s:
+            self._turn(min(TICK_S, max(deadline_s - self._clock.monotonic(), 0)))
+        left = self._engine.hierarchy.pending_writes
+        if left:
+            logger.warning("drain ended with chunks unwritten. chunks=%d drain_s=%g", left, self._config.drain_s)
+
+    def _has_ended(self) -> bool:
+        now_s = self._clock.monotonic()
+        if any(c.role != "admin" for c in self._connections) or self._sessions.groups:
+            self._idle_since_s = None
+            return False
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        idle_s = now_s - self._idle_since_s
+        if not self._has_served:
+            return idle_s > FIRST_CLIENT_S
+        return idle_s > LINGER_S and (not self._engine.hierarchy.pending_writes or idle_s > self._config.drain_s)
+
+    # -- sockets -----------------------------------------------------------------------------------------------
+
+    def _register(self, fd: int, mask: int, callback: Callback) -> None:
+        self._selector.register(fd, mask, callback)
+
+    def _accept(self, _mask: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as exc:  # out of descriptors or memory: the listener stays readable, so look away for a while
+            logger.warning("cannot accept clients; trying again in %g s: %s", ACCEPT_PAUSE_S, exc)
+            self._selector.unregister(self._listener.fileno())
+            self._accept_again_s = self._clock.monotonic() + ACCEPT_PAUSE_S
+            return
+        connection = Connection(sock, self._clock.monotonic())
+        if connection.uid != os.getuid():
+            reason = f"this server serves uid {os.getuid()} only, the client has uid {connection.uid}"
+            self._refuse(connection, "config", reason)
+            connection.close()
+        elif len(self._connections) >= CLIENTS_MAX:
+            self._refuse(connection, "unavailable", f"the server has too many clients. max={CLIENTS_MAX}")
+            connection.close()
+        else:
+            self._connections.add(connection)
+            self._register(sock.fileno(), selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
+
+    def _ready(self, connection: Connection, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_READ:  # before writing: what a client said last counts, also if it is gone now
+                for message in connection.receive():
+                    if connection.is_closing:
+                        return
+                    self._handle(connection, message)
+            if mask & selectors.EVENT_WRITE:
+                connection.flush()
+        except ConfigError as exc:
+            self._refuse(connection, "config", str(exc))
+        except TierUnavailable as exc:
+            self._refuse(connection, "unavailable", str(exc))
+        except ProtocolError as exc:
+            self._refuse(connection, "protocol", str(exc))
+        except OSError as exc:
+            logger.info("client gone. pid=%d role=%s: %r", connection.pid, connection.role, exc)
+            connection.close_soon()
+
+    def _refuse(self, connection: Connection, kind: str, reason: str) -> None:
+        reason = reason[:REASON_CHARS_MAX]
+        logger.warning("client refused. pid=%d kind=%s reason=%s", connection.pid, kind, reason)
+        try:
+            connection.send(m.Refused(kind, reason))
+        except (ProtocolError, OSError):
+            logger.debug("the refused client is gone. pid=%d", connection.pid)
+        connection.close_soon()
+
+    def _watch_writes(self) -> None:
+        for connection in self._connections:
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
+            if self._selector.get_key(connection.sock.fileno()).events != mask:
+                self._selector.modify(
+                    connection.sock.fileno(), mask, self._selector.get_key(connection.sock.fileno()).data
+                )
+
+    def _close(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock.fileno())
+        connection.close()
+        self._sessions.disconnected(connection)
+        if connection.has_ended and connection not in self._pidfds:
+            # Its process cannot be watched. A client closes its end after unmapping, and a kernel that ends a process
+            # unmaps its memory before it closes its files.
+            self._sessions.exited(connection)
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _handle(self, connection: Connection, message: m.Message) -> None:
+        if isinstance(message, m.Hello):
+            self._hello(connection, message)
+            return
+        if not connection.role:
+            raise ProtocolError("the first message must be Hello")
+        if connection.role not in _ALLOWED[type(message)]:
+            raise ProtocolError(f"a client of role {connection.role} may not send {type(message).__name__}")
+        match message:
+            case m.JoinWorker():
+                self._join_worker(connection, message)
+            case m.Decline():
+                self._check_watched()
+                self._sessions.decline(connection, message)
+                self._watch(connection)
+            case m.JoinScheduler():
+                self._sessions.join_scheduler(connection, message)
+            case m.Lookup():
+                self._sessions.lookup(connection, message)
+            case m.Release():
+                self._sessions.release(connection, message)
+            case m.Commit():
+                self._sessions.commit(connection, message)
+            case m.GiveBack():
+                self._sessions.give_back(connection, message)
+            case m.Reset():
+                self._sessions.reset(connection)
+            case m.Unmapped():
+                self._sessions.unmapped(connection)
+            case m.StatRequest():
+                connection.send(m.Stat(json.dumps(self.figures()).encode()))
+            case _:
+                raise ProtocolError(f"unexpected message. type={type(message).__name__}")
+
+    def _hello(self, connection: Connection, hello: m.Hello) -> None:
+        if connection.role:
+            raise ProtocolError("Hello is said once")
+        if hello.protocol != m.PROTOCOL:
+            raise ProtocolError(
+                f"the server (pid {os.getpid()}, version {__version__}) speaks protocol {m.PROTOCOL}, the client "
+                f"(version {hello.version[:100]}) speaks {hello.protocol}: stop the older one"
+            )
+        if hello.role not in _ROLES:
+            raise ProtocolError(f"unknown role {hello.role[:100]!a}")
+        is_name = len(hello.engine_id) <= m.NAME_CHARS_MAX and (hello.engine_id or "-").isprintable()
+        if not is_name or not 0 <= hello.generation <= m.GENERATION_MAX:
+            raise ProtocolError(f"bad engine id or generation. generation={hello.generation}")
+        check_limits(hello, self._config, self._disk_bytes)
+        connection.welcome(hello.role, hello.engine_id, hello.generation)
+        self._has_served = self._has_served or hello.role != "admin"
+        slabs = len(self._engine.arena.slab_fds)
+        connection.send(m.Welcome(m.PROTOCOL, __version__, self.server_id, os.getpid(), slabs, str(self._root)))
+
+    def _join_worker(self, connection: Connection, join: m.JoinWorker) -> None:
+        self._check_watched()
+        self._sessions.join_worker(connection, join)
+        if not self._watch(connection):
+            return
+        fds = self._engine.arena.slab_fds
+        for start in range(0, len(fds), m.SLABS_PER_FRAME):
+            part = fds[start : start + m.SLABS_PER_FRAME]
+            connection.send(m.Slabs(len(part)), part)
+
+    # -- processes that map the arena ----------------------------------------------------------------------------
+
+    def _check_watched(self) -> None:
+        if len(self._pidfds) >= WATCHED_MAX:
+            raise TierUnavailable(f"the server has too many workers. workers={len(self._pidfds)} max={WATCHED_MAX}")
+
+    def _watch(self, connection: Connection) -> bool:
+        """Learn when the client's process exits; False when it has exited already."""
+        try:
+            pidfd = connection.open_pidfd()
+        except ProcessLookupError:
+            self._sessions.exited(connection)
+            connection.close_soon()
+            return False
+        if pidfd is not None:
+            self._pidfds[connection] = pidfd
+            self._register(pidfd, selectors.EVENT_READ, lambda _mask: self._exited(connection))
+        return True
+
+    def _unwatch(self, connection: Connection) -> None:
+        pidfd = self._pidfds.pop(connection, None)
+        if pidfd is not None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+
+    def _exited(self, connection: Connection) -> None:
+        self._unwatch(connection)
+        self._sessions.exited(connection)
+
+    def _arenas_are_free(self) -> bool:
+        """Whether no process maps the arena of an earlier server of this directory any more.
+
+        Workers hold a shared lock on ``arena-<server id>.lock`` while they map that server's arena; the kernel drops it
+        with the process. Allocating before would hold the host memory twice.
+        """
+        if self._old_arenas != 0:
+            before = self._old_arenas
+            self._old_arenas = release_stale_arena_locks(self._root, own_id=self.server_id)
+            if self._old_arenas and self._old_arenas != before:
+                logger.warning("sessions wait until the arenas of earlier servers are unmapped. n=%d", self._old_arenas)
+        return self._old_arenas == 0
+
+    def figures(self) -> dict[str, object]:
+        """Everything ``tiered-kv stat`` shows."""
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "server_id": self.server_id,
+            "directory": str(self._root),
+            "clients": len(self._connections),
+            "sessions": [group.describe() for group in self._sessions.groups],
+            **engine_figures(self._engine),
+            "operations": self._recorder.snapshot(),
+        }

@@ -1,0 +1,146 @@
+"""The worker's client: says what its KV cache looks like, maps the server's arena, and later lets go of it again.
+
+Blocking; called from ``register_kv_caches`` at start and from a background thread when the session was lost.
+"""
+
+import array
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from tiered_kv.chunks.arena import Arena
+from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.config import Config
+from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
+from tiered_kv.server import messages as m
+from tiered_kv.server.arena_lock import hold_arena_lock
+from tiered_kv.server.handshake import read_exactly, read_message_after, refusal_error, say_hello
+from tiered_kv.server.paths import disk_directory
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerClient:
+    """A worker's place in a session: the mapped arena.
+
+    Threads: one at a time; :meth:`wait_lost` in one of its own, and :meth:`leave` from any.
+    """
+
+    def __init__(
+        self, config: Config, engine_id: str, generation: int, join: m.JoinWorker, *, role: str = "worker"
+    ) -> None:
+        """Join and map the arena; blocks.
+
+        Raises:
+            ConfigError: The server refuses this worker.
+            TierUnavailable: No server answered.
+        """
+        self.generation = generation
+        self._lock_fd = -1
+        self._leaving = threading.Lock()
+        deadline_s = time.monotonic() + config.start_timeout_s
+        while True:
+            try:
+                self.arena = self._join(config, (role, engine_id, generation), join)
+                return
+            except TieredKVError:
+                raise
+            except OSError as exc:  # the server was just ending; the next one is found or started
+                if time.monotonic() > deadline_s:
+                    raise TierUnavailable(f"the cache server went away while joining: {exc}") from exc
+
+    def _join(self, config: Config, who: tuple[str, str, int], join: m.JoinWorker) -> Arena:
+        self._sock, welcome = say_hello(config, *who)
+        lock_fd = -1
+        try:
+            # Before the arena is asked for: a server that is started after this one died waits for this lock.
+            lock_fd = hold_arena_lock(disk_directory(config), welcome.server_id)
+            with contextlib.suppress(BrokenPipeError):  # refused already: the reason waits to be read
+                self._sock.sendall(m.frame(join))
+            arena = Arena(_receive_slabs(self._sock, welcome.slab_count))
+        except BaseException:
+            self._sock.close()
+            if lock_fd >= 0:
+                os.close(lock_fd)
+            raise
+        self._lock_fd = lock_fd
+        return arena
+
+    def wait_lost(self) -> None:
+        """Block until the server is gone or :meth:`leave` was called."""
+        watched = select.poll()
+        watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
+        watched.poll()
+
+    def leave(self) -> None:
+        """Unmap the arena and say so. No copy may be running. Idempotent."""
+        with self._leaving:
+            if self._lock_fd < 0:
+                return
+            self.arena.close()
+            try:
+                self._sock.sendall(m.frame(m.Unmapped()))
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes wait_lost
+            except OSError as exc:
+                logger.debug("the server is gone already: %s", exc)
+            self._sock.close()
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def _receive_slabs(sock: socket.socket, count: int) -> list[int]:
+    fds: list[int] = []
+    try:
+        while len(fds) < count:
+            _receive_frame(sock, fds)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
+
+
+def _receive_frame(sock: socket.socket, fds: list[int]) -> None:
+    """Add the descriptors of one ``Slabs`` frame, which come with its first byte."""
+    before = len(fds)
+    size = m.SLABS_PER_FRAME * array.array("i").itemsize
+    prefix, ancillary, _, _ = sock.recvmsg(m.LENGTH.size, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+            fds.extend(received)
+    if not prefix:
+        raise ConnectionResetError("the server closed the connection")
+    message = read_message_after(sock, prefix + read_exactly(sock, m.LENGTH.size - len(prefix)))
+    if isinstance(message, m.Refused):
+        raise refusal_error(message)
+    if not isinstance(message, m.Slabs) or message.count != len(fds) - before:
+        raise ProtocolError(
+            f"expected slabs, got {type(message).__name__} with {len(fds) - before} descriptors; "
+            "is the limit of open files (ulimit -n) too low?"
+        )
+
+
+def pages_on_the_wire(pages: Sequence[LayerPage]) -> list[m.Page]:
+    """Pages as message parts."""
+    return [m.Page(page.layer, page.dtype, page.shape, page.axes) for page in pages]
+
+
+def decline(config: Config, engine_id: str, reason: str) -> None:
+    """Say that a worker cannot take part, so that its scheduler side need not wait; blocks.
+
+    Raises:
+        TieredKVError: The server could not be told.
+    """
+    sock, _ = say_hello(config, "worker", engine_id, 0)
+    with sock:
+        try:
+            sock.sendall(m.frame(m.Decline(reason)))
+        except OSError as exc:
+            raise TierUnavailable(f"the cache server went away: {exc}") from exc

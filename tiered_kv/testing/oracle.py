@@ -1,0 +1,373 @@
+"""The world around a hierarchy, as dictionaries: what every slot and every medium really holds.
+
+Performs the hierarchy's jobs in the order and with the outcomes a test picks, plays the sessions' clients, and asserts
+on the way whatever must never happen: a promised slot with other bytes than the key's, a slot used by two, a blob
+written before its parent or beyond the capacity, a foreign blob touched, a chunk called held that nobody has. Knows no
+bytes: a slot's content is the key that was last sealed or read into it.
+"""
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+
+from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.hierarchy.plan import (
+    ChunkRecord,
+    CreditGrant,
+    CreditRecall,
+    Delete,
+    Grow,
+    Job,
+    LookupUpdate,
+    Outcome,
+    Read,
+    Seal,
+    SlotId,
+    Write,
+)
+from tiered_kv.hierarchy.slots import slab_of
+
+
+class Blob(Enum):
+    """What a medium has under a name."""
+
+    GOOD = "good"
+    CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A namespace: its digest and the bytes one of its blobs takes."""
+
+    namespace: bytes
+    slot_bytes: int
+
+    def record(self, path: tuple[int, ...]) -> ChunkRecord:
+        """The chunk that ends a prefix; ``path`` names every chunk of it."""
+        parent = self.key(path[:-1]) if len(path) > 1 else self.namespace
+        return ChunkRecord(self.namespace, self.key(path), parent, len(path) - 1, self.digest(path))
+
+    def key(self, path: tuple[int, ...]) -> bytes:
+        return hashlib.md5(self.namespace + repr(path).encode(), usedforsecurity=False).digest()
+
+    def digest(self, path: tuple[int, ...]) -> bytes:
+        return hashlib.sha256(self.namespace + repr(path).encode()).digest()
+
+    def prefix(self, path: tuple[int, ...]) -> tuple[list[bytes], list[bytes]]:
+        """Keys and digests from the root to the end of ``path``."""
+        paths = [path[: depth + 1] for depth in range(len(path))]
+        return [self.key(p) for p in paths], [self.digest(p) for p in paths]
+
+
+@dataclass(slots=True)
+class Asked:
+    """A lookup as its session sees it; ``update`` is the latest."""
+
+    session: int
+    keys: list[bytes]
+    start: int
+    update: LookupUpdate | None = None
+
+
+class World:
+    """A hierarchy and everything it is not.
+
+    Attributes:
+        jobs: Handed out and not yet reported.
+        media: Per lower tier, what it really has.
+        credits: Per open session, empty slots its client was told of.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, capacities: list[int | None]) -> None:
+        self.hierarchy = hierarchy
+        self.jobs: list[Job] = []
+        self.media: list[dict[bytes, Blob]] = [{} for _ in capacities]
+        self.spaces: dict[int, Space] = {}
+        self.suspended: set[int] = set()
+        self.credits: dict[int, list[SlotId]] = defaultdict(list)
+        self.lookups: dict[int, Asked] = {}
+        self._capacities = capacities
+        self._contents: dict[SlotId, bytes] = {}  # sealed bytes, as the key they belong to
+        self._filled: dict[SlotId, bytes] = {}  # committed and not yet sealed
+        self._shunned: set[tuple[int, bytes]] = set()  # the hierarchy was told that these are foreign
+        self._damaged: set[tuple[int, bytes]] = set()
+        self._known_corrupt: set[tuple[int, bytes]] = set()
+        self._believed: list[set[bytes]] = [set() for _ in capacities]  # what the hierarchy was told is there
+        self._sizes: dict[bytes, int] = {}
+        self._slabs_with_memory: set[int] = set()
+        self._shrunk: set[int] = set(range(len(capacities)))  # tiers that may hold too much since the start
+        self._spaces_seen: list[Space] = []
+
+    # -- the sessions' clients ---------------------------------------------------------------------------------
+
+    def restore(self, tier: int, space: Space, path: tuple[int, ...]) -> None:
+        """A blob is there when the hierarchy starts."""
+        record = space.record(path)
+        self._sizes[record.key] = space.slot_bytes
+        self.media[tier][record.key] = Blob.GOOD
+        self._believed[tier].add(record.key)
+        self.hierarchy.restore(tier, record, space.slot_bytes)
+
+    def open(self, space: Space) -> int:
+        session = self.hierarchy.open_session(space.namespace, space.slot_bytes)
+        self.spaces[session] = space
+        if space not in self._spaces_seen:
+            self._spaces_seen.append(space)
+        return session
+
+    def lookup(self, session: int, path: tuple[int, ...], start: int = 0) -> int:
+        keys, digests = self.spaces[session].prefix(path)
+        lookup = self.hierarchy.lookup(session, keys, digests, start)
+        self.lookups[lookup] = Asked(session, keys, start)
+        return lookup
+
+    def release(self, lookup: int) -> None:
+        self.hierarchy.release(self.lookups.pop(lookup).session, lookup)
+
+    def commit(self, session: int, path: tuple[int, ...]) -> bool:
+        """Fill the session's next empty slot and hand it over; False when it has none."""
+        if not self.credits[session]:
+            return False
+        slot = self.credits[session].pop(0)
+        record = self.spaces[session].record(path)
+        self._sizes[record.key] = self.spaces[session].slot_bytes
+        self._contents.pop(slot, None)
+        self._filled[slot] = record.key
+        self.hierarchy.commit(session, slot, record)
+        return True
+
+    def give_back(self, session: int) -> None:
+        if self.credits[session]:
+            self.hierarchy.give_back(session, self.credits[session].pop())
+
+    def suspend(self, session: int) -> None:
+        """The client is gone, but its processes go on writing to its slots and reading from its leases."""
+        self.hierarchy.suspend_session(session)
+        self.suspended.add(session)
+
+    def close(self, session: int) -> None:
+        self.hierarchy.close_session(session)
+        self.lookups = {i: asked for i, asked in self.lookups.items() if asked.session != session}
+        self.credits.pop(session, None)
+        self.suspended.discard(session)
+        del self.spaces[session]
+
+    # -- what the engine does ----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Collect jobs and updates, and check everything."""
+        jobs = self.hierarchy.take_jobs()
+        updates = self.hierarchy.take_updates()
+        for job in jobs:
+            self._begin(job)
+        for update in updates:
+            match update:
+                case LookupUpdate(session, lookup):
+                    assert session not in self.suspended, "a lost client was told something"
+                    self._learn(self.lookups[lookup], update)
+                case CreditGrant(session, slots):
+                    assert session not in self.suspended, "a lost client was granted something"
+                    self.credits[session].extend(slots)
+                    for slot in slots:  # the client writes into it from now on
+                        assert slab_of(slot) in self._slabs_with_memory, "a slot is granted before it has memory"
+                        self._forget(slot)
+                case CreditRecall(session, slots):
+                    for slot in [slot for slot in slots if slot in self.credits[session]]:
+                        self.credits[session].remove(slot)
+                        self.hierarchy.give_back(session, slot)
+        self.check()
+
+    def _learn(self, asked: Asked, update: LookupUpdate) -> None:
+        before = asked.update
+        if before is not None:
+            length = min(len(before.slots), len(update.slots))
+            assert before.slots[:length] == update.slots[:length], "a promised slot was exchanged"
+            assert before.ready <= update.ready, "a promise was taken back"
+            assert not before.is_done, "a lookup that was done changed"
+            assert update.held <= before.held, "chunks are called held that were not"
+        assert update.ready <= len(update.slots)
+        assert update.is_done == (update.ready == len(update.slots))
+        assert asked.start + len(update.slots) <= max(asked.start, update.held)
+        for key in asked.keys[: update.held] if before is None else ():  # later some may have been evicted
+            assert self._is_somewhere(key), "a chunk is called held that nobody has"
+        asked.update = update
+
+    def _is_somewhere(self, key: bytes) -> bool:
+        in_host = key in self._contents.values() or key in self._filled.values()
+        return in_host or any(key in believed for believed in self._believed)
+
+    def _begin(self, job: Job) -> None:
+        match job:
+            case Seal(record, slot):
+                assert self._filled[slot] == record.key, "a slot is sealed that was not committed"
+            case Write(tier, record, slot):
+                assert self._contents.get(slot) == record.key, "other bytes are written than the key's"
+                if record.chunk_index and (tier, record.parent) not in self._damaged:
+                    assert record.parent in self.media[tier], "a child is written before its parent"
+            case Read(_, _, slot):
+                self._forget(slot)
+            case Delete(tier, record):
+                self._believed[tier].discard(record.key)
+            case Grow(slab):
+                self._slabs_with_memory.discard(slab)
+        self._check_alone(job)
+        self.jobs.append(job)
+
+    def _forget(self, slot: SlotId) -> None:
+        self._contents.pop(slot, None)
+        self._filled.pop(slot, None)  # a duplicate's slot came back without being sealed
+
+    def _check_alone(self, job: Job) -> None:
+        if isinstance(job, Read | Write | Delete):
+            assert (job.tier, job.record.key) not in self._shunned, "a foreign blob is touched"
+            others = [j for j in self.jobs if isinstance(j, Read | Write | Delete) and j.tier == job.tier]
+            assert job.record not in [other.record for other in others], "two jobs on one blob"
+        if isinstance(job, Read | Write | Seal):
+            users = [other for other in self.jobs if isinstance(other, Read | Write | Seal) and other.slot == job.slot]
+            assert not users, "two jobs on one slot"
+            assert slab_of(job.slot) in self._slabs_with_memory, "a slot is used before it has memory"
+            granted = [slot for slots in self.credits.values() for slot in slots]
+            assert job.slot not in granted, "a job uses a slot that a client may be filling"
+
+    def finish(self, index: int, fault: Outcome | None = None) -> Outcome:
+        """End one of the jobs as its medium would, or with a fault that leaves the medium as it was."""
+        job = self.jobs.pop(index)
+        outcome = self._perform(job, fault)
+        self._believe(job, outcome)
+        match job:
+            case Seal():
+                self.hierarchy.sealed(job, outcome)
+            case Write():
+                self.hierarchy.written(job, outcome)
+            case Read():
+                self.hierarchy.read(job, outcome)
+            case Delete():
+                self.hierarchy.deleted(job.tier, job.record, outcome)
+            case Grow():
+                self.hierarchy.grown(job, outcome)
+        self.step()
+        return outcome
+
+    def _believe(self, job: Job, outcome: Outcome) -> None:
+        match job:
+            case Write(tier, record) if outcome is Outcome.OK:
+                self._believed[tier].add(record.key)
+                self._known_corrupt.discard((tier, record.key))
+            case Read(tier, record) if outcome not in (Outcome.OK, Outcome.UNAVAILABLE):
+                self._believed[tier].discard(record.key)
+                if outcome is Outcome.CORRUPT:
+                    self._known_corrupt.add((tier, record.key))
+            case Delete(tier, record) if outcome is Outcome.UNAVAILABLE:
+                if (tier, record.key) not in self._known_corrupt:
+                    self._believed[tier].add(record.key)
+
+    def _perform(self, job: Job, fault: Outcome | None) -> Outcome:
+        match job:
+            case Seal(_, slot):
+                key = self._filled.pop(slot)
+                if fault is None:
+                    self._contents[slot] = key
+            case Write(tier, record, slot):
+                assert self._contents.get(slot) == record.key, "a slot changed while it was written"
+                if self.media[tier].get(record.key) is Blob.FOREIGN:
+                    self._shunned.add((tier, record.key))
+                    return Outcome.FOREIGN
+                if fault is None:
+                    self.media[tier][record.key] = Blob.GOOD
+                    self._damaged.discard((tier, record.key))
+            case Read(tier, record, slot):
+                if fault is None:
+                    return self._read(tier, record.key, slot)
+            case Grow(slab):
+                if fault is None:
+                    self._slabs_with_memory.add(slab)
+            case Delete(tier, record):
+                if self.media[tier].get(record.key, Blob.FOREIGN) is Blob.FOREIGN:
+                    return fault or Outcome.MISSING
+                if fault is None:
+                    del self.media[tier][record.key]
+        return fault or Outcome.OK
+
+    def _read(self, tier: int, key: bytes, slot: SlotId) -> Outcome:
+        blob = self.media[tier].get(key)
+        if blob is Blob.GOOD:
+            self._contents[slot] = key
+        elif blob is Blob.FOREIGN:
+            self._shunned.add((tier, key))
+        outcomes = {None: Outcome.MISSING, Blob.GOOD: Outcome.OK, Blob.CORRUPT: Outcome.CORRUPT}
+        return outcomes.get(blob, Outcome.FOREIGN)
+
+    def damage(self, tier: int, key: bytes, blob: Blob | None) -> None:
+        """Change what a medium has behind the hierarchy's back; None removes it."""
+        if self.media[tier][key] is Blob.FOREIGN:
+            return
+        self._damaged.add((tier, key))
+        if blob is None:
+            del self.media[tier][key]
+        else:
+            self.media[tier][key] = blob
+
+    def finish_all(self) -> None:
+        """End all jobs, and those that follow, without faults."""
+        self.step()
+        while self.jobs:
+            self.finish(0)
+
+    # -- what must always hold ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that promises are kept and limits are respected."""
+        self.hierarchy.check_integrity()
+        for asked in self.lookups.values():
+            if asked.update is None:
+                continue
+            promised = asked.update.slots[: asked.update.ready]
+            for key, slot in zip(asked.keys[asked.start :], promised, strict=False):
+                assert self._contents.get(slot) == key, "a promised slot holds other bytes"
+        for tier, capacity in enumerate(self._capacities):
+            if capacity is not None and self._used(tier) <= capacity:
+                self._shrunk.discard(tier)
+            elif capacity is not None:
+                assert tier in self._shrunk, "a medium holds more than it may"
+        limits, usage = self.hierarchy.limits, self.hierarchy.usage()
+        host_bytes = self.hierarchy.slots.host_bytes
+        assert usage["host_assigned_bytes"] <= host_bytes
+        assert usage["leased_bytes"] <= host_bytes * limits.leased_share
+        pending = sum(isinstance(job, Write) for job in self.jobs)
+        assert self.hierarchy.pending_writes >= (pending if self.media else 0)
+
+    def _used(self, tier: int) -> int:
+        writing = [job.record.key for job in self.jobs if isinstance(job, Write) and job.tier == tier]
+        ours = [key for key, blob in self.media[tier].items() if blob is not Blob.FOREIGN]
+        return sum(self._sizes[key] for key in {*ours, *writing})
+
+    def wind_down(self) -> None:
+        """Let all faults and sessions end, and assert that nothing is left behind."""
+        for session in list(self.spaces):
+            self.close(session)
+        self.finish_all()
+        usage = self.hierarchy.usage()
+        assert not self.hierarchy.pending_writes, "writes are pending and none is running"
+        left = {name: usage[name] for name in ("leased_bytes", "lookups", "reserved_slots", "sessions")}
+        assert not any(left.values()), left
+        self.hierarchy.try_again()
+        self.finish_all()
+        for tier, capacity in enumerate(self._capacities):
+            assert capacity is None or self._used(tier) <= capacity, "a medium stays above its capacity"
+        for number, space in enumerate(list(self._spaces_seen)):
+            self._prove_progress(space, number)
+
+    def _prove_progress(self, space: Space, number: int) -> None:
+        """A new session can store a chunk and have it again, whatever happened before."""
+        session = self.open(space)
+        self.finish_all()
+        path = (-1 - number,)
+        assert self.commit(session, path), "a new session gets no slot"
+        self.finish_all()
+        lookup = self.lookup(session, path)
+        self.finish_all()
+        update = self.lookups[lookup].update
+        assert update is not None and update.is_done and (update.held, update.ready) == (1, 1), "a stored chunk is lost"
+        self.close(session)

@@ -1,0 +1,134 @@
+"""The contract every tier fulfils: blobs by name, blocking, thread-safe, bytes only.
+
+A tier stores whole blobs (header and payload, see docs/format.md) and nothing else. It never looks into a payload,
+never starts a thread, never retries and never logs per blob: verification, retries and metering are wrappers
+(``tiers/wrappers``), stacked in one place (``tiers/open.py``). Called by the engine's I/O threads and by the CLI.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class BlobName(NamedTuple):
+    """What a blob is called in every tier: 16 bytes of namespace digest and 16 bytes of chunk key."""
+
+    namespace: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlobInfo:
+    """What a scan tells about one stored blob without reading its payload.
+
+    Attributes:
+        size_bytes: Bytes the blob takes from the tier's capacity (allocated bytes where the medium has blocks).
+        parent: Key of the chunk before this one; the namespace digest for the first chunk of a prefix.
+        chunk_index: Position of the chunk in its prefix, 0 for the first.
+        prefix_sha256: Rolling SHA-256 of the whole prefix up to and including this chunk.
+    """
+
+    name: BlobName
+    size_bytes: int
+    parent: bytes
+    chunk_index: int
+    prefix_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes and blobs a tier holds now, against what it may hold (None: unbounded)."""
+
+    used_bytes: int
+    capacity_bytes: int | None
+    blob_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraits:
+    """How media differ, as data rather than as types to ask for.
+
+    Attributes:
+        name: Short name used in logs, metrics and messages: ``host``, ``disk``, ``object``.
+        io_concurrency: How many operations the medium profits from at once.
+        is_shared: Other machines may add and remove blobs behind our back.
+    """
+
+    name: str
+    io_concurrency: int
+    is_shared: bool
+
+
+class Tier(ABC):
+    """One medium.
+
+    Threads: every method may be called from any thread at any time until ``close``.
+    """
+
+    traits: TierTraits
+
+    @abstractmethod
+    def put(self, name: BlobName, blob: memoryview) -> None:
+        """Store ``blob`` under ``name``, replacing what was there; readers see all of it or nothing.
+
+        Raises:
+            CapacityExceeded: No room under the tier's limit or on the medium; nothing was stored.
+            TierUnavailable: The medium failed; nothing was published.
+        """
+
+    @abstractmethod
+    def get_into(self, name: BlobName, buffer: memoryview) -> bool:
+        """Read the blob into ``buffer``, whose length is the blob's expected size; False when it is not there.
+
+        Raises:
+            ChunkCorrupt: The stored size differs from ``len(buffer)``. The buffer's content is undefined.
+            TierUnavailable: The medium failed. The buffer's content is undefined.
+        """
+
+    @abstractmethod
+    def contains(self, name: BlobName) -> bool:
+        """Whether a blob of that name is there now.
+
+        Raises:
+            TierUnavailable: The medium failed.
+        """
+
+    @abstractmethod
+    def delete(self, name: BlobName) -> bool:
+        """Remove the blob and give its bytes back; False when it was not there.
+
+        Raises:
+            TierUnavailable: The medium failed; the blob may still be there.
+        """
+
+    @abstractmethod
+    def scan(self) -> Iterator[BlobInfo]:
+        """Yield every stored blob, least recently used first; what is not a blob is left out.
+
+        Raises:
+            TierUnavailable: The medium failed.
+        """
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """Bytes and blobs held now; cheap enough to call once a second."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Persist what the tier remembers and release what it holds. Idempotent."""
+
+    def record_use(self, names: Iterable[BlobName]) -> None:
+        """Note that these blobs were used, oldest use first. Tiers without a memory of recency ignore it."""
+        del names
+
+    def flush(self) -> None:
+        """Persist recency and sizes so that a killed process loses little of them. May block on the medium."""
+
+    def describe(self, namespace: bytes, record: bytes) -> None:
+        """Keep the namespace's readable record (canonical JSON) beside its blobs, once.
+
+        Raises:
+            TierUnavailable: The medium failed.
+        """
+        del namespace, record

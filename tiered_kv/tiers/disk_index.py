@@ -1,0 +1,274 @@
+"""What a disk directory remembers across restarts: size, ancestry and last use of every blob, kept in diskcache.
+
+Owns ``<root>/index``. Must hold nothing that the blobs cannot give back (except recency), must never be on the data
+path and never pickles: a value is bytes in our own format with a checksum. Called by ``disk.py``, at start and on
+``flush``.
+
+One database row per fan-out directory, not per blob: a start reads 256 values per namespace instead of every blob's
+own row, and a flush writes only the directories that changed (figures: docs/decisions/0002-disk-index.md). A value::
+
+    0   4   magic "TKX1"
+    4   8   xxh3_64 of the rest, little-endian
+    12  84  one blob: key 16 | parent 16 | prefix_sha256 32 | chunk_index u32 | size u64 | use_seq u64
+    96  84  the next blob ...
+
+A damaged or locked database is moved aside and rebuilt by a scan. On a network mount there is no index at all: SQLite's
+locks and its shared-memory file do not work there.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diskcache
+import xxhash
+
+from tiered_kv.errors import TierUnavailable
+from tiered_kv.tiers.base import BlobName
+
+logger = logging.getLogger(__name__)
+
+INDEX_DIRECTORY = "index"
+_DAMAGED_PREFIX = "index.damaged-"
+_MAGIC = b"TKX1"
+_HEAD = struct.Struct("<4sQ")
+_ROW = struct.Struct("<16s16s32sIQQ")
+_UNBOUNDED = 1 << 62
+_LOCK_WAIT_S = 5.0
+"""Bound on waiting for another process (someone's sqlite3 shell); after it the rows stay dirty for the next flush."""
+
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse.sshfs", "9p")
+
+
+class IndexDamaged(Exception):
+    """The database does not hold what we wrote; it is disposable."""
+
+
+class IndexRow(NamedTuple):
+    """One blob as the index remembers it."""
+
+    key: bytes
+    parent: bytes
+    prefix_sha256: bytes
+    chunk_index: int
+    size_bytes: int
+    use_seq: int
+
+
+class Shard(NamedTuple):
+    """One fan-out directory: a namespace digest and the first byte of the keys in it."""
+
+    namespace: bytes
+    fan_out: int
+
+    @classmethod
+    def of(cls, name: BlobName) -> "Shard":
+        return cls(name.namespace, name.key[0])
+
+    def __str__(self) -> str:
+        return f"{self.namespace.hex()}/{self.fan_out:02x}"
+
+
+ShardRows = dict[Shard, dict[bytes, IndexRow]]
+
+
+class BytesOnlyDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache is untyped
+    """diskcache's serialisation without pickle and without files: text keys and bytes values inside SQLite only.
+
+    diskcache unpickles whatever a row claims to be pickled and opens whatever file a row names; a database that
+    somebody else could write to must not be able to ask for either.
+    """
+
+    def put(self, key: object) -> tuple[str, bool]:
+        if not isinstance(key, str):
+            raise TypeError(f"index keys are text. observed={type(key).__name__}")
+        return key, True
+
+    def get(self, key: object, raw: object) -> str:
+        if not raw or not isinstance(key, str):
+            raise IndexDamaged("an index key is not text")
+        return key
+
+    def store(self, value: object, read: bool, key: object = None) -> tuple[int, int, None, bytes]:
+        del key
+        if read or not isinstance(value, bytes):
+            raise TypeError(f"index values are bytes. observed={type(value).__name__}")
+        return 0, diskcache.core.MODE_RAW, None, value
+
+    def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
+        if read or mode != diskcache.core.MODE_RAW or filename is not None or not isinstance(value, bytes):
+            raise IndexDamaged("an index value is not plain bytes")
+        return value
+
+    def remove(self, file_path: str) -> None:
+        del file_path  # we never make files, so there is none to remove, whatever a row says
+
+
+class DiskIndex:
+    """Persistent rows of a directory.
+
+    Threads: any; one lock serialises the calls, and each call ends with no open SQLite connection.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Name the place; nothing is opened before ``load``. ``root`` must not be on a network mount."""
+        self._root = root
+        self._directory = root / INDEX_DIRECTORY
+        self._lock = threading.Lock()
+        self._cache: Any = None
+
+    def load(self) -> ShardRows:
+        """Read everything. A damaged or locked database is moved aside and yields nothing: the scan rebuilds it.
+
+        Raises:
+            TierUnavailable: Not even a new database can be made here.
+        """
+        with self._lock:
+            try:
+                with self._open() as cache:
+                    return dict(_read_shards(cache))
+            except (sqlite3.Error, diskcache.Timeout, IndexDamaged, OSError) as exc:
+                self._move_aside(exc)
+                return {}
+
+    def write(self, shards: Mapping[Shard, Sequence[IndexRow]]) -> bool:
+        """Replace these shards' rows in one transaction; an empty shard is removed.
+
+        Returns:
+            False when the database was found damaged and moved aside: write all shards again.
+
+        Raises:
+            TierUnavailable: The database is locked or the disk is full; the shards are not persisted.
+        """
+        with self._lock:
+            try:
+                with self._open() as cache, cache.transact():
+                    for shard, rows in shards.items():
+                        if rows:
+                            cache.set(str(shard), pack_rows(rows))
+                        else:
+                            cache.delete(str(shard))
+                return True
+            except (sqlite3.OperationalError, diskcache.Timeout, OSError) as exc:
+                raise TierUnavailable(f"cannot write the disk index. path={self._directory} cause={exc!r}") from exc
+            except (sqlite3.DatabaseError, IndexDamaged) as exc:
+                self._move_aside(exc)
+                return False
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[Any]:
+        if self._cache is None:
+            self._directory.mkdir(0o700, exist_ok=True)
+            _probe(self._directory / diskcache.core.DBNAME)
+            self._cache = diskcache.Cache(
+                str(self._directory),
+                timeout=_LOCK_WAIT_S,
+                disk=BytesOnlyDisk,
+                eviction_policy="none",
+                size_limit=_UNBOUNDED,
+                cull_limit=0,
+                disk_min_file_size=_UNBOUNDED,
+                # A mapped database that somebody truncates would end the process with SIGBUS.
+                sqlite_mmap_size=0,
+                # No fsync: disposable, checksummed, rebuilt by a scan.
+                sqlite_synchronous=0,
+            )
+        try:
+            yield self._cache
+        finally:
+            # diskcache keeps one connection per calling thread; none of them shall outlive its call.
+            self._cache.close()
+
+    def _move_aside(self, cause: Exception) -> None:
+        self._cache = None
+        try:
+            found = sorted(self._root.glob(_DAMAGED_PREFIX + "*"), key=_damaged_number)
+            number = _damaged_number(found[-1]) + 1 if found else 1
+            target = self._root / f"{_DAMAGED_PREFIX}{number}"
+            if os.path.lexists(self._directory):
+                os.rename(self._directory, target)
+            for old in found:
+                shutil.rmtree(old)
+        except OSError as exc:
+            raise TierUnavailable(f"cannot move the damaged disk index aside. path={self._directory}") from exc
+        logger.warning(
+            "disk index unusable, rebuilding it by a scan. path=%s cause=%r kept=%s",
+            self._directory,
+            cause,
+            target.name,
+        )
+
+
+def _probe(database: Path) -> None:
+    """Fail at once where diskcache would retry for a minute (locked) or make a file others can read (new)."""
+    os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    with contextlib.closing(sqlite3.connect(database, timeout=0, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+
+
+def _read_shards(cache: Any) -> Iterator[tuple[Shard, dict[bytes, IndexRow]]]:
+    for key in list(cache.iterkeys()):
+        space, _, fan_out = key.partition("/")
+        try:
+            shard = Shard(bytes.fromhex(space), int(fan_out, 16))
+        except ValueError as exc:
+            raise IndexDamaged(f"not a shard. key={key!r}") from exc
+        if str(shard) != key:
+            raise IndexDamaged(f"not a shard. key={key!r}")
+        value = cache.get(key)
+        if value is not None:
+            yield shard, unpack_rows(value)
+
+
+def pack_rows(rows: Sequence[IndexRow]) -> bytes:
+    """One shard's value; see the module's drawing."""
+    pack = _ROW.pack
+    body = b"".join([pack(*row) for row in rows])
+    return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unpack_rows(value: bytes) -> dict[bytes, IndexRow]:
+    """Read one shard's value.
+
+    Raises:
+        IndexDamaged: It is not what ``pack_rows`` makes.
+    """
+    body = memoryview(value)[_HEAD.size :]
+    if len(value) < _HEAD.size or len(body) % _ROW.size:
+        raise IndexDamaged(f"a shard has an impossible length. observed={len(value)}")
+    magic, digest = _HEAD.unpack_from(value)
+    if magic != _MAGIC or digest != xxhash.xxh3_64_intdigest(body):
+        raise IndexDamaged(f"a shard fails its checksum. length={len(value)}")
+    make = IndexRow._make
+    return {fields[0]: make(fields) for fields in _ROW.iter_unpack(body)}
+
+
+def _damaged_number(path: Path) -> int:
+    number = path.name.removeprefix(_DAMAGED_PREFIX)
+    return int(number) if number.isdecimal() else 0
+
+
+def is_on_network(path: Path, mounts: str) -> bool:
+    """Whether ``path`` lies on a network file system.
+
+    Args:
+        path: An absolute path without symbolic links.
+        mounts: Content of ``/proc/self/mounts``; an entry further down hides those before it.
+    """
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = Path(fields[1].encode().decode("unicode_escape"))  # spaces are written \040
+        if path.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), fields[2]
+    return kind.startswith(_NETWORK_FILE_SYSTEMS)

@@ -1,0 +1,139 @@
+"""Reconcile what the index remembers with what the directory really holds; the directory is right.
+
+Reads directory entries and, for files the index does not know, their first 4096 bytes. Removes only files that were
+ours and are certainly broken. Called by ``disk.py`` once, at open, before any write and under the directory lock.
+
+    file                                            what happens
+    named right, in the index, same allocation      the index row stands, no read
+    named right, not in the index                   row from its header, recency unknown
+    named right, header corrupt or of another key   removed: no get could ever return it
+    named right, another namespace or version       foreign: counted as used, never deleted
+    named otherwise, not a regular file             foreign
+    row without a file                              dropped
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiered_kv.chunks.header import MAX_HEADER_BYTES, PEEK_BYTES, BlobHeader, peek, read_header
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
+from tiered_kv.keys.naming import parse_path
+from tiered_kv.tiers.base import BlobName
+from tiered_kv.tiers.disk_index import IndexRow, Shard, ShardRows
+from tiered_kv.tiers.disk_io import allocated_bytes, read_head
+
+NAMESPACE_FILE = "namespace.json"
+
+
+@dataclass(slots=True)
+class DirectoryContent:
+    """What a reconciliation found.
+
+    Attributes:
+        shards: One row per blob, sizes as allocated now.
+        dirty: Shards whose rows differ from the index.
+        foreign: Names taken by files that are not ours to touch.
+        foreign_bytes: Bytes of everything that is counted but is not a blob.
+        unreadable_count: Files left out, for whatever reason.
+        removed_count: Those of them that were broken blobs and are gone now.
+    """
+
+    shards: ShardRows = field(default_factory=dict)
+    dirty: set[Shard] = field(default_factory=set)
+    foreign: set[BlobName] = field(default_factory=set)
+    foreign_bytes: int = 0
+    unreadable_count: int = 0
+    removed_count: int = 0
+
+
+def reconcile(blobs: Path, known: ShardRows) -> DirectoryContent:
+    """Walk ``blobs`` and return what is really there.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    content = DirectoryContent()
+    for prefix, entry in _files(blobs):
+        _take(content, known, prefix + entry.name, entry)
+    content.dirty.update(shard for shard in known if len(known[shard]) != len(content.shards.get(shard, ())))
+    return content
+
+
+def _files(blobs: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Everything below ``blobs`` that is no directory, with the path of its directory relative to ``blobs``."""
+    pending = [("", str(blobs))]
+    while pending:
+        prefix, directory = pending.pop()
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((f"{prefix}{entry.name}/", entry.path))
+                elif entry.name != NAMESPACE_FILE:
+                    yield prefix, entry
+
+
+def _take(content: DirectoryContent, known: ShardRows, relative: str, entry: "os.DirEntry[str]") -> None:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return  # vanished between the listing and the look: an ordinary miss
+    size = allocated_bytes(status)
+    parsed = parse_path(relative)
+    if parsed is None or not stat.S_ISREG(status.st_mode):
+        _leave(content, size)
+        return
+    name = BlobName(*parsed)
+    shard = Shard.of(name)
+    row = known.get(shard, {}).get(name.key)
+    if row is None or row.size_bytes != size:
+        row = _read_row(content, name, entry.path, size, row)
+        if row is None:
+            return
+        content.dirty.add(shard)
+    content.shards.setdefault(shard, {})[name.key] = row
+
+
+def _read_row(
+    content: DirectoryContent, name: BlobName, path: str, size_bytes: int, old: IndexRow | None
+) -> IndexRow | None:
+    try:
+        header = _read_header(name, Path(path))
+    except ChunkMismatch:
+        content.foreign.add(name)
+        _leave(content, size_bytes)
+        return None
+    except ChunkCorrupt:
+        os.unlink(path)
+        content.unreadable_count += 1
+        content.removed_count += 1
+        return None
+    use_seq = 0 if old is None else old.use_seq
+    return IndexRow(name.key, header.parent, header.prefix_sha256, header.chunk_index, size_bytes, use_seq)
+
+
+def _read_header(name: BlobName, path: Path) -> BlobHeader:
+    """Read what ties the blob to its prefix.
+
+    Raises:
+        ChunkCorrupt: It is no blob, or one that no get of this name could ever return.
+        ChunkMismatch: It is an intact blob of another version or namespace.
+    """
+    try:
+        header = peek(read_head(path, PEEK_BYTES))
+        if header.namespace != name.namespace:
+            raise ChunkMismatch(f"another namespace. path={path} observed={header.namespace.hex()}")
+    except ChunkMismatch:
+        # Only a header whose own hash is right is somebody else's; a flipped bit of ours must not stay for ever.
+        read_header(memoryview(read_head(path, MAX_HEADER_BYTES)))
+        raise
+    if header.key != name.key:
+        raise ChunkCorrupt(f"another key. path={path} observed={header.key.hex()}")
+    return header
+
+
+def _leave(content: DirectoryContent, size_bytes: int) -> None:
+    content.unreadable_count += 1
+    content.foreign_bytes += size_bytes

@@ -1,0 +1,99 @@
+"""Latency, bytes and outcome of every call to a tier, told to one callable.
+
+Owns no counters (``metrics`` does) and changes no behaviour. Stacked by ``tiers/open.py`` on the outside, so that
+verification and re-reads are part of the time it tells.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
+from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
+
+Record = Callable[[str, float, int, str], None]
+"""Takes operation, seconds, bytes moved (0 unless the outcome is ``ok``) and outcome."""
+
+_OUTCOMES: dict[type[BaseException], str] = {
+    CapacityExceeded: "no_room",
+    ChunkCorrupt: "corrupt",
+    ChunkMismatch: "foreign",
+    Closed: "closed",
+    TierUnavailable: "unavailable",
+}
+
+
+class _Call:
+    """One call in progress: what to report when it returns."""
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+        self.outcome = "ok"
+
+    def found(self, found: bool, moved_bytes: int = 0) -> bool:
+        """Note a yes-or-no answer and pass it on."""
+        self.outcome = "ok" if found else "missing"
+        self.moved_bytes = moved_bytes if found else 0
+        return found
+
+
+class MeteredTier(Tier):
+    """Reports put, get, contains, delete, scan, flush and describe, each exactly once, also when they raise.
+
+    Threads: any; ``record`` is called in the caller's thread.
+    """
+
+    def __init__(self, inner: Tier, record: Record, clock: Callable[[], float]) -> None:
+        """Wrap ``inner``; ``clock`` is monotonic and in seconds."""
+        self.traits = inner.traits
+        self._inner = inner
+        self._record = record
+        self._clock = clock
+
+    @contextmanager
+    def _timed(self, operation: str) -> Iterator[_Call]:
+        call, start = _Call(), self._clock()
+        try:
+            yield call
+        except BaseException as exc:
+            call.outcome, call.moved_bytes = _OUTCOMES.get(type(exc), "error"), 0
+            raise
+        finally:
+            self._record(operation, self._clock() - start, call.moved_bytes, call.outcome)
+
+    def put(self, name: BlobName, blob: memoryview) -> None:
+        with self._timed("put") as call:
+            self._inner.put(name, blob)
+            call.moved_bytes = blob.nbytes
+
+    def get_into(self, name: BlobName, buffer: memoryview) -> bool:
+        with self._timed("get") as call:
+            return call.found(self._inner.get_into(name, buffer), buffer.nbytes)
+
+    def contains(self, name: BlobName) -> bool:
+        with self._timed("contains") as call:
+            return call.found(self._inner.contains(name))
+
+    def delete(self, name: BlobName) -> bool:
+        with self._timed("delete") as call:
+            return call.found(self._inner.delete(name))
+
+    def scan(self) -> Iterator[BlobInfo]:
+        with self._timed("scan"):
+            return self._inner.scan()
+
+    def usage(self) -> Usage:
+        return self._inner.usage()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def record_use(self, names: Iterable[BlobName]) -> None:
+        self._inner.record_use(names)
+
+    def flush(self) -> None:
+        with self._timed("flush"):
+            self._inner.flush()
+
+    def describe(self, namespace: bytes, record: bytes) -> None:
+        with self._timed("describe"):
+            self._inner.describe(namespace, record)

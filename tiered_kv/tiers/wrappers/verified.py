@@ -1,0 +1,90 @@
+"""Blob verification around any tier: nothing wrong goes in, nothing wrong comes out.
+
+Owns no state. Must not delete or heal anything: the hierarchy decides what a corrupt blob costs. Stacked by
+``tiers/open.py`` right around the medium, so every medium gets the same checks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, peek
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
+from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
+
+
+class VerifiedTier(Tier):
+    """Checks the header before a put and the whole blob after a get.
+
+    Threads: any; as thread-safe as ``inner``.
+    """
+
+    def __init__(self, inner: Tier, formats: Callable[[bytes], BlobFormat | None]) -> None:
+        """Wrap ``inner``.
+
+        Args:
+            formats: Gives the blob format of a namespace digest; None where the namespace is not known here.
+        """
+        self.traits = inner.traits
+        self._inner = inner
+        self._formats = formats
+
+    def put(self, name: BlobName, blob: memoryview) -> None:
+        """Store a sealed blob; its header must say the name it is stored under.
+
+        The payload is not hashed again: it was sealed a moment ago from the same slot, and a get finds any damage.
+
+        Raises:
+            ChunkCorrupt: The header is damaged, was never sealed, or says another name.
+            ChunkMismatch: The header is of another format version.
+        """
+        header = peek(blob[:PEEK_BYTES])
+        if (header.namespace, header.key) != name:
+            raise ChunkCorrupt(
+                "blob is not what its name says. "
+                f"observed={header.namespace.hex()}/{header.key.hex()} expected={name.namespace.hex()}/{name.key.hex()}"
+            )
+        self._inner.put(name, blob)
+
+    def get_into(self, name: BlobName, buffer: memoryview) -> bool:
+        """Read and verify; a corrupt blob is read once more, because the medium may have read it wrong.
+
+        Raises:
+            ChunkCorrupt: Twice the bytes were not what was sealed.
+            ChunkMismatch: The blob is of another namespace or version, or its namespace is not known here.
+        """
+        form = self._formats(name.namespace)
+        if form is None:
+            raise ChunkMismatch(f"no format is known for the namespace. namespace={name.namespace.hex()}")
+        try:
+            return self._read(form, name, buffer)
+        except ChunkCorrupt:
+            return self._read(form, name, buffer)
+
+    def _read(self, form: BlobFormat, name: BlobName, buffer: memoryview) -> bool:
+        if not self._inner.get_into(name, buffer):
+            return False
+        form.verify(buffer, name.key, None)
+        return True
+
+    def contains(self, name: BlobName) -> bool:
+        return self._inner.contains(name)
+
+    def delete(self, name: BlobName) -> bool:
+        return self._inner.delete(name)
+
+    def scan(self) -> Iterator[BlobInfo]:
+        return self._inner.scan()
+
+    def usage(self) -> Usage:
+        return self._inner.usage()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def record_use(self, names: Iterable[BlobName]) -> None:
+        self._inner.record_use(names)
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def describe(self, namespace: bytes, record: bytes) -> None:
+        self._inner.describe(namespace, record)

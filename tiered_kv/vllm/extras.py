@@ -1,0 +1,173 @@
+"""What besides its tokens makes a request's KV differ, read from vLLM's Request and typed by us.
+
+Owns which extras apply to a chunk. Must not trust that list to be complete: vLLM's own function for its block hashes
+serves as the alarm. If it yields a kind or a count that our extras do not account for, the request is neither looked up
+nor stored. Called by the scheduler side, once per request and again when chunks grow out of its answer.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from tiered_kv.errors import TieredKVError
+from tiered_kv.keys.extras import Embeds, Extra, Lora, Multimodal, Salt, encode
+from tiered_kv.vllm.weights import FileStamp, digest_files, file_stamps, local_path
+
+ADAPTER_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".json")
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_FULL_BYTES: Final = 256 << 20
+"""Adapters up to this size are hashed completely, once; vLLM reads them at the same moment anyway."""
+
+MAX_ADAPTERS: Final = 4096
+"""Adapters remembered; beyond it requests with new ones are left alone, so that a stream of them cannot fill memory."""
+
+_TAGGED: Final = {Lora: "lora/3", Multimodal: "mm/3", Salt: "cache_salt/2", Embeds: "prompt_embeds/2"}
+"""What vLLM's function gives for each of our kinds since 0.31: tag and length of the tuple."""
+
+_UNTAGGED: Final = {Lora: "str", Multimodal: "identifier,offset", Salt: "str", Embeds: "bytes"}
+"""The same up to 0.30."""
+
+
+class Unaccountable(TieredKVError):
+    """A request depends on something its chunk keys would not say: do not look it up, do not store it, count it."""
+
+
+class Adapters:
+    """Identities of LoRA adapters by the content of their files.
+
+    An adapter whose files change after its first use has no identity any more: whether vLLM still holds the old weights
+    or has loaded the new ones cannot be told from here.
+
+    Threads: none; the scheduler's.
+    """
+
+    def __init__(self, lora_dtype: str) -> None:
+        """Take the dtype that vLLM casts adapters to."""
+        self._lora_dtype = lora_dtype
+        self._first_seen: dict[str, tuple[FileStamp, ...]] = {}
+
+    def identity(self, lora_request: Any) -> str:
+        """Name an adapter's weights, whatever it is called and wherever it lies.
+
+        Raises:
+            Unaccountable: Its files cannot be read here, or have changed since its first use.
+        """
+        name = str(lora_request.lora_path)
+        path = local_path(name, ADAPTER_CONFIG)
+        stamps = file_stamps(path, ADAPTER_SUFFIXES) if path is not None else ()
+        if not stamps:
+            raise Unaccountable(f"adapter's files cannot be read. adapter={lora_request.lora_name}")
+        if name not in self._first_seen and len(self._first_seen) >= MAX_ADAPTERS:
+            raise Unaccountable(f"too many adapters. limit={MAX_ADAPTERS}")
+        if self._first_seen.setdefault(name, stamps) != stamps:
+            raise Unaccountable(f"adapter's files changed while vLLM runs. adapter={lora_request.lora_name}")
+        try:
+            digest = digest_files(stamps, ADAPTER_FULL_BYTES)
+        except OSError as exc:
+            raise Unaccountable(f"adapter's files cannot be read. adapter={lora_request.lora_name}") from exc
+        fused = int(getattr(lora_request, "is_3d_lora_weight", False))
+        return f"sha256:{digest} dtype={self._lora_dtype} fused_experts={fused}"
+
+
+class RequestExtras:
+    """Encoded extras of one request's chunks.
+
+    Threads: none; the scheduler's.
+    """
+
+    __slots__ = ("_chunk_tokens", "_encoded", "_lora", "_request", "reason")
+
+    def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters) -> None:
+        """Read the request and check all of its prompt at once; trouble is told by ``is_accountable``, not raised."""
+        self._request = request
+        self._chunk_tokens = chunk_tokens
+        self._encoded: list[bytes] = []
+        self._lora: Lora | None = None
+        self.reason: str | None = None
+        try:
+            if getattr(request, "resumable", False):
+                # vLLM cuts off and replaces the last tokens of such a session: they are never known and final.
+                raise Unaccountable("streaming input rewrites tokens of its session")
+            if request.lora_request is not None:
+                self._lora = Lora(adapters.identity(request.lora_request))
+            for index in range(request.num_tokens // chunk_tokens):
+                self._encoded.append(self._encode(index))
+        except Unaccountable as exc:
+            self.reason = str(exc)
+
+    @property
+    def is_accountable(self) -> bool:
+        """Whether our extras say everything vLLM's do, as far as the request was looked at."""
+        return self.reason is None
+
+    def extras_for(self, chunk_index: int) -> bytes:
+        """Encoded extras of a chunk, for ``PrefixKeys.extend``.
+
+        Raises:
+            Unaccountable: The request must be left alone from now on; ``is_accountable`` is then false, too.
+        """
+        if self.reason is not None:
+            raise Unaccountable(self.reason)
+        try:
+            while len(self._encoded) <= chunk_index:
+                self._encoded.append(self._encode(len(self._encoded)))
+        except Unaccountable as exc:
+            self.reason = str(exc)
+            raise
+        return self._encoded[chunk_index]
+
+    def _encode(self, index: int) -> bytes:
+        start = index * self._chunk_tokens
+        stop = start + self._chunk_tokens
+        ours = list(self._typed(start, stop))
+        theirs, _ = generate_block_hash_extra_keys(self._request, start, stop, 0)
+        if ours or theirs:
+            _compare(ours, theirs or ())
+        return encode(ours)
+
+    def _typed(self, start: int, stop: int) -> Iterator[Extra]:
+        request = self._request
+        if self._lora is not None:
+            yield self._lora
+        if start == 0 and request.cache_salt:  # later chunks inherit it: keys are chained
+            yield Salt(request.cache_salt)
+        for feature in request.mm_features or ():
+            position = feature.mm_position
+            if position.offset < stop and position.offset + position.length > start:
+                if not isinstance(feature.identifier, str):
+                    raise Unaccountable(f"multimodal item has no identifier. modality={feature.modality}")
+                yield Multimodal(feature.identifier, position.offset)
+        if request.prompt_embeds is not None:
+            yield Embeds(_embeds_sha256(request, start, stop))
+
+
+def _embeds_sha256(request: Any, start: int, stop: int) -> bytes:
+    """Hash the embeddings of a chunk's positions and which positions take them; behind the prompt there are none."""
+    rows = request.prompt_embeds[start:stop].detach().cpu().contiguous()
+    mask = getattr(request, "prompt_is_token_ids", None)
+    digest = hashlib.sha256(f"{rows.dtype} {tuple(rows.shape)} ".encode())
+    digest.update(b"all" if mask is None else bytes(map(bool, mask[start:stop])))
+    digest.update(b" ")
+    digest.update(rows.flatten().view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def _compare(ours: Sequence[Extra], theirs: Sequence[Any]) -> None:
+    observed = Counter(map(_signature, theirs))
+    if observed not in [Counter(kinds[type(extra)] for extra in ours) for kinds in (_TAGGED, _UNTAGGED)]:
+        expected = Counter(type(extra).__name__ for extra in ours)
+        raise Unaccountable(f"vLLM hashes something unknown. ours={dict(expected)} vllm={dict(observed)}")
+
+
+def _signature(key: Any) -> str:
+    """Kind of one of vLLM's extra keys; never its value, which may be a secret."""
+    if not isinstance(key, tuple):
+        return type(key).__name__
+    if len(key) == 2 and isinstance(key[0], str) and isinstance(key[1], int):
+        return "identifier,offset"
+    tag = key[0] if key and isinstance(key[0], str) else "?"
+    return f"{tag if tag.isidentifier() else '?'}/{len(key)}"

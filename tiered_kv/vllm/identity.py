@@ -1,0 +1,236 @@
+"""What makes KV bytes comparable, read from vLLM's configuration, and which configurations are refused.
+
+Owns the reading of ``VllmConfig`` for the namespace record. Must not touch tensors (``geometry.py`` does) nor read
+weights (``weights.py`` does). Called by the worker for the fields, because only there the attention layers and with
+them the attention backend exist, and by both roles for ``check_supported``.
+
+vLLM's version is no field: keys are equal across versions, and what a version changes in KV shows in another field
+(layout, geometry, backend, model runner). Nor are switches that only change rounding from step to step, as batch size
+does anyway: eager mode, compilation, scheduling.
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import vllm
+
+from tiered_kv.errors import ConfigError, UnsupportedModel
+from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.vllm.weights import weights_identity
+
+logger = logging.getLogger("vllm." + __name__)
+
+FIRST_VERSION: Final = (0, 30)
+UNTESTED_FROM: Final = (0, 33)
+REFUSED_FROM: Final = (0, 34)
+"""CI runs the versions before ``UNTESTED_FROM``; from there on they start with a warning, until they are refused."""
+
+DRAFTLESS_METHODS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Speculation without a draft model of its own: no KV of other weights, and rejected tokens are only ever the last."""
+
+COSMETIC_FIELDS: Final = frozenset({
+    "_name_or_path", "_commit_hash", "transformers_version",  # where it came from
+    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript", "chunk_size_feed_forward",
+    "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task",  # transformers' own running
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",  # where text ends
+    "initializer_range", "attention_dropout", "hidden_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "pretraining_tp",  # training
+})  # fmt: skip
+"""Fields of HF configs that have no influence on KV; everything else counts, known to us or not."""
+
+
+class IdentitySettings(Protocol):
+    """The settings that are part of the identity."""
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    @property
+    def model_id(self) -> str | None: ...
+
+
+def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettings) -> dict[str, object]:
+    """Collect all fields of the namespace but ``geometry`` and ``epoch``; the same on every rank.
+
+    Call it in a worker when KV tensors are registered: the scheduler side has no attention layers to ask.
+
+    Raises:
+        ConfigError: The weights cannot be identified.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text_config = model.hf_text_config
+    return {
+        "format_version": FORMAT_VERSION,
+        "weights": weights_identity(vllm_config, settings.model_id),
+        "text_config": canonical_config(text_config),
+        # Multimodal models: the rest of the config shapes the embeddings that stand in for images.
+        "outer_config_sha256": None if model.hf_config is text_config else _digest(canonical_config(model.hf_config)),
+        "model_dtype": _plain(model.dtype),
+        "kv_dtype": _kv_dtype(vllm_config, kv_cache_config),
+        "quantization": _quantization(model),
+        "attention_backend": attention_backends(vllm_config, kv_cache_config),
+        "kv_layout": getattr(kv_cache_config, "kv_cache_layout", None),
+        "max_model_len": int(model.max_model_len),
+        # Scales come with the checkpoint, which the weights' identity covers; scales computed at run time are refused.
+        "kv_scales": "none" if _quant_mode(kv_cache_config) == "NONE" else "checkpoint",
+        "block_tokens": block_tokens(vllm_config, kv_cache_config),
+        "chunk_tokens": int(settings.chunk_tokens),
+        "tp": int(parallel.tensor_parallel_size),
+        "pp": int(parallel.pipeline_parallel_size),
+        "dcp": int(parallel.decode_context_parallel_size),
+        "dcp_interleave": _interleave(parallel),
+        "model_runner": _model_runner(vllm_config),
+    }
+
+
+def check_supported(vllm_config: Any, chunk_tokens: int, version: str = vllm.__version__) -> None:
+    """Refuse what cannot be right before any tensor exists; warn about what was never tried.
+
+    Speculative decoding is supported where it has no draft model (``DRAFTLESS_METHODS``), given that the scheduler side
+    stores no token past ``num_tokens - 1``. A draft model's KV lies among the model's own, computed from weights that
+    the namespace does not know.
+
+    Raises:
+        ConfigError: vLLM's version or ``chunk_tokens`` does not fit.
+        UnsupportedModel: The model or the way it is run is not supported; the message says which and why.
+    """
+    _check_version(version)
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    block = int(cache.block_size) * int(parallel.decode_context_parallel_size)
+    if chunk_tokens <= 0 or chunk_tokens % block:
+        raise ConfigError(
+            "chunk_tokens must be a multiple of vLLM's block size. "
+            f"chunk_tokens={chunk_tokens} block_size={block} nearest={-(-chunk_tokens // block) * block or block}"
+        )
+    if model.is_encoder_decoder:
+        raise UnsupportedModel("encoder-decoder models are not supported: decoder KV depends on the encoder's input")
+    if (pcp := int(getattr(parallel, "prefill_context_parallel_size", 1))) > 1:
+        raise UnsupportedModel(f"prefill context parallelism is not supported. prefill_context_parallel_size={pcp}")
+    if (nodes := int(getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1)))) > 1:
+        raise UnsupportedModel(f"ranks of one engine must share a machine and its memory. nodes={nodes}")
+    if getattr(cache, "calculate_kv_scales", False):
+        raise UnsupportedModel(
+            "KV scales computed from the first batch differ between engine starts: calculate_kv_scales"
+        )
+    if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
+        raise UnsupportedModel("HiSparse keeps KV in a host pool of its own")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in DRAFTLESS_METHODS:
+        raise UnsupportedModel(
+            "speculative decoding with a draft model is not supported yet: its KV lies among the model's own. "
+            f"method={speculative.method} supported={','.join(sorted(DRAFTLESS_METHODS))}"
+        )
+
+
+def _check_version(version: str) -> None:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if FIRST_VERSION <= release < UNTESTED_FROM:
+        return
+    first, untested, last = (".".join(map(str, v)) for v in (FIRST_VERSION, UNTESTED_FROM, REFUSED_FROM))
+    if not UNTESTED_FROM <= release < REFUSED_FROM:
+        raise ConfigError(f"vLLM's version is not supported. supported=>={first},<{last} observed={version}")
+    logger.warning("vLLM %s is untested with tiered_kv. proven=>=%s,<%s", version, first, untested)
+
+
+def block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens of one block over all ranks that share its tokens: the unit in which the scheduler counts hits."""
+    sharded = getattr(kv_cache_config.kv_cache_groups[0].kv_cache_spec, "dcp_sharded", True)
+    ranks = vllm_config.parallel_config.decode_context_parallel_size if sharded else 1
+    return int(vllm_config.cache_config.block_size * ranks)
+
+
+def attention_backends(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Names of the attention backends that read and write the group's KV, sorted: ``"CPU_ATTN"``.
+
+    Raises:
+        ValueError: Called outside a worker. A guess here would give each role a namespace of its own.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    backends = {layers[name].get_attn_backend().get_name() for name in names if name in layers}
+    if not backends:
+        raise ValueError("attention layers exist in workers only, and after the model was loaded")
+    return ",".join(sorted(backends))
+
+
+def canonical_config(config: Any) -> dict[str, object]:
+    """A HF config as plain data for the namespace: no cosmetic fields, no ``None`` (it means absent), no floats."""
+    fields = config.to_dict()
+    # transformers 5 renamed it.
+    if "torch_dtype" in fields:
+        fields.setdefault("dtype", fields.pop("torch_dtype"))
+    plain = _plain(fields)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _plain(value: object) -> object:
+    """Floats become their ``repr``, unknown objects their text, and cosmetic or absent fields go, at every depth."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        kept = {str(k): v for k, v in value.items() if v is not None and k not in COSMETIC_FIELDS}
+        return {name: _plain(item) for name, item in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(item) for item in value)
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    text = str(value)
+    # The default text of an object holds its address, which would make every start a namespace of its own.
+    return type(value).__qualname__ if " at 0x" in text else text.removeprefix("torch.")
+
+
+def _digest(plain: object) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _first_spec(kv_cache_config: Any) -> Any:
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+
+
+def _quant_mode(kv_cache_config: Any) -> str:
+    mode = getattr(_first_spec(kv_cache_config), "kv_quant_mode", None)
+    return str(getattr(mode, "name", "NONE"))
+
+
+def _kv_dtype(vllm_config: Any, kv_cache_config: Any) -> str:
+    """What the cache holds, ``auto`` resolved: ``"bfloat16"``, ``"fp8_e5m2:FP8_PER_TENSOR"``."""
+    configured = str(vllm_config.cache_config.cache_dtype)
+    if configured == "auto":
+        configured = str(_plain(getattr(_first_spec(kv_cache_config), "dtype", None)))
+    mode = _quant_mode(kv_cache_config)
+    return configured if mode == "NONE" else f"{configured}:{mode}"
+
+
+def _quantization(model: Any) -> dict[str, object] | None:
+    """Method and options given at start; what the checkpoint says of itself is in its config."""
+    options = getattr(model, "quantization_config", None)
+    if model.quantization is None and options is None:
+        return None
+    if options is not None and not isinstance(options, Mapping):
+        options = vars(options)
+    return {"method": _plain(model.quantization), "options": _plain(options)}
+
+
+def _interleave(parallel: Any) -> int:
+    """Tokens in a row on one rank under decode context parallelism; renamed on the way through the window."""
+    if parallel.decode_context_parallel_size == 1:
+        return 1
+    return int(getattr(parallel, "cp_kv_cache_interleave_size", getattr(parallel, "dcp_kv_cache_interleave_size", 1)))
+
+
+def _model_runner(vllm_config: Any) -> str:
+    generation = getattr(vllm_config, "use_v2_model_runner", None)
+    return "unknown" if generation is None else "v2" if generation else "v1"

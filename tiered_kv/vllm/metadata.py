@@ -1,0 +1,70 @@
+"""What crosses between the scheduler's and the workers' connector each step. Frozen, small, pickled by vLLM."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from tiered_kv.hierarchy.plan import SlotId
+from tiered_kv.server.client import SessionInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCopy:
+    """Blocks of one chunk and the slot they are copied to or from.
+
+    Attributes:
+        first_block: Which of the chunk's blocks goes with ``block_ids[0]``; stores always copy whole chunks.
+    """
+
+    slot: SlotId
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Slots to scatter into a request's new blocks; reported by request id, once, when the last byte is in place."""
+
+    request_id: str
+    generation: int
+    copies: tuple[ChunkCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Blocks to gather into granted slots; reported by job id. The scheduler holds the blocks until then."""
+
+    job_id: int
+    generation: int
+    copies: tuple[ChunkCopy, ...]
+
+
+@dataclass(frozen=True)
+class StepMetadata(KVConnectorMetadata):
+    """Work of one step for every worker.
+
+    Attributes:
+        generation: The scheduler's session generation; a worker that is behind lets go of the old arena and joins anew.
+        session: How slots of the open session are laid out; None while there is none.
+    """
+
+    generation: int
+    session: SessionInfo | None
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+
+
+@dataclass
+class SaveReport(KVConnectorWorkerMetadata):
+    """Save jobs that workers finished: how many ranks per job, and which jobs failed on some rank."""
+
+    ranks_done: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "SaveReport":
+        """Add another worker's report."""
+        assert isinstance(other, SaveReport)
+        for job_id, ranks in other.ranks_done.items():
+            self.ranks_done[job_id] = self.ranks_done.get(job_id, 0) + ranks
+        self.failed |= other.failed
+        return self

@@ -1,0 +1,12 @@
+"""vLLM's general plugin: makes ``kv_connector="TieredKVConnector"`` known without a module path."""
+
+NAME = "TieredKVConnector"
+
+
+def register() -> None:
+    """Register the connector; called by vLLM in every process. Idempotent."""
+    # vLLM loads plugins while it is still being imported: at the top this would be a circle.
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
+
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, "tiered_kv.vllm.connector", NAME)

@@ -1,0 +1,359 @@
+"""The scheduler's side: which chunks a request loads, which it stores, and who holds what until that is done.
+
+Lives in vLLM's engine loop, so nothing here waits or touches a tier: every answer comes from local state, which
+:meth:`SchedulerSide.poll` brings up to date without blocking (DESIGN rule 2). Stores are in ``stores.py``.
+"""
+
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.config import Config
+from tiered_kv.server.client import LookupAnswer, SchedulerClient
+from tiered_kv.vllm.extras import Adapters, RequestExtras, Unaccountable
+from tiered_kv.vllm.metadata import ChunkCopy, LoadJob, SaveReport, StepMetadata
+from tiered_kv.vllm.requests import Lookup, RequestState
+from tiered_kv.vllm.stores import Stores
+from tiered_kv.vllm.waiting import PrefillRate, Wait, is_worth_waiting
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What this engine does with the cache, from its ``kv_role`` and its own prefix caching."""
+
+    may_load: bool
+    may_store: bool
+    has_prefix_caching: bool
+
+
+class SchedulerSide:
+    """One engine's scheduler-side state.
+
+    Threads: vLLM's scheduler thread only.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        client: SchedulerClient,
+        adapters: Adapters,
+        block_tokens: int,
+        abilities: Abilities,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._adapters = adapters
+        self._block_tokens = block_tokens
+        self._chunk_tokens = config.chunk_tokens
+        self._may_load = abilities.may_load
+        self._may_store = abilities.may_store
+        self._has_prefix_caching = abilities.has_prefix_caching
+        self._monotonic = monotonic
+        self._requests: dict[str, RequestState] = {}
+        self._loading: Counter[bytes] = Counter()
+        self._loads: list[LoadJob] = []
+        self._resets = 0
+        self._block_pool: Any = None
+        self.prefill = PrefillRate()
+        self.counters: Counter[str] = Counter()
+        self.stores = Stores(config, client, block_tokens, self.counters, monotonic)
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        """Take vLLM's block pool, whose blocks stores pin."""
+        self._block_pool = block_pool
+        self.stores.bind_block_pool(block_pool)
+
+    # -- lookup ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        """A request is new: compute its keys and send its lookup, so that the answer is here when it is asked for."""
+        extras = RequestExtras(request, self._chunk_tokens, self._adapters)
+        state = RequestState(request, extras, self._resets)
+        self._requests[request.request_id] = state
+        if not extras.is_accountable:
+            self.counters["request_unaccountable"] += 1
+            logger.warning("request neither looked up nor stored. reason=%s", extras.reason)
+        self.poll()
+        self._send_lookup(state, self._cached_chunks(request))
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
+        """Tokens beyond ``computed_tokens`` that can be loaded; None to be asked again at the next step.
+
+        Only reads: called every step for every request that waits. vLLM discards the answer where the request may not
+        read prefix caches.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or not self._may_load or state.is_load_failed or request.skip_reading_prefix_cache:
+            return 0
+        self._expire(state)
+        lookup = state.lookup
+        if lookup is None or lookup.start * self._chunk_tokens > computed_tokens:
+            self._drop_lookup(state)  # the GPU evicted what it had when the lookup was sent
+            lookup = self._send_lookup(state, computed_tokens // self._chunk_tokens)
+        if lookup is None or lookup.given_up:
+            return 0
+        self.poll()
+        answer = self._answer(state, lookup)
+        if answer is None:
+            return self._unanswered(state, lookup)
+        return self._offer(state, lookup, answer, computed_tokens)
+
+    def _offer(self, state: RequestState, lookup: Lookup, answer: LookupAnswer, computed: int) -> int | None:
+        limit = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
+        arrived = min((lookup.start + answer.ready) * self._chunk_tokens, limit) - computed
+        promised = min((lookup.start + len(answer.slots)) * self._chunk_tokens, limit) - computed
+        if not answer.is_done and promised > max(arrived, 0) and self._should_wait(lookup, answer, arrived, promised):
+            return None
+        if arrived <= 0:
+            if promised > 0:
+                self.counters["promotion_not_awaited"] += 1
+            lookup.given_up = True
+            self._client.release(lookup.id)
+            return 0
+        first = state.keys.keys[computed // self._chunk_tokens] if state.keys else b""
+        if self._loading[first] and self._has_prefix_caching:
+            return None  # another request is loading it: soon it is a GPU prefix cache hit
+        state.offer = (computed, arrived)
+        return arrived
+
+    def _should_wait(self, lookup: Lookup, answer: LookupAnswer, arrived: int, promised: int) -> bool:
+        waited_s = self._monotonic() - lookup.sent_s
+        if self._config.promotion_wait_ms is not None:
+            return waited_s * 1e3 <= self._config.promotion_wait_ms
+        wait = Wait(waited_s, max(arrived, 0), promised, answer.eta_s)
+        return is_worth_waiting(wait, self.prefill.tokens_per_s, self._config.promotion_deadline_ms / 1e3)
+
+    def _answer(self, state: RequestState, lookup: Lookup) -> LookupAnswer | None:
+        answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
+        if answer is None or not answer.is_answered:
+            return None
+        if lookup.answered_s is None or answer.held < state.held:
+            # The first answer, or a promotion failed since: what is not held must be stored again.
+            lookup.answered_s = lookup.answered_s or self._monotonic()
+            state.held = answer.held
+            self.stores.not_held(state.keys.keys[answer.held :] if state.keys else ())
+        return answer
+
+    def _unanswered(self, state: RequestState, lookup: Lookup) -> int | None:
+        if lookup.generation != self._client.generation:
+            self.counters["lookup_session_lost"] += 1
+            lookup.given_up = True
+            return 0
+        if (self._monotonic() - lookup.sent_s) * 1e3 <= self._config.lookup_timeout_ms:
+            return None
+        self.counters["lookup_timeout"] += 1
+        lookup.given_up = True
+        self._client.release(lookup.id)
+        return 0
+
+    def _send_lookup(self, state: RequestState, start: int) -> Lookup | None:
+        keys = self._keys(state)
+        if keys is None or not keys.keys or not self._client.is_ready:
+            return None
+        lookup_id = self._client.lookup(keys.keys, keys.digests, min(start, len(keys.keys)))
+        if lookup_id is None:
+            self.counters["lookup_not_sent"] += 1
+            return None
+        self.counters["lookups"] += 1
+        state.lookup = Lookup(lookup_id, self._client.generation, start, self._monotonic())
+        return state.lookup
+
+    def _keys(self, state: RequestState) -> Any:
+        namespace = self._client.namespace
+        if namespace is None or not state.extras.is_accountable:
+            return None
+        try:
+            return state.update_keys(namespace, self._chunk_tokens)
+        except Unaccountable as exc:
+            self.counters["request_unaccountable"] += 1
+            logger.warning("request neither looked up nor stored from here on. reason=%s", exc)
+            return None
+
+    def _cached_chunks(self, request: Any) -> int:
+        """Leading whole chunks that the GPU's prefix cache has now: these need no lease and no promotion."""
+        if not self._may_load or request.skip_reading_prefix_cache:
+            return sys.maxsize  # nothing is wanted; the lookup only tells what need not be stored
+        if not self._has_prefix_caching or self._block_pool is None:
+            return 0
+        per_chunk = self._chunk_tokens // self._block_tokens
+        hashes = request.block_hashes
+        count = 0
+        while (last := (count + 1) * per_chunk - 1) < len(hashes):
+            if not self._block_pool.get_cached_block(hashes[last], [0]):
+                break
+            count += 1
+        return count
+
+    def _expire(self, state: RequestState) -> None:
+        """Give leases back that a request has held unadmitted for too long (DESIGN rule 3); it is looked up anew."""
+        lookup = state.lookup
+        if lookup is None or lookup.given_up or state.is_loading or lookup.answered_s is None:
+            return
+        if self._monotonic() - lookup.answered_s > self._config.lease_s:
+            self.counters["lease_expired"] += 1
+            self._drop_lookup(state)
+
+    def _drop_lookup(self, state: RequestState) -> None:
+        lookup, state.lookup = state.lookup, None
+        if lookup is not None and lookup.generation == self._client.generation:
+            self._client.release(lookup.id)
+
+    # -- load --------------------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+        """Blocks for a request exist: plan its load, if it has one."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        if external_tokens == 0:
+            if not state.is_loading and state.lookup is not None and not state.lookup.given_up:
+                state.lookup.given_up = True  # admitted without it
+                self._client.release(state.lookup.id)
+            return
+        lookup = state.lookup
+        computed, offered = state.offer
+        assert lookup is not None, "a load without a lookup"
+        assert external_tokens <= offered, "more tokens to load than were offered"
+        answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
+        # A session lost since the offer: an empty job fails, and vLLM recomputes the request.
+        slots = answer.slots if answer is not None else None
+        end = computed + external_tokens
+        copies = self._plan(lookup, slots, block_ids, computed, end) if slots is not None else ()
+        first, last = computed // self._chunk_tokens, -(-end // self._chunk_tokens)
+        state.loading_keys = state.keys.keys[first:last] if state.keys else ()
+        state.loading_lookup, state.lookup = lookup, None
+        self._loading.update(state.loading_keys)
+        self._loads.append(LoadJob(request.request_id, lookup.generation, copies))
+        self.counters["loads"] += 1
+        self.counters["load_tokens"] += external_tokens
+
+    def _plan(self, lookup: Lookup, slots: Any, block_ids: list[int], computed: int, end: int) -> tuple[ChunkCopy, ...]:
+        """Copies that cover tokens [computed, end): per chunk, its slot and the blocks the GPU does not have.
+
+        ::
+
+            chunk      |--- c0 ---|--- c1 ---|--- c2 ---|
+            computed   [on the GPU....)
+            loaded                    [..............)      first copy starts inside c0 or c1
+        """
+        copies = []
+        size, block = self._chunk_tokens, self._block_tokens
+        for chunk in range(computed // size, -(-end // size)):
+            low, high = max(computed, chunk * size), min(end, (chunk + 1) * size)
+            ids = tuple(block_ids[low // block : high // block])
+            copies.append(ChunkCopy(slots[chunk - lookup.start], (low - chunk * size) // block, ids))
+        return tuple(copies)
+
+    def loads_finished(self, request_ids: set[str], failed_ids: set[str]) -> None:
+        """Every rank has reported these loads; nothing copies from their slots any more."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is None or state.loading_lookup is None:
+                continue  # another connector's request
+            self._loading.subtract(state.loading_keys)
+            self._loading += Counter()  # forget keys at zero
+            if state.loading_lookup.generation == self._client.generation:
+                self._client.release(state.loading_lookup.id)
+            state.loading_lookup, state.loading_keys = None, ()
+            if request_id in failed_ids:
+                # vLLM asks again for a request whose load failed; without this memory it would load and fail for ever.
+                state.is_load_failed = True
+                self.counters["loads_failed"] += 1
+            if state.is_finished:
+                del self._requests[request_id]
+
+    # -- every step --------------------------------------------------------------------------------------------
+
+    def plan_step(self, output: Any) -> StepMetadata:
+        """Work for the workers in this step."""
+        self.poll()
+        self._note_prefill(output)
+        if self._may_store and self._client.is_ready:
+            self._queue_stores(output)
+        saves = self.stores.start_jobs()
+        loads, self._loads = tuple(self._loads), []
+        return StepMetadata(self._client.generation, self._client.info, loads, saves)
+
+    def _note_prefill(self, output: Any) -> None:
+        scheduled = output.num_scheduled_tokens
+        prefill = 0
+        for request_id, tokens in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is not None and state.request.num_computed_tokens + tokens <= state.request.num_prompt_tokens:
+                prefill += tokens
+        self.prefill.step(self._monotonic(), scheduled, prefill)
+
+    def _queue_stores(self, output: Any) -> None:
+        for request_id in output.preempted_req_ids or ():
+            if (state := self._requests.get(request_id)) is not None:
+                state.stored = 0
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            computed = state.request.num_computed_tokens + tokens
+            if min(computed, state.request.num_prompt_tokens) // self._chunk_tokens > state.stored:
+                groups = output.kv_connector_block_state.get_block_ids(request_id)
+                if groups is not None:
+                    self._queue_request(state, computed, groups[0])
+
+    def _queue_request(self, state: RequestState, computed_tokens: int, block_ids: list[int]) -> None:
+        """Queue the prompt's chunks that are whole once this step has run (DESIGN rule 9)."""
+        keys = self._keys(state)
+        end = min(computed_tokens, state.request.num_prompt_tokens) // self._chunk_tokens
+        if keys is None or state.resets != self._resets or end <= state.stored:
+            return
+        if state.lookup is not None:
+            self._answer(state, state.lookup)
+        state.stored = self.stores.queue(keys, block_ids, state.stored, end, held=state.held)
+
+    def saves_finished(self, report: SaveReport) -> None:
+        """Save jobs ended on some ranks."""
+        self.stores.finished(report)
+
+    def finish_request(self, request: Any, block_ids: list[int]) -> None:
+        """A request is over, for whatever reason; a load of it may still be running.
+
+        Chunks that were put off because too many blocks were pinned get a last chance: their blocks are still whole.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        if self._may_store and self._client.is_ready and not state.is_loading:
+            self._queue_request(state, request.num_computed_tokens, block_ids)
+        self._drop_lookup(state)
+        state.is_finished = True
+        if not state.is_loading:
+            del self._requests[request.request_id]
+
+    def poll(self) -> None:
+        """Take in what the server sent; never blocks."""
+        generation = self._client.generation
+        self._client.poll()
+        if self._client.generation != generation:
+            self.counters["sessions_lost"] += 1
+            self.stores.session_lost()
+
+    def reset(self) -> None:
+        """The weights changed: nothing stored before may be loaded again, nothing computed before may be stored."""
+        self._resets += 1
+        for state in self._requests.values():
+            self._drop_lookup(state)
+        self.stores.reset()
+        self._client.reset()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether blocks are pinned or copies run, so that the engine must keep stepping."""
+        return self.stores.has_work or any(state.is_loading for state in self._requests.values())
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        self._client.close()

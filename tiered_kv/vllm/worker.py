@@ -1,0 +1,292 @@
+"""The worker's side: copies between paged KV and slots, in threads of its own, and reports each copy exactly once.
+
+Copies are never timed out and never dropped half way (DESIGN rule 1): what was started is finished and then reported,
+and the arena is unmapped only when nothing copies from it or into it any more.
+
+    field                    owner
+    _client, _joining        the model runner's thread; the join itself runs in a thread that hands over its result,
+                             and the watching thread takes away a client whose server is gone
+    _loads_done, _saves_done filled by copy threads, emptied by the model runner's thread (deques: appends are atomic)
+    _running                 guarded by _idle
+"""
+
+import json
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tiered_kv.chunks.self_test import self_test
+from tiered_kv.chunks.transfer import PagedKV
+from tiered_kv.config import Config
+from tiered_kv.errors import TieredKVError, UnsupportedModel
+from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.server import messages as m
+from tiered_kv.server.client import SessionInfo
+from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
+from tiered_kv.vllm.geometry import rank_pages
+from tiered_kv.vllm.identity import base_fields, block_tokens
+from tiered_kv.vllm.metadata import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_LAST_S = 30.0
+
+
+class CopyThread:
+    """One thread that performs copies in order."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a task; it reports by itself and must not raise."""
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+class WorkerSide:
+    """One rank's side of the connector.
+
+    Threads: the model runner's, for every public method.
+    """
+
+    def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any, engine_id: str) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._engine_id = engine_id
+        parallel = vllm_config.parallel_config
+        self._rank = int(parallel.rank)
+        self._world_size = int(parallel.world_size)
+        self._paged: PagedKV | None = None
+        self._join: m.JoinWorker | None = None
+        self._client: WorkerClient | None = None
+        self._joined: deque[WorkerClient] = deque()
+        self._joining_generation = -1
+        self._is_joining = False
+        self._early: list[tuple[str, StepMetadata, LoadJob | SaveJob]] = []
+        self._threads: dict[str, CopyThread] = {}
+        self._loads_done: deque[tuple[str, bool]] = deque()
+        self._saves_done: deque[tuple[int, bool]] = deque()
+        self._idle = threading.Condition()
+        self._running = 0
+        self._closing = threading.Event()
+
+    # -- start -------------------------------------------------------------------------------------------------
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """Take vLLM's KV tensors, prove that their layout is understood, and join the server; blocks.
+
+        Raises:
+            TieredKVError: With ``strict``, whatever keeps this worker from taking part.
+        """
+        try:
+            self._prepare(kv_caches)
+        except (TieredKVError, ValueError) as exc:
+            self._give_up(exc)
+            return
+        try:
+            self._joining_generation = 0
+            self._client = self._new_client(0)
+        except TieredKVError as exc:
+            if self._config.strict:
+                raise
+            logger.error("no cache server; this engine serves without the cache until one is found. %s", exc)
+            self._rejoin_in_background(None, 0)
+
+    def _prepare(self, kv_caches: dict[str, Any]) -> None:
+        block = block_tokens(self._vllm_config, self._kv_cache_config)
+        pages = rank_pages(kv_caches, self._kv_cache_config, block)
+        paged = PagedKV(pages, kv_caches, self._config.chunk_tokens // block)
+        self_test(paged)
+        fields = base_fields(self._vllm_config, self._kv_cache_config, self._config)
+        self._join = m.JoinWorker(
+            self._rank,
+            self._world_size,
+            block,
+            self._config.chunk_tokens,
+            json.dumps(fields, sort_keys=True).encode(),
+            pages_on_the_wire(pages),
+        )
+        self._paged = paged
+        names = ("load", "save") if next(iter(kv_caches.values())).device.type == "cpu" else ("copy",)
+        self._threads = {name: CopyThread(name) for name in names}
+
+    def _give_up(self, reason: Exception) -> None:
+        """Serve without the cache, and let the scheduler side know why."""
+        if self._config.strict:
+            raise UnsupportedModel(str(reason)) from reason
+        logger.error("this model is served without the cache: %s", reason)
+        try:
+            decline(self._config, self._engine_id, str(reason))
+        except TieredKVError as exc:
+            logger.warning("the scheduler side could not be told. %s", exc)
+
+    def _new_client(self, generation: int) -> WorkerClient:
+        assert self._join is not None
+        client = WorkerClient(self._config, self._engine_id, generation, self._join)
+        threading.Thread(target=self._watch, args=(client,), name="tiered_kv-watch", daemon=True).start()
+        return client
+
+    def _watch(self, client: WorkerClient) -> None:
+        """Let go of a dead server's arena even while this engine is idle: the next server's memory waits for that."""
+        client.wait_lost()
+        if self._client is client:
+            self._client = None  # a copy that slips in between finds the arena unmapped, fails and is recomputed
+        with self._idle:
+            self._idle.wait_for(lambda: self._running == 0)
+        client.leave()
+
+    # -- every step --------------------------------------------------------------------------------------------
+
+    def follow(self, metadata: StepMetadata) -> None:
+        """Join the scheduler's session generation, in the background."""
+        while self._joined:
+            client = self._joined.popleft()
+            if client.generation == self._joining_generation:
+                self._client, self._is_joining = client, False
+            else:
+                client.leave()
+        if self._join is not None and metadata.generation > self._joining_generation:
+            self._joining_generation = metadata.generation
+            old, self._client = self._client, None
+            self._rejoin_in_background(old, metadata.generation)
+        early, self._early = self._early, []
+        for kind, step, job in early:
+            self._submit(kind, step, job)
+
+    def _rejoin_in_background(self, old: WorkerClient | None, generation: int) -> None:
+        self._is_joining = True
+        threading.Thread(target=self._rejoin, args=(old, generation), name="tiered_kv-rejoin", daemon=True).start()
+
+    def _rejoin(self, old: WorkerClient | None, generation: int) -> None:
+        with self._idle:
+            self._idle.wait_for(lambda: self._running == 0)
+        if old is not None:
+            old.leave()
+        backoff_s = BACKOFF_FIRST_S
+        while generation == self._joining_generation and not self._closing.is_set():
+            try:
+                client = self._new_client(generation)
+                if self._closing.is_set():
+                    client.leave()
+                else:
+                    self._joined.append(client)
+                return
+            except TieredKVError as exc:
+                logger.warning("worker could not join; next try in %.1f s. rank=%d %s", backoff_s, self._rank, exc)
+                self._closing.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, BACKOFF_LAST_S)
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Start this step's loads; they follow what the model's stream was told to do with their blocks so far."""
+        if metadata.loads and self._paged is not None:
+            self._paged.note_compute()
+        for job in metadata.loads:
+            self._submit("load", metadata, job)
+
+    def start_saves(self, metadata: StepMetadata) -> None:
+        """Start this step's saves; the step's forward pass has been launched."""
+        if metadata.saves and self._paged is not None:
+            self._paged.note_compute()
+        for job in metadata.saves:
+            self._submit("save", metadata, job)
+
+    def _submit(self, kind: str, metadata: StepMetadata, job: LoadJob | SaveJob) -> None:
+        client, session = self._client, metadata.session
+        if client is None and self._is_joining and job.generation == self._joining_generation:
+            # The session opened while this worker was still mapping its arena: the job starts when that is done.
+            self._early.append((kind, metadata, job))
+            return
+        if client is None or session is None or not job.copies or client.generation != job.generation:
+            self._report(job, succeeded=False)
+            return
+        with self._idle:
+            self._running += 1
+
+        def task() -> None:
+            succeeded = False
+            try:
+                self._copy(kind, client, session, job.copies)
+                succeeded = True
+            except Exception:  # nothing may leave a copy unreported; the request is recomputed
+                logger.exception("copy failed. kind=%s rank=%d", kind, self._rank)
+            finally:
+                self._report(job, succeeded=succeeded)
+                with self._idle:
+                    self._running -= 1
+                    self._idle.notify_all()
+
+        (self._threads.get(kind) or self._threads["copy"]).submit(task)
+
+    def _report(self, job: LoadJob | SaveJob, *, succeeded: bool) -> None:
+        if isinstance(job, LoadJob):
+            self._loads_done.append((job.request_id, succeeded))
+        else:
+            self._saves_done.append((job.job_id, succeeded))
+
+    def _copy(self, kind: str, client: WorkerClient, session: SessionInfo, copies: tuple[ChunkCopy, ...]) -> None:
+        assert self._paged is not None
+        offset = session.payload_offset + session.rank_offsets[self._rank]
+        started = []
+        for copy in copies:
+            slab, index = divmod(copy.slot, SLOTS_PER_SLAB_MAX)
+            view = client.arena.view(slab, index * session.slot_bytes + offset, self._paged.rank_bytes)
+            if kind == "load":
+                started.append((self._paged.scatter(view, copy.block_ids, copy.first_block), view))
+            else:
+                started.append((self._paged.gather(copy.block_ids, view), view))
+        for done, view in started:
+            done.wait()
+            view.release()
+
+    # -- reports -----------------------------------------------------------------------------------------------
+
+    def take_finished_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads ended since the last call, and those among them whose loads failed."""
+        finished: set[str] = set()
+        failed: set[str] = set()
+        while self._loads_done:
+            request_id, succeeded = self._loads_done.popleft()
+            finished.add(request_id)
+            if not succeeded:
+                failed.add(request_id)
+        return finished, failed
+
+    def take_finished_saves(self) -> SaveReport | None:
+        """Save jobs that ended since the last call; None when there are none."""
+        if not self._saves_done:
+            return None
+        report = SaveReport()
+        while self._saves_done:
+            job_id, succeeded = self._saves_done.popleft()
+            report.ranks_done[job_id] = 1
+            if not succeeded:
+                report.failed.add(job_id)
+        return report
+
+    def close(self) -> None:
+        """Finish the copies, unmap the arena. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for thread in self._threads.values():
+            thread.close()
+        for client in (self._client, *self._joined):
+            if client is not None:
+                client.leave()
+        self._client = None
