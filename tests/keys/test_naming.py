@@ -1,18 +1,20 @@
 import pytest
 
-from tiered_kv.keys.naming import parse_path, relative_path
+from tiered_kv.keys.naming import BlobName, object_path, parse_object_path, parse_path, relative_path
 
 NAMESPACE = bytes(range(16))
 KEY = bytes(range(0xF0, 0x100))
 PATH = "000102030405060708090a0b0c0d0e0f/f0/f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff.safetensors"
+PARENT = b"\xaa" * 16
+OBJECT_PATH = PATH.replace(".safetensors", f".0000007.{PARENT.hex()}.safetensors")
 
 
 def test_path_is_namespace_then_first_digits_then_key():
-    assert relative_path((NAMESPACE, KEY)) == PATH
+    assert relative_path(BlobName(NAMESPACE, KEY)) == PATH
 
 
 def test_path_gives_the_name_back():
-    assert parse_path(PATH) == (NAMESPACE, KEY)
+    assert parse_path(PATH) == BlobName(NAMESPACE, KEY)
 
 
 @pytest.mark.parametrize(
@@ -43,5 +45,48 @@ def test_any_other_path_is_no_name(path):
 
 @pytest.mark.parametrize("name", [(NAMESPACE[:15], KEY), (NAMESPACE, KEY + b"x"), (b"", b"")])
 def test_name_of_another_length_has_no_path(name):
-    with pytest.raises(ValueError, match="two times 16 bytes"):
-        relative_path(name)
+    with pytest.raises(ValueError, match="has 16 bytes"):
+        relative_path(BlobName(*name))
+
+
+def test_names_are_equal_whatever_is_known_of_their_ancestry():
+    assert BlobName(NAMESPACE, KEY) == BlobName(NAMESPACE, KEY, PARENT, 7)
+    assert hash(BlobName(NAMESPACE, KEY)) == hash(BlobName(NAMESPACE, KEY, PARENT, 7))
+
+
+def test_object_path_tells_depth_and_parent():
+    name = BlobName(NAMESPACE, KEY, PARENT, 7)
+    assert object_path(name) == OBJECT_PATH
+    found = parse_object_path(OBJECT_PATH)
+    assert found is not None
+    assert (found.namespace, found.key, found.parent, found.chunk_index) == (NAMESPACE, KEY, PARENT, 7)
+
+
+def test_object_paths_of_a_chain_sort_by_depth():
+    paths = [object_path(BlobName(NAMESPACE, KEY, PARENT, depth)) for depth in (0, 9, 10, 512, 9_999_999)]
+    assert sorted(paths) == paths
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        PATH,
+        OBJECT_PATH + "\n",
+        "/" + OBJECT_PATH,
+        OBJECT_PATH.upper(),
+        OBJECT_PATH.replace("/f0/", "/f1/"),
+        OBJECT_PATH.replace(".0000007.", ".7."),
+        OBJECT_PATH.replace(".0000007.", ".00000007."),
+        OBJECT_PATH.replace(".0000007.", ".-000007."),
+        OBJECT_PATH.replace("aaaa", "aaa"),
+        "namespace.json",
+    ],
+)
+def test_any_other_path_is_no_object_of_ours(path):
+    assert parse_object_path(path) is None
+
+
+@pytest.mark.parametrize(("parent", "depth"), [(b"", 0), (b"p", 0), (bytes(16), -1), (bytes(16), 10**7)])
+def test_name_without_its_ancestry_has_no_object_path(parent, depth):
+    with pytest.raises(ValueError, match="observed="):
+        object_path(BlobName(NAMESPACE, KEY, parent, depth))

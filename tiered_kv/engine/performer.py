@@ -104,4 +104,4 @@ class Performer:
 
 
 def _name(record: ChunkRecord) -> BlobName:
-    return BlobName(record.namespace, record.key)
+    return BlobName(record.namespace, record.key, record.parent, record.chunk_index)

@@ -39,7 +39,7 @@ def self_test(tier: Tier, clock: Clock) -> SelfTest:
     """Test a tier. Never raises for what the tier does; removes what it wrote."""
     blob_format = self_test_format()
     key = os.urandom(16)
-    name = BlobName(SELF_TEST_NAMESPACE, key)
+    name = BlobName(SELF_TEST_NAMESPACE, key, SELF_TEST_NAMESPACE, 0)
     size = blob_format.blob_bytes
     with mmap.mmap(-1, size) as wrote, mmap.mmap(-1, size) as read:  # page-aligned, as slots are
         blob, back = memoryview(wrote), memoryview(read)

@@ -54,7 +54,7 @@ class SampleChain:
         return hashlib.md5(b"key %d %d" % (self._seed, index), usedforsecurity=False).digest()
 
     def name(self, index: int) -> BlobName:
-        return BlobName(self.namespace, self.key(index))
+        return BlobName(self.namespace, self.key(index), self.key(index - 1), index)
 
     def blob(self, index: int, version: int = 0) -> SampleBlob:
         """Chunk ``index``; another ``version`` has other payload bytes under the same name."""

@@ -118,7 +118,7 @@ class TierContract:
     def test_names_are_kept_apart_by_namespace(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             [blob] = self.fill(tier, 1)
-            twin = BlobName(bytes(16), blob.name.key)
+            twin = BlobName(bytes(16), blob.name.key, blob.name.parent, blob.name.chunk_index)
             assert not tier.contains(twin)
             assert not tier.delete(twin)
             assert self.read(tier, blob.name) == blob.data

@@ -8,14 +8,10 @@ never starts a thread, never retries and never logs per blob: verification, retr
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from tiered_kv.keys.naming import BlobName
 
-class BlobName(NamedTuple):
-    """What a blob is called in every tier: 16 bytes of namespace digest and 16 bytes of chunk key."""
-
-    namespace: bytes
-    key: bytes
+__all__ = ["BlobInfo", "BlobName", "Tier", "TierTraits", "Usage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +48,15 @@ class TierTraits:
     Attributes:
         name: Short name used in logs, metrics and messages: ``host``, ``disk``, ``object``.
         io_concurrency: How many operations the medium profits from at once.
-        is_shared: Other machines may add and remove blobs behind our back.
+        is_shared: Other machines may add and remove blobs behind our back: what it holds is not known from a scan at
+            start, and not this machine alone keeps it within its capacity.
+        keeps_first: A put under a name that is taken leaves the blob that is there.
     """
 
     name: str
     io_concurrency: int
     is_shared: bool
+    keeps_first: bool = False
 
 
 class Tier(ABC):
@@ -70,7 +69,9 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, name: BlobName, blob: memoryview) -> None:
-        """Store ``blob`` under ``name``, replacing what was there; readers see all of it or nothing.
+        """Store ``blob`` under ``name``; readers see all of it or nothing.
+
+        What was there is replaced, or kept where the traits say so: equal names mean equal bytes.
 
         Raises:
             CapacityExceeded: No room under the tier's limit or on the medium; nothing was stored.

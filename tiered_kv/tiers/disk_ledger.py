@@ -134,7 +134,13 @@ class DiskLedger:
             rows = [(shard.namespace, row) for shard, rows in self._shards.items() for row in rows.values()]
         rows.sort(key=lambda item: (item[1].use_seq, -item[1].chunk_index))
         return (
-            BlobInfo(BlobName(space, row.key), row.size_bytes, row.parent, row.chunk_index, row.prefix_sha256)
+            BlobInfo(
+                BlobName(space, row.key, row.parent, row.chunk_index),
+                row.size_bytes,
+                row.parent,
+                row.chunk_index,
+                row.prefix_sha256,
+            )
             for space, row in rows
         )
 

@@ -81,11 +81,10 @@ def _take(content: DirectoryContent, known: ShardRows, relative: str, entry: "os
     except FileNotFoundError:
         return  # vanished between the listing and the look: an ordinary miss
     size = allocated_bytes(status)
-    parsed = parse_path(relative)
-    if parsed is None or not stat.S_ISREG(status.st_mode):
+    name = parse_path(relative)
+    if name is None or not stat.S_ISREG(status.st_mode):
         _leave(content, size)
         return
-    name = BlobName(*parsed)
     shard = Shard.of(name)
     row = known.get(shard, {}).get(name.key)
     if row is None or row.size_bytes != size:

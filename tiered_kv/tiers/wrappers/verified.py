@@ -37,7 +37,7 @@ class VerifiedTier(Tier):
             ChunkMismatch: The header is of another format version.
         """
         header = peek(blob[:PEEK_BYTES])
-        if (header.namespace, header.key) != name:
+        if (header.namespace, header.key) != (name.namespace, name.key):
             raise ChunkCorrupt(
                 "blob is not what its name says. "
                 f"observed={header.namespace.hex()}/{header.key.hex()} expected={name.namespace.hex()}/{name.key.hex()}"
