@@ -50,6 +50,7 @@ class TierTraits:
         io_concurrency: How many operations the medium profits from at once.
         is_shared: Other machines may add and remove blobs behind our back: what it holds is not known from a scan at
             start, and not this machine alone keeps it within its capacity.
+        flush_interval_s: How often ``flush`` is called.
         keeps_first: A put under a name that is taken leaves the blob that is there.
     """
 
@@ -57,6 +58,7 @@ class TierTraits:
     io_concurrency: int
     is_shared: bool
     keeps_first: bool = False
+    flush_interval_s: float = 5.0
 
 
 class Tier(ABC):
