@@ -158,8 +158,7 @@ def test_a_blob_that_had_vanished_when_it_was_evicted_gives_its_room_back():
 
 
 def test_two_tiers_serve_from_the_first_that_has_the_chunk():
-    story = Story(capacities=(None, None), found=[(1,)])
-    story.restore(1, SMALL, (1,))
+    story = Story(capacities=(None, None), found=[(1,)], found_behind=[(1,)])
     story.damage(0, SMALL.key((1,)), None)
     lookup = story.ask((1,))
     story.finish_all()

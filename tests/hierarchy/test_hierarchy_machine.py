@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiered_kv.hierarchy.hierarchy import Hierarchy
-from tiered_kv.hierarchy.plan import Delete, Grow, Job, Outcome, Read, Seal, Write
-from tiered_kv.testing.oracle import Blob, Space, World
+from tiered_kv.hierarchy.plan import Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
+from tiered_kv.testing.oracle import Blob, World
+from tiered_kv.testing.spaces import Space
 
 SPACES = [Space(b"A" * 16, 10), Space(b"B" * 16, 15), Space(b"C" * 16, 10)]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
@@ -17,6 +18,8 @@ FAULTS: dict[type[Job], list[Outcome]] = {
     Seal: [Outcome.UNAVAILABLE],
     Write: [Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.CORRUPT],
     Read: [Outcome.UNAVAILABLE],
+    Copy: [Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.NO_SOURCE],
+    Probe: [Outcome.UNAVAILABLE],
     Delete: [Outcome.UNAVAILABLE],
     Grow: [Outcome.NO_ROOM],
 }
@@ -27,12 +30,16 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(
         host_bytes=st.sampled_from([60, 160, 200]),
-        capacities=st.sampled_from([[], [None], [45], [100], [300], [100, None]]),
+        capacities=st.sampled_from([[], [None], [45], [100], [300], [100, None], [300, 100]]),
+        is_shared=st.booleans(),
         stored=st.lists(st.tuples(PICK, PATHS), max_size=8),
     )
-    def start(self, host_bytes, capacities, stored):
-        self.world = World(Hierarchy(host_bytes, capacities), capacities)
-        for tier in range(len(capacities)):
+    def start(self, host_bytes, capacities, is_shared, stored):
+        self.is_shared = is_shared and bool(capacities)
+        if self.is_shared:
+            capacities = [*capacities[:-1], None]
+        self.world = World(Hierarchy(host_bytes, capacities, is_last_shared=self.is_shared), capacities)
+        for tier in range(len(capacities) - self.is_shared):
             for pick, path in {(pick % 3, path): None for pick, path in stored}:
                 self.world.restore(tier, SPACES[pick], path)
             self.world.hierarchy.restored(tier)
@@ -148,6 +155,32 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def try_again(self):
         self.world.hierarchy.try_again()
+
+    @rule()
+    def resume_writes(self):
+        self.world.hierarchy.resume_writes()
+
+    @rule(pick=PICK, is_readable=st.booleans())
+    @precondition(lambda self: self.world.media)
+    def set_readable(self, pick, is_readable):
+        self.world.hierarchy.set_readable(pick % len(self.world.media), is_readable)
+
+    # -- other machines on a shared tier -------------------------------------------------------------------------------
+
+    @rule(space=st.sampled_from(SPACES), path=PATHS)
+    @precondition(lambda self: self.is_shared)
+    def others_store(self, space, path):
+        self.world.others_store(space, path)
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.is_shared and self.world.media[-1])
+    def others_evict(self, pick):
+        keys = sorted(self.world.media[-1])
+        self.world.damage(len(self.world.media) - 1, keys[pick % len(keys)], None)
+
+    @rule()
+    def age_absences(self):
+        self.world.hierarchy.age_absences()
 
     @invariant()
     def everything_holds(self):

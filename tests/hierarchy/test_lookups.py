@@ -5,7 +5,7 @@ from hierarchy_world import SMALL, Story, chunks_of
 
 from tiered_kv.hierarchy.hierarchy import Limits
 from tiered_kv.hierarchy.plan import Grow, Outcome, Read, Seal
-from tiered_kv.testing.oracle import Space
+from tiered_kv.testing.spaces import Space
 
 PREFIX = (1, 2, 3, 4)
 

@@ -209,8 +209,8 @@ def test_a_promotion_takes_the_slot_of_a_store_that_is_not_being_written():
 
 
 def test_a_store_that_was_dropped_and_made_again_is_written_once_it_is_sealed():
-    story = Story(host_bytes=40, capacities=(30, None), found=[(7,), (8,), (9,)])
-    story.restore(1, SMALL, (2,))  # so that it stays known when it leaves host memory
+    # The second tier has it, so that it stays known when it leaves host memory.
+    story = Story(host_bytes=40, capacities=(30, None), found=[(7,), (8,), (9,)], found_behind=[(2,)])
     for path in [(1,), (2,)]:
         story.store_without_writes(path)  # both wait for room, the second behind the first
     story.ask((8,))

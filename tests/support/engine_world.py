@@ -19,7 +19,7 @@ from tiered_kv.engine.executor import Executor
 from tiered_kv.hierarchy.hierarchy import Limits
 from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, SlotId, Update
 from tiered_kv.keys.namespace import Namespace
-from tiered_kv.testing.oracle import Space
+from tiered_kv.testing.spaces import Space
 from tiered_kv.testing.stepping import FakeClock, StepExecutor
 from tiered_kv.tiers.base import Tier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from tiered_kv.hierarchy.hierarchy import Hierarchy, Limits
 from tiered_kv.hierarchy.plan import Delete, Grow, Job, LookupUpdate, Outcome, Read, Seal, Write
-from tiered_kv.testing.oracle import Space, World
+from tiered_kv.testing.oracle import World
+from tiered_kv.testing.spaces import Space
 
 SMALL = Space(b"small-namespace-", 10)
 LARGE = Space(b"large-namespace-", 15)
@@ -29,11 +30,18 @@ class Story(World):
         capacities: Sequence[int | None] = (None,),
         limits: Limits | None = None,
         found: Sequence[Path] = (),
+        *,
+        found_behind: Sequence[Path] = (),
+        is_last_shared: bool = False,
     ) -> None:
-        """Start; ``found`` are prefixes whose last chunk is in the first lower tier already, least used first."""
-        super().__init__(Hierarchy(host_bytes, capacities, limits), list(capacities))
-        for path in found:
-            self.restore(0, SMALL, path)
+        """Start; ``found`` are prefixes whose last chunk is in the first lower tier already, least used first.
+
+        ``found_behind`` are those in the second.
+        """
+        super().__init__(Hierarchy(host_bytes, capacities, limits, is_last_shared=is_last_shared), list(capacities))
+        for tier, paths in enumerate((found, found_behind)):
+            for path in paths:
+                self.restore(tier, SMALL, path)
         for tier in range(len(capacities)):
             self.hierarchy.restored(tier)
         self.session = self.open(SMALL)

@@ -2,12 +2,14 @@
 
 Pure: no I/O, no clock, no threads. Every public method changes state and leaves jobs and updates to be collected
 with :meth:`Hierarchy.take_jobs` and :meth:`Hierarchy.take_updates`; the engine performs the jobs and reports how each
-ended. One owner; nothing here waits. Host memory is in ``host.py``, tiers below it in ``lower.py``, leases in
-``lookups.py``, empty slots held by sessions in ``credits.py``; this file is where they meet.
+ended. One owner; nothing here waits. Host memory is in ``host.py``, the tiers below it in ``stack.py``, leases in
+``lookups.py``, reads into slots in ``promotions.py``, what a shared tier may have in ``searches.py``, empty slots held
+by sessions in ``credits.py``; this file is where they meet.
 
 Life of a chunk::
 
     commit -> host SEALING -> READY -> lower QUEUED -> WRITING -> PRESENT -> (host evicted) -> PROMOTING -> READY
+                                            `-> the tier behind: QUEUED -> WRITING -> PRESENT
 """
 
 from __future__ import annotations
@@ -19,21 +21,24 @@ from dataclasses import dataclass
 from tiered_kv.hierarchy.credits import Credits, Session
 from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import Entry, HostState, Index, LowerState
-from tiered_kv.hierarchy.lookups import Lookup, Lookups
-from tiered_kv.hierarchy.lower import LowerTier
+from tiered_kv.hierarchy.lookups import Lookups
 from tiered_kv.hierarchy.plan import (
     ChunkRecord,
+    Copy,
     CreditRecall,
     Grow,
     Job,
     Outcome,
+    Probe,
     Read,
     Seal,
     SlotId,
     Update,
     Write,
 )
-from tiered_kv.hierarchy.slots import slab_of
+from tiered_kv.hierarchy.promotions import Promotions
+from tiered_kv.hierarchy.searches import Search
+from tiered_kv.hierarchy.stack import LowerTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +66,34 @@ class Hierarchy:
     Threads: one owner. Units: bytes.
     """
 
-    def __init__(self, host_bytes: int, lower_capacities: Sequence[int | None], limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        host_bytes: int,
+        lower_capacities: Sequence[int | None],
+        limits: Limits | None = None,
+        *,
+        is_last_shared: bool = False,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            lower_capacities: Bytes of the tiers below host memory, highest first; None: not limited from here.
+            is_last_shared: Others write and remove in the last of them, too, and keep it within its limits.
+        """
         self.limits = limits or Limits()
         self.index = Index(len(lower_capacities))
         self.counters: Counter[str] = Counter()
         self._jobs: list[Job] = []
         self._host = HostMemory(host_bytes, self.index, self._jobs, self.counters)
         self.slots = self._host.slots
-        self._lower = [
-            LowerTier(tier, capacity, self.index, self._host, self._jobs, self.counters)
-            for tier, capacity in enumerate(lower_capacities)
-        ]
-        for lower in self._lower:
-            lower.queue_limit_bytes = int(host_bytes * self.limits.write_queue_share)
+        self._lower = LowerTiers(self.index, self._host, self._jobs, self.counters)
+        self._lower.open(
+            lower_capacities, int(host_bytes * self.limits.write_queue_share), is_last_shared=is_last_shared
+        )
         self._credits = Credits(self._host, self.limits.credit_share)
         self._sessions: dict[int, Session] = {}
-        self._lookups = Lookups(self._host, self.counters)
-        self._early_reads: dict[int, list[Read]] = {}  # by the slab whose memory they wait for
+        self._lookups = Lookups(self._host, self.counters, (self.limits.leased_share, self.limits.request_share))
+        self._promotions = Promotions(self.index, self._host, self._lower, self._lookups, self._jobs, self.counters)
         self._recalls: list[CreditRecall] = []
         self._last_session = 0
         self._used: deque[ChunkRecord] = deque()
@@ -109,8 +125,8 @@ class Hierarchy:
         return uses
 
     def _share_out(self) -> None:
-        for lower in self._lower:
-            lower.refill()
+        if self._lower.front is not None:
+            self._lower.front.refill()
         self._credits.top_up(self._sessions.values())
         self._host.finish_drains()
         if self._host.take_new_drains():
@@ -127,6 +143,7 @@ class Hierarchy:
         session = Session(self._last_session, namespace, slot_bytes)
         self._sessions[session.id] = session
         self._host.add_user(slot_bytes)
+        self._lower.claim_found(namespace)
         return session.id
 
     def suspend_session(self, session_id: int) -> None:
@@ -155,49 +172,54 @@ class Hierarchy:
         session = self._sessions[session_id]
         held = self.index.held_prefix(session.namespace, keys, digests)
         self._record_use(held, session.slot_bytes)
-        lookup = self._lookups.open(session, held, start, (self.limits.leased_share, self.limits.request_share))
-        self._promote(lookup)
+        lookup = self._lookups.open(session, held, start)
+        self._promotions.start(lookup)
         self._lookups.wait(lookup)
-        for entry in held:  # root first: a write that was dropped gets another chance
-            if entry.host is HostState.READY:
-                self._claim_write(entry)
+        self._lower.claim_again(held)
+        if self._lower.searches is not None:
+            search = self._lower.searches.begin(session.namespace, keys, digests, len(held))
+            if search is not None:
+                lookup.search, search.lookup = search, lookup.id
+                self._go_on(search)
         return lookup.id
+
+    def _go_on(self, search: Search) -> None:
+        """Ask what is still unknown; take in what was found."""
+        assert self._lower.searches is not None
+        self._lower.searches.advance(search)
+        found = self._take_found(search)
+        lookup = self._lookups.get(search.lookup)
+        if lookup is None or lookup.search is not search:
+            return
+        if found:
+            self._lookups.extend(lookup, found)
+            self._record_use(self.index.prefix(found[-1])[::-1], lookup.session.slot_bytes)
+            self._promotions.start(lookup)
+            self._lookups.wait(lookup)
+        if search.is_over:
+            self._lookups.search_ended(lookup)
+
+    def _take_found(self, search: Search) -> list[Entry]:
+        assert self._lower.searches is not None
+        found: list[Entry] = []
+        while search.told < search.low:
+            record = search.record(search.told)
+            entry = self.index.get(record.key) or self.index.add(record)
+            if entry.record == record:
+                self._lower[self._lower.searches.tier].found(entry)
+            if entry.record != record or not self.index.is_held(entry):
+                self.index.remove_if_gone(entry)
+                self._lower.searches.stop(search)
+                break
+            search.told += 1
+            found.append(entry)
+        return found
 
     def release(self, session_id: int, lookup_id: int) -> None:
         """End a lookup and its leases. Unknown ids are ignored: the session may have been told late."""
         lookup = self._lookups.get(lookup_id)
         if lookup is not None and lookup.session.id == session_id:
             self._lookups.close(lookup)
-
-    def _promote(self, lookup: Lookup) -> None:
-        """Start reading what is not in host memory; takes slots that can be had now and never waits for more."""
-        slot_bytes = lookup.session.slot_bytes
-        for position, entry in enumerate(lookup.entries):
-            if entry.host is not HostState.ABSENT:
-                continue
-            slot = self._host.take_for_load(slot_bytes)
-            if slot is None:
-                slot = self._take_from_stores(slot_bytes)
-            if slot is None:
-                self.counters["promotion_without_slot"] += 1
-                self._lookups.truncate(lookup, position)
-                return
-            self._host.place(entry, slot, slot_bytes, HostState.PROMOTING)
-            job = Read(entry.lower.index(LowerState.PRESENT), entry.record, slot)
-            if self.slots.has_memory(slot):
-                self._jobs.append(job)
-            else:
-                self._early_reads.setdefault(slab_of(slot), []).append(job)
-
-    def _take_from_stores(self, slot_bytes: int) -> SlotId | None:
-        """The slot of a chunk that waits for its write: under pressure stores are dropped first, loads never."""
-        for lower in self._lower:
-            while (entry := lower.give_up_store(slot_bytes)) is not None:
-                slot = self._host.evict(entry)
-                if not self.slots.is_draining(slot):
-                    return slot
-                self._host.give(slot)
-        return None
 
     # -- stores ------------------------------------------------------------------------------------------------
 
@@ -220,7 +242,8 @@ class Hierarchy:
             entry = entry or self.index.add(record)
             self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
             self._jobs.append(Seal(record, slot))
-            self._claim_write(entry)
+            if self._lower.front is not None:
+                self._lower.front.claim(entry)
 
     def give_back(self, session_id: int, slot: SlotId) -> None:
         """A granted slot will not be filled.
@@ -236,34 +259,24 @@ class Hierarchy:
         if entry is not None:
             self._record_use(self.index.prefix(entry)[::-1], entry.slot_bytes)
 
-    def _claim_write(self, entry: Entry) -> None:
-        """Queue the chunk's write to the first lower tier, if its prefix is there and the queue has room."""
-        if self._lower:
-            self._lower[0].claim(entry)
-
     def sealed(self, job: Seal, outcome: Outcome) -> None:
         """A seal ended: the chunk is visible now, or gone."""
         entry = self._entry(job.record)
         if outcome is Outcome.OK:
-            self._now_ready(entry)
-            for lower in self._lower:
-                lower.start(entry)
+            self._promotions.filled(entry)
+            if self._lower.front is not None:
+                self._lower.front.start(entry)
         else:
             self.counters["seal_failed"] += 1
-            for lower in self._lower:
-                lower.drop(entry, "seal_failed")
-            self._leave_host(entry)
+            if self._lower.front is not None:
+                self._lower.front.drop(entry, "seal_failed")
+            self._promotions.lost(entry)
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
     def read(self, job: Read, outcome: Outcome) -> None:
-        """A promotion ended. Failures shorten the lookups that waited; what they leave behind is DESIGN rule 4."""
-        entry = self._entry(job.record)
-        if outcome is Outcome.OK:
-            self._now_ready(entry)
-            return
-        self._lower[job.tier].read_failed(entry, outcome)
-        self._leave_host(entry)
+        """A promotion ended."""
+        self._promotions.ended(job, self._entry(job.record), outcome)
 
     def written(self, job: Write, outcome: Outcome) -> None:
         """A write to a lower tier ended."""
@@ -272,18 +285,25 @@ class Hierarchy:
         if outcome is Outcome.CORRUPT and entry.holds == 0:  # not what was sealed: somebody wrote into the slot
             self._host.give(self._host.evict(entry))
 
+    def copied(self, job: Copy, outcome: Outcome) -> None:
+        """An upload ended."""
+        entry = self._entry(job.record)
+        self._lower[job.tier].written(entry, outcome)
+        self.index.remove_if_gone(entry)
+
+    def probed(self, job: Probe, outcome: Outcome) -> None:
+        """A probe ended."""
+        assert self._lower.searches is not None
+        for search in self._lower.searches.probed(job, outcome):
+            self._go_on(search)
+
     def deleted(self, tier: int, record: ChunkRecord, outcome: Outcome) -> None:
         """A deletion from a lower tier ended."""
         self._lower[tier].deleted(self._entry(record), outcome)
 
     def grown(self, job: Grow, outcome: Outcome) -> None:
         """A slab has its memory, or the machine refused it; then nothing grows until :meth:`try_again`."""
-        early_reads = self._early_reads.pop(job.slab, [])
-        if outcome is Outcome.OK:
-            self._jobs.extend(early_reads)
-        else:
-            for read in early_reads:
-                self._leave_host(self._entry(read.record))
+        self._promotions.memory_came(job.slab, outcome is Outcome.OK)
         self._host.grown(job, outcome)
 
     def try_again(self) -> None:
@@ -291,6 +311,21 @@ class Hierarchy:
         self.slots.allow_growth()
         for lower in self._lower:
             lower.evict_to_capacity()
+
+    def set_readable(self, tier: int, is_readable: bool) -> None:
+        """A tier stopped to answer, or does again. Until then what lies only there is not held, nothing is written."""
+        self.index.readable[tier] = is_readable
+        if is_readable:
+            self.resume_writes()
+
+    def resume_writes(self) -> None:
+        """A tier that had no room or gave no answer may do better now. Call it about once a second."""
+        self._lower.resume()
+
+    def age_absences(self) -> None:
+        """What a shared tier did not have may be there now. A steady pace of calls bounds how long absence counts."""
+        if self._lower.searches is not None:
+            self._lower.searches.age_absences()
 
     def restore(self, tier: int, record: ChunkRecord, size_bytes: int) -> None:
         """A blob found in a lower tier at start. Call least recently used first, before any session."""
@@ -317,29 +352,18 @@ class Hierarchy:
         assert entry is not None, "a job outlived its entry"
         return entry
 
-    def _now_ready(self, entry: Entry) -> None:
-        self._host.now_ready(entry)
-        self._lookups.chunk_ready(entry)
-
-    def _leave_host(self, entry: Entry) -> None:
-        """Free the slot of an entry whose fill failed."""
-        self._lookups.chunk_failed(entry)
-        self._host.give(self._host.vacate(entry))
-        self.index.remove_if_gone(entry)
-
     def _record_use(self, prefix: Sequence[Entry], slot_bytes: int) -> None:
         """Touch a prefix, given root first, in every tier: deepest chunk first, so that suffixes age first."""
         keys = [entry.record.key for entry in reversed(prefix)]
         self._host.record_use(slot_bytes, keys)
-        for lower in self._lower:
-            lower.order.record_use(keys)
+        self._lower.record_use(keys)
         self._used.extend(entry.record for entry in reversed(prefix))
 
     # -- what can be seen --------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, int]:
         """Figures for ``stat``: bytes and counts now."""
-        figures = {
+        return {
             "chunks": len(self.index),
             "host_assigned_bytes": self.slots.assigned_bytes,
             "host_capacity_bytes": self.slots.host_bytes,
@@ -348,17 +372,13 @@ class Hierarchy:
             "lookups": len(self._lookups),
             "reserved_slots": sum(len(s.reserved) for s in self._sessions.values()),
             "sessions": len(self._sessions),
+            **self._lower.figures(),
         }
-        for tier, lower in enumerate(self._lower):
-            figures[f"tier{tier}_used_bytes"] = lower.used_bytes
-            figures[f"tier{tier}_queued_bytes"] = lower.queued_bytes
-            figures[f"tier{tier}_chunks"] = lower.blob_count
-        return figures
 
     @property
     def pending_writes(self) -> int:
-        """Chunks in host memory that are to be written to the first lower tier: what a drain waits for."""
-        return self._lower[0].pending if self._lower else self._host.sealing_count
+        """Chunks that are to be written to lower tiers: what a drain waits for."""
+        return self._lower.pending if len(self._lower) else self._host.sealing_count
 
     def check_integrity(self) -> None:
         """Assert every invariant that ties the parts together; for tests and for an idle server in debug mode."""
@@ -368,11 +388,10 @@ class Hierarchy:
         assert self._credits.reserved_bytes == sum(len(s.reserved) * s.slot_bytes for s in sessions), "credits drifted"
         entries = self.index.entries()
         for entry in entries:
-            pending = sum(state in (LowerState.QUEUED, LowerState.WRITING) for state in entry.lower)
+            pending = sum(state in (LowerState.QUEUED, LowerState.WRITING) for state in entry.lower[:1])
             assert entry.holds == entry.leases + pending, "holds do not match leases and writes"
             assert not entry.is_gone, "an entry nobody holds"
         self.index.check_integrity()
         self._host.check_integrity(set(reserved))
         self._lookups.check_integrity(entries)
-        for lower in self._lower:
-            lower.check_integrity()
+        self._lower.check_integrity()

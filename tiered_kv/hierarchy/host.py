@@ -99,7 +99,7 @@ class HostMemory:
         for is_unwritten in (False, True):
             first: Entry | None = None
             for entry in islice(self._orders[slot_bytes, is_unwritten], VICTIMS_LOOKED_AT):
-                if LowerState.PRESENT in entry.lower or not any(child.is_held for child in entry.children or ()):
+                if LowerState.PRESENT in entry.lower or not any(map(self._index.is_held, entry.children or ())):
                     return entry
                 first = first or entry
             if first is not None:
@@ -118,7 +118,7 @@ class HostMemory:
     def now_ready(self, entry: Entry) -> None:
         """The chunk's bytes are verified."""
         self.sealing_count -= entry.host is HostState.SEALING
-        entry.host = HostState.READY
+        entry.host, entry.source = HostState.READY, None
         self.ready_count += 1
         if entry.holds == 0:
             self._now_idle(entry)
@@ -133,7 +133,7 @@ class HostMemory:
                 self._not_idle(entry)
         self.sealing_count -= entry.host is HostState.SEALING
         del self._tenants[slot]
-        entry.host, entry.slot = HostState.ABSENT, None
+        entry.host, entry.slot, entry.source = HostState.ABSENT, None, None
         return slot
 
     def evict(self, entry: Entry) -> SlotId:

@@ -55,7 +55,7 @@ class Entry:
         lower_children: Per lower tier, children in a CLAIMED state there.
         ordered, ordered_children: Per order of eviction (``order.py``), whether the chunk is in it, and how many of
             its children are.
-        waiting: Children whose write waits until this chunk is present in the tier; None if there is none.
+        source: The lower tier its bytes are being read from, while it is PROMOTING.
         lookups: Ids of the lookups that want this slot and were not yet told it is ready; None if there is none.
     """
 
@@ -72,13 +72,8 @@ class Entry:
     holds: int = 0
     is_unwritten: bool = False
     children: set[Entry] | None = None
-    waiting: list[Entry] | None = None
+    source: int | None = None
     lookups: set[int] | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether some tier has the bytes, or is just getting them from us."""
-        return self.host is not HostState.ABSENT or LowerState.PRESENT in self.lower
 
     @property
     def is_gone(self) -> bool:
@@ -91,6 +86,9 @@ class Index:
 
     A chunk and its parent are linked only if their positions follow each other: what a client sends can then form no
     cycle. Threads: one owner.
+
+    Attributes:
+        readable: Per lower tier, whether it can be read now; what lies only in others does not count as held.
     """
 
     def __init__(self, tier_count: int) -> None:
@@ -98,6 +96,7 @@ class Index:
         # Children whose parent has no entry, by the parent's key and position.
         self._orphans: dict[tuple[bytes, int], set[Entry]] = {}
         self._tier_count = tier_count
+        self.readable = [True] * tier_count
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -107,6 +106,17 @@ class Index:
 
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
+
+    def source(self, entry: Entry) -> int | None:
+        """The highest lower tier that can give the chunk's bytes now; None if none can."""
+        for tier, state in enumerate(entry.lower):
+            if state is LowerState.PRESENT and self.readable[tier]:
+                return tier
+        return None
+
+    def is_held(self, entry: Entry) -> bool:
+        """Whether some tier that can be read has the bytes, or is just getting them from us."""
+        return entry.host is not HostState.ABSENT or self.source(entry) is not None
 
     def parent(self, entry: Entry) -> Entry | None:
         """The entry of the chunk before this one; None for the first chunk and for an orphan."""
@@ -178,7 +188,7 @@ class Index:
         run = []
         for key, digest in zip(keys, digests, strict=True):
             entry = self._entries.get(key)
-            if entry is None or not entry.is_held:
+            if entry is None or not self.is_held(entry):
                 break
             if entry.record.prefix_sha256 != digest or entry.record.namespace != namespace:
                 break

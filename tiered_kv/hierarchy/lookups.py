@@ -13,6 +13,7 @@ from tiered_kv.hierarchy.credits import Session
 from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import Entry, HostState
 from tiered_kv.hierarchy.plan import LookupUpdate
+from tiered_kv.hierarchy.searches import Search
 
 
 @dataclass(slots=True)
@@ -21,6 +22,8 @@ class Lookup:
 
     Attributes:
         entries: Leased chunks, from ``start`` on; only the first ``ready`` may be read.
+        is_cut: No more chunks are leased: a limit was reached, or one of them did not come.
+        search: What looks for more of its prefix, until that is done or of no use.
     """
 
     id: int
@@ -29,6 +32,8 @@ class Lookup:
     held: int
     entries: list[Entry]
     ready: int = 0
+    is_cut: bool = False
+    search: Search | None = None
 
 
 class Lookups:
@@ -37,7 +42,9 @@ class Lookups:
     Threads: one owner, the hierarchy.
     """
 
-    def __init__(self, host: HostMemory, counters: Counter[str]) -> None:
+    def __init__(self, host: HostMemory, counters: Counter[str], shares: tuple[float, float]) -> None:
+        """Start empty; ``shares`` of host memory are what all lookups together, and one lookup, may hold."""
+        self._shares = shares
         self._lookups: dict[int, Lookup] = {}
         self._dirty: dict[int, None] = {}  # what has changed since it was last told
         self._host = host
@@ -58,24 +65,36 @@ class Lookups:
 
     # -- life of a lookup --------------------------------------------------------------------------------------
 
-    def open(self, session: Session, held: list[Entry], start: int, shares: tuple[float, float]) -> Lookup:
-        """Lease held chunks from ``start`` on, as far as the limits allow.
-
-        Args:
-            shares: Host memory that all lookups together, and one lookup, may hold.
-        """
+    def open(self, session: Session, held: list[Entry], start: int) -> Lookup:
+        """Lease held chunks from ``start`` on, as far as the limits allow."""
         self._last_id += 1
-        lookup = Lookup(self._last_id, session, start, len(held), [])
+        lookup = Lookup(self._last_id, session, start, 0, [])
         self._lookups[lookup.id] = lookup
         session.lookups.add(lookup.id)
-        limit_bytes = int(self._host.slots.limit_bytes * shares[0])
-        length = int(self._host.slots.host_bytes * shares[1]) // session.slot_bytes
-        for entry in held[start : start + length]:
-            if not self._host.lease(entry, session.slot_bytes, limit_bytes):
-                self._counters["lease_cap_reached"] += 1
-                break
-            lookup.entries.append(entry)
+        self.extend(lookup, held)
         return lookup
+
+    def extend(self, lookup: Lookup, found: list[Entry]) -> None:
+        """More of the prefix is held: lease it, too, as far as the limits allow."""
+        slot_bytes = lookup.session.slot_bytes
+        limit_bytes = int(self._host.slots.limit_bytes * self._shares[0])
+        length = int(self._host.slots.host_bytes * self._shares[1]) // slot_bytes
+        wanted = found[max(0, lookup.start - lookup.held) :]
+        lookup.held += len(found)
+        self._dirty[lookup.id] = None
+        for entry in wanted:
+            if lookup.is_cut or len(lookup.entries) >= length:
+                return
+            if not self._host.lease(entry, slot_bytes, limit_bytes):
+                self._counters["lease_cap_reached"] += 1
+                lookup.is_cut = True
+                return
+            lookup.entries.append(entry)
+
+    def search_ended(self, lookup: Lookup) -> None:
+        """No more of the prefix will be found."""
+        lookup.search = None
+        self._dirty[lookup.id] = None
 
     def wait(self, lookup: Lookup) -> None:
         """All leased chunks are in slots or on their way: count what is ready, wait for the rest."""
@@ -88,6 +107,7 @@ class Lookups:
 
     def truncate(self, lookup: Lookup, length: int) -> None:
         """Give up all but the first ``length`` chunks; promotions of the others go on for the next request."""
+        lookup.is_cut = True
         dropped = lookup.entries[length:]
         del lookup.entries[length:]
         lookup.ready = min(lookup.ready, length)
@@ -118,6 +138,7 @@ class Lookups:
             lookup = self._lookups[lookup_id]
             position = lookup.entries.index(entry)
             lookup.held = min(lookup.held, lookup.start + position)  # what failed must be stored again
+            lookup.search = None  # whatever it finds lies behind the gap
             self.truncate(lookup, position)
             self._dirty[lookup_id] = None
 
@@ -140,6 +161,7 @@ class Lookups:
             states = [entry.host for entry in lookup.entries]
             assert HostState.ABSENT not in states, "a lookup wants a chunk that has no slot"
             assert all(state is HostState.READY for state in states[: lookup.ready]), "an unverified chunk was promised"
+            assert lookup.search is None or not lookup.search.is_over, "a lookup waits for a search that is over"
             if lookup.ready < len(states):
                 waiting = lookup.entries[lookup.ready]
                 assert waiting.host is not HostState.READY and lookup.id in (waiting.lookups or ()), "waits for nothing"
@@ -155,5 +177,9 @@ def _wait_no_more(entry: Entry, lookup: Lookup) -> None:
 def _describe(lookup: Lookup) -> LookupUpdate:
     slots = tuple(entry.slot for entry in lookup.entries if entry.slot is not None)
     assert len(slots) == len(lookup.entries), "a lookup wants a chunk that has no slot"
-    is_done = lookup.ready == len(slots)
-    return LookupUpdate(lookup.session.id, lookup.id, lookup.held, slots, lookup.ready, is_done)
+    unknown = lookup.search.high - lookup.held if lookup.search is not None else 0
+    is_done = lookup.ready == len(slots) and unknown <= 0
+    arriving = Counter(entry.source for entry in lookup.entries[lookup.ready :] if entry.source is not None)
+    return LookupUpdate(
+        lookup.session.id, lookup.id, lookup.held, slots, lookup.ready, is_done, max(unknown, 0), arriving
+    )

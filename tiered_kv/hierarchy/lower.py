@@ -1,170 +1,148 @@
-"""One tier below host memory, as the hierarchy sees it: its write queue, its capacity, its order of eviction.
+"""One tier below host memory, as the hierarchy sees it: what is there, what is to be written, what failed, what goes.
 
 Pure, like the hierarchy it belongs to. Two rules shape it (DESIGN rule 5): a child is written only after its parent is
 present in the tier, and dropping a chunk drops its queued descendants; so what a tier holds is closed under prefixes,
-up to the holes that failures leave.
+up to the holes that failures leave. Where the bytes of a write come from is a subclass's business: ``front.py`` takes
+them from host memory, ``back.py`` from the tier above.
 
 Life of a write::
 
-    claim -> QUEUED -> (slot sealed, parent PRESENT, room) -> WRITING -> PRESENT
-                |  drop                                          |  failed
-                +---------------------> ABSENT <-----------------+          a pending write holds the slot
+    claim -> QUEUED -> (source is there, parent PRESENT, room) -> WRITING -> PRESENT
+                |  drop                                              |  failed
+                +----------------------> ABSENT <--------------------+
+
+What a shared tier holds is only partly known here, because others write and remove there, too: PRESENT is what was
+written or found, it is forgotten after ``HINTS_MAX`` others, and nothing is evicted from here.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
+from typing import TYPE_CHECKING
 
-from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import CLAIMED, Entry, HostState, Index, LowerState
 from tiered_kv.hierarchy.order import Order
-from tiered_kv.hierarchy.plan import Delete, Job, Outcome, Write
+from tiered_kv.hierarchy.plan import Delete, Job, Outcome
+
+if TYPE_CHECKING:
+    from tiered_kv.hierarchy.back import BackTier
 
 WRITING_MAX = 16
 """Writes handed out at once: enough for every thread to have the next one; the rest can still be dropped."""
 
+HINTS_MAX = 1 << 18
+"""Blobs of a shared tier that are remembered: 4 TiB of 16 MiB chunks; what is forgotten is found again by a search."""
 
-DEFERRED_MAX = 1 << 16
-"""Chunks remembered to be written when the queue has room again; a bound on memory, above what most arenas hold."""
 
-
-class LowerTier:
+class LowerTier(ABC):
     """Bookkeeping of one lower tier.
 
     Attributes:
-        queue_limit_bytes: Host memory that pending writes may hold; set by the hierarchy.
+        is_shared: Others write and remove there, too; see the module's text.
+        is_paused: No write is begun until :meth:`resume`: the last one found no room or no answer.
+        behind: The tier that takes its bytes from this one, if there is one.
+        queued_bytes: Host memory that pending writes hold.
         reserved_bytes: Bytes on the medium that are not ours to evict (foreign files found at start).
 
     Threads: one owner, the hierarchy. Units: bytes.
     """
 
-    def __init__(
-        self,
-        tier: int,
-        capacity_bytes: int | None,
-        index: Index,
-        host: HostMemory,
-        jobs: list[Job],
-        counters: Counter[str],
-    ) -> None:
+    def __init__(self, tier: int, capacity_bytes: int | None, index: Index, jobs: list[Job], counters: Counter[str]):
         self.tier = tier
         self.capacity_bytes = capacity_bytes
-        self.order = Order(1 + tier, index)  # blobs that may be evicted: PRESENT or CORRUPT
+        self.is_shared = False
+        self.is_paused = False
+        self.behind: BackTier | None = None
+        self.order = Order(1 + tier, index)  # blobs that may be evicted or forgotten: PRESENT or CORRUPT
         self.used_bytes = 0
         self.reserved_bytes = 0
         self.queued_bytes = 0
-        self.queue_limit_bytes = 0
+        self._writes_max = WRITING_MAX
         self._found_bytes = 0  # used at start, which may be more than the capacity
         self._deleting_bytes = 0
         self._ready: deque[Entry] = deque()  # may be written as soon as there is room; may hold dropped ones
         self._queue: OrderedDict[Entry, None] = OrderedDict()  # QUEUED, oldest claim first
-        self._deferred: OrderedDict[Entry, None] = OrderedDict()  # stored while the queue was full; may be evicted
+        self._waiting: dict[Entry, list[Entry]] = {}  # children whose write waits for this chunk
         self._writing = 0
         self._corrupt: set[Entry] = set()  # CORRUPT, or DELETING because of it
         self._claims_after_delete: set[Entry] = set()  # DELETING but stored again
         self._index = index
-        self._host = host
         self._jobs = jobs
         self._counters = counters
 
     @property
+    @abstractmethod
     def pending(self) -> int:
-        """Chunks put off, queued or being written."""
-        return len(self._deferred) + len(self._queue) + self._writing
+        """Chunks that are to be written: what a drain waits for."""
 
     @property
     def blob_count(self) -> int:
         """Blobs that can be had from here."""
         return len(self.order)
 
-    # -- stores ------------------------------------------------------------------------------------------------
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a write may begin now."""
+        return self._index.readable[self.tier] and not self.is_paused
 
+    def resume(self) -> None:
+        """Begin writes again, after a pause or when the tier is back."""
+        self.is_paused = False
+        self._pump()
+
+    # -- writes ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def claim(self, entry: Entry) -> None:
-        """Queue the entry's write if its parent is or will be here; otherwise it stays in host memory only.
+        """Queue the entry's write if its parent is or will be here; otherwise it is not written."""
 
-        While the queue is full the write is put off: the chunk may be evicted before its turn comes, if nothing else
-        can be.
-        """
-        state = entry.lower[self.tier]
-        if state is LowerState.CORRUPT:
+    @abstractmethod
+    def _has_source(self, entry: Entry) -> bool:
+        """Whether the bytes can be had now."""
+
+    @abstractmethod
+    def _size_bytes(self, entry: Entry) -> int:
+        """What the blob counts against the capacity."""
+
+    @abstractmethod
+    def _begin(self, entry: Entry) -> None:
+        """Hand out the job; the entry is WRITING already."""
+
+    @abstractmethod
+    def _end(self, entry: Entry) -> None:
+        """Let go of what a pending write holds."""
+
+    @abstractmethod
+    def _put_off(self, entry: Entry) -> None:
+        """A write to a shared tier found no room or no answer: try it later. The entry is WRITING."""
+
+    def _claim_after_delete(self, entry: Entry) -> None:
+        """A chunk that is stored again while its bad blob is being deleted is written after that."""
+        if entry.lower[self.tier] is LowerState.CORRUPT:
             self.order.remove(entry)
             self._delete(entry)
-            state = LowerState.DELETING
-        if state is LowerState.DELETING:
+        if entry.lower[self.tier] is LowerState.DELETING:
             self._claims_after_delete.add(entry)
-        if state is not LowerState.ABSENT:
-            return
-        parent = self._index.parent(entry)
-        is_first = entry.record.chunk_index == 0
-        if not is_first and (parent is None or parent.lower[self.tier] not in CLAIMED):
-            if parent is not None and parent in self._deferred:
-                self._defer(entry)
-            else:
-                self._counters["write_dropped_no_parent"] += 1
-        elif self.queued_bytes + entry.slot_bytes > self.queue_limit_bytes:
-            self._defer(entry)
-        else:
-            self._enqueue(entry)
 
-    def _enqueue(self, entry: Entry) -> None:
-        if entry in self._deferred:
-            self._undefer(entry)
-        self._index.set_lower(entry, self.tier, LowerState.QUEUED)
-        self._queue[entry] = None
-        self.queued_bytes += entry.slot_bytes
-        self._host.hold(entry)
-        if entry.host is HostState.READY:
-            self.start(entry)
-
-    def _defer(self, entry: Entry) -> None:
-        if entry in self._deferred:
-            return
-        if len(self._deferred) >= DEFERRED_MAX:
-            self._counters["write_dropped_queue_full"] += 1
-            return
-        self._counters["write_deferred"] += 1
-        self._deferred[entry] = None
-        self._host.set_unwritten(entry, True)
-
-    def _undefer(self, entry: Entry) -> None:
-        del self._deferred[entry]
-        self._host.set_unwritten(entry, False)
-
-    def refill(self) -> None:
-        """Claim what was put off, oldest first, as far as the queue has room again."""
-        while self._deferred:
-            entry = next(iter(self._deferred))
-            if self._index.get(entry.record.key) is entry and entry.host is not HostState.ABSENT:
-                if self.queued_bytes + entry.slot_bytes > self.queue_limit_bytes:
-                    return
-                self._undefer(entry)
-                self.claim(entry)
-            else:
-                self._undefer(entry)
-                self._counters["write_dropped_evicted"] += 1
-
-    def start(self, entry: Entry) -> None:
-        """The entry's slot is sealed: write it now if its parent is here, else when the parent gets here."""
-        if entry.lower[self.tier] is not LowerState.QUEUED:
-            return
+    def _start_or_wait(self, entry: Entry) -> None:
+        """Write a queued chunk now if its parent is here, else when the parent gets here."""
         if self._may_write(entry):
             self._ready.append(entry)
-            self._pump()
             return
         parent = self._index.parent(entry)
         assert parent is not None and parent.lower[self.tier] in CLAIMED, "a queued write waits for nobody"
-        parent.waiting = parent.waiting or []
-        parent.waiting.append(entry)
+        self._waiting.setdefault(parent, []).append(entry)
 
     def _may_write(self, entry: Entry) -> bool:
-        if entry.lower[self.tier] is not LowerState.QUEUED or entry.host is not HostState.READY:
+        if entry.lower[self.tier] is not LowerState.QUEUED or not self._has_source(entry):
             return False
         parent = self._index.parent(entry)
         return entry.record.chunk_index == 0 or (parent is not None and parent.lower[self.tier] is LowerState.PRESENT)
 
     def _pump(self) -> None:
         """Start every write that fits; make room for the next one."""
-        while self._ready and self._writing < WRITING_MAX:
+        while self._ready and self._writing < self._writes_max and self.takes_writes:
             entry = self._ready[0]
             if not self._may_write(entry):  # dropped meanwhile; if it was claimed again, it is queued behind again
                 self._ready.popleft()
@@ -175,81 +153,98 @@ class LowerTier:
                 self.drop(entry, "no_room")
                 continue
             self._ready.popleft()
+            self._index.set_lower(entry, self.tier, LowerState.WRITING)
+            del self._queue[entry]
+            self._writing += 1
+            entry.lower_bytes[self.tier] = self._size_bytes(entry)
+            self.used_bytes += entry.lower_bytes[self.tier]
             self._begin(entry)
 
     def _has_room(self, entry: Entry) -> bool:
         """Whether the write fits now; otherwise starts to delete what is in its way, if that can help."""
         if self.capacity_bytes is None:
             return True
-        size = entry.slot_bytes
+        size = self._size_bytes(entry)
         limit = self.capacity_bytes - self.reserved_bytes
         excess = self.used_bytes + size - limit
         if excess > self._deleting_bytes and size <= limit:
             self.evict(excess - self._deleting_bytes)
         return excess <= 0
 
-    def _begin(self, entry: Entry) -> None:
-        size = entry.slot_bytes
-        assert entry.slot is not None
-        self._index.set_lower(entry, self.tier, LowerState.WRITING)
-        del self._queue[entry]
-        self._writing += 1
-        self.used_bytes += size
-        entry.lower_bytes[self.tier] = size
-        self._jobs.append(Write(self.tier, entry.record, entry.slot))
-
     def written(self, entry: Entry, outcome: Outcome) -> None:
         """A write ended."""
         self._writing -= 1
-        self.queued_bytes -= entry.slot_bytes
-        waiting, entry.waiting = entry.waiting or [], None
         if outcome is Outcome.OK:
             self._index.set_lower(entry, self.tier, LowerState.PRESENT)
             self.order.add(entry)
-            self._counters["written"] += 1
-            self._ready.extend(waiting)
+            self._counters["written" if self.tier == 0 else "uploaded"] += 1
+            self._end(entry)
+            self._release(self._waiting.pop(entry, []))
+            self._forget_oldest()
+            if self.behind is not None:
+                self.behind.claim(entry)
+        elif self.is_shared and outcome in (Outcome.UNAVAILABLE, Outcome.NO_ROOM):
+            self._counters[f"write_put_off_{outcome.value}"] += 1
+            self.is_paused = True
+            self._put_off(entry)
         else:
             self._counters[f"write_failed_{outcome.value}"] += 1
             self._forget(entry, LowerState.FOREIGN if outcome is Outcome.FOREIGN else LowerState.ABSENT)
             self._drop_descendants(entry)
             if outcome is Outcome.NO_ROOM:
-                self.evict(entry.slot_bytes)  # the medium is fuller than we thought: make room for the next one
-        self._host.let_go(entry)
+                self.evict(self._size_bytes(entry))  # the medium is fuller than we thought: room for the next one
+            self._end(entry)
         self._pump()
 
+    def _release(self, waiting: list[Entry]) -> None:
+        """Their parent is here: the writes that waited for it may begin."""
+        self._ready.extend(waiting)
+
     def drop(self, entry: Entry, reason: str) -> None:
-        """Give up a queued write and those of its descendants; their bytes stay in host memory until evicted."""
+        """Give up a queued write and those of its descendants."""
         if entry.lower[self.tier] is LowerState.QUEUED:
             self._unqueue(entry, reason)
             self._drop_descendants(entry)
 
-    def give_up_store(self, slot_bytes: int) -> Entry | None:
-        """Drop the newest queued write whose slot a load can have; returns the chunk, which is idle then."""
-        for entry in reversed(self._queue):
-            if entry.slot_bytes == slot_bytes and entry.host is HostState.READY and entry.holds == 1:
-                self.drop(entry, "for_load")
-                return entry
-        return None
-
     def _unqueue(self, entry: Entry, reason: str) -> None:
         self._index.set_lower(entry, self.tier, LowerState.ABSENT)
         del self._queue[entry]
-        self.queued_bytes -= entry.slot_bytes
         self._counters[f"write_dropped_{reason}"] += 1
-        self._host.let_go(entry)
+        self._end(entry)
 
-    def _drop_descendants(self, entry: Entry) -> None:
-        entry.waiting = None
+    def _drop_descendants(self, entry: Entry) -> list[Entry]:
+        """Give up the queued writes behind a chunk; returns them, parents first."""
+        self._waiting.pop(entry, None)
+        dropped = []
         stack = list(entry.children or ()) if entry.lower_children[self.tier] else []
         while stack:
             child = stack.pop()
             if child.lower[self.tier] is not LowerState.QUEUED:
                 continue
             self._unqueue(child, "no_parent")
-            child.waiting = None
+            self._waiting.pop(child, None)
+            dropped.append(child)
             stack.extend(child.children or ())
+        return dropped
 
-    # -- failures ----------------------------------------------------------------------------------------------
+    # -- what is found and what is not -------------------------------------------------------------------------
+
+    def found(self, entry: Entry) -> None:
+        """Somebody else has put the blob here."""
+        if entry.lower[self.tier] is LowerState.ABSENT:
+            self._index.set_lower(entry, self.tier, LowerState.PRESENT)
+            self.order.add(entry)
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Keep the number of remembered blobs of a shared tier bounded: leaves first, as everywhere."""
+        while self.is_shared and len(self.order) > HINTS_MAX:
+            entry = next((e for e in self.order if not e.lower_children[self.tier] and not self._is_used(e)), None)
+            if entry is None:
+                return
+            self.order.remove(entry)
+            self._forget(entry, LowerState.ABSENT)
+            self._index.remove_if_gone(entry)
 
     def read_failed(self, entry: Entry, outcome: Outcome) -> None:
         """What a failed promotion leaves behind (DESIGN rule 4)."""
@@ -265,8 +260,13 @@ class LowerTier:
             self._delete(entry)
         else:
             self._index.set_lower(entry, self.tier, LowerState.FOREIGN)  # its bytes still take their room
+        self._tell_behind(entry)
         self._drop_descendants(entry)
         self._pump()
+
+    def _tell_behind(self, entry: Entry) -> None:
+        if self.behind is not None:
+            self.behind.source_lost(entry)
 
     def _forget(self, entry: Entry, state: LowerState) -> None:
         self.used_bytes -= entry.lower_bytes[self.tier]
@@ -279,10 +279,10 @@ class LowerTier:
         """Start deleting at least ``size_bytes``, least recently used leaves first; returns what was found."""
         found = 0
         victims: list[Entry] = []
-        for entry in self.order:
+        for entry in self.order if not self.is_shared else ():
             if found >= size_bytes:
                 break
-            if entry.lower_children[self.tier] or entry.host is HostState.PROMOTING:
+            if entry.lower_children[self.tier] or self._is_used(entry):
                 continue
             found += entry.lower_bytes[self.tier]
             victims.append(entry)
@@ -292,11 +292,17 @@ class LowerTier:
         self._counters["lower_evicted"] += len(victims)
         return found
 
+    def _is_used(self, entry: Entry) -> bool:
+        """Whether the blob is being read, into host memory or into the tier behind."""
+        is_copied = self.behind is not None and entry.lower[self.behind.tier] is LowerState.WRITING
+        return is_copied or entry.host is HostState.PROMOTING
+
     def _delete(self, entry: Entry) -> None:
         size = entry.lower_bytes[self.tier]
         self._deleting_bytes += size
         self._index.set_lower(entry, self.tier, LowerState.DELETING)
         self._jobs.append(Delete(self.tier, entry.record, size))
+        self._tell_behind(entry)
 
     def deleted(self, entry: Entry, outcome: Outcome) -> None:
         """A deletion ended. One that failed leaves the blob where it is and costs the write that needed its room."""
@@ -306,7 +312,7 @@ class LowerTier:
         if outcome in (Outcome.OK, Outcome.MISSING):
             self._corrupt.discard(entry)
             self._forget(entry, LowerState.ABSENT)
-            if is_claimed and entry.host is not HostState.ABSENT:
+            if is_claimed:
                 self.claim(entry)
             self._index.remove_if_gone(entry)
         else:
@@ -353,15 +359,12 @@ class LowerTier:
         assert self._writing == len(writing), "writing count drifted"
         assert len(self.order) == len(by_state[LowerState.PRESENT] | by_state[LowerState.CORRUPT])
         assert all(e in self.order for e in by_state[LowerState.PRESENT]), "a blob can never be evicted"
-        assert self.queued_bytes == sum(entry.slot_bytes for entry in queued | writing), "queued bytes drifted"
-        assert all(entry.slot is not None for entry in queued | writing), "a pending write has no slot"
         self.order.check_integrity()
-        known = {entry for entry in self._deferred if self._index.get(entry.record.key) is entry}
-        assert known == {entry for entry in entries if entry.is_unwritten} or self.tier, "a put-off write is forgotten"
         deleting = by_state[LowerState.DELETING]
         assert self._deleting_bytes == sum(e.lower_bytes[self.tier] for e in deleting), "deleting bytes drifted"
         assert by_state[LowerState.CORRUPT] <= self._corrupt <= by_state[LowerState.CORRUPT] | deleting
         assert self._claims_after_delete <= deleting, "a claim waits for a deletion that ended"
+        assert all(parent.lower[self.tier] in CLAIMED for parent in self._waiting), "a write waits for a lost parent"
         for entry in queued:
             self._check_queued(entry)
         if self.capacity_bytes is not None:
@@ -374,6 +377,9 @@ class LowerTier:
             assert parent is not None and parent.lower[self.tier] in CLAIMED, "a child is queued without its parent"
         if self._may_write(entry):
             assert entry in self._ready, "a write was forgotten"
-            assert self._writing == WRITING_MAX or self._deleting_bytes, "a write waits for nothing"
-        elif entry.host is HostState.READY:
-            assert parent is not None and entry in (parent.waiting or ()), "a write waits for a parent that forgot it"
+            is_busy = self._writing == self._writes_max or self._deleting_bytes
+            assert is_busy or not self.takes_writes, "a write waits for nothing"
+        elif self._has_source(entry):
+            assert parent is not None and entry in self._waiting.get(parent, ()), (
+                "a write waits for a parent that forgot it"
+            )

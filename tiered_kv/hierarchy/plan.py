@@ -4,7 +4,8 @@ Pure values. The engine turns jobs into calls of tiers and of the arena, and out
 :class:`~tiered_kv.hierarchy.hierarchy.Hierarchy`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 SlotId = int
@@ -20,6 +21,8 @@ class Outcome(Enum):
     FOREIGN = "foreign"
     NO_ROOM = "no_room"
     UNAVAILABLE = "unavailable"
+    NO_SOURCE = "no_source"
+    """A copy between tiers found nothing usable in the tier it reads from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,29 @@ class Grow:
     size_bytes: int
 
 
-Job = Seal | Write | Read | Delete | Grow
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Put a blob into a lower tier from the tier above it; no slot is involved (an upload).
+
+    Attributes:
+        is_asked_first: The blob may well be there already (put there before a restart): ask before moving its bytes.
+    """
+
+    tier: int
+    source: int
+    record: ChunkRecord
+    is_asked_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask a tier whether it has a blob: OK or MISSING."""
+
+    tier: int
+    record: ChunkRecord
+
+
+Job = Seal | Write | Read | Delete | Grow | Copy | Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +115,12 @@ class LookupUpdate:
 
     Attributes:
         held: Leading chunks of the prefix the hierarchy holds in any tier: these need not be stored again.
+        unknown: Chunks behind them that a shared tier may have and that are being looked for; ``held`` and ``slots``
+            may grow by as many.
         slots: Slots granted to the lookup, from the chunk it starts at. Only the first ``ready`` may be read.
         ready: Chunks from the start that are verified in host memory and leased to this lookup.
         is_done: Nothing more will arrive.
+        arriving: Chunks that are being read, by the lower tier they come from.
     """
 
     session: int
@@ -101,6 +129,8 @@ class LookupUpdate:
     slots: tuple[SlotId, ...]
     ready: int
     is_done: bool
+    unknown: int = 0
+    arriving: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ written before its parent or beyond the capacity, a foreign blob touched, a chun
 bytes: a slot's content is the key that was last sealed or read into it.
 """
 
-import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +13,7 @@ from enum import Enum
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.plan import (
     ChunkRecord,
+    Copy,
     CreditGrant,
     CreditRecall,
     Delete,
@@ -21,12 +21,14 @@ from tiered_kv.hierarchy.plan import (
     Job,
     LookupUpdate,
     Outcome,
+    Probe,
     Read,
     Seal,
     SlotId,
     Write,
 )
 from tiered_kv.hierarchy.slots import slab_of
+from tiered_kv.testing.spaces import Space
 
 
 class Blob(Enum):
@@ -35,30 +37,6 @@ class Blob(Enum):
     GOOD = "good"
     CORRUPT = "corrupt"
     FOREIGN = "foreign"
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """A namespace: its digest and the bytes one of its blobs takes."""
-
-    namespace: bytes
-    slot_bytes: int
-
-    def record(self, path: tuple[int, ...]) -> ChunkRecord:
-        """The chunk that ends a prefix; ``path`` names every chunk of it."""
-        parent = self.key(path[:-1]) if len(path) > 1 else self.namespace
-        return ChunkRecord(self.namespace, self.key(path), parent, len(path) - 1, self.digest(path))
-
-    def key(self, path: tuple[int, ...]) -> bytes:
-        return hashlib.md5(self.namespace + repr(path).encode(), usedforsecurity=False).digest()
-
-    def digest(self, path: tuple[int, ...]) -> bytes:
-        return hashlib.sha256(self.namespace + repr(path).encode()).digest()
-
-    def prefix(self, path: tuple[int, ...]) -> tuple[list[bytes], list[bytes]]:
-        """Keys and digests from the root to the end of ``path``."""
-        paths = [path[: depth + 1] for depth in range(len(path))]
-        return [self.key(p) for p in paths], [self.digest(p) for p in paths]
 
 
 @dataclass(slots=True)
@@ -76,7 +54,7 @@ class World:
 
     Attributes:
         jobs: Handed out and not yet reported.
-        media: Per lower tier, what it really has.
+        media: Per lower tier, what it really has. In a shared one others store and evict, too.
         credits: Per open session, empty slots its client was told of.
     """
 
@@ -95,6 +73,7 @@ class World:
         self._damaged: set[tuple[int, bytes]] = set()
         self._known_corrupt: set[tuple[int, bytes]] = set()
         self._believed: list[set[bytes]] = [set() for _ in capacities]  # what the hierarchy was told is there
+        self._asked: list[list[bytes]] = []
         self._sizes: dict[bytes, int] = {}
         self._slabs_with_memory: set[int] = set()
         self._shrunk: set[int] = set(range(len(capacities)))  # tiers that may hold too much since the start
@@ -121,6 +100,8 @@ class World:
         keys, digests = self.spaces[session].prefix(path)
         lookup = self.hierarchy.lookup(session, keys, digests, start)
         self.lookups[lookup] = Asked(session, keys, start)
+        if keys not in self._asked:
+            self._asked.append(keys)
         return lookup
 
     def release(self, lookup: int) -> None:
@@ -186,11 +167,13 @@ class World:
             assert before.slots[:length] == update.slots[:length], "a promised slot was exchanged"
             assert before.ready <= update.ready, "a promise was taken back"
             assert not before.is_done, "a lookup that was done changed"
-            assert update.held <= before.held, "chunks are called held that were not"
+            assert update.held <= before.held + before.unknown, "more is held than was looked for"
+            assert update.unknown <= before.unknown, "a search grew"
         assert update.ready <= len(update.slots)
-        assert update.is_done == (update.ready == len(update.slots))
+        assert update.is_done == (update.ready == len(update.slots) and not update.unknown)
         assert asked.start + len(update.slots) <= max(asked.start, update.held)
-        for key in asked.keys[: update.held] if before is None else ():  # later some may have been evicted
+        known = 0 if before is None else before.held  # of these some may have been evicted since
+        for key in asked.keys[known : update.held]:
             assert self._is_somewhere(key), "a chunk is called held that nobody has"
         asked.update = update
 
@@ -206,12 +189,17 @@ class World:
                 assert self._contents.get(slot) == record.key, "other bytes are written than the key's"
                 if record.chunk_index and (tier, record.parent) not in self._damaged:
                     assert record.parent in self.media[tier], "a child is written before its parent"
+            case Copy(tier, _, record):
+                if record.chunk_index and (tier, record.parent) not in self._damaged:
+                    assert record.parent in self.media[tier], "a child is uploaded before its parent"
             case Read(_, _, slot):
                 self._forget(slot)
             case Delete(tier, record):
                 self._believed[tier].discard(record.key)
             case Grow(slab):
                 self._slabs_with_memory.discard(slab)
+        if isinstance(job, Write | Copy | Probe):
+            assert self.hierarchy.index.readable[job.tier], "a tier that does not answer is asked"
         self._check_alone(job)
         self.jobs.append(job)
 
@@ -220,9 +208,9 @@ class World:
         self._filled.pop(slot, None)  # a duplicate's slot came back without being sealed
 
     def _check_alone(self, job: Job) -> None:
-        if isinstance(job, Read | Write | Delete):
+        if isinstance(job, Read | Write | Delete | Copy):
             assert (job.tier, job.record.key) not in self._shunned, "a foreign blob is touched"
-            others = [j for j in self.jobs if isinstance(j, Read | Write | Delete) and j.tier == job.tier]
+            others = [j for j in self.jobs if isinstance(j, Read | Write | Delete | Copy) and j.tier == job.tier]
             assert job.record not in [other.record for other in others], "two jobs on one blob"
         if isinstance(job, Read | Write | Seal):
             users = [other for other in self.jobs if isinstance(other, Read | Write | Seal) and other.slot == job.slot]
@@ -241,6 +229,10 @@ class World:
                 self.hierarchy.sealed(job, outcome)
             case Write():
                 self.hierarchy.written(job, outcome)
+            case Copy():
+                self.hierarchy.copied(job, outcome)
+            case Probe():
+                self.hierarchy.probed(job, outcome)
             case Read():
                 self.hierarchy.read(job, outcome)
             case Delete():
@@ -252,7 +244,12 @@ class World:
 
     def _believe(self, job: Job, outcome: Outcome) -> None:
         match job:
-            case Write(tier, record) if outcome is Outcome.OK:
+            case Probe(tier, record) if outcome is Outcome.OK:
+                self._believed[tier].add(record.key)
+                for keys in self._asked:  # where a chunk is, its prefix is taken to be
+                    if keys[record.chunk_index : record.chunk_index + 1] == [record.key]:
+                        self._believed[tier].update(keys[: record.chunk_index])
+            case Write(tier, record) | Copy(tier, _, record) if outcome is Outcome.OK:
                 self._believed[tier].add(record.key)
                 self._known_corrupt.discard((tier, record.key))
             case Read(tier, record) if outcome not in (Outcome.OK, Outcome.UNAVAILABLE):
@@ -277,6 +274,12 @@ class World:
                 if fault is None:
                     self.media[tier][record.key] = Blob.GOOD
                     self._damaged.discard((tier, record.key))
+            case Copy(tier, source, record):
+                if fault is None:
+                    return self._copy(tier, source, record.key)
+            case Probe(tier, record):
+                if fault is None:
+                    return Outcome.OK if record.key in self.media[tier] else Outcome.MISSING
             case Read(tier, record, slot):
                 if fault is None:
                     return self._read(tier, record.key, slot)
@@ -298,6 +301,23 @@ class World:
             self._shunned.add((tier, key))
         outcomes = {None: Outcome.MISSING, Blob.GOOD: Outcome.OK, Blob.CORRUPT: Outcome.CORRUPT}
         return outcomes.get(blob, Outcome.FOREIGN)
+
+    def _copy(self, tier: int, source: int, key: bytes) -> Outcome:
+        if self.media[tier].get(key) is Blob.FOREIGN:
+            self._shunned.add((tier, key))
+            return Outcome.FOREIGN
+        if self.media[source].get(key) is not Blob.GOOD:
+            return Outcome.NO_SOURCE
+        self.media[tier][key] = Blob.GOOD
+        self._damaged.discard((tier, key))
+        return Outcome.OK
+
+    def others_store(self, space: Space, path: tuple[int, ...]) -> None:
+        """Another machine puts a prefix into the shared tier."""
+        for depth in range(1, len(path) + 1):
+            record = space.record(path[:depth])
+            self._sizes[record.key] = space.slot_bytes
+            self.media[-1].setdefault(record.key, Blob.GOOD)
 
     def damage(self, tier: int, key: bytes, blob: Blob | None) -> None:
         """Change what a medium has behind the hierarchy's back; None removes it."""
@@ -347,6 +367,10 @@ class World:
         """Let all faults and sessions end, and assert that nothing is left behind."""
         for session in list(self.spaces):
             self.close(session)
+        for tier in range(len(self.media)):
+            self.hierarchy.set_readable(tier, True)
+        self.finish_all()
+        self.hierarchy.resume_writes()  # what was put off a moment ago
         self.finish_all()
         usage = self.hierarchy.usage()
         assert not self.hierarchy.pending_writes, "writes are pending and none is running"

@@ -1,0 +1,249 @@
+"""How much of a prefix a shared tier has is found with few questions, and none twice."""
+
+import pytest
+from hierarchy_world import SMALL, Story, chunks_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.hierarchy.plan import Copy, Outcome, Probe, Read
+from tiered_kv.hierarchy.searches import SEARCHES_MAX
+from tiered_kv.testing.oracle import Blob
+
+LONG = tuple(range(512))
+PROBES_MAX = 24
+
+
+def shared(capacities=(None,), **options):
+    return Story(host_bytes=20_000, capacities=capacities, is_last_shared=True, **options)
+
+
+@pytest.mark.parametrize("there", [0, 1, 2, 63, 64, 65, 200, 448, 511, 512])
+def test_512_unknown_chunks_cost_at_most_24_probes_and_none_once_known(there):
+    story = shared()
+    story.others_store(SMALL, LONG[:there])
+    lookup = story.ask(LONG, start=len(LONG))  # nothing is wanted, so nothing is promoted
+    story.finish_all()
+    assert story.figures(lookup) == (there, 0, 0, True)
+    assert 1 <= story.counted("probes") <= PROBES_MAX
+    before = story.counted("probes")
+    again = story.ask(LONG, start=len(LONG))
+    story.finish_all()
+    assert story.figures(again) == (there, 0, 0, True)
+    assert story.counted("probes") == before
+
+
+@given(length=st.integers(1, 80), data=st.data())
+def test_any_prefix_is_found_to_the_chunk(length, data):
+    there = data.draw(st.integers(0, length))
+    story = shared()
+    path = tuple(range(length))
+    story.others_store(SMALL, path[:there])
+    lookup = story.ask(path)
+    while story.jobs:
+        story.finish(data.draw(st.integers(0, len(story.jobs) - 1)))
+    assert story.figures(lookup) == (there, there, there, True)
+
+
+def test_a_prompt_nobody_has_costs_one_probe():
+    story = shared()
+    lookup = story.ask(LONG)
+    assert len(story.waiting(Probe)) == 1 and story.answer(lookup).unknown == 512
+    story.finish_all()
+    assert story.figures(lookup) == (0, 0, 0, True) and story.counted("probes") == 1
+
+
+def test_what_was_absent_is_asked_for_again_after_a_while():
+    story = shared()
+    story.ask((1,))
+    story.finish_all()
+    story.others_store(SMALL, (1,))
+    story.hierarchy.age_absences()
+    assert story.figures(story.ask((1,))) == (0, 0, 0, True)
+    story.hierarchy.age_absences()
+    lookup = story.ask((1,))
+    story.finish_all()
+    assert story.figures(lookup) == (1, 1, 1, True) and story.counted("probes") == 2
+
+
+def test_promotions_begin_while_the_search_goes_on():
+    story = shared()
+    story.others_store(SMALL, LONG)
+    lookup = story.ask(LONG)
+    story.end(Probe)
+    assert story.waiting(Read, LONG[:1]) and story.waiting(Probe)
+    story.end(Read)
+    update = story.answer(lookup)
+    assert (update.held, update.ready, update.unknown, update.is_done) == (1, 1, 511, False)
+
+
+def test_lookups_that_ask_the_same_share_their_probes():
+    story = shared()
+    story.others_store(SMALL, LONG[:40])
+    lookups = [story.ask(LONG) for _ in range(5)]
+    story.finish_all()
+    assert {story.figures(lookup) for lookup in lookups} == {(40, 40, 40, True)}
+    assert story.counted("probes") <= PROBES_MAX
+
+
+def test_a_search_goes_on_without_its_lookup_so_that_the_next_one_is_quick():
+    story = shared()
+    story.others_store(SMALL, LONG[:30])
+    lookup = story.ask(LONG)
+    story.end(Probe)
+    story.release(lookup)
+    story.finish_all()
+    probes = story.counted("probes")
+    again = story.ask(LONG)
+    story.finish_all()
+    assert story.figures(again) == (30, 30, 30, True) and story.counted("probes") == probes
+
+
+def test_a_hole_is_an_ordinary_miss_at_the_read_and_is_stored_again():
+    story = shared()
+    story.others_store(SMALL, LONG[:8])
+    story.damage(0, SMALL.key(LONG[:3]), None)
+    lookup = story.ask(LONG[:8])
+    story.finish_all()
+    held, slots, ready, is_done = story.figures(lookup)
+    assert (held, slots, ready, is_done) in [(2, 2, 2, True)]
+    story.store(LONG[:8])
+    again = story.ask(LONG[:8])
+    story.finish_all()
+    assert story.figures(again) == (8, 8, 8, True) and story.is_below(LONG[:3])
+
+
+def test_a_tier_that_does_not_answer_ends_the_search_and_is_remembered_as_nothing():
+    story = shared()
+    story.others_store(SMALL, LONG[:5])
+    lookup = story.ask(LONG[:5])
+    story.end(Probe, fault=Outcome.UNAVAILABLE)
+    assert story.figures(lookup) == (0, 0, 0, True)
+    again = story.ask(LONG[:5])
+    story.finish_all()
+    assert story.figures(again) == (5, 5, 5, True)
+
+
+def test_an_unreadable_tier_costs_a_lookup_nothing_and_its_hits_come_back():
+    story = Story(is_last_shared=True)
+    story.others_store(SMALL, LONG[:5])
+    lookup = story.ask(LONG[:5])
+    story.finish_all()
+    assert story.figures(lookup) == (5, 5, 5, True)
+    story.release(lookup)
+    story.flush_host(avoid=LONG[:5])
+    story.hierarchy.set_readable(0, False)
+    lookup = story.ask(LONG[:5])
+    assert story.figures(lookup) == (0, 0, 0, True) and not story.waiting(Probe) and not story.waiting(Read)
+    story.hierarchy.set_readable(0, True)
+    again = story.ask(LONG[:5])
+    story.finish_all()
+    assert story.figures(again) == (5, 5, 5, True)
+
+
+def test_too_many_searches_at_once_are_refused():
+    story = shared()
+    for number in range(SEARCHES_MAX + 3):
+        story.ask((number, 1))
+    assert story.counted("search_refused") == 3 and len(story.waiting(Probe)) == SEARCHES_MAX
+    story.finish_all()
+    story.ask((SEARCHES_MAX + 2, 1))
+    assert story.waiting(Probe)
+
+
+def test_what_a_foreign_blob_hides_is_not_asked_for_again():
+    story = shared()
+    story.media[0][SMALL.key((1,))] = Blob.FOREIGN
+    first = story.ask((1, 2))
+    story.finish_all()
+    assert story.figures(first) == (0, 0, 0, True)
+    probes = story.counted("probes")
+    story.ask((1, 2))
+    story.finish_all()
+    assert story.counted("probes") == probes
+
+
+# -- uploads -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_on_disk_is_uploaded_parents_first():
+    story = shared(capacities=(None, None))
+    story.store(LONG[:6])
+    assert all(story.is_below(chunk, 1) for chunk in chunks_of(LONG[:6]))
+    assert story.counted("uploaded") == 6
+
+
+def test_uploads_hold_no_host_memory():
+    story = Story(host_bytes=100, capacities=(None, None), is_last_shared=True)
+    for number in range(30):
+        story.commit_prefix((number,))
+        while jobs := [place for place, job in enumerate(story.jobs) if not isinstance(job, Copy)]:
+            story.finish(jobs[0])
+    assert all(story.is_below((number,)) for number in range(30))
+    assert story.hierarchy.usage()["tier1_pending_writes"] == 30
+
+
+def test_uploads_that_an_earlier_life_did_not_make_are_made_when_the_namespace_opens():
+    story = shared(capacities=(None, None), found=chunks_of(LONG[:5])[::-1])
+    assert all(story.is_below(chunk, 1) for chunk in chunks_of(LONG[:5]))
+
+
+def test_uploads_of_an_earlier_life_are_asked_for_first_and_do_not_hold_up_new_ones():
+    story = Story(host_bytes=20_000, capacities=(None, None), is_last_shared=True)
+    paths = [(number,) for number in range(40)]
+    again = Story.__new__(Story)
+    Story.__init__(again, host_bytes=20_000, capacities=(None, None), found=paths, is_last_shared=True)
+    assert {job.is_asked_first for job in again.jobs if isinstance(job, Copy)} <= {True}
+    assert again.hierarchy.pending_writes == 0
+    story.commit_prefix((1,))
+    while not story.waiting(Copy):
+        story.finish(0)
+    assert [job.is_asked_first for job in story.jobs if isinstance(job, Copy)] == [False]
+
+
+@pytest.mark.parametrize("fault", [Outcome.UNAVAILABLE, Outcome.NO_ROOM])
+def test_an_upload_without_room_or_answer_is_made_later(fault):
+    story = shared(capacities=(None, None))
+    story.commit_prefix(LONG[:4])
+    while not story.waiting(Copy):
+        story.finish(0)
+    story.end(Copy, fault=fault)
+    story.finish_all()
+    assert not story.is_below(LONG[:1], 1) and story.hierarchy.pending_writes
+    story.hierarchy.resume_writes()
+    story.finish_all()
+    assert all(story.is_below(chunk, 1) for chunk in chunks_of(LONG[:4])) and not story.hierarchy.pending_writes
+
+
+@pytest.mark.parametrize("fault", [Outcome.UNAVAILABLE, Outcome.NO_ROOM])
+def test_a_write_to_a_shared_first_tier_is_made_later_too(fault):
+    story = shared()
+    story.commit_prefix(LONG[:4])
+    while not [p for p in story.jobs if type(p).__name__ == "Write"]:
+        story.finish(0)
+    place = next(i for i, job in enumerate(story.jobs) if type(job).__name__ == "Write")
+    story.finish(place, fault)
+    story.finish_all()
+    assert not story.is_below(LONG[:1])
+    story.hierarchy.resume_writes()
+    story.finish_all()
+    assert all(story.is_below(chunk) for chunk in chunks_of(LONG[:4]))
+
+
+def test_a_chunk_evicted_from_disk_before_its_upload_is_not_uploaded():
+    story = Story(host_bytes=400, capacities=(30, None), is_last_shared=True)
+    story.hierarchy.set_readable(1, False)
+    for number in range(6):
+        story.store((number,))
+    story.hierarchy.set_readable(1, True)
+    story.finish_all()
+    assert sum(story.is_below((number,), 1) for number in range(6)) == 3
+    assert story.counted("write_dropped_source_evicted") == 3
+
+
+def test_what_comes_from_the_shared_tier_is_kept_on_disk():
+    story = shared(capacities=(None, None))
+    story.others_store(SMALL, LONG[:6])
+    lookup = story.ask(LONG[:6])
+    story.finish_all()
+    assert story.figures(lookup) == (6, 6, 6, True)
+    assert all(story.is_below(chunk, 0) for chunk in chunks_of(LONG[:6])) and story.counted("uploaded") == 0

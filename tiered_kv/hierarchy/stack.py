@@ -1,0 +1,113 @@
+"""The tiers below host memory, as one thing: the front tier, those behind it, and the searches of a shared last one.
+
+Owns how they are tied together and what concerns all of them. Called by the hierarchy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tiered_kv.hierarchy.back import BackTier
+from tiered_kv.hierarchy.front import FrontTier
+from tiered_kv.hierarchy.host import HostMemory
+from tiered_kv.hierarchy.index import Entry, HostState, Index
+from tiered_kv.hierarchy.lower import LowerTier
+from tiered_kv.hierarchy.plan import Job
+from tiered_kv.hierarchy.searches import Searches
+
+
+class LowerTiers:
+    """All lower tiers, highest first.
+
+    Attributes:
+        front: The first; None if there is none.
+        searches: What a shared last tier may have; None if the last is not shared.
+
+    Threads: one owner, the hierarchy.
+    """
+
+    def __init__(self, index: Index, host: HostMemory, jobs: list[Job], counters: Counter[str]) -> None:
+        self.front: FrontTier | None = None
+        self.searches: Searches | None = None
+        self._all: list[LowerTier] = []
+        self._back: list[BackTier] = []
+        self._opened: set[bytes] = set()
+        self._index = index
+        self._host = host
+        self._jobs = jobs
+        self._counters = counters
+
+    def open(self, capacities: Sequence[int | None], queue_limit_bytes: int, *, is_last_shared: bool) -> None:
+        """Start with empty tiers; see :class:`~tiered_kv.hierarchy.hierarchy.Hierarchy`."""
+        for number, capacity in enumerate(capacities):
+            if number == 0:
+                self.front = FrontTier(capacity, self._index, self._host, self._jobs, self._counters)
+                self.front.queue_limit_bytes = queue_limit_bytes
+                self._all.append(self.front)
+            else:
+                self._back.append(BackTier(self._all[-1], capacity, self._index, self._jobs, self._counters))
+                self._all.append(self._back[-1])
+        if is_last_shared:
+            last = self._all[-1]
+            last.is_shared, last.capacity_bytes = True, None
+            self.searches = Searches(last, self._index, self._jobs, self._counters)
+
+    def __getitem__(self, tier: int) -> LowerTier:
+        return self._all[tier]
+
+    def __iter__(self) -> Iterator[LowerTier]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def pending(self) -> int:
+        """Chunks that are to be written, to any of them."""
+        return sum(lower.pending for lower in self._all)
+
+    def claim_again(self, prefix: Sequence[Entry]) -> None:
+        """A prefix is used, given root first: a write that was dropped gets another chance."""
+        for entry in prefix:
+            if self.front is not None and entry.host is HostState.READY:
+                self.front.claim(entry)
+            for back in self._back:
+                back.claim_known(entry)
+
+    def claim_found(self, namespace: bytes) -> None:
+        """Queue again what an earlier life did not upload: the size of a namespace's blobs is known from now on."""
+        if not self._back or namespace in self._opened:
+            return
+        self._opened.add(namespace)
+        for entry in self._index.entries():
+            if entry.record.namespace == namespace:
+                for back in self._back:
+                    back.claim_known(entry)
+
+    def resume(self) -> None:
+        """A tier that had no room or gave no answer may do better now."""
+        for lower in self._all:
+            lower.resume()
+
+    def record_use(self, keys: Sequence[bytes]) -> None:
+        """Note the use of a prefix, deepest chunk first."""
+        for lower in self._all:
+            lower.order.record_use(keys)
+
+    def figures(self) -> dict[str, int]:
+        """Bytes and counts per tier."""
+        figures = {}
+        for tier, lower in enumerate(self._all):
+            figures[f"tier{tier}_used_bytes"] = lower.used_bytes
+            figures[f"tier{tier}_queued_bytes"] = lower.queued_bytes
+            figures[f"tier{tier}_pending_writes"] = lower.pending
+            figures[f"tier{tier}_chunks"] = lower.blob_count
+        return figures
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of every tier."""
+        for lower in self._all:
+            lower.check_integrity()
+        if self.searches is not None:
+            self.searches.check_integrity()
