@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.config import Config, memory_limit_bytes, parse_size, redact, size_text
+from tiered_kv.config import Config, memory_limit_bytes, parse_size, parse_time_s, size_text
 from tiered_kv.errors import ConfigError
+from tiered_kv.location import redact
+from tiered_kv.server.paths import disk_directory
 
 URI = "file:///var/cache/tiered_kv"
 
@@ -83,6 +85,13 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ("drain_s", True, "expected a number from 0 to 3600"),
         ("start_timeout_s", 0.5, "expected a number from 1 to 600"),
         ("pinned_share", 0.6, "expected a number from 0.001 to 0.5"),
+        ("storage_bytes", "many", "expected a size such as 4GiB"),
+        ("storage_ttl", "7 weeks", "expected a time such as 12h or 7d"),
+        ("storage_ttl", 0, "expected a time such as 12h or 7d"),
+        ("storage_timeout_s", 0, "expected a number from 0.1 to 600"),
+        ("storage_concurrency", 0, "expected a whole number above zero"),
+        ("single_writer", "yes", "expected true or false"),
+        ("evict_other_namespaces", 1, "expected true or false"),
         ("storage_uri", 5, "expected a non-empty string"),
         ("storage_uri", "file://[bad/x", "expected a URI"),
         ("storage_uri", "file:///a\nb", "expected a URI without control characters"),
@@ -123,8 +132,7 @@ def test_an_unknown_name_is_told_with_the_nearest_known_one(name: str, near: str
         ("file:///a%00b", "three slashes"),
         ("file:///a?b=c", "takes no options"),
         ("file:///a#b", "takes no options"),
-        ("s3://bucket/prefix", "object stores are not in this version yet"),
-        ("memory://x", "object stores are not in this version yet"),
+        ("s3://", "names no bucket"),
     ],
 )
 def test_a_uri_that_names_no_directory_is_refused_with_an_example(uri: str, expected: str) -> None:
@@ -194,6 +202,142 @@ def test_settings_survive_the_way_to_another_process() -> None:
         assert Config.from_mapping(given.to_mapping()) == given
     assert config().promotion_wait_ms is None
     assert config(promotion_wait_ms=5).promotion_wait_ms == 5.0
+
+
+BUCKET = "s3://bucket/prefix"
+
+
+def bucket(**more: object) -> Config:
+    return Config.from_mapping({"storage_uri": BUCKET, **more})
+
+
+def test_an_object_store_is_a_location_with_its_options() -> None:
+    found = bucket(storage_options={"endpoint_url": "http://host:9000"}).location()
+    assert (found.kind, found.scheme, found.path) == ("object", "s3", "bucket/prefix")
+    assert found.options == {"endpoint_url": "http://host:9000"}
+    assert bucket().disk_root() is None
+    assert bucket(disk_path="/cache", disk_bytes="1GiB").disk_root() == Path("/cache")
+
+
+def test_a_limit_of_a_disk_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="set disk_path, or storage_bytes instead"):
+        bucket(disk_bytes="1GiB")
+    with pytest.raises(ConfigError, match="there is no disk tier"):
+        bucket().resolved_disk_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("storage_bytes", "1GiB"), ("storage_ttl", "7d"), ("single_writer", True), ("evict_other_namespaces", True)],
+)
+def test_settings_of_a_bucket_are_refused_for_a_local_disk(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is only for object stores: with file:// the limit is disk_bytes"):
+        config(**{name: value})
+
+
+def test_storage_options_beside_a_local_disk_are_refused() -> None:
+    with pytest.raises(ConfigError, match="storage_options are only for object stores"):
+        config(storage_options={"key": "k"})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"storage_options": {"key": "AKIAhidden", "secret": "hidden", "client_kwargs": {"x": "hidden"}}},
+        {"storage_uri": "s3://b/p?secret=hidden&key=AKIAhidden"},
+        {"storage_uri": "s3://b/p?secret=hidden", "storage_options": {"token": "hidden"}},
+    ],
+)
+def test_credentials_are_shown_nowhere_and_reach_another_process(settings: dict[str, object]) -> None:
+    given = bucket(**settings)
+    for text in (repr(given), str(given), str(given.describe()), repr(given.location()), str(given.location())):
+        assert "hidden" not in text and "AKIA" not in text
+    assert "hidden" not in given.location().identity
+    assert Config.from_mapping(given.to_mapping()) == given
+    hash(given)
+
+
+@pytest.mark.parametrize("value", ["hidden", ["hidden"], {1: "hidden"}, {"key": object()}, {"key": b"hidden"}])
+def test_wrong_options_are_refused_without_being_shown(value: object) -> None:
+    with pytest.raises(ConfigError, match="expected a mapping of option names to (plain )?values") as caught:
+        bucket(storage_options=value)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(60, 60), (1.5, 1.5), ("90s", 90), ("2m", 120), (" 12 h ", 43200), ("7d", 604800), ("0.5h", 1800)],
+)
+def test_times_are_read(value: object, seconds: float) -> None:
+    assert parse_time_s(value) == seconds
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 0.5, True, None, "", "7", "7w", "h", "-1h", "1h1m", float("nan"), float("inf"), "9999999d"]
+)
+def test_what_is_no_time_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="expected a time"):
+        parse_time_s(value)
+
+
+def test_the_digest_names_the_store_and_its_limits_but_no_secret() -> None:
+    digests = {
+        bucket(host_bytes="1GiB", **more).digest()
+        for more in (
+            {},
+            {"storage_uri": "s3://bucket/other"},
+            {"storage_options": {"endpoint_url": "http://other:1"}},
+            {"storage_bytes": "1GiB"},
+            {"storage_ttl": "7d"},
+            {"single_writer": True},
+            {"evict_other_namespaces": True},
+        )
+    }
+    assert len(digests) == 7
+    one, other = ({"key": "one", "secret": "s"}, {"key": "two", "secret": "t"})
+    assert bucket(storage_options=one).digest() == bucket(storage_options=other).digest()
+
+
+def test_a_bucket_without_any_limit_is_warned_of() -> None:
+    [warning] = bucket().warnings()
+    assert "s3://bucket/prefix has no limit" in warning
+    assert bucket(storage_bytes="1GiB").warnings() == bucket(storage_ttl="7d").warnings() == config().warnings() == []
+
+
+def test_the_servers_directory_is_the_disks_or_one_for_the_uri(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert config().server_directory() == Path("/var/cache/tiered_kv")
+    assert bucket(disk_path="/cache").server_directory() == Path("/cache")
+    places = [
+        made.server_directory()
+        for made in (
+            bucket(),
+            bucket(storage_uri="s3://bucket/other"),
+            bucket(storage_options={"endpoint_url": "http://h:1"}),
+        )
+    ]
+    assert len(set(places)) == 3
+    assert all(tmp_path in place.parents and not place.exists() for place in places)
+    assert bucket(storage_options={"secret": "x"}).server_directory() == places[0]
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert bucket().server_directory().is_absolute()
+
+
+def test_the_servers_directory_is_made_private_and_refused_if_it_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made = disk_directory(bucket())
+    assert [path.stat().st_mode & 0o777 for path in (made.parent, made)] == [0o700, 0o700]
+    assert disk_directory(bucket()) == made
+    made.chmod(0o777)
+    with pytest.raises(ConfigError, match="must belong to this user alone .* set XDG_STATE_HOME"):
+        disk_directory(bucket())
+    made.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    made.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="must belong to this user alone"):
+        disk_directory(bucket())
 
 
 def test_settings_are_frozen() -> None:

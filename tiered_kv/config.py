@@ -6,15 +6,19 @@ what was expected and what was given. Values are plain data; nothing here opens 
 
 import difflib
 import hashlib
+import json
 import os
 import re
+import socket
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.location import EXAMPLE, Location, parse_location, redact
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -26,7 +30,9 @@ MIN_FREE_BYTES_DEFAULT = 1 << 30
 HOST_BYTES_DEFAULT_MAX = 8 << 30
 HOST_SHARE_DEFAULT = 0.1
 DISK_SHARE_DEFAULT = 0.1
-OBJECT_SCHEMES = frozenset({"s3", "gs", "az", "memory", "shared+file"})
+TIME_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+TTL_MAX_S = 100 * 366 * 86400
+BUCKET_SETTINGS = ("storage_bytes", "storage_ttl", "single_writer", "evict_other_namespaces")
 
 
 def parse_size(value: object) -> int:
@@ -52,6 +58,22 @@ def parse_size(value: object) -> int:
     return value
 
 
+def parse_time_s(value: object) -> float:
+    """Seconds of ``3600``, ``"90m"``, ``"12h"``, ``"7d"``.
+
+    Raises:
+        ValueError: Not a positive time.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhd])\s*", value)
+        seconds = float(match[1]) * TIME_UNITS_S[match[2]] if match else 0.0
+    else:
+        seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if not 1 <= seconds <= TTL_MAX_S:
+        raise ValueError("expected a time such as 12h or 7d (units s, m, h, d) or a number of seconds from 1")
+    return seconds
+
+
 def _number(low: float, high: float) -> Callable[[object], float]:
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -65,6 +87,16 @@ def _positive_int(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError("expected a whole number above zero")
     return value
+
+
+def _options(value: object) -> dict[str, object]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError("expected a mapping of option names to values")
+    try:
+        plain: dict[str, object] = json.loads(json.dumps(dict(value)))  # they are passed to another process
+    except (TypeError, ValueError):
+        raise ValueError("expected a mapping of option names to plain values, as in JSON") from None
+    return plain
 
 
 def _boolean(value: object) -> bool:
@@ -123,14 +155,31 @@ class Setting:
 
 def _setting(parse: Callable[[object], Any], text: str, default: Any = None, *, shown: str | None = None) -> Any:
     """A setting; ``shown`` is how its default is written where that is not the value itself."""
-    return field(default=default, metadata={"parse": parse, "help": text, "shown": shown})
+    return field(default=default, hash=parse is not _options, metadata={"parse": parse, "help": text, "shown": shown})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything a user can set. One line of help each; `docs/configuration.md` is made from these."""
 
-    storage_uri: str = _setting(_uri, "lowest tier: file:///absolute/dir is the local disk tier (required)", "")
+    storage_uri: str = _setting(
+        _uri,
+        "lowest tier: file:///absolute/dir is the local disk tier, s3://bucket/prefix an object store (required)",
+        "",
+    )
+    storage_options: Mapping[str, object] | None = _setting(
+        _options, "options of the object store, e.g. endpoint_url, region, key, secret; default: the environment's"
+    )
+    storage_bytes: int | None = _setting(parse_size, "limit of the object store, all servers together; default: none")
+    storage_ttl: float | None = _setting(parse_time_s, "age after which unused objects are deleted, e.g. 7d")
+    storage_timeout_s: float = _setting(_number(0.1, 600), "longest wait for one operation of the object store", 10.0)
+    storage_concurrency: int = _setting(_positive_int, "transfers to and from the object store at once", 16)
+    single_writer: bool = _setting(
+        _boolean, "promise that one server writes to a store without conditional writes", default=False
+    )
+    evict_other_namespaces: bool = _setting(
+        _boolean, "let the limit delete other models' objects below the URI, too", default=False
+    )
     host_bytes: int | None = _setting(
         parse_size, "host memory of the server; default min(10 % of the memory limit, 8 GiB)"
     )
@@ -172,41 +221,64 @@ class Config:
             try:
                 values[name] = known[name]["parse"](value)
             except ValueError as exc:
-                given = redact(value) if name == "storage_uri" and isinstance(value, str) else value
-                raise ConfigError(f"setting {name}: {exc}, got {given!r}") from exc
+                raise ConfigError(f"setting {name}: {exc}, got {_safe(name, value)!r}") from exc
         config = cls(**values)
-        config.disk_root()
+        config._check_storage()
         return config
 
-    def disk_root(self) -> Path:
-        """The directory of the local disk tier.
+    def __repr__(self) -> str:
+        return f"Config({self.describe()})"
+
+    def location(self) -> Location:
+        """What ``storage_uri`` and ``storage_options`` name.
 
         Raises:
-            ConfigError: The URI names no directory, or names a kind of storage this version does not have.
+            ConfigError: They name no place, or an option is unknown.
         """
-        example = 'e.g. "storage_uri": "file:///var/cache/tiered_kv"'
         if not self.storage_uri:
-            raise ConfigError(f"setting storage_uri is required, {example}")
-        uri = urlsplit(self.storage_uri)
-        if uri.scheme in OBJECT_SCHEMES:
-            raise ConfigError(
-                f"storage_uri {redact(self.storage_uri)!r}: object stores are not in this version yet; "
-                f"use a local directory, {example}"
-            )
-        if uri.scheme != "file":
-            raise ConfigError(f"storage_uri {redact(self.storage_uri)!r}: unknown scheme {uri.scheme!r}, {example}")
-        if uri.netloc not in ("", "localhost") or not _is_directory(unquote(uri.path)):
-            raise ConfigError(
-                f"storage_uri {redact(self.storage_uri)!r}: expected three slashes and an absolute directory, {example}"
-            )
-        if uri.query or uri.fragment:
-            raise ConfigError(
-                f"storage_uri {redact(self.storage_uri)!r}: file:// takes no options after the path; "
-                "write ? as %3F and # as %23"
-            )
+            raise ConfigError(f"setting storage_uri is required, {EXAMPLE}")
+        return parse_location(self.storage_uri, self.storage_options)
+
+    def _check_storage(self) -> None:
+        location = self.location()
+        if location.kind == "object":
+            if self.disk_path is None and self.disk_bytes is not None:
+                raise ConfigError(
+                    "disk_bytes is the limit of a local disk tier: set disk_path, or storage_bytes instead"
+                )
+            return
         if self.disk_path is not None:
             raise ConfigError("disk_path is only for object stores: with file:// the URI itself is the disk tier")
-        return Path(unquote(uri.path))
+        for name in BUCKET_SETTINGS:
+            if getattr(self, name):
+                raise ConfigError(f"{name} is only for object stores: with file:// the limit is disk_bytes")
+
+    def disk_root(self) -> Path | None:
+        """The directory of the local disk tier: what file:// names, or ``disk_path``; None without a disk tier."""
+        location = self.location()
+        return Path(location.path) if location.kind == "disk" else self.disk_path
+
+    def server_directory(self) -> Path:
+        """Where a server of these settings has its lock, description and log: the disk tier, if there is one.
+
+        Otherwise a directory of this user for this URI and host, which whoever uses it must make and check
+        (``server/paths.py``).
+        """
+        root = self.disk_root()
+        if root is not None:
+            return root
+        state = os.environ.get("XDG_STATE_HOME", "")
+        base = state if os.path.isabs(state) else tempfile.gettempdir()
+        # A home directory may be mounted on many machines, and each has a server of its own.
+        place = f"{socket.gethostname()} {self.location().identity}"
+        return Path(base) / f"tiered_kv-{os.getuid()}" / f"state-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+
+    def warnings(self) -> list[str]:
+        """What a server should say once at its start about settings that are allowed and may surprise."""
+        location = self.location()
+        if location.kind == "object" and self.storage_bytes is None and self.storage_ttl is None:
+            return [f"{location} has no limit: nothing is ever deleted there; set storage_bytes or storage_ttl"]
+        return []
 
     def resolved_host_bytes(self) -> int:
         """``host_bytes``, or its default on this machine."""
@@ -219,6 +291,8 @@ class Config:
         if self.disk_bytes is not None:
             return self.disk_bytes
         root = self.disk_root()
+        if root is None:
+            raise ConfigError("there is no disk tier: storage_uri is an object store, and disk_path is not set")
         while not root.exists():
             root = root.parent
         space = os.statvfs(root)
@@ -235,19 +309,37 @@ class Config:
         return [Setting(f.name, f.metadata["shown"] or _shown(f.default), f.metadata["help"]) for f in fields(cls)]
 
     def digest(self) -> str:
-        """Short name of the limits a server runs with; two clients of one directory must agree on them."""
+        """Short name of what a server serves within which limits; two clients of one server must agree on it.
+
+        A directory is not in it: it may be mounted in several places, and what lies in it says who serves it.
+        """
         limits = f"{self.resolved_host_bytes()} {self.disk_bytes} {self.min_free_bytes}"
+        location = self.location()
+        if location.kind == "object":
+            limits += f" {location.identity} " + " ".join(str(getattr(self, name)) for name in BUCKET_SETTINGS)
         return hashlib.sha256(limits.encode()).hexdigest()[:16]
 
     def to_mapping(self) -> dict[str, object]:
-        """Settings as plain values that :meth:`from_mapping` takes back, to pass to another process."""
+        """Settings as plain values that :meth:`from_mapping` takes back, to pass to another process.
+
+        Secrets included: through a pipe, never on a command line, in an environment or in a log (:meth:`describe`).
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["promotion_wait_ms"] = "auto" if self.promotion_wait_ms is None else self.promotion_wait_ms
         return {k: str(v) if isinstance(v, Path) else v for k, v in values.items() if v is not None}
 
     def describe(self) -> dict[str, object]:
         """Settings as plain values for a log line, with secrets redacted."""
-        return {**self.to_mapping(), "storage_uri": redact(self.storage_uri)}
+        return {name: _safe(name, value) for name, value in self.to_mapping().items()}
+
+
+def _safe(name: str, value: object) -> object:
+    """A value as it may be shown: of URIs no user and query, of options the names alone."""
+    if name == "storage_uri" and isinstance(value, str):
+        return redact(value)
+    if name == "storage_options":
+        return dict.fromkeys(value, "***") if isinstance(value, Mapping) else "***"
+    return value
 
 
 def _shown(default: object) -> str:
@@ -261,26 +353,6 @@ def size_text(size_bytes: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(size_bytes.bit_length() - 1, 0) // 10, len(units) - 1)
     return f"{size_bytes / (1 << 10 * power):.1f}".removesuffix(".0") + f" {units[power]}"
-
-
-def _is_directory(path: str) -> bool:
-    return path.startswith("/") and os.path.normpath(path).strip("/") != "" and "\0" not in path
-
-
-def redact(uri: str) -> str:
-    """A URI without user, password and query, for logs and messages; never raises.
-
-    Everything up to the last ``@`` goes: a password that was not escaped may hold any character.
-    """
-    scheme, separator, rest = uri.partition("://")
-    if not separator:
-        scheme, rest = "", uri
-    if not rest.startswith("/"):  # with three slashes there is no user, and a directory may be called anything
-        _, at, tail = rest.rpartition("@")
-        rest = f"***@{tail}" if at else rest
-    path, question, _ = rest.partition("?")
-    path, hash_, _ = path.partition("#")
-    return f"{scheme}{separator}{path}" + ("?***" if question else "#***" if hash_ else "")
 
 
 def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:

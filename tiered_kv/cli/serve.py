@@ -36,6 +36,7 @@ def serve(
         _set_log_level(log_level)
         from tiered_kv.config import Config
         from tiered_kv.errors import ConfigError
+        from tiered_kv.location import redact
         from tiered_kv.server.compose import serve as run
         from tiered_kv.server.detach import raise_descriptor_limit
         from tiered_kv.server.paths import ServerInfo
@@ -54,7 +55,7 @@ def serve(
         raise_descriptor_limit()
 
         def on_ready(info: ServerInfo) -> None:
-            print(f"serving {uri} pid={info.pid} socket=unix://{info.socket}", flush=True)
+            print(f"serving {redact(uri)} pid={info.pid} socket=unix://{info.socket}", flush=True)
 
         run(settings, until_idle=False, on_ready=on_ready, on_server=Server.install_signal_handlers, listen_at=socket)
 

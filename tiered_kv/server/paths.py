@@ -1,6 +1,7 @@
 """Where a node's server is found: its lock, its socket, its description and its log, all derived from the directory.
 
-The server's identity is its locked disk directory (DESIGN rule 6). ``server.json`` in it says who holds the lock.
+The server's identity is its locked directory: that of its disk tier, or without one a private directory for its URI.
+``server.json`` in it says who holds the lock.
 """
 
 import hashlib
@@ -30,8 +31,18 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 def disk_directory(config: Config) -> Path:
-    """The directory that a server of these settings owns, without symbolic links."""
-    return Path(os.path.realpath(config.disk_root()))
+    """The directory that a server of these settings owns, without symbolic links.
+
+    One that is not a disk tier's is made here, and must belong to this user alone.
+
+    Raises:
+        ConfigError: No private directory can be had.
+    """
+    directory = config.server_directory()
+    if config.disk_root() is None:
+        _make_private(directory.parent, "XDG_STATE_HOME")
+        _make_private(directory, "XDG_STATE_HOME")
+    return Path(os.path.realpath(directory))
 
 
 def info_path(root: Path) -> Path:
@@ -73,19 +84,22 @@ def socket_path(root: Path) -> Path:
     )
     if path is None:
         raise ConfigError(f"no writable directory with a short path for the socket; set XDG_RUNTIME_DIR. tried={paths}")
-    _make_private(path.parent)
+    _make_private(path.parent, "XDG_RUNTIME_DIR")
     return path
 
 
-def _make_private(directory: Path) -> None:
+def _make_private(directory: Path, variable: str) -> None:
+    """Make a directory that only this user can look into; ``variable`` is what to set if that cannot be."""
     try:
+        if not directory.parent.exists():
+            directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
     except OSError as exc:
-        raise ConfigError(f"cannot make the socket directory; set XDG_RUNTIME_DIR. path={directory}: {exc}") from exc
+        raise ConfigError(f"cannot make the server's directory; set {variable}. path={directory}: {exc}") from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            "the socket directory must belong to this user alone (mode 0700). "
+            "the server's directory must belong to this user alone (mode 0700). "
             f"path={directory} owner={found.st_uid} mode={stat.S_IMODE(found.st_mode):o}: "
-            "remove it or set XDG_RUNTIME_DIR"
+            f"remove it or set {variable}"
         )

@@ -1,0 +1,99 @@
+"""What a storage URI names, which options it may carry, and that no message shows a secret."""
+
+import pytest
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.location import Location, parse_location
+
+
+@pytest.mark.parametrize(
+    ("uri", "kind", "scheme", "path"),
+    [
+        ("file:///var/cache", "disk", "file", "/var/cache"),
+        ("file://localhost/a", "disk", "file", "/a"),
+        ("file:///with%20space%3F", "disk", "file", "/with space?"),
+        ("shared+file:///mnt/kv", "object", "shared+file", "/mnt/kv"),
+        ("s3://bucket", "object", "s3", "bucket"),
+        ("s3://bucket/", "object", "s3", "bucket"),
+        ("s3://bucket/a//b/", "object", "s3", "bucket/a/b"),
+        ("s3://bucket/a%20b", "object", "s3", "bucket/a b"),
+        ("gs://bucket/p", "object", "gs", "bucket/p"),
+        ("az://container/p", "object", "az", "container/p"),
+        ("memory://x/y", "object", "memory", "x/y"),
+    ],
+)
+def test_a_uri_names_a_place(uri, kind, scheme, path):
+    found = parse_location(uri)
+    assert (found.kind, found.scheme, found.path, found.options) == (kind, scheme, path, {})
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("", "unknown scheme ''"),
+        ("bucket/prefix", "unknown scheme ''"),
+        ("http://host/dir", "unknown scheme 'http'"),
+        ("s3://", "names no bucket"),
+        ("s3:///prefix", "names no bucket"),
+        ("s3://bucket:9000/p", "a server's address into the option endpoint_url"),
+        ("s3://key:hidden@bucket/p", "Credentials belong into storage_options"),
+        ("s3://bucket/../other", "no . or .. in it"),
+        ("s3://bucket/p#hidden", "nothing may stand after #"),
+        ("s3://bucket?hidden", "expected options such as"),
+        ("s3://bucket?region=a&region=b", "stands there twice"),
+        ("s3://[x", "not a URI"),
+        ("shared+file://host/dir", "three slashes and an absolute directory"),
+        ("shared+file:///", "three slashes and an absolute directory"),
+        ("file:///dir?a=b", "takes no options"),
+        ("s3://b?endpoint_url=host:9000", "expected http://host:port or https://host"),
+        ("s3://b?anon=perhaps", "option anon of storage_uri: expected true or false"),
+        ("memory://x?region=a", "unknown option 'region'; known options: none"),
+    ],
+)
+def test_what_names_no_place_is_told_without_secrets(uri, expected):
+    with pytest.raises(ConfigError, match=expected.replace(".", r"\.")) as caught:
+        parse_location(uri)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("endpoint", "endpoint_url"), ("regoin", "region"), ("secrets", "secret"), ("zzz", None)],
+)
+def test_an_unknown_option_is_told_with_the_nearest_known_one(name, near):
+    for uri, options in ((f"s3://b?{name}=hidden", {}), ("s3://b", {name: "hidden"})):
+        with pytest.raises(ConfigError, match=f"unknown option '{name}'") as caught:
+            parse_location(uri, options)
+        assert (f"did you mean {near}?" in str(caught.value)) == (near is not None)
+        assert "hidden" not in str(caught.value)
+
+
+def test_options_are_read_and_storage_options_win():
+    uri = "s3://b/p?endpoint_url=http%3A%2F%2Fhost:1&region=here&anon=true&verify=/ca.pem"
+    found = parse_location(uri, {"region": "there", "verify": False})
+    assert found.options == {"endpoint_url": "http://host:1", "region": "there", "anon": True, "verify": False}
+    assert parse_location("s3://b?verify=false").options == {"verify": False}
+
+
+@pytest.mark.parametrize(
+    ("uri", "options"),
+    [("s3://b", {"key": 5}), ("memory://x", {"a": 1}), ("shared+file:///d", {"a": 1}), ("file:///d", {"key": "k"})],
+)
+def test_options_of_the_wrong_kind_are_refused(uri, options):
+    with pytest.raises(ConfigError, match="storage_options|option key"):
+        parse_location(uri, options)
+
+
+def test_options_are_never_shown():
+    options = {"endpoint_url": "http://user:hidden@host:1/?hidden", "secret": "hidden", "key": "hidden"}
+    found = parse_location("s3://b/p?token=hidden", options)
+    for text in (str(found), repr(found), found.identity):
+        assert "hidden" not in text
+    assert found.identity == "s3://b/p@http://***@host:1/?***"
+
+
+def test_equal_places_have_equal_identities():
+    one = parse_location("s3://b/p/?endpoint_url=http://h:1/", {"key": "a"})
+    other = parse_location("s3://b/p", {"endpoint_url": "http://h:1"})
+    assert one.identity == other.identity != parse_location("s3://b/p").identity
+    assert hash(one) == hash(Location("object", "s3", "b/p"))

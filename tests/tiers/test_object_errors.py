@@ -1,0 +1,207 @@
+"""What goes wrong with an object store is told in words that say what to do."""
+
+import errno
+import socket
+import ssl
+
+import pytest
+from aiohttp import ClientPayloadError, ServerDisconnectedError
+from botocore import exceptions as boto
+from s3fs.errors import translate_boto_error
+
+from tiered_kv.location import parse_location
+from tiered_kv.tiers.object_errors import (
+    IncompleteRead,
+    code_of,
+    explain,
+    is_conflict,
+    is_full,
+    is_missing,
+    is_taken,
+    is_without_create,
+    status_of,
+)
+from tiered_kv.tiers.object_store import ObjectStore
+
+
+def answered(code, status=400, message="words of the store", **more):
+    """What s3fs raises for an error the store answered with."""
+    response = {
+        "Error": {"Code": code, "Message": message, **more},
+        "ResponseMetadata": {"HTTPStatusCode": status, "RetryAttempts": 0},
+    }
+    return translate_boto_error(boto.ClientError(response, "GetObject"))
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "expected"),
+    [
+        (
+            "InvalidAccessKeyId",
+            403,
+            "refuses these credentials: it does not know the access key; check AWS_ACCESS_KEY_ID",
+        ),
+        ("SignatureDoesNotMatch", 403, "refuses these credentials: the secret does not fit the key; check AWS_SECRET"),
+        ("AccessDenied", 403, "refuses these credentials; check the key and that it may get, put, delete and list"),
+        ("403", 403, "refuses these credentials; check the key"),
+        ("SomethingNew", 403, "refuses these credentials; check the key"),
+        ("ExpiredToken", 400, "the credentials have expired; renew them"),
+        ("InvalidToken", 400, "refuses the session token; check AWS_SESSION_TOKEN"),
+        ("400", 400, "often because the credentials have expired"),
+        ("RequestTimeTooSkewed", 403, "clock is too far from the store's; set the clock"),
+        ("NoSuchBucket", 404, "there is no bucket 'bkt'; create it (e.g. `aws s3 mb s3://bkt`) or mend storage_uri"),
+        ("InvalidBucketName", 400, "no name for a bucket"),
+        ("PermanentRedirect", 301, "the bucket is in another region; set the option region"),
+        ("AuthorizationHeaderMalformed", 400, "the bucket is in another region"),
+        ("SlowDown", 503, "asks for fewer requests"),
+        ("503", 503, "asks for fewer requests"),
+        ("ServiceUnavailable", 503, "asks for fewer requests"),
+        ("Throttling", 429, "asks for fewer requests"),
+        ("InternalError", 500, "the store failed inside (HTTP 500 InternalError)"),
+        ("502", 502, "the store failed inside (HTTP 502 502)"),
+        ("GatewayTimeout", 504, "the store failed inside (HTTP 504 GatewayTimeout)"),
+        ("NotImplemented", 501, "does not know this kind of request"),
+        ("QuotaExceeded", 403, "no room left"),
+        ("XMinioStorageFull", 507, "no room left"),
+        ("ConditionalRequestConflict", 409, "another writer was at the same object"),
+        ("RequestTimeout", 400, "gave up waiting for the request's bytes"),
+    ],
+)
+def test_an_answer_of_the_store_is_put_into_words(code, status, expected):
+    error = answered(code, status)
+    assert code_of(error) == code and status_of(error) == status
+    assert expected in explain(error, "bkt")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (boto.NoCredentialsError(), "no credentials were found; set AWS_ACCESS_KEY_ID"),
+        (boto.PartialCredentialsError(provider="env", cred_var="x"), "key and secret belong together"),
+        (boto.ProfileNotFound(profile="p"), "there is no such profile"),
+        (boto.NoRegionError(), "no region is known; set the option region"),
+        (boto.ConnectTimeoutError(endpoint_url="http://h"), "did not answer in time"),
+        (boto.ReadTimeoutError(endpoint_url="http://h"), "did not answer in time"),
+        (TimeoutError(), "did not answer in time"),
+        (boto.ConnectionClosedError(endpoint_url="http://h"), "the connection was cut"),
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "the connection was cut"),
+        (ServerDisconnectedError(), "the connection was cut"),
+        (BrokenPipeError(errno.EPIPE, "pipe"), "the connection was cut"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "nothing listens there; check endpoint_url"),
+        (socket.gaierror(-2, "Name or service not known"), "host name is not known here (DNS)"),
+        (ssl.SSLCertVerificationError("self-signed"), "the TLS connection failed"),
+        (boto.SSLError(endpoint_url="https://h", error="bad"), "the TLS connection failed"),
+        (boto.EndpointConnectionError(endpoint_url="http://h"), "the store cannot be reached"),
+        (
+            caused(boto.EndpointConnectionError(endpoint_url="http://h"), socket.gaierror(-2, "unknown")),
+            "host name is not known here (DNS)",
+        ),
+        (
+            boto.EndpointConnectionError(endpoint_url="http://h", error=ConnectionRefusedError(111, "refused")),
+            "nothing listens there",
+        ),
+        (
+            caused(
+                boto.EndpointConnectionError(endpoint_url="http://h"),
+                OSError("Multiple exceptions: Connect call failed"),
+            ),
+            "nothing listens there",
+        ),
+        (ClientPayloadError("Response payload is not completed"), "ended before all of its bytes came"),
+        (caused(ClientPayloadError("cut"), ConnectionResetError(104, "reset")), "ended before all of its bytes came"),
+        (boto.IncompleteReadError(actual_bytes=1, expected_bytes=2), "ended before all of its bytes came"),
+        (IncompleteRead("observed=1 expected=2"), "ended before all of its bytes came"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no room left"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "no room left"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "check that it is mounted"),
+        (PermissionError(errno.EACCES, "Permission denied"), "the store refuses this: Permission denied"),
+        (OSError(errno.ESTALE, "Stale file handle"), "OSError: Stale file handle"),
+        (ValueError("x" * 1000 + "\nsecond line"), "ValueError: xxx"),
+        (RuntimeError(), "RuntimeError: no text"),
+    ],
+)
+def test_what_fails_on_the_way_is_put_into_words(error, expected):
+    words = explain(error, "bkt")
+    assert expected in words
+    assert len(words) < 300 and "\n" not in words
+
+
+def test_a_loop_of_causes_ends():
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert explain(one, "b") == "ValueError: one"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (answered("NoSuchKey", 404), True),
+        (answered("404", 404), True),
+        (FileNotFoundError("x"), True),
+        (IsADirectoryError(errno.EISDIR, "x"), True),
+        (NotADirectoryError(errno.ENOTDIR, "x"), True),
+        (answered("NoSuchBucket", 404), False),
+        (answered("AccessDenied", 403), False),
+        (OSError(errno.EIO, "x"), False),
+        (ConnectionResetError(), False),
+    ],
+)
+def test_only_a_missing_object_is_missing(error, expected):
+    assert is_missing(error) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (answered("PreconditionFailed", 412), True),  # radosgw: OSError(EINVAL)
+        (answered("PreconditionFailed", 412, Condition="If-None-Match"), True),  # AWS: FileExistsError
+        (answered("412", 412), True),
+        (FileExistsError("x"), True),
+        (answered("InvalidArgument", 400), False),
+        (answered("ConditionalRequestConflict", 409), False),
+        (OSError(errno.EINVAL, "x"), False),
+    ],
+)
+def test_a_refused_create_is_told_from_other_errors(error, expected):
+    assert is_taken(error) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (answered("NotImplemented", 501), True),
+        (NotImplementedError("exclusive write"), True),
+        (OSError(errno.ENOTSUP, "link"), True),
+        (TypeError("got an unexpected keyword argument 'mode'"), True),
+        (TypeError("something else"), False),
+        (PermissionError(errno.EPERM, "link"), True),
+        (PermissionError(errno.EACCES, "link"), False),
+        (answered("AccessDenied", 403), False),
+        (answered("PreconditionFailed", 412), False),
+        (TimeoutError(), False),
+    ],
+)
+def test_a_store_that_knows_no_create_is_told_from_one_that_refuses(error, expected):
+    assert is_without_create(error) == expected
+
+
+def test_conflicts_and_full_stores_are_recognised():
+    assert is_conflict(answered("ConditionalRequestConflict", 409)) and not is_conflict(answered("NoSuchKey", 404))
+    assert is_full(answered("QuotaExceeded", 403)) and is_full(OSError(errno.ENOSPC, "x"))
+    assert not is_full(answered("AccessDenied", 403)) and not is_full(OSError(errno.EIO, "x"))
+
+
+def test_secrets_inside_a_message_are_taken_out():
+    options = {
+        "key": "AKIAEXAMPLE",
+        "secret": "AKIAEXAMPLE/longer",
+        "client_kwargs": {"aws_session_token": "tokentoken"},
+    }
+    store = ObjectStore(parse_location("s3://b/p", options))
+    text = "Credential=AKIAEXAMPLE secret AKIAEXAMPLE/longer at https://user:pw@host/x?X-Amz-Signature=abc tokentoken"
+    assert store._scrub(text) == "Credential=*** secret *** at https://***host/x*** ***"

@@ -1,0 +1,520 @@
+"""The object-store client: facts of every store (memory, a shared directory, a real S3 server), then each one's own."""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+import uuid
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
+from tiered_kv.location import parse_location
+from tiered_kv.tiers.object_store import ObjectStore, s3_options
+from tiered_kv.tiers.shared_directory import STALE_S, TEMPORARY
+
+
+def open_store(uri, options=None, **more):
+    return ObjectStore(parse_location(uri, options), **more)
+
+
+@pytest.fixture(params=["memory", "directory", "s3"])
+def store(request, tmp_path):
+    if request.param == "memory":
+        opened = open_store(f"memory://{uuid.uuid4().hex}/prefix")
+    elif request.param == "directory":
+        opened = open_store(f"shared+file://{tmp_path}/root")
+    else:
+        s3 = request.getfixturevalue("s3")
+        opened = open_store(s3.uri(s3.new_prefix()), s3.options())
+    yield opened
+    opened.close()
+
+
+def paths(store, prefix=""):
+    return sorted(info.path for info in store.list(prefix))
+
+
+# -- on every store ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 3 << 20])
+def test_what_was_put_is_got(store, size):
+    data = os.urandom(size)
+    store.put("a/b c/x+y.bin", memoryview(data))
+    assert store.get("a/b c/x+y.bin") == data
+    assert store.get("a/b c/x+y.bin", size_max=size) == data
+    assert store.get_head("a/b c/x+y.bin", 4096) == data[:4096]
+    found = store.head("a/b c/x+y.bin")
+    assert (found.path, found.size_bytes) == ("a/b c/x+y.bin", size)
+    assert abs(found.modified_s - time.time()) < 3600
+
+
+def test_what_is_not_there_is_none_or_empty(store):
+    assert store.get("a/x") is None
+    assert store.get_head("a/x", 10) is None
+    assert store.head("a/x") is None
+    assert paths(store) == []
+    store.delete(["a/x", "a/y"])
+    store.delete([])
+    store.put("a/x/y", b"1")
+    assert store.head("a/x") is None
+    assert store.get("a") is None
+
+
+def test_a_put_replaces_and_a_create_does_not(store):
+    store.put("x", b"one")
+    store.put("x", b"two!")
+    assert store.get("x") == b"two!"
+    assert not store.create("x", b"three")
+    assert store.get("x") == b"two!"
+    assert store.create("y", b"")
+    assert not store.create("y", b"more")
+    assert store.get("y") == b""
+
+
+def test_an_object_that_is_too_large_is_corrupt(store):
+    store.put("x", bytes(100))
+    with pytest.raises(ChunkCorrupt, match="observed=100 expected_max=99"):
+        store.get("x", size_max=99)
+    assert store.get("x", size_max=100) == bytes(100)
+
+
+def test_a_list_holds_what_begins_with_the_prefix(store):
+    names = ["a/1", "a/2/deep/3", "ab/4", "b/5", "c"]
+    for name in names:
+        store.put(name, name.encode())
+    assert paths(store) == names
+    assert paths(store, "a") == names[:3]
+    assert paths(store, "a/") == names[:2]
+    assert paths(store, "a/2/de") == ["a/2/deep/3"]
+    assert paths(store, "zz/") == []
+    assert {info.size_bytes for info in store.list("a/")} == {3, 10}
+
+
+def test_a_delete_takes_several_and_missing_ones(store):
+    for number in range(5):
+        store.put(f"d/{number}", b"x")
+    store.delete(["d/0"])
+    store.delete([*(f"d/{number}" for number in range(4)), "d/missing"])
+    assert paths(store) == ["d/4"]
+
+
+def test_of_many_that_create_one_object_one_wins(store):
+    won = []
+    gate = threading.Barrier(8)
+
+    def work(number):
+        gate.wait()
+        if store.create("lease/1", b"%d" % number):
+            won.append(b"%d" % number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert store.get("lease/1") == won[0]
+
+
+def test_every_store_here_creates_atomically_and_leaves_no_probe(store):
+    assert store.creates_atomically()
+    assert store.creates_atomically()
+    assert paths(store) == []
+
+
+def test_readers_see_old_or_new_bytes(store):
+    versions = [bytes([number]) * 200_000 for number in range(4)]
+    store.put("x", versions[0])
+    seen, stop = set(), threading.Event()
+
+    def read():
+        while not stop.is_set():
+            seen.add(store.get("x"))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(20):
+        store.put("x", versions[turn % 4])
+    stop.set()
+    reader.join()
+    assert seen <= set(versions)
+
+
+def test_a_closed_store_refuses_calls_and_closes_again(store):
+    store.put("x", b"1")
+    store.close()
+    store.close()
+    for call in (
+        lambda: store.get("x"),
+        lambda: store.put("x", b""),
+        lambda: store.create("x", b""),
+        lambda: store.head("x"),
+        lambda: store.delete(["x"]),
+        lambda: list(store.list("")),
+    ):
+        with pytest.raises(Closed):
+            call()
+
+
+def test_two_stores_of_one_process_share_nothing_but_the_objects(store):
+    other = ObjectStore(store._location)
+    store.put("x", b"1")
+    assert other.get("x") == b"1"
+    other.put("x", b"2")
+    other.close()
+    assert store.get("x") == b"2"
+
+
+# -- a store without a conditional create -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ignores", "refuses"])
+def test_a_store_that_cannot_create_atomically_is_found_out(monkeypatch, kind):
+    original = MemoryFileSystem.pipe_file
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        if kind == "refuses" and mode == "create":
+            raise NotImplementedError("exclusive write")
+        return original(self, path, value, mode="overwrite")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    assert not store.creates_atomically()
+    assert paths(store) == []
+    store.close()
+
+
+# -- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_hangs_costs_the_deadline_and_harms_nothing_later(monkeypatch):
+    store = open_store(f"memory://{uuid.uuid4().hex}", timeout_s=0.2)
+    store.put("x", b"1")
+    release, finished = threading.Event(), threading.Event()
+    original = MemoryFileSystem.cat_file
+
+    def cat_file(self, *args, **kwargs):
+        release.wait(60)
+        finished.set()
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    with pytest.raises(
+        TierUnavailable, match=r"get failed: the store did not answer in time\. path=x .*timeout_s=0\.2"
+    ):
+        store.get("x")
+    release.set()
+    assert finished.wait(60)
+    assert store.get("x") == b"1"
+    store.close()
+
+
+def test_calls_that_never_come_back_do_not_pile_up(monkeypatch):
+    store = open_store(f"memory://{uuid.uuid4().hex}", timeout_s=0.1)
+    release = threading.Event()
+    calls = []
+
+    def info(self, path):
+        calls.append(path)
+        release.wait(60)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    monkeypatch.setattr("tiered_kv.tiers.object_media.STUCK_MAX", 3)
+    for _ in range(6):
+        with pytest.raises(TierUnavailable):
+            store.head("x")
+    assert len(calls) == 3
+    release.set()
+    store.close()
+
+
+@pytest.fixture
+def silent_port():
+    """A port that accepts connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        yield listener.getsockname()[1]
+
+
+def s3_at(port, timeout_s=0.6):
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "AKIAhidden", "secret": "hidden", "region": "x"}
+    return open_store("s3://bucket/p", options, timeout_s=timeout_s)
+
+
+def every_call(store):
+    return {
+        "get": lambda: store.get("x"),
+        "put": lambda: store.put("x", b"1"),
+        "create": lambda: store.create("x", b"1"),
+        "head": lambda: store.head("x"),
+        "list": lambda: list(store.list("")),
+        "delete": lambda: store.delete(["x"]),
+    }
+
+
+def test_a_server_that_is_silent_costs_the_deadline(silent_port):
+    store = s3_at(silent_port)
+    for operation, call in every_call(store).items():
+        with pytest.raises(
+            TierUnavailable, match=f"object store: {operation} failed: the store did not answer in time"
+        ):
+            call()
+    store.close()
+
+
+def test_a_port_without_a_server_is_a_refused_connection():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        store = s3_at(taken.getsockname()[1], timeout_s=10)
+        for operation, call in every_call(store).items():
+            with pytest.raises(TierUnavailable, match=f"{operation} failed: the connection was refused") as caught:
+                call()
+            assert "hidden" not in str(caught.value)
+        store.close()
+
+
+def test_a_host_name_that_is_unknown_is_told():
+    options = {"endpoint_url": "http://no-such-host.invalid:80", "key": "k", "secret": "s"}
+    store = open_store("s3://bucket/p", options)
+    with pytest.raises(TierUnavailable, match="host name is not known|cannot be reached|did not answer in time"):
+        store.get("x")
+    store.close()
+
+
+# -- S3 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """Names of the requests that s3fs made."""
+    s3fs = pytest.importorskip("s3fs")
+    made = []
+    original = s3fs.S3FileSystem._call_s3
+
+    async def call(self, method, *args, **kwargs):
+        made.append(method)
+        return await original(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+    return made
+
+
+def test_every_operation_is_one_request(s3, requests):
+    store = open_store(s3.uri(s3.new_prefix()), s3.options())
+    store.put("x", b"data")
+
+    def made_by(call):
+        requests.clear()
+        call()
+        return list(requests)
+
+    assert made_by(lambda: store.get("x")) == ["get_object"]
+    assert made_by(lambda: store.get("missing")) == ["get_object"]
+    assert made_by(lambda: store.get_head("x", 2)) == ["get_object"]
+    assert made_by(lambda: store.head("x")) == ["head_object"]
+    assert made_by(lambda: store.head("missing")) == ["head_object"]
+    assert made_by(lambda: store.create("y", b"1")) == ["put_object"]
+    assert made_by(lambda: store.create("y", b"1")) == ["put_object"]
+    assert made_by(lambda: store.put("x", b"1")) == ["put_object"]
+    assert made_by(lambda: list(store.list(""))) == ["list_objects_v2"]
+    assert made_by(lambda: store.delete(["x"])) == ["delete_object"]
+    assert made_by(lambda: store.delete(["x", "y"])) == ["delete_objects"]
+    store.close()
+
+
+def test_a_list_and_a_delete_of_many_come_in_parts(s3, requests, monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiers.object_media.DELETE_BATCH", 10)
+    few = {"s3_additional_kwargs": {"MaxKeys": 10}}  # of a page; s3fs hands it to the LIST alone
+    store = open_store(s3.uri(s3.new_prefix()), s3.options() | few)
+    names = [f"n/{number:02d}" for number in range(25)]
+    for name in names:
+        store.put(name, b"1")
+    requests.clear()
+    assert [info.path for info in store.list("")] == names
+    assert requests == ["list_objects_v2"] * 3
+    store.delete(names)
+    assert requests[3:] == ["delete_objects"] * 3
+    assert paths(store) == []
+    store.close()
+
+
+def test_a_missing_bucket_is_told(s3):
+    store = open_store("s3://tiered-kv-no-such-bucket/p", s3.options())
+    for operation in ("get", "put", "create", "list", "delete"):
+        with pytest.raises(TierUnavailable, match="there is no bucket 'tiered-kv-no-such-bucket'; create it"):
+            every_call(store)[operation]()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"key": "AKIAwrongwrong"}, r"does not know the access key; check AWS_ACCESS_KEY_ID"),
+        ({"secret": "wrongwrongwrong"}, r"the secret does not fit the key; check AWS_SECRET_ACCESS_KEY"),
+    ],
+)
+def test_wrong_credentials_are_told_and_not_shown(s3, wrong, expected, caplog):
+    if s3.server is None:
+        pytest.skip("the words differ between servers; ours is known")
+    options = s3.options() | wrong
+    store = open_store(s3.uri(s3.new_prefix()), options)
+    with pytest.raises(TierUnavailable, match=f"the store refuses these credentials: .*{expected}"):
+        store.get("x")
+    for operation, call in every_call(store).items():
+        with pytest.raises(TierUnavailable, match=f"{operation} failed: the store refuses these credentials") as caught:
+            call()
+        for secret in (options["key"], options["secret"]):
+            assert secret not in str(caught.value) and secret not in repr(store) and secret not in caplog.text
+    store.close()
+
+
+def test_the_client_is_lean_and_bounded():
+    location = parse_location(
+        "s3://b/p?endpoint_url=http://h:1&region=r&verify=false", {"config_kwargs": {"s3": {"x": 1}, "read_timeout": 7}}
+    )
+    options = s3_options(location, timeout_s=9, concurrency=5)
+    assert options["client_kwargs"] == {"region_name": "r", "verify": False}
+    assert options["config_kwargs"] == {
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "connect_timeout": 3.0,
+        "read_timeout": 7,
+        "retries": {"mode": "standard", "total_max_attempts": 2},
+        "max_pool_connections": 5,
+        "s3": {"payload_signing_enabled": False, "addressing_style": "path", "x": 1},
+    }
+    assert options["skip_instance_cache"] is True and options["use_listings_cache"] is False
+    assert {"endpoint_url", "region", "verify"} & set(options) == {"endpoint_url"}
+
+
+def test_the_addressing_follows_the_endpoint(monkeypatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+
+    def style(uri):
+        return s3_options(parse_location(uri), 1, 1)["config_kwargs"]["s3"]["addressing_style"]
+
+    assert style("s3://b") == "auto"
+    assert style("s3://b?endpoint_url=http://h") == "path"
+    assert style("s3://b?endpoint_url=http://h&addressing_style=virtual") == "virtual"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://h")
+    assert style("s3://b") == "path"
+
+
+def test_a_body_that_is_cut_short_is_unavailable_not_corrupt(monkeypatch):
+    """A server that announces 100 bytes, sends 10 and ends the connection."""
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\nConnection: close\r\n\r\n" + bytes(10))
+        await writer.drain()
+        writer.close()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(serve, "127.0.0.1", 0), loop).result(10)
+    store = s3_at(server.sockets[0].getsockname()[1], timeout_s=10)
+    with pytest.raises(TierUnavailable, match="the answer ended before all of its bytes came"):
+        store.get("x")
+    store.close()
+    loop.call_soon_threadsafe(server.close)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+# -- a shared directory -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path):
+    opened = open_store(f"shared+file://{tmp_path}/root")
+    yield opened
+    opened.close()
+
+
+def test_files_and_directories_are_private(directory, tmp_path):
+    directory.put("a/b/c", b"1")
+    directory.create("a/d", b"1")
+    root = tmp_path / "root"
+    assert {path.stat().st_mode & 0o777 for path in (root / "a/b/c", root / "a/d")} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (root, root / "a", root / "a/b", root / TEMPORARY)} == {0o700}
+    assert list((root / TEMPORARY).iterdir()) == []
+
+
+def test_a_mount_that_is_not_there_is_not_made_up(tmp_path):
+    store = open_store(f"shared+file://{tmp_path}/not/mounted")
+    with pytest.raises(TierUnavailable, match="put failed: the directory is not there; check that it is mounted"):
+        store.put("x", b"1")
+    assert store.get("x") is None and paths(store) == []
+    assert not (tmp_path / "not").exists()
+    store.close()
+
+
+def test_temporary_files_of_dead_writers_are_swept_by_age(tmp_path):
+    place = tmp_path / "root" / TEMPORARY
+    place.mkdir(parents=True)
+    (place / "old").write_bytes(b"half")
+    (place / "young").write_bytes(b"half")
+    past = time.time() - STALE_S - 60
+    os.utime(place / "old", (past, past))
+    store = open_store(f"shared+file://{tmp_path}/root")
+    assert paths(store) == []
+    store.put("x", b"1")
+    assert [path.name for path in place.iterdir()] == ["young"]
+    assert paths(store) == ["x"]
+    store.close()
+
+
+def test_a_write_that_fails_leaves_nothing(directory, tmp_path):
+    directory.put("a/x", b"1")
+    with pytest.raises(TierUnavailable):
+        directory.put("a", b"2")  # a directory lies there
+    assert list((tmp_path / "root" / TEMPORARY).iterdir()) == []
+    assert directory.get("a/x") == b"1"
+
+
+def test_symbolic_links_are_not_listed(directory, tmp_path):
+    directory.put("a/x", b"1")
+    (tmp_path / "root/a/link").symlink_to(tmp_path / "root/a/x")
+    (tmp_path / "root/loop").symlink_to(tmp_path / "root")
+    assert paths(directory) == ["a/x"]
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_of_another_kind_or_without_its_package_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="is no object store"):
+        open_store("file:///dir")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for uri, package in (("gs://b/p", "gcsfs"), ("az://b/p", "adlfs"), ("s3://b/p", "s3fs")):
+        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {package}"):
+            open_store(uri)
+
+
+def test_a_child_process_makes_a_client_of_its_own(s3):
+    store = open_store(s3.uri(s3.new_prefix()), s3.options())
+    store.put("x", b"parent")
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.write(writing, store.get("x") or b"none")
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b"parent"
+    assert os.waitpid(pid, 0)[1] == 0
+    assert store.get("x") == b"parent"
+    store.close()

@@ -1,0 +1,185 @@
+"""What a storage URI names: a local directory, or a place in an object store with the options to reach it.
+
+Owns the grammar of URIs and of ``storage_options``, and what of them may be shown. Opens nothing and reads no
+environment: who reaches the medium (``tiers/``) does that. Called by ``config.py``, the tiers and the CLI.
+
+::
+
+    file:///dir                           local disk
+    s3://bucket/prefix?endpoint_url=...   object store; also gs:// az:// memory://
+    shared+file:///dir                    object store in a directory that several machines mount
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from tiered_kv.errors import ConfigError
+
+EXAMPLE: Final = 'e.g. "storage_uri": "file:///var/cache/tiered_kv" or "s3://bucket/prefix"'
+
+OBJECT_OPTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "s3": ("endpoint_url", "region", "key", "secret", "token", "anon", "profile", "verify", "addressing_style"),
+    "gs": ("endpoint_url", "project", "token"),
+    "az": ("account_name", "account_key", "connection_string", "sas_token"),
+    "memory": (),
+    "shared+file": (),
+}
+"""Schemes of object stores, and the options each takes after ``?``."""
+
+CLIENT_OPTIONS: Final = ("client_kwargs", "config_kwargs", "s3_additional_kwargs", "requester_pays")
+"""What ``storage_options`` may hold for s3 besides: passed on to s3fs as it is."""
+
+BOOLEANS: Final = {"true": True, "1": True, "false": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A parsed storage URI.
+
+    Attributes:
+        path: The directory, absolute, for ``file`` and ``shared+file``; otherwise ``bucket/prefix`` without a slash at
+            either end.
+        options: What reaches the store, credentials included; never shown.
+    """
+
+    kind: Literal["disk", "object"]
+    scheme: str
+    path: str
+    options: Mapping[str, object] = field(default_factory=dict, repr=False, hash=False)
+
+    def __str__(self) -> str:
+        """The URI without options, safe to show."""
+        return f"{self.scheme}://{self.path}"
+
+    @property
+    def storage(self) -> str:
+        """What two clients of one server must agree on: ``disk``, or the object store."""
+        return "disk" if self.kind == "disk" else self.identity
+
+    @property
+    def identity(self) -> str:
+        """Names the place: equal for two clients that reach the same objects, without anything secret."""
+        endpoint = self.options.get("endpoint_url") or self.options.get("account_name")
+        return f"{self}@{redact(str(endpoint)).rstrip('/')}" if endpoint else str(self)
+
+
+def parse_location(uri: str, storage_options: Mapping[str, object] | None = None) -> Location:
+    """Parse a storage URI; ``storage_options`` win over the options in its query.
+
+    Raises:
+        ConfigError: The URI names no place, or an option is unknown. The message shows no option's value.
+    """
+    shown = f"storage_uri {redact(uri)!r}"
+    try:
+        parts = urlsplit(uri)
+    except ValueError as exc:
+        raise ConfigError(f"{shown}: not a URI ({exc}), {EXAMPLE}") from exc
+    if parts.scheme == "file":
+        return _disk(parts.netloc, parts.path, bool(parts.query or parts.fragment), storage_options, shown)
+    if parts.scheme not in OBJECT_OPTIONS:
+        raise ConfigError(f"{shown}: unknown scheme {parts.scheme!r}, {EXAMPLE}")
+    if parts.fragment:
+        raise ConfigError(f"{shown}: nothing may stand after #; write # as %23")
+    options = _query(parts.scheme, parts.query, shown)
+    options.update(_checked(parts.scheme, storage_options or {}))
+    if parts.scheme == "shared+file":
+        path = _directory(parts.netloc, parts.path, shown)
+    else:
+        path = _bucket_path(parts.scheme, parts.netloc, parts.path, shown)
+    return Location("object", parts.scheme, path, options)
+
+
+def redact(uri: str) -> str:
+    """A URI without user, password and query, for logs and messages; never raises.
+
+    Everything up to the last ``@`` goes: a password that was not escaped may hold any character.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        scheme, rest = "", uri
+    if not rest.startswith("/"):  # with three slashes there is no user, and a directory may be called anything
+        _, at, tail = rest.rpartition("@")
+        rest = f"***@{tail}" if at else rest
+    path, question, _ = rest.partition("?")
+    path, hash_, _ = path.partition("#")
+    return f"{scheme}{separator}{path}" + ("?***" if question else "#***" if hash_ else "")
+
+
+def _disk(netloc: str, path: str, has_more: bool, options: Mapping[str, object] | None, shown: str) -> Location:
+    directory = _directory(netloc, path, shown)
+    if has_more:
+        raise ConfigError(f"{shown}: file:// takes no options after the path; write ? as %3F and # as %23")
+    if options:
+        raise ConfigError(f"{shown}: storage_options are only for object stores")
+    return Location("disk", "file", directory)
+
+
+def _directory(netloc: str, path: str, shown: str) -> str:
+    path = unquote(path)
+    is_directory = path.startswith("/") and os.path.normpath(path).strip("/") != "" and "\0" not in path
+    if netloc not in ("", "localhost") or not is_directory:
+        raise ConfigError(f"{shown}: expected three slashes and an absolute directory, {EXAMPLE}")
+    return path
+
+
+def _bucket_path(scheme: str, netloc: str, path: str, shown: str) -> str:
+    if "@" in netloc or ":" in netloc:
+        raise ConfigError(
+            f"{shown}: expected a bucket after {scheme}://. Credentials belong into storage_options or the "
+            "environment, a server's address into the option endpoint_url"
+        )
+    if not netloc:
+        raise ConfigError(f"{shown}: names no bucket, e.g. {scheme}://bucket/prefix")
+    prefix = [part for part in unquote(path).split("/") if part]
+    if any(part in (".", "..") for part in prefix):
+        raise ConfigError(f"{shown}: a prefix has no . or .. in it")
+    return "/".join([netloc, *prefix])
+
+
+def _query(scheme: str, query: str, shown: str) -> dict[str, object]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise ConfigError(f"{shown}: expected options such as ?endpoint_url=http://host:9000") from None
+    options: dict[str, object] = {}
+    for name, value in pairs:
+        if name not in OBJECT_OPTIONS[scheme]:
+            raise ConfigError(f"{shown}: {_unknown(name, OBJECT_OPTIONS[scheme])}")
+        if name in options:
+            raise ConfigError(f"{shown}: option {name} stands there twice")
+        options[name] = value
+    return _checked(scheme, options)
+
+
+def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Options with their values read; names are checked where this module knows all of them (s3)."""
+    checked = dict(options)
+    if scheme in ("memory", "shared+file") and checked:
+        raise ConfigError(f"setting storage_options: {scheme}:// takes none")
+    if scheme != "s3":
+        return checked
+    known = (*OBJECT_OPTIONS["s3"], *CLIENT_OPTIONS)
+    for name, value in checked.items():
+        if name not in known:
+            raise ConfigError(f"setting storage_options: {_unknown(name, known)}")
+        if name in ("anon", "verify") and isinstance(value, str):
+            read = BOOLEANS.get(value.lower(), value if name == "verify" else None)
+            if read is None:
+                raise ConfigError(f"option {name} of storage_uri: expected true or false")
+            checked[name] = read
+        elif name in OBJECT_OPTIONS["s3"] and name not in ("anon", "verify") and not isinstance(value, str):
+            raise ConfigError(f"option {name} of storage_uri: expected a string, got a {type(value).__name__}")
+    endpoint = checked.get("endpoint_url")
+    if isinstance(endpoint, str) and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError("option endpoint_url of storage_uri: expected http://host:port or https://host")
+    return checked
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"unknown option {name!r}; {hint}known options: {', '.join(known) or 'none'}"

@@ -1,0 +1,153 @@
+"""Objects as files of a directory that several machines mount (NFS, Lustre, CephFS).
+
+Owns how a file is published: written under another name, then renamed, or linked where nothing may be replaced, so a
+reader never sees half of it. Files are 0600, directories 0700. Called by ``tiers/object_store.py`` only.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Final
+
+from tiered_kv.tiers.object_media import CallRunner, ObjectInfo, Page, check_size
+
+TEMPORARY: Final = "_tiered_kv/tmp"
+STALE_S: Final = 3600.0
+"""Age of a temporary file whose writer is gone: no write takes that long, its deadline is seconds."""
+
+
+class SharedDirectory:
+    """A medium in a mounted directory.
+
+    Threads: any; each call runs in a thread of its own, because a mount that is gone blocks forever.
+    """
+
+    def __init__(self, root: str, timeout_s: float) -> None:
+        self._root = root.rstrip("/")
+        self._runner = CallRunner(timeout_s)
+        self._sweep_lock = threading.Lock()
+        self._next_sweep_s = 0.0
+
+    def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
+        return self._runner.run(self._get, path, length, size_max)
+
+    def put(self, path: str, data: bytes, only_if_absent: bool) -> None:
+        self._runner.run(self._put, path, data, only_if_absent)
+
+    def head(self, path: str) -> ObjectInfo:
+        return self._runner.run(self._head, path)
+
+    def page(self, prefix: str, cursor: object | None) -> Page:
+        return self._runner.run(self._page, prefix, cursor)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._runner.run(self._delete, paths)
+
+    def close(self) -> None:
+        """Nothing is held open between calls."""
+
+    def _get(self, path: str, length: int | None, size_max: int | None) -> bytes:
+        with open(self._full(path), "rb") as file:
+            if length is not None:
+                return file.read(length)
+            check_size(path, os.fstat(file.fileno()).st_size, size_max)
+            return file.read()
+
+    def _put(self, path: str, data: bytes, only_if_absent: bool) -> None:
+        self._sweep_now_and_then()
+        place = self._full(path)
+        self._make_directories(os.path.dirname(path))
+        temporary = self._full(f"{TEMPORARY}/{socket.gethostname()[:32]}-{os.getpid()}-{uuid.uuid4().hex}")
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            if only_if_absent:
+                _link(temporary, place)
+            else:
+                os.replace(temporary, place)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def _head(self, path: str) -> ObjectInfo:
+        found = os.stat(self._full(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(path)
+        return ObjectInfo(path, found.st_size, found.st_mtime)
+
+    def _page(self, prefix: str, cursor: object | None) -> Page:
+        """One directory per page: the cursor holds those still to be read."""
+        pending = list(cursor) if isinstance(cursor, tuple) else [prefix.rpartition("/")[0]]
+        directory = pending.pop()
+        objects: list[ObjectInfo] = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._full(directory)) as entries:
+            for entry in entries:
+                path = f"{directory}/{entry.name}" if directory else entry.name
+                with contextlib.suppress(FileNotFoundError):  # deleted between the listing and here
+                    if entry.is_dir(follow_symlinks=False):
+                        if path != TEMPORARY and (path.startswith(prefix) or prefix.startswith(f"{path}/")):
+                            pending.append(path)
+                    elif path.startswith(prefix) and entry.is_file(follow_symlinks=False):
+                        found = entry.stat(follow_symlinks=False)
+                        objects.append(ObjectInfo(path, found.st_size, found.st_mtime))
+        return Page(sorted(objects, key=lambda info: info.path), tuple(pending) or None)
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._full(path))
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _make_directories(self, path: str) -> None:
+        """Make what is missing below the root. Of the root only its last part: a mount that is not there stays so."""
+        for below in (TEMPORARY, path):
+            place = self._root
+            if not os.path.isdir(self._full(below)):
+                for part in ("", *below.split("/")):
+                    place = f"{place}/{part}" if part else place
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(place, 0o700)
+
+    def _sweep_now_and_then(self) -> None:
+        """Remove what dead writers left, at most once an hour."""
+        with self._sweep_lock:
+            if time.monotonic() < self._next_sweep_s:
+                return
+            self._next_sweep_s = time.monotonic() + STALE_S
+        directory = self._full(TEMPORARY)
+        with contextlib.suppress(FileNotFoundError):
+            names = os.listdir(directory)
+            if not names:
+                return
+            now_s = self._clock_s(directory)
+            for name in names:
+                place = f"{directory}/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    if now_s - os.stat(place).st_mtime > STALE_S:
+                        os.unlink(place)
+
+    def _clock_s(self, directory: str) -> float:
+        """The time by the file system's clock: ours may be hours off the one that stamps the files."""
+        probe = f"{directory}/{uuid.uuid4().hex}"
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        try:
+            return os.stat(probe).st_mtime
+        finally:
+            os.unlink(probe)
+
+
+def _link(temporary: str, place: str) -> None:
+    """Publish unless the name is taken. NFS may repeat a request and refuse its own link: then there are two names."""
+    try:
+        os.link(temporary, place)
+    except FileExistsError:
+        if os.stat(temporary).st_nlink < 2:
+            raise
