@@ -5,7 +5,7 @@ from engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, EngineWorld
 from format_samples import sample_namespace
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.engine.engine import FLUSH_INTERVAL_S, RETRY_INTERVAL_S
+from tiered_kv.engine.engine import RETRY_INTERVAL_S
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
@@ -71,7 +71,7 @@ def test_a_record_that_cannot_be_written_costs_nothing_but_itself(memory):
     world = EngineWorld(FaultyTier(memory, at({1: Fault.ERROR})))
     session = started(world)
     world.store(session, (1,))
-    assert world.loaded(session, (1,)) == 1 and world.hierarchy.counters["describe_failed"] == 1
+    assert world.loaded(session, (1,)) == 1 and memory.descriptions == {}
     world.close()
 
 
@@ -194,10 +194,10 @@ def test_without_samples_there_is_no_estimate_and_failures_make_none(memory):
     for number in range(20):
         world.store(session, (number,))
     is_broken.append(True)
-    assert world.engine.eta_s(0, 1000) is None
+    assert world.engine.eta_s(SPACES["small"].namespace, {0: 1}) is None
     world.loaded(session, (0,))
     assert world.hierarchy.counters["read_failed_unavailable"] == 1
-    assert world.engine.eta_s(0, 1000) is None and world.engine.read_bytes_per_s(0) is None
+    assert world.engine.eta_s(SPACES["small"].namespace, {0: 1}) is None and world.engine.read_bytes_per_s(0) is None
     world.close()
 
 
@@ -211,7 +211,7 @@ def test_promotions_give_the_estimate(world):
     world.settle()
     world.release(lookup)
     assert world.engine.read_bytes_per_s(0) == 2 * BLOB_BYTES
-    assert world.engine.eta_s(0, 4 * BLOB_BYTES) == 2.0
+    assert world.engine.eta_s(SPACES["small"].namespace, {0: 4}) == 2.0
     world.engine.sample_read(0, 12 * BLOB_BYTES, 1.0)
     assert world.engine.read_bytes_per_s(0) == 5 * BLOB_BYTES
 
@@ -233,7 +233,7 @@ def test_recency_is_persisted_now_and_then(memory):
     started(world)
     assert calls.count("flush") == 0
     for _ in range(3):
-        world.clock.advance(FLUSH_INTERVAL_S)
+        world.clock.advance(MemoryTier().traits.flush_interval_s)
         world.step()
         world.step()  # one that runs is enough
         world.settle()
@@ -252,7 +252,7 @@ def test_a_flush_that_fails_is_tried_again(memory, caplog):
     world = EngineWorld(FaultyTier(memory, at({}), on_operation=fail_once))
     started(world)
     for _ in range(2):
-        world.clock.advance(FLUSH_INTERVAL_S)
+        world.clock.advance(MemoryTier().traits.flush_interval_s)
         world.settle()
     assert "recency was not persisted" in caplog.text and failures
     world.close()

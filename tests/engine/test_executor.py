@@ -11,7 +11,7 @@ from tiered_kv.testing.stepping import FakeClock, StepExecutor
 
 @pytest.fixture
 def executor():
-    executor = ThreadExecutor(load_threads=1, store_threads=1)
+    executor = ThreadExecutor(dict.fromkeys(Pool, 1))
     yield executor
     executor.close()
 
@@ -31,7 +31,7 @@ def test_a_task_runs_in_a_thread_of_its_pool_and_wakes_the_owner(executor):
     for pool in Pool:
         executor.submit(pool, 0, task)
         wait(executor)
-    assert names == ["tiered_kv-load-0", "tiered_kv-store-0"]
+    assert names == [f"tiered_kv-{pool.value}-0" for pool in Pool]
     assert select.select([executor.fileno()], [], [], 0)[0] == []
     executor.drain_notifications()
 
@@ -64,7 +64,7 @@ def test_a_task_that_raises_is_logged_and_its_thread_lives(executor, caplog):
 
 
 def test_closing_finishes_what_runs_and_forgets_what_waits():
-    executor = ThreadExecutor(load_threads=1, store_threads=1)
+    executor = ThreadExecutor(dict.fromkeys(Pool, 1))
     gate, begun, done = threading.Event(), threading.Event(), []
 
     def long():

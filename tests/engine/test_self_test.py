@@ -29,7 +29,6 @@ def test_a_tier_that_works_is_measured_and_left_as_it_was():
     ("faults", "reason"),
     [
         ({PUT: Fault.ERROR}, "operation=put"),
-        ({PUT: Fault.FULL}, "operation=put"),
         ({PUT: Fault.VANISH}, "is not there"),
         ({PUT: Fault.TORN_WRITE}, "payload_xxh3 mismatch"),
         ({GET: Fault.ERROR}, "operation=get"),
@@ -42,9 +41,15 @@ def test_a_tier_that_does_not_work_says_why(faults, reason):
     assert reason in (run(MemoryTier(), faults).failure or "")
 
 
-def test_a_tier_without_room_for_it_fails_and_stores_nothing():
+def test_a_tier_without_room_can_still_be_read_and_passes_unmeasured():
     memory = MemoryTier(TEST_BYTES // 2)
-    assert "full" in (run(memory, {}).failure or "") and memory.names == []
+    result = run(memory, {})
+    assert (result.failure, result.size_bytes, memory.names) == (None, 0, [])
+
+
+def test_a_tier_without_room_that_does_not_answer_fails():
+    result = run(MemoryTier(TEST_BYTES // 2), {1: Fault.ERROR})
+    assert "operation=contains" in (result.failure or "")
 
 
 def test_without_verification_wrong_bytes_are_seen_all_the_same():

@@ -5,9 +5,11 @@ from hierarchy_world import SMALL, Story, chunks_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.hierarchy.plan import Copy, Outcome, Probe, Read
+from tiered_kv.hierarchy.back import COPIES_MAX
+from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.hierarchy.plan import Copy, Outcome, Probe, Read, Write
 from tiered_kv.hierarchy.searches import SEARCHES_MAX
-from tiered_kv.testing.oracle import Blob
+from tiered_kv.testing.oracle import Blob, World
 
 LONG = tuple(range(512))
 PROBES_MAX = 24
@@ -188,16 +190,20 @@ def test_uploads_that_an_earlier_life_did_not_make_are_made_when_the_namespace_o
 
 
 def test_uploads_of_an_earlier_life_are_asked_for_first_and_do_not_hold_up_new_ones():
-    story = Story(host_bytes=20_000, capacities=(None, None), is_last_shared=True)
-    paths = [(number,) for number in range(40)]
-    again = Story.__new__(Story)
-    Story.__init__(again, host_bytes=20_000, capacities=(None, None), found=paths, is_last_shared=True)
-    assert {job.is_asked_first for job in again.jobs if isinstance(job, Copy)} <= {True}
-    assert again.hierarchy.pending_writes == 0
-    story.commit_prefix((1,))
-    while not story.waiting(Copy):
-        story.finish(0)
-    assert [job.is_asked_first for job in story.jobs if isinstance(job, Copy)] == [False]
+    world = World(Hierarchy(20_000, (None, None), is_last_shared=True), [None, None])
+    for number in range(40):
+        world.restore(0, SMALL, (number,))
+    session = world.open(SMALL)
+    world.step()
+    first = [job for job in world.jobs if isinstance(job, Copy)]
+    assert len(first) == COPIES_MAX and all(job.is_asked_first for job in first)
+    assert world.hierarchy.pending_writes == 0
+    while not world.commit(session, (0, 1)):  # behind a chunk found at start
+        world.finish(next(place for place, job in enumerate(world.jobs) if not isinstance(job, Copy)))
+    while any(not isinstance(job, Copy) for job in world.jobs):
+        world.finish(next(place for place, job in enumerate(world.jobs) if not isinstance(job, Copy)))
+    world.finish(0)
+    assert world.jobs[-1].record == SMALL.record((0, 1)) and not world.jobs[-1].is_asked_first
 
 
 @pytest.mark.parametrize("fault", [Outcome.UNAVAILABLE, Outcome.NO_ROOM])
@@ -218,10 +224,9 @@ def test_an_upload_without_room_or_answer_is_made_later(fault):
 def test_a_write_to_a_shared_first_tier_is_made_later_too(fault):
     story = shared()
     story.commit_prefix(LONG[:4])
-    while not [p for p in story.jobs if type(p).__name__ == "Write"]:
+    while not story.waiting(Write):
         story.finish(0)
-    place = next(i for i, job in enumerate(story.jobs) if type(job).__name__ == "Write")
-    story.finish(place, fault)
+    story.end(Write, fault=fault)
     story.finish_all()
     assert not story.is_below(LONG[:1])
     story.hierarchy.resume_writes()

@@ -6,7 +6,7 @@ Every chunk's payload follows from its key, so a slot can be judged without reme
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from format_samples import sample_namespace
@@ -82,11 +82,11 @@ class Client:
 
 
 class EngineWorld:
-    """An engine over one tier, with everything stepped by hand unless another executor is given."""
+    """An engine over one tier or several, highest first, with everything stepped by hand unless another executor is given."""
 
     def __init__(
         self,
-        tier: Tier,
+        tier: Tier | Sequence[Tier],
         host_bytes: int = 16 * BLOB_BYTES,
         executor: Executor | None = None,
         limits: Limits | None = None,
@@ -95,7 +95,8 @@ class EngineWorld:
         self.clock = clock or FakeClock()
         self.executor = executor or StepExecutor()
         formats: dict[bytes, BlobFormat] = {}
-        tiers: list[Tier] = [VerifiedTier(tier, formats.get)]
+        media = [tier] if isinstance(tier, Tier) else tier
+        tiers: list[Tier] = [VerifiedTier(one, formats.get) for one in media]
         hierarchy = Engine.build_hierarchy(host_bytes, tiers, limits)
         self.hierarchy = hierarchy
         self.arena = Arena(create_slabs(hierarchy.slots.slab_count))

@@ -28,6 +28,22 @@ def test_waits_while_it_pays(waited_s: float, arrived: int, wanted: int, eta_s: 
     assert is_worth_waiting(Wait(waited_s, arrived, wanted, eta_s), RATE, DEADLINE_S) is expected
 
 
+@pytest.mark.parametrize(
+    ("waited_s", "arrived", "wanted", "unknown", "expected"),
+    [
+        (0.04, 0, 0, 1000, True),  # a search may cost 5 % of what it may find
+        (0.06, 0, 0, 1000, False),
+        (0.06, 500, 500, 1000, False),  # what is here already pays for no search
+        (0.54, 500, 600, 1000, True),  # but for what is on its way it does
+        (0.56, 500, 600, 1000, False),
+    ],
+)
+def test_a_search_gets_the_unproven_share(
+    waited_s: float, arrived: int, wanted: int, unknown: int, expected: bool
+) -> None:
+    assert is_worth_waiting(Wait(waited_s, arrived, wanted, 0.01, unknown), RATE, DEADLINE_S) is expected
+
+
 def test_deadline_ends_every_wait() -> None:
     assert not is_worth_waiting(Wait(2.0, 90_000, 100_000, 0.1), RATE, deadline_s=1.0)
 

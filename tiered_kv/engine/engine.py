@@ -3,16 +3,16 @@
 Called by the server's loop, by the in-process cache and, with a stepping executor, by tests. Nothing in here blocks
 except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one small file) and :meth:`Engine.close`.
 
-    field                                 owner
-    hierarchy, _throughput, _geometries   the caller of ``step``
-    tiers, arena                          executor threads; the owner only asks tiers for usage and notes recency
-    _finished                             appended by executor threads, emptied by the owner (both are atomic)
-    _is_flushing                          set by the owner, cleared by the flushing thread
+    field                                         owner
+    hierarchy, guards, _throughput, _geometries   the caller of ``step``
+    tiers, arena                                  executor threads; the owner asks for usage and notes recency
+    _finished                                     appended by executor threads, emptied by the owner (both are atomic)
+    _flushing                                     a tier's number is added by the owner, removed by the flushing thread
 """
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -21,21 +21,38 @@ from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import Executor, Pool
+from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.performer import Performer
 from tiered_kv.engine.throughput import Throughput
-from tiered_kv.errors import ConfigError, TierUnavailable
+from tiered_kv.errors import Closed, ConfigError, TierUnavailable
 from tiered_kv.hierarchy.hierarchy import Hierarchy, Limits
-from tiered_kv.hierarchy.plan import ChunkRecord, Delete, Grow, Job, Outcome, Read, Seal, SlotId, Update, Write
+from tiered_kv.hierarchy.plan import (
+    ChunkRecord,
+    Copy,
+    Delete,
+    Grow,
+    Job,
+    Outcome,
+    Probe,
+    Read,
+    Seal,
+    SlotId,
+    Update,
+    Write,
+)
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.tiers.base import BlobName, Tier
 
 logger = logging.getLogger(__name__)
 
-FLUSH_INTERVAL_S = 5.0
-"""How often recency and sizes are persisted: what a SIGKILL may lose of the order of eviction."""
-
 RETRY_INTERVAL_S = 30.0
 """How long the arena does not grow after the machine refused it memory, and a full medium is not asked to delete."""
+
+RESUME_INTERVAL_S = 1.0
+"""How long writes to a shared tier pause after one found no room or no answer."""
+
+ABSENT_S = 10.0
+"""How long, at most, a chunk counts as absent from a shared tier after a probe did not find it."""
 
 MINIMUM_SLOTS = 4
 """Chunks the arena must hold at least: one to load, one to store, and one of each in flight."""
@@ -46,6 +63,14 @@ _POOL: dict[type, tuple[Pool, int]] = {
     Seal: (Pool.LOAD, 1),
     Delete: (Pool.STORE, 0),
     Write: (Pool.STORE, 1),
+}
+
+_REMOTE_POOL: dict[type, tuple[Pool, int]] = {
+    Probe: (Pool.REMOTE_LOAD, 0),
+    Read: (Pool.REMOTE_LOAD, 1),
+    Delete: (Pool.REMOTE_STORE, 0),
+    Write: (Pool.REMOTE_STORE, 1),
+    Copy: (Pool.REMOTE_STORE, 1),
 }
 
 
@@ -69,24 +94,33 @@ class Engine:
         self.arena = arena
         self.hierarchy = hierarchy
         self.executor = executor
-        self._clock = clock
+        self.clock = clock
         self._performer = Performer(self.tiers, arena, clock, formats)
         self._throughput = [Throughput() for _ in self.tiers]
         self._geometries: dict[bytes, ChunkGeometry] = {}
         self._finished: deque[tuple[Job, Outcome]] = deque()
-        self._flush_due_s = clock.monotonic() + FLUSH_INTERVAL_S
-        self._retry_due_s = clock.monotonic() + RETRY_INTERVAL_S
-        self._is_flushing = False
+        now_s = clock.monotonic()
+        self._flush_due_s = [now_s + tier.traits.flush_interval_s for tier in self.tiers]
+        self._flushing: set[int] = set()
+        self._retry_due_s = now_s + RETRY_INTERVAL_S
+        self._resume_due_s = now_s + RESUME_INTERVAL_S
+        self._absent_due_s = now_s + ABSENT_S / 2
+        self.guards = Guards(hierarchy, executor, clock)
 
     @staticmethod
     def build_hierarchy(host_bytes: int, tiers: Sequence[Tier], limits: Limits | None = None) -> Hierarchy:
-        """The hierarchy that fits these tiers."""
-        return Hierarchy(host_bytes, [tier.usage().capacity_bytes for tier in tiers], limits)
+        """The hierarchy that fits these tiers; only the last may be shared."""
+        capacities = [None if tier.traits.is_shared else tier.usage().capacity_bytes for tier in tiers]
+        is_last_shared = bool(tiers) and tiers[-1].traits.is_shared
+        return Hierarchy(host_bytes, capacities, limits, is_last_shared=is_last_shared)
 
     def start(self) -> None:
-        """Learn what the tiers hold. Blocks for the time of the scans."""
+        """Learn what this machine's tiers hold. Blocks for the time of the scans; a shared tier is not scanned."""
         for number, tier in enumerate(self.tiers):
-            started_s = self._clock.monotonic()
+            if tier.traits.is_shared:
+                self.hierarchy.restored(number)
+                continue
+            started_s = self.clock.monotonic()
             count = size_bytes = 0
             for info in tier.scan():
                 record = ChunkRecord(
@@ -96,7 +130,7 @@ class Engine:
                 count += 1
                 size_bytes += info.size_bytes
             self.hierarchy.restored(number, max(0, tier.usage().used_bytes - size_bytes))
-            seconds = self._clock.monotonic() - started_s
+            seconds = self.clock.monotonic() - started_s
             logger.info("tier scanned. tier=%s blobs=%d seconds=%.3f", tier.traits.name, count, seconds)
         self._submit_jobs()
 
@@ -128,16 +162,22 @@ class Engine:
                 "more, or chunk_tokens to less"
             )
         for tier in self.tiers:
-            try:
-                tier.describe(namespace.digest, namespace.record)
-            except TierUnavailable as exc:
-                self.hierarchy.counters["describe_failed"] += 1
-                logger.warning("namespace.json was not written. %s", exc)
+            if tier.traits.is_shared:
+                self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace))
+            else:
+                self._describe(tier, namespace)
         self._performer.formats[namespace.digest] = blob_format
         self._geometries[namespace.digest] = geometry
         session = self.hierarchy.open_session(namespace.digest, blob_format.blob_bytes)
         self._submit_jobs()
         return session, blob_format
+
+    @staticmethod
+    def _describe(tier: Tier, namespace: Namespace) -> None:
+        try:
+            tier.describe(namespace.digest, namespace.record)
+        except (TierUnavailable, Closed) as exc:
+            logger.warning("namespace.json was not written. tier=%s %s", tier.traits.name, exc)
 
     def format_of(self, namespace: bytes) -> BlobFormat | None:
         """The blob format of a namespace that some session opened."""
@@ -158,18 +198,35 @@ class Engine:
         while self._finished:
             job, outcome = self._finished.popleft()
             self._report(job, outcome)
-        now_s = self._clock.monotonic()
-        if now_s >= self._retry_due_s:
-            self._retry_due_s = now_s + RETRY_INTERVAL_S
-            self.hierarchy.try_again()
+        for number, result in self.guards.step():
+            if result.size_bytes:
+                self.sample_read(number, result.size_bytes, result.read_s)
+        now_s = self.clock.monotonic()
+        self._keep_time(now_s)
         self._submit_jobs()
         self._persist_uses(now_s)
         return self.hierarchy.take_updates()
 
-    def eta_s(self, tier: int, size_bytes: int) -> float | None:
-        """Seconds a promotion of so many bytes should take; None without samples."""
-        rate = self._throughput[tier].bytes_per_s
-        return size_bytes / rate if rate else None
+    def _keep_time(self, now_s: float) -> None:
+        if now_s >= self._retry_due_s:
+            self._retry_due_s = now_s + RETRY_INTERVAL_S
+            self.hierarchy.try_again()
+        if now_s >= self._resume_due_s:
+            self._resume_due_s = now_s + RESUME_INTERVAL_S
+            self.hierarchy.resume_writes()
+        if now_s >= self._absent_due_s:
+            self._absent_due_s = now_s + ABSENT_S / 2
+            self.hierarchy.age_absences()
+
+    def eta_s(self, namespace: bytes, arriving: Mapping[int, int]) -> float | None:
+        """Seconds until chunks that are being read, by tier, should be here; None if one tier was never measured."""
+        total_s = 0.0
+        for tier, chunks in arriving.items():
+            rate = self._throughput[tier].bytes_per_s
+            if not rate:
+                return None
+            total_s += chunks * self._performer.formats[namespace].blob_bytes / rate
+        return total_s
 
     def read_bytes_per_s(self, tier: int) -> float | None:
         """How fast promotions from a tier run; None without samples."""
@@ -178,8 +235,9 @@ class Engine:
     def _submit_jobs(self) -> None:
         for job in self.hierarchy.take_jobs():
             if isinstance(job, Read):
-                self._throughput[job.tier].started(self._clock.monotonic())
-            pool, priority = _POOL[type(job)]
+                self._throughput[job.tier].started(self.clock.monotonic())
+            is_remote = not isinstance(job, Seal | Grow) and self.tiers[job.tier].traits.is_shared
+            pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
             self.executor.submit(pool, priority, partial(self._run, job))
 
     def _run(self, job: Job) -> None:
@@ -193,8 +251,12 @@ class Engine:
             case Write():
                 self.hierarchy.written(job, outcome)
             case Read():
-                self._throughput[job.tier].finished(self._clock.monotonic(), self._bytes_read(job, outcome))
+                self._throughput[job.tier].finished(self.clock.monotonic(), self._bytes_read(job, outcome))
                 self.hierarchy.read(job, outcome)
+            case Copy():
+                self.hierarchy.copied(job, outcome)
+            case Probe():
+                self.hierarchy.probed(job, outcome)
             case Delete():
                 self.hierarchy.deleted(job.tier, job.record, outcome)
             case Grow():
@@ -207,23 +269,22 @@ class Engine:
         return 0 if outcome is Outcome.UNAVAILABLE else self._performer.formats[job.record.namespace].blob_bytes
 
     def _persist_uses(self, now_s: float) -> None:
-        uses = [BlobName(record.namespace, record.key) for record in self.hierarchy.take_uses()]
-        for tier in self.tiers if uses else ():
-            tier.record_use(uses)
-        if now_s < self._flush_due_s or self._is_flushing:
-            return
-        self._is_flushing = True
-        self._flush_due_s = now_s + FLUSH_INTERVAL_S
-        self.executor.submit(Pool.STORE, 0, self._flush)
+        uses = [BlobName(r.namespace, r.key, r.parent, r.chunk_index) for r in self.hierarchy.take_uses()]
+        for number, tier in enumerate(self.tiers):
+            if uses:
+                tier.record_use(uses)
+            if now_s >= self._flush_due_s[number] and number not in self._flushing:
+                self._flushing.add(number)
+                self._flush_due_s[number] = now_s + tier.traits.flush_interval_s
+                self.executor.submit(Pool.UPKEEP, 0, partial(self._flush, number))
 
-    def _flush(self) -> None:
+    def _flush(self, number: int) -> None:
         try:
-            for tier in self.tiers:
-                tier.flush()
+            self.tiers[number].flush()
         except TierUnavailable as exc:
-            logger.warning("recency was not persisted. %s", exc)
+            logger.warning("recency was not persisted. tier=%s %s", self.tiers[number].traits.name, exc)
         finally:
-            self._is_flushing = False
+            self._flushing.discard(number)
 
     def close(self) -> None:
         """End the threads and close tiers and arena, all of them. What was not written yet is lost; drain first."""

@@ -1,7 +1,9 @@
 """Threads that perform jobs, and a queue of what they finished.
 
-Two pools, so that a load never waits behind a store: LOAD (promotions, seals, memory) and STORE (writes, deletions,
-persisting). Inside a pool lower priority numbers go first. Results are collected by the engine's owner, who sleeps on
+Pools, so that a load never waits behind a store and nothing local behind the network: LOAD (promotions, seals, memory)
+and STORE (writes, deletions) for what this machine has, REMOTE_LOAD and REMOTE_STORE for shared tiers, UPKEEP for what
+must be done in time whatever else is going on (persisting, heartbeats, trials of a tier that failed). Inside a pool
+lower priority numbers go first. Results are collected by the engine's owner, who sleeps on
 :meth:`Executor.fileno`.
 """
 
@@ -12,7 +14,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Protocol
 
@@ -24,6 +26,13 @@ class Pool(Enum):
 
     LOAD = "load"
     STORE = "store"
+    REMOTE_LOAD = "remote_load"
+    REMOTE_STORE = "remote_store"
+    UPKEEP = "upkeep"
+
+
+LOCAL_THREADS: Mapping[Pool, int] = {Pool.LOAD: 4, Pool.STORE: 4, Pool.UPKEEP: 2}
+"""Of an engine without a shared tier."""
 
 
 class Executor(Protocol):
@@ -48,17 +57,19 @@ class Executor(Protocol):
 class ThreadExecutor:
     """Real threads. Their number bounds the I/O in flight; their queues are bounded by the arena's slots."""
 
-    def __init__(self, load_threads: int = 4, store_threads: int = 4) -> None:
+    def __init__(self, threads: Mapping[Pool, int] | None = None) -> None:
+        """Start the threads; pools that are not named have none and take no tasks. None: ``LOCAL_THREADS``."""
+        counts = LOCAL_THREADS if threads is None else threads
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._order = itertools.count()
         self._is_closed = False
         self._queues: dict[Pool, queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]]] = {
-            Pool.LOAD: queue.PriorityQueue(),
-            Pool.STORE: queue.PriorityQueue(),
+            pool: queue.PriorityQueue() for pool, count in counts.items() if count
         }
+        self._counts = counts
         self._threads = [
             threading.Thread(target=self._run, args=(pool,), name=f"tiered_kv-{pool.value}-{n}", daemon=True)
-            for pool, count in ((Pool.LOAD, load_threads), (Pool.STORE, store_threads))
+            for pool, count in counts.items()
             for n in range(count)
         ]
         for thread in self._threads:
@@ -82,8 +93,7 @@ class ThreadExecutor:
             return
         self._is_closed = True
         for pool, waiting in self._queues.items():
-            count = sum(f"-{pool.value}-" in thread.name for thread in self._threads)
-            for _ in range(count):
+            for _ in range(self._counts[pool]):
                 waiting.put((-1, next(self._order), None))
         for thread in self._threads:
             thread.join()

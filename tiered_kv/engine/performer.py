@@ -4,13 +4,14 @@ The only place where tier exceptions become outcomes. Called from the executor's
 """
 
 import logging
+import mmap
 import threading
 
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, SealFields, peek
 from tiered_kv.engine.clock import Clock
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
-from tiered_kv.hierarchy.plan import ChunkRecord, Delete, Grow, Job, Outcome, Read, Seal, SlotId, Write
+from tiered_kv.hierarchy.plan import ChunkRecord, Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, SlotId, Write
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.tiers.base import BlobName, Tier
 
@@ -87,6 +88,10 @@ class Performer:
                     return self._read(tier, record, blob)
             case Delete(tier, record):
                 return Outcome.OK if self._tiers[tier].delete(_name(record)) else Outcome.MISSING
+            case Copy():
+                return self._copy(job)
+            case Probe(tier, record):
+                return Outcome.OK if self._tiers[tier].contains(_name(record)) else Outcome.MISSING
             case Grow(slab, size_bytes):
                 self._arena.allocate(slab, size_bytes)
         return Outcome.OK
@@ -97,6 +102,21 @@ class Performer:
         found = peek(blob[:PEEK_BYTES])
         if found.prefix_sha256 != record.prefix_sha256:
             raise ChunkCorrupt(f"prefix digest differs from the index. key={record.key.hex()}")
+        return Outcome.OK
+
+    def _copy(self, job: Copy) -> Outcome:
+        """Read from the tier above into memory of our own, verified, and put it below."""
+        name, target = _name(job.record), self._tiers[job.tier]
+        if job.is_asked_first and target.contains(name):
+            return Outcome.OK
+        with mmap.mmap(-1, self.formats[job.record.namespace].blob_bytes) as memory:  # page-aligned, as slots are
+            with memoryview(memory) as blob:
+                try:
+                    if self._read(job.source, job.record, blob) is not Outcome.OK:
+                        return Outcome.NO_SOURCE
+                except (ChunkCorrupt, ChunkMismatch, TierUnavailable) as exc:
+                    return self._failed(Outcome.NO_SOURCE, exc)
+                target.put(name, blob)
         return Outcome.OK
 
     def _blob(self, record: ChunkRecord, slot: SlotId) -> memoryview:

@@ -49,7 +49,7 @@ class Throughput:
         self._begin_period(now_s)
 
     def sample(self, size_bytes: int, seconds: float) -> None:
-        """Add one measured period, e.g. of the self-test."""
+        """Add one measured period, e.g. of the self-test; one without bytes says nothing if it is the first."""
         rate = size_bytes / max(seconds, 1e-6)
         old = self._bytes_per_s
         if old is not None:

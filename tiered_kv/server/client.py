@@ -50,6 +50,7 @@ class LookupAnswer:
     ready: int = 0
     is_done: bool = False
     eta_s: float | None = None
+    unknown: int = 0
     is_answered: bool = False
 
 
@@ -205,9 +206,9 @@ class SchedulerClient:
 
     def _take(self, message: object) -> None:
         match message:
-            case m.Updated(lookup, held, slots, ready, is_done, eta_s):
+            case m.Updated(lookup, held, slots, ready, is_done, eta_s, unknown):
                 if lookup in self.lookups:
-                    self.lookups[lookup] = LookupAnswer(held, slots, ready, is_done, eta_s, is_answered=True)
+                    self.lookups[lookup] = LookupAnswer(held, slots, ready, is_done, eta_s, unknown, is_answered=True)
             case m.Credits(slots):
                 if self._is_resetting:
                     self.give_back(slots)

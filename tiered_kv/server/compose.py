@@ -12,58 +12,87 @@ from tiered_kv.chunks.arena import Arena, create_slabs
 from tiered_kv.config import Config, memory_limit_bytes
 from tiered_kv.engine.clock import Clock, SystemClock
 from tiered_kv.engine.engine import Engine
-from tiered_kv.engine.executor import ThreadExecutor
+from tiered_kv.engine.executor import LOCAL_THREADS, Pool, ThreadExecutor
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test, self_test_format
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server.arena_lock import release_stale_arena_locks
+from tiered_kv.server.epochs import Epochs
 from tiered_kv.server.messages import PROTOCOL
 from tiered_kv.server.paths import ServerInfo, disk_directory, info_path, socket_path, write_info
 from tiered_kv.server.server import Server
+from tiered_kv.server.sessions import Sessions
+from tiered_kv.server.shared_epochs import SharedEpochs
 from tiered_kv.server.spawn import bind
-from tiered_kv.tiers.base import Tier
-from tiered_kv.tiers.open import open_tiers
+from tiered_kv.tiers.disk_lock import DirectoryLock
+from tiered_kv.tiers.object_store import ObjectStore
+from tiered_kv.tiers.open import OpenTier, open_tiers
 
 logger = logging.getLogger("tiered_kv.server")
 
+FIRST_TURNS = 3
+"""Turns of a shared tier's keeper that may pass before the first write finds room."""
 
-def build_engine(config: Config, recorder: Recorder) -> Engine:
-    """Open tiers, run their self-tests and scan them.
+
+def build_engine(config: Config, recorder: Recorder) -> tuple[Engine, ObjectStore | None]:
+    """Open tiers, run their self-tests and scan them; returns the engine and the client of its object store.
 
     Raises:
         ConfigError, DirectoryLocked, TierUnavailable: As the tiers say.
+        TierUnavailable: With ``strict``, a self-test failed.
     """
     clock = SystemClock()
     formats = {SELF_TEST_NAMESPACE: self_test_format()}
     with ExitStack() as undo:  # in a library's process, a failed start must not leave the directory locked
-        tiers = open_tiers(config, formats.get, recorder, clock.monotonic)
+        opened = open_tiers(config, formats.get, recorder, clock.monotonic)
+        tiers = [one.tier for one in opened]
         for tier in tiers:
             undo.callback(tier.close)
         hierarchy = Engine.build_hierarchy(config.resolved_host_bytes(), tiers)
         arena = Arena(create_slabs(hierarchy.slots.slab_count))
         undo.callback(arena.close)
-        executor = ThreadExecutor()
+        executor = ThreadExecutor(_threads(config, opened))
         undo.callback(executor.close)
         engine = Engine(tiers, arena, hierarchy, executor, clock, formats)
-        for number, tier in enumerate(tiers):
-            _test(engine, number, tier, clock)
+        for number, one in enumerate(opened):
+            engine.guards.add(number, one.breaker, one.trial)
+            _test(engine, number, one, clock, is_strict=config.strict)
         engine.start()
         undo.pop_all()
-        return engine
+        return engine, opened[-1].store
 
 
-def _test(engine: Engine, number: int, tier: Tier, clock: Clock) -> None:
-    result = self_test(tier, clock)
+def _threads(config: Config, opened: list[OpenTier]) -> dict[Pool, int]:
+    threads = dict(LOCAL_THREADS)
+    if opened[-1].tier.traits.is_shared:
+        threads |= dict.fromkeys((Pool.REMOTE_LOAD, Pool.REMOTE_STORE), config.storage_concurrency)
+    return threads
+
+
+def _test(engine: Engine, number: int, one: OpenTier, clock: Clock, *, is_strict: bool) -> None:
+    """Write, read, verify and delete one blob. A tier that fails is left out until a later trial succeeds.
+
+    Raises:
+        TierUnavailable: It failed, and ``is_strict``.
+    """
+    name = one.tier.traits.name
+    result = self_test(one.trial, clock)
+    for _ in range(FIRST_TURNS):
+        if result.failure is not None or result.size_bytes:
+            break
+        one.trial.flush()  # a shared tier may first have to be granted room
+        result = self_test(one.trial, clock)
+    if result.failure is None and not result.size_bytes:
+        logger.warning("self-test passed without a write: no room. tier=%s", name)
+        return
     if result.failure is None:
         engine.sample_read(number, result.size_bytes, result.read_s)
-    log = logger.info if result.failure is None else logger.error
-    log(
-        "self-test. tier=%s result=%s write_s=%.4f read_s=%.4f",
-        tier.traits.name,
-        result.failure or "ok",
-        result.write_s,
-        result.read_s,
-    )
+        logger.info("self-test passed. tier=%s write_s=%.4f read_s=%.4f", name, result.write_s, result.read_s)
+        return
+    if is_strict:
+        raise TierUnavailable(f"the self-test of the {name} tier failed (strict): {result.failure}")
+    logger.error("self-test failed; the tier is left out and tried again. tier=%s reason=%s", name, result.failure)
+    one.breaker.trip(result.failure)
 
 
 def serve(
@@ -87,25 +116,45 @@ def serve(
     """
     root = disk_directory(config)
     _check_host_bytes(config)
+    for warning in config.warnings():
+        logger.warning(warning)
     recorder = Recorder()
-    engine = build_engine(config, recorder)
-    try:
+    with ExitStack() as at_end:
+        if config.disk_root() is None:  # no disk tier holds the lock
+            at_end.callback(DirectoryLock(root).release)
+        engine, store = build_engine(config, recorder)
+        at_end.callback(engine.close)
+        at_end.callback(_leave, root)  # still under the directory's lock: nobody else's files
         path = listen_at or socket_path(root)
         with _listening(path) as listener:
-            server = Server(engine, listener, config, SystemClock(), recorder, root=root)
+            sessions = Sessions(engine, _epochs(engine, store, root))
+            server = Server(engine, sessions, listener, config, recorder, root=root)
             if on_server is not None:
                 on_server(server)
             info = ServerInfo(str(path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest())
             write_info(root, info)
             on_ready(info)
             server.run(until_idle=until_idle)
-    finally:
-        # Still under the directory's lock: nobody else's files.
-        try:
-            info_path(root).unlink(missing_ok=True)
-            release_stale_arena_locks(root, own_id="")
-        finally:
-            engine.close()
+
+
+def _leave(root: Path) -> None:
+    info_path(root).unlink(missing_ok=True)
+    release_stale_arena_locks(root, own_id="")
+
+
+def _epochs(engine: Engine, store: ObjectStore | None, root: Path) -> Epochs | SharedEpochs:
+    local = Epochs(root)
+    if store is None:
+        return local
+
+    def submit(task: Callable[[], None]) -> None:
+        def run() -> None:
+            task()
+            engine.executor.notify()
+
+        engine.executor.submit(Pool.UPKEEP, 0, run)
+
+    return SharedEpochs(local, store, submit, root=root)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from tiered_kv.config import Config
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import messages as m
+from tiered_kv.tiers.wrappers.breaker import Breaker
 
 
 def check_limits(hello: m.Hello, config: Config, disk_bytes: int | None) -> None:
@@ -25,6 +26,12 @@ def check_limits(hello: m.Hello, config: Config, disk_bytes: int | None) -> None
                 f"the server of this directory (pid {os.getpid()}) runs with {name}={given}{default}, this client was "
                 f"configured with {name}={wanted}: use one value, or leave it out here"
             )
+    storage = config.location().storage
+    if hello.storage and hello.storage != storage:
+        raise ConfigError(
+            f"the server of this directory (pid {os.getpid()}) keeps it in front of {storage}, this client names "
+            f"{hello.storage[:500]}: use one storage_uri, or another disk_path"
+        )
 
 
 def engine_figures(engine: Engine) -> dict[str, object]:
@@ -39,6 +46,8 @@ def engine_figures(engine: Engine) -> dict[str, object]:
                 "capacity_bytes": usage.capacity_bytes,
                 "blobs": usage.blob_count,
                 "read_bytes_per_s": engine.read_bytes_per_s(number),
+                **_breaker_figures(engine.guards.breaker(number)),
+                **tier.figures(),
             }
         )
     hierarchy = engine.hierarchy
@@ -48,3 +57,10 @@ def engine_figures(engine: Engine) -> dict[str, object]:
         "counters": dict(hierarchy.counters),
         "tiers": tiers,
     }
+
+
+def _breaker_figures(breaker: Breaker | None) -> dict[str, object]:
+    if breaker is None:
+        return {}
+    figures: dict[str, object] = {"breaker": breaker.state.value, "breaker_opened": breaker.opened_count}
+    return figures | ({"breaker_reason": breaker.reason} if breaker.is_open else {})

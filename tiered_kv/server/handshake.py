@@ -40,6 +40,7 @@ def say_hello(config: Config, role: str, engine_id: str, generation: int) -> tup
         config.host_bytes,
         config.disk_bytes,
         config.expected_min_free_bytes,
+        config.location().storage,
     )
     while True:
         sock = find_server(config, deadline_s)

@@ -13,7 +13,7 @@ import msgspec
 
 from tiered_kv.errors import ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -47,6 +47,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
         engine_id: Names the engine; workers and scheduler of one engine and generation form a session.
         generation: Counts the sessions of an engine: a lost session is never continued, only followed.
         host_bytes, disk_bytes, min_free_bytes: Limits the client was told to expect; None accepts what the server has.
+        storage: The object store the client was told to use, or ``disk``; empty accepts what the server has.
     """
 
     protocol: int
@@ -58,6 +59,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     host_bytes: int | None = None
     disk_bytes: int | None = None
     min_free_bytes: int | None = None
+    storage: str = ""
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -199,7 +201,7 @@ class Ready(Message, frozen=True):
 
 
 class Updated(Message, frozen=True):
-    """See :class:`tiered_kv.hierarchy.plan.LookupUpdate`; ``eta_s`` is the time the rest should take, if known."""
+    """See :class:`tiered_kv.hierarchy.plan.LookupUpdate`; ``eta_s``: time until what arrives is here, if known."""
 
     lookup: int
     held: int
@@ -207,6 +209,7 @@ class Updated(Message, frozen=True):
     ready: int
     is_done: bool
     eta_s: float | None
+    unknown: int
 
 
 class Credits(Message, frozen=True):

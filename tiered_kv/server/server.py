@@ -16,14 +16,12 @@ from types import FrameType
 
 from tiered_kv import __version__
 from tiered_kv.config import Config
-from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import messages as m
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 from tiered_kv.server.connection import Connection
-from tiered_kv.server.epochs import Epochs
 from tiered_kv.server.figures import check_limits, engine_figures
 from tiered_kv.server.sessions import Sessions
 
@@ -75,21 +73,27 @@ class Server:
     """
 
     def __init__(
-        self, engine: Engine, listener: socket.socket, config: Config, clock: Clock, recorder: Recorder, *, root: Path
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        listener: socket.socket,
+        config: Config,
+        recorder: Recorder,
+        *,
+        root: Path,
     ) -> None:
         self._engine = engine
+        self._sessions = sessions
         self._listener = listener
         self._config = config
-        self._clock = clock
+        self._clock = engine.clock
         self._recorder = recorder
         self.server_id = os.urandom(8).hex()
-        self._epochs = Epochs(root)
-        self._sessions = Sessions(engine, self._epochs)
         self._root = root
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._pidfds: dict[Connection, int] = {}
-        self._disk_bytes = config.disk_bytes or (engine.tiers[0].usage().capacity_bytes if engine.tiers else None)
+        self._disk_bytes = config.disk_bytes or (None if config.disk_root() is None else _capacity_bytes(engine))
         self._idle_since_s: float | None = None
         self._accept_again_s: float | None = None
         self._is_stopping = False
@@ -387,3 +391,7 @@ class Server:
             **engine_figures(self._engine),
             "operations": self._recorder.snapshot(),
         }
+
+
+def _capacity_bytes(engine: Engine) -> int | None:
+    return engine.tiers[0].usage().capacity_bytes

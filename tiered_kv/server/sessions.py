@@ -26,6 +26,7 @@ from tiered_kv.server.groups import (
     namespace_of,
     other_world,
 )
+from tiered_kv.server.shared_epochs import SharedEpochs
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Sessions:
     Threads: the server's loop only.
     """
 
-    def __init__(self, engine: Engine, epochs: Epochs) -> None:
+    def __init__(self, engine: Engine, epochs: Epochs | SharedEpochs) -> None:
         self._engine = engine
         self._epochs = epochs
         self._groups: dict[tuple[str, int], Group] = {}
@@ -157,7 +158,9 @@ class Sessions:
         group.geometry = geometry_of(group.joins)
         base = namespace_of(group.joins, epoch="")
         group.base_digest = base.digest
-        self._start(group, namespace_of(group.joins, self._epochs.base(base.digest)))
+        epoch = self._epochs.base(base.digest)
+        if epoch is not None:
+            self._start(group, namespace_of(group.joins, epoch))
 
     def _start(self, group: Group, namespace: Namespace) -> None:
         assert group.geometry is not None
@@ -324,17 +327,12 @@ class Sessions:
                     group.early_credits.extend(slots)
             case CreditRecall(session, slots) if session == current and group.is_ready:
                 group.scheduler.send(m.Recall(list(slots)))
-            case LookupUpdate(session, lookup, held, slots, ready, is_done):
+            case LookupUpdate(session, lookup, held, slots, ready, is_done, unknown, arriving):
                 client_id = group.client_ids.get((session, lookup))
                 if client_id is not None:
-                    eta_s = None if is_done else self._eta_s(group, len(slots) - ready)
-                    group.scheduler.send(m.Updated(client_id, held, list(slots), ready, is_done, eta_s))
-
-    def _eta_s(self, group: Group, chunks: int) -> float | None:
-        assert group.namespace is not None
-        blob_format = self._engine.format_of(group.namespace.digest)
-        assert blob_format is not None
-        return self._engine.eta_s(0, chunks * blob_format.blob_bytes)
+                    assert group.namespace is not None
+                    eta_s = None if is_done else self._engine.eta_s(group.namespace.digest, arriving)
+                    group.scheduler.send(m.Updated(client_id, held, list(slots), ready, is_done, eta_s, unknown))
 
     # -- leaving -----------------------------------------------------------------------------------------------
 

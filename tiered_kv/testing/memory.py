@@ -19,8 +19,8 @@ class MemoryTier(Tier):
     Threads: any; everything is guarded by one lock.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, name: str = "memory") -> None:
-        self.traits = TierTraits(name=name, io_concurrency=4, is_shared=False)
+    def __init__(self, capacity_bytes: int | None = None, name: str = "memory", *, is_shared: bool = False) -> None:
+        self.traits = TierTraits(name=name, io_concurrency=4, is_shared=is_shared)
         self.descriptions: dict[bytes, bytes] = {}
         self._capacity_bytes = capacity_bytes
         self._blobs: OrderedDict[BlobName, bytes] = OrderedDict()

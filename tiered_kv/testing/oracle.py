@@ -12,7 +12,6 @@ from enum import Enum
 
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.plan import (
-    ChunkRecord,
     Copy,
     CreditGrant,
     CreditRecall,
@@ -261,6 +260,8 @@ class World:
                     self._believed[tier].add(record.key)
 
     def _perform(self, job: Job, fault: Outcome | None) -> Outcome:
+        if isinstance(job, Copy | Probe):
+            return fault or self._perform_remotely(job)
         match job:
             case Seal(_, slot):
                 key = self._filled.pop(slot)
@@ -274,12 +275,6 @@ class World:
                 if fault is None:
                     self.media[tier][record.key] = Blob.GOOD
                     self._damaged.discard((tier, record.key))
-            case Copy(tier, source, record):
-                if fault is None:
-                    return self._copy(tier, source, record.key)
-            case Probe(tier, record):
-                if fault is None:
-                    return Outcome.OK if record.key in self.media[tier] else Outcome.MISSING
             case Read(tier, record, slot):
                 if fault is None:
                     return self._read(tier, record.key, slot)
@@ -302,11 +297,14 @@ class World:
         outcomes = {None: Outcome.MISSING, Blob.GOOD: Outcome.OK, Blob.CORRUPT: Outcome.CORRUPT}
         return outcomes.get(blob, Outcome.FOREIGN)
 
-    def _copy(self, tier: int, source: int, key: bytes) -> Outcome:
+    def _perform_remotely(self, job: Copy | Probe) -> Outcome:
+        tier, key = job.tier, job.record.key
+        if isinstance(job, Probe):
+            return Outcome.OK if key in self.media[tier] else Outcome.MISSING
         if self.media[tier].get(key) is Blob.FOREIGN:
             self._shunned.add((tier, key))
             return Outcome.FOREIGN
-        if self.media[source].get(key) is not Blob.GOOD:
+        if self.media[job.source].get(key) is not Blob.GOOD:
             return Outcome.NO_SOURCE
         self.media[tier][key] = Blob.GOOD
         self._damaged.discard((tier, key))

@@ -128,6 +128,10 @@ class Tier(ABC):
     def flush(self) -> None:
         """Persist recency and sizes so that a killed process loses little of them. May block on the medium."""
 
+    def figures(self) -> dict[str, object]:
+        """What else ``stat`` shows of this tier: plain values, cheap."""
+        return {}
+
     def describe(self, namespace: bytes, record: bytes) -> None:
         """Keep the namespace's readable record (canonical JSON) beside its blobs, once.
 

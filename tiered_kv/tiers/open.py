@@ -1,37 +1,96 @@
-"""URI and settings to a tier with its wrappers: the only place where they are stacked."""
+"""Settings to tiers with their wrappers: the only place where they are stacked.
+
+::
+
+    MeteredTier( GuardedTier( VerifiedTier( medium )))
+                              \\__ trials of the breaker go in here
+"""
 
 import contextlib
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.config import Config
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.tiers.base import Tier
+from tiered_kv.tiers.bucket.keeper import BucketKeeper, KeeperConfig
+from tiered_kv.tiers.bucket.pace import Pace
 from tiered_kv.tiers.disk import DiskTier
+from tiered_kv.tiers.object_store import ObjectStore
+from tiered_kv.tiers.object_tier import ObjectTier
+from tiered_kv.tiers.wrappers.breaker import Breaker, GuardedTier
 from tiered_kv.tiers.wrappers.metered import MeteredTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
+Formats = Callable[[bytes], BlobFormat | None]
+Monotonic = Callable[[], float]
 
-def open_tiers(
-    config: Config, formats: Callable[[bytes], BlobFormat | None], recorder: Recorder, monotonic: Callable[[], float]
-) -> list[Tier]:
+
+@dataclass(frozen=True, slots=True)
+class OpenTier:
+    """A tier with all its wrappers.
+
+    Attributes:
+        trial: The same medium past its breaker.
+        store: The client of an object store; None for other media.
+    """
+
+    tier: Tier
+    trial: Tier
+    breaker: Breaker
+    store: ObjectStore | None = None
+
+
+def open_tiers(config: Config, formats: Formats, recorder: Recorder, monotonic: Monotonic) -> list[OpenTier]:
     """The tiers below host memory, highest first, as the engine uses them.
 
     Raises:
-        ConfigError: A setting does not fit the machine.
+        ConfigError: A setting does not fit the machine or the store.
         DirectoryLocked: Another server owns the directory.
         TierUnavailable: The directory cannot be used.
     """
-    root = config.disk_root()
-    capacity_bytes = config.disk_bytes or config.resolved_disk_bytes(existing_bytes=_allocated_bytes(root))
-    disk = DiskTier(root, capacity_bytes, min_free_bytes=config.min_free_bytes)
+    tiers: list[OpenTier] = []
+    with ExitStack() as undo:  # in a library's process, a failed start must not leave the directory locked
+        root = config.disk_root()
+        if root is not None:
+            capacity_bytes = config.disk_bytes or config.resolved_disk_bytes(existing_bytes=_allocated_bytes(root))
+            disk = DiskTier(root, capacity_bytes, min_free_bytes=config.min_free_bytes)
+            undo.callback(disk.close)
+            tiers.append(_wrapped(disk, formats, recorder, monotonic))
+        if config.location().kind == "object":
+            tiers.append(_object_tier(config, formats, recorder, monotonic))
+        undo.pop_all()
+    return tiers
 
-    def record(operation: str, seconds: float, size_bytes: int, outcome: str) -> None:
-        recorder.record(disk.traits.name, operation, seconds, size_bytes, outcome)
 
-    return [MeteredTier(VerifiedTier(disk, formats), record, monotonic)]
+def _object_tier(config: Config, formats: Formats, recorder: Recorder, monotonic: Monotonic) -> OpenTier:
+    store = ObjectStore(
+        config.location(), timeout_s=config.storage_timeout_s, concurrency=2 * config.storage_concurrency
+    )
+    try:
+        limits = KeeperConfig(
+            config.storage_bytes, config.storage_ttl, config.single_writer, config.evict_other_namespaces
+        )
+        keeper = BucketKeeper(store, limits, Pace.for_timeout(config.storage_timeout_s), monotonic)
+        tier = ObjectTier(store, keeper=keeper, io_concurrency=config.storage_concurrency)
+    except BaseException:
+        store.close()
+        raise
+    return _wrapped(tier, formats, recorder, monotonic, store)
+
+
+def _wrapped(
+    medium: Tier, formats: Formats, recorder: Recorder, monotonic: Monotonic, store: ObjectStore | None = None
+) -> OpenTier:
+    breaker = Breaker(monotonic)
+    verified = VerifiedTier(medium, formats)
+    record = partial(recorder.record, medium.traits.name)
+    return OpenTier(MeteredTier(GuardedTier(verified, breaker), record, monotonic), verified, breaker, store)
 
 
 def _allocated_bytes(root: Path) -> int:

@@ -109,10 +109,12 @@ class SchedulerSide:
         limit = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
         arrived = min((lookup.start + answer.ready) * self._chunk_tokens, limit) - computed
         promised = min((lookup.start + len(answer.slots)) * self._chunk_tokens, limit) - computed
-        if not answer.is_done and promised > max(arrived, 0) and self._should_wait(lookup, answer, arrived, promised):
+        unknown = answer.unknown * self._chunk_tokens
+        is_missing = not answer.is_done and promised + unknown > max(arrived, 0)
+        if is_missing and self._should_wait(lookup, answer, arrived, promised):
             return None
         if arrived <= 0:
-            if promised > 0:
+            if promised + unknown > 0:
                 self.counters["promotion_not_awaited"] += 1
             lookup.given_up = True
             self._client.release(lookup.id)
@@ -127,15 +129,16 @@ class SchedulerSide:
         waited_s = self._monotonic() - lookup.sent_s
         if self._config.promotion_wait_ms is not None:
             return waited_s * 1e3 <= self._config.promotion_wait_ms
-        wait = Wait(waited_s, max(arrived, 0), promised, answer.eta_s)
+        unknown = answer.unknown * self._chunk_tokens
+        wait = Wait(waited_s, max(arrived, 0), max(arrived, promised, 0), answer.eta_s, unknown)
         return is_worth_waiting(wait, self.prefill.tokens_per_s, self._config.promotion_deadline_ms / 1e3)
 
     def _answer(self, state: RequestState, lookup: Lookup) -> LookupAnswer | None:
         answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
         if answer is None or not answer.is_answered:
             return None
-        if lookup.answered_s is None or answer.held < state.held:
-            # The first answer, or a promotion failed since: what is not held must be stored again.
+        if lookup.answered_s is None or answer.held != state.held:
+            # The first answer; or a search found more, or a promotion failed: what is not held must be stored again.
             lookup.answered_s = lookup.answered_s or self._monotonic()
             state.held = answer.held
             self.stores.not_held(state.keys.keys[answer.held :] if state.keys else ())

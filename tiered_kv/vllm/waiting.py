@@ -55,12 +55,14 @@ class Wait:
         arrived_tokens: Verified in host memory, beyond what the GPU has.
         wanted_tokens: Held by the hierarchy, beyond what the GPU has; includes those that arrived.
         eta_s: Predicted time until the rest is here; None without samples of the tier.
+        unknown_tokens: Behind them, being looked for in a shared tier: they may be held or not.
     """
 
     waited_s: float
     arrived_tokens: int
     wanted_tokens: int
     eta_s: float | None
+    unknown_tokens: int = 0
 
 
 def is_worth_waiting(wait: Wait, tokens_per_s: float, deadline_s: float) -> bool:
@@ -68,12 +70,12 @@ def is_worth_waiting(wait: Wait, tokens_per_s: float, deadline_s: float) -> bool
 
     What arrived has saved its own prefill time, so that much may be spent on the rest without a loss; beyond it only
     ``UNPROVEN_SHARE`` of what is still missing. A tier that is slower than prefill, or was never measured, gets no more
-    than that share.
+    than that share, and neither does a search.
     """
     missing = wait.wanted_tokens - wait.arrived_tokens
-    if missing <= 0 or wait.waited_s > deadline_s:
+    if missing + wait.unknown_tokens <= 0 or wait.waited_s > deadline_s:
         return False
-    unproven_s = UNPROVEN_SHARE * missing / tokens_per_s
-    if wait.eta_s is None or wait.eta_s > missing / tokens_per_s:
+    unproven_s = UNPROVEN_SHARE * (missing + wait.unknown_tokens) / tokens_per_s
+    if missing <= 0 or wait.eta_s is None or wait.eta_s > missing / tokens_per_s:
         return wait.waited_s <= unproven_s
     return wait.waited_s <= wait.arrived_tokens / tokens_per_s + unproven_s

@@ -77,6 +77,9 @@ class VerifiedTier(Tier):
     def usage(self) -> Usage:
         return self._inner.usage()
 
+    def figures(self) -> dict[str, object]:
+        return self._inner.figures()
+
     def close(self) -> None:
         self._inner.close()
 

@@ -1,0 +1,91 @@
+"""A tier that stops to answer is taken out of the hierarchy, tried now and then, and serves again without a restart."""
+
+import pytest
+from engine_world import EngineWorld
+
+from tiered_kv.chunks.header import BlobFormat
+from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test_format
+from tiered_kv.testing.faults import Fault, FaultyTier
+from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiers.wrappers.breaker import OPEN_LAST_S, Breaker, BreakerState, GuardedTier
+from tiered_kv.tiers.wrappers.verified import VerifiedTier
+
+PREFIX = (1, 2, 3)
+
+
+class Guarded:
+    """An engine over a shared tier behind a breaker, which fails while ``fault`` says so."""
+
+    def __init__(self):
+        self.fault = None
+        self.memory = MemoryTier(is_shared=True)
+        self.faulty = FaultyTier(self.memory, lambda _number: self.fault)
+        self.world = EngineWorld(self.faulty)
+        self.breaker = Breaker(self.world.clock.monotonic)
+        formats: dict[bytes, BlobFormat] = {SELF_TEST_NAMESPACE: self_test_format()}
+        self.world.engine.tiers[0] = GuardedTier(self.world.engine.tiers[0], self.breaker)
+        self.world.engine._performer._tiers[0] = self.world.engine.tiers[0]
+        self.world.engine.guards.add(0, self.breaker, VerifiedTier(self.faulty, formats.get))
+        self.session = self.world.open()
+        self.world.settle()
+
+    def pass_time(self, seconds=OPEN_LAST_S):
+        self.world.clock.advance(seconds)
+        self.world.settle()
+
+    def forget_host(self):
+        for number in range(40):
+            self.world.store(self.session, (1000 + number,))
+
+
+@pytest.fixture
+def guarded():
+    guarded = Guarded()
+    yield guarded
+    guarded.world.close()
+
+
+def test_hits_end_while_the_tier_is_down_and_come_back_without_a_restart(guarded):
+    world = guarded.world
+    world.store(guarded.session, PREFIX)
+    guarded.forget_host()
+    guarded.fault = Fault.ERROR
+    for _ in range(6):
+        assert world.loaded(guarded.session, PREFIX) == 0
+    assert guarded.breaker.state is BreakerState.OPEN
+    before = guarded.faulty.operation_count
+    assert world.loaded(guarded.session, PREFIX) == 0
+    assert guarded.faulty.operation_count == before, "a request paid for a tier that is down"
+    guarded.pass_time()
+    assert guarded.breaker.is_open and guarded.faulty.operation_count > before
+    guarded.fault = None
+    guarded.pass_time()
+    assert not guarded.breaker.is_open
+    assert world.loaded(guarded.session, PREFIX) == 3
+
+
+def test_what_was_stored_meanwhile_is_written_when_the_tier_is_back(guarded):
+    world = guarded.world
+    guarded.breaker.trip("down")
+    guarded.fault = Fault.ERROR
+    world.store(guarded.session, PREFIX)
+    assert guarded.memory.names == [] and world.loaded(guarded.session, PREFIX) == 3
+    guarded.fault = None
+    guarded.pass_time()
+    assert len(guarded.memory.names) == 3 and world.hierarchy.pending_writes == 0
+
+
+def test_a_tier_that_reads_but_does_not_write_stays_out(guarded):
+    guarded.breaker.trip("down")
+    puts = []
+
+    def fail_puts(number):
+        return Fault.ERROR if number in puts else None
+
+    guarded.faulty._plan = fail_puts
+    puts.extend(range(10_000))
+    guarded.pass_time()
+    assert guarded.breaker.is_open
+    puts.clear()
+    guarded.pass_time()
+    assert not guarded.breaker.is_open

@@ -1,0 +1,76 @@
+"""What becomes of a tier whose breaker opened: it is taken out of the hierarchy, tried now and then, and taken back.
+
+Owns no breaker (``tiers/wrappers/breaker.py``). Driven by the engine's step.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+
+from tiered_kv.engine.clock import Clock
+from tiered_kv.engine.executor import Executor, Pool
+from tiered_kv.engine.self_test import SelfTest, self_test
+from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.tiers.base import Tier
+from tiered_kv.tiers.wrappers.breaker import Breaker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Guarded:
+    number: int
+    breaker: Breaker
+    trial: Tier
+    is_out: bool = False
+
+
+class Guards:
+    """The guarded tiers of an engine.
+
+    Threads: one owner; trials run in the executor and report through ``_ended`` (appending is atomic).
+    """
+
+    def __init__(self, hierarchy: Hierarchy, executor: Executor, clock: Clock) -> None:
+        self._hierarchy = hierarchy
+        self._executor = executor
+        self._clock = clock
+        self._guarded: list[_Guarded] = []
+        self._ended: deque[tuple[_Guarded, SelfTest]] = deque()
+
+    def add(self, number: int, breaker: Breaker, trial: Tier) -> None:
+        """Guard a tier; ``trial`` reaches it past its breaker."""
+        self._guarded.append(_Guarded(number, breaker, trial))
+
+    def breaker(self, number: int) -> Breaker | None:
+        """The breaker of a tier."""
+        return next((one.breaker for one in self._guarded if one.number == number), None)
+
+    def step(self) -> list[tuple[int, SelfTest]]:
+        """Follow the breakers and start the trials that are due; returns trials that succeeded, by tier."""
+        passed = []
+        while self._ended:
+            one, result = self._ended.popleft()
+            one.breaker.end_trial(result.failure)
+            if result.failure is None:
+                passed.append((one.number, result))
+        for one in self._guarded:
+            if one.breaker.is_open != one.is_out:
+                self._switch(one)
+            if one.is_out and one.breaker.begin_trial():
+                self._executor.submit(Pool.UPKEEP, 0, partial(self._try, one))
+        return passed
+
+    def _switch(self, one: _Guarded) -> None:
+        one.is_out = not one.is_out
+        name = one.trial.traits.name
+        if one.is_out:
+            logger.warning("tier taken out until it answers again. tier=%s reason=%s", name, one.breaker.reason)
+        else:
+            logger.warning("tier answers again. tier=%s", name)
+        self._hierarchy.set_readable(one.number, not one.is_out)
+
+    def _try(self, one: _Guarded) -> None:
+        self._ended.append((one, self_test(one.trial, self._clock)))
+        self._executor.notify()

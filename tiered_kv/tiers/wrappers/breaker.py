@@ -1,0 +1,168 @@
+"""A breaker around any tier: after several failures in a row, calls fail at once until a trial has succeeded.
+
+While it is open a request pays nothing for a medium that is down, and the medium is not hammered. It opens for a second
+first and for longer after each trial that fails; a trial is a whole self-test past the breaker, started by the engine
+(``engine/guards.py``), so that a tier that reads but does not write is not taken for well. Stacked by
+``tiers/open.py``. The pattern is Nygard's (Release It!, "Circuit Breaker").
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from tiered_kv.errors import TierUnavailable
+from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
+
+FAILURES_MAX = 5
+"""In a row: a store that fails one request in ten stays closed, one that is down opens within a deadline."""
+
+OPEN_FIRST_S = 1.0
+OPEN_LAST_S = 30.0
+
+
+class BreakerState(Enum):
+    """Closed: calls pass. Open: calls fail at once. Half-open: they still do, while a trial runs."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """The state of one breaker.
+
+    Attributes:
+        opened_count: How often it has opened.
+        reason: Why it opened last.
+
+    Threads: any; every field is guarded by one lock.
+    """
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_s = OPEN_FIRST_S
+        self._trial_due_s = 0.0
+        self.state = BreakerState.CLOSED
+        self.opened_count = 0
+        self.reason = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is not BreakerState.CLOSED
+
+    def check(self) -> None:
+        """Let a call pass.
+
+        Raises:
+            TierUnavailable: The breaker is open.
+        """
+        with self._lock:
+            if self.is_open:
+                raise TierUnavailable(f"the tier is left alone until a trial succeeds. since={self.reason}")
+
+    def succeeded(self) -> None:
+        """A call got an answer."""
+        with self._lock:
+            self._failures = 0
+
+    def failed(self, reason: str) -> None:
+        """A call got none."""
+        with self._lock:
+            self._failures += 1
+            if self._failures >= FAILURES_MAX and not self.is_open:
+                self._open(reason)
+
+    def trip(self, reason: str) -> None:
+        """Open at once: the self-test at start failed."""
+        with self._lock:
+            if not self.is_open:
+                self._open(reason)
+
+    def begin_trial(self) -> bool:
+        """Whether a trial is due; if so it has begun and :meth:`end_trial` follows."""
+        with self._lock:
+            if self.state is not BreakerState.OPEN or self._monotonic() < self._trial_due_s:
+                return False
+            self.state = BreakerState.HALF_OPEN
+            return True
+
+    def end_trial(self, failure: str | None) -> None:
+        """The trial is over: close, or open for longer than the last time."""
+        with self._lock:
+            if failure is None:
+                self.state, self._failures, self._open_s = BreakerState.CLOSED, 0, OPEN_FIRST_S
+                return
+            self.state, self.reason = BreakerState.OPEN, failure
+            self._open_s = min(2 * self._open_s, OPEN_LAST_S)
+            self._trial_due_s = self._monotonic() + self._open_s
+
+    def _open(self, reason: str) -> None:
+        self.state, self.reason = BreakerState.OPEN, reason
+        self.opened_count += 1
+        self._trial_due_s = self._monotonic() + self._open_s
+
+
+class GuardedTier(Tier):
+    """Passes calls on while the breaker is closed, and tells it how they ended.
+
+    Threads: any; as thread-safe as ``inner``.
+    """
+
+    def __init__(self, inner: Tier, breaker: Breaker) -> None:
+        self.traits = inner.traits
+        self._inner = inner
+        self._breaker = breaker
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        self._breaker.check()
+        try:
+            yield
+        except TierUnavailable as exc:
+            self._breaker.failed(str(exc))
+            raise
+        self._breaker.succeeded()
+
+    def put(self, name: BlobName, blob: memoryview) -> None:
+        with self._call():
+            self._inner.put(name, blob)
+
+    def get_into(self, name: BlobName, buffer: memoryview) -> bool:
+        with self._call():
+            return self._inner.get_into(name, buffer)
+
+    def contains(self, name: BlobName) -> bool:
+        with self._call():
+            return self._inner.contains(name)
+
+    def delete(self, name: BlobName) -> bool:
+        with self._call():
+            return self._inner.delete(name)
+
+    def scan(self) -> Iterator[BlobInfo]:
+        with self._call():
+            return self._inner.scan()
+
+    def describe(self, namespace: bytes, record: bytes) -> None:
+        with self._call():
+            self._inner.describe(namespace, record)
+
+    def flush(self) -> None:
+        """Persist what can be; while the breaker is open, nothing."""
+        if not self._breaker.is_open:
+            self._inner.flush()
+
+    def usage(self) -> Usage:
+        return self._inner.usage()
+
+    def figures(self) -> dict[str, object]:
+        return self._inner.figures()
+
+    def record_use(self, names: Iterable[BlobName]) -> None:
+        self._inner.record_use(names)
+
+    def close(self) -> None:
+        self._inner.close()
