@@ -1,0 +1,236 @@
+"""The leader's passes over the bucket: list it, merge recency, collect holes, expire, evict.
+
+A pass is a generator that stops often, so that a turn lists or deletes for a bounded time and the lease is renewed in
+between, however many blobs there are. Before each batch of deletions it asks again whether this server still leads.
+Foreign objects are counted and never deleted; blobs of namespaces that nobody serves are left alone unless told
+otherwise. Must not grant anything. Called by the keeper's turn while it leads.
+
+Threads: one at a time.
+"""
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from tiered_kv.errors import TierUnavailable
+from tiered_kv.keys.naming import object_path, parse_object_path
+from tiered_kv.tiers.bucket.fleet import Fleet
+from tiered_kv.tiers.bucket.inventory import Inventory
+from tiered_kv.tiers.bucket.layout import RECENCY, ROOT, Objects
+from tiered_kv.tiers.bucket.lease import Lease, Limits
+from tiered_kv.tiers.bucket.pace import Pace
+from tiered_kv.tiers.bucket.recency import UseReader
+
+_log = logging.getLogger(__name__)
+
+STRIDE = 256
+"""Listed objects between two looks at the clock."""
+STRETCH_MAX = 6
+"""A pass is put off for at most so many times ``pass_s``: the last one may have taken long because of a pause."""
+
+LIST_SHARE = 20
+"""Listing takes at most one part in so many of the time, unless somebody needs room."""
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What passes did, since this server started."""
+
+    passes: int = 0
+    last_pass_s: float = 0.0
+    evicted_blobs: int = 0
+    evicted_bytes: int = 0
+    expired_blobs: int = 0
+    expired_bytes: int = 0
+    holes_collected: int = 0
+    merged_logs: int = 0
+    malformed_logs: int = 0
+    has_warned: bool = field(default=False, repr=False)
+
+
+@dataclass(slots=True)
+class _Batchful:
+    """Rows to delete and what to count them as."""
+
+    rows: list[int]
+    kind: str
+
+
+class Janitor:
+    """Passes of one term."""
+
+    def __init__(
+        self, store: Objects, pace: Pace, clock: Callable[[], float], lease: Lease, fleet: Fleet, limits: Limits
+    ) -> None:
+        self._store = store
+        self._pace = pace
+        self._clock = clock
+        self._lease = lease
+        self._fleet = fleet
+        self._limits = limits
+        self._pass: Generator[bool, None, None] | None = None
+        self._started_at = 0.0
+        self._ended_at = float("-inf")
+        self._gap_s = 0.0
+        self._number = 0
+        self.evicts_all = False
+        self.sweep = Sweep()
+
+    def step(self) -> None:
+        """Begin a pass if one is due, and go on with it for at most a slice of time.
+
+        Raises:
+            TierUnavailable: The store failed; the pass is given up and begun anew later.
+        """
+        if self._pass is None:
+            if not self._is_due():
+                return
+            self._started_at = self._clock()
+            self._pass = self._run()
+        until = self._clock() + self._pace.slice_s
+        try:
+            for must_wait in self._pass:
+                if must_wait or self._clock() >= until:
+                    return
+        except TierUnavailable:
+            self._end(2 * self._pace.heartbeat_s)
+            raise
+        self._pass = None
+
+    def _is_due(self) -> bool:
+        if not self._fleet.is_counted:
+            return self._clock() - self._ended_at >= self._gap_s and not self._fleet.waits_for()
+        idle_s = self._clock() - self._ended_at
+        if self._fleet.lacks_room and idle_s >= self._gap_s:
+            return True
+        pass_s = self._pace.pass_s
+        if self._limits.ttl_s is not None:
+            pass_s = min(pass_s, max(self._limits.ttl_s / 10, 2 * self._pace.heartbeat_s))
+        return idle_s >= max(pass_s, min(LIST_SHARE * self.sweep.last_pass_s, STRETCH_MAX * self._pace.pass_s))
+
+    def _end(self, gap_s: float) -> None:
+        self._pass = None
+        self._fleet.abandon_list()
+        self._ended_at = self._clock()
+        self._gap_s = gap_s
+
+    # -- one pass -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Generator[bool, None, None]:
+        """Work, and stop now and then; True: go on in the next turn only."""
+        self._fleet.begin_list()
+        inventory, total, own = Inventory(), 0, 0
+        logs: dict[str, int] = {}
+        for number, info in enumerate(self._store.list("")):
+            total += info.size_bytes
+            name = parse_object_path(info.path)
+            if name is not None:
+                inventory.add(name, info.size_bytes, info.modified_s)
+            elif info.path.startswith(f"{ROOT}/"):
+                own += info.size_bytes
+                if info.path.startswith(RECENCY):
+                    logs[info.path] = info.size_bytes
+            if number % STRIDE == STRIDE - 1:
+                yield False
+        self._fleet.end_list(total, own, len(inventory))
+        yield False
+        inventory.seal()
+        yield False
+        yield from self._merge_uses(inventory, logs)
+        now_s = self._lease.store_now()
+        found = 0
+        if now_s is not None:
+            for part in self._plan(inventory, now_s):
+                found += len(part.rows)
+                yield from self._delete(inventory, part)
+        self.sweep.passes += 1
+        self.sweep.last_pass_s = self._clock() - self._started_at
+        # A pass that found nothing to delete will find nothing a moment later either.
+        gap_s = self._pace.pass_s / 10 if not found else max(self._pace.heartbeat_s, 2 * self.sweep.last_pass_s)
+        self._end(min(gap_s, self._pace.pass_s / 10))
+
+    def _merge_uses(self, inventory: Inventory, logs: dict[str, int]) -> Generator[bool, None, None]:
+        reader = UseReader(self._store)
+        sources = reader.sources()
+        for source in sources:
+            reader.read(source, inventory)
+            yield False
+        inventory.use_prefixes()
+        self.sweep.malformed_logs += reader.malformed_count
+        if any(not self._is_own_base(source.path) for source in sources) and self._still_leads():
+            self._number += 1
+            label = f"{self._fleet.term:020d}-{self._number}"
+            written_bytes, merged = reader.merge(label, inventory, sources, self._pace.epoch_s)
+            self._fleet.own_changed(written_bytes - sum(logs.get(path, 0) for path in merged))
+            self.sweep.merged_logs += len(merged)
+
+    def _is_own_base(self, path: str) -> bool:
+        return f"/base/{self._fleet.term:020d}-" in path
+
+    def _plan(self, inventory: Inventory, now_s: float) -> list[_Batchful]:
+        spaces = None if self.evicts_all else self._fleet.namespaces()
+        taken = bytearray(len(inventory))
+        plan = [_Batchful(inventory.holes(spaces, now_s - self._pace.hole_grace_s), "hole")]
+        for row in plan[0].rows:
+            taken[row] = 1
+        if self._limits.ttl_s is not None:
+            plan.append(_Batchful(inventory.expired(spaces, now_s - self._limits.ttl_s, taken), "expired"))
+        if self._limits.capacity_bytes is not None:
+            freed = sum(inventory.size_bytes(row) for part in plan for row in part.rows)
+            excess = self._excess_bytes(freed)
+            rows = inventory.oldest(spaces, excess, self._pace.epoch_s, taken)
+            evicted = sum(inventory.size_bytes(row) for row in rows)
+            left = self._fleet.room() + freed + evicted
+            if evicted < excess and left < max(self._fleet.low_room(), self._fleet.needed_bytes()):
+                self._warn(len(inventory))
+            plan.append(_Batchful(rows, "evicted"))
+        return [part for part in plan if part.rows]
+
+    def _excess_bytes(self, freed: int) -> int:
+        """Bytes to evict beyond those that go anyway, down to the low-water mark; 0 while there is room enough."""
+        capacity = self._limits.capacity_bytes
+        assert capacity is not None
+        room = self._fleet.room() + freed
+        if room >= self._fleet.low_room() and not self._fleet.lacks_room:
+            return 0
+        goal = max(int(capacity * (1 - self._pace.low_water)), min(self._fleet.needed_bytes(), capacity // 2))
+        return max(0, goal - room)
+
+    def _warn(self, blob_count: int) -> None:
+        if self.sweep.has_warned:
+            return
+        self.sweep.has_warned = True
+        _log.warning(
+            "the bucket is full of what this fleet may not evict, so nothing more is stored: raise storage_bytes, "
+            "delete what nobody needs, or set evict_other_namespaces. storage_bytes=%d used_bytes=%d blobs=%d",
+            self._limits.capacity_bytes,
+            self._fleet.used_bytes(),
+            blob_count,
+        )
+
+    def _still_leads(self) -> bool:
+        return self._lease.may_act() and self._lease.check()
+
+    def _delete(self, inventory: Inventory, part: _Batchful) -> Generator[bool, None, None]:
+        size = self._pace.delete_batch
+        for start in range(0, len(part.rows), size):
+            rows = part.rows[start : start + size]
+            while not self._lease.may_act():
+                yield True  # the keeper renews the lease first, or learns that it is lost
+            if not self._lease.check():
+                raise TierUnavailable("this server no longer leads the bucket: the pass is given up")
+            self._store.delete([object_path(inventory.name(row)) for row in rows])
+            size_bytes = sum(inventory.size_bytes(row) for row in rows)
+            self._fleet.freed(size_bytes, len(rows))
+            self._count(part.kind, len(rows), size_bytes)
+            yield False
+
+    def _count(self, kind: str, blobs: int, size_bytes: int) -> None:
+        if kind == "hole":
+            self.sweep.holes_collected += blobs
+        elif kind == "expired":
+            self.sweep.expired_blobs += blobs
+            self.sweep.expired_bytes += size_bytes
+        else:
+            self.sweep.evicted_blobs += blobs
+            self.sweep.evicted_bytes += size_bytes
