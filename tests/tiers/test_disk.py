@@ -20,6 +20,7 @@ from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk import DiskTier, metadata_reserve
 from tiered_kv.tiers.disk_io import is_aligned
+from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain()
 
@@ -351,4 +352,17 @@ def test_names_must_be_sixteen_bytes_each(tmp_path):
     tier = open_disk(tmp_path)
     with pytest.raises(ValueError, match="16"):
         tier.contains(BlobName(b"short", b"key"))
+    tier.close()
+
+
+@pytest.mark.parametrize("payload_bytes", [4096, 8192, 65536])
+def test_a_blob_of_another_namespace_and_any_size_is_foreign_to_a_get(tmp_path, payload_bytes):
+    tier = open_disk(tmp_path)
+    tier.put(CHAIN.name(0), CHAIN.blob(0).view())
+    other = SampleChain(seed=1, payload_bytes=payload_bytes).blob(0)
+    blob_path(tmp_path, CHAIN.name(0)).write_bytes(other.data)
+    with pytest.raises(ChunkMismatch, match="namespace"):
+        VerifiedTier(tier, {CHAIN.namespace: CHAIN.form}.get).get_into(
+            CHAIN.name(0), memoryview(bytearray(CHAIN.form.blob_bytes))
+        )
     tier.close()

@@ -142,6 +142,23 @@ def peek(first: bytes | memoryview) -> BlobHeader:
     return f.read_metadata(first, frame.header_bytes)
 
 
+def refuse_foreign(first: bytes | memoryview, namespace: bytes) -> None:
+    """Tell a blob of somebody else, which may well have another size, from a damaged one of ours.
+
+    Args:
+        first: The first ``PEEK_BYTES`` of a blob whose size is not the expected one.
+
+    Raises:
+        ChunkMismatch: It is of another namespace or another format version.
+    """
+    try:
+        header = peek(first)
+    except ChunkCorrupt:
+        return
+    if header.namespace != namespace:
+        raise ChunkMismatch(f"blob of another namespace. observed={header.namespace.hex()} expected={namespace.hex()}")
+
+
 def read_header(data: memoryview) -> ParsedHeader:
     """Read and check a whole header of any namespace; ``data`` is the blob, or as much of it as holds the header.
 

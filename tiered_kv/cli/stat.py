@@ -32,7 +32,7 @@ def stat(
 def _connect(uri: str | None, server: str | None) -> socket.socket:
     from tiered_kv.config import Config
     from tiered_kv.errors import ConfigError, TierUnavailable
-    from tiered_kv.server.paths import disk_directory, read_info
+    from tiered_kv.server.paths import server_directory, read_info
     from tiered_kv.server.spawn import SCHEME, connect
 
     if (uri is None) == (server is None):
@@ -44,7 +44,7 @@ def _connect(uri: str | None, server: str | None) -> socket.socket:
         if sock is None:
             raise TierUnavailable(f"no server answers at {server}")
         return sock
-    directory = disk_directory(Config.from_mapping({"storage_uri": uri}))
+    directory = server_directory(Config.from_mapping({"storage_uri": uri}))
     info = read_info(directory)
     sock = connect(info.socket) if info is not None else None
     if sock is None:

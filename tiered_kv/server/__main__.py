@@ -6,6 +6,7 @@ ends with its last client. ``tiered-kv serve`` calls :func:`tiered_kv.server.com
 It answers one line: ``ready``, ``locked <who>`` or ``error <why>``.
 """
 
+import gc
 import logging
 import logging.handlers
 import os
@@ -19,7 +20,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import DirectoryLocked, TieredKVError
 from tiered_kv.server.compose import serve
 from tiered_kv.server.detach import detach, use_whole_machine
-from tiered_kv.server.paths import ServerInfo, disk_directory, log_path, read_info
+from tiered_kv.server.paths import ServerInfo, server_directory, log_path, read_info
 from tiered_kv.server.server import Server
 from tiered_kv.server.spawn import is_answering
 
@@ -64,7 +65,7 @@ def _main() -> int:
     os.close(null)
     detach()
     try:
-        root = disk_directory(config)
+        root = server_directory(config)
         root.mkdir(0o700, parents=True, exist_ok=True)
         _log_to(log_path(root))
         use_whole_machine()
@@ -79,6 +80,9 @@ def _serve_when_free(config: Config, root: Path, report: _Report) -> int:
     deadline_s = time.monotonic() + config.start_timeout_s / 2  # the client still waits then, and hears who holds it
 
     def on_ready(info: ServerInfo) -> None:
+        # The index of what was found at start lives as long as the process: a collection need not walk it every time.
+        gc.collect()
+        gc.freeze()
         logger.info("serving. pid=%d socket=%s settings=%s", info.pid, info.socket, config.describe())
         report.answer("ready")
 

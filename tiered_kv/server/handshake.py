@@ -13,7 +13,7 @@ from tiered_kv import __version__
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import messages as m
-from tiered_kv.server.paths import disk_directory, read_info
+from tiered_kv.server.paths import server_directory, read_info
 from tiered_kv.server.spawn import find_server
 
 RETRY_S = 0.05
@@ -100,7 +100,7 @@ def _check_directory(config: Config, welcome: m.Welcome) -> None:
 
     Judged by what the directory says and not by its path, which differs where it is mounted in several places.
     """
-    directory = disk_directory(config)
+    directory = server_directory(config)
     info = read_info(directory)
     if info is None or info.server_id != welcome.server_id:
         raise ConfigError(

@@ -30,7 +30,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     config_digest: str
 
 
-def disk_directory(config: Config) -> Path:
+def server_directory(config: Config) -> Path:
     """The directory that a server of these settings owns, without symbolic links.
 
     One that is not a disk tier's is made here, and must belong to this user alone.

@@ -16,7 +16,7 @@ import msgspec
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.server.paths import disk_directory, read_info
+from tiered_kv.server.paths import server_directory, read_info
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def find_server(config: Config, deadline_s: float | None = None) -> socket.socke
         deadline_s = time.monotonic() + config.start_timeout_s
     if config.server is not None:
         return _named_server(config.server, deadline_s)
-    root = disk_directory(config)
+    root = server_directory(config)
     reason = ""
     while True:
         info = read_info(root)

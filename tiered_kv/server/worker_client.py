@@ -20,7 +20,7 @@ from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import messages as m
 from tiered_kv.server.arena_lock import hold_arena_lock
 from tiered_kv.server.handshake import read_exactly, read_message_after, refusal_error, say_hello
-from tiered_kv.server.paths import disk_directory
+from tiered_kv.server.paths import server_directory
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class WorkerClient:
         lock_fd = -1
         try:
             # Before the arena is asked for: a server that is started after this one died waits for this lock.
-            lock_fd = hold_arena_lock(disk_directory(config), welcome.server_id)
+            lock_fd = hold_arena_lock(server_directory(config), welcome.server_id)
             with contextlib.suppress(BrokenPipeError):  # refused already: the reason waits to be read
                 self._sock.sendall(m.frame(join))
             arena = Arena(_receive_slabs(self._sock, welcome.slab_count))

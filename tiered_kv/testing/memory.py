@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from tiered_kv.chunks.header import PEEK_BYTES, peek
+from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 
@@ -48,7 +48,7 @@ class MemoryTier(Tier):
         if data is None:
             return False
         if len(data) != len(buffer):
-            _refuse_foreign(name, data)
+            refuse_foreign(data[:PEEK_BYTES], name.namespace)
             raise ChunkCorrupt(f"blob has the wrong size. observed={len(data)} expected={len(buffer)}")
         buffer[:] = data
         return True
@@ -119,18 +119,6 @@ class MemoryTier(Tier):
         """A blob's bytes, whatever they are."""
         with self._lock:
             return self._blobs.get(name)
-
-
-def _refuse_foreign(name: BlobName, data: bytes) -> None:
-    """Raise ChunkMismatch if this is a sound blob of somebody else, which may well have another size."""
-    try:
-        header = peek(data[:PEEK_BYTES])
-    except ChunkCorrupt:
-        return
-    if header.namespace != name.namespace:
-        raise ChunkMismatch(
-            f"blob of another namespace. observed={header.namespace.hex()} expected={name.namespace.hex()}"
-        )
 
 
 def _info(name: BlobName, data: bytes, size_bytes: int) -> BlobInfo | None:

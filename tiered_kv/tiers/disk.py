@@ -24,6 +24,7 @@ reads it gives its blocks back a moment later than its bytes.)
     _index       its own lock
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -34,8 +35,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tiered_kv.chunks.geometry import align_up
-from tiered_kv.chunks.header import PEEK_BYTES, peek
-from tiered_kv.errors import ChunkMismatch, Closed, ConfigError, TierUnavailable
+from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, Closed, ConfigError, TierUnavailable
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.disk_index import DiskIndex, is_on_network
@@ -44,6 +45,7 @@ from tiered_kv.tiers.disk_io import (
     make_directories,
     mapped_errors,
     read_file,
+    read_head,
     replace_small_file,
     supports_direct_io,
     write_file,
@@ -225,7 +227,12 @@ class DiskTier(Tier):
         """Read the blob into ``buffer``; see ``Tier.get_into``."""
         path = self._path(name)
         with self._operation(), mapped_errors("get", path):
-            found = read_file(path, buffer)
+            try:
+                found = read_file(path, buffer)
+            except ChunkCorrupt:
+                with contextlib.suppress(OSError):  # gone by now, or no file: damaged is all that can be said
+                    refuse_foreign(read_head(path, PEEK_BYTES), name.namespace)
+                raise
             if not found:
                 self._forget_vanished(name, path)
             return found

@@ -7,12 +7,12 @@ a ``Keeper`` (``tiers/bucket``) does, together with the other servers that share
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from tiered_kv.chunks.header import PEEK_BYTES, peek
+from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.keys.naming import object_path, parse_object_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
@@ -45,7 +45,7 @@ class Keeper(Protocol):
     def serve(self, namespace: bytes) -> None:
         """This server works with that namespace: its blobs may be evicted."""
 
-    def figures(self) -> dict[str, object]:
+    def figures(self) -> Mapping[str, object]:
         """What ``stat`` shows."""
 
     def usage(self) -> Usage:
@@ -124,12 +124,12 @@ class ObjectTier(Tier):
             try:
                 data = self._store.get(path, size_max=len(buffer))
             except ChunkCorrupt:  # larger than it can be, so it was not read: its header says whose it is
-                _refuse_foreign(name, self._store.get_head(path, PEEK_BYTES) or b"")
+                refuse_foreign(self._store.get_head(path, PEEK_BYTES) or b"", name.namespace)
                 raise
             if data is None:
                 return False
             if len(data) != len(buffer):
-                _refuse_foreign(name, data[:PEEK_BYTES])
+                refuse_foreign(data[:PEEK_BYTES], name.namespace)
                 raise ChunkCorrupt(f"blob has the wrong size. observed={len(data)} expected={len(buffer)} path={path}")
             buffer[:] = data
             return True
@@ -198,7 +198,7 @@ class ObjectTier(Tier):
             return Usage(max(self._used_bytes, 0), None, max(self._blob_count, 0))
 
     def figures(self) -> dict[str, object]:
-        return {} if self._keeper is None else {"bucket": self._keeper.figures()}
+        return {} if self._keeper is None else {"bucket": dict(self._keeper.figures())}
 
     def record_use(self, names: Iterable[BlobName]) -> None:
         if self._keeper is not None:
@@ -253,15 +253,3 @@ class ObjectTier(Tier):
 def _present(info: BlobInfo | None) -> Iterator[BlobInfo]:
     if info is not None:
         yield info
-
-
-def _refuse_foreign(name: BlobName, first: bytes) -> None:
-    """Raise ChunkMismatch if this is a sound blob of somebody else, which may well have another size."""
-    try:
-        header = peek(first)
-    except ChunkCorrupt:
-        return
-    if header.namespace != name.namespace:
-        raise ChunkMismatch(
-            f"blob of another namespace. observed={header.namespace.hex()} expected={name.namespace.hex()}"
-        )

@@ -180,18 +180,19 @@ class Inventory:
                 break
         if limit is None or excess_bytes <= 0:
             return []
-        rows = [
-            row
-            for row, used_s in enumerate(self._used)
-            if not taken[row] and wanted[self._space[row]] and used_s // epoch_s <= limit
-        ]
-        rows.sort(key=lambda row: (self._used[row] // epoch_s, -self._depths[row]))
+        by_epoch: dict[int, array[int]] = {}
+        for row in reversed(self._by_depth):
+            if not taken[row] and wanted[self._space[row]] and (epoch := int(self._used[row] // epoch_s)) <= limit:
+                by_epoch.setdefault(epoch, array("I")).append(row)
+        found: list[int] = []
         freed = 0
-        for index, row in enumerate(rows):
-            if freed >= excess_bytes:
-                return rows[:index]
-            freed += self._sizes[row]
-        return rows
+        for epoch in sorted(by_epoch):
+            for row in by_epoch[epoch]:
+                if freed >= excess_bytes:
+                    return found
+                found.append(row)
+                freed += self._sizes[row]
+        return found
 
     # -- within -------------------------------------------------------------------------------------------------------
 

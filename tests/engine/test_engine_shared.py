@@ -1,0 +1,196 @@
+"""The engine over a disk tier and a shared one behind it: uploads, searches, restarts, two machines on one bucket."""
+
+import pytest
+from counts import count
+from disk_probe import open_disk
+from engine_world import BLOB_BYTES, EngineWorld
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tiered_kv.testing.faults import Fault, FaultyTier
+from tiered_kv.testing.memory import MemoryTier
+
+PREFIX = (1, 2, 3, 4, 5)
+PICK = st.integers(0, 1 << 16)
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
+
+
+@pytest.fixture
+def bucket():
+    return MemoryTier(name="object", is_shared=True)
+
+
+def node(tiers, **options):
+    world = EngineWorld(tiers, **options)
+    session = world.open()
+    world.settle()
+    return world, session
+
+
+def test_what_is_stored_goes_to_disk_and_from_there_to_the_bucket(tmp_path, bucket):
+    world, session = node([open_disk(tmp_path), bucket])
+    world.store(session, PREFIX)
+    assert len(bucket.names) == 5 and world.hierarchy.counters["uploaded"] == 5
+    world.check_idle()
+    world.close()
+
+
+def test_an_empty_machine_gets_everything_from_the_bucket_and_keeps_it_on_disk(tmp_path, bucket):
+    first, session = node([open_disk(tmp_path / "a"), bucket])
+    first.store(session, PREFIX)
+    first.abandon()
+    second, session = node([open_disk(tmp_path / "b"), bucket])
+    assert second.loaded(session, PREFIX) == 5
+    assert second.hierarchy.counters["probes"] <= 5
+    second.check_idle()
+    second.abandon()
+    bucket.reopen(None)
+    for name in bucket.names:
+        bucket.delete(name)
+    third, session = node([open_disk(tmp_path / "c"), bucket])
+    assert third.loaded(session, PREFIX) == 0
+    third.close()
+    bucket.reopen(None)
+    again, session = node([open_disk(tmp_path / "b2"), bucket])
+    again.close()
+
+
+def test_two_machines_share_without_a_restart(tmp_path, bucket):
+    one, session_of_one = node([open_disk(tmp_path / "a"), bucket])
+    other, session_of_other = node([open_disk(tmp_path / "b"), bucket])
+    one.store(session_of_one, PREFIX[:3])
+    assert other.loaded(session_of_other, PREFIX) == 3
+    other.store(session_of_other, PREFIX)
+    one.clock.advance(60)  # what it found absent may be there by now
+    one.settle()
+    one.clock.advance(60)
+    one.settle()
+    assert one.loaded(session_of_one, PREFIX) == 5
+    one.abandon()
+    other.abandon()
+
+
+def test_uploads_that_were_not_made_before_the_end_are_made_after_it(tmp_path, bucket):
+    faulty = FaultyTier(bucket, lambda _number: Fault.ERROR)
+    world, session = node([open_disk(tmp_path), faulty])
+    world.store(session, PREFIX)
+    assert bucket.names == [] and world.hierarchy.pending_writes > 0
+    world.close()
+    bucket.reopen(None)
+    again, session = node([open_disk(tmp_path), bucket])
+    assert len(bucket.names) == 5
+    assert again.loaded(session, PREFIX) == 5
+    again.close()
+
+
+def test_a_blob_damaged_in_the_bucket_is_replaced_by_the_next_store(tmp_path, bucket):
+    world, session = node([bucket])
+    world.store(session, PREFIX)
+    victim = next(name for name in bucket.names if name.chunk_index == 2)
+    data = bytearray(bucket.raw_get(victim))
+    data[-5000] ^= 1
+    bucket.raw_put(victim, bytes(data))
+    for number in range(40):
+        world.store(session, (1000 + number,))
+    assert world.loaded(session, PREFIX) == 2
+    world.store(session, PREFIX)
+    for number in range(40):
+        world.store(session, (2000 + number,))
+    assert world.loaded(session, PREFIX) == 5
+    world.close()
+
+
+class SharedHistories(RuleBasedStateMachine):
+    """Two machines, each with host memory and a tier of its own, on one bucket that fails and that others clean up."""
+
+    @initialize(host_blobs=st.sampled_from([6, 16]), local_blobs=st.sampled_from([3, 12]))
+    def start(self, host_blobs, local_blobs):
+        self.bucket = MemoryTier(name="object", is_shared=True)
+        self.faults = []
+        self.host_bytes = host_blobs * BLOB_BYTES
+        self.locals = [MemoryTier(local_blobs * BLOB_BYTES) for _ in range(2)]
+        self.nodes = [self.boot(number) for number in range(2)]
+
+    def boot(self, number):
+        faulty = FaultyTier(self.bucket, lambda _number: self.faults.pop() if self.faults else None)
+        return node([self.locals[number], faulty], host_bytes=self.host_bytes)
+
+    @rule(pick=PICK, path=PATHS)
+    def store(self, pick, path):
+        world, session = self.nodes[pick % 2]
+        world.store(session, path)
+
+    @rule(pick=PICK, path=PATHS)
+    def commit(self, pick, path):
+        world, session = self.nodes[pick % 2]
+        for depth in range(1, len(path) + 1):
+            world.commit(session, path[:depth])
+        world.step()
+
+    @rule(pick=PICK, path=PATHS)
+    def lookup(self, pick, path):
+        world, session = self.nodes[pick % 2]
+        world.lookup(session, path)
+        world.step()
+
+    @rule(pick=PICK)
+    def release_all(self, pick):
+        world, _ = self.nodes[pick % 2]
+        for lookup in sorted(world.lookups):
+            world.release(lookup)
+        world.step()
+
+    @rule(pick=PICK, picks=st.lists(PICK, min_size=1, max_size=6))
+    def run(self, pick, picks):
+        world, _ = self.nodes[pick % 2]
+        for one in picks:
+            world.run_one(lambda count, one=one: one % count)
+
+    @rule(pick=PICK, seconds=st.sampled_from([1.0, 6.0, 40.0]))
+    def pass_time(self, pick, seconds):
+        world, _ = self.nodes[pick % 2]
+        world.clock.advance(seconds)
+        world.step()
+
+    @rule(fault=st.sampled_from([*Fault, None]))
+    def plan_a_fault(self, fault):
+        self.faults.insert(0, fault)
+
+    @precondition(lambda self: self.bucket.names)
+    @rule(pick=PICK)
+    def others_evict(self, pick):
+        names = self.bucket.names
+        self.bucket.delete(names[pick % len(names)])
+
+    @precondition(lambda self: self.bucket.names)
+    @rule(pick=PICK)
+    def flip(self, pick):
+        names = self.bucket.names
+        data = bytearray(self.bucket.raw_get(names[pick % len(names)]))
+        data[pick % len(data)] ^= 1
+        self.bucket.raw_put(names[pick % len(names)], bytes(data))
+
+    @rule(pick=PICK)
+    def restart(self, pick):
+        number = pick % 2
+        self.nodes[number][0].abandon()
+        self.nodes[number] = self.boot(number)
+
+    def teardown(self):
+        if not hasattr(self, "nodes"):
+            return
+        self.faults.clear()
+        for world, _session in self.nodes:
+            for lookup in sorted(world.lookups):
+                world.release(lookup)
+            for _ in range(3):
+                world.settle()
+                world.clock.advance(40)
+            world.settle()
+            world.check_idle()
+            world.abandon()
+
+
+SharedHistories.TestCase.settings = settings(max_examples=count("EXAMPLES", 50) // 2, stateful_step_count=40)
+TestSharedHistories = SharedHistories.TestCase
