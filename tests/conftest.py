@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from counts import count
 from hypothesis import settings
+from s3 import s3  # noqa: F401 - a fixture
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -24,3 +25,11 @@ def tiny_model() -> Path:
     from tiered_kv.testing.model import TINY, build_model
 
     return build_model(REPOSITORY / "build" / "models" / "tiny", shape=TINY)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs an S3 server, so that ``-m "not s3"`` works without a mark on every test."""
+    for item in items:
+        if "s3" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.s3)

@@ -8,7 +8,7 @@ import pytest
 from tiered_kv.config import Config, memory_limit_bytes, parse_size, parse_time_s, size_text
 from tiered_kv.errors import ConfigError
 from tiered_kv.location import redact
-from tiered_kv.server.paths import disk_directory
+from tiered_kv.server.paths import server_directory
 
 URI = "file:///var/cache/tiered_kv"
 
@@ -327,17 +327,17 @@ def test_the_servers_directory_is_made_private_and_refused_if_it_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = disk_directory(bucket())
+    made = server_directory(bucket())
     assert [path.stat().st_mode & 0o777 for path in (made.parent, made)] == [0o700, 0o700]
-    assert disk_directory(bucket()) == made
+    assert server_directory(bucket()) == made
     made.chmod(0o777)
     with pytest.raises(ConfigError, match="must belong to this user alone .* set XDG_STATE_HOME"):
-        disk_directory(bucket())
+        server_directory(bucket())
     made.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     made.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="must belong to this user alone"):
-        disk_directory(bucket())
+        server_directory(bucket())
 
 
 def test_settings_are_frozen() -> None:

@@ -1,6 +1,7 @@
 """The memory tier takes the contract suite like any other tier."""
 
 import pytest
+from wrapped_tiers import WRAPPINGS
 
 from tiered_kv.errors import ChunkMismatch
 from tiered_kv.testing.blobs import SampleChain
@@ -9,9 +10,13 @@ from tiered_kv.testing.memory import MemoryTier
 
 
 class TestMemoryTier(TierContract):
+    @pytest.fixture(autouse=True, params=WRAPPINGS)
+    def wrapping(self, request):
+        self.wrap = WRAPPINGS[request.param]
+
     def make_tier(self, tmp_path):
         self.tier = MemoryTier(2 * CONTRACT_BLOBS * self.chain.form.blob_bytes)
-        return self.tier
+        return self.wrap(self.tier)
 
     def raw_put(self, tmp_path, name, data):
         self.tier.raw_put(name, data)

@@ -1,15 +1,20 @@
 """The shipped contract on the disk tier: bare, without O_DIRECT, and under each wrapper."""
 
+import pytest
+from wrapped_tiers import WRAPPINGS
+
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.testing.contract import TierContract
 from tiered_kv.testing.faults import FaultyTier, at
 from tiered_kv.tiers.disk import DiskTier
-from tiered_kv.tiers.wrappers.metered import MeteredTier
-from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 
 class TestDisk(TierContract):
     direct_io = None
+
+    @pytest.fixture(autouse=True, params=WRAPPINGS)
+    def wrapping(self, request):
+        self.wrap = WRAPPINGS[request.param]
 
     def make_disk(self, tmp_path):
         return DiskTier(
@@ -17,7 +22,7 @@ class TestDisk(TierContract):
         )
 
     def make_tier(self, tmp_path):
-        return self.make_disk(tmp_path)
+        return self.wrap(self.make_disk(tmp_path))
 
     def raw_path(self, tmp_path, name):
         return tmp_path / "d" / "blobs" / relative_path(name)
@@ -33,19 +38,13 @@ class TestDisk(TierContract):
 class TestBufferedDisk(TestDisk):
     direct_io = False
 
-
-class TestVerifiedDisk(TestDisk):
-    def make_tier(self, tmp_path):
-        return VerifiedTier(self.make_disk(tmp_path), {self.chain.namespace: self.chain.form}.get)
-
-
-class TestMeteredDisk(TestDisk):
-    def make_tier(self, tmp_path):
-        return MeteredTier(self.make_disk(tmp_path), lambda *call: None, iter(range(1 << 30)).__next__)
+    @pytest.fixture(autouse=True)
+    def wrapping(self):
+        self.wrap = WRAPPINGS["bare"]
 
 
 class TestFaultlessFaultyDisk(TestDisk):
     """The fault tier with an empty plan is a plain tier: a suite under faults tests the faults, not the wrapper."""
 
     def make_tier(self, tmp_path):
-        return FaultyTier(self.make_disk(tmp_path), at({}))
+        return self.wrap(FaultyTier(self.make_disk(tmp_path), at({})))

@@ -9,6 +9,7 @@ import uuid
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from wrapped_tiers import WRAPPINGS
 
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.keys.naming import BlobName, object_path
@@ -18,29 +19,20 @@ from tiered_kv.testing.contract import TierContract
 from tiered_kv.tiers.base import Usage
 from tiered_kv.tiers.object_store import ObjectStore
 from tiered_kv.tiers.object_tier import ObjectTier
-from tiered_kv.tiers.wrappers.metered import MeteredTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain()
 
 
-def wrapped(tier, how):
-    if "verified" in how:
-        tier = VerifiedTier(tier, {CHAIN.namespace: CHAIN.form}.get)
-    if "metered" in how:
-        tier = MeteredTier(tier, lambda *call: None, iter(range(1 << 30)).__next__)
-    return tier
-
-
 class _ObjectContract(TierContract):
     """Subclasses say where the store is and how to reach behind it; each test runs bare and under every wrapper."""
 
-    @pytest.fixture(autouse=True, params=["bare", "verified", "metered", "verified, metered"])
+    @pytest.fixture(autouse=True, params=WRAPPINGS)
     def wrapping(self, request):
-        self.how = request.param
+        self.wrap = WRAPPINGS[request.param]
 
     def make_tier(self, tmp_path):
-        return wrapped(ObjectTier(self.make_store(tmp_path)), self.how)
+        return self.wrap(ObjectTier(self.make_store(tmp_path)))
 
 
 class TestMemory(_ObjectContract):

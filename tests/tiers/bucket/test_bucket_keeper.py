@@ -1,0 +1,332 @@
+"""Keepers over the real client: in memory, in a shared directory, on a real S3 server; a clock that tests own."""
+
+import logging
+import uuid
+
+import pytest
+
+from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
+from tiered_kv.keys.naming import object_path, parse_object_path
+from tiered_kv.location import parse_location
+from tiered_kv.testing.blobs import SampleChain
+from tiered_kv.tiers.bucket.keeper import BucketKeeper, KeeperConfig
+from tiered_kv.tiers.bucket.layout import Report, Term, decode, lease_path
+from tiered_kv.tiers.bucket.pace import Pace
+from tiered_kv.tiers.object_store import ObjectStore
+
+CHAIN = SampleChain(1, payload_bytes=4096)
+OTHER = SampleChain(2, payload_bytes=4096)
+SIZE = len(CHAIN.blob(0).data)
+SLACK = SIZE // 2  # the keepers' own objects count, too
+PACE = Pace(hole_grace_s=0.0, epoch_s=1.0, slice_s=1e9, recency_s=10.0)
+
+
+class Time:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture(params=["memory", "directory", "s3"])
+def store(request, tmp_path):
+    if request.param == "memory":
+        location = parse_location(f"memory://{uuid.uuid4().hex}/prefix")
+    elif request.param == "directory":
+        location = parse_location(f"shared+file://{tmp_path}/root")
+    else:
+        s3 = request.getfixturevalue("s3")
+        location = parse_location(s3.uri(s3.new_prefix()), s3.options())
+    opened = ObjectStore(location)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def memory():
+    opened = ObjectStore(parse_location(f"memory://{uuid.uuid4().hex}/prefix"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def clock():
+    return Time()
+
+
+def keeper_of(store, clock, blobs=100, pace=PACE, **config):
+    limit = None if blobs is None else blobs * SIZE + SLACK
+    keeper = BucketKeeper(store, KeeperConfig(storage_bytes=limit, **config), pace, clock)
+    keeper.serve(CHAIN.namespace)
+    return keeper
+
+
+def put(store, keeper, chain, index):
+    blob = chain.blob(index)
+    keeper.reserve(len(blob.data))
+    stored = store.create(object_path(blob.name), blob.view())
+    keeper.finished(len(blob.data), stored)
+
+
+def put_patiently(store, clock, keepers, chain, index):
+    """Store a blob, letting everybody turn until there is room."""
+    for _ in range(60):
+        try:
+            put(store, keepers[0], chain, index)
+            return
+        except CapacityExceeded:
+            turn(clock, *keepers)
+    pytest.fail("nothing was granted in a minute")
+
+
+def turn(clock, *keepers, times=1):
+    for _ in range(times):
+        clock.now += 1
+        for keeper in keepers:
+            keeper.turn()
+
+
+def blobs(store):
+    return {info.path: info.size_bytes for info in store.list("") if parse_object_path(info.path)}
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# -- on every store ---------------------------------------------------------------------------------------------------
+
+
+def test_a_lone_server_may_put_after_its_first_turn(store, clock):
+    keeper = keeper_of(store, clock)
+    with pytest.raises(CapacityExceeded, match="no leader"):
+        keeper.reserve(SIZE)
+    keeper.turn()
+    put(store, keeper, CHAIN, 0)
+    assert keeper.figures()["role"] == "leader" and keeper.usage().used_bytes >= SIZE
+
+
+def test_the_limit_holds_and_suffixes_go_first(store, clock):
+    keeper = keeper_of(store, clock, blobs=10)
+    for index in range(25):
+        put_patiently(store, clock, [keeper], CHAIN, index % 25)
+        assert sum(blobs(store).values()) <= 10 * SIZE + SLACK
+    left = sorted(parse_object_path(path).chunk_index for path in blobs(store))
+    assert keeper.figures()["evicted_blobs"] + keeper.figures()["holes_collected"] >= 15
+    assert 0 in left, "the first chunk of the prefix is the last to go"
+
+
+def test_a_second_server_follows_and_takes_over_at_once_when_the_first_is_closed(store, clock):
+    first, second = keeper_of(store, clock, blobs=100), keeper_of(store, clock, blobs=100)
+    turn(clock, first, second, times=4)
+    assert [k.figures()["role"] for k in (first, second)] == ["leader", "follower"]
+    put(store, second, CHAIN, 0)
+    put(store, first, CHAIN, 1)
+    first.close()
+    turn(clock, second, times=3)
+    assert second.figures()["role"] == "leader" and second.figures()["term"] == 2
+    put(store, second, CHAIN, 2)
+    second.close()
+    assert [info.path for info in store.list("_tiered_kv/servers/")] == []
+
+
+def test_a_server_that_is_gone_is_replaced_after_its_expiry_and_not_before(store, clock):
+    first, second = keeper_of(store, clock, blobs=100), keeper_of(store, clock, blobs=100)
+    turn(clock, first, second, times=4)
+    turn(clock, second, times=int(PACE.expiry_s) - 1)
+    assert second.figures()["role"] == "follower"
+    with pytest.raises(CapacityExceeded):
+        second.reserve(SIZE)
+    turn(clock, second, times=6)
+    assert second.figures()["role"] == "leader"
+    put(store, second, CHAIN, 0)
+    with pytest.raises(CapacityExceeded, match="not confirmed"):
+        first.reserve(SIZE)
+    turn(clock, first, second, times=4)
+    assert first.figures()["role"] == "follower"
+    put(store, first, CHAIN, 1)
+
+
+def test_what_was_used_lately_stays(store, clock):
+    """Uses are dated by the store's clock: on this one the test lasts less than one epoch."""
+    pace = Pace(hole_grace_s=0.0, epoch_s=1e6, slice_s=1e9, recency_s=1.0)
+    chains = [SampleChain(seed, payload_bytes=4096, namespace=CHAIN.namespace) for seed in (11, 12)]
+    keeper = keeper_of(store, clock, blobs=8, pace=pace)
+    for chain in chains:
+        for index in range(3):
+            put_patiently(store, clock, [keeper], chain, index)
+    keeper.record_use([chains[0].name(index) for index in range(3)])
+    turn(clock, keeper, times=3)
+    logs = [info.path for info in store.list("_tiered_kv/recency/")]
+    assert len(logs) == 1 and len(store.get(logs[0])) == 8 + 3 * 16
+
+
+def test_blobs_of_other_namespaces_and_foreign_objects_stay(store, clock, caplog):
+    store.put("README", b"x" * SIZE)
+    for index in range(1, 10):
+        store.put(object_path(OTHER.name(index)), OTHER.blob(index).view())
+    before = set(blobs(store))
+    keeper = keeper_of(store, clock, blobs=10)
+    turn(clock, keeper, times=80)
+    for index in range(6):
+        with pytest.raises(CapacityExceeded):
+            put(store, keeper, CHAIN, index)
+        turn(clock, keeper, times=40)
+    assert before <= set(blobs(store)) and store.get("README") is not None
+    assert sum(blobs(store).values()) + SIZE <= 10 * SIZE + SLACK
+    assert len([text for text in warnings(caplog) if "evict_other_namespaces" in text]) == 1
+
+
+def test_all_namespaces_go_when_told_so(store, clock):
+    for index in range(9):
+        store.put(object_path(OTHER.name(index)), OTHER.blob(index).view())
+    keeper = keeper_of(store, clock, blobs=5, evicts_other_namespaces=True)
+    turn(clock, keeper, times=3)
+    put_patiently(store, clock, [keeper], CHAIN, 0)
+    assert sum(blobs(store).values()) <= 5 * SIZE + SLACK
+
+
+def test_holes_are_collected_after_their_grace(store, clock):
+    for index in (0, 1, 3, 4):
+        store.put(object_path(CHAIN.name(index)), CHAIN.blob(index).view())
+    patient = keeper_of(store, clock, blobs=100, pace=Pace(slice_s=1e9))
+    patient.turn()
+    assert len(blobs(store)) == 4
+    patient.close()
+    keeper = keeper_of(store, clock, blobs=100, pace=Pace(hole_grace_s=-10.0, slice_s=1e9))
+    keeper.turn()
+    assert sorted(parse_object_path(path).chunk_index for path in blobs(store)) == [0, 1]
+    assert keeper.figures()["holes_collected"] == 2
+
+
+def test_blobs_expire_by_the_stores_clock(store, clock):
+    for index in range(4):
+        store.put(object_path(CHAIN.name(index)), CHAIN.blob(index).view())
+        store.put(object_path(OTHER.name(index)), OTHER.blob(index).view())
+    keeper = keeper_of(store, clock, blobs=None, storage_ttl_s=3600.0)
+    keeper.turn()
+    assert len(blobs(store)) == 8
+    put(store, keeper, CHAIN, 4)  # no limit on bytes: nothing to ask for
+    keeper.close()
+    keeper = keeper_of(store, clock, blobs=None, storage_ttl_s=-10.0)
+    keeper.turn()
+    assert {parse_object_path(path).namespace for path in blobs(store)} == {OTHER.namespace}
+    assert keeper.figures()["expired_blobs"] == 5
+
+
+def test_usage_is_known_after_a_restart_and_to_followers(store, clock):
+    first = keeper_of(store, clock, blobs=100)
+    first.turn()
+    for index in range(5):
+        put(store, first, CHAIN, index)
+    turn(clock, first, times=20)
+    follower = keeper_of(store, clock, blobs=100)
+    turn(clock, first, follower, times=20)
+    assert follower.usage().used_bytes == first.usage().used_bytes >= 5 * SIZE
+    assert follower.usage().blob_count == first.usage().blob_count == 5
+    put(store, follower, CHAIN, 5)
+    assert follower.usage().blob_count == 6
+    for keeper in (first, follower):
+        keeper.close()
+    restarted = keeper_of(store, clock, blobs=100)
+    restarted.turn()
+    assert restarted.usage().blob_count == 6
+
+
+# -- what needs one store only ----------------------------------------------------------------------------------------
+
+
+def test_a_server_without_limits_follows_a_live_leader_and_ignores_a_dead_one(memory, clock, caplog):
+    leader, watcher = keeper_of(memory, clock, blobs=50), keeper_of(memory, clock, blobs=None)
+    watcher.turn()
+    watcher.reserve(200 * SIZE)
+    watcher.finished(200 * SIZE, False)
+    leader.turn()
+    turn(clock, leader, watcher, times=int(PACE.watch_s) + 5)
+    with pytest.raises(CapacityExceeded):
+        watcher.reserve(200 * SIZE)
+    put(memory, watcher, CHAIN, 0)
+    assert len([text for text in warnings(caplog) if "keeps within its grants" in text]) == 1
+    turn(clock, watcher, times=3 * int(PACE.expiry_s))
+    watcher.reserve(200 * SIZE)
+    assert watcher.figures()["role"] == "alone"
+
+
+def test_a_store_without_atomic_create_needs_a_single_writer(memory, clock):
+    class Replacing:
+        """A store whose create replaces: everything else is the real one."""
+
+        def __getattr__(self, name):
+            return getattr(memory, name)
+
+        def create(self, path, data):
+            memory.put(path, data)
+            return True
+
+        def creates_atomically(self):
+            return False
+
+    with pytest.raises(ConfigError, match="single_writer"):
+        keeper_of(Replacing(), clock)
+    first = keeper_of(Replacing(), clock, is_single_writer=True)
+    first.turn()
+    put(memory, first, CHAIN, 0)
+    restarted = keeper_of(Replacing(), clock, is_single_writer=True)  # the first was killed: nobody is waited for
+    restarted.turn()
+    put(memory, restarted, CHAIN, 1)
+    first.turn()
+    assert restarted.figures()["role"] == "leader" and first.figures()["role"] != "leader"
+
+
+def test_a_failing_store_is_logged_once_and_the_next_turn_goes_on(memory, clock, caplog):
+    class Failing:
+        is_failing = False
+
+        def __getattr__(self, name):
+            if self.is_failing:
+                raise TierUnavailable("object store: it is on fire")
+            return getattr(memory, name)
+
+    store = Failing()
+    keeper = keeper_of(store, clock)
+    store.is_failing = True
+    turn(clock, keeper, times=10)
+    assert len([text for text in warnings(caplog) if "on fire" in text]) == 1
+    store.is_failing = False
+    turn(clock, keeper)
+    put(memory, keeper, CHAIN, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff" * 50, b'{"holder":1}', b"null"])
+def test_malformed_objects_count_as_absent(memory, clock, content):
+    for path in (lease_path(7), "_tiered_kv/servers/other-1.1", "_tiered_kv/usage", "_tiered_kv/recency/x/1"):
+        memory.put(path, content)
+    keeper = keeper_of(memory, clock)
+    turn(clock, keeper, times=60)
+    put(memory, keeper, CHAIN, 0)
+    assert keeper.figures()["term"] == 8
+    assert keeper.figures()["malformed"] > 0
+
+
+def test_unknown_fields_are_ignored():
+    assert decode(b'{"seq":1,"term":2,"later":[1]}', Report) == Report(1, 2)
+    assert decode(b'{"holder":"a","counter":3,"grants":{"s.1":[1,2,3]}}', Term).grants["s.1"].granted_bytes == 2
+
+
+def test_a_closed_keeper_turns_no_more(memory, clock):
+    keeper = keeper_of(memory, clock)
+    keeper.turn()
+    keeper.close()
+    keeper.close()
+    with pytest.raises(Closed):
+        keeper.turn()
+    with pytest.raises(CapacityExceeded):
+        keeper.reserve(1)
+
+
+@pytest.mark.parametrize("wrong", [{"expiry_s": 14.0}, {"low_water": 1.0}, {"delete_batch": 0}])
+def test_intervals_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        Pace(**wrong)
+    assert Pace.for_timeout(60.0).grant_use_s > 2 * PACE.heartbeat_s
