@@ -200,10 +200,11 @@ def test_uploads_of_an_earlier_life_are_asked_for_first_and_do_not_hold_up_new_o
     assert world.hierarchy.pending_writes == 0
     while not world.commit(session, (0, 1)):  # behind a chunk found at start
         world.finish(next(place for place, job in enumerate(world.jobs) if not isinstance(job, Copy)))
+    world.step()
     while any(not isinstance(job, Copy) for job in world.jobs):
         world.finish(next(place for place, job in enumerate(world.jobs) if not isinstance(job, Copy)))
-    world.finish(0)
-    assert world.jobs[-1].record == SMALL.record((0, 1)) and not world.jobs[-1].is_asked_first
+    world.finish(next(place for place, job in enumerate(world.jobs) if job.record == SMALL.record((0,))))
+    assert Copy(1, 0, SMALL.record((0, 1)), is_asked_first=False) in world.jobs
 
 
 @pytest.mark.parametrize("fault", [Outcome.UNAVAILABLE, Outcome.NO_ROOM])

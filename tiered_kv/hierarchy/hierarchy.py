@@ -125,6 +125,7 @@ class Hierarchy:
         return uses
 
     def _share_out(self) -> None:
+        self._lower.claim_some()
         if self._lower.front is not None:
             self._lower.front.refill()
         self._credits.top_up(self._sessions.values())

@@ -5,7 +5,7 @@ Owns how they are tied together and what concerns all of them. Called by the hie
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from tiered_kv.hierarchy.back import BackTier
@@ -15,6 +15,9 @@ from tiered_kv.hierarchy.index import Entry, HostState, Index
 from tiered_kv.hierarchy.lower import LowerTier
 from tiered_kv.hierarchy.plan import Job
 from tiered_kv.hierarchy.searches import Searches
+
+
+CLAIMS_AT_ONCE = 1000
 
 
 class LowerTiers:
@@ -33,6 +36,7 @@ class LowerTiers:
         self._all: list[LowerTier] = []
         self._back: list[BackTier] = []
         self._opened: set[bytes] = set()
+        self._to_claim: deque[Entry] = deque()
         self._index = index
         self._host = host
         self._jobs = jobs
@@ -80,8 +84,13 @@ class LowerTiers:
         if not self._back or namespace in self._opened:
             return
         self._opened.add(namespace)
-        for entry in self._index.entries():
-            if entry.record.namespace == namespace:
+        self._to_claim.extend(entry for entry in self._index.entries() if entry.record.namespace == namespace)
+
+    def claim_some(self) -> None:
+        """Go on with that, a bounded part at a time: there may be a hundred thousand, and the owner must not stop."""
+        for _ in range(min(CLAIMS_AT_ONCE, len(self._to_claim))):
+            entry = self._to_claim.popleft()
+            if self._index.get(entry.record.key) is entry:
                 for back in self._back:
                     back.claim_known(entry)
 
