@@ -253,3 +253,12 @@ def test_what_comes_from_the_shared_tier_is_kept_on_disk():
     story.finish_all()
     assert story.figures(lookup) == (6, 6, 6, True)
     assert all(story.is_below(chunk, 0) for chunk in chunks_of(LONG[:6])) and story.counted("uploaded") == 0
+
+
+def test_a_search_ends_when_the_tier_stops_to_answer():
+    story = shared()
+    story.others_store(SMALL, LONG)
+    lookup = story.ask(LONG, start=len(LONG))
+    story.hierarchy.set_readable(0, False)
+    story.finish_all()  # the oracle fails on any further probe
+    assert story.figures(lookup) == (0, 0, 0, True)

@@ -92,6 +92,7 @@ def _show(figures: dict[str, Any]) -> None:
             size_text(hierarchy["host_capacity_bytes"]),
             hierarchy["host_ready_chunks"],
             "",
+            "",
         )
     ]
     for tier in figures["tiers"]:
@@ -103,9 +104,10 @@ def _show(figures: dict[str, Any]) -> None:
                 "unbounded" if capacity is None else size_text(capacity),
                 tier["blobs"],
                 "" if rate is None else f"{size_text(int(rate))}/s",
+                _state(tier),
             )
         )
-    print_table("Tiers", ("tier", "used", "capacity", "chunks", "read rate"), rows)
+    print_table("Tiers", ("tier", "used", "capacity", "chunks", "read rate", "state"), rows)
     for title, columns, lines in (
         ("Sessions", ("engine", "namespace", "workers", "state"), figures["sessions"]),
         ("Operations", ("tier", "operation", "outcome", "calls", "bytes", "seconds"), figures["operations"]),
@@ -115,3 +117,14 @@ def _show(figures: dict[str, Any]) -> None:
     print()
     counters = {"pending_writes": figures["pending_writes"], **figures["counters"]}
     print_table("Counters", ("counter", "value"), sorted(counters.items()))
+
+
+def _state(tier: dict[str, Any]) -> str:
+    """What the breaker says, and who keeps a shared bucket within its limits."""
+    words = {"closed": "in use", "open": "left out", "half_open": "left out, being tried"}
+    parts = [words.get(tier.get("breaker", ""), "")]
+    if "breaker_reason" in tier:
+        parts.append(tier["breaker_reason"])
+    if bucket := tier.get("bucket"):
+        parts.append(f"bucket: {bucket['role']}" + (f", term {bucket['term']}" if bucket["term"] else ""))
+    return "; ".join(part for part in parts if part)

@@ -121,6 +121,8 @@ class Searches:
 
     def advance(self, search: Search) -> None:
         """Ask the next round's questions. Afterwards the search is done, or waits for at least one probe."""
+        if not self._index.readable[self.tier]:
+            search.high = search.low
         while not search.is_done and not search.waiting:
             for position in search.next_positions():
                 self._ask(search, position)
