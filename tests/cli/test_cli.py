@@ -163,3 +163,33 @@ def test_stat_wants_a_directory_or_a_server(cli: Command, root: Path) -> None:
         result = cli("stat", *arguments)
         assert result.returncode == code
         assert expected in result.stderr
+
+
+def test_any_setting_can_be_given_and_a_bucket_is_served(cli, serve, root: Path) -> None:
+    uri = f"shared+file://{root}/bucket"
+    disk = ("--set", f"disk_path={root}/disk")
+    process, line = serve(uri, *disk, "--set", "storage_bytes=1GiB", "--host-bytes", "64MiB", "--disk-bytes", "1GiB")
+    assert line.startswith(f"serving {uri} ")
+    figures = json.loads(cli("stat", uri, *disk, "--json").stdout)
+    assert [(tier["name"], tier["breaker"]) for tier in figures["tiers"]] == [("disk", "closed"), ("object", "closed")]
+    assert figures["tiers"][1]["capacity_bytes"] == 1 << 30 and figures["tiers"][1]["bucket"]["role"] == "leader"
+    shown = cli("stat", uri, *disk).stdout
+    assert "bucket: leader, term 1" in shown and "in use" in shown
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["disk_path"], "expected NAME=VALUE, got 'disk_path'"),
+        (["=1"], "expected NAME=VALUE"),
+        (["storage_bytes=1GiB", "storage_bytes=2GiB"], "storage_bytes is given twice"),
+        (["drain_s=1"], "drain_s is given twice"),
+        (["storage_byte=1GiB"], "did you mean storage_bytes"),
+    ],
+)
+def test_a_wrong_setting_says_what_is_wrong(cli, root: Path, settings: list[str], expected: str) -> None:
+    more = [word for setting in settings for word in ("--set", setting)]
+    done = cli("serve", f"shared+file://{root}/bucket", "--drain-s", "2", *more)
+    assert done.returncode == 2 and expected in done.stderr

@@ -8,11 +8,12 @@ import typer
 
 from tiered_kv.cli.app import app
 from tiered_kv.cli.output import EXIT_CODES, exit_codes
+from tiered_kv.cli.settings import Settings, parse_settings
 
 
 @app.command(epilog=EXIT_CODES)
 def serve(
-    uri: Annotated[str, typer.Argument(help="The lowest tier, e.g. file:///var/cache/tiered_kv.")],
+    uri: Annotated[str, typer.Argument(help="The lowest tier: file:///var/cache/tiered_kv, s3://bucket/prefix.")],
     host_bytes: Annotated[
         str | None, typer.Option(help="Host memory, e.g. 8GiB. (default: 10 % of the memory limit, at most 8 GiB)")
     ] = None,
@@ -26,6 +27,7 @@ def serve(
     socket: Annotated[
         Path | None, typer.Option(help="Where to listen. (default: a private place, known to clients of the directory)")
     ] = None,
+    more: Settings = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Serve a directory until SIGTERM or SIGINT; then write what is held and end.
@@ -49,7 +51,10 @@ def serve(
             "min_free_bytes": min_free_bytes,
             "drain_s": drain_s,
         }
-        settings = Config.from_mapping(given)
+        more_settings = parse_settings(more)
+        if twice := sorted(name for name in more_settings if given.get(name) is not None):
+            raise ConfigError(f"option --set: {twice[0]} is given twice")
+        settings = Config.from_mapping(given | more_settings)
         if socket is not None and not socket.is_absolute():
             raise ConfigError(f"option --socket: expected an absolute path, got {str(socket)!r}")
         raise_descriptor_limit()

@@ -10,29 +10,36 @@ import typer
 
 from tiered_kv.cli.app import app
 from tiered_kv.cli.output import EXIT_CODES, exit_codes, print_json, print_table
+from tiered_kv.cli.settings import Settings, parse_settings
 
 TIMEOUT_S = 10.0
 
 
 @app.command(epilog=EXIT_CODES)
 def stat(
-    uri: Annotated[str | None, typer.Argument(help="The lowest tier, e.g. file:///var/cache/tiered_kv.")] = None,
+    uri: Annotated[
+        str | None, typer.Argument(help="The lowest tier: file:///var/cache/tiered_kv, s3://bucket/prefix.")
+    ] = None,
     server: Annotated[str | None, typer.Option(help="The server's socket, unix:///path.")] = None,
+    more: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show capacity, usage, counters and operations of the server of a directory. Starts none."""
+    """Show capacity, usage, counters and operations of a running server. Starts none.
+
+    It is found by its directory: of an object store with a disk in front, name that, too: --set disk_path=/directory.
+    """
     with exit_codes():
-        figures = _ask(_connect(uri, server))
+        figures = _ask(_connect(uri, server, parse_settings(more)))
         if as_json:
             print_json(figures)
         else:
             _show(figures)
 
 
-def _connect(uri: str | None, server: str | None) -> socket.socket:
+def _connect(uri: str | None, server: str | None, more: dict[str, object]) -> socket.socket:
     from tiered_kv.config import Config
     from tiered_kv.errors import ConfigError, TierUnavailable
-    from tiered_kv.server.paths import server_directory, read_info
+    from tiered_kv.server.paths import read_info, server_directory
     from tiered_kv.server.spawn import SCHEME, connect
 
     if (uri is None) == (server is None):
@@ -44,7 +51,7 @@ def _connect(uri: str | None, server: str | None) -> socket.socket:
         if sock is None:
             raise TierUnavailable(f"no server answers at {server}")
         return sock
-    directory = server_directory(Config.from_mapping({"storage_uri": uri}))
+    directory = server_directory(Config.from_mapping({"storage_uri": uri} | more))
     info = read_info(directory)
     sock = connect(info.socket) if info is not None else None
     if sock is None:
