@@ -3,22 +3,31 @@ VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check check-style format bench prove clean
+.PHONY: help setup s3-packages s3-server demo test check check-style format bench prove clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
 
 setup:  ## make .venv: torch, vLLM's CPU build, tiered_kv, test tools (minutes the first time, nothing later)
 	@VENV=$(VENV) scripts/setup
 
+# For the tests that need an S3 server. One that was named, or a Docker engine, makes the packages unnecessary; where there
+# is none of these, such tests are skipped, and fail under CI.
+s3-packages: setup
+	@[ -n "$$TIERED_KV_TEST_S3_ENDPOINT" ] || docker info >/dev/null 2>&1 \
+		|| VENV=$(VENV) scripts/s3-server install || [ $$? -eq 3 ]
+
+s3-server: s3-packages  ## a real S3 server on 127.0.0.1, in .cache/s3; end it with scripts/s3-server wipe
+	@VENV=$(VENV) scripts/s3-server start
+
 demo: setup  ## a real vLLM answers a prompt cold, from host memory, and after a restart from disk
 	$(PYTHON) demo/run.py
 
-test: setup  ## every test, the ones on real vLLM engines included
+test: setup s3-packages  ## every test, the ones on real vLLM engines and on a real S3 server included
 	@VENV=$(VENV) scripts/overlay 0.30.0
 	$(PYTHON) -m pytest
 
-check: check-style  ## style, types, layers and the tests that need no engine: before every commit
+check: check-style s3-packages  ## style, types, layers and the tests that need no engine: before every commit
 	$(PYTHON) -m pytest -q -m "not vllm"
 
 check-style: setup  ## formatting, lint, types, layers
@@ -40,4 +49,5 @@ prove: setup  ## the tests at full counts, hours; resumable; results with commit
 	$(PYTHON) scripts/prove.py
 
 clean:  ## remove what tests and demo built; .venv and downloads stay
+	@VENV=$(VENV) scripts/s3-server wipe --all
 	rm -rf build .cache/pytest .cache/mypy .cache/import_linter .hypothesis .ruff_cache

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.config import Config
+from tiered_kv.keys.naming import BlobName, object_path
+from tiered_kv.tiers.bucket import layout
+from tiered_kv.tiers.object_store import OWN
 
 BY_CI = {"make demo", "make test"}
 """Commands that .ci/run runs on a fresh clone."""
@@ -77,6 +80,23 @@ def test_configuration_shown_is_valid(repository: Path) -> None:
     assert Config.from_mapping(settings["kv_connector_extra_config"]).host_bytes == 8 << 30
 
 
+def test_bucket_shown_is_valid_with_the_disk_in_front_of_it(repository: Path) -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", (repository / "README.md").read_text(), flags=re.DOTALL)
+    config = Config.from_mapping(json.loads(block))
+
+    assert str(config.location()) == "s3://my-bucket/kv"
+    assert config.disk_root() == Path("/var/cache/tiered_kv")
+    assert (config.storage_bytes, config.storage_ttl, config.warnings()) == (2 << 40, 7 * 86400, [])
+
+
+def test_status_table_names_tests_that_exist(repository: Path) -> None:
+    text = (repository / "README.md").read_text()
+    named = re.findall(r"`(tests/[\w/.]+)`", text[text.index("## Status") : text.index("## Limits")])
+
+    assert named
+    assert [path for path in named if not (repository / path).exists()] == []
+
+
 def test_settings_table_names_settings_that_exist(repository: Path) -> None:
     text = (repository / "README.md").read_text()
     table = text[text.index("| Setting | Default |") : text.index("lists the rest with defaults")]
@@ -93,6 +113,30 @@ def test_links_lead_somewhere(repository: Path, name: str) -> None:
     document = repository / name
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
         assert (document.parent / target).exists(), target
+
+
+def test_bucket_paths_of_the_format_page_are_those_of_the_code(repository: Path) -> None:
+    page = (repository / "docs" / "format.md").read_text()
+    rows = dict(re.findall(r"^\| `(_tiered_kv/[^`]+)` \| (.*) \|$", page, flags=re.MULTILINE))
+    key, parent = bytes(range(16)), bytes(range(16, 32))
+    path = object_path(BlobName(bytes(16), key, parent, 5))
+
+    assert path == f"{bytes(16).hex()}/00/{key.hex()}.{5:07}.{parent.hex()}.safetensors"
+    assert list(rows) == [
+        f"{OWN}/epochs/<namespace digest>/<number>",
+        f"{layout.LEASES}<term, 20 digits>",
+        f"{layout.SERVERS}<server>.<session number>",
+        f"{layout.RECENCY}<server>/<number>",
+        f"{layout.BASES}<term>-<n>-<m>",
+        layout.USAGE,
+        f"{OWN}/probe/<random>",
+    ]
+    for row, kind in zip(
+        (list(rows)[1], list(rows)[2], layout.USAGE), (layout.Term, layout.Report, layout.UsageFigures), strict=True
+    ):
+        named = re.findall(r"`(\w+)`", rows[row].partition("(")[0])
+        assert sorted(named) == sorted(kind.__struct_fields__), row
+    assert layout.parse_lease_path(layout.lease_path(7)) == 7 and layout.lease_path(7).endswith(f"/{7:020}")
 
 
 def test_configuration_page_lists_every_setting(repository: Path) -> None:

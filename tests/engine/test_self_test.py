@@ -49,7 +49,7 @@ def test_a_tier_without_room_can_still_be_read_and_passes_unmeasured():
 
 def test_a_tier_without_room_that_does_not_answer_fails():
     result = run(MemoryTier(TEST_BYTES // 2), {1: Fault.ERROR})
-    assert "operation=contains" in (result.failure or "")
+    assert "operation=get" in (result.failure or "")
 
 
 def test_without_verification_wrong_bytes_are_seen_all_the_same():

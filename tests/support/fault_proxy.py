@@ -70,7 +70,6 @@ class FaultProxy:
         self._nth: Counter[tuple[str, str]] = Counter()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._ending = threading.Event()
         self._listener: socket.socket | None = None
         self._port = 0
         self.up()
@@ -133,7 +132,6 @@ class FaultProxy:
 
     def close(self) -> None:
         """End all connections and threads. Idempotent."""
-        self._ending.set()
         self.set()
         self.down()
         while self._threads:

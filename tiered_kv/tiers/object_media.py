@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
 from tiered_kv.errors import ChunkCorrupt
+from tiered_kv.tiers.loan import PIECE_BYTES, Loan, LoanBody
 from tiered_kv.tiers.object_errors import IncompleteRead, code_of, is_conflict, is_missing, status_of
 
 T = TypeVar("T")
@@ -57,7 +58,9 @@ class Medium(Protocol):
 
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes: ...
 
-    def put(self, path: str, data: bytes, only_if_absent: bool) -> None: ...
+    def get_into(self, path: str, buffer: memoryview) -> None: ...
+
+    def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None: ...
 
     def head(self, path: str) -> ObjectInfo: ...
 
@@ -119,6 +122,12 @@ def check_size(path: str, size_bytes: int, size_max: int | None) -> None:
         raise ChunkCorrupt(f"object is larger than expected. observed={size_bytes} expected_max={size_max} path={path}")
 
 
+def check_expected(path: str, size_bytes: int, expected: int) -> None:
+    """Refuse an object that has not the size its reader made room for."""
+    if size_bytes != expected:
+        raise ChunkCorrupt(f"blob has the wrong size. observed={size_bytes} expected={expected} path={path}")
+
+
 class S3Medium:
     """Objects in an S3 bucket through s3fs' own call function: one request per operation.
 
@@ -155,10 +164,32 @@ class S3Medium:
             raise IncompleteRead(f"observed={len(data)} expected={expected}")
         return data if length is None else data[:length]
 
-    def put(self, path: str, data: bytes, only_if_absent: bool) -> None:
-        self._run(self._put(path, data, {"IfNoneMatch": "*"} if only_if_absent else {}))
+    def get_into(self, path: str, buffer: memoryview) -> None:
+        with Loan(buffer) as loan:
+            self._run(self._get_into(path, loan))
 
-    async def _put(self, path: str, data: bytes, condition: Mapping[str, str]) -> None:
+    async def _get_into(self, path: str, loan: Loan) -> None:
+        answer = await self._call("get_object", path)
+        body, offset = answer["Body"], 0
+        try:
+            check_expected(path, int(answer["ContentLength"]), loan.size_bytes)
+            while piece := await body.read(PIECE_BYTES):
+                loan.take(offset, piece)
+                offset += len(piece)
+        finally:
+            body.close()
+        if offset != loan.size_bytes:
+            raise IncompleteRead(f"observed={offset} expected={loan.size_bytes}")
+
+    def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
+        condition = {"IfNoneMatch": "*"} if only_if_absent else {}
+        if len(data) <= PIECE_BYTES:
+            self._run(self._put(path, bytes(data), condition))
+            return
+        with Loan(memoryview(data)) as loan:
+            self._run(self._put(path, LoanBody(loan), condition))
+
+    async def _put(self, path: str, data: bytes | LoanBody, condition: Mapping[str, str]) -> None:
         for left in reversed(range(CREATE_TRIES)):
             try:
                 await self._call("put_object", path, Body=data, **condition)
@@ -235,10 +266,16 @@ class FilesystemMedium:
             data = self._call("cat_file", self._full(path), start=0, end=length)
         return bytes(data)
 
-    def put(self, path: str, data: bytes, only_if_absent: bool) -> None:
+    def get_into(self, path: str, buffer: memoryview) -> None:
+        data = self.get(path, None, None)
+        check_expected(path, len(data), len(buffer))
+        buffer[:] = data
+
+    def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
+        whole = bytes(data)  # a call that was given up goes on with it
         with self._create_lock if only_if_absent and not self._is_async else contextlib.nullcontext():
             mode = {"mode": "create"} if only_if_absent else {}
-            self._call("pipe_file", self._full(path), data, **mode)
+            self._call("pipe_file", self._full(path), whole, **mode)
 
     def head(self, path: str) -> ObjectInfo:
         found = self._call("info", self._full(path))

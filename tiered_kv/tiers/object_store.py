@@ -102,19 +102,33 @@ class ObjectStore:
             return self._call("get", path, lambda medium: medium.get(path, length, None))
         return None
 
+    def get_into(self, path: str, buffer: memoryview) -> bool:
+        """Read a whole object into ``buffer``, in one request; False when it is not there.
+
+        After an error the buffer's content is undefined, but nobody writes into it any more.
+
+        Raises:
+            ChunkCorrupt: Its size is not that of the buffer.
+        """
+        with suppress(_MissingError):
+            self._call("get", path, lambda medium: medium.get_into(path, buffer))
+            return True
+        return False
+
     def put(self, path: str, data: bytes | memoryview) -> None:
-        """Store an object in place of what is there; readers see all or nothing. After an error either may be there."""
-        whole = bytes(data)
-        self._call("put", path, lambda medium: medium.put(path, whole, only_if_absent=False))
+        """Store an object in place of what is there; readers see all or nothing. After an error either may be there.
+
+        ``data`` is the caller's again when this returns, however it returns.
+        """
+        self._call("put", path, lambda medium: medium.put(path, data, only_if_absent=False))
 
     def create(self, path: str, data: bytes | memoryview) -> bool:
         """Store an object unless there is one; False: there is one.
 
         That one may be our own: a request whose answer was lost is sent a second time. Who must know compares content.
         """
-        whole = bytes(data)
         try:
-            self._call("create", path, lambda medium: medium.put(path, whole, only_if_absent=True))
+            self._call("create", path, lambda medium: medium.put(path, data, only_if_absent=True))
         except FileExistsError:
             return False
         return True

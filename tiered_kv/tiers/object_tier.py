@@ -112,7 +112,7 @@ class ObjectTier(Tier):
         return True
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
-        """Read a blob in one request, then copy it into ``buffer``.
+        """Read a blob into ``buffer`` in one request.
 
         Raises:
             ValueError: The name does not tell the blob's ancestry.
@@ -122,17 +122,10 @@ class ObjectTier(Tier):
         path = object_path(name)
         with self._using():
             try:
-                data = self._store.get(path, size_max=len(buffer))
-            except ChunkCorrupt:  # larger than it can be, so it was not read: its header says whose it is
+                return self._store.get_into(path, buffer)
+            except ChunkCorrupt:  # not of the size it must have, so it was not read: its header says whose it is
                 refuse_foreign(self._store.get_head(path, PEEK_BYTES) or b"", name.namespace)
                 raise
-            if data is None:
-                return False
-            if len(data) != len(buffer):
-                refuse_foreign(data[:PEEK_BYTES], name.namespace)
-                raise ChunkCorrupt(f"blob has the wrong size. observed={len(data)} expected={len(buffer)} path={path}")
-            buffer[:] = data
-            return True
 
     def contains(self, name: BlobName) -> bool:
         path = object_path(name)

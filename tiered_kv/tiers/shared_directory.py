@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Final
 
-from tiered_kv.tiers.object_media import CallRunner, ObjectInfo, Page, check_size
+from tiered_kv.tiers.object_media import CallRunner, ObjectInfo, Page, check_expected, check_size
 
 TEMPORARY: Final = "_tiered_kv/tmp"
 STALE_S: Final = 3600.0
@@ -36,8 +36,14 @@ class SharedDirectory:
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
         return self._runner.run(self._get, path, length, size_max)
 
-    def put(self, path: str, data: bytes, only_if_absent: bool) -> None:
-        self._runner.run(self._put, path, data, only_if_absent)
+    def get_into(self, path: str, buffer: memoryview) -> None:
+        """Through memory of its own: a read that hangs on a dead mount must not hold the caller's."""
+        data = self.get(path, None, len(buffer))
+        check_expected(path, len(data), len(buffer))
+        buffer[:] = data
+
+    def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
+        self._runner.run(self._put, path, bytes(data), only_if_absent)
 
     def head(self, path: str) -> ObjectInfo:
         return self._runner.run(self._head, path)

@@ -1,0 +1,390 @@
+"""Blobs to and from an object store: the tier as production stacks it, against what it could be at best.
+
+    python benchmarks/object_store.py [--runs N] [--mib 4 16 32] [--in-flight 1 8 16]
+
+Starts its own S3 server (scripts/s3-server, bluestore), or uses TIERED_KV_TEST_S3_ENDPOINT with AWS_* and the bucket
+TIERED_KV_TEST_S3_BUCKET; deletes what it stores as it goes and needs about 2 GB of disk and 1.5 GB of memory. Prints
+a table and writes build/object_store.json. Medians; in every run all contenders take their turn, in changing order,
+because the server on the same machine takes most of it.
+
+    ours      VerifiedTier(ObjectTier(ObjectStore)): a get ends with verified bytes in a page-aligned slot, a put starts
+              from one and creates conditionally
+    s3fs      the same client settings; pipe_file of bytes that lie ready, cat_file to new bytes, one request each
+    obstore   if it is installed (pip install obstore), unsigned payload: put from the slot, get copied into it
+    http      http.client on presigned URLs, no checks: what the server and the network give
+    memcpy    slot to slot, one thread
+"""
+
+import argparse
+import http.client
+import json
+import mmap
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import botocore.session
+from botocore.config import Config as ClientConfig
+
+from tiered_kv.chunks.fields import SealFields
+from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
+from tiered_kv.chunks.header import BlobFormat
+from tiered_kv.keys.naming import BlobName
+from tiered_kv.location import Location, parse_location
+from tiered_kv.tiers.object_store import ObjectStore, s3_options
+from tiered_kv.tiers.object_tier import ObjectTier
+from tiered_kv.tiers.wrappers.verified import VerifiedTier
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPT = REPOSITORY / "scripts" / "s3-server"
+NAMESPACE = bytes(16)
+TOTAL_MIB = 256
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Server:
+    endpoint_url: str
+    key: str
+    secret: str
+    bucket: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Blobs:
+    """Sealed blobs in page-aligned slots, their names, and a slot per blob to get them back into."""
+
+    form: BlobFormat
+    names: list[BlobName]
+    slots: list[memoryview]
+    targets: list[memoryview]
+
+
+class Contender(Protocol):
+    """One way to move a blob; ``index`` says which blob, any thread may ask for any."""
+
+    def put(self, index: int) -> None: ...
+
+    def get(self, index: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Ours:
+    def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
+        store = ObjectStore(location, timeout_s=TIMEOUT_S, concurrency=in_flight)
+        self.tier = VerifiedTier(ObjectTier(store), lambda _: blobs.form)
+        self.blobs = blobs
+
+    def put(self, index: int) -> None:
+        self.tier.put(self.blobs.names[index], self.blobs.slots[index])
+
+    def get(self, index: int) -> None:
+        if not self.tier.get_into(self.blobs.names[index], self.blobs.targets[index]):
+            raise RuntimeError(f"a blob that was put is not there. index={index}")
+
+    def close(self) -> None:
+        self.tier.close()
+
+
+class S3fs:
+    def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
+        import s3fs
+
+        options = s3_options(location, TIMEOUT_S, in_flight) | {"asynchronous": False}
+        self.filesystem: Any = s3fs.S3FileSystem(**options)
+        self.root = location.path
+        self.size = len(blobs.slots[0])
+        self.ready = [bytes(slot) for slot in blobs.slots]
+
+    def put(self, index: int) -> None:
+        self.filesystem.pipe_file(f"{self.root}/s3fs/{index}", self.ready[index])
+
+    def get(self, index: int) -> None:
+        data = self.filesystem.cat_file(f"{self.root}/s3fs/{index}", start=0, end=self.size)
+        if len(data) != self.size:
+            raise RuntimeError(f"short answer. observed={len(data)} expected={self.size}")
+
+    def close(self) -> None:
+        """fsspec closes its connections with the object."""
+
+
+class Obstore:
+    def __init__(self, server: Server, location: Location, blobs: Blobs) -> None:
+        from obstore.store import S3Store
+
+        self.store: Any = S3Store(
+            server.bucket,
+            prefix=location.path.partition("/")[2] + "/obstore",
+            endpoint=server.endpoint_url,
+            access_key_id=server.key,
+            secret_access_key=server.secret,
+            region="us-east-1",
+            virtual_hosted_style_request=False,
+            unsigned_payload=True,
+            client_options={"allow_http": True, "timeout": f"{TIMEOUT_S:.0f}s"},
+        )
+        self.blobs = blobs
+
+    def put(self, index: int) -> None:
+        self.store.put(str(index), self.blobs.slots[index], use_multipart=False)
+
+    def get(self, index: int) -> None:
+        self.blobs.targets[index][:] = memoryview(self.store.get(str(index)).bytes()).cast("B")
+
+    def close(self) -> None:
+        """Its connections go with the object."""
+
+
+class Http:
+    def __init__(self, server: Server, location: Location, blobs: Blobs) -> None:
+        self.blobs = blobs
+        self.connections = threading.local()
+        self.address = urlsplit(server.endpoint_url).netloc
+        prefix = location.path.partition("/")[2]
+        self.urls: dict[str, list[str]] = {}
+        with client(server) as signer:
+            for method in ("put_object", "get_object"):
+                self.urls[method] = [
+                    signer.generate_presigned_url(
+                        method, {"Bucket": server.bucket, "Key": f"{prefix}/http/{index}"}
+                    ).partition(self.address)[2]
+                    for index in range(len(blobs.slots))
+                ]
+
+    def put(self, index: int) -> None:
+        self.ask("PUT", self.urls["put_object"][index], self.blobs.slots[index]).read()
+
+    def get(self, index: int) -> None:
+        answer, target, offset = self.ask("GET", self.urls["get_object"][index], None), self.blobs.targets[index], 0
+        while offset < len(target):
+            count = answer.readinto(target[offset:])
+            if count == 0:
+                raise RuntimeError(f"short answer. observed={offset} expected={len(target)}")
+            offset += count
+        answer.read()
+
+    def ask(self, method: str, url: str, body: memoryview | None) -> http.client.HTTPResponse:
+        if not hasattr(self.connections, "own"):
+            self.connections.own = http.client.HTTPConnection(self.address, timeout=TIMEOUT_S, blocksize=1 << 20)
+        self.connections.own.request(method, url, body=body, headers={"Content-Length": str(len(body or b""))})
+        answer: http.client.HTTPResponse = self.connections.own.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"unexpected status. status={answer.status} text={answer.read(500)!r}")
+        return answer
+
+    def close(self) -> None:
+        """Connections go with the threads."""
+
+
+@contextmanager
+def client(server: Server) -> Iterator[Any]:
+    made = botocore.session.Session().create_client(
+        "s3",
+        region_name="us-east-1",
+        endpoint_url=server.endpoint_url,
+        aws_access_key_id=server.key,
+        aws_secret_access_key=server.secret,
+        config=ClientConfig(signature_version="s3v4", s3={"addressing_style": "path"}),
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def open_server() -> Iterator[Server]:
+    """The server a user named, or one of our own that is gone afterwards."""
+    named = os.environ.get("TIERED_KV_TEST_S3_ENDPOINT")
+    if named:
+        bucket = os.environ.get("TIERED_KV_TEST_S3_BUCKET", "tiered-kv-test")
+        keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+        yield Server(named, *keys, bucket, "named by TIERED_KV_TEST_S3_ENDPOINT")
+        return
+    directory = f"--directory={REPOSITORY / '.cache' / 's3' / f'bench-{os.getpid()}'}"
+    try:
+        started = subprocess.run(
+            [SCRIPT, "start", "--store=bluestore", "--size-gib=12", directory], stdout=subprocess.PIPE, check=True
+        )
+        facts = json.loads(started.stdout)
+        server = Server(facts["endpoint_url"], facts["access_key"], facts["secret_key"], "bench", "ceph rgw, bluestore")
+        with client(server) as direct:
+            direct.create_bucket(Bucket=server.bucket)
+        yield server
+    finally:
+        subprocess.run([SCRIPT, "wipe", directory], check=True)
+
+
+def aligned(size: int) -> memoryview:
+    """A page-aligned buffer whose pages were touched, as a slot of the arena is."""
+    buffer = mmap.mmap(-1, size)
+    buffer.write(bytes(size))
+    return memoryview(buffer)
+
+
+def make_blobs(mib: int, count: int) -> Blobs:
+    """Sealed blobs of ``mib`` MiB and a header, different in name and content."""
+    layers = [LayerPage(str(layer), "U8", (1, 16, mib << 11), "HNC") for layer in range(32)]
+    form = BlobFormat(NAMESPACE, ChunkGeometry(block_tokens=16, chunk_tokens=16, ranks=(tuple(layers),)))
+    content = os.urandom(form.payload_bytes)
+    names, slots = [], []
+    for index in range(count):
+        key = bytes([index % 256]) + index.to_bytes(15, "big")
+        slot = aligned(form.blob_bytes)
+        slot[form.header_bytes :] = content
+        slot[form.header_bytes : form.header_bytes + 16] = key
+        form.seal(slot, SealFields(key=key, parent=NAMESPACE, chunk_index=0, prefix_sha256=bytes(32), created_unix_s=0))
+        names.append(BlobName(NAMESPACE, key, NAMESPACE, 0))
+        slots.append(slot)
+    return Blobs(form, names, slots, [aligned(form.blob_bytes) for _ in range(count)])
+
+
+def timed(work: Callable[[int], None], count: int, in_flight: int, size: int) -> dict[str, float]:
+    """Do ``work`` for every index, shared out between threads."""
+    failures: list[BaseException] = []
+
+    def run(first: int) -> None:
+        try:
+            for index in range(first, count, in_flight):
+                work(index)
+        except BaseException as exc:
+            failures.append(exc)
+            raise
+
+    workers = [threading.Thread(target=run, args=(number,)) for number in range(in_flight)]
+    cpu, start = cpu_seconds(), time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    elapsed, used, gigabytes = time.perf_counter() - start, cpu_seconds() - cpu, size * count / 1e9
+    if failures:
+        raise failures[0]
+    return {"gb_per_s": gigabytes / elapsed, "cpu_s_per_gb": used / gigabytes}
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def empty(server: Server, prefix: str) -> None:
+    with client(server) as direct:
+        pages = direct.get_paginator("list_objects_v2").paginate(Bucket=server.bucket, Prefix=prefix)
+        for key in [item["Key"] for page in pages for item in page.get("Contents", [])]:
+            direct.delete_object(Bucket=server.bucket, Key=key)
+
+
+def measure(server: Server, mib: int, in_flight: int, runs: int, report: Callable[..., None]) -> None:
+    """All contenders for one size and number in flight, ``runs`` times over."""
+    blobs = make_blobs(mib, max(TOTAL_MIB // mib, in_flight))
+    prefix = f"benchmark-{os.getpid()}"
+    options = {"endpoint_url": server.endpoint_url, "key": server.key, "secret": server.secret, "region": "us-east-1"}
+    location = parse_location(f"s3://{server.bucket}/{prefix}", options)
+    contenders: dict[str, Contender] = {
+        "ours": Ours(location, blobs, in_flight),
+        "s3fs": S3fs(location, blobs, in_flight),
+        "http": Http(server, location, blobs),
+    }
+    try:
+        contenders["obstore"] = Obstore(server, location, blobs)
+    except ImportError:
+        print("obstore is not installed: left out", file=sys.stderr)
+    size, count = blobs.form.blob_bytes, len(blobs.slots)
+    for contender in contenders.values():  # connections, signers and the atomic-create probe are made once
+        contender.put(0)
+        contender.get(0)
+    empty(server, prefix)
+    for run in range(runs):
+        names = sorted(contenders)
+        for name in names[run % len(names) :] + names[: run % len(names)]:
+            report(mib, in_flight, run, name, "put", timed(contenders[name].put, count, in_flight, size))
+            report(mib, in_flight, run, name, "get", timed(contenders[name].get, count, in_flight, size))
+            empty(server, prefix)
+        report(mib, in_flight, run, "memcpy", "get", timed(lambda i: copy(blobs, i), count, 1, size))
+    for contender in contenders.values():
+        contender.close()
+
+
+def copy(blobs: Blobs, index: int) -> None:
+    blobs.targets[index][:] = blobs.slots[index]
+
+
+def table(results: list[dict[str, Any]]) -> list[str]:
+    """One line per cell: medians of GB/s and CPU-s/GB, and the median of ours to s3fs run by run."""
+    ways = [name for name in ("ours", "s3fs", "obstore", "http", "memcpy") if any(r["way"] == name for r in results)]
+    lines = ["| MiB | in flight | | " + " | ".join(ways) + " | ours / s3fs |", "|---" * (len(ways) + 4) + "|"]
+    for mib, in_flight, what in sorted({(r["mib"], r["in_flight"], r["what"]) for r in results}):
+        cell = [r for r in results if (r["mib"], r["in_flight"], r["what"]) == (mib, in_flight, what)]
+        shown = []
+        for way in ways:
+            own = [r for r in cell if r["way"] == way]
+            figures = [statistics.median(r[key] for r in own) for key in ("gb_per_s", "cpu_s_per_gb")] if own else []
+            shown.append(f"{figures[0]:.2f}, {figures[1]:.2f}" if figures else "-")
+        speeds = {(r["way"], r["run"]): r["gb_per_s"] for r in cell}
+        ratios = [speeds["ours", run] / speeds["s3fs", run] for run in {r["run"] for r in cell}]
+        lines.append(f"| {mib} | {in_flight} | {what} | " + " | ".join(shown) + f" | {statistics.median(ratios):.2f} |")
+    return lines
+
+
+def machine(server: Server) -> dict[str, object]:
+    disk = subprocess.run(
+        ["findmnt", "--noheadings", "--output", "SOURCE,FSTYPE", "--target", str(REPOSITORY)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "disk": " ".join(disk.stdout.split()),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "server": server.kind,
+        "command": shlex.join(["python", "benchmarks/object_store.py", *sys.argv[1:]]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--mib", type=int, nargs="+", default=[4, 16, 32])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 16])
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
+
+    def report(mib: int, in_flight: int, run: int, way: str, what: str, figures: dict[str, float]) -> None:
+        results.append({"mib": mib, "in_flight": in_flight, "run": run, "way": way, "what": what, **figures})
+        shown = f"{figures['gb_per_s']:6.2f} GB/s {figures['cpu_s_per_gb']:6.2f} CPU-s/GB"
+        print(f"{mib:3} MiB {in_flight:2} in flight  run {run}  {way:8} {what}  {shown}", flush=True)
+
+    with open_server() as server:
+        for mib in options.mib:
+            for in_flight in options.in_flight:
+                measure(server, mib, in_flight, options.runs, report)
+        facts = machine(server)
+    lines = table(results)
+    print("\nGB/s and CPU-s per GB of the client, medians:\n")
+    print("\n".join(lines))
+    target = REPOSITORY / "build" / "object_store.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+    print(json.dumps({"machine": facts, "file": str(target.relative_to(REPOSITORY))}))
+
+
+if __name__ == "__main__":
+    main()
