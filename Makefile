@@ -20,7 +20,7 @@ s3-packages: setup
 s3-server: s3-packages  ## a real S3 server on 127.0.0.1, in .cache/s3; end it with scripts/s3-server wipe
 	@VENV=$(VENV) scripts/s3-server start
 
-demo: setup  ## a real vLLM answers a prompt cold, from host memory, and after a restart from disk
+demo: setup  ## a real vLLM answers a prompt cold, from host memory, after a restart from disk, and from a bucket
 	$(PYTHON) demo/run.py
 
 test: setup s3-packages  ## every test, the ones on real vLLM engines and on a real S3 server included

@@ -1,14 +1,18 @@
 """One engine process of the demo: ``engine_process.py ROLE CHANNEL``, started by ``run.py``.
 
 Asks its engine what its role says and writes ``build/demo/ROLE.json``. Its standard output is vLLM's log; what the user
-should read goes line by line to the file descriptor CHANNEL.
+should read goes line by line to the file descriptor CHANNEL. Which tier the KV came from says the cache server: it is
+asked before and after each prompt, by ``tiered-kv stat``.
 """
 
 import json
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import scenario
@@ -17,6 +21,8 @@ from report import Phase
 
 Say = Callable[[str], None]
 BATCH = 8
+QUIET_DEADLINE_S = 60.0
+QUIET_POLL_S = 0.1
 
 
 def main() -> None:
@@ -32,9 +38,9 @@ def plain(say: Say) -> dict[str, Any]:
     """Plain vLLM: choose two questions whose answers rounding cannot turn, and note answers and KV."""
     from tiered_kv.testing.model import DEMO, build_model
 
-    say(f"model: Llama, {DEMO.parameters / 1e6:.0f} M parameters, bfloat16, seeded weights")
+    say(f"model: Llama, {DEMO.parameters / 1e6:.0f} M parameters, {scenario.ENGINE['dtype']}, seeded weights")
     build_model(scenario.MODEL, shape=DEMO)
-    engine = _start(say, scenario.PLAIN, None)
+    engine = _start(say, scenario.PLAIN)
     say(f"choosing two questions with clear answers, out of {scenario.CANDIDATES} random ones")
     references: dict[int, Answer] = {}
     for question in _promising(engine):
@@ -72,22 +78,22 @@ def _promising(engine: Engine) -> list[int]:
 def first(say: Say) -> dict[str, Any]:
     """A fresh cache: compute the prompt, then answer it from host memory."""
     reference = _read(scenario.PLAIN)
-    engine = _start(say, scenario.FIRST, scenario.CONNECTOR)
-    question = reference["questions"][0]
+    expected = reference["answers"][0]
+    engine = _start(say, scenario.FIRST)
     say("cold: nothing is cached, the whole prompt is computed")
-    cold = engine.ask(scenario.prompt(question), scenario.ANSWER_TOKENS)
+    cold, _ = _ask(engine, scenario.FIRST, reference["questions"][0])
     before = engine.cache_counters()
     engine.forget()
     say("warm_host: vLLM's own prefix cache was emptied, its KV overwritten with zeros")
-    warm = engine.ask(scenario.prompt(question), scenario.ANSWER_TOKENS)
+    warm, warm_bytes = _ask(engine, scenario.FIRST, reference["questions"][0])
     counters = engine.cache_counters()
     engine.close()
-    expected = reference["answers"][0]
     # Nothing was loaded yet: the KV is compared with what vLLM computes without the connector.
     is_same = cold.cached_tokens == 0 and cold.kv_digests == expected["kv_digests"]
+    is_prefix_same = _is_prefix_equal(warm, cold.kv_digests, reference)
     phases = [
-        _phase("cold", cold, expected["tokens"], is_same or None),
-        _phase("warm_host", warm, expected["tokens"], _is_prefix_equal(warm, cold.kv_digests, reference)),
+        _phase("cold", cold, expected["tokens"], is_same or None, {}),
+        _phase("warm_host", warm, expected["tokens"], is_prefix_same, warm_bytes),
     ]
     return {"phases": phases, "cold_kv_digests": cold.kv_digests, "counters": {"cold": before, "warm_host": counters}}
 
@@ -96,29 +102,86 @@ def second(say: Say) -> dict[str, Any]:
     """After a restart: the same question from disk, then another question about the same document."""
     reference = _read(scenario.PLAIN)
     computed = _read(scenario.FIRST)["cold_kv_digests"]
-    engine = _start(say, scenario.SECOND, scenario.CONNECTOR)
+    engine = _start(say, scenario.SECOND)
     say("warm_disk: this process and its cache server never saw the prompt")
-    disk = engine.ask(scenario.prompt(reference["questions"][0]), scenario.ANSWER_TOKENS)
+    disk, disk_bytes = _ask(engine, scenario.SECOND, reference["questions"][0])
     before = engine.cache_counters()
     engine.forget()
     say("warm_other_suffix: another question about the same document")
-    other = engine.ask(scenario.prompt(reference["questions"][1]), scenario.ANSWER_TOKENS)
+    other, other_bytes = _ask(engine, scenario.SECOND, reference["questions"][1])
     counters = engine.cache_counters()
     engine.close()
     answers = [answer["tokens"] for answer in reference["answers"]]
     phases = [
-        _phase("warm_disk", disk, answers[0], _is_prefix_equal(disk, computed, reference)),
-        _phase("warm_other_suffix", other, answers[1], _is_prefix_equal(other, computed, reference)),
+        _phase("warm_disk", disk, answers[0], _is_prefix_equal(disk, computed, reference), disk_bytes),
+        _phase("warm_other_suffix", other, answers[1], _is_prefix_equal(other, computed, reference), other_bytes),
     ]
     return {"phases": phases, "counters": {"warm_disk": before, "warm_other_suffix": counters}}
 
 
-def _start(say: Say, role: str, connector: dict[str, Any] | None) -> Engine:
-    say("starting vLLM" + ("" if connector is None else " with TieredKVConnector"))
+def third(say: Say) -> dict[str, Any]:
+    """As on another machine: empty host memory, an empty disk directory, the same bucket."""
+    reference = _read(scenario.PLAIN)
+    computed = _read(scenario.FIRST)["cold_kv_digests"]
+    engine = _start(say, scenario.THIRD)
+    say("warm_object: memory and disk are empty, as on another machine; only the bucket is the same")
+    answer, read_bytes = _ask(engine, scenario.THIRD, reference["questions"][0])
+    counters = engine.cache_counters()
+    engine.close()
+    expected = reference["answers"][0]["tokens"]
+    is_prefix_same = _is_prefix_equal(answer, computed, reference)
+    phases = [_phase("warm_object", answer, expected, is_prefix_same, read_bytes)]
+    return {"phases": phases, "counters": {"warm_object": counters}}
+
+
+def _start(say: Say, role: str) -> Engine:
+    """An engine; with the connector unless it is the plain one."""
+    has_cache = role != scenario.PLAIN
+    say("starting vLLM" + (" with TieredKVConnector" if has_cache else ""))
+    connector = scenario.connector(role, os.environ.get(scenario.URI_VARIABLE)) if has_cache else None
     engine = Engine(scenario.MODEL, scenario.ENGINE, connector)
     say("warming up with an unrelated prompt")
     engine.ask(scenario.warm_up_prompt(role), scenario.ANSWER_TOKENS)
     return engine
+
+
+def _ask(engine: Engine, role: str, question: int) -> tuple[Answer, dict[str, int]]:
+    """Ask a question; what came, and the bytes that each tier below host memory was read for it."""
+    directory = scenario.cache(role)
+    before = _read_bytes(_quiet_figures(directory))
+    answer = engine.ask(scenario.prompt(question), scenario.ANSWER_TOKENS)
+    after = _read_bytes(_figures(directory))
+    return answer, {tier: size_bytes - before.get(tier, 0) for tier, size_bytes in after.items()}
+
+
+def _quiet_figures(directory: Path) -> dict[str, Any]:
+    """The figures of a directory's server once it has written and uploaded all: an upload reads from disk, too.
+
+    Raises:
+        TimeoutError: It still writes after ``QUIET_DEADLINE_S``.
+    """
+    end_s = time.monotonic() + QUIET_DEADLINE_S
+    while time.monotonic() < end_s:
+        figures = _figures(directory)
+        if not figures["pending_writes"]:
+            return figures
+        time.sleep(QUIET_POLL_S)
+    raise TimeoutError(f"the cache server still writes. deadline_s={QUIET_DEADLINE_S:g}")
+
+
+def _figures(directory: Path) -> dict[str, Any]:
+    command = [str(Path(sys.executable).with_name("tiered-kv")), "stat", directory.as_uri(), "--json"]
+    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return figures
+
+
+def _read_bytes(figures: dict[str, Any]) -> dict[str, int]:
+    """Bytes of blobs that the server has read so far, by tier."""
+    result = {tier["name"]: 0 for tier in figures["tiers"]}
+    for line in figures["operations"]:
+        if line["operation"] == "get":
+            result[line["tier"]] += line["bytes"]
+    return result
 
 
 def _read(role: str) -> dict[str, Any]:
@@ -132,15 +195,17 @@ def _is_prefix_equal(answer: Answer, computed: list[str], reference: dict[str, A
     return 0 < blocks <= len(answer.kv_digests) and answer.kv_digests[:blocks] == computed[:blocks]
 
 
-def _phase(name: str, answer: Answer, expected: list[int], kv_bytes_equal: bool | None) -> dict[str, Any]:
+def _phase(
+    name: str, answer: Answer, expected: list[int], kv_bytes_equal: bool | None, read_bytes: dict[str, int]
+) -> dict[str, Any]:
     prompt_tokens = scenario.SHARED_TOKENS + scenario.QUESTION_TOKENS
-    phase = Phase(
-        name, prompt_tokens, answer.cached_tokens, round(answer.ttft_s, 4), answer.tokens == expected, kv_bytes_equal
+    ttft_s = round(answer.ttft_s, 4)
+    return asdict(
+        Phase(name, prompt_tokens, answer.cached_tokens, ttft_s, answer.tokens == expected, kv_bytes_equal, read_bytes)
     )
-    return asdict(phase)
 
 
-_ROLES = {scenario.PLAIN: plain, scenario.FIRST: first, scenario.SECOND: second}
+_ROLES = {scenario.PLAIN: plain, scenario.FIRST: first, scenario.SECOND: second, scenario.THIRD: third}
 
 if __name__ == "__main__":
     main()

@@ -17,15 +17,21 @@ from rich.table import Table
 
 CACHED_SHARE_MIN = 0.9
 TTFT_SHARE_MAX = 0.25
-COLD = "cold"
-TIMED = ("warm_host", "warm_disk")
+TTFT_SHARES_MAX = {"warm_host": TTFT_SHARE_MAX, "warm_disk": TTFT_SHARE_MAX, "warm_object": 1.0}
+"""Of cold's. What a bucket gives depends on the network; that it is never slower than computing is promised."""
+
+COLD, OBJECT = "cold", "warm_object"
+TIERS = {COLD: None, "warm_host": None, "warm_disk": "disk", "warm_other_suffix": None, OBJECT: "object"}
+"""The phases in order, and the tier below host memory that each takes the KV of the shared prefix from."""
+
 SOURCES = {
     COLD: "computed",
     "warm_host": "memory",
     "warm_disk": "disk",
     "warm_other_suffix": "memory",
+    OBJECT: "bucket",
 }
-"""The phases in order, and where each takes the KV of the shared prefix from."""
+"""The same in a user's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class Phase:
         tokens_equal: The answer is plain vLLM's.
         kv_bytes_equal: The paged KV of the loaded prefix is, byte for byte, what was computed cold. For ``cold``: the
             prompt's whole KV is what plain vLLM computes; None where the two runs are not bit-equal.
+        read_bytes: Bytes of blobs read for it, by tier below host memory, as the cache server counted them. Empty for
+            ``cold``, whose own chunks are read from disk meanwhile to be uploaded.
     """
 
     name: str
@@ -44,13 +52,18 @@ class Phase:
     ttft_s: float
     tokens_equal: bool
     kv_bytes_equal: bool | None
+    read_bytes: Mapping[str, int]
 
 
-def broken_promises(phases: Sequence[Phase], shared_tokens: int) -> list[str]:
-    """What the demo promises and these phases do not show, one line each; empty when all is well."""
+def broken_promises(phases: Sequence[Phase], shared_tokens: int, skipped: Mapping[str, str]) -> list[str]:
+    """What the demo promises and these phases do not show, one line each; empty when all is well.
+
+    ``skipped`` are phases that could not be run, with the reasons: nothing is promised of them.
+    """
     names = [phase.name for phase in phases]
-    if names != list(SOURCES):
-        return [f"the phases are {names}, not {list(SOURCES)}"]
+    expected = [name for name in SOURCES if name not in skipped]
+    if names != expected:
+        return [f"the phases are {names}, not {expected}"]
     cold, *warm = phases
     broken = []
     if cold.cached_tokens:
@@ -70,19 +83,27 @@ def _broken_warm(phase: Phase, cold: Phase, shared_tokens: int) -> list[str]:
         broken.append("the answer differs from plain vLLM's")
     if phase.kv_bytes_equal is not True:
         broken.append("the loaded KV differs from the KV computed cold")
-    if phase.name in TIMED and phase.ttft_s > TTFT_SHARE_MAX * cold.ttft_s:
+    expected = TIERS[phase.name]
+    read = [tier for tier, size_bytes in phase.read_bytes.items() if size_bytes]
+    if read != ([] if expected is None else [expected]):
+        broken.append(f"the KV was read from {read or 'no tier'}, not from {expected or 'host memory'}")
+    share_max = TTFT_SHARES_MAX.get(phase.name)
+    if share_max is not None and phase.ttft_s > share_max * cold.ttft_s:
         broken.append(
-            f"the first token took {phase.ttft_s:.3f} s, more than {TTFT_SHARE_MAX:g} of cold's {cold.ttft_s:.3f} s"
+            f"the first token took {phase.ttft_s:.3f} s, more than {share_max:g} of cold's {cold.ttft_s:.3f} s"
         )
     return [f"{phase.name}: {line}" for line in broken]
 
 
-def table(phases: Sequence[Phase]) -> Table:
-    """The phases as a table for people."""
-    result = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
+def table(phases: Sequence[Phase], skipped: Mapping[str, str]) -> Table:
+    """The phases as a table for people; why one was skipped stands elsewhere."""
+    title = f"a prompt of {phases[0].prompt_tokens:,} tokens"
+    result = Table(  # fits 80 columns
+        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
+    )
     for column in ("phase", "KV from"):
         result.add_column(column, no_wrap=True)
-    for column in ("prompt", "cached", "TTFT", "vs cold"):
+    for column in ("cached", "TTFT", "vs cold"):
         result.add_column(column, no_wrap=True, justify="right")
     for column in ("tokens", "KV"):
         result.add_column(column, no_wrap=True)
@@ -90,15 +111,21 @@ def table(phases: Sequence[Phase]) -> Table:
     for phase in phases:
         result.add_row(
             phase.name,
-            SOURCES.get(phase.name, "?"),
-            f"{phase.prompt_tokens:,}",
+            _source(phase),
             f"{phase.cached_tokens:,}",
             f"{phase.ttft_s:.3f} s",
             f"{cold_s / phase.ttft_s:.1f} x" if phase.ttft_s else "?",
             _verdict(phase.tokens_equal),
             _verdict(phase.kv_bytes_equal),
         )
+    for name in skipped:
+        result.add_row(name, "skipped", style="dim")
     return result
+
+
+def _source(phase: Phase) -> str:
+    size_bytes = phase.read_bytes.get(TIERS.get(phase.name) or "", 0)
+    return SOURCES.get(phase.name, "?") + (f", {size_bytes / 2**20:.0f} MiB" if size_bytes else "")
 
 
 def _verdict(is_equal: bool | None) -> str:

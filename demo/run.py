@@ -1,8 +1,9 @@
-"""``make demo``: a real vLLM answers a long prompt cold, from host memory, and in a new process from disk.
+"""``make demo``: a real vLLM answers a long prompt cold, then from host memory, from disk and from a bucket.
 
 Starts one process after the other, each with its own engine (see ``engine_process.py``), checks what was promised,
-prints a table and writes ``build/demo.json``. Exit codes: 0 all promises held, 1 one was broken or a process failed,
-130 interrupted.
+prints a table and writes ``build/demo.json``. The bucket is on a real S3 server (see ``bucket.py``); where none is to
+be had, its phase is skipped with the reason, or with ``CI=true`` the demo fails. Exit codes: 0 all promises held, 1 one
+was broken or a process failed, 130 interrupted.
 """
 
 import json
@@ -12,14 +13,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import scenario
-from report import Phase, broken_promises, machine, table, write_json
+from bucket import BadServerError, Bucket, NoServerError, open_bucket
+from report import OBJECT, Phase, broken_promises, machine, table, write_json
 from rich.console import Console
 from rich.markup import escape
 
+from tiered_kv.config import Config
 from tiered_kv.errors import DirectoryLocked
 from tiered_kv.tiers.disk_lock import DirectoryLock
 
@@ -28,6 +33,9 @@ SERVER_END_DEADLINE_S = 60.0
 HEARTBEAT_S = 10.0
 LOG_TAIL_LINES = 30
 SERVER_TAIL_LINES = 12
+
+PREFIX = f"demo-{os.getpid()}"
+"""Of everything that this run stores in the bucket."""
 
 STARTED_S = time.monotonic()
 console = Console(highlight=False, soft_wrap=True)
@@ -39,20 +47,24 @@ class DemoFailed(Exception):
 
 def main() -> int:
     try:
-        phases, details = _measure()
+        _prepare()
+        with _bucket() as (bucket, skipped):
+            phases, details = _measure(bucket)
     except DemoFailed as exc:
         console.print(f"[bold red]demo failed:[/] {escape(str(exc))}")
         return 1
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
-    write_json(scenario.RESULT, phases, details)
+    write_json(scenario.RESULT, phases, {"skipped": skipped, **details})
     console.print()
-    console.print(table(phases))
+    console.print(table(phases, skipped))
     if phases[0].kv_bytes_equal is None:
         console.print("cold: KV bytes differ from plain vLLM's (two runs are not bit-equal here), so nothing is said.")
+    for name, reason in skipped.items():
+        console.print(f"[yellow]{name} was skipped:[/] {escape(reason)}")
     _show_files()
-    broken = broken_promises(phases, scenario.SHARED_TOKENS)
+    broken = broken_promises(phases, scenario.SHARED_TOKENS, skipped)
     if broken:
         _explain(details["counters"])
     for line in broken:
@@ -62,44 +74,80 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def _measure() -> tuple[list[Phase], dict[str, Any]]:
-    _prepare()
-    reference = _run(scenario.PLAIN)
-    first = _run(scenario.FIRST)
-    _say("restart: waiting for the first cache server to write what it holds and end")
-    drain_s = _wait_for_server_end()
-    second = _run(scenario.SECOND)
-    _wait_for_server_end()
+@contextmanager
+def _bucket() -> Iterator[tuple[Bucket | None, dict[str, str]]]:
+    """A bucket, or None and the phase that is skipped with the reason.
+
+    Raises:
+        DemoFailed: The server that was named cannot be used; or there is none, with ``CI=true``.
+    """
+    bucket, skipped = None, {}
+    with ExitStack() as at_end:
+        try:
+            bucket = at_end.enter_context(open_bucket(PREFIX, _say))
+            _say(f"the bucket is on {bucket.server}")
+        except BadServerError as exc:
+            raise DemoFailed(str(exc)) from exc
+        except NoServerError as exc:
+            if os.environ.get("CI") == "true":
+                raise DemoFailed(f"CI=true, and there is no S3 server to show the bucket with: {exc}") from exc
+            skipped[OBJECT] = f"no S3 server: {exc}"
+            _say(f"{OBJECT} will be skipped: {skipped[OBJECT]}")
+        yield bucket, skipped
+
+
+def _measure(bucket: Bucket | None) -> tuple[list[Phase], dict[str, Any]]:
+    uri = None if bucket is None else bucket.uri(PREFIX)
+    environment = dict(os.environ) if bucket is None else bucket.credentials.environment(os.environ)
+    environment |= scenario.ENVIRONMENT | ({scenario.URI_VARIABLE: uri} if uri else {})
+    reference = _run(scenario.PLAIN, environment)
+    results, ends_s = [], {}
+    for role in (scenario.FIRST, scenario.SECOND, *([scenario.THIRD] if bucket else [])):
+        results.append(_run(role, environment))
+        if role == scenario.FIRST:
+            _say("restart: waiting for the first cache server to write what it holds and end")
+        ends_s[role] = _wait_for_server_end(scenario.cache(role))
     details = {
         "shared_prefix_tokens": scenario.SHARED_TOKENS,
         "machine": machine(),
         "settings": {
             "model": reference["model"],
             "engine": scenario.ENGINE,
-            "connector": {**scenario.CONNECTOR, "storage_uri": f"file:///.../{_shown(scenario.CACHE)}"},
+            "connector": _shown_connector(uri),
             "environment": scenario.ENVIRONMENT,
             "block_tokens": reference["block_tokens"],
         },
+        "s3_server": None if bucket is None else bucket.server,
         "plain_vllm_ttft_s": [round(answer["ttft_s"], 4) for answer in reference["answers"]],
         "margins": [answer["margin"] for answer in reference["answers"]],
-        "server_end_s": round(drain_s, 3),
-        "counters": {**first["counters"], **second["counters"]},
+        "server_end_s": round(ends_s[scenario.FIRST], 3),
+        "counters": {name: counted for result in results for name, counted in result["counters"].items()},
         "total_s": round(time.monotonic() - STARTED_S, 1),
     }
-    return [Phase(**phase) for phase in (*first["phases"], *second["phases"])], details
+    return [Phase(**phase) for result in results for phase in result["phases"]], details
+
+
+def _shown_connector(uri: str | None) -> dict[str, Any]:
+    """The first engine's settings, paths relative to the repository."""
+    settings = scenario.connector(scenario.FIRST, uri)
+    place = _shown(scenario.CACHE)
+    if uri is None:
+        return settings | {"storage_uri": f"file:///.../{place}"}
+    return settings | {"storage_uri": Config.from_mapping(settings).describe()["storage_uri"], "disk_path": place}
 
 
 def _prepare() -> None:
-    """Start with an empty cache and no old results; a server of an interrupted run may still be ending."""
-    if scenario.CACHE.exists():
-        _wait_for_server_end()
-        shutil.rmtree(scenario.CACHE)
+    """Start with empty caches and no old results; a server of an interrupted run may still be ending."""
+    for cache in (scenario.CACHE, scenario.OTHER_CACHE):
+        if cache.exists():
+            _wait_for_server_end(cache)
+            shutil.rmtree(cache)
     shutil.rmtree(scenario.FILES, ignore_errors=True)
     scenario.RESULT.unlink(missing_ok=True)
     scenario.FILES.mkdir(parents=True)
 
 
-def _run(role: str) -> dict[str, Any]:
+def _run(role: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Run one engine process to its end, showing its progress; what it wrote."""
     log = scenario.FILES / f"{role}.log"
     reader, writer = os.pipe()
@@ -109,7 +157,7 @@ def _run(role: str) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | scenario.ENVIRONMENT,
+            env=environment,
             cwd=scenario.REPOSITORY,
             pass_fds=(writer,),
         )
@@ -147,8 +195,8 @@ def _follow(role: str, channel: int) -> None:
     raise subprocess.TimeoutExpired(role, PROCESS_DEADLINE_S)
 
 
-def _wait_for_server_end() -> float:
-    """Wait until no server owns the cache directory: all that was acknowledged is on disk; the seconds it took.
+def _wait_for_server_end(cache: Path) -> float:
+    """Wait until no server owns the directory: all that was acknowledged is written; the seconds it took.
 
     Raises:
         DemoFailed: A server still owns it after ``SERVER_END_DEADLINE_S``.
@@ -156,7 +204,7 @@ def _wait_for_server_end() -> float:
     started_s = time.monotonic()
     while True:
         try:
-            DirectoryLock(scenario.CACHE).release()
+            DirectoryLock(cache).release()
             return time.monotonic() - started_s
         except DirectoryLocked as exc:
             if time.monotonic() - started_s > SERVER_END_DEADLINE_S:
@@ -171,8 +219,10 @@ def _failure(role: str, log: Path, what: str) -> DemoFailed:
 
 def _explain(counters: dict[str, dict[str, float]]) -> None:
     """What a person needs to find out why a promise was broken."""
-    console.print("\nthe end of the cache server's log, and what the connector counted up to each phase:")
-    _show_tail(scenario.CACHE / "server.log", SERVER_TAIL_LINES)
+    console.print("\nthe ends of the cache servers' logs, and what the connector counted up to each phase:")
+    for cache in (scenario.CACHE, scenario.OTHER_CACHE):
+        if (cache / "server.log").exists():
+            _show_tail(cache / "server.log", SERVER_TAIL_LINES)
     for phase, counted in counters.items():
         console.print(f"  {phase}: {counted}", markup=False)
 
@@ -188,9 +238,8 @@ def _show_tail(log: Path, lines: int) -> None:
 
 def _show_files() -> None:
     console.print(f"results   {_shown(scenario.RESULT)}")
-    console.print(
-        f"logs      {_shown(scenario.FILES)}/*.log, the cache server's in {_shown(scenario.CACHE)}/server.log"
-    )
+    servers = f"{_shown(scenario.CACHE)}*/server.log"
+    console.print(f"logs      {_shown(scenario.FILES)}/*.log, the cache servers' in {servers}")
     console.print(f"the cache {_shown(scenario.CACHE)}, look at it:")
     command = Path(sys.executable).with_name("tiered-kv")
     console.print(f'          {_shown(command)} stat "file://$PWD/{_shown(scenario.CACHE)}"')

@@ -1,7 +1,7 @@
 """What the demo does: its prompts, its settings and where its files are.
 
-Values only: no vLLM, no torch, no I/O, so that the orchestrator starts at once. Used by ``run.py`` (which starts the
-processes), ``engine_process.py`` (which is one of them) and ``report.py``.
+Values only: no vLLM, no torch, and no I/O but a look at the CPU, so that the orchestrator starts at once. Used by
+``run.py`` (which starts the processes), ``engine_process.py`` (which is one of them) and ``report.py``.
 """
 
 import random
@@ -12,6 +12,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = REPOSITORY / "build" / "models" / "demo"
 FILES = REPOSITORY / "build" / "demo"
 CACHE = REPOSITORY / "build" / "demo-cache"
+"""The disk directory of the first two engines."""
+
+OTHER_CACHE = REPOSITORY / "build" / "demo-cache-2"
+"""The disk directory of the third: empty, as on another machine."""
+
 RESULT = REPOSITORY / "build" / "demo.json"
 
 SHARED_TOKENS = 3_100
@@ -26,12 +31,16 @@ CANDIDATES = 32
 MARGIN_MIN = 0.2
 """Tokens are compared only where the best leads the second by this in plain vLLM: rounding can turn a smaller lead."""
 
-PLAIN, FIRST, SECOND = "plain", "first", "second"
+PLAIN, FIRST, SECOND, THIRD = "plain", "first", "second", "third"
 ROLES = {
     PLAIN: "plain vLLM",
     FIRST: "first engine",
     SECOND: "second engine",
+    THIRD: "third engine",
 }
+
+URI_VARIABLE = "TIERED_KV_DEMO_URI"
+"""Tells an engine process the bucket's URI, which holds no secret; absent where there is no S3 server."""
 
 ENVIRONMENT = {
     # The engine in the process that looks at its paged KV; with its own process it could not be compared.
@@ -48,20 +57,43 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+
+def _dtype() -> str:
+    """bfloat16 where the CPU computes in it; emulated it is 60 times slower than float32 (measured on AVX2: 0.5 GFLOP/s
+    instead of 32), and the demo would take a quarter of an hour."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return "float32"
+    return "bfloat16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
 ENGINE: dict[str, Any] = {
-    "dtype": "bfloat16",
+    "dtype": _dtype(),
     "enforce_eager": True,
     "skip_tokenizer_init": True,
     "max_model_len": 4_096,
     "disable_log_stats": True,
 }
 
-CONNECTOR: dict[str, Any] = {"storage_uri": CACHE.as_uri(), "disk_bytes": "4GiB", "strict": True}
-"""What a user would write; everything else is the default."""
+CONNECTOR: dict[str, Any] = {"disk_bytes": "4GiB", "strict": True}
+"""What a user would write besides the places; everything else is the default."""
 
 _VOCABULARY = 8_192
 _RESERVED = 3
 _DOCUMENT_SEED, _WARM_UP_SEED, _QUESTION_SEED = 1, 100, 1_000
+
+
+def cache(role: str) -> Path:
+    """The disk directory of an engine, which its cache server owns."""
+    return OTHER_CACHE if role == THIRD else CACHE
+
+
+def connector(role: str, bucket_uri: str | None) -> dict[str, Any]:
+    """An engine's settings: a bucket with a local disk in front of it, or without a bucket the local disk alone."""
+    if bucket_uri is None:
+        return {"storage_uri": cache(role).as_uri(), **CONNECTOR}
+    return {"storage_uri": bucket_uri, "disk_path": str(cache(role)), **CONNECTOR}
 
 
 def warm_up_prompt(role: str) -> list[int]:

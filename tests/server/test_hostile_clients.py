@@ -19,6 +19,8 @@ from tiered_kv.server.paths import read_info
 from tiered_kv.server.server import CLIENTS_MAX
 from tiered_kv.server.spawn import connect
 
+NOW = m.PROTOCOL
+
 MEMORY_MAX = 200 << 20
 """Of a server with an arena of 8 MiB: Python, the libraries, and every bound together."""
 
@@ -98,12 +100,24 @@ def wait_clients(directory: Path, number: int) -> None:
         (m.frame(m.StatRequest()), "the first message must be Hello"),
         (m.frame(m.Commit([])), "the first message must be Hello"),
         (packed(type="Hello", protocol="1", version="v", role="admin", pid=1), "not a message"),
-        (packed(type="Hello", protocol=m.PROTOCOL, version="v", role="king", pid=1), "unknown role 'king'"),
-        (packed(type="Hello", protocol=m.PROTOCOL, version="v", role="admin", pid=1, engine_id="x" * 201), "bad engine id"),
-        (packed(type="Hello", protocol=m.PROTOCOL, version="v", role="admin", pid=1, engine_id="a\nb"), "bad engine id"),
-        (packed(type="Hello", protocol=m.PROTOCOL, version="v", role="admin", pid=1, generation=-1), "bad engine id or gen"),
-        (packed(type="Hello", protocol=m.PROTOCOL, version="v", role="admin", pid=1, engine_id=b"\xff"), "not a message"),
-        (packed(type="Hello", protocol=m.PROTOCOL, version="x" * 9999, role="admin" * 999, pid=1), "unknown role"),
+        (packed(type="Hello", protocol=NOW, version="v", role="king", pid=1), "unknown role 'king'"),
+        (
+            packed(type="Hello", protocol=NOW, version="v", role="admin", pid=1, engine_id="x" * 201),
+            "bad engine id",
+        ),
+        (
+            packed(type="Hello", protocol=NOW, version="v", role="admin", pid=1, engine_id="a\nb"),
+            "bad engine id",
+        ),
+        (
+            packed(type="Hello", protocol=NOW, version="v", role="admin", pid=1, generation=-1),
+            "bad engine id or gen",
+        ),
+        (
+            packed(type="Hello", protocol=NOW, version="v", role="admin", pid=1, engine_id=b"\xff"),
+            "not a message",
+        ),
+        (packed(type="Hello", protocol=NOW, version="x" * 9999, role="admin" * 999, pid=1), "unknown role"),
     ],
 )
 def test_who_does_not_say_hello_properly_is_told_why(directory: Path, data: bytes, expected: str) -> None:

@@ -82,7 +82,7 @@ class Client:
 
 
 class EngineWorld:
-    """An engine over one tier or several, highest first, with everything stepped by hand unless another executor is given."""
+    """An engine over one tier or several, highest first; everything is stepped by hand unless given another executor."""
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ from tiered_kv.hierarchy.lower import LowerTier
 from tiered_kv.hierarchy.plan import Job
 from tiered_kv.hierarchy.searches import Searches
 
-
 CLAIMS_AT_ONCE = 1000
 
 

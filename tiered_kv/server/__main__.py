@@ -20,7 +20,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import DirectoryLocked, TieredKVError
 from tiered_kv.server.compose import serve
 from tiered_kv.server.detach import detach, use_whole_machine
-from tiered_kv.server.paths import ServerInfo, server_directory, log_path, read_info
+from tiered_kv.server.paths import ServerInfo, log_path, read_info, server_directory
 from tiered_kv.server.server import Server
 from tiered_kv.server.spawn import is_answering
 

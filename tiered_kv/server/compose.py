@@ -19,7 +19,7 @@ from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 from tiered_kv.server.epochs import Epochs
 from tiered_kv.server.messages import PROTOCOL
-from tiered_kv.server.paths import ServerInfo, server_directory, info_path, socket_path, write_info
+from tiered_kv.server.paths import ServerInfo, info_path, server_directory, socket_path, write_info
 from tiered_kv.server.server import Server
 from tiered_kv.server.sessions import Sessions
 from tiered_kv.server.shared_epochs import SharedEpochs

@@ -13,7 +13,7 @@ from tiered_kv import __version__
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import messages as m
-from tiered_kv.server.paths import server_directory, read_info
+from tiered_kv.server.paths import read_info, server_directory
 from tiered_kv.server.spawn import find_server
 
 RETRY_S = 0.05

@@ -16,7 +16,7 @@ import msgspec
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.server.paths import server_directory, read_info
+from tiered_kv.server.paths import read_info, server_directory
 
 logger = logging.getLogger(__name__)
 
