@@ -1,6 +1,7 @@
 """Several nodes on one object store, by the library's door: what is shared, what an outage costs, what is refused."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,11 @@ def prefix(s3: S3) -> str:
 def test_another_node_loads_what_was_stored_and_nobody_restarts(place: Place, tmp_path: Path) -> None:
     with node(place.settings(tmp_path / "a")) as a, node(place.settings(tmp_path / "b")) as b:
         assert store(a, 1, 10) == 10
-        wait_loaded(b, 1, 10)
+        wait_uploaded(tmp_path / "a")
+        assert load(b, 1, 10) == 10
         assert store(b, 2, 3) == 3
-        wait_loaded(a, 2, 3)
+        wait_uploaded(tmp_path / "b")
+        assert load(a, 2, 3) == 3
 
         assert figures(tmp_path / "b")["counters"]["uploaded"] == 3, "what came from the bucket was uploaded again"
 
@@ -92,10 +95,12 @@ def test_a_node_in_another_process_shares_both_ways(s3: S3, prefix: str, tmp_pat
     other = NodeProcess(place.settings(tmp_path / "other"))
     try:
         with node(place.settings(tmp_path / "own")) as own:
+            assert load(own, 2, 10) == 0
             assert store(own, 1, 10) == 10
-            wait_for(lambda: other.load(1, 10) == 10, "the other's hits", deadline_s=FOUND_S)
+            wait_uploaded(tmp_path / "own")
+            assert other.load(1, 10) == 10
             assert other.store(2, 10) == 10
-            wait_loaded(own, 2, 10)
+            wait_loaded(own, 2, 10)  # what was not there a moment ago is asked for again after ABSENT_S
     finally:
         other.kill()
 
@@ -141,7 +146,7 @@ def test_uploads_that_were_made_are_not_made_again_after_a_restart(
         assert load(again, 1, 10) == 10
         wait_for(lambda: proxy.count("HEAD", prefix) >= 10, "every chunk to be asked for")
 
-    blobs = [path for path in blob_paths(s3, prefix)]
+    blobs = blob_paths(s3, prefix)
     assert [path for path in blobs if proxy.count("PUT", path)] == []
     assert [path for path in blobs if proxy.count("GET", path)] == []
 
@@ -151,12 +156,12 @@ def test_uploads_that_were_made_are_not_made_again_after_a_restart(
 
 def test_a_wrong_secret_is_refused_in_plain_words(s3: S3, prefix: str, tmp_path: Path) -> None:
     wrong = Place(s3.uri(prefix), s3.options() | {"secret": "not-the-secret"})
-    with pytest.raises(TierUnavailable, match=f"(?s)object tier failed.*secret.*{s3.bucket}") as caught:
+    with pytest.raises(TierUnavailable, match=f"object tier failed .*secret.* store=s3://{s3.bucket}") as caught:
         with node(wrong.settings(tmp_path / "a", strict=True)):
             pass
     assert "not-the-secret" not in str(caught.value)
 
-    with node(wrong.settings(tmp_path / "a")) as cache:
+    with node(wrong.settings(tmp_path / "a", drain_s=1.0)) as cache:
         assert object_figures(tmp_path / "a")["breaker"] != "closed"
         assert store(cache, 1, 10) == 10
         assert load(cache, 1, 10) == 10
@@ -169,30 +174,34 @@ def test_a_bucket_that_is_missing_is_used_as_soon_as_it_is_there(s3: S3, tmp_pat
         with node(missing.settings(tmp_path / "a", strict=True)):
             pass
 
-    with s3.client() as client:
-        with node(missing.settings(tmp_path / "a", drain_s=1.0)) as cache:
-            assert store(cache, 1, 10) == 10
-            assert load(cache, 1, 10) == 10
-        with node(missing.settings(tmp_path / "a")) as cache, node(missing.settings(tmp_path / "b")) as other:
-            assert load(cache, 1, 10) == 10
-            assert load(other, 1, 10) == 0
-            client.create_bucket(Bucket=bucket)
-            try:
-                wait_for(lambda: load(other, 1, 10) == 10, "the uploads to be found", deadline_s=2 * FOUND_S)
-                assert object_figures(tmp_path / "a")["breaker_opened"] == 1
-            finally:
-                cache.close()
-                other.close()
-                for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
-                    for item in page.get("Contents", []):
-                        client.delete_object(Bucket=bucket, Key=item["Key"])
-                client.delete_bucket(Bucket=bucket)
+    later = replace(s3, bucket=bucket)
+    settings = {name: missing.settings(tmp_path / name, drain_s=1.0) for name in "ab"}
+    with s3.client() as client, node(settings["a"]) as a, node(settings["b"]) as b:
+        assert store(a, 1, 10) == 10
+        assert load(a, 1, 10) == 10
+        assert load(b, 1, 10) == 0
+        client.create_bucket(Bucket=bucket)
+        try:
+            wait_for(lambda: len(blob_paths(later, "p")) == 10, "the uploads", deadline_s=FOUND_S)
+            assert object_figures(tmp_path / "a")["breaker_opened"] == 1
+            wait_for(lambda: object_figures(tmp_path / "b")["breaker"] == "closed", "the other's trial")
+            # Sessions that opened without the bucket share nothing (server/shared_epochs.py); the next ones do.
+            with node(settings["a"]) as next_a, node(settings["b"]) as next_b:
+                assert store(next_a, 2, 10) == 10
+                wait_loaded(next_b, 2, 10)
+        finally:
+            a.close()
+            b.close()
+            later.delete_all("p")
+            client.delete_bucket(Bucket=bucket)
 
 
 def test_two_buckets_in_front_of_one_directory_are_refused(tmp_path: Path) -> None:
     one, two = Place("memory://one"), Place("memory://two")
     with node(one.settings(tmp_path / "a")):
-        with pytest.raises(ConfigError, match=r"keeps it in front of memory://one, this client names memory://two: use"):
+        with pytest.raises(
+            ConfigError, match=r"keeps it in front of memory://one, this client names memory://two: use"
+        ):
             with node(two.settings(tmp_path / "a")):
                 pass
 

@@ -235,6 +235,17 @@ def test_a_write_to_a_shared_first_tier_is_made_later_too(fault):
     assert all(story.is_below(chunk) for chunk in chunks_of(LONG[:4]))
 
 
+def test_uploads_to_a_tier_that_does_not_answer_hold_up_no_drain():
+    story = shared(capacities=(None, None))
+    story.hierarchy.set_readable(1, False)
+    story.store(LONG[:4])
+    assert story.hierarchy.pending_writes == 0 and not story.is_below(LONG[:1], 1)
+    story.hierarchy.set_readable(1, True)
+    assert story.hierarchy.pending_writes == 4
+    story.finish_all()
+    assert all(story.is_below(chunk, 1) for chunk in chunks_of(LONG[:4]))
+
+
 def test_a_chunk_evicted_from_disk_before_its_upload_is_not_uploaded():
     story = Story(host_bytes=400, capacities=(30, None), is_last_shared=True)
     story.hierarchy.set_readable(1, False)

@@ -82,7 +82,7 @@ class Client:
 
 
 class EngineWorld:
-    """An engine over one tier or several, highest first; everything is stepped by hand unless given another executor."""
+    """An engine over one tier or several, highest first; stepped by hand unless it is given another executor."""
 
     def __init__(
         self,

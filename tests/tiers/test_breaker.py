@@ -70,6 +70,16 @@ def test_an_answer_in_between_starts_the_count_again(medium):
     assert medium.breaker.state is BreakerState.CLOSED and medium.breaker.opened_count == 0
 
 
+def test_probes_that_are_answered_do_not_hide_reads_that_fail(medium):
+    for _ in range(FAILURES_MAX):
+        medium.fault = None
+        assert not medium.tier.contains(NAME)
+        medium.fault = Fault.ERROR
+        with pytest.raises(TierUnavailable):
+            medium.tier.get_into(NAME, memoryview(bytearray(10)))
+    assert medium.breaker.is_open and "operation=get" in medium.breaker.reason
+
+
 def test_a_full_medium_is_not_a_broken_one(medium):
     medium.fault = Fault.FULL
     for _ in range(2 * FAILURES_MAX):

@@ -36,7 +36,12 @@ class BackTier(LowerTier):
 
     @property
     def pending(self) -> int:
-        """Uploads that no earlier life of the cache has done: what a drain waits for."""
+        """Uploads that no earlier life of the cache has done: what a drain waits for, unless the tier does not answer.
+
+        The next life makes them: they are on the tier above.
+        """
+        if not self._index.readable[self.tier]:
+            return 0
         return len(self._queue) + self._writing - len(self._asked_first)
 
     @property

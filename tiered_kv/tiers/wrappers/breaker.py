@@ -7,6 +7,7 @@ first and for longer after each trial that fails; a trial is a whole self-test p
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -15,7 +16,8 @@ from tiered_kv.errors import TierUnavailable
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
 
 FAILURES_MAX = 5
-"""In a row: a store that fails one request in ten stays closed, one that is down opens within a deadline."""
+"""In a row, each operation by itself: a store that fails one request in ten stays closed, one that is down opens within
+a deadline, and so does one that answers probes and breaks off every body."""
 
 OPEN_FIRST_S = 1.0
 OPEN_LAST_S = 30.0
@@ -42,7 +44,7 @@ class Breaker:
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._failures = 0
+        self._failures: Counter[str] = Counter()
         self._open_s = OPEN_FIRST_S
         self._trial_due_s = 0.0
         self.state = BreakerState.CLOSED
@@ -63,16 +65,16 @@ class Breaker:
             if self.is_open:
                 raise TierUnavailable(f"the tier is left alone until a trial succeeds. since={self.reason}")
 
-    def succeeded(self) -> None:
+    def succeeded(self, operation: str) -> None:
         """A call got an answer."""
         with self._lock:
-            self._failures = 0
+            del self._failures[operation]
 
-    def failed(self, reason: str) -> None:
+    def failed(self, operation: str, reason: str) -> None:
         """A call got none."""
         with self._lock:
-            self._failures += 1
-            if self._failures >= FAILURES_MAX and not self.is_open:
+            self._failures[operation] += 1
+            if self._failures[operation] >= FAILURES_MAX and not self.is_open:
                 self._open(reason)
 
     def trip(self, reason: str) -> None:
@@ -93,7 +95,8 @@ class Breaker:
         """The trial is over: close, or open for longer than the last time."""
         with self._lock:
             if failure is None:
-                self.state, self._failures, self._open_s = BreakerState.CLOSED, 0, OPEN_FIRST_S
+                self.state, self._open_s = BreakerState.CLOSED, OPEN_FIRST_S
+                self._failures.clear()
                 return
             self.state, self.reason = BreakerState.OPEN, failure
             self._open_s = min(2 * self._open_s, OPEN_LAST_S)
@@ -117,37 +120,37 @@ class GuardedTier(Tier):
         self._breaker = breaker
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, operation: str) -> Iterator[None]:
         self._breaker.check()
         try:
             yield
         except TierUnavailable as exc:
-            self._breaker.failed(str(exc))
+            self._breaker.failed(operation, str(exc))
             raise
-        self._breaker.succeeded()
+        self._breaker.succeeded(operation)
 
     def put(self, name: BlobName, blob: memoryview) -> None:
-        with self._call():
+        with self._call("put"):
             self._inner.put(name, blob)
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
-        with self._call():
+        with self._call("get"):
             return self._inner.get_into(name, buffer)
 
     def contains(self, name: BlobName) -> bool:
-        with self._call():
+        with self._call("contains"):
             return self._inner.contains(name)
 
     def delete(self, name: BlobName) -> bool:
-        with self._call():
+        with self._call("delete"):
             return self._inner.delete(name)
 
     def scan(self) -> Iterator[BlobInfo]:
-        with self._call():
+        with self._call("scan"):
             return self._inner.scan()
 
     def describe(self, namespace: bytes, record: bytes) -> None:
-        with self._call():
+        with self._call("describe"):
             self._inner.describe(namespace, record)
 
     def flush(self) -> None:
