@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cache_probe import figures, wait_written
-from cached_engine import CHUNK, MARGIN, CachedEngine, assert_same, cached_engine
+from cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
 from vllm_harness import Answer, drain, generate, kv_fingerprint, random_prompt, reset_gpu_cache, running
 
 pytestmark = pytest.mark.vllm
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def prefix() -> list[int]:
-    return random_prompt(1, 1100)
+    return random_prompt(1, 4 * CHUNK + TAIL)
 
 
 @pytest.fixture(scope="module")

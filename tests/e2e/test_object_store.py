@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cache_probe import figures, wait_ended, wait_for
-from cached_engine import CHUNK, assert_same, cached_engine, settings
+from cached_engine import CHUNK, TAIL, assert_same, cached_engine, settings
 from object_nodes import FOUND_S, Place, blob_paths, s3_place, wait_uploaded
 from s3 import S3
 from vllm_harness import Answer, kv_fingerprint, random_prompt
@@ -14,7 +14,7 @@ from vllm_process import EngineProcess
 
 pytestmark = pytest.mark.vllm
 
-PREFIX = random_prompt(700, 4 * CHUNK + 20)
+PREFIX = random_prompt(700, 4 * CHUNK + TAIL)
 WHOLE = len(PREFIX) // CHUNK * CHUNK
 
 

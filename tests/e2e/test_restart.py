@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cache_probe import figures, server_pid, wait_ended, wait_for, wait_written
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
 from counts import seed
 from vllm_harness import drain, generate, kv_fingerprint, random_prompt, running
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 
 
 def test_restarted_engine_hits_disk_byte_for_byte(tiny_model: Path, tmp_path: Path) -> None:
-    prompt = random_prompt(1, 1100)
+    prompt = random_prompt(1, 4 * CHUNK + TAIL)
     with cached_engine(tiny_model, tmp_path) as engine:
         (cold,) = engine.ask(prompt)
         computed = kv_fingerprint(engine.llm)
