@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def test_stored_prefix_is_loaded_and_other_tokens_are_not(tmp_path: Path) -> Non
             assert prefix.tokens == 0
 
 
+def wait_for_blobs(root: Path, count: int) -> None:
+    end_s = time.monotonic() + 60
+    while len(list(root.glob("blobs/*/*/*.safetensors"))) < count:
+        assert time.monotonic() < end_s, "chunks that were stored are not written"
+        time.sleep(0.01)
+
+
 def test_second_store_takes_only_what_is_new(tmp_path: Path) -> None:
     tokens = list(range(8 * CHUNK))
     asked: list[int] = []
@@ -60,8 +68,11 @@ def test_second_store_takes_only_what_is_new(tmp_path: Path) -> None:
 
 def test_more_than_host_memory_comes_back_from_disk_after_a_restart(tmp_path: Path) -> None:
     prompts = [[seed, *range(20 * CHUNK - 1)] for seed in range(8)]
+    stored = []
     with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
-        stored = [cache.store(tokens, lambda i, n=n: payload(cache, i, n)) for n, tokens in enumerate(prompts)]
+        for n, tokens in enumerate(prompts):
+            stored.append(cache.store(tokens, lambda i, n=n: payload(cache, i, n)))
+            wait_for_blobs(tmp_path, sum(stored))  # else a slow disk is a reason to evict what was not written yet
 
     with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
         for seed, prompt in enumerate(prompts):
