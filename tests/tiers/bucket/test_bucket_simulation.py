@@ -14,7 +14,7 @@ from tiered_kv.tiers.bucket.keeper import KeeperConfig
 
 BLOB_BYTES = 100
 OURS, THEIRS = b"\x11" * 16, b"\x22" * 16
-SEEDS = range(seed(), seed() + count("SEEDS", 15))
+SEEDS = range(seed(), seed() + count("SEEDS", 6))
 
 
 @pytest.fixture(autouse=True)
