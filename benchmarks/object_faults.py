@@ -13,7 +13,7 @@ prefill time of the tokens it was offered: below zero where waiting paid.
     slow       the same for 50 tokens a second: the more there is to save, the longer a request may wait
     patient    promotion_wait_ms=60000: not the default; the request waits for whatever the store does
 
-Starts its own S3 server unless TIERED_KV_TEST_S3_ENDPOINT names one (tests/support/s3.py), and the fault proxy of the
+Starts its own S3 server unless TIERED_KV_TEST_S3_ENDPOINT names one (scripts/s3_service.py), and the fault proxy of the
 tests in front of it. Prints a table and writes build/object_faults.json.
 """
 
@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
+sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
 
 from cache_clients import BLOCK, CHUNK, SmallEngine, settings  # noqa: E402  # shared with the tests
 from cache_probe import figures, wait_written  # noqa: E402
 from fault_proxy import Fault, FaultProxy, Mode  # noqa: E402
 from object_nodes import s3_place, wait_uploaded  # noqa: E402
-from s3 import S3, choose_server, create_bucket  # noqa: E402
+from s3 import S3, open_s3  # noqa: E402
 from server_processes import end_server  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
@@ -234,20 +234,15 @@ def main() -> None:
     rows = []
     with (
         tempfile.TemporaryDirectory(prefix="tkv-") as work,
-        choose_server() as s3,
+        open_s3("bench") as s3,
         FaultProxy(s3.endpoint_url) as proxy,
     ):
-        create_bucket(s3)
         run = Run(s3, s3.new_prefix(), proxy, Path(work), options)
-        try:
-            fill(run, max(options.requests))
-            for fault in FAULTS:
-                for wait, count in zip(PREFILL, options.requests, strict=True):
-                    rows.append(row(fault, wait, measure(run, fault, wait, count)))
-                    print(table(rows)[-1], flush=True)
-        finally:
-            if s3.server is None:
-                s3.delete_all(s3.run)
+        fill(run, max(options.requests))
+        for fault in FAULTS:
+            for wait, count in zip(PREFILL, options.requests, strict=True):
+                rows.append(row(fault, wait, measure(run, fault, wait, count)))
+                print(table(rows)[-1], flush=True)
         facts = machine(options)
     print("\nadded latency per request:\n")
     print("\n".join(table(rows)))

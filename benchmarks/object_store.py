@@ -28,15 +28,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
-
-import botocore.session
-from botocore.config import Config as ClientConfig
 
 from tiered_kv.chunks.fields import SealFields
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
@@ -48,19 +44,17 @@ from tiered_kv.tiers.object_tier import ObjectTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SCRIPT = REPOSITORY / "scripts" / "s3-server"
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from s3_service import REGION, Bucket, open_bucket  # noqa: E402  # shared with tests and demo
+
+OWN_SERVER = ("--store=bluestore", "--size-gib=12")
 NAMESPACE = bytes(16)
+PREFIX = f"benchmark-{os.getpid()}"
+"""Of everything that this run stores in the bucket."""
+
 TOTAL_MIB = 256
 TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Server:
-    endpoint_url: str
-    key: str
-    secret: str
-    bucket: str
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -123,16 +117,16 @@ class S3fs:
 
 
 class Obstore:
-    def __init__(self, server: Server, location: Location, blobs: Blobs) -> None:
+    def __init__(self, bucket: Bucket, location: Location, blobs: Blobs) -> None:
         from obstore.store import S3Store
 
         self.store: Any = S3Store(
-            server.bucket,
+            bucket.name,
             prefix=location.path.partition("/")[2] + "/obstore",
-            endpoint=server.endpoint_url,
-            access_key_id=server.key,
-            secret_access_key=server.secret,
-            region="us-east-1",
+            endpoint=bucket.endpoint_url,
+            access_key_id=bucket.credentials.access_key,
+            secret_access_key=bucket.credentials.secret_key,
+            region=REGION,
             virtual_hosted_style_request=False,
             unsigned_payload=True,
             client_options={"allow_http": True, "timeout": f"{TIMEOUT_S:.0f}s"},
@@ -150,17 +144,17 @@ class Obstore:
 
 
 class Http:
-    def __init__(self, server: Server, location: Location, blobs: Blobs) -> None:
+    def __init__(self, bucket: Bucket, location: Location, blobs: Blobs) -> None:
         self.blobs = blobs
         self.connections = threading.local()
-        self.address = urlsplit(server.endpoint_url).netloc
+        self.address = urlsplit(bucket.endpoint_url).netloc
         prefix = location.path.partition("/")[2]
         self.urls: dict[str, list[str]] = {}
-        with client(server) as signer:
+        with bucket.client(signature_version="s3v4") as signer:
             for method in ("put_object", "get_object"):
                 self.urls[method] = [
                     signer.generate_presigned_url(
-                        method, {"Bucket": server.bucket, "Key": f"{prefix}/http/{index}"}
+                        method, {"Bucket": bucket.name, "Key": f"{prefix}/http/{index}"}
                     ).partition(self.address)[2]
                     for index in range(len(blobs.slots))
                 ]
@@ -188,45 +182,6 @@ class Http:
 
     def close(self) -> None:
         """Connections go with the threads."""
-
-
-@contextmanager
-def client(server: Server) -> Iterator[Any]:
-    made = botocore.session.Session().create_client(
-        "s3",
-        region_name="us-east-1",
-        endpoint_url=server.endpoint_url,
-        aws_access_key_id=server.key,
-        aws_secret_access_key=server.secret,
-        config=ClientConfig(signature_version="s3v4", s3={"addressing_style": "path"}),
-    )
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-@contextmanager
-def open_server() -> Iterator[Server]:
-    """The server a user named, or one of our own that is gone afterwards."""
-    named = os.environ.get("TIERED_KV_TEST_S3_ENDPOINT")
-    if named:
-        bucket = os.environ.get("TIERED_KV_TEST_S3_BUCKET", "tiered-kv-test")
-        keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
-        yield Server(named, *keys, bucket, "named by TIERED_KV_TEST_S3_ENDPOINT")
-        return
-    directory = f"--directory={REPOSITORY / '.cache' / 's3' / f'bench-{os.getpid()}'}"
-    try:
-        started = subprocess.run(
-            [SCRIPT, "start", "--store=bluestore", "--size-gib=12", directory], stdout=subprocess.PIPE, check=True
-        )
-        facts = json.loads(started.stdout)
-        server = Server(facts["endpoint_url"], facts["access_key"], facts["secret_key"], "bench", "ceph rgw, bluestore")
-        with client(server) as direct:
-            direct.create_bucket(Bucket=server.bucket)
-        yield server
-    finally:
-        subprocess.run([SCRIPT, "wipe", directory], check=True)
 
 
 def aligned(size: int) -> memoryview:
@@ -282,39 +237,31 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def empty(server: Server, prefix: str) -> None:
-    with client(server) as direct:
-        pages = direct.get_paginator("list_objects_v2").paginate(Bucket=server.bucket, Prefix=prefix)
-        for key in [item["Key"] for page in pages for item in page.get("Contents", [])]:
-            direct.delete_object(Bucket=server.bucket, Key=key)
-
-
-def measure(server: Server, mib: int, in_flight: int, runs: int, report: Callable[..., None]) -> None:
+def measure(bucket: Bucket, mib: int, in_flight: int, runs: int, report: Callable[..., None]) -> None:
     """All contenders for one size and number in flight, ``runs`` times over."""
     blobs = make_blobs(mib, max(TOTAL_MIB // mib, in_flight))
-    prefix = f"benchmark-{os.getpid()}"
-    options = {"endpoint_url": server.endpoint_url, "key": server.key, "secret": server.secret, "region": "us-east-1"}
-    location = parse_location(f"s3://{server.bucket}/{prefix}", options)
+    options = {"region": REGION, **bucket.credentials.options()}
+    location = parse_location(bucket.uri(PREFIX), options)
     contenders: dict[str, Contender] = {
         "ours": Ours(location, blobs, in_flight),
         "s3fs": S3fs(location, blobs, in_flight),
-        "http": Http(server, location, blobs),
+        "http": Http(bucket, location, blobs),
     }
     try:
-        contenders["obstore"] = Obstore(server, location, blobs)
+        contenders["obstore"] = Obstore(bucket, location, blobs)
     except ImportError:
         print("obstore is not installed: left out", file=sys.stderr)
     size, count = blobs.form.blob_bytes, len(blobs.slots)
     for contender in contenders.values():  # connections, signers and the atomic-create probe are made once
         contender.put(0)
         contender.get(0)
-    empty(server, prefix)
+    bucket.empty(PREFIX)
     for run in range(runs):
         names = sorted(contenders)
         for name in names[run % len(names) :] + names[: run % len(names)]:
             report(mib, in_flight, run, name, "put", timed(contenders[name].put, count, in_flight, size))
             report(mib, in_flight, run, name, "get", timed(contenders[name].get, count, in_flight, size))
-            empty(server, prefix)
+            bucket.empty(PREFIX)
         report(mib, in_flight, run, "memcpy", "get", timed(lambda i: copy(blobs, i), count, 1, size))
     for contender in contenders.values():
         contender.close()
@@ -341,7 +288,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def machine(server: Server) -> dict[str, object]:
+def machine(bucket: Bucket) -> dict[str, object]:
     disk = subprocess.run(
         ["findmnt", "--noheadings", "--output", "SOURCE,FSTYPE", "--target", str(REPOSITORY)],
         capture_output=True,
@@ -354,7 +301,7 @@ def machine(server: Server) -> dict[str, object]:
         "disk": " ".join(disk.stdout.split()),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "server": server.kind,
+        "server": bucket.server,
         "command": shlex.join(["python", "benchmarks/object_store.py", *sys.argv[1:]]),
     }
 
@@ -372,11 +319,11 @@ def main() -> None:
         shown = f"{figures['gb_per_s']:6.2f} GB/s {figures['cpu_s_per_gb']:6.2f} CPU-s/GB"
         print(f"{mib:3} MiB {in_flight:2} in flight  run {run}  {way:8} {what}  {shown}", flush=True)
 
-    with open_server() as server:
+    with open_bucket("bench", PREFIX, own_options=OWN_SERVER) as bucket:
         for mib in options.mib:
             for in_flight in options.in_flight:
-                measure(server, mib, in_flight, options.runs, report)
-        facts = machine(server)
+                measure(bucket, mib, in_flight, options.runs, report)
+        facts = machine(bucket)
     lines = table(results)
     print("\nGB/s and CPU-s per GB of the client, medians:\n")
     print("\n".join(lines))

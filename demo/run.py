@@ -1,9 +1,9 @@
 """``make demo``: a real vLLM answers a long prompt cold, then from host memory, from disk and from a bucket.
 
 Starts one process after the other, each with its own engine (see ``engine_process.py``), checks what was promised,
-prints a table and writes ``build/demo.json``. The bucket is on a real S3 server (see ``bucket.py``); where none is to
-be had, its phase is skipped with the reason, or with ``CI=true`` the demo fails. Exit codes: 0 all promises held, 1 one
-was broken or a process failed, 130 interrupted.
+prints a table and writes ``build/demo.json``. The bucket is on a real S3 server (see ``scripts/s3_service.py``); where
+none is to be had, its phase is skipped with the reason, or with ``CI=true`` the demo fails. Exit codes: 0 all promises
+held, 1 one was broken or a process failed, 130 interrupted.
 """
 
 import json
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import scenario
-from bucket import BadServerError, Bucket, NoServerError, open_bucket
 from report import OBJECT, Phase, broken_promises, machine, table, write_json
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +26,9 @@ from rich.markup import escape
 from tiered_kv.config import Config
 from tiered_kv.errors import DirectoryLocked
 from tiered_kv.tiers.disk_lock import DirectoryLock
+
+sys.path.append(str(scenario.REPOSITORY / "scripts"))
+from s3_service import BadServerError, Bucket, NoServerError, open_bucket  # shared with tests and benchmarks
 
 PROCESS_DEADLINE_S = 600.0
 SERVER_END_DEADLINE_S = 60.0
@@ -84,7 +86,7 @@ def _bucket() -> Iterator[tuple[Bucket | None, dict[str, str]]]:
     bucket, skipped = None, {}
     with ExitStack() as at_end:
         try:
-            bucket = at_end.enter_context(open_bucket(PREFIX, _say))
+            bucket = at_end.enter_context(open_bucket("demo", PREFIX, say=_say))
             _say(f"the bucket is on {bucket.server}")
         except BadServerError as exc:
             raise DemoFailed(str(exc)) from exc

@@ -174,7 +174,7 @@ def test_a_bucket_that_is_missing_is_used_as_soon_as_it_is_there(s3: S3, tmp_pat
         with node(missing.settings(tmp_path / "a", strict=True)):
             pass
 
-    later = replace(s3, bucket=bucket)
+    later = replace(s3, on=replace(s3.on, name=bucket))
     settings = {name: missing.settings(tmp_path / name, drain_s=1.0) for name in "ab"}
     with s3.client() as client, node(settings["a"]) as a, node(settings["b"]) as b:
         assert store(a, 1, 10) == 10
@@ -192,7 +192,7 @@ def test_a_bucket_that_is_missing_is_used_as_soon_as_it_is_there(s3: S3, tmp_pat
         finally:
             a.close()
             b.close()
-            later.delete_all("p")
+            later.on.empty("p")
             client.delete_bucket(Bucket=bucket)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_service
 from rich.console import Console
 
 from tiered_kv.config import Config
@@ -33,11 +34,6 @@ def scenario() -> Any:
 @pytest.fixture(scope="module")
 def run() -> Any:
     return _demo_module("run")
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Any:
-    return _demo_module("bucket")
 
 
 def _demo_module(name: str) -> Any:
@@ -191,13 +187,13 @@ def test_third_engine_has_a_disk_directory_of_its_own(scenario):
 
 
 @pytest.fixture
-def no_server(bucket, monkeypatch, tmp_path) -> None:
+def no_server(monkeypatch, tmp_path) -> None:
     """A machine where no S3 server can be had."""
     script = tmp_path / "s3-server"
     script.write_text("#!/bin/sh\necho 's3-server: cannot install (not root)' >&2\nexit 3\n")
     script.chmod(0o755)
     monkeypatch.delenv("TIERED_KV_TEST_S3_ENDPOINT", raising=False)
-    monkeypatch.setattr(bucket, "SCRIPT", script)
+    monkeypatch.setattr(s3_service, "SCRIPT", script)
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker
 
 
@@ -223,36 +219,6 @@ def test_named_server_without_credentials_fails_the_demo(run, monkeypatch):
 
     with pytest.raises(run.DemoFailed, match=r"missing=AWS_SECRET_ACCESS_KEY$"), run._bucket():
         pass
-
-
-def test_credentials_come_alone_and_are_not_shown(bucket):
-    base = {"HOME": "/root", "AWS_SESSION_TOKEN": "of another", "AWS_PROFILE": "other", "AWS_ACCESS_KEY_ID": "other"}
-    mine = bucket.Credentials("me", "hidden")
-
-    assert mine.environment(base) == {"HOME": "/root", "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "hidden"}
-    assert "hidden" not in repr(mine)
-    assert bucket.Credentials("me", "hidden", "mine").environment(base)["AWS_SESSION_TOKEN"] == "mine"
-
-
-def test_named_server_is_used_and_left_as_it_was(s3, bucket, monkeypatch):
-    """On a real server: the bucket is made, what is below the prefix goes, what was there before stays."""
-    monkeypatch.setenv("TIERED_KV_TEST_S3_ENDPOINT", s3.endpoint_url)
-    monkeypatch.setenv("TIERED_KV_TEST_S3_BUCKET", s3.bucket)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.access_key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret_key)
-    prefix = s3.new_prefix()
-
-    with s3.client() as client:
-        client.put_object(Bucket=s3.bucket, Key=f"{prefix}x/other", Body=b"somebody else's")
-        with bucket.open_bucket(prefix, lambda text: None) as chosen:
-            assert (chosen.endpoint_url, chosen.name, chosen.is_ours) == (s3.endpoint_url, s3.bucket, False)
-            config = Config.from_mapping({"storage_uri": chosen.uri(prefix)})
-            assert config.location().path == f"{s3.bucket}/{prefix}"
-            assert config.location().options == {"endpoint_url": s3.endpoint_url}
-            client.put_object(Bucket=s3.bucket, Key=f"{prefix}/ours", Body=b"ours")
-
-    assert s3.paths(prefix) == []
-    assert s3.paths(f"{prefix}x") == ["other"]
 
 
 def test_failed_engine_process_ends_the_demo_with_the_end_of_its_log(run, scenario, monkeypatch, tmp_path, capsys):

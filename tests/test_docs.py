@@ -21,7 +21,7 @@ BY_CI = {"make demo", "make test"}
 NOT_HERE = {
     "pip install 'tiered-kv[vllm]'": "the package is not on an index yet",
     "vllm serve MODEL": "needs a model of the user's; its configuration is checked by a test of its own",
-    "docker compose up --wait": "needs a Docker engine; tests/support/s3.py runs it where there is one",
+    "docker compose up --wait": "needs a Docker engine; scripts/s3_service.py runs it where there is one",
     "scripts/s3-server start": "run by tests/test_s3_server.py",
 }
 

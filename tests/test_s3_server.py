@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 from cache_probe import wait_for
-from s3 import S3, SCRIPT, OwnServer
+from s3 import S3, OwnServer
+from s3_service import SCRIPT, SERVERS, Bucket, Credentials
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw")
 
@@ -22,13 +24,14 @@ def script(*arguments: str, directory: Path, **environment: str) -> subprocess.C
     )
 
 
-def start(directory: Path, *arguments: str) -> S3:
+def start(directory: Path, *arguments: str) -> Bucket:
     done = script("start", *arguments, directory=directory)
     if done.returncode == 3:
         pytest.skip(done.stderr)  # the fixture s3 fails under CI for the same reason
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    return S3(facts["endpoint_url"], facts["access_key"], facts["secret_key"], bucket="some-bucket")
+    credentials = Credentials(facts["access_key"], facts["secret_key"])
+    return Bucket("of this test", facts["endpoint_url"], credentials, is_ours=True, name="some-bucket")
 
 
 def running(directory: Path) -> dict[int, str]:
@@ -73,7 +76,7 @@ def test_server_refuses_to_replace_what_must_not_exist(s3: S3) -> None:
 
 
 def test_server_checks_signatures(s3: S3) -> None:
-    stranger = S3(s3.endpoint_url, s3.access_key, "not the secret", bucket=s3.bucket)
+    stranger = replace(s3.on, credentials=Credentials(s3.access_key, "not the secret"))
     with stranger.client() as client, pytest.raises(ClientError, match=r"SignatureDoesNotMatch|403"):
         client.list_objects_v2(Bucket=s3.bucket)
 
@@ -118,7 +121,7 @@ def test_servers_in_two_directories_do_not_meet(directory: Path, s3: S3) -> None
     other = start(directory)
     assert other.endpoint_url != s3.endpoint_url
     with other.client() as client:
-        client.create_bucket(Bucket=other.bucket)
+        client.create_bucket(Bucket=other.name)
     ours = running(s3.server.directory)
 
     assert script("stop", directory=directory).returncode == 0
@@ -132,15 +135,15 @@ def test_servers_in_two_directories_do_not_meet(directory: Path, s3: S3) -> None
 def test_bluestore_keeps_objects_through_a_kill_of_everything(directory: Path) -> None:
     server = start(directory, "--store=bluestore", "--size-gib=1")
     with server.client() as client:
-        client.create_bucket(Bucket=server.bucket)
-        client.put_object(Bucket=server.bucket, Key="kept", Body=b"kept")
+        client.create_bucket(Bucket=server.name)
+        client.put_object(Bucket=server.name, Key="kept", Body=b"kept")
     for pid in running(directory):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not running(directory), "the end of the killed processes")
 
     again = start(directory, "--store=bluestore")
     with again.client() as client:
-        assert client.get_object(Bucket=server.bucket, Key="kept")["Body"].read() == b"kept"
+        assert client.get_object(Bucket=server.name, Key="kept")["Body"].read() == b"kept"
     refused = script("start", directory=directory)
     assert refused.returncode == 1
     assert "found=bluestore wanted=memstore" in refused.stderr
@@ -163,7 +166,7 @@ def test_start_after_a_killed_start_succeeds(directory: Path, seen: str) -> None
     assert sorted(running(directory).values()) == sorted(PROGRAMS)
     assert was_complete or not left.keys() & running(directory).keys()
     with server.client() as client:
-        client.create_bucket(Bucket=server.bucket)
+        client.create_bucket(Bucket=server.name)
 
 
 def test_stop_leaves_a_stranger_alone_whose_pid_is_in_our_file(directory: Path) -> None:
@@ -191,14 +194,24 @@ def test_machine_that_cannot_run_it_is_told_why_and_what_to_do(tmp_path: Path) -
         assert advice in done.stderr
 
 
+NO_SERVER = """
+import s3_service
+from s3 import s3
+
+
+def no_server(*_):
+    raise s3_service.NoServerError("nothing here")
+
+
+s3_service._choose = no_server
+"""
+
+
 def test_session_without_a_server_skips_and_under_ci_fails(tmp_path: Path, repository: Path) -> None:
     """A suite that was skipped proves nothing, and CI must not be green for it."""
     (tmp_path / "test_it.py").write_text("def test_it(s3):\n    assert s3\n")
-    (tmp_path / "conftest.py").write_text("import s3 as m\nfrom s3 import s3\nm.choose_server = m.no_server\n")
-    (tmp_path / "s3.py").write_text(
-        (repository / "tests" / "support" / "s3.py").read_text()
-        + "\n\ndef no_server():\n    raise NoServerError('nothing here')\n"
-    )
+    (tmp_path / "conftest.py").write_text(NO_SERVER)
+    search = os.pathsep.join(str(repository / folder) for folder in ("tests/support", "scripts"))
     outcomes = {}
     for ci in ("", "true"):
         command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
@@ -207,7 +220,7 @@ def test_session_without_a_server_skips_and_under_ci_fails(tmp_path: Path, repos
             capture_output=True,
             text=True,
             check=False,
-            env=os.environ | {"CI": ci, "PYTHONPATH": str(tmp_path)},
+            env=os.environ | {"CI": ci, "PYTHONPATH": search},
         )
         outcomes[ci] = (done.returncode, done.stdout)
 
@@ -220,4 +233,4 @@ def test_session_without_a_server_skips_and_under_ci_fails(tmp_path: Path, repos
 def test_own_server_is_named_after_the_session(s3: S3) -> None:
     if s3.server is None:
         pytest.skip("the server is not ours")
-    assert s3.server == OwnServer(SCRIPT.parent.parent / ".cache" / "s3" / f"pytest-{os.getpid()}")
+    assert s3.server == OwnServer(SERVERS / f"pytest-{os.getpid()}")

@@ -117,13 +117,12 @@ class NodeProcess:
     """A node in a process of its own, which can be killed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        search = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(search)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)},
         )
         assert self._ask(settings) == "open"
 
