@@ -93,6 +93,6 @@ def test_a_key_found_twice_is_counted_once():
 
 def test_evicting_on_request_tells_what_will_come_back():
     story = Story(found=[(1,), (2,), (3,)])
-    assert story.hierarchy.evict_lower(0, SIZE + 1) == 2 * SIZE
+    assert story.hierarchy._lower[0].evict(SIZE + 1) == 2 * SIZE
     story.finish_all()
     assert story.hierarchy.usage()["tier0_used_bytes"] == SIZE

@@ -110,7 +110,7 @@ def test_a_foreign_blob_found_by_a_write_is_left_alone():
 def test_a_foreign_child_does_not_pin_its_parent_in_host_memory():
     story, lookup = promoted(Blob.FOREIGN, path=(1, 2))
     story.release(lookup)
-    assert story.hierarchy.evict_lower(0, 40) == 2 * SMALL.slot_bytes
+    assert story.hierarchy._lower[0].evict(40) == 2 * SMALL.slot_bytes
     story.finish_all()
     assert story.is_in_host((1,)) and not story.is_below((1,))
     story.flush_host(avoid=(1,))

@@ -17,7 +17,9 @@ CHAIN = SampleChain()
 
 
 def rows(*numbers):
-    return [IndexRow(bytes([n]) * 16, bytes([n + 1]) * 16, bytes([n]) * 32, n, 4096 * n, n << 40) for n in numbers]
+    return [
+        IndexRow(bytes([n]) * 16, bytes([n + 1]) * 16, bytes([n]) * 32, n, 4096 * n, n << 40, n << 20) for n in numbers
+    ]
 
 
 def stored(tmp_path, count=6):

@@ -8,11 +8,12 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
     tiers, arena                                  executor threads; the owner asks for usage and notes recency
     _finished                                     appended by executor threads, emptied by the owner (both are atomic)
     _flushing                                     a tier's number is added by the owner, removed by the flushing thread
+    _pins                                         set by the flushing thread, taken by the owner (both are atomic)
 """
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -102,6 +103,7 @@ class Engine:
         now_s = clock.monotonic()
         self._flush_due_s = [now_s + tier.traits.flush_interval_s for tier in self.tiers]
         self._flushing: set[int] = set()
+        self._pins: dict[int, Collection[bytes]] = {}
         self._retry_due_s = now_s + RETRY_INTERVAL_S
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
@@ -129,6 +131,7 @@ class Engine:
                 self.hierarchy.restore(number, record, info.size_bytes)
                 count += 1
                 size_bytes += info.size_bytes
+            self.hierarchy.set_pinned(number, tier.pinned())
             self.hierarchy.restored(number, max(0, tier.usage().used_bytes - size_bytes))
             seconds = self.clock.monotonic() - started_s
             logger.info("tier scanned. tier=%s blobs=%d seconds=%.3f", tier.traits.name, count, seconds)
@@ -203,6 +206,8 @@ class Engine:
                 self.sample_read(number, result.size_bytes, result.read_s)
         now_s = self.clock.monotonic()
         self._keep_time(now_s)
+        while self._pins:
+            self.hierarchy.set_pinned(*self._pins.popitem())
         self._submit_jobs()
         self._persist_uses(now_s)
         return self.hierarchy.take_updates()
@@ -281,6 +286,7 @@ class Engine:
     def _flush(self, number: int) -> None:
         try:
             self.tiers[number].flush()
+            self._pins[number] = self.tiers[number].pinned()
         except TierUnavailable as exc:
             logger.warning("recency was not persisted. tier=%s %s", self.tiers[number].traits.name, exc)
         finally:

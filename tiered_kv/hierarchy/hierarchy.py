@@ -15,7 +15,7 @@ Life of a chunk::
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.hierarchy.credits import Credits, Session
@@ -37,6 +37,7 @@ from tiered_kv.hierarchy.plan import (
     Write,
 )
 from tiered_kv.hierarchy.promotions import Promotions
+from tiered_kv.hierarchy.removal import remove
 from tiered_kv.hierarchy.searches import Search
 from tiered_kv.hierarchy.stack import LowerTiers
 
@@ -254,6 +255,17 @@ class Hierarchy:
         """
         self._credits.take_back(self._sessions[session_id], [slot])
 
+    def remove(
+        self, tier: int | None, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool
+    ) -> tuple[int, int, int]:
+        """Remove chunks from one tier because an operator said so; see :func:`removal.remove`."""
+        medium = self._host if tier is None else self._lower[tier]
+        return remove(self.index, medium, namespace, keys, leaves_holes=leaves_holes)
+
+    def set_pinned(self, tier: int, keys: Iterable[bytes]) -> None:
+        """What an operator wants kept in a lower tier."""
+        self._lower[tier].set_pinned(keys)
+
     def touch_prefix(self, key: bytes) -> None:
         """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
         entry = self.index.get(key)
@@ -337,16 +349,8 @@ class Hierarchy:
         self._lower[tier].restore(entry, size_bytes)
 
     def restored(self, tier: int, unlisted_bytes: int = 0) -> None:
-        """All blobs of the tier were told: evict what passes its capacity (it may have shrunk).
-
-        Args:
-            unlisted_bytes: What the medium counts beyond them, e.g. foreign files; it leaves that much less room.
-        """
+        """All blobs of the tier were told: evict what passes its capacity, less what else the medium counts."""
         self._lower[tier].restored(unlisted_bytes)
-
-    def evict_lower(self, tier: int, size_bytes: int) -> int:
-        """Evict at least ``size_bytes`` from a lower tier, leaves first; returns the bytes that will come back."""
-        return self._lower[tier].evict(size_bytes)
 
     def _entry(self, record: ChunkRecord) -> Entry:
         entry = self.index.get(record.key)
@@ -359,8 +363,6 @@ class Hierarchy:
         self._host.record_use(slot_bytes, keys)
         self._lower.record_use(keys)
         self._used.extend(entry.record for entry in reversed(prefix))
-
-    # -- what can be seen --------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, int]:
         """Figures for ``stat``: bytes and counts now."""

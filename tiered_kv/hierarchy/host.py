@@ -144,6 +144,13 @@ class HostMemory:
         self._index.remove_if_gone(entry)
         return slot
 
+    def remove(self, entry: Entry) -> bool | None:
+        """Let a chunk go because somebody said so; False: it is in use, None: it is not here."""
+        if entry.host is not HostState.READY or entry.holds:
+            return None if entry.host is HostState.ABSENT else False
+        self.give(self.evict(entry))
+        return True
+
     def hold(self, entry: Entry) -> None:
         """Keep the chunk in its slot until :meth:`let_go`."""
         if entry.holds == 0 and entry.host is HostState.READY:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tiered_kv.hierarchy.index import CLAIMED, Entry, HostState, Index, LowerState
@@ -67,6 +68,7 @@ class LowerTier(ABC):
         self._writing = 0
         self._corrupt: set[Entry] = set()  # CORRUPT, or DELETING because of it
         self._claims_after_delete: set[Entry] = set()  # DELETING but stored again
+        self._pinned: set[bytes] = set()
         self._index = index
         self._jobs = jobs
         self._counters = counters
@@ -273,8 +275,6 @@ class LowerTier(ABC):
         entry.lower_bytes[self.tier] = 0
         self._index.set_lower(entry, self.tier, state)
 
-    # -- capacity ----------------------------------------------------------------------------------------------
-
     def evict(self, size_bytes: int) -> int:
         """Start deleting at least ``size_bytes``, least recently used leaves first; returns what was found."""
         found = 0
@@ -282,7 +282,7 @@ class LowerTier(ABC):
         for entry in self.order if not self.is_shared else ():
             if found >= size_bytes:
                 break
-            if entry.lower_children[self.tier] or self._is_used(entry):
+            if entry.lower_children[self.tier] or self._is_used(entry) or entry.record.key in self._pinned:
                 continue
             found += entry.lower_bytes[self.tier]
             victims.append(entry)
@@ -291,6 +291,23 @@ class LowerTier(ABC):
             self.order.remove(entry)
         self._counters["lower_evicted"] += len(victims)
         return found
+
+    def remove(self, entry: Entry, *, leaves_hole: bool) -> bool | None:
+        """Delete a blob because somebody said so; False: it is in use or needed by others, None: it is not here."""
+        if entry not in self.order:
+            return False if entry.lower[self.tier] in CLAIMED else None
+        if self._is_used(entry) or (entry.lower_children[self.tier] and not leaves_hole):
+            return False
+        self.order.remove(entry)
+        self._delete(entry)
+        self._drop_descendants(entry)
+        return True
+
+    def set_pinned(self, keys: Iterable[bytes]) -> None:
+        """Keep these chunks, and the prefixes before them, from eviction from now on, and no others."""
+        self._pinned = {
+            e.record.key for pin in filter(None, map(self._index.get, keys)) for e in self._index.prefix(pin)
+        }
 
     def _is_used(self, entry: Entry) -> bool:
         """Whether the blob is being read, into host memory or into the tier behind."""
@@ -344,8 +361,6 @@ class LowerTier(ABC):
         excess = self.used_bytes + self.reserved_bytes - self.capacity_bytes - self._deleting_bytes
         if excess > 0:
             self.evict(excess)
-
-    # -- tests -------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert that counts match the entries and that no write waits for nothing."""

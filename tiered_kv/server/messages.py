@@ -13,7 +13,7 @@ import msgspec
 
 from tiered_kv.errors import ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -151,6 +151,21 @@ class StatRequest(Message, frozen=True):
     """Ask for ``Stat``."""
 
 
+class Evict(Message, frozen=True):
+    """Have chunks removed from one tier of this machine; the server answers ``Evicted``.
+
+    Attributes:
+        tier: ``host``, or a lower tier by its name.
+        keys: 16 bytes each, joined; empty: all of the namespace.
+        holes: Also chunks on which others depend that stay in the tier.
+    """
+
+    tier: str
+    namespace: bytes
+    keys: bytes
+    holes: bool
+
+
 # -- server to client ------------------------------------------------------------------------------------------
 
 
@@ -230,12 +245,31 @@ class Stat(Message, frozen=True):
     figures: bytes
 
 
+class Evicted(Message, frozen=True):
+    """Chunks that are being removed, that stay because they are in use or needed, and that are not there."""
+
+    removed: int
+    kept: int
+    missing: int
+
+
 SLABS_PER_FRAME = 64
 
 FromClient = (
-    Hello | JoinWorker | Decline | JoinScheduler | Lookup | Release | Commit | GiveBack | Reset | Unmapped | StatRequest
+    Hello
+    | JoinWorker
+    | Decline
+    | JoinScheduler
+    | Lookup
+    | Release
+    | Commit
+    | GiveBack
+    | Reset
+    | Unmapped
+    | StatRequest
+    | Evict
 )
-FromServer = Welcome | Slabs | Refused | Ready | Updated | Credits | Recall | Stat
+FromServer = Welcome | Slabs | Refused | Ready | Updated | Credits | Recall | Stat | Evicted
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -23,6 +23,7 @@ from tiered_kv.server import messages as m
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 from tiered_kv.server.connection import Connection
 from tiered_kv.server.figures import check_limits, engine_figures
+from tiered_kv.server.orders import evict
 from tiered_kv.server.sessions import Sessions
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ _ALLOWED: dict[type[m.Message], tuple[str, ...]] = {
     m.GiveBack: ("scheduler", "cache"),
     m.Reset: ("scheduler", "cache"),
     m.StatRequest: ("scheduler", "worker", "cache", "admin"),
+    m.Evict: ("admin",),
 }
 _ROLES = ("scheduler", "worker", "cache", "admin")
 
@@ -93,7 +95,9 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._pidfds: dict[Connection, int] = {}
-        self._disk_bytes = config.disk_bytes or (None if config.disk_root() is None else _capacity_bytes(engine))
+        self._disk_bytes = config.disk_bytes or (
+            None if config.disk_root() is None else engine.tiers[0].usage().capacity_bytes
+        )
         self._idle_since_s: float | None = None
         self._accept_again_s: float | None = None
         self._is_stopping = False
@@ -272,8 +276,6 @@ class Server:
             # unmaps its memory before it closes its files.
             self._sessions.exited(connection)
 
-    # -- messages ----------------------------------------------------------------------------------------------
-
     def _handle(self, connection: Connection, message: m.Message) -> None:
         if isinstance(message, m.Hello):
             self._hello(connection, message)
@@ -303,10 +305,15 @@ class Server:
                 self._sessions.reset(connection)
             case m.Unmapped():
                 self._sessions.unmapped(connection)
-            case m.StatRequest():
-                connection.send(m.Stat(json.dumps(self.figures()).encode()))
+            case m.StatRequest() | m.Evict():
+                connection.send(self._answer(message))
             case _:
                 raise ProtocolError(f"unexpected message. type={type(message).__name__}")
+
+    def _answer(self, message: m.StatRequest | m.Evict) -> m.Message:
+        if isinstance(message, m.Evict):
+            return evict(self._engine, message)
+        return m.Stat(json.dumps(self.figures()).encode())
 
     def _hello(self, connection: Connection, hello: m.Hello) -> None:
         if connection.role:
@@ -323,7 +330,7 @@ class Server:
             raise ProtocolError(f"bad engine id or generation. generation={hello.generation}")
         check_limits(hello, self._config, self._disk_bytes)
         connection.welcome(hello.role, hello.engine_id, hello.generation)
-        self._has_served = self._has_served or hello.role != "admin"
+        self._has_served |= hello.role != "admin"
         slabs = len(self._engine.arena.slab_fds)
         connection.send(m.Welcome(m.PROTOCOL, __version__, self.server_id, os.getpid(), slabs, str(self._root)))
 
@@ -391,7 +398,3 @@ class Server:
             **engine_figures(self._engine),
             "operations": self._recorder.snapshot(),
         }
-
-
-def _capacity_bytes(engine: Engine) -> int | None:
-    return engine.tiers[0].usage().capacity_bytes

@@ -6,7 +6,7 @@ never starts a thread, never retries and never logs per blob: verification, retr
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.keys.naming import BlobName
@@ -127,6 +127,10 @@ class Tier(ABC):
 
     def flush(self) -> None:
         """Persist recency and sizes so that a killed process loses little of them. May block on the medium."""
+
+    def pinned(self) -> Collection[bytes]:
+        """Keys an operator wants kept here, as of the last ``flush``. A shared tier's keeper looks after its own."""
+        return ()
 
     def figures(self) -> dict[str, object]:
         """What else ``stat`` shows of this tier: plain values, cheap."""

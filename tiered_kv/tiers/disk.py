@@ -8,6 +8,7 @@ Owns one directory exclusively::
     blobs/<namespace>/namespace.json             the namespace's readable record
     tmp/                                         writes in flight; emptied at open
     index/                                       sizes and recency (``disk_index.py``)
+    pins.json                                    what must stay (``disk_pins.py``); read again by every flush
 
 Must not verify payloads (``wrappers/verified.py``), retry, start threads or log per blob. Called by the engine's I/O
 threads and by the CLI, through ``tiers/open.py``.
@@ -22,6 +23,7 @@ reads it gives its blocks back a moment later than its bytes.)
     _gate        _active, _closed: close() waits for calls in flight before the directory is unlocked
     _stripes     one lock per key byte mod 64: rename or unlink and their bookkeeping are one step for a name
     _index       its own lock
+    _pinned      replaced as a whole by flush
 """
 
 import contextlib
@@ -30,7 +32,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,6 +54,7 @@ from tiered_kv.tiers.disk_io import (
 )
 from tiered_kv.tiers.disk_ledger import DiskLedger
 from tiered_kv.tiers.disk_lock import DirectoryLock
+from tiered_kv.tiers.disk_pins import read_pins
 from tiered_kv.tiers.disk_scan import NAMESPACE_FILE, DirectoryContent, reconcile
 
 logger = logging.getLogger(__name__)
@@ -117,6 +120,8 @@ class DiskTier(Tier):
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._flushing = threading.Lock()
         self._is_flush_failing = False
+        self._pinned: frozenset[bytes] = frozenset()
+        self._has_warned_of_pins = False
         self._temp_numbers = itertools.count()
         with mapped_errors("open", self._root):
             self._root.mkdir(0o700, parents=True, exist_ok=True)
@@ -129,6 +134,7 @@ class DiskTier(Tier):
                 self.direct_io = self._choose_direct_io(direct_io)
                 self._index = self._choose_index()
                 content = self._restore()
+                self._read_pins()
         except BaseException:
             self._lock.release()
             raise
@@ -284,9 +290,22 @@ class DiskTier(Tier):
             self._ledger.touch(list(names))
 
     def flush(self) -> None:
-        """Write the index rows that changed. A failure is logged once and tried again by the next flush."""
+        """Write the index rows that changed, read the pins. A failure is logged once and tried again next time."""
         with self._operation():
             self._write_index()
+            self._read_pins()
+
+    def pinned(self) -> Collection[bytes]:
+        return self._pinned
+
+    def _read_pins(self) -> None:
+        try:
+            self._pinned = frozenset(name.key for name in read_pins(self._root))
+            self._has_warned_of_pins = False
+        except TierUnavailable as exc:  # what was pinned stays so: nobody said otherwise
+            if not self._has_warned_of_pins:
+                logger.warning("the pins stay as they were. cause=%s", exc)
+            self._has_warned_of_pins = True
 
     def _write_index(self) -> None:
         if self._index is None:

@@ -7,10 +7,10 @@ path and never pickles: a value is bytes in our own format with a checksum. Call
 One database row per fan-out directory, not per blob: a start reads 256 values per namespace instead of every blob's
 own row, and a flush writes only the directories that changed (figures: docs/decisions/0002-disk-index.md). A value::
 
-    0   4   magic "TKX1"
+    0   4   magic "TKX2"
     4   8   xxh3_64 of the rest, little-endian
-    12  84  one blob: key 16 | parent 16 | prefix_sha256 32 | chunk_index u32 | size u64 | use_seq u64
-    96  84  the next blob ...
+    12  88  one blob: key 16 | parent 16 | prefix_sha256 32 | chunk_index u32 | size u64 | use_seq u64 | used_s u32
+    100 88  the next blob ...
 
 A damaged or locked database is moved aside and rebuilt by a scan. On a network mount there is no index at all: SQLite's
 locks and its shared-memory file do not work there.
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 INDEX_DIRECTORY = "index"
 _DAMAGED_PREFIX = "index.damaged-"
-_MAGIC = b"TKX1"
+_MAGIC = b"TKX2"
 _HEAD = struct.Struct("<4sQ")
-_ROW = struct.Struct("<16s16s32sIQQ")
+_ROW = struct.Struct("<16s16s32sIQQI")
 _UNBOUNDED = 1 << 62
 _LOCK_WAIT_S = 5.0
 """Bound on waiting for another process (someone's sqlite3 shell); after it the rows stay dirty for the next flush."""
@@ -52,7 +52,12 @@ class IndexDamaged(Exception):
 
 
 class IndexRow(NamedTuple):
-    """One blob as the index remembers it."""
+    """One blob as the index remembers it.
+
+    Attributes:
+        use_seq: Counts uses across restarts: the order of eviction, which no clock may turn around.
+        used_s: When it was last used, seconds since 1970: for people. 0 where it is not known.
+    """
 
     key: bytes
     parent: bytes
@@ -60,6 +65,7 @@ class IndexRow(NamedTuple):
     chunk_index: int
     size_bytes: int
     use_seq: int
+    used_s: int
 
 
 class Shard(NamedTuple):
@@ -206,6 +212,29 @@ class DiskIndex:
         )
 
 
+def read_index(root: Path) -> ShardRows:
+    """What the index of a directory says, without changing it: for tools, while a server runs or while none does.
+
+    Raises:
+        TierUnavailable: It cannot be read, now or ever: it is damaged, or locked.
+    """
+    database = root / INDEX_DIRECTORY / diskcache.core.DBNAME
+    if not database.exists():
+        return {}
+    shards: ShardRows = {}
+    try:
+        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=1)) as connection:
+            rows = connection.execute(
+                "SELECT key, value FROM Cache WHERE raw = 1 AND mode = ? AND filename IS NULL",
+                (diskcache.core.MODE_RAW,),
+            )
+            for key, value in rows:
+                shards[_parse_shard(key)] = unpack_rows(value)
+    except (sqlite3.Error, IndexDamaged, TypeError) as exc:
+        raise TierUnavailable(f"cannot read the disk index. path={database.parent} cause={exc!r}") from exc
+    return shards
+
+
 def _probe(database: Path) -> None:
     """Fail at once where diskcache would retry for a minute (locked) or make a file others can read (new)."""
     os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -216,16 +245,21 @@ def _probe(database: Path) -> None:
 
 def _read_shards(cache: Any) -> Iterator[tuple[Shard, dict[bytes, IndexRow]]]:
     for key in list(cache.iterkeys()):
-        space, _, fan_out = key.partition("/")
-        try:
-            shard = Shard(bytes.fromhex(space), int(fan_out, 16))
-        except ValueError as exc:
-            raise IndexDamaged(f"not a shard. key={key!r}") from exc
-        if str(shard) != key:
-            raise IndexDamaged(f"not a shard. key={key!r}")
+        shard = _parse_shard(key)
         value = cache.get(key)
         if value is not None:
             yield shard, unpack_rows(value)
+
+
+def _parse_shard(key: object) -> Shard:
+    space, _, fan_out = str(key).partition("/")
+    try:
+        shard = Shard(bytes.fromhex(space), int(fan_out, 16))
+    except ValueError as exc:
+        raise IndexDamaged(f"not a shard. key={key!r}") from exc
+    if str(shard) != key:
+        raise IndexDamaged(f"not a shard. key={key!r}")
+    return shard
 
 
 def pack_rows(rows: Sequence[IndexRow]) -> bytes:

@@ -1,18 +1,22 @@
 """What a disk directory holds, in memory: one row per blob, bytes used and reserved, order of use.
 
 Pure bookkeeping under one lock. Must not touch the disk: ``disk.py`` does the I/O and tells the ledger before (reserve)
-and after (commit, forget). Recency is a counter that goes on across restarts, never a clock: a clock that jumps would
-turn the order of eviction around.
+and after (commit, forget). The order of use is a counter that goes on across restarts, never a clock: a clock that
+jumps would turn the order of eviction around. The time of use beside it is for people.
 
 Ownership: every field is guarded by ``_lock``; rows are immutable tuples, so a copied list of them is a snapshot.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from tiered_kv.errors import CapacityExceeded
 from tiered_kv.tiers.base import BlobInfo, BlobName
 from tiered_kv.tiers.disk_index import IndexRow, Shard, ShardRows
+
+USED_S_MAX: Final = (1 << 32) - 1
 
 
 class DiskLedger:
@@ -21,8 +25,9 @@ class DiskLedger:
     Threads: any.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, unix_s: Callable[[], float] = time.time) -> None:
         self.limit_bytes = limit_bytes
+        self._unix_s = unix_s
         self._lock = threading.Lock()
         self._shards: ShardRows = {}
         self._dirty: set[Shard] = set()
@@ -87,7 +92,13 @@ class DiskLedger:
             else:
                 self._used -= old.size_bytes
             rows[name.key] = IndexRow(
-                name.key, info.parent, info.prefix_sha256, info.chunk_index, info.size_bytes, self._next_seq
+                name.key,
+                info.parent,
+                info.prefix_sha256,
+                info.chunk_index,
+                info.size_bytes,
+                self._next_seq,
+                self._now(),
             )
             self._next_seq += 1
             self._used += info.size_bytes
@@ -105,15 +116,19 @@ class DiskLedger:
 
     def touch(self, names: Sequence[BlobName]) -> None:
         """Note uses, oldest first. Unknown names are ignored: they were evicted meanwhile."""
+        now = self._now()
         with self._lock:
             for name in names:
                 shard = Shard.of(name)
                 rows = self._shards.get(shard, {})
                 row = rows.get(name.key)
                 if row is not None:
-                    rows[name.key] = IndexRow(*row[:5], self._next_seq)
+                    rows[name.key] = IndexRow(*row[:5], self._next_seq, now)
                     self._next_seq += 1
                     self._dirty.add(shard)
+
+    def _now(self) -> int:
+        return min(max(0, int(self._unix_s())), USED_S_MAX)
 
     def is_foreign(self, name: BlobName) -> bool:
         """Whether the name is taken by a well-formed file that is not ours to touch."""

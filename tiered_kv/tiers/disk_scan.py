@@ -56,13 +56,13 @@ def reconcile(blobs: Path, known: ShardRows) -> DirectoryContent:
         OSError: The directory cannot be read.
     """
     content = DirectoryContent()
-    for prefix, entry in _files(blobs):
+    for prefix, entry in files(blobs):
         _take(content, known, prefix + entry.name, entry)
     content.dirty.update(shard for shard in known if len(known[shard]) != len(content.shards.get(shard, ())))
     return content
 
 
-def _files(blobs: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def files(blobs: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Everything below ``blobs`` that is no directory, with the path of its directory relative to ``blobs``."""
     pending = [("", str(blobs))]
     while pending:
@@ -99,7 +99,7 @@ def _read_row(
     content: DirectoryContent, name: BlobName, path: str, size_bytes: int, old: IndexRow | None
 ) -> IndexRow | None:
     try:
-        header = _read_header(name, Path(path))
+        header = read_named_header(name, Path(path))
     except ChunkMismatch:
         content.foreign.add(name)
         _leave(content, size_bytes)
@@ -109,11 +109,11 @@ def _read_row(
         content.unreadable_count += 1
         content.removed_count += 1
         return None
-    use_seq = 0 if old is None else old.use_seq
-    return IndexRow(name.key, header.parent, header.prefix_sha256, header.chunk_index, size_bytes, use_seq)
+    use_seq, used_s = (0, 0) if old is None else (old.use_seq, old.used_s)
+    return IndexRow(name.key, header.parent, header.prefix_sha256, header.chunk_index, size_bytes, use_seq, used_s)
 
 
-def _read_header(name: BlobName, path: Path) -> BlobHeader:
+def read_named_header(name: BlobName, path: Path) -> BlobHeader:
     """Read what ties the blob to its prefix.
 
     Raises:

@@ -8,7 +8,7 @@ first and for longer after each trial that fails; a trial is a whole self-test p
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -166,6 +166,9 @@ class GuardedTier(Tier):
 
     def record_use(self, names: Iterable[BlobName]) -> None:
         self._inner.record_use(names)
+
+    def pinned(self) -> Collection[bytes]:
+        return self._inner.pinned()
 
     def close(self) -> None:
         self._inner.close()

@@ -4,7 +4,7 @@ Owns no counters (``metrics`` does) and changes no behaviour. Stacked by ``tiers
 verification and re-reads are part of the time it tells.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
@@ -92,6 +92,9 @@ class MeteredTier(Tier):
 
     def record_use(self, names: Iterable[BlobName]) -> None:
         self._inner.record_use(names)
+
+    def pinned(self) -> Collection[bytes]:
+        return self._inner.pinned()
 
     def flush(self) -> None:
         with self._timed("flush"):

@@ -4,7 +4,7 @@ Owns no state. Must not delete or heal anything: the hierarchy decides what a co
 ``tiers/open.py`` right around the medium, so every medium gets the same checks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, peek
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
@@ -85,6 +85,9 @@ class VerifiedTier(Tier):
 
     def record_use(self, names: Iterable[BlobName]) -> None:
         self._inner.record_use(names)
+
+    def pinned(self) -> Collection[bytes]:
+        return self._inner.pinned()
 
     def flush(self) -> None:
         self._inner.flush()

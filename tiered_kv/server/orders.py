@@ -1,0 +1,24 @@
+"""What an operator orders a running server to do, through the command line."""
+
+from tiered_kv.engine.engine import Engine
+from tiered_kv.errors import ProtocolError
+from tiered_kv.server import messages as m
+
+
+def evict(engine: Engine, order: m.Evict) -> m.Evicted:
+    """Remove chunks from one tier of this machine; the server's loop only.
+
+    Raises:
+        ProtocolError: There is no such tier here, or the keys are cut.
+    """
+    names = ["host", *(tier.traits.name for tier in engine.tiers if not tier.traits.is_shared)]
+    if order.tier not in names:
+        raise ProtocolError(f"no tier {order.tier[:100]!a} to evict from; there are {', '.join(names)}")
+    if len(order.keys) % m.KEY_BYTES:
+        raise ProtocolError(f"keys have {m.KEY_BYTES} bytes each. observed={len(order.keys)}")
+    keys = [order.keys[i : i + m.KEY_BYTES] for i in range(0, len(order.keys), m.KEY_BYTES)]
+    tier = names.index(order.tier) - 1
+    counts = engine.hierarchy.remove(
+        None if tier < 0 else tier, order.namespace, keys or None, leaves_holes=order.holes
+    )
+    return m.Evicted(*counts)
