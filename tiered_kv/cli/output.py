@@ -1,25 +1,41 @@
-"""How the CLI speaks: tables for people, JSON for programs, and one exit code per kind of failure.
+"""How the command line speaks: tables for people, JSON for programs, one exit code per kind of outcome.
 
-Exit codes are part of the interface; `tiered-kv --help` lists them.
+Results go to standard output, everything else to standard error. On a terminal tables are set by rich (which obeys
+``NO_COLOR``); in a pipe they are plain columns that no width cuts. Exit codes are part of the interface;
+``tiered-kv --help`` lists them.
 """
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
+import msgspec
 import typer
 
 from tiered_kv.errors import ConfigError, DirectoryLocked, TieredKVError
 
-EXIT_UNAVAILABLE = 1
-EXIT_SETTINGS = 2
-EXIT_LOCKED = 3
+EXIT_UNAVAILABLE: Final = 1
+EXIT_SETTINGS: Final = 2
+EXIT_LOCKED: Final = 3
+EXIT_FOUND: Final = 4
+EXIT_UNCONFIRMED: Final = 5
 
-EXIT_CODES = (
+EXIT_CODES: Final = (
     "Exit codes: 0 done; 1 the storage or the server cannot be reached; 2 a setting or an argument is wrong; "
-    "3 another server owns the directory."
+    "3 another server or command owns the directory; 4 a check found something wrong; 5 not confirmed, nothing changed."
 )
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what verbs print with ``--json``: one object per call, described by docs/cli-schema.json.
+
+    Digests and keys are hex digits, sizes whole bytes, times seconds since 1970, what is unknown null. Fields are added
+    and never change their meaning; ``version`` counts what breaks that promise.
+    """
+
+    version: int = 1
 
 
 @contextmanager
@@ -40,21 +56,82 @@ def _ended(code: int, exc: Exception) -> typer.Exit:
     return typer.Exit(code)
 
 
+def note(text: str) -> None:
+    """Tell people something beside the result."""
+    print(f"tiered-kv: {text}", file=sys.stderr, flush=True)
+
+
 def print_json(value: object) -> None:
     """Print one JSON document."""
-    print(json.dumps(value, indent=2))
+    print(json.dumps(msgspec.to_builtins(value), indent=2))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table; columns whose values are numbers are aligned on the right."""
+    is_number = [
+        bool(rows) and all(isinstance(row[number], int | float) for row in rows) for number in range(len(columns))
+    ]
+    if not sys.stdout.isatty():
+        _print_plain(title, columns, rows, is_number)
+        return
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        is_number = bool(rows) and all(isinstance(row[number], int | float) for row in rows)
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+        table.add_column(column, justify="right" if is_number[number] else "left", overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     Console(soft_wrap=False).print(table)
+
+
+def _print_plain(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], is_number: Sequence[bool]
+) -> None:
+    lines = [[str(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(len(line[number]) for line in lines) for number in range(len(columns))]
+    if title:
+        print(title)
+    for line in lines:
+        cells = (c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, is_number, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int | None], None]]:
+    """A progress bar on standard error if that is a terminal; gives what long work reports to."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def confirm(question: str, *, is_confirmed: bool) -> None:
+    """Ask before something is destroyed, unless ``--yes`` was said.
+
+    Raises:
+        typer.Exit: The answer was no, or nobody can be asked.
+    """
+    if is_confirmed:
+        return
+    if not sys.stdin.isatty():
+        note(f"{question} Say --yes: there is no terminal to ask at. Nothing was changed.")
+        raise typer.Exit(EXIT_UNCONFIRMED)
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        note("nothing was changed.")
+        raise typer.Exit(EXIT_UNCONFIRMED)
+
+
+def age_text(seconds: float) -> str:
+    """A time span as people read it: ``42s``, ``3h``, ``12d``."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"

@@ -16,7 +16,7 @@ Content of another form counts as absent. Owns the objects below ``_tiered_kv/re
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from tiered_kv.keys.naming import NAME_BYTES, BlobName
 from tiered_kv.tiers.bucket.inventory import Inventory, seconds
@@ -82,6 +82,12 @@ class UseLog:
                 self._keys.pop(key, None)
 
 
+class UseSink(Protocol):
+    """Whoever is told of uses; ``Inventory`` is one."""
+
+    def use(self, key: bytes, used_s: int) -> None: ...
+
+
 class UseReader:
     """Reads logs and bases into an inventory, and merges them.
 
@@ -96,7 +102,7 @@ class UseReader:
         """Every log and base there is."""
         return list(self._store.list(RECENCY))
 
-    def read(self, source: Info, inventory: Inventory) -> None:
+    def read(self, source: Info, inventory: UseSink) -> None:
         """Apply one of them."""
         data = self._store.get(source.path, OBJECT_BYTES_MAX)
         if data is None:

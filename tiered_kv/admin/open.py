@@ -1,0 +1,26 @@
+"""A storage URI to the tier it names, for an operator."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tiered_kv.admin.disk_storage import DiskStorage
+from tiered_kv.admin.object_storage import ObjectStorage
+from tiered_kv.admin.storage import Storage
+from tiered_kv.config import Config
+
+
+def open_storage(uri: str, settings: Mapping[str, object] | None = None) -> Storage:
+    """Open exactly the tier a URI names, whatever may stand in front of it.
+
+    Args:
+        settings: More of them, as in vLLM's configuration: ``storage_options``, ``storage_timeout_s``, ``disk_bytes``.
+
+    Raises:
+        ConfigError: The URI or a setting is wrong, or there is no such directory.
+        TierUnavailable: The directory cannot be read.
+    """
+    config = Config.from_mapping({"storage_uri": uri} | dict(settings or {}))
+    location = config.location()
+    if location.kind == "disk":
+        return DiskStorage(Path(location.path), limit_bytes=config.disk_bytes)
+    return ObjectStorage(location, timeout_s=config.storage_timeout_s, concurrency=config.storage_concurrency)

@@ -1,0 +1,78 @@
+"""Arguments and options that several verbs share, and what becomes of them."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiered_kv.cli.settings import Settings, parse_settings
+
+if TYPE_CHECKING:
+    from tiered_kv.admin.forest import Forest
+    from tiered_kv.admin.storage import Content, Storage, StoredBlob
+
+__all__ = ["AsJson", "NamespaceOption", "Settings", "Uri", "Yes", "find_chunk", "find_namespace", "open_uri"]
+
+Uri = Annotated[
+    str, typer.Argument(help="The tier: file:///var/cache/tiered_kv, s3://bucket/prefix.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON (docs/cli-schema.json).")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+NamespaceOption = Annotated[
+    str | None, typer.Option("--namespace", metavar="DIGITS", help="Only this namespace: its digest, or how it begins.")
+]
+
+DIGITS_MIN = 4
+"""Fewest digits of a digest or key that may stand for it."""
+
+
+def open_uri(uri: str, more: list[str] | None) -> "Storage":
+    """The tier a URI names, with the settings of ``--set``. The caller closes it."""
+    from tiered_kv.admin.open import open_storage
+
+    return open_storage(uri, parse_settings(more))
+
+
+def find_namespace(content: "Content", text: str | None) -> bytes | None:
+    """The namespace that ``--namespace`` means; None for all.
+
+    Raises:
+        ConfigError: There is none like that, or more than one.
+    """
+    from tiered_kv.errors import ConfigError
+
+    if text is None:
+        return None
+    prefix = _digits(text, "--namespace")
+    spaces = set(content.records) | {blob.name.namespace for blob in content.blobs}
+    found = sorted(space for space in spaces if space.hex().startswith(prefix))
+    if len(found) != 1:
+        shown = ", ".join(space.hex() for space in (found or sorted(spaces))[:10]) or "none"
+        what = "more than one namespace begins" if found else "no namespace here begins"
+        raise ConfigError(f"option --namespace: {what} with {prefix}; there are: {shown}")
+    return found[0]
+
+
+def find_chunk(forest: "Forest", text: str) -> "StoredBlob":
+    """The chunk whose key is ``text`` or begins with it.
+
+    Raises:
+        ConfigError: There is none like that, or more than one.
+    """
+    from tiered_kv.errors import ConfigError
+
+    prefix = _digits(text, "KEY")
+    found = [blob for (_, key), blob in forest.blobs.items() if key.hex().startswith(prefix)]
+    if len(found) != 1:
+        what = f"{len(found)} chunks have keys that begin" if found else "no chunk here has a key that begins"
+        hint = ": write more of it" if found else ": `tiered-kv ls URI` lists them"
+        raise ConfigError(f"{what} with {prefix}{hint}")
+    return found[0]
+
+
+def _digits(text: str, what: str) -> str:
+    from tiered_kv.errors import ConfigError
+
+    digits = text.lower()
+    if not DIGITS_MIN <= len(digits) <= 32 or any(digit not in "0123456789abcdef" for digit in digits):
+        raise ConfigError(f"{what}: expected {DIGITS_MIN} to 32 hex digits, got {text[:100]!r}")
+    return digits
