@@ -1,0 +1,129 @@
+"""Every `tiered-kv` command that docs/operations.md shows does what it says: run here, on a directory and on a bucket.
+
+In place of what stands in the page: /var/cache/tiered_kv, /mnt/... and s3://my-bucket/kv are filled with two models and
+a few prompts; keys and namespaces are ones that are there; files named are in the current directory; a socket is that
+of a running server.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cache_clients import SmallEngine, settings
+from stock import CHUNK, Model, tokens
+
+from tiered_kv.admin.open import open_storage
+from tiered_kv.server.paths import read_info
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "operations.md"
+DIRECTORY, BUCKET, SOCKET = "/var/cache/tiered_kv", "s3://my-bucket/kv", "unix:///run/tiered_kv.sock"
+DIGITS = re.compile(r"(?<![0-9a-z/.:_-])[0-9a-f]{4,32}(?![0-9a-z/.:_-])")
+ENDLESS = ("serve", "top")
+
+
+def commands() -> list[str]:
+    text = PAGE.read_text()
+    text = text[text.index("## The command line") :]
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL):
+        lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+        found += [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return found
+
+
+COMMANDS = commands()
+
+
+def test_every_verb_has_an_example_and_a_section() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "tiered_kv.cli", "--help"], capture_output=True, text=True, check=True
+    )
+    verbs = re.findall(r"^\s*│?\s+([a-z]+)\s{2,}", shown.stdout[shown.stdout.index("ommands") :], flags=re.MULTILINE)
+    assert {"ls", "verify", "evict", "explain", "doctor"} <= set(verbs)
+    assert set(verbs) <= {command.split()[1] for command in COMMANDS}
+    sections = re.findall(r"^### (\w+)", PAGE.read_text(), flags=re.MULTILINE)
+    assert set(verbs) - {"unpin"} <= set(sections)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The current directory of the command: a stocked cache directory, a prompt and a configuration in it."""
+    (tmp_path / "cache").mkdir()
+    stock(f"file://{tmp_path}/cache", {})
+    (tmp_path / "prompt.json").write_text(json.dumps(tokens(1, 3) + tokens(9, 1)))
+    config = {
+        "kv_connector": "TieredKVConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"storage_uri": f"file://{tmp_path}/cache", "host_bytes": "64MiB"},
+    }
+    (tmp_path / "vllm.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def stock(uri: str, more: dict[str, object]) -> None:
+    with open_storage(uri, more) as storage:
+        prompt = tokens(1, 6)
+        Model().store(storage, prompt, prompt[: 3 * CHUNK] + tokens(2, 4))
+        Model(weights="hf:fedcba9876543210fedcba9876543210fedcba98").store(storage, tokens(1, 2))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_runs(command: str, place: Path, request: pytest.FixtureRequest) -> None:
+    environment = os.environ | {"COLUMNS": "200"}
+    text = command.replace(DIRECTORY, f"{place}/cache").replace("/mnt/", f"{place}/mnt-")
+    if BUCKET in text:
+        s3 = request.getfixturevalue("s3")
+        uri = f"{s3.uri(s3.new_prefix())}?endpoint_url={s3.endpoint_url}"
+        environment = s3.on.credentials.environment(environment)
+        stock(uri.partition("?")[0], {"storage_options": s3.options()})
+        text = text.replace(BUCKET, shlex.quote(uri))
+    needs_server = SOCKET in text or command.split()[1] == "top"
+    engine = SmallEngine.start(settings(place / "cache")) if needs_server else None
+    try:
+        if engine is not None:
+            info = read_info(place / "cache")
+            assert info is not None
+            text = text.replace(SOCKET, f"unix://{info.socket}")
+        run(with_real_names(text), place, environment)
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def with_real_names(text: str) -> list[str]:
+    """Digits of keys and namespaces as they are in the stocked storage."""
+    model = Model()
+    name = model.names(tokens(1, 6))[4]
+    words = shlex.split(text, comments=True)
+    for number, word in enumerate(words):
+        if DIGITS.fullmatch(word):
+            is_namespace = words[number - 1] in ("--namespace", "-n")
+            words[number] = (model.namespace.digest if is_namespace else name.key).hex()
+    return words
+
+
+def run(words: list[str], place: Path, environment: dict[str, str]) -> None:
+    arguments = [sys.executable, "-m", "tiered_kv.cli", *words[1:]]
+    if words[1] in ENDLESS and "--once" not in words and "--count" not in words:
+        process = subprocess.Popen(
+            arguments, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline(), process.communicate(timeout=60)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode in (0, 130), errors
+        return
+    done = subprocess.run(
+        arguments, cwd=place, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, (words, done.returncode, done.stdout, done.stderr)
+    assert done.stdout and "Traceback" not in done.stderr
+    if "--json" in words and words[1] != "top":
+        json.loads(done.stdout)
