@@ -171,7 +171,7 @@ def _quiet_figures(directory: Path) -> dict[str, Any]:
 
 def _figures(directory: Path) -> dict[str, Any]:
     command = [str(Path(sys.executable).with_name("tiered-kv")), "stat", directory.as_uri(), "--json"]
-    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["server"]
     return figures
 
 

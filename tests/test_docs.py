@@ -13,6 +13,7 @@ import pytest
 from tiered_kv.config import Config
 from tiered_kv.keys.naming import BlobName, object_path
 from tiered_kv.tiers.bucket import layout
+from tiered_kv.tiers.bucket.pins import PINS, pin_path
 from tiered_kv.tiers.object_store import OWN
 
 BY_CI = {"make demo", "make test"}
@@ -122,12 +123,14 @@ def test_bucket_paths_of_the_format_page_are_those_of_the_code(repository: Path)
     path = object_path(BlobName(bytes(16), key, parent, 5))
 
     assert path == f"{bytes(16).hex()}/00/{key.hex()}.{5:07}.{parent.hex()}.safetensors"
+    assert pin_path(BlobName(bytes(16), key), 7) == f"{PINS}{bytes(16).hex()}/{key.hex()}.{7:012}"
     assert list(rows) == [
         f"{OWN}/epochs/<namespace digest>/<number>",
         f"{layout.LEASES}<term, 20 digits>",
         f"{layout.SERVERS}<server>.<session number>",
         f"{layout.RECENCY}<server>/<number>",
         f"{layout.BASES}<term>-<n>-<m>",
+        f"{PINS}<namespace>/<key>.<end, 12 digits>",
         layout.USAGE,
         f"{OWN}/probe/<random>",
     ]
@@ -142,7 +145,7 @@ def test_bucket_paths_of_the_format_page_are_those_of_the_code(repository: Path)
 def test_configuration_page_lists_every_setting(repository: Path) -> None:
     """The page is made by ``tiered-kv config --json``; a changed setting must change it, too."""
     command = [Path(sys.executable).with_name("tiered-kv"), "config", "--json"]
-    settings = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    settings = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["settings"]
     rows = [f"| `{s['name']}` | {s['default'] or '-'} | {s['help']} |" for s in settings]
 
     page = (repository / "docs" / "configuration.md").read_text().splitlines()

@@ -164,10 +164,8 @@ def test_looking_changes_nothing_and_takes_no_lock(root: Path) -> None:
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int]]:
-    """Files but SQLite's own shared memory, with size and time."""
-    found = {
-        path: path.stat() for path in root.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal"))
-    }
+    """Files with size and time."""
+    found = {path: path.stat() for path in root.rglob("*") if path.is_file()}
     return {str(path): (status.st_size, status.st_mtime_ns) for path, status in found.items()}
 
 

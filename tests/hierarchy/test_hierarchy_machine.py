@@ -187,6 +187,13 @@ class Histories(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.step()
 
+    @invariant()
+    def what_lookups_got_is_part_of_what_they_asked_for(self):
+        if hasattr(self, "world"):
+            for chunks in self.world.hierarchy.served.take().values():
+                assert chunks.lookups > 0 and chunks.hits.total() <= chunks.asked <= chunks.prefix
+                assert set(chunks.hits) <= {None, *range(len(self.world.media))}
+
     def teardown(self):
         if hasattr(self, "world"):
             self.world.wind_down()

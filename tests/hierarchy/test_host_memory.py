@@ -2,7 +2,7 @@
 
 from hierarchy_world import LARGE, SMALL, Story, chunks_of
 
-from tiered_kv.hierarchy.hierarchy import Limits
+from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import CreditRecall, Grow, Outcome, Seal, Write
 
 SIZE = SMALL.slot_bytes

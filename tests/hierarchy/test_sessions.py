@@ -4,7 +4,8 @@ import pytest
 from hierarchy_world import SMALL, Story
 
 from tiered_kv.hierarchy.credits import CREDITS_MAX
-from tiered_kv.hierarchy.hierarchy import Hierarchy, Limits
+from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import CreditGrant, Grow, Outcome, Read, Seal
 
 PREFIX = (1, 2, 3)

@@ -3,7 +3,7 @@
 import pytest
 from hierarchy_world import SMALL, Story, chunks_of
 
-from tiered_kv.hierarchy.hierarchy import Limits
+from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.lower import WRITING_MAX
 from tiered_kv.hierarchy.plan import ChunkRecord, Delete, Outcome, Read, Seal, Write
 

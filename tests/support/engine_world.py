@@ -16,7 +16,7 @@ from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
 from tiered_kv.engine.executor import Executor
-from tiered_kv.hierarchy.hierarchy import Limits
+from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, SlotId, Update
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.testing.spaces import Space

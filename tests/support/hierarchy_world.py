@@ -5,7 +5,8 @@ Builds on the shipped oracle, so every step in every test also checks everything
 
 from collections.abc import Sequence
 
-from tiered_kv.hierarchy.hierarchy import Hierarchy, Limits
+from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import Delete, Grow, Job, LookupUpdate, Outcome, Read, Seal, Write
 from tiered_kv.testing.oracle import World
 from tiered_kv.testing.spaces import Space

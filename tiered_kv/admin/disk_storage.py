@@ -1,20 +1,21 @@
 """The disk tier as an operator sees it: a directory that a server may own at the same moment.
 
-Listing reads directory entries and the index a server keeps beside them, and headers only of files the index does not
-know; 100,000 blobs take about a second (figures: docs/operations.md). Changes go through the server if one runs;
-otherwise the directory is opened as a tier of its own, with its lock, so that accounts and index stay right.
+Looking is done by ``disk_look.py``. Changes go through the server if one runs; otherwise the directory is opened as a
+tier of its own, with its lock, so that accounts and index stay right. What only changes need is imported by them:
+looking is what people wait for.
 """
 
 import contextlib
 import json
 import os
-import stat
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from tiered_kv.admin.server_link import ServerLink
+from tiered_kv.admin.disk_look import look_at
+from tiered_kv.admin.epochs import BaseEpochs
 from tiered_kv.admin.storage import (
     FOR_GOOD,
     Content,
@@ -26,16 +27,18 @@ from tiered_kv.admin.storage import (
     Stray,
     no_progress,
 )
-from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError, DirectoryLocked, TierUnavailable
+from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
-from tiered_kv.keys.naming import BlobName, parse_path, relative_path
-from tiered_kv.tiers.disk import DiskTier
-from tiered_kv.tiers.disk_index import INDEX_DIRECTORY, IndexRow, Shard, ShardRows, read_index
-from tiered_kv.tiers.disk_io import allocated_bytes, read_head
+from tiered_kv.keys.naming import BlobName, relative_path
+from tiered_kv.server.paths import read_info
+from tiered_kv.tiers.disk_io import read_head
 from tiered_kv.tiers.disk_pins import changing_pins, read_pins
-from tiered_kv.tiers.disk_scan import NAMESPACE_FILE, files, read_named_header
+from tiered_kv.tiers.disk_scan import NAMESPACE_FILE
 
-STRIDE: Final = 1000
+if TYPE_CHECKING:
+    from tiered_kv.admin.server_link import ServerLink
+    from tiered_kv.tiers.disk import DiskTier
+
 REMOVAL_WAIT_S: Final = 60.0
 """How long a server may take to delete what it was told to delete before the command stops to watch."""
 
@@ -43,7 +46,7 @@ REMOVAL_WAIT_S: Final = 60.0
 class DiskStorage(Storage):
     """Blobs below one directory.
 
-    Threads: one at a time.
+    Threads: one at a time, but for ``read``.
     """
 
     def __init__(self, root: Path, *, limit_bytes: int | None = None) -> None:
@@ -62,109 +65,27 @@ class DiskStorage(Storage):
         self._blobs = self.root / "blobs"
         self._limit_bytes = limit_bytes
         self._tier: DiskTier | None = None
+        self._opening = threading.Lock()
         if not self.root.is_dir():
             raise ConfigError(f"there is no such directory. path={root}")
         if not os.access(self.root, os.R_OK | os.X_OK):
             raise TierUnavailable(f"the directory cannot be read. path={root}")
 
-    def server(self) -> ServerLink | None:
+    def server(self) -> "ServerLink | None":
         """A connection to the server that owns the directory now; None when there is none. The caller closes it."""
+        if read_info(self.root) is None:
+            return None
+        from tiered_kv.admin.server_link import ServerLink  # noqa: PLC0415 - it takes a twentieth of a second
+
         return ServerLink.of_directory(self.root)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def look(self, progress: Progress = no_progress) -> Content:
-        content = Content()
-        index = self._read_index(content)
-        pins = self._pinned_until(content)
-        total = sum(len(rows) for rows in index.values()) or None
-        if self._blobs.is_dir():
-            try:
-                for number, (prefix, entry) in enumerate(files(self._blobs)):
-                    self._take(content, index, pins, prefix + entry.name, entry)
-                    if number % STRIDE == STRIDE - 1:
-                        progress(number + 1, total)
-            except OSError as exc:
-                raise TierUnavailable(f"the directory cannot be listed. path={self._blobs}: {exc}") from exc
-        self._take_temp_files(content)
+        content = look_at(self.root, progress)
         content.records = self.records()
-        content.own_bytes = sum(_allocated(path) for path in self._own_files())
         progress(len(content.blobs), len(content.blobs))
         return content
-
-    def _read_index(self, content: Content) -> ShardRows:
-        try:
-            return read_index(self.root)
-        except TierUnavailable as exc:
-            content.notes.append(f"times of use are those of writing, because the index cannot be read: {exc}")
-            return {}
-
-    def _pinned_until(self, content: Content) -> dict[bytes, float]:
-        try:
-            return {name.key: until_s or FOR_GOOD for name, until_s in read_pins(self.root).items()}
-        except TierUnavailable as exc:
-            content.notes.append(str(exc))
-            return {}
-
-    def _take(
-        self,
-        content: Content,
-        index: ShardRows,
-        pins: Mapping[bytes, float],
-        relative: str,
-        entry: "os.DirEntry[str]",
-    ) -> None:
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return  # evicted while we list
-        size, path = allocated_bytes(status), f"blobs/{relative}"
-        name = parse_path(relative)
-        if name is None or not stat.S_ISREG(status.st_mode):
-            content.strays.append(Stray(path, size, status.st_mtime, "name", "not a name that a blob has"))
-            return
-        row = index.get(Shard.of(name), {}).get(name.key)
-        if row is None or row.size_bytes != size:
-            row = self._row_of(content, name, entry.path, size, row)
-            if row is None:
-                return
-        whole = BlobName(name.namespace, name.key, row.parent, row.chunk_index)
-        used_s = max(status.st_mtime, row.used_s)
-        content.blobs.append(StoredBlob(whole, size, status.st_mtime, used_s, pins.get(name.key, 0.0)))
-
-    def _row_of(
-        self, content: Content, name: BlobName, path: str, size_bytes: int, old: IndexRow | None
-    ) -> IndexRow | None:
-        relative = os.path.relpath(path, self.root)
-        try:
-            header = read_named_header(name, Path(path))
-        except FileNotFoundError:
-            return None
-        except (ChunkMismatch, ChunkCorrupt) as exc:
-            kind = "foreign" if isinstance(exc, ChunkMismatch) else "damaged"
-            with contextlib.suppress(FileNotFoundError):
-                content.strays.append(Stray(relative, size_bytes, os.lstat(path).st_mtime, kind, _unplaced(exc)))
-            return None
-        except OSError as exc:
-            content.strays.append(Stray(relative, size_bytes, 0.0, "damaged", f"cannot be read: {exc.strerror}"))
-            return None
-        used_s = 0 if old is None else old.used_s
-        return IndexRow(name.key, header.parent, header.prefix_sha256, header.chunk_index, size_bytes, 0, used_s)
-
-    def _take_temp_files(self, content: Content) -> None:
-        temp = self.root / "tmp"
-        for path in temp.iterdir() if temp.is_dir() else ():
-            with contextlib.suppress(FileNotFoundError):
-                status = path.lstat()
-                reason = "a write that is going on, or was cut off"
-                content.strays.append(
-                    Stray(f"tmp/{path.name}", allocated_bytes(status), status.st_mtime, "temp", reason)
-                )
-
-    def _own_files(self) -> Iterator[Path]:
-        yield from (path for path in self.root.iterdir() if path.is_file())
-        yield from (self.root / INDEX_DIRECTORY).glob("*")
-        yield from self._blobs.glob(f"*/{NAMESPACE_FILE}")
 
     def records(self) -> dict[bytes, NamespaceRecord]:
         records = {}
@@ -174,7 +95,8 @@ class DiskStorage(Storage):
             except ValueError:
                 continue
             if len(digest) == 16 and directory.is_dir():
-                records[digest] = read_record(digest, _content(directory / NAMESPACE_FILE))
+                path = directory / NAMESPACE_FILE
+                records[digest] = read_record(digest, _content(path), _written_s(path))
         return records
 
     def contains(self, names: Sequence[BlobName]) -> list[bool]:
@@ -191,6 +113,34 @@ class DiskStorage(Storage):
             return None
         except OSError as exc:
             raise TierUnavailable(f"the blob cannot be read. path={path}: {exc}") from exc
+
+    def path(self, name: BlobName) -> str:
+        return f"blobs/{relative_path(name)}"
+
+    def record_path(self, namespace: bytes) -> str:
+        return f"blobs/{namespace.hex()}/{NAMESPACE_FILE}"
+
+    def is_served(self) -> bool:
+        link = self.server() if self._tier is None else None
+        if link is not None:
+            link.close()
+        return link is not None
+
+    def live_namespaces(self) -> set[bytes]:
+        link = self.server() if self._tier is None else None
+        if link is None:
+            return set()
+        with link:
+            return {bytes.fromhex(session.namespace) for session in link.stat().sessions if session.namespace}
+
+    def epochs(self) -> BaseEpochs:
+        from tiered_kv.server.epochs import read_epochs  # noqa: PLC0415 - for `gc` only
+
+        try:
+            numbers = read_epochs(self.root)
+        except ValueError as exc:
+            raise TierUnavailable(f"epochs.json cannot be understood: {exc}") from exc
+        return BaseEpochs("base", numbers, numbers.pop("", 0))
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -224,10 +174,11 @@ class DiskStorage(Storage):
         return result
 
     def _remove_through(
-        self, link: ServerLink, blobs: Sequence[StoredBlob], progress: Progress, *, holes: bool
+        self, link: "ServerLink", blobs: Sequence[StoredBlob], progress: Progress, *, holes: bool
     ) -> Removal:
-        """Tell the server, then watch its deletions arrive on the disk."""
+        """Tell the server, then watch its deletions arrive on the disk, where it may store the same chunk again."""
         result = Removal()
+        before = {blob.name: self._file_of(blob.name) for blob in blobs}
         by_space: dict[bytes, list[bytes]] = {}
         for blob in blobs:
             by_space.setdefault(blob.name.namespace, []).append(blob.name.key)
@@ -239,7 +190,7 @@ class DiskStorage(Storage):
             result.missing += missing
         left, until_s = list(blobs), time.monotonic() + REMOVAL_WAIT_S
         while len(left) > result.kept + result.missing and time.monotonic() < until_s:
-            left = [b for b, is_there in zip(left, self.contains([b.name for b in left]), strict=True) if is_there]
+            left = [b for b in left if (now := self._file_of(b.name)) is not None and now == before[b.name]]
             progress(len(blobs) - len(left), len(blobs))
             time.sleep(0.02)
         result.removed = min(ordered, len(blobs) - len(left))
@@ -247,33 +198,62 @@ class DiskStorage(Storage):
         result.removed_bytes = gone_bytes if result.removed else 0
         return result
 
+    def _file_of(self, name: BlobName) -> tuple[int, int] | None:
+        """What tells a blob's file from one that is stored under its name later; None: there is none."""
+        try:
+            status = os.stat(self._blobs / relative_path(name), follow_symlinks=False)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def discard(self, names: Sequence[BlobName]) -> None:
+        for name in names:
+            if self._tier is not None:
+                self._tier.delete(name)
+            else:
+                _unlink(self._blobs / relative_path(name))
+
+    def remove_namespace(self, namespace: bytes) -> bool:
+        self._open()
+        directory = self._blobs / namespace.hex()
+        try:
+            below = sorted(directory.rglob("*"), reverse=True)  # what is in a directory before the directory
+            record = directory / NAMESPACE_FILE
+            if any(path.is_symlink() or not path.is_dir() for path in below if path != record):
+                return False
+            _unlink(record)
+            for path in (*below, directory):
+                if path != record:
+                    path.rmdir()
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            raise TierUnavailable(f"cannot be removed. path={directory}: {exc}") from exc
+        return True
+
     def remove_strays(self, strays: Sequence[Stray]) -> int:
         self._open()  # its sweep of temp files included
         count = 0
         for stray in strays:
-            path = self.root / stray.path
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                count += stray.kind == "temp"
-                continue
-            except OSError as exc:
-                raise TierUnavailable(f"cannot be removed. path={path}: {exc}") from exc
-            count += 1
+            count += _unlink(self.root / stray.path) or stray.kind == "temp"
         return count
 
-    def _open(self) -> DiskTier:
+    def _open(self) -> "DiskTier":
         """The directory as a tier of our own.
 
         Raises:
             DirectoryLocked: A server or another command has it.
         """
-        if self._tier is None:
-            try:
-                self._tier = DiskTier(self.root, self._limit_bytes or _all_of(self.root), min_free_bytes=0)
-            except DirectoryLocked as exc:
-                raise DirectoryLocked(f"{exc}: let the server do it, end it, or wait for the other command") from exc
-        return self._tier
+        with self._opening:
+            if self._tier is None:
+                from tiered_kv.tiers.disk import DiskTier  # noqa: PLC0415 - for changes only
+
+                try:
+                    self._tier = DiskTier(self.root, self._limit_bytes or _all_of(self.root), min_free_bytes=0)
+                except DirectoryLocked as exc:
+                    hint = "let the server do it, end it, or wait for the other command"
+                    raise DirectoryLocked(f"{exc}: {hint}") from exc
+            return self._tier
 
     # -- pins and limits ----------------------------------------------------------------------------------------------
 
@@ -293,8 +273,8 @@ class DiskStorage(Storage):
         if link is None:
             return self._limit_bytes
         with link:
-            disk = next((tier for tier in link.figures()["tiers"] if tier["name"] == "disk"), None)
-        return None if disk is None else disk["capacity_bytes"]
+            disk = next((tier for tier in link.stat().tiers if tier.name == "disk"), None)
+        return None if disk is None else disk.capacity_bytes
 
     def close(self) -> None:
         if self._tier is not None:
@@ -302,7 +282,7 @@ class DiskStorage(Storage):
             self._tier = None
 
 
-def read_record(digest: bytes, data: bytes | None) -> NamespaceRecord:
+def read_record(digest: bytes, data: bytes | None, written_s: float = 0.0) -> NamespaceRecord:
     """A stored record, which may have been written for people: only what it says counts."""
     if data is None:
         return NamespaceRecord(digest, None, "there is no namespace.json")
@@ -312,10 +292,20 @@ def read_record(digest: bytes, data: bytes | None) -> NamespaceRecord:
             raise ConfigError("namespace.json holds no object")
         namespace = Namespace.from_fields(fields)
     except (ValueError, RecursionError) as exc:  # ConfigError is one
-        return NamespaceRecord(digest, None, f"namespace.json cannot be understood: {exc}")
+        return NamespaceRecord(digest, None, f"namespace.json cannot be understood: {exc}", written_s)
     if namespace.digest != digest:
-        return NamespaceRecord(digest, None, f"namespace.json is that of {namespace.digest.hex()}")
-    return NamespaceRecord(digest, namespace)
+        return NamespaceRecord(digest, None, f"namespace.json is that of {namespace.digest.hex()}", written_s)
+    return NamespaceRecord(digest, namespace, written_s=written_s)
+
+
+def _unlink(path: Path) -> bool:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as exc:
+        raise TierUnavailable(f"cannot be removed. path={path}: {exc}") from exc
+    return True
 
 
 def _content(path: Path) -> bytes | None:
@@ -327,18 +317,13 @@ def _content(path: Path) -> bytes | None:
         raise TierUnavailable(f"cannot be read. path={path}: {exc}") from exc
 
 
-def _allocated(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return allocated_bytes(path.lstat())
-    return 0
+def _written_s(path: Path) -> float:
+    with contextlib.suppress(OSError):  # there is none: told by its content
+        return path.stat().st_mtime
+    return 0.0
 
 
 def _all_of(root: Path) -> int:
     """No limit but the disk's: a command that deletes must be able to open a directory of any size."""
     space = os.statvfs(root)
     return space.f_blocks * space.f_frsize + (1 << 40)
-
-
-def _unplaced(exc: Exception) -> str:
-    """The reason without the file's absolute place, which is told beside it."""
-    return " ".join(word for word in str(exc).split(" ") if not word.startswith("path="))

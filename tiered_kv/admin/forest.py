@@ -1,6 +1,7 @@
 """The chunks of a tier as prefix trees: who follows whom, what hangs in the air, and in which order chunks may go."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 
 from tiered_kv.admin.storage import StoredBlob
 
@@ -20,19 +21,36 @@ class Forest:
     """
 
     def __init__(self, blobs: Iterable[StoredBlob]) -> None:
-        self.blobs = {ident(blob): blob for blob in blobs}
-        self.children: dict[Ident, list[StoredBlob]] = {}
+        # Here and in last_uses nothing is called for each chunk, of which there may be a million.
+        self.blobs = {(blob.name.namespace, blob.name.key): blob for blob in blobs}
         self.roots: list[StoredBlob] = []
         self.orphans: list[StoredBlob] = []
         """Those whose parent is not there: with all behind them they can be reached by no request."""
-        for blob in self.blobs.values():
-            parent = self.parent(blob)
-            if parent is not None:
-                self.children.setdefault(ident(parent), []).append(blob)
-            elif blob.name.chunk_index == 0 and blob.name.parent == blob.name.namespace:
+        self._depths = [blob.name.chunk_index for blob in self.blobs.values()]
+        self._parents: list[int] = []
+        """Of each chunk in the order of ``blobs``: the place of its parent; -1 without one."""
+        depths, parents = self._depths, self._parents
+        place_of = {key: place for place, key in enumerate(self.blobs)}.get
+        for (space, _), blob in self.blobs.items():
+            depth, above = blob.name.chunk_index, blob.name.parent
+            place = place_of((space, above), -1) if depth else -1
+            if place >= 0 and depths[place] == depth - 1:
+                parents.append(place)
+                continue
+            parents.append(-1)
+            if depth == 0 and above == space:
                 self.roots.append(blob)
             else:
                 self.orphans.append(blob)
+
+    @cached_property
+    def children(self) -> dict[Ident, list[StoredBlob]]:
+        """The chunks that continue each chunk; none where a prefix ends."""
+        idents, found = list(self.blobs), dict[Ident, list[StoredBlob]]()
+        for blob, place in zip(self.blobs.values(), self._parents, strict=True):
+            if place >= 0:
+                found.setdefault(idents[place], []).append(blob)
+        return found
 
     def parent(self, blob: StoredBlob) -> StoredBlob | None:
         """The chunk before this one; None for the first of a prefix and for an orphan."""
@@ -67,12 +85,12 @@ class Forest:
 
     def last_uses(self) -> dict[Ident, float]:
         """When each chunk was last used: a use of a chunk is a use of the prefix before it."""
-        used = {key: blob.used_s for key, blob in self.blobs.items()}
-        for blob in sorted(self.blobs.values(), key=lambda blob: -blob.name.chunk_index):
-            parent = self.parent(blob)
-            if parent is not None:
-                used[ident(parent)] = max(used[ident(parent)], used[ident(blob)])
-        return used
+        used = [blob.used_s for blob in self.blobs.values()]
+        for place in sorted(range(len(used)), key=self._depths.__getitem__, reverse=True):
+            above = self._parents[place]
+            if above >= 0 and used[above] < used[place]:
+                used[above] = used[place]
+        return dict(zip(self.blobs, used, strict=True))
 
     def pinned(self) -> set[Ident]:
         """Pinned chunks and the prefixes before them."""

@@ -4,10 +4,12 @@ Changes are made directly, as every server makes them: what is deleted behind a 
 and the leader's next LIST corrects its accounts. Leases, reports and logs of the servers are read and never written.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from tiered_kv.admin.disk_storage import read_record
+from tiered_kv.admin.epochs import BaseEpochs
 from tiered_kv.admin.storage import (
     FOR_GOOD,
     Content,
@@ -19,26 +21,35 @@ from tiered_kv.admin.storage import (
     Stray,
     no_progress,
 )
+from tiered_kv.errors import ChunkCorrupt
 from tiered_kv.keys.namespace import MAX_RECORD_BYTES, Namespace
 from tiered_kv.keys.naming import BlobName, object_path, parse_object_path
 from tiered_kv.location import Location
+from tiered_kv.server.shared_epochs import read_shared_epochs
 from tiered_kv.tiers.bucket.layout import (
     JSON_BYTES_MAX,
     LEASES,
     RECENCY,
     ROOT,
+    SERVERS,
+    Report,
     Term,
     decode,
     lease_path,
     parse_lease_path,
+    parse_session_path,
 )
 from tiered_kv.tiers.bucket.pins import PINS, parse_pin_path, pin_path
 from tiered_kv.tiers.bucket.recency import UseReader
 from tiered_kv.tiers.disk_scan import NAMESPACE_FILE
 from tiered_kv.tiers.object_store import ObjectInfo, ObjectStore
+from tiered_kv.tiers.shared_directory import TEMPORARY
 
 STRIDE: Final = 1000
 DELETE_AT_ONCE: Final = 1000
+CUT_OFF: Final = "left by a server or a command that was cut off, or in use at the moment"
+REPORT_VALID_S: Final = 600.0
+"""A server that keeps a limit reports every few seconds; a report that is older was left by one that died."""
 
 
 class _Uses:
@@ -54,7 +65,7 @@ class _Uses:
 class ObjectStorage(Storage):
     """Blobs below one prefix of an object store.
 
-    Threads: one at a time.
+    Threads: one at a time, but for ``read``.
     """
 
     def __init__(self, location: Location, *, timeout_s: float, concurrency: int) -> None:
@@ -70,20 +81,22 @@ class ObjectStorage(Storage):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def look(self, progress: Progress = no_progress) -> Content:
-        content, spaces, pins = Content(), set[bytes](), dict[bytes, float]()
+        content, spaces, pins = Content(), dict[bytes, float](), dict[bytes, float]()
         found: list[tuple[BlobName, ObjectInfo]] = []
         for number, info in enumerate(self.store.list("")):
             name = parse_object_path(info.path)
             if name is not None:
                 found.append((name, info))
-                spaces.add(name.namespace)
+                spaces.setdefault(name.namespace, 0.0)
+            elif info.path.startswith(f"{ROOT}/probe/"):
+                content.strays.append(Stray(info.path, info.size_bytes, info.modified_s, "temp", CUT_OFF))
             elif info.path.startswith(f"{ROOT}/"):
                 content.own_bytes += info.size_bytes
-                if (pin := parse_pin_path(info.path)) is not None:
-                    pins[pin[0].key] = max(pin[1] or FOR_GOOD, pins.get(pin[0].key, 0.0))
+                if (pin := _pin_in_force(info.path)) is not None:
+                    pins[pin[0].key] = max(pin[1], pins.get(pin[0].key, 0.0))
             elif (space := _space_of_record(info.path)) is not None:
                 content.own_bytes += info.size_bytes
-                spaces.add(space)
+                spaces[space] = info.modified_s
             else:
                 reason = "not a name that a blob has"
                 content.strays.append(Stray(info.path, info.size_bytes, info.modified_s, "name", reason))
@@ -93,9 +106,17 @@ class ObjectStorage(Storage):
         for name, info in found:
             used_s = max(info.modified_s, uses.by_key.get(name.key, 0.0))
             content.blobs.append(StoredBlob(name, info.size_bytes, info.modified_s, used_s, pins.get(name.key, 0.0)))
-        content.records = {space: self._record(space) for space in sorted(spaces)}
+        content.strays += self._temp_files()
+        content.records = {space: self._record(space, spaces[space]) for space in sorted(spaces)}
         progress(len(found), len(found))
         return content
+
+    def _temp_files(self) -> list[Stray]:
+        """Of a directory that machines mount: its list leaves them out, and no other store has any."""
+        if not self.uri.startswith("shared+file:"):
+            return []
+        found = self.store.list(f"{TEMPORARY}/")
+        return [Stray(info.path, info.size_bytes, info.modified_s, "temp", CUT_OFF) for info in found]
 
     def _uses(self, content: Content) -> _Uses:
         uses, reader = _Uses(), UseReader(self.store)
@@ -107,11 +128,16 @@ class ObjectStorage(Storage):
 
     def records(self) -> dict[bytes, NamespaceRecord]:
         """Of every namespace that has one: S3 tells no directories, so this lists everything."""
-        spaces = {space for info in self.store.list("") if (space := _space_of_record(info.path)) is not None}
-        return {space: self._record(space) for space in sorted(spaces)}
+        listed = ((_space_of_record(info.path), info.modified_s) for info in self.store.list(""))
+        spaces = {space: written_s for space, written_s in listed if space is not None}
+        return {space: self._record(space, spaces[space]) for space in sorted(spaces)}
 
-    def _record(self, space: bytes) -> NamespaceRecord:
-        return read_record(space, self.store.get(f"{space.hex()}/{NAMESPACE_FILE}", 2 * MAX_RECORD_BYTES))
+    def _record(self, space: bytes, written_s: float) -> NamespaceRecord:
+        try:
+            data = self.store.get(self.record_path(space), 2 * MAX_RECORD_BYTES)
+        except ChunkCorrupt as exc:
+            return NamespaceRecord(space, None, f"namespace.json cannot be understood: {exc}", written_s)
+        return read_record(space, data, written_s)
 
     def contains(self, names: Sequence[BlobName]) -> list[bool]:
         return [self.store.head(object_path(name)) is not None for name in names]
@@ -119,6 +145,27 @@ class ObjectStorage(Storage):
     def read(self, blob: StoredBlob | BlobName, length: int | None = None) -> bytes | None:
         path = object_path(blob.name if isinstance(blob, StoredBlob) else blob)
         return self.store.get(path) if length is None else self.store.get_head(path, length)
+
+    def path(self, name: BlobName) -> str:
+        return object_path(name)
+
+    def record_path(self, namespace: bytes) -> str:
+        return f"{namespace.hex()}/{NAMESPACE_FILE}"
+
+    def is_served(self) -> bool:
+        return False  # by many, perhaps, and owned by none
+
+    def live_namespaces(self) -> set[bytes]:
+        """Those in the reports of servers that keep a limit here; others do not report."""
+        found = set[bytes]()
+        for info in self.store.list(SERVERS):
+            if parse_session_path(info.path) is not None and info.modified_s > time.time() - REPORT_VALID_S:
+                report = decode(self.store.get(info.path, JSON_BYTES_MAX), Report)
+                found.update(filter(None, map(_digest, report.namespaces if report is not None else ())))
+        return found
+
+    def epochs(self) -> BaseEpochs:
+        return BaseEpochs("shared", read_shared_epochs(self.store))
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -149,6 +196,16 @@ class ObjectStorage(Storage):
             progress(result.removed, len(ordered))
         return result
 
+    def discard(self, names: Sequence[BlobName]) -> None:
+        self.store.delete([object_path(name) for name in names])
+
+    def remove_namespace(self, namespace: bytes) -> bool:
+        path = self.record_path(namespace)
+        if any(info.path != path for info in self.store.list(f"{namespace.hex()}/")):
+            return False
+        self.store.delete([path])
+        return True
+
     def remove_strays(self, strays: Sequence[Stray]) -> int:
         self.store.delete([stray.path for stray in strays])
         return len(strays)
@@ -158,8 +215,8 @@ class ObjectStorage(Storage):
     def pins(self) -> Mapping[BlobName, float]:
         found: dict[BlobName, float] = {}
         for info in self.store.list(PINS):
-            if (pin := parse_pin_path(info.path)) is not None:
-                found[pin[0]] = max(pin[1] or FOR_GOOD, found.get(pin[0], 0.0))
+            if (pin := _pin_in_force(info.path)) is not None:
+                found[pin[0]] = max(pin[1], found.get(pin[0], 0.0))
         return found
 
     def pin(self, names: Iterable[BlobName], until_s: float) -> None:
@@ -192,11 +249,23 @@ class ObjectStorage(Storage):
         self.store.close()
 
 
+def _pin_in_force(path: str) -> tuple[BlobName, float] | None:
+    """A pin and its end; None for one that has ended, by this machine's clock, and for anything else."""
+    pin = parse_pin_path(path)
+    if pin is None or 0 < pin[1] <= time.time():
+        return None
+    return pin[0], pin[1] or FOR_GOOD
+
+
 def _space_of_record(path: str) -> bytes | None:
     """The namespace whose record this is the path of."""
     space, _, name = path.partition("/")
+    return _digest(space) if name == NAMESPACE_FILE else None
+
+
+def _digest(digits: str) -> bytes | None:
     try:
-        digest = bytes.fromhex(space)
+        digest = bytes.fromhex(digits)
     except ValueError:
         return None
-    return digest if name == NAMESPACE_FILE and len(digest) == 16 else None
+    return digest if len(digest) == 16 and digest.hex() == digits else None

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tiered_kv.admin.disk_storage import DiskStorage
-from tiered_kv.admin.object_storage import ObjectStorage
 from tiered_kv.admin.storage import Storage
 from tiered_kv.config import Config
 
@@ -22,5 +20,9 @@ def open_storage(uri: str, settings: Mapping[str, object] | None = None) -> Stor
     config = Config.from_mapping({"storage_uri": uri} | dict(settings or {}))
     location = config.location()
     if location.kind == "disk":
+        from tiered_kv.admin.disk_storage import DiskStorage  # noqa: PLC0415 - only the one that is asked for
+
         return DiskStorage(Path(location.path), limit_bytes=config.disk_bytes)
+    from tiered_kv.admin.object_storage import ObjectStorage  # noqa: PLC0415 - as above
+
     return ObjectStorage(location, timeout_s=config.storage_timeout_s, concurrency=config.storage_concurrency)

@@ -1,16 +1,18 @@
 """A running server, as the command line talks to it: found by its directory or its socket, asked, never started."""
 
-import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
+
+import msgspec
 
 from tiered_kv import __version__
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
+from tiered_kv.metrics.figures import ServerFigures
 from tiered_kv.server import messages as m
-from tiered_kv.server.handshake import read_message, shake_hands
+from tiered_kv.server.handshake import read_message, refusal_error, shake_hands
 from tiered_kv.server.paths import read_info
 from tiered_kv.server.spawn import SCHEME, connect
 
@@ -30,15 +32,19 @@ class ServerLink:
         directory: The directory the server owns.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, hello: m.Hello | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
         """Take a connected socket and say hello.
+
+        Args:
+            hello: With limits that the server must have; None: whatever it has is fine.
+            timeout_s: How long each answer may take.
 
         Raises:
             ConfigError, ProtocolError, TierUnavailable: The server refused, is of another version, or is gone.
         """
         self._sock = sock
         try:
-            welcome = shake_hands(sock, m.Hello(m.PROTOCOL, __version__, "admin", os.getpid()), TIMEOUT_S)
+            welcome = shake_hands(sock, hello or m.Hello(m.PROTOCOL, __version__, "admin", os.getpid()), timeout_s)
         except BaseException:
             sock.close()
             raise
@@ -46,14 +52,14 @@ class ServerLink:
         self.pid = welcome.pid
 
     @classmethod
-    def of_directory(cls, root: Path) -> Self | None:
+    def of_directory(cls, root: Path, hello: m.Hello | None = None) -> Self | None:
         """The server of a directory; None when none answers."""
         info = read_info(root)
         sock = connect(info.socket) if info is not None else None
-        return None if sock is None else cls(sock)
+        return None if sock is None else cls(sock, hello)
 
     @classmethod
-    def of_socket(cls, address: str) -> Self:
+    def of_socket(cls, address: str, timeout_s: float = TIMEOUT_S) -> Self:
         """The server that listens at ``unix:///path``.
 
         Raises:
@@ -65,18 +71,30 @@ class ServerLink:
         sock = connect(address.removeprefix(SCHEME))
         if sock is None:
             raise TierUnavailable(f"no server answers at {address}")
-        return cls(sock)
+        return cls(sock, timeout_s=timeout_s)
 
-    def figures(self) -> dict[str, Any]:
-        """Everything the server tells of itself; see docs/operations.md."""
-        figures: dict[str, Any] = json.loads(self._ask(m.StatRequest(), m.Stat).figures)
-        return figures
+    def stat(self) -> ServerFigures:
+        """Everything the server tells of itself.
 
-    def evict(self, tier: str, namespace: bytes, keys: Sequence[bytes], *, holes: bool) -> tuple[int, int, int]:
-        """Have chunks removed from one tier; returns how many were taken out, kept because in use, and not there."""
+        Raises:
+            ProtocolError: It tells something else than servers of this version do.
+            TierUnavailable: It went away, or is too busy to answer.
+        """
+        try:
+            return msgspec.json.decode(self._ask(m.StatRequest(), m.Stat).figures, type=ServerFigures)
+        except msgspec.DecodeError as exc:  # ValidationError is one
+            raise ProtocolError(f"the server's figures cannot be understood: {exc}") from exc
+
+    def evict(self, tier: str, namespace: bytes, keys: Sequence[bytes] | None, *, holes: bool) -> tuple[int, int, int]:
+        """Have chunks removed from one tier; returns how many were taken out, kept because in use, and not there.
+
+        Args:
+            namespace: Empty: of every namespace; then there are no keys.
+            keys: None: all of the namespace.
+        """
         removed = kept = missing = 0
-        for start in range(0, len(keys), KEYS_AT_ONCE):
-            part = b"".join(keys[start : start + KEYS_AT_ONCE])
+        parts = [b""] if keys is None else [b"".join(part) for part in _parts(keys)]
+        for part in parts:
             answer = self._ask(m.Evict(tier, namespace, part, holes), m.Evicted)
             removed, kept, missing = removed + answer.removed, kept + answer.kept, missing + answer.missing
         return removed, kept, missing
@@ -87,6 +105,8 @@ class ServerLink:
             answer = read_message(self._sock)
         except OSError as exc:
             raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
+        if isinstance(answer, m.Refused):
+            raise refusal_error(answer)
         if not isinstance(answer, kind):
             raise ProtocolError(f"expected {kind.__name__}, got {type(answer).__name__}")
         return answer
@@ -100,3 +120,8 @@ class ServerLink:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+def _parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Keys in pieces that fit into a message, none of them empty: that would mean the whole namespace."""
+    return (keys[start : start + KEYS_AT_ONCE] for start in range(0, len(keys), KEYS_AT_ONCE))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
+from tiered_kv.admin.epochs import BaseEpochs
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
 
@@ -67,11 +68,13 @@ class NamespaceRecord:
 
     Attributes:
         namespace: None where there is no record, or none that can be read; then ``problem`` says why.
+        written_s: When the record was written; 0 where there is none.
     """
 
     digest: bytes
     namespace: Namespace | None
     problem: str = ""
+    written_s: float = 0.0
 
     @property
     def chunk_tokens(self) -> int | None:
@@ -119,7 +122,7 @@ class Removal:
 class Storage(ABC):
     """One tier, opened for an operator.
 
-    Threads: one at a time.
+    Threads: one at a time, but for ``contains``, ``read`` and ``write``, which several may call at once.
 
     Attributes:
         uri: As it may be shown.
@@ -150,6 +153,30 @@ class Storage(ABC):
         """A blob's bytes, unverified, or its first ``length``; None when it is not there."""
 
     @abstractmethod
+    def path(self, name: BlobName) -> str:
+        """Where a blob lies, relative to the tier's root."""
+
+    @abstractmethod
+    def record_path(self, namespace: bytes) -> str:
+        """Where a namespace's record lies, relative to the tier's root."""
+
+    @abstractmethod
+    def is_served(self) -> bool:
+        """Whether a server owns the tier, so that nobody else may remove more than blobs."""
+
+    @abstractmethod
+    def live_namespaces(self) -> set[bytes]:
+        """Namespaces that engines use now, as far as their servers say so here."""
+
+    @abstractmethod
+    def epochs(self) -> BaseEpochs:
+        """Which namespaces resets have retired.
+
+        Raises:
+            TierUnavailable: It cannot be read.
+        """
+
+    @abstractmethod
     def write(self, name: BlobName, blob: memoryview) -> bool:
         """Store a verified blob; False when it is there already.
 
@@ -171,6 +198,18 @@ class Storage(ABC):
 
         Raises:
             DirectoryLocked: Another command works on the directory.
+        """
+
+    @abstractmethod
+    def discard(self, names: Sequence[BlobName]) -> None:
+        """Remove what lies under these names, whatever it is, and ask no server: to it, it has vanished."""
+
+    @abstractmethod
+    def remove_namespace(self, namespace: bytes) -> bool:
+        """Remove a namespace's record and directories; False: something else lies there, so nothing was removed.
+
+        Raises:
+            DirectoryLocked: A server runs on the directory.
         """
 
     @abstractmethod

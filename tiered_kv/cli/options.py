@@ -7,10 +7,23 @@ import typer
 from tiered_kv.cli.settings import Settings, parse_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tiered_kv.admin.forest import Forest
     from tiered_kv.admin.storage import Content, Storage, StoredBlob
+    from tiered_kv.keys.naming import BlobName
 
-__all__ = ["AsJson", "NamespaceOption", "Settings", "Uri", "Yes", "find_chunk", "find_namespace", "open_uri"]
+__all__ = [
+    "AsJson",
+    "NamespaceOption",
+    "Settings",
+    "Uri",
+    "Yes",
+    "find_chunk",
+    "find_namespace",
+    "find_pin",
+    "open_uri",
+]
 
 Uri = Annotated[
     str, typer.Argument(help="The tier: file:///var/cache/tiered_kv, s3://bucket/prefix.", show_default=False)
@@ -27,8 +40,14 @@ DIGITS_MIN = 4
 
 def open_uri(uri: str, more: list[str] | None) -> "Storage":
     """The tier a URI names, with the settings of ``--set``. The caller closes it."""
+    import atexit
+    import gc
+
     from tiered_kv.admin.open import open_storage
 
+    # A listing makes a million objects that all stay: looking for garbage among them, and at the end, took a fifth.
+    gc.set_threshold(100_000)
+    atexit.register(gc.freeze)
     return open_storage(uri, parse_settings(more))
 
 
@@ -67,6 +86,21 @@ def find_chunk(forest: "Forest", text: str) -> "StoredBlob":
         hint = ": write more of it" if found else ": `tiered-kv ls URI` lists them"
         raise ConfigError(f"{what} with {prefix}{hint}")
     return found[0]
+
+
+def find_pin(pins: "Mapping[BlobName, float]", text: str) -> "BlobName | None":
+    """The pinned chunk whose key is ``text`` or begins with it; None if there is none.
+
+    Raises:
+        ConfigError: There is more than one like that.
+    """
+    from tiered_kv.errors import ConfigError
+
+    prefix = _digits(text, "KEY")
+    found = [name for name in pins if name.key.hex().startswith(prefix)]
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} pinned chunks have keys that begin with {prefix}: write more of it")
+    return found[0] if found else None
 
 
 def _digits(text: str, what: str) -> str:

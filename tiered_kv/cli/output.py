@@ -9,23 +9,36 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 import msgspec
 import typer
 
+from tiered_kv.cli.exits import (
+    EXIT_CODES,
+    EXIT_FOUND,
+    EXIT_LOCKED,
+    EXIT_SETTINGS,
+    EXIT_UNAVAILABLE,
+    EXIT_UNCONFIRMED,
+)
 from tiered_kv.errors import ConfigError, DirectoryLocked, TieredKVError
 
-EXIT_UNAVAILABLE: Final = 1
-EXIT_SETTINGS: Final = 2
-EXIT_LOCKED: Final = 3
-EXIT_FOUND: Final = 4
-EXIT_UNCONFIRMED: Final = 5
-
-EXIT_CODES: Final = (
-    "Exit codes: 0 done; 1 the storage or the server cannot be reached; 2 a setting or an argument is wrong; "
-    "3 another server or command owns the directory; 4 a check found something wrong; 5 not confirmed, nothing changed."
-)
+__all__ = [
+    "EXIT_CODES",
+    "EXIT_FOUND",
+    "EXIT_LOCKED",
+    "EXIT_SETTINGS",
+    "EXIT_UNAVAILABLE",
+    "EXIT_UNCONFIRMED",
+    "Report",
+    "age_text",
+    "confirm",
+    "exit_codes",
+    "note",
+    "print_json",
+    "print_table",
+    "progress",
+]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +56,8 @@ def exit_codes() -> Iterator[None]:
     """Turn the errors of a verb into one sentence on standard error and an exit code."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # `tiered-kv ls | head`: whoever read has seen enough, and nothing is wrong
     except DirectoryLocked as exc:
         raise _ended(EXIT_LOCKED, exc) from exc
     except ConfigError as exc:
@@ -62,8 +77,14 @@ def note(text: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document."""
-    print(json.dumps(msgspec.to_builtins(value), indent=2))
+    """Print one JSON document, in UTF-8 as JSON is."""
+    try:
+        text = msgspec.json.format(msgspec.json.encode(value), indent=2)
+    except UnicodeEncodeError:  # a file's name that is no text; escaped it is JSON all the same
+        text = json.dumps(msgspec.to_builtins(value), indent=2).encode()
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

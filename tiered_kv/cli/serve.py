@@ -1,14 +1,18 @@
 """`tiered-kv serve`: a cache server in the foreground, for several engines of one machine."""
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tiered_kv.cli.app import app
 from tiered_kv.cli.output import EXIT_CODES, exit_codes
 from tiered_kv.cli.settings import Settings, parse_settings
+
+if TYPE_CHECKING:
+    from tiered_kv.admin.exposition import MetricsServer
 
 
 @app.command(epilog=EXIT_CODES)
@@ -27,14 +31,23 @@ def serve(
     socket: Annotated[
         Path | None, typer.Option(help="Where to listen. (default: a private place, known to clients of the directory)")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve metrics for Prometheus at this port; 0: any that is free."),
+    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address to serve metrics at. Anybody there may read them.")] = (
+        "127.0.0.1"
+    ),
     more: Settings = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Serve a directory until SIGTERM or SIGINT; then write what is held and end.
 
-    Engines of the same user find the server by its directory, or by "server": "unix:///path/of/socket".
+    Engines of the same user find the server by its directory, or by "server": "unix:///path/of/socket". Once it can be
+    reached it prints one line: "serving URI pid=... socket=...", with --metrics-port also "metrics=http://...". Logs go
+    to standard error.
     """
-    with exit_codes():
+    with exit_codes(), ExitStack() as at_end:
         _set_log_level(log_level)
         from tiered_kv.config import Config
         from tiered_kv.errors import ConfigError
@@ -58,11 +71,24 @@ def serve(
         if socket is not None and not socket.is_absolute():
             raise ConfigError(f"option --socket: expected an absolute path, got {str(socket)!r}")
         raise_descriptor_limit()
+        metrics = None if metrics_port is None else _open_metrics(metrics_host, metrics_port, at_end)
 
         def on_ready(info: ServerInfo) -> None:
-            print(f"serving {redact(uri)} pid={info.pid} socket=unix://{info.socket}", flush=True)
+            if metrics is not None:
+                metrics.start(info.socket)
+            shown = "" if metrics is None else f" metrics={metrics.url}"
+            print(f"serving {redact(uri)} pid={info.pid} socket=unix://{info.socket}{shown}", flush=True)
 
         run(settings, until_idle=False, on_ready=on_ready, on_server=Server.install_signal_handlers, listen_at=socket)
+
+
+def _open_metrics(host: str, port: int, at_end: ExitStack) -> "MetricsServer":
+    """Take the port before the cache starts, which may take long; ``at_end`` gives it back."""
+    from tiered_kv.admin.exposition import MetricsServer
+
+    metrics = MetricsServer(host, port)
+    at_end.callback(metrics.close)
+    return metrics
 
 
 def _set_log_level(name: str) -> None:

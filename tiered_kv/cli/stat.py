@@ -1,137 +1,256 @@
-"""`tiered-kv stat`: what a running server holds and does."""
+"""`tiered-kv stat`: what a running server holds and does, and what a tier holds whose server does not run."""
 
-import json
-import os
-import socket
-from pathlib import Path
-from typing import Annotated, Any
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tiered_kv.admin.survey import StorageFigures, survey
 from tiered_kv.cli.app import app
-from tiered_kv.cli.output import EXIT_CODES, exit_codes, print_json, print_table
+from tiered_kv.cli.figure_text import (
+    capacity_text,
+    count_text,
+    rate_text,
+    share_text,
+    state_text,
+    time_text,
+    tokens_text,
+)
+from tiered_kv.cli.options import AsJson, open_uri
+from tiered_kv.cli.output import EXIT_CODES, Report, age_text, exit_codes, note, print_json, print_table, progress
 from tiered_kv.cli.settings import Settings, parse_settings
+from tiered_kv.config import Config, size_text
+from tiered_kv.errors import ConfigError, TierUnavailable
+from tiered_kv.metrics.figures import HOST, ServerFigures, TierFigures, sum_operations
 
-TIMEOUT_S = 10.0
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiered_kv.admin.server_link import ServerLink
+    from tiered_kv.admin.survey import BucketState
+
+
+class StatReport(Report, frozen=True, kw_only=True):
+    """What is known of a tier or a server.
+
+    Attributes:
+        version: Of this description.
+        server: What the running server says; null: none runs for the URI.
+        storage: What the tier itself shows; null: a server runs for the directory and says it better, or only a server
+            was named, or the bucket could not be read.
+        notes: What may make this incomplete.
+    """
+
+    server: ServerFigures | None
+    storage: StorageFigures | None
+    notes: list[str]
+
+
+ServerOption = Annotated[
+    str | None, typer.Option("--server", metavar="SOCKET", help="A server by its socket, unix:///path, without a URI.")
+]
+OptionalUri = Annotated[
+    str | None, typer.Argument(help="The tier: file:///var/cache/tiered_kv, s3://bucket/prefix.", show_default=False)
+]
 
 
 @app.command(epilog=EXIT_CODES)
-def stat(
-    uri: Annotated[
-        str | None, typer.Argument(help="The lowest tier: file:///var/cache/tiered_kv, s3://bucket/prefix.")
-    ] = None,
-    server: Annotated[str | None, typer.Option(help="The server's socket, unix:///path.")] = None,
-    more: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show capacity, usage, counters and operations of a running server. Starts none.
+def stat(uri: OptionalUri = None, server: ServerOption = None, more: Settings = None, as_json: AsJson = False) -> None:
+    """Show what a cache holds, serves and drops: from its server if one runs, else from the tier itself.
 
-    It is found by its directory: of an object store with a disk in front, name that, too: --set disk_path=/directory.
+    A server is found by its directory: of an object store with a disk in front, name that, too: --set
+    disk_path=/directory. It tells hit tokens of asked tokens by tier, capacity and usage, bandwidths, queues, drops,
+    damaged chunks and breakers, all since its start. Without one the tier is listed: namespaces, chunks, bytes, what
+    does not belong there, and of a bucket, whose server tells only its own part, who leads and what each server
+    reported. With --server nothing is listed. Starts no server.
     """
     with exit_codes():
-        figures = _ask(_connect(uri, server, parse_settings(more)))
+        report = _report(uri, server, more)
         if as_json:
-            print_json(figures)
-        else:
-            _show(figures)
+            print_json(report)
+            return
+        if report.server is not None:
+            _show_server(report.server)
+        if report.storage is not None:
+            if report.server is not None:
+                print()
+            _show_storage(report.storage, has_server=report.server is not None)
 
 
-def _connect(uri: str | None, server: str | None, more: dict[str, object]) -> socket.socket:
-    from tiered_kv.config import Config
-    from tiered_kv.errors import ConfigError, TierUnavailable
-    from tiered_kv.server.paths import read_info, server_directory
-    from tiered_kv.server.spawn import SCHEME, connect
+def connect(uri: str | None, server: str | None, more: list[str] | None) -> "ServerLink | None":
+    """The running server that a URI or a socket means; None: none runs for the URI. The caller closes it.
+
+    Raises:
+        ConfigError: Both or neither were given, or one is wrong.
+        TierUnavailable: Nobody answers at the socket.
+    """
+    import os
+    from pathlib import Path
+
+    from tiered_kv.admin.server_link import ServerLink
 
     if (uri is None) == (server is None):
         raise ConfigError("name either the storage URI or --server unix:///path/of/socket")
     if server is not None:
-        if not server.startswith(f"{SCHEME}/"):
-            raise ConfigError(f"option --server: expected unix:///path/of/socket, got {server!r}")
-        sock = connect(server.removeprefix(SCHEME))
-        if sock is None:
-            raise TierUnavailable(f"no server answers at {server}")
-        return sock
-    directory = server_directory(Config.from_mapping({"storage_uri": uri} | more))
-    info = read_info(directory)
-    sock = connect(info.socket) if info is not None else None
-    if sock is None:
-        raise TierUnavailable(_nobody(directory))
-    return sock
+        return ServerLink.of_socket(server)
+    directory = _config(uri, more).server_directory()
+    return ServerLink.of_directory(Path(os.path.realpath(directory)))
 
 
-def _nobody(directory: Path) -> str:
-    if not directory.exists():
-        return f"no server is running, and there is no such directory. path={directory}"
-    if not os.access(directory, os.R_OK | os.X_OK):
-        return f"the directory cannot be read. path={directory}"
-    return f"no server is running for this directory. path={directory}"
+def _config(uri: str | None, more: list[str] | None) -> Config:
+    return Config.from_mapping({"storage_uri": uri} | parse_settings(more))
 
 
-def _ask(sock: socket.socket) -> dict[str, Any]:
-    from tiered_kv import __version__
-    from tiered_kv.errors import ProtocolError, TierUnavailable
-    from tiered_kv.server import messages as m
-    from tiered_kv.server.handshake import read_message, shake_hands
-
-    with sock:
-        shake_hands(sock, m.Hello(m.PROTOCOL, __version__, "admin", os.getpid()), TIMEOUT_S)
+def _report(uri: str | None, server: str | None, more: list[str] | None) -> StatReport:
+    figures, storage, notes = None, None, list[str]()
+    link = connect(uri, server, more)
+    if link is not None:
+        with link:
+            figures = link.stat()
+    if uri is not None and (figures is None or _config(uri, more).location().kind == "object"):
         try:
-            sock.sendall(m.frame(m.StatRequest()))
-            answer = read_message(sock)
-        except OSError as exc:
-            raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
-    if not isinstance(answer, m.Stat):
-        raise ProtocolError(f"expected Stat, got {type(answer).__name__}")
-    figures: dict[str, Any] = json.loads(answer.figures)
-    return figures
+            with open_uri(uri, more) as opened, progress("listing") as tick:
+                storage, notes = survey(opened, tick)
+        except TierUnavailable as exc:
+            if figures is None:
+                raise
+            notes = [f"the bucket could not be read from here: {exc}"]
+    for text in notes:
+        note(text)
+    return StatReport(server=figures, storage=storage, notes=notes)
 
 
-def _show(figures: dict[str, Any]) -> None:
-    from tiered_kv.config import size_text
+# -- a server ---------------------------------------------------------------------------------------------------------
 
-    hierarchy = figures["hierarchy"]
-    print(f"server    pid {figures['pid']}, version {figures['version']}, {figures['clients']} clients")
-    print(f"directory {figures['directory']}\n")
-    rows: list[tuple[object, ...]] = [
-        (
-            "host",
-            size_text(hierarchy["host_assigned_bytes"]),
-            size_text(hierarchy["host_capacity_bytes"]),
-            hierarchy["host_ready_chunks"],
-            "",
-            "",
-        )
-    ]
-    for tier in figures["tiers"]:
-        capacity, rate = tier["capacity_bytes"], tier["read_bytes_per_s"]
-        rows.append(
+
+def _show_server(figures: ServerFigures) -> None:
+    print(f"tokens    {tokens_text(figures.tokens)}")
+    print(f"server    pid {figures.pid}, version {figures.version}, up {age_text(figures.uptime_s)}, ", end="")
+    print(f"{figures.clients} clients, {figures.hierarchy['lookups']} open lookups")
+    print(f"directory {figures.directory}")
+    print(f"storage   {figures.storage}\n")
+    columns = ("tier", "used", "capacity", "chunks", "hit tokens", "read", "written", "read rate", "waiting", "state")
+    print_table("Tiers", columns, [_host_row(figures), *(_tier_row(figures, tier) for tier in figures.tiers)])
+    _show_part(
+        "Sessions",
+        ("engine", "namespace", "workers", "state"),
+        [(one.engine, one.namespace or "", one.workers, one.state) for one in figures.sessions],
+    )
+    _show_part(
+        "Operations",
+        ("tier", "operation", "outcome", "calls", "bytes", "mean time", "rate"),
+        [
             (
-                tier["name"],
-                size_text(tier["used_bytes"]),
-                "unbounded" if capacity is None else size_text(capacity),
-                tier["blobs"],
-                "" if rate is None else f"{size_text(int(rate))}/s",
-                _state(tier),
+                row.tier,
+                row.operation,
+                row.outcome,
+                row.calls,
+                size_text(row.bytes) if row.bytes else "",
+                time_text(row.seconds / row.calls),
+                rate_text(row.bytes / row.seconds if row.seconds else None),
             )
-        )
-    print_table("Tiers", ("tier", "used", "capacity", "chunks", "read rate", "state"), rows)
-    for title, columns, lines in (
-        ("Sessions", ("engine", "namespace", "workers", "state"), figures["sessions"]),
-        ("Operations", ("tier", "operation", "outcome", "calls", "bytes", "seconds"), figures["operations"]),
-    ):
+            for row in figures.operations
+        ],
+    )
+    drops = figures.drops()
+    _show_part("Chunks not written", ("reason", "chunks"), list(drops.items()))
+    others = {"pending_writes": figures.pending_writes, **figures.counters}
+    _show_part("Counters", ("counter", "value"), sorted((n, v) for n, v in others.items() if n not in drops))
+
+
+def _show_part(title: str, columns: tuple[str, ...], rows: list[tuple[object, ...]]) -> None:
+    if rows:
         print()
-        print_table(title, columns, [[line[column] for column in columns] for line in lines])
-    print()
-    counters = {"pending_writes": figures["pending_writes"], **figures["counters"]}
-    print_table("Counters", ("counter", "value"), sorted(counters.items()))
+        print_table(title, columns, rows)
 
 
-def _state(tier: dict[str, Any]) -> str:
-    """What the breaker says, and who keeps a shared bucket within its limits."""
-    words = {"closed": "in use", "open": "left out", "half_open": "left out, being tried"}
-    parts = [words.get(tier.get("breaker", ""), "")]
-    if "breaker_reason" in tier:
-        parts.append(tier["breaker_reason"])
-    if bucket := tier.get("bucket"):
-        parts.append(f"bucket: {bucket['role']}" + (f", term {bucket['term']}" if bucket["term"] else ""))
-    return "; ".join(part for part in parts if part)
+def _host_row(figures: ServerFigures) -> tuple[object, ...]:
+    hierarchy = figures.hierarchy
+    used, capacity = size_text(hierarchy["host_assigned_bytes"]), size_text(hierarchy["host_capacity_bytes"])
+    leased = f"{size_text(hierarchy['leased_bytes'])} leased" if hierarchy["leased_bytes"] else ""
+    return (HOST, used, capacity, hierarchy["host_ready_chunks"], _hit_text(figures, HOST), "", "", "", "", leased)
+
+
+def _tier_row(figures: ServerFigures, tier: TierFigures) -> tuple[object, ...]:
+    moved = [sum_operations(figures.operations, tier.name, operation).bytes for operation in ("get", "put")]
+    state = [state_text(tier), f"{tier.corrupt} damaged chunks read" if tier.corrupt else ""]
+    return (
+        tier.name,
+        size_text(tier.used_bytes),
+        capacity_text(tier.capacity_bytes),
+        tier.blobs,
+        _hit_text(figures, tier.name),
+        *(size_text(size_bytes) if size_bytes else "" for size_bytes in moved),
+        rate_text(tier.read_bytes_per_s),
+        f"{tier.backlog_chunks} chunks" if tier.backlog_chunks else "",
+        "; ".join(text for text in state if text),
+    )
+
+
+def _hit_text(figures: ServerFigures, tier: str) -> str:
+    tokens = sum(hit.tokens for hit in figures.tokens.hits if hit.tier == tier)
+    return f"{count_text(tokens)} ({share_text(tokens, figures.tokens.asked_tokens)})" if tokens else ""
+
+
+# -- a tier by itself -------------------------------------------------------------------------------------------------
+
+
+def _show_storage(storage: StorageFigures, *, has_server: bool) -> None:
+    now_s = time.time()
+
+    def ago(when_s: float | None) -> str:
+        return "-" if when_s is None else f"{age_text(now_s - when_s)} ago"
+
+    runs = "" if has_server or storage.kind == "object" else ", no server is running for this directory"
+    print(f"storage   {storage.uri}{runs}")
+    print(f"chunks    {storage.chunks} in {len(storage.namespaces)} namespaces, {count_text(storage.tokens)} tokens")
+    limit = f" of {size_text(storage.capacity_bytes)}" if storage.capacity_bytes is not None else ""
+    free = f", {size_text(storage.free_bytes)} free on this file system" if storage.free_bytes is not None else ""
+    print(f"size      {size_text(storage.bytes)}{limit}{free}")
+    print(f"besides   {size_text(storage.own_bytes)} of records, indexes, leases and logs")
+    if storage.strays:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in storage.stray_kinds.items())
+        print(f"strays    {storage.strays} ({kinds}), {size_text(storage.stray_bytes)}: `tiered-kv gc` removes them")
+    print(f"pinned    {storage.pinned_chunks} chunks")
+    print(f"last use  {ago(storage.last_used_unix_s)}")
+    if storage.bucket is not None:
+        print(f"leader    {_leader(storage.bucket, ago)}")
+        _show_part(
+            "Servers",
+            ("server and session", "term", "reported", "granted", "put", "chunks put"),
+            [
+                (
+                    one.session,
+                    one.term,
+                    ago(one.reported_unix_s),
+                    "" if one.granted_bytes is None else size_text(one.granted_bytes),
+                    size_text(one.spent_bytes),
+                    one.stored_chunks,
+                )
+                for one in storage.bucket.servers
+            ],
+        )
+    _show_part(
+        "Namespaces",
+        ("namespace", "chunks", "size", "tokens", "pinned", "last use"),
+        [
+            (
+                space.namespace,
+                space.chunks,
+                size_text(space.bytes),
+                "" if space.tokens is None else count_text(space.tokens),
+                space.pinned_chunks,
+                ago(space.last_used_unix_s),
+            )
+            for space in storage.namespaces
+        ],
+    )
+
+
+def _leader(bucket: "BucketState", ago: "Callable[[float | None], str]") -> str:
+    if bucket.term is None:
+        return "nobody ever led: no server has limits"
+    if bucket.leader is None:
+        return f"the lease of term {bucket.term} cannot be read"
+    said = f"{bucket.leader}, term {bucket.term}"
+    return f"nobody; the last was {said}" if bucket.is_closed else f"{said}, renewed {ago(bucket.renewed_unix_s)}"

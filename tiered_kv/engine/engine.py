@@ -4,7 +4,8 @@ Called by the server's loop, by the in-process cache and, with a stepping execut
 except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one small file) and :meth:`Engine.close`.
 
     field                                         owner
-    hierarchy, guards, _throughput, _geometries   the caller of ``step``
+    hierarchy, guards, _throughput, _geometries,
+    _served, _jobs                                the caller of ``step``
     tiers, arena                                  executor threads; the owner asks for usage and notes recency
     _finished                                     appended by executor threads, emptied by the owner (both are atomic)
     _flushing                                     a tier's number is added by the owner, removed by the flushing thread
@@ -12,7 +13,7 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,9 +25,11 @@ from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import Executor, Pool
 from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.performer import Performer
+from tiered_kv.engine.served import Totals
 from tiered_kv.engine.throughput import Throughput
 from tiered_kv.errors import Closed, ConfigError, TierUnavailable
-from tiered_kv.hierarchy.hierarchy import Hierarchy, Limits
+from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import (
     ChunkRecord,
     Copy,
@@ -74,6 +77,8 @@ _REMOTE_POOL: dict[type, tuple[Pool, int]] = {
     Copy: (Pool.REMOTE_STORE, 1),
 }
 
+_KINDS: dict[type, str] = {Read: "get", Write: "put", Copy: "put", Probe: "contains", Delete: "delete"}
+
 
 class Engine:
     """Hierarchy, tiers, arena and threads as one cache.
@@ -99,6 +104,8 @@ class Engine:
         self._performer = Performer(self.tiers, arena, clock, formats)
         self._throughput = [Throughput() for _ in self.tiers]
         self._geometries: dict[bytes, ChunkGeometry] = {}
+        self._served = Totals()
+        self._jobs: Counter[tuple[int, str]] = Counter()
         self._finished: deque[tuple[Job, Outcome]] = deque()
         now_s = clock.monotonic()
         self._flush_due_s = [now_s + tier.traits.flush_interval_s for tier in self.tiers]
@@ -237,8 +244,20 @@ class Engine:
         """How fast promotions from a tier run; None without samples."""
         return self._throughput[tier].bytes_per_s
 
+    def served(self) -> Totals:
+        """What ended lookups asked for and got since the start. The caller does not change it."""
+        for namespace, chunks in self.hierarchy.served.take().items():
+            self._served.add(chunks, self._geometries[namespace].chunk_tokens)
+        return self._served
+
+    def jobs(self, tier: int) -> dict[str, int]:
+        """Operations of a tier that were handed to threads and have not ended, by kind."""
+        return {kind: self._jobs[tier, kind] for kind in dict.fromkeys(_KINDS.values())}
+
     def _submit_jobs(self) -> None:
         for job in self.hierarchy.take_jobs():
+            if not isinstance(job, Seal | Grow):
+                self._jobs[job.tier, _KINDS[type(job)]] += 1
             if isinstance(job, Read):
                 self._throughput[job.tier].started(self.clock.monotonic())
             is_remote = not isinstance(job, Seal | Grow) and self.tiers[job.tier].traits.is_shared
@@ -250,6 +269,8 @@ class Engine:
         self.executor.notify()
 
     def _report(self, job: Job, outcome: Outcome) -> None:
+        if not isinstance(job, Seal | Grow):
+            self._jobs[job.tier, _KINDS[type(job)]] -= 1
         match job:
             case Seal():
                 self.hierarchy.sealed(job, outcome)

@@ -38,6 +38,10 @@ class FrontTier(LowerTier):
         """Chunks put off, queued or being written."""
         return len(self._deferred) + len(self._queue) + self._writing
 
+    @property
+    def backlog(self) -> int:
+        return self.pending
+
     def claim(self, entry: Entry) -> None:
         if entry.host is HostState.ABSENT:
             return

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from tiered_kv.hierarchy.credits import Credits, Session
 from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import Entry, HostState, Index, LowerState
+from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.lookups import Lookups
 from tiered_kv.hierarchy.plan import (
     ChunkRecord,
@@ -39,30 +39,16 @@ from tiered_kv.hierarchy.plan import (
 from tiered_kv.hierarchy.promotions import Promotions
 from tiered_kv.hierarchy.removal import remove
 from tiered_kv.hierarchy.searches import Search
+from tiered_kv.hierarchy.served import Served
 from tiered_kv.hierarchy.stack import LowerTiers
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the hierarchy, as shares of host memory.
-
-    Attributes:
-        leased_share: Host memory that lookups may hold at once.
-        request_share: Host memory one lookup may hold.
-        credit_share: Host memory that empty granted slots may hold, all sessions together; up to twice as much if that
-            is what it takes to give every session one.
-        write_queue_share: Host memory that may be held for its write to a lower tier; past it writes are put off, and
-            chunks that are evicted before their turn are never written.
-    """
-
-    leased_share: float = 0.5
-    request_share: float = 0.375
-    credit_share: float = 0.25
-    write_queue_share: float = 0.5
 
 
 class Hierarchy:
     """Where every chunk is and what moves next.
+
+    Attributes:
+        counters: What happened how often, since the start.
+        served: What lookups asked for and got, until somebody takes it.
 
     Threads: one owner. Units: bytes.
     """
@@ -93,7 +79,9 @@ class Hierarchy:
         )
         self._credits = Credits(self._host, self.limits.credit_share)
         self._sessions: dict[int, Session] = {}
-        self._lookups = Lookups(self._host, self.counters, (self.limits.leased_share, self.limits.request_share))
+        self.served = Served()
+        shares = (self.limits.leased_share, self.limits.request_share)
+        self._lookups = Lookups(self._host, self.counters, self.served, shares)
         self._promotions = Promotions(self.index, self._host, self._lower, self._lookups, self._jobs, self.counters)
         self._recalls: list[CreditRecall] = []
         self._last_session = 0
@@ -174,7 +162,7 @@ class Hierarchy:
         session = self._sessions[session_id]
         held = self.index.held_prefix(session.namespace, keys, digests)
         self._record_use(held, session.slot_bytes)
-        lookup = self._lookups.open(session, held, start)
+        lookup = self._lookups.open(session, held, len(keys), start)
         self._promotions.start(lookup)
         self._lookups.wait(lookup)
         self._lower.claim_again(held)

@@ -7,13 +7,14 @@ Owns leases on behalf of lookups. Must not decide what is promoted or from where
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiered_kv.hierarchy.credits import Session
 from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import Entry, HostState
 from tiered_kv.hierarchy.plan import LookupUpdate
 from tiered_kv.hierarchy.searches import Search
+from tiered_kv.hierarchy.served import Served
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class Lookup:
         entries: Leased chunks, from ``start`` on; only the first ``ready`` may be read.
         is_cut: No more chunks are leased: a limit was reached, or one of them did not come.
         search: What looks for more of its prefix, until that is done or of no use.
+        length: Chunks of its prefix, also those before ``start``.
+        sources: Per entry, the lower tier it was read from; None: it needed not be read.
     """
 
     id: int
@@ -34,6 +37,8 @@ class Lookup:
     ready: int = 0
     is_cut: bool = False
     search: Search | None = None
+    length: int = 0
+    sources: list[int | None] = field(default_factory=list)
 
 
 class Lookups:
@@ -42,13 +47,14 @@ class Lookups:
     Threads: one owner, the hierarchy.
     """
 
-    def __init__(self, host: HostMemory, counters: Counter[str], shares: tuple[float, float]) -> None:
+    def __init__(self, host: HostMemory, counters: Counter[str], served: Served, shares: tuple[float, float]) -> None:
         """Start empty; ``shares`` of host memory are what all lookups together, and one lookup, may hold."""
         self._shares = shares
         self._lookups: dict[int, Lookup] = {}
         self._dirty: dict[int, None] = {}  # what has changed since it was last told
         self._host = host
         self._counters = counters
+        self._served = served
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -65,10 +71,10 @@ class Lookups:
 
     # -- life of a lookup --------------------------------------------------------------------------------------
 
-    def open(self, session: Session, held: list[Entry], start: int) -> Lookup:
-        """Lease held chunks from ``start`` on, as far as the limits allow."""
+    def open(self, session: Session, held: list[Entry], length: int, start: int) -> Lookup:
+        """Look up a prefix of ``length`` chunks: lease held ones from ``start`` on, as far as the limits allow."""
         self._last_id += 1
-        lookup = Lookup(self._last_id, session, start, 0, [])
+        lookup = Lookup(self._last_id, session, start, 0, [], length=length)
         self._lookups[lookup.id] = lookup
         session.lookups.add(lookup.id)
         self.extend(lookup, held)
@@ -98,6 +104,7 @@ class Lookups:
 
     def wait(self, lookup: Lookup) -> None:
         """All leased chunks are in slots or on their way: count what is ready, wait for the rest."""
+        lookup.sources.extend(entry.source for entry in lookup.entries[len(lookup.sources) :])
         self._advance(lookup)
         for entry in lookup.entries[lookup.ready :]:
             if entry.lookups is None:
@@ -109,14 +116,16 @@ class Lookups:
         """Give up all but the first ``length`` chunks; promotions of the others go on for the next request."""
         lookup.is_cut = True
         dropped = lookup.entries[length:]
-        del lookup.entries[length:]
+        del lookup.entries[length:], lookup.sources[length:]
         lookup.ready = min(lookup.ready, length)
         for entry in dropped:
             _wait_no_more(entry, lookup)
             self._host.end_lease(entry, lookup.session.slot_bytes)
 
     def close(self, lookup: Lookup) -> None:
-        """End the lookup and its leases."""
+        """End the lookup and its leases; only now is it known what it got."""
+        sources = lookup.sources[: lookup.ready]
+        self._served.ended(lookup.session.namespace, lookup.length, lookup.start, sources)
         self.truncate(lookup, 0)
         del self._lookups[lookup.id]
         lookup.session.lookups.discard(lookup.id)
@@ -159,6 +168,7 @@ class Lookups:
                 assert entry in self._lookups[lookup_id].entries, "a lookup waits for a chunk it gave up"
         for lookup in self._lookups.values():
             states = [entry.host for entry in lookup.entries]
+            assert len(lookup.sources) == len(states), "where a chunk came from was not noted"
             assert HostState.ABSENT not in states, "a lookup wants a chunk that has no slot"
             assert all(state is HostState.READY for state in states[: lookup.ready]), "an unverified chunk was promised"
             assert lookup.search is None or not lookup.search.is_over, "a lookup waits for a search that is over"

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tiered_kv.hierarchy.index import CLAIMED, Entry, HostState, Index, LowerState
+from tiered_kv.hierarchy.lower_check import check_lower
 from tiered_kv.hierarchy.order import Order
 from tiered_kv.hierarchy.plan import Delete, Job, Outcome
 
@@ -77,6 +78,11 @@ class LowerTier(ABC):
     @abstractmethod
     def pending(self) -> int:
         """Chunks that are to be written: what a drain waits for."""
+
+    @property
+    def backlog(self) -> int:
+        """Chunks that wait to be written here or are being written, also those no drain waits for."""
+        return len(self._queue) + self._writing
 
     @property
     def blob_count(self) -> int:
@@ -364,37 +370,4 @@ class LowerTier(ABC):
 
     def check_integrity(self) -> None:
         """Assert that counts match the entries and that no write waits for nothing."""
-        by_state: dict[LowerState, set[Entry]] = {state: set() for state in LowerState}
-        for entry in self._index.entries():
-            by_state[entry.lower[self.tier]].add(entry)
-        entries = self._index.entries()
-        queued, writing = by_state[LowerState.QUEUED], by_state[LowerState.WRITING]
-        assert self.used_bytes == sum(entry.lower_bytes[self.tier] for entry in entries), "used bytes drifted"
-        assert queued == set(self._queue), "the queue and the states disagree"
-        assert self._writing == len(writing), "writing count drifted"
-        assert len(self.order) == len(by_state[LowerState.PRESENT] | by_state[LowerState.CORRUPT])
-        assert all(e in self.order for e in by_state[LowerState.PRESENT]), "a blob can never be evicted"
-        self.order.check_integrity()
-        deleting = by_state[LowerState.DELETING]
-        assert self._deleting_bytes == sum(e.lower_bytes[self.tier] for e in deleting), "deleting bytes drifted"
-        assert by_state[LowerState.CORRUPT] <= self._corrupt <= by_state[LowerState.CORRUPT] | deleting
-        assert self._claims_after_delete <= deleting, "a claim waits for a deletion that ended"
-        assert all(parent.lower[self.tier] in CLAIMED for parent in self._waiting), "a write waits for a lost parent"
-        for entry in queued:
-            self._check_queued(entry)
-        if self.capacity_bytes is not None:
-            limit = max(self.capacity_bytes, self._found_bytes)
-            assert self.used_bytes <= limit, "a tier passes its capacity"
-
-    def _check_queued(self, entry: Entry) -> None:
-        parent = self._index.parent(entry)
-        if entry.record.chunk_index:
-            assert parent is not None and parent.lower[self.tier] in CLAIMED, "a child is queued without its parent"
-        if self._may_write(entry):
-            assert entry in self._ready, "a write was forgotten"
-            is_busy = self._writing == self._writes_max or self._deleting_bytes
-            assert is_busy or not self.takes_writes, "a write waits for nothing"
-        elif self._has_source(entry):
-            assert parent is not None and entry in self._waiting.get(parent, ()), (
-                "a write waits for a parent that forgot it"
-            )
+        check_lower(self)

@@ -18,6 +18,7 @@ def remove(
     """Remove chunks of a namespace from host memory or from a lower tier that is not shared, the deepest first.
 
     Args:
+        namespace: Empty: of every namespace.
         keys: None: all of the namespace.
         leaves_holes: Also those on which chunks depend that stay in the lower tier; host memory has no such rule.
 
@@ -25,7 +26,7 @@ def remove(
         How many are going, how many stay because they are in use or needed, and how many are not there.
     """
     found = index.entries() if keys is None else [index.get(key) for key in dict.fromkeys(keys)]
-    entries = [entry for entry in found if entry is not None and entry.record.namespace == namespace]
+    entries = [entry for entry in found if entry is not None and namespace in (b"", entry.record.namespace)]
     removed = kept = 0
     for entry in sorted(entries, key=lambda entry: -entry.record.chunk_index):
         is_going = tier.remove(entry) if isinstance(tier, HostMemory) else tier.remove(entry, leaves_hole=leaves_holes)

@@ -110,6 +110,7 @@ class LowerTiers:
             figures[f"tier{tier}_used_bytes"] = lower.used_bytes
             figures[f"tier{tier}_queued_bytes"] = lower.queued_bytes
             figures[f"tier{tier}_pending_writes"] = lower.pending
+            figures[f"tier{tier}_backlog"] = lower.backlog
             figures[f"tier{tier}_chunks"] = lower.blob_count
         return figures
 

@@ -7,6 +7,8 @@ are rates and nothing is lost between two readers.
 import threading
 from dataclasses import dataclass
 
+from tiered_kv.metrics.figures import OperationFigures
+
 
 @dataclass(slots=True)
 class OperationTotals:
@@ -35,17 +37,17 @@ class Recorder:
             totals.size_bytes += size_bytes
             totals.seconds += seconds
 
-    def snapshot(self) -> list[dict[str, str | int | float]]:
+    def snapshot(self) -> list[OperationFigures]:
         """One row per kind of call seen so far."""
         with self._lock:
             return [
-                {
-                    "tier": tier,
-                    "operation": operation,
-                    "outcome": outcome,
-                    "calls": totals.calls,
-                    "bytes": totals.size_bytes,
-                    "seconds": round(totals.seconds, 6),
-                }
+                OperationFigures(
+                    tier=tier,
+                    operation=operation,
+                    outcome=outcome,
+                    calls=totals.calls,
+                    bytes=totals.size_bytes,
+                    seconds=round(totals.seconds, 6),
+                )
                 for (tier, operation, outcome), totals in sorted(self._totals.items())
             ]

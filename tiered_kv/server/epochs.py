@@ -8,12 +8,31 @@ import logging
 import os
 import secrets
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from tiered_kv.errors import TierUnavailable
 
 logger = logging.getLogger(__name__)
+
+EPOCHS_FILE: Final = "epochs.json"
+
+
+def read_epochs(root: Path) -> dict[str, int]:
+    """The numbers of a directory: by base digest in hex, and a floor for all of them under the empty name.
+
+    Raises:
+        ValueError: The file is damaged.
+        TierUnavailable: It cannot be read.
+    """
+    path = root / EPOCHS_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+    except FileNotFoundError:
+        return {}
+    except OSError as exc:
+        raise TierUnavailable(f"cannot read the epochs. path={path}: {exc}") from exc
 
 
 class Epochs:
@@ -28,16 +47,12 @@ class Epochs:
         Raises:
             TierUnavailable: The file cannot be read, or a fresh one cannot be written.
         """
-        self._path = root / "epochs.json"
+        self._path = root / EPOCHS_FILE
         self._numbers: dict[str, int] = {}
         try:
-            self._numbers = msgspec.json.decode(self._path.read_bytes(), type=dict[str, int])
-        except FileNotFoundError:
-            return
+            self._numbers = read_epochs(root)
         except ValueError as exc:
             self._start_afresh(exc)
-        except OSError as exc:
-            raise TierUnavailable(f"cannot read the epochs. path={self._path}: {exc}") from exc
 
     def _start_afresh(self, reason: ValueError) -> None:
         """Which epochs were retired is unknown, so every base epoch of this directory is retired at once."""

@@ -1,12 +1,30 @@
-"""The server's figures: what ``stat`` shows, and whether a client expects the limits the server has."""
+"""The server's figures: what ``stat`` shows, and whether a client expects the limits the server has.
+
+The figures' types are in ``metrics/figures.py``.
+"""
 
 import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
+import msgspec
+
+from tiered_kv import __version__
 from tiered_kv.config import Config
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError
+from tiered_kv.metrics.figures import (
+    HOST,
+    BucketFigures,
+    HitFigures,
+    OperationFigures,
+    ServerFigures,
+    SessionFigures,
+    TierFigures,
+    TokenFigures,
+)
+from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import messages as m
-from tiered_kv.tiers.wrappers.breaker import Breaker
 
 
 def check_limits(hello: m.Hello, config: Config, disk_bytes: int | None) -> None:
@@ -34,33 +52,77 @@ def check_limits(hello: m.Hello, config: Config, disk_bytes: int | None) -> None
         )
 
 
-def engine_figures(engine: Engine) -> dict[str, object]:
-    """Capacity, usage and counters of an engine's hierarchy and tiers."""
-    tiers = []
-    for number, tier in enumerate(engine.tiers):
-        usage = tier.usage()
-        tiers.append(
-            {
-                "name": tier.traits.name,
-                "used_bytes": usage.used_bytes,
-                "capacity_bytes": usage.capacity_bytes,
-                "blobs": usage.blob_count,
-                "read_bytes_per_s": engine.read_bytes_per_s(number),
-                **_breaker_figures(engine.guards.breaker(number)),
-                **tier.figures(),
-            }
+class FigureSource:
+    """Collects what a server says of itself.
+
+    Threads: the server's loop only.
+    """
+
+    def __init__(self, engine: Engine, recorder: Recorder, config: Config, *, server_id: str, root: Path) -> None:
+        self._engine = engine
+        self._recorder = recorder
+        self._storage = str(config.location())
+        self._server_id = server_id
+        self._root = root
+        self._started_s = engine.clock.monotonic()
+        self._started_unix_s = float(engine.clock.wall())
+
+    def now(self, clients: int, sessions: Iterable[SessionFigures]) -> ServerFigures:
+        """Everything, as of now. No I/O: about a millisecond."""
+        hierarchy = self._engine.hierarchy
+        operations = self._recorder.snapshot()
+        usage = hierarchy.usage()
+        return ServerFigures(
+            version=__version__,
+            pid=os.getpid(),
+            server_id=self._server_id,
+            directory=str(self._root),
+            storage=self._storage,
+            started_unix_s=self._started_unix_s,
+            uptime_s=self._engine.clock.monotonic() - self._started_s,
+            clients=clients,
+            pending_writes=hierarchy.pending_writes,
+            tokens=self._tokens(),
+            hierarchy=usage,
+            counters=dict(hierarchy.counters),
+            tiers=[self._tier(number, usage, operations) for number in range(len(self._engine.tiers))],
+            sessions=list(sessions),
+            operations=operations,
         )
-    hierarchy = engine.hierarchy
-    return {
-        "pending_writes": hierarchy.pending_writes,
-        "hierarchy": hierarchy.usage(),
-        "counters": dict(hierarchy.counters),
-        "tiers": tiers,
-    }
 
+    def _tokens(self) -> TokenFigures:
+        served = self._engine.served()
+        chunks, tokens = served.chunks, served.tokens
+        sources = [(None, HOST), *enumerate(tier.traits.name for tier in self._engine.tiers)]
+        return TokenFigures(
+            lookups=chunks.lookups,
+            prompt_chunks=chunks.prefix,
+            prompt_tokens=tokens.prefix,
+            asked_chunks=chunks.asked,
+            asked_tokens=tokens.asked,
+            hit_chunks=chunks.hits.total(),
+            hit_tokens=tokens.hits.total(),
+            missed_chunks=chunks.asked - chunks.hits.total(),
+            missed_tokens=tokens.asked - tokens.hits.total(),
+            hits=[HitFigures(tier=name, chunks=chunks.hits[n], tokens=tokens.hits[n]) for n, name in sources],
+        )
 
-def _breaker_figures(breaker: Breaker | None) -> dict[str, object]:
-    if breaker is None:
-        return {}
-    figures: dict[str, object] = {"breaker": breaker.state.value, "breaker_opened": breaker.opened_count}
-    return figures | ({"breaker_reason": breaker.reason} if breaker.is_open else {})
+    def _tier(self, number: int, hierarchy: Mapping[str, int], operations: Iterable[OperationFigures]) -> TierFigures:
+        tier, breaker = self._engine.tiers[number], self._engine.guards.breaker(number)
+        usage, name, bucket = tier.usage(), tier.traits.name, tier.figures().get("bucket")
+        return TierFigures(
+            name=name,
+            used_bytes=usage.used_bytes,
+            capacity_bytes=usage.capacity_bytes,
+            blobs=usage.blob_count,
+            read_bytes_per_s=self._engine.read_bytes_per_s(number),
+            pending_writes=hierarchy[f"tier{number}_pending_writes"],
+            backlog_chunks=hierarchy[f"tier{number}_backlog"],
+            queued_bytes=hierarchy[f"tier{number}_queued_bytes"],
+            jobs=self._engine.jobs(number),
+            corrupt=sum(row.calls for row in operations if (row.tier, row.outcome) == (name, "corrupt")),
+            breaker=None if breaker is None else breaker.state.value,
+            breaker_opened=0 if breaker is None else breaker.opened_count,
+            breaker_reason=breaker.reason if breaker is not None and breaker.is_open else None,
+            bucket=None if bucket is None else msgspec.convert(bucket, BucketFigures),
+        )

@@ -15,6 +15,7 @@ from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.errors import ConfigError, ProtocolError
 from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.keys.namespace import DIGEST_BYTES, MAX_RECORD_BYTES, Namespace
+from tiered_kv.metrics.figures import SessionFigures
 from tiered_kv.server import messages as m
 from tiered_kv.server.connection import Connection
 
@@ -79,15 +80,15 @@ class Group:
         """All workers' parts, by rank; call when all are in."""
         return [self.members[rank].join for rank in range(self.world_size)]
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> SessionFigures:
         """Figures for ``stat``."""
-        return {
-            "engine": self.name,
-            "namespace": self.namespace.digest.hex() if self.namespace else None,
-            "workers": len(self.members),
-            "declined": len(self.decliners),
-            "state": "lost" if self.is_lost else "ready" if self.is_ready else "joining",
-        }
+        return SessionFigures(
+            engine=self.name,
+            namespace=self.namespace.digest.hex() if self.namespace else None,
+            workers=len(self.members),
+            declined=len(self.decliners),
+            state="lost" if self.is_lost else "ready" if self.is_ready else "joining",
+        )
 
     def is_drained(self, session: int) -> bool:
         """Whether the scheduler holds no slot and no lookup of a session any more."""

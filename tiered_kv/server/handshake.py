@@ -30,18 +30,7 @@ def say_hello(config: Config, role: str, engine_id: str, generation: int) -> tup
         TierUnavailable: No server.
     """
     deadline_s = time.monotonic() + config.start_timeout_s
-    hello = m.Hello(
-        m.PROTOCOL,
-        __version__,
-        role,
-        os.getpid(),
-        engine_id,
-        generation,
-        config.host_bytes,
-        config.disk_bytes,
-        config.expected_min_free_bytes,
-        config.location().storage,
-    )
+    hello = hello_of(config, role, engine_id, generation)
     while True:
         sock = find_server(config, deadline_s)
         try:
@@ -56,6 +45,22 @@ def say_hello(config: Config, role: str, engine_id: str, generation: int) -> tup
         else:
             sock.settimeout(config.start_timeout_s)
             return sock, welcome
+
+
+def hello_of(config: Config, role: str, engine_id: str = "", generation: int = 0) -> m.Hello:
+    """What a client of these settings says first, the limits it expects included."""
+    return m.Hello(
+        m.PROTOCOL,
+        __version__,
+        role,
+        os.getpid(),
+        engine_id,
+        generation,
+        config.host_bytes,
+        config.disk_bytes,
+        config.expected_min_free_bytes,
+        config.location().storage,
+    )
 
 
 def shake_hands(sock: socket.socket, hello: m.Hello, timeout_s: float) -> m.Welcome:

@@ -156,6 +156,7 @@ class Evict(Message, frozen=True):
 
     Attributes:
         tier: ``host``, or a lower tier by its name.
+        namespace: Empty: every namespace; then without keys.
         keys: 16 bytes each, joined; empty: all of the namespace.
         holes: Also chunks on which others depend that stay in the tier.
     """

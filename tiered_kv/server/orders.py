@@ -9,13 +9,15 @@ def evict(engine: Engine, order: m.Evict) -> m.Evicted:
     """Remove chunks from one tier of this machine; the server's loop only.
 
     Raises:
-        ProtocolError: There is no such tier here, or the keys are cut.
+        ProtocolError: There is no such tier here, or the namespace or keys are cut.
     """
     names = ["host", *(tier.traits.name for tier in engine.tiers if not tier.traits.is_shared)]
     if order.tier not in names:
         raise ProtocolError(f"no tier {order.tier[:100]!a} to evict from; there are {', '.join(names)}")
     if len(order.keys) % m.KEY_BYTES:
         raise ProtocolError(f"keys have {m.KEY_BYTES} bytes each. observed={len(order.keys)}")
+    if len(order.namespace) != m.KEY_BYTES and (order.namespace or order.keys):
+        raise ProtocolError(f"a namespace has {m.KEY_BYTES} bytes. observed={len(order.namespace)}")
     keys = [order.keys[i : i + m.KEY_BYTES] for i in range(0, len(order.keys), m.KEY_BYTES)]
     tier = names.index(order.tier) - 1
     counts = engine.hierarchy.remove(

@@ -76,6 +76,17 @@ def socket_path(root: Path) -> Path:
     Raises:
         ConfigError: No private directory can be had.
     """
+    path = socket_place(root)
+    _make_private(path.parent, "XDG_RUNTIME_DIR")
+    return path
+
+
+def socket_place(root: Path) -> Path:
+    """Where :func:`socket_path` puts the socket; nothing is made.
+
+    Raises:
+        ConfigError: No directory for it can be written, or all have long paths.
+    """
     name = f"tiered_kv-{os.getuid()}/{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.sock"
     places = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
     paths = [Path(place) / name for place in places if place]
@@ -84,7 +95,6 @@ def socket_path(root: Path) -> Path:
     )
     if path is None:
         raise ConfigError(f"no writable directory with a short path for the socket; set XDG_RUNTIME_DIR. tried={paths}")
-    _make_private(path.parent, "XDG_RUNTIME_DIR")
     return path
 
 
@@ -94,9 +104,21 @@ def _make_private(directory: Path, variable: str) -> None:
         if not directory.parent.exists():
             directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
     except OSError as exc:
         raise ConfigError(f"cannot make the server's directory; set {variable}. path={directory}: {exc}") from exc
+    check_private(directory, variable)
+
+
+def check_private(directory: Path, variable: str) -> None:
+    """Refuse a directory that others can look into.
+
+    Raises:
+        ConfigError: It is one, or cannot be looked at.
+    """
+    try:
+        found = directory.lstat()
+    except OSError as exc:
+        raise ConfigError(f"cannot look at the server's directory; set {variable}. path={directory}: {exc}") from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
             "the server's directory must belong to this user alone (mode 0700). "

@@ -4,7 +4,6 @@ Started by ``server/__main__.py``. A client that breaks the protocol, does not r
 refused or closed; nothing a client sends can stop the loop.
 """
 
-import json
 import logging
 import os
 import selectors
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from tiered_kv import __version__
 from tiered_kv.config import Config
 from tiered_kv.engine.engine import Engine
@@ -22,7 +23,7 @@ from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import messages as m
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 from tiered_kv.server.connection import Connection
-from tiered_kv.server.figures import check_limits, engine_figures
+from tiered_kv.server.figures import FigureSource, check_limits
 from tiered_kv.server.orders import evict
 from tiered_kv.server.sessions import Sessions
 
@@ -89,8 +90,8 @@ class Server:
         self._listener = listener
         self._config = config
         self._clock = engine.clock
-        self._recorder = recorder
         self.server_id = os.urandom(8).hex()
+        self._figures = FigureSource(engine, recorder, config, server_id=self.server_id, root=root)
         self._root = root
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
@@ -313,7 +314,8 @@ class Server:
     def _answer(self, message: m.StatRequest | m.Evict) -> m.Message:
         if isinstance(message, m.Evict):
             return evict(self._engine, message)
-        return m.Stat(json.dumps(self.figures()).encode())
+        figures = self._figures.now(len(self._connections), [group.describe() for group in self._sessions.groups])
+        return m.Stat(msgspec.json.encode(figures))
 
     def _hello(self, connection: Connection, hello: m.Hello) -> None:
         if connection.role:
@@ -385,16 +387,3 @@ class Server:
             if self._old_arenas and self._old_arenas != before:
                 logger.warning("sessions wait until the arenas of earlier servers are unmapped. n=%d", self._old_arenas)
         return self._old_arenas == 0
-
-    def figures(self) -> dict[str, object]:
-        """Everything ``tiered-kv stat`` shows."""
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "server_id": self.server_id,
-            "directory": str(self._root),
-            "clients": len(self._connections),
-            "sessions": [group.describe() for group in self._sessions.groups],
-            **engine_figures(self._engine),
-            "operations": self._recorder.snapshot(),
-        }

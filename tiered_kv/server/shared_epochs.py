@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from tiered_kv.errors import Closed, TierUnavailable
 from tiered_kv.server.epochs import Epochs
@@ -22,7 +23,23 @@ logger = logging.getLogger(__name__)
 Submit = Callable[[Callable[[], None]], None]
 """Runs a task in another thread and wakes the server's loop when it is done."""
 
+EPOCHS: Final = f"{OWN}/epochs/"
+_PATH = re.compile(r"([0-9a-f]{32})/([0-9]{1,15})")
 _NUMBER = re.compile(r".*/([0-9]{1,15})")
+
+
+def read_shared_epochs(store: ObjectStore) -> dict[str, int]:
+    """The numbers of a bucket, by base digest in hex.
+
+    Raises:
+        TierUnavailable: The bucket does not answer.
+    """
+    numbers: dict[str, int] = {}
+    for info in store.list(EPOCHS):
+        found = _PATH.fullmatch(info.path.removeprefix(EPOCHS))
+        if found is not None:
+            numbers[found[1]] = max(int(found[2]), numbers.get(found[1], 0))
+    return numbers
 
 
 class SharedEpochs:
@@ -78,4 +95,4 @@ class SharedEpochs:
 
     @staticmethod
     def _folder(digest: bytes) -> str:
-        return f"{OWN}/epochs/{digest.hex()}/"
+        return f"{EPOCHS}{digest.hex()}/"

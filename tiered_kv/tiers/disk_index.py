@@ -221,18 +221,22 @@ def read_index(root: Path) -> ShardRows:
     database = root / INDEX_DIRECTORY / diskcache.core.DBNAME
     if not database.exists():
         return {}
-    shards: ShardRows = {}
     try:
-        with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=1)) as connection:
-            rows = connection.execute(
-                "SELECT key, value FROM Cache WHERE raw = 1 AND mode = ? AND filename IS NULL",
-                (diskcache.core.MODE_RAW,),
-            )
-            for key, value in rows:
-                shards[_parse_shard(key)] = unpack_rows(value)
+        if not database.with_name(f"{database.name}-wal").exists():
+            # Nobody is writing. Without "immutable" even a reader leaves files beside the database.
+            with contextlib.suppress(sqlite3.Error, IndexDamaged):  # somebody began to: read it in the usual way
+                return _read_rows(f"{database.as_uri()}?mode=ro&immutable=1")
+        return _read_rows(f"{database.as_uri()}?mode=ro")
     except (sqlite3.Error, IndexDamaged, TypeError) as exc:
         raise TierUnavailable(f"cannot read the disk index. path={database.parent} cause={exc!r}") from exc
-    return shards
+
+
+def _read_rows(uri: str) -> ShardRows:
+    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1)) as connection:
+        rows = connection.execute(
+            "SELECT key, value FROM Cache WHERE raw = 1 AND mode = ? AND filename IS NULL", (diskcache.core.MODE_RAW,)
+        )
+        return {_parse_shard(key): unpack_rows(value) for key, value in rows}
 
 
 def _probe(database: Path) -> None:

@@ -175,7 +175,7 @@ def replace_small_file(path: Path, temp: Path, content: bytes) -> None:
         temp.unlink(missing_ok=True)
 
 
-def read_head(path: Path, length: int) -> bytes:
+def read_head(path: Path | str, length: int) -> bytes:
     """The first ``length`` bytes of a file, fewer when it is shorter."""
     descriptor = os.open(path, _READ)
     try:

@@ -113,7 +113,7 @@ def _read_row(
     return IndexRow(name.key, header.parent, header.prefix_sha256, header.chunk_index, size_bytes, use_seq, used_s)
 
 
-def read_named_header(name: BlobName, path: Path) -> BlobHeader:
+def read_named_header(name: BlobName, path: Path | str) -> BlobHeader:
     """Read what ties the blob to its prefix.
 
     Raises:

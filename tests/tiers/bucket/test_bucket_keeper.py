@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from contextlib import suppress
 
 import pytest
 
@@ -12,6 +13,7 @@ from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.bucket.keeper import BucketKeeper, KeeperConfig
 from tiered_kv.tiers.bucket.layout import Report, Term, decode, lease_path
 from tiered_kv.tiers.bucket.pace import Pace
+from tiered_kv.tiers.bucket.pins import PINS, pin_path
 from tiered_kv.tiers.object_store import ObjectStore
 
 CHAIN = SampleChain(1, payload_bytes=4096)
@@ -89,6 +91,11 @@ def turn(clock, *keepers, times=1):
 
 def blobs(store):
     return {info.path: info.size_bytes for info in store.list("") if parse_object_path(info.path)}
+
+
+def indexes_of(store):
+    """Positions of the chunks of ``CHAIN`` that are there."""
+    return sorted(i for i in range(20) if object_path(CHAIN.name(i)) in blobs(store))
 
 
 def warnings(caplog):
@@ -215,6 +222,40 @@ def test_blobs_expire_by_the_stores_clock(store, clock):
     keeper.turn()
     assert {parse_object_path(path).namespace for path in blobs(store)} == {OTHER.namespace}
     assert keeper.figures()["expired_blobs"] == 5
+
+
+def test_a_pinned_prefix_outlives_limit_age_and_holes(store, clock, caplog):
+    for index in (0, 1, 2, 3, 4, 6, 7, 8):  # with a hole before 6
+        store.put(object_path(CHAIN.name(index)), CHAIN.blob(index).view())
+    for index in (2, 7):
+        store.put(pin_path(CHAIN.name(index), 0), b"")
+    store.put(pin_path(CHAIN.name(4), 1_600_000_000), b"")  # has ended
+    pace = Pace(hole_grace_s=-10.0, epoch_s=1.0, slice_s=1e9)
+    keeper = keeper_of(store, clock, blobs=3, pace=pace, storage_ttl_s=-10.0)
+    turn(clock, keeper, times=3)
+    assert indexes_of(store) == [0, 1, 2, 6, 7]
+    assert [info.path for info in store.list(PINS)] == sorted(pin_path(CHAIN.name(index), 0) for index in (2, 7))
+    assert len([text for text in warnings(caplog) if "unpin" in text and "pinned_blobs=5" in text]) == 1
+    keeper.close()
+    store.delete([info.path for info in store.list(PINS)])
+    keeper = keeper_of(store, clock, blobs=3, pace=pace, storage_ttl_s=-10.0)
+    turn(clock, keeper, times=3)
+    assert indexes_of(store) == []
+
+
+def test_a_full_bucket_evicts_around_a_pin(store, clock):
+    keeper = keeper_of(store, clock, blobs=8)
+    for index in range(4):
+        put_patiently(store, clock, [keeper], CHAIN, index)
+    store.put(pin_path(CHAIN.name(2), 4_000_000_000), b"")
+    newer = SampleChain(11, payload_bytes=4096, namespace=CHAIN.namespace)
+    for index in range(12):
+        with suppress(CapacityExceeded):
+            put(store, keeper, newer, index)
+        turn(clock, keeper, times=12)
+    assert {0, 1, 2} <= {i for i in range(4) if object_path(CHAIN.name(i)) in blobs(store)}
+    assert keeper.figures()["evicted_blobs"] + keeper.figures()["holes_collected"] > 0
+    assert sum(blobs(store).values()) <= 8 * SIZE + SLACK
 
 
 def test_usage_is_known_after_a_restart_and_to_followers(store, clock):

@@ -11,6 +11,7 @@ from counts import count, seed
 
 from tiered_kv.keys.naming import object_path, parse_object_path
 from tiered_kv.tiers.bucket.keeper import KeeperConfig
+from tiered_kv.tiers.bucket.pins import pin_path
 
 BLOB_BYTES = 100
 OURS, THEIRS = b"\x11" * 16, b"\x22" * 16
@@ -39,6 +40,10 @@ class Run:
         for number in range(draw.randrange(3)):  # what an earlier fleet left; may be more than the limit
             for index in range(draw.randrange(50)):
                 self.world.put(object_path(Chain(OURS, number).name(index)), bytes(BLOB_BYTES))
+        there = [Chain(OURS, 0).name(index) for index in range(3)]
+        self.pinned = [object_path(name) for name in there if object_path(name) in self.world.objects]
+        if len(self.pinned) == len(there):
+            self.world.put(pin_path(there[-1], 0), b"")
         for _ in range(servers):
             self.start(draw.uniform(0, 30))
         self.world.watchers.append(self.check)
@@ -81,6 +86,7 @@ class Run:
     def check_delete(self, server, paths):
         """Of what the leader's LIST found, no parent goes before its child."""
         store = next(s.store for s in self.servers if s.name == server)
+        assert len(self.pinned) < 3 or not set(self.pinned) & set(paths), "a pinned prefix was deleted"
         keys = {name.key for name in map(parse_object_path, paths) if name is not None}
         for path, stored in self.world.blobs().items():
             if stored.there_since < store.listed_since:

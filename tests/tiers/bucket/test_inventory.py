@@ -110,6 +110,23 @@ def test_what_expired_is_taken_once():
     assert indexes(inventory, inventory.oldest(None, 10**9, 10.0, taken)) == [0]
 
 
+def test_pins_mark_their_prefix_and_nothing_else():
+    chain, other = Chain(SPACE, 0), Chain(SPACE, 1)
+    listed = [(chain, index, 0) for index in (0, 1, 2, 3)] + [(other, index, 0) for index in (1, 2, 3)]
+    inventory = inventory_of(*listed)
+    marked = inventory.with_prefixes([chain.key(1), other.key(2), chain.key(9)])
+    assert sum(marked) == 4
+    names = {inventory.name(row) for row in range(len(inventory)) if marked[row]}
+    assert names == {chain.name(0), chain.name(1), other.name(1), other.name(2)}
+
+
+def test_a_pinned_blob_and_what_is_above_it_are_no_holes_to_collect():
+    chain = Chain(SPACE, 0)
+    inventory = inventory_of(*((chain, index, 0) for index in (0, 2, 3, 4, 5)))
+    assert indexes(inventory, inventory.holes(None, 10, inventory.with_prefixes([chain.key(3)]))) == [5, 4]
+    assert indexes(inventory, inventory.holes(None, 10, bytearray(5))) == [5, 4, 3, 2]
+
+
 @pytest.mark.parametrize("modified_s", [-5.0, 0.0, 2.0**40])
 def test_impossible_times_do_not_stop_a_pass(modified_s):
     assert len(oldest(inventory_of((Chain(SPACE, 0), 0, modified_s)), 1)) == 1

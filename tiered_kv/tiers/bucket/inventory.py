@@ -8,7 +8,7 @@ Threads: one at a time.
 """
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from tiered_kv.keys.naming import NAME_BYTES, BlobName
@@ -126,13 +126,25 @@ class Inventory:
             if parent >= 0 and used[parent] < used[row]:
                 used[parent] = used[row]
 
+    def with_prefixes(self, keys: Iterable[bytes]) -> bytearray:
+        """Marks the rows of these keys and of what is before them; keys that are not in the bucket mark nothing."""
+        marked = bytearray(len(self))
+        for key in keys:
+            row = self.find(key)
+            while row >= 0 and not marked[row]:
+                marked[row] = 1
+                row = self._parent_rows[row]
+        return marked
+
     # -- who may go ---------------------------------------------------------------------------------------------------
 
-    def holes(self, spaces: Collection[bytes] | None, modified_before_s: float) -> list[int]:
+    def holes(
+        self, spaces: Collection[bytes] | None, modified_before_s: float, pinned: bytearray | None = None
+    ) -> list[int]:
         """Rows whose prefix has a gap, children before parents.
 
-        A blob that is younger is left, and so is whatever stands between it and the gap. ``spaces`` limits what is
-        taken to these namespaces (None: all).
+        A blob that is younger or marked in ``pinned`` is left, and so is whatever stands between it and the gap.
+        ``spaces`` limits what is taken to these namespaces (None: all).
         """
         if not self._depths:
             return []
@@ -146,7 +158,7 @@ class Inventory:
         for row in reversed(self._by_depth):
             if not dead[row] or not wanted[self._space[row]]:
                 continue
-            if kept[row] or self._modified[row] >= modified_before_s:
+            if kept[row] or (pinned and pinned[row]) or self._modified[row] >= modified_before_s:
                 if (parent := self._parent_rows[row]) >= 0:
                     kept[parent] = 1
                 continue

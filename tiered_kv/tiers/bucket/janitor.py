@@ -3,7 +3,8 @@
 A pass is a generator that stops often, so that a turn lists or deletes for a bounded time and the lease is renewed in
 between, however many blobs there are. Before each batch of deletions it asks again whether this server still leads.
 Foreign objects are counted and never deleted; blobs of namespaces that nobody serves are left alone unless told
-otherwise. Must not grant anything. Called by the keeper's turn while it leads.
+otherwise, and so are pinned ones (``pins.py``) with the prefixes before them: the pass's own LIST tells the pins. Must
+not grant anything. Called by the keeper's turn while it leads.
 
 Threads: one at a time.
 """
@@ -19,6 +20,7 @@ from tiered_kv.tiers.bucket.inventory import Inventory
 from tiered_kv.tiers.bucket.layout import RECENCY, ROOT, Objects
 from tiered_kv.tiers.bucket.lease import Lease, Limits
 from tiered_kv.tiers.bucket.pace import Pace
+from tiered_kv.tiers.bucket.pins import parse_pin_path
 from tiered_kv.tiers.bucket.recency import UseReader
 
 _log = logging.getLogger(__name__)
@@ -121,6 +123,7 @@ class Janitor:
         self._fleet.begin_list()
         inventory, total, own = Inventory(), 0, 0
         logs: dict[str, int] = {}
+        pins: dict[str, int] = {}
         for number, info in enumerate(self._store.list("")):
             total += info.size_bytes
             name = parse_object_path(info.path)
@@ -130,6 +133,8 @@ class Janitor:
                 own += info.size_bytes
                 if info.path.startswith(RECENCY):
                     logs[info.path] = info.size_bytes
+                elif parse_pin_path(info.path) is not None:
+                    pins[info.path] = info.size_bytes
             if number % STRIDE == STRIDE - 1:
                 yield False
         self._fleet.end_list(total, own, len(inventory))
@@ -140,7 +145,9 @@ class Janitor:
         now_s = self._lease.store_now()
         found = 0
         if now_s is not None:
-            for part in self._plan(inventory, now_s):
+            pinned = inventory.with_prefixes(self._keys_in_force(pins, now_s))
+            yield False
+            for part in self._plan(inventory, now_s, pinned):
                 found += len(part.rows)
                 yield from self._delete(inventory, part)
         self.sweep.passes += 1
@@ -148,6 +155,24 @@ class Janitor:
         # A pass that found nothing to delete will find nothing a moment later either.
         gap_s = self._pace.pass_s / 10 if not found else max(self._pace.heartbeat_s, 2 * self.sweep.last_pass_s)
         self._end(min(gap_s, self._pace.pass_s / 10))
+
+    def _keys_in_force(self, pins: dict[str, int], now_s: float) -> list[bytes]:
+        """Pinned keys; pins that have ended are deleted."""
+        keys: list[bytes] = []
+        ended: list[str] = []
+        for path in pins:
+            pin = parse_pin_path(path)
+            if pin is not None and (pin[1] == 0 or pin[1] > now_s):
+                keys.append(pin[0].key)
+            else:
+                ended.append(path)
+        for start in range(0, len(ended), self._pace.delete_batch):
+            part = ended[start : start + self._pace.delete_batch]
+            if not self._still_leads():
+                break  # whoever leads now sees them in its own list
+            self._store.delete(part)
+            self._fleet.own_changed(-sum(pins[path] for path in part))
+        return keys
 
     def _merge_uses(self, inventory: Inventory, logs: dict[str, int]) -> Generator[bool, None, None]:
         reader = UseReader(self._store)
@@ -167,10 +192,10 @@ class Janitor:
     def _is_own_base(self, path: str) -> bool:
         return f"/base/{self._fleet.term:020d}-" in path
 
-    def _plan(self, inventory: Inventory, now_s: float) -> list[_Batchful]:
+    def _plan(self, inventory: Inventory, now_s: float, pinned: bytearray) -> list[_Batchful]:
         spaces = None if self.evicts_all else self._fleet.namespaces()
-        taken = bytearray(len(inventory))
-        plan = [_Batchful(inventory.holes(spaces, now_s - self._pace.hole_grace_s), "hole")]
+        taken = bytearray(pinned)
+        plan = [_Batchful(inventory.holes(spaces, now_s - self._pace.hole_grace_s, pinned), "hole")]
         for row in plan[0].rows:
             taken[row] = 1
         if self._limits.ttl_s is not None:
@@ -182,7 +207,7 @@ class Janitor:
             evicted = sum(inventory.size_bytes(row) for row in rows)
             left = self._fleet.room() + freed + evicted
             if evicted < excess and left < max(self._fleet.low_room(), self._fleet.needed_bytes()):
-                self._warn(len(inventory))
+                self._warn(len(inventory), sum(pinned))
             plan.append(_Batchful(rows, "evicted"))
         return [part for part in plan if part.rows]
 
@@ -196,16 +221,18 @@ class Janitor:
         goal = max(int(capacity * (1 - self._pace.low_water)), min(self._fleet.needed_bytes(), capacity // 2))
         return max(0, goal - room)
 
-    def _warn(self, blob_count: int) -> None:
+    def _warn(self, blob_count: int, pinned_count: int) -> None:
         if self.sweep.has_warned:
             return
         self.sweep.has_warned = True
         _log.warning(
             "the bucket is full of what this fleet may not evict, so nothing more is stored: raise storage_bytes, "
-            "delete what nobody needs, or set evict_other_namespaces. storage_bytes=%d used_bytes=%d blobs=%d",
+            "delete or unpin what nobody needs, or set evict_other_namespaces. storage_bytes=%d used_bytes=%d blobs=%d "
+            "pinned_blobs=%d",
             self._limits.capacity_bytes,
             self._fleet.used_bytes(),
             blob_count,
+            pinned_count,
         )
 
     def _still_leads(self) -> bool:

@@ -1,0 +1,304 @@
+"""`tiered-kv warm` and `cp`: between directories and buckets, and through a running server."""
+
+import json
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from cache_clients import CHUNK as SMALL_CHUNK
+from cache_clients import PAGES, SmallEngine, settings, worker_part
+from cache_probe import figures, wait_written
+from server_processes import end_server
+from stock import Model, tokens
+from verbs import Tier, complaint, directory_tier, report, run, s3_tier
+
+from tiered_kv.admin import through_server
+from tiered_kv.admin.forest import Forest
+from tiered_kv.admin.open import open_storage
+from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.keys.naming import relative_path
+from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.worker_client import WorkerClient
+
+ONE, TWO = Model(), Model(weights="two")
+FIRST, SECOND = tokens(1, 4), tokens(2, 3)
+
+
+def stocked(tier: Tier) -> Tier:
+    with tier.open() as storage:
+        ONE.store(storage, FIRST, SECOND)
+        TWO.store(storage, FIRST)
+    return tier
+
+
+@pytest.fixture(params=["disk to disk", "disk to s3", "s3 to disk"])
+def pair(request, tmp_path: Path) -> tuple[Tier, Tier]:
+    """A stocked tier and an empty one."""
+    left, _, right = request.param.partition(" to ")
+    kinds = {
+        "disk": lambda name: directory_tier(tmp_path / name),
+        "s3": lambda name: s3_tier(request.getfixturevalue("s3")),
+    }
+    return stocked(kinds[left]("source")), kinds[right]("target")
+
+
+def arguments(source: Tier, target: Tier) -> list[str]:
+    return [source.uri, target.uri, *target.sets(), *source.sets("--from-set")]
+
+
+def there(tier: Tier, model: Model, prompt: list[int]) -> int:
+    """How many chunks of a prompt are there, each with the bytes that were stored."""
+    with tier.open() as storage:
+        found = [(storage.read(name), data) for name, data in model.blobs(prompt)]
+        if any(held is not None for held, _ in found):
+            assert storage.records()[model.namespace.digest].namespace == model.namespace
+    assert all(held in (None, data) for held, data in found)
+    return sum(held is not None for held, _ in found)
+
+
+def test_everything_is_copied_once(pair: tuple[Tier, Tier]) -> None:
+    source, target = pair
+    done = report("warm", target.uri, "--from", source.uri, *target.sets(), *source.sets("--from-set"))
+    assert (done["selected"], done["copied"], done["copied_bytes"]) == (11, 11, 11 * 8192)
+    assert (done["there"], done["corrupt"], done["left_out"], done["full"]) == (0, 0, 0, None)
+    assert (done["source"], done["target"]) == (source.uri, target.uri)
+    assert [there(target, *what) for what in ((ONE, FIRST), (ONE, SECOND), (TWO, FIRST))] == [4, 3, 4]
+    again = report("cp", *arguments(source, target))
+    assert (again["copied"], again["there"]) == (0, 11)
+    text = run("cp", *arguments(source, target)).stdout
+    assert "copied 0 chunks" in text and "11 were there already" in text
+
+
+def test_a_prefix_a_namespace_and_an_amount(pair: tuple[Tier, Tier]) -> None:
+    source, target = pair
+    assert report("cp", *arguments(source, target), "--key", ONE.names(FIRST)[2].key.hex()[:12])["copied"] == 3
+    assert [there(target, *what) for what in ((ONE, FIRST), (ONE, SECOND), (TWO, FIRST))] == [3, 0, 0]
+    space = TWO.namespace.digest.hex()
+    limited = report("cp", *arguments(source, target), "--namespace", space, "--bytes", 2 * 8192)
+    assert limited["copied"] == 2 and there(target, TWO, FIRST) == 2
+    assert report("cp", *arguments(source, target), "--namespace", space[:6])["copied"] == 2
+
+
+def test_nothing_is_overwritten_and_no_damage_is_copied(tmp_path: Path) -> None:
+    source, target = stocked(directory_tier(tmp_path / "source")), directory_tier(tmp_path / "target")
+    with target.open() as storage:
+        ONE.store(storage, FIRST[: 2 * 32])
+    kept = tmp_path / "target" / "blobs" / relative_path(ONE.names(FIRST)[0])
+    kept.write_bytes(kept.read_bytes()[:-1] + b"!")
+    bad = tmp_path / "source" / "blobs" / relative_path(ONE.names(FIRST)[2])
+    bad.write_bytes(bad.read_bytes()[:-1] + b"!")
+    done = report("cp", *arguments(source, target))
+    assert (done["there"], done["corrupt"], done["left_out"], done["copied"]) == (2, 1, 1, 7)
+    assert kept.read_bytes().endswith(b"!")
+    assert "1 are damaged in the source" in run("cp", *arguments(source, target)).stdout
+
+
+def test_a_new_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    source = stocked(directory_tier(tmp_path / "source"))
+    fresh = tmp_path / "deep" / "fresh"
+    assert report("warm", f"file://{fresh}", "--from", source.uri)["copied"] == 11
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
+    assert there(Tier(f"file://{fresh}"), ONE, FIRST) == 4
+
+
+@pytest.mark.parametrize("kind", ["disk", "s3"])
+def test_a_full_target_holds_whole_prefixes_and_says_so(request, tmp_path: Path, kind: str) -> None:
+    source = directory_tier(tmp_path / "source")
+    big = Model(payload_bytes=256 << 10)
+    with source.open() as storage:
+        big.store(storage, tokens(1, 6), tokens(2, 6))
+    if kind == "disk":
+        target = Tier(f"file://{tmp_path}/target", {"disk_bytes": (64 << 20) + (5 * 260 << 10) + 4096})
+    else:
+        target = s3_tier(request.getfixturevalue("s3"))
+        with target.open() as storage:  # as a fleet with a limit would
+            term = {"holder": "h", "counter": 1, "capacity_bytes": (5 * 260 << 10) + 4096}
+            storage.store.put(f"_tiered_kv/lease/{1:020d}", json.dumps(term).encode())
+    done = report("cp", *arguments(source, target))
+    assert (done["copied"], done["left_out"]) == (5, 7) and done["full"]
+    assert sum(there(target, big, prompt) for prompt in (tokens(1, 6), tokens(2, 6))) == 5
+    with target.open() as storage:
+        assert not Forest(storage.look().blobs).orphans
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["{source}", "{source}"], "source and target are the same tier"),
+        (["{source}/none", "{source}"], "there is no such directory"),
+        (["{source}", "{target}", "--bytes", "some"], "option --bytes: expected a size such as 4GiB"),
+        (["{source}", "{target}", "--key", "abcdabcd"], "no chunk here has a key"),
+        (["{source}", "{source}/namespace.txt/x"], "the directory cannot be made"),
+        (["{source}", "{target}", "--from-set", "x"], "expected NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_copied_is_said(tmp_path: Path, given: list[str], expected: str) -> None:
+    source = stocked(directory_tier(tmp_path / "source"))
+    (tmp_path / "source" / "namespace.txt").write_text("in the way")
+    words = [word.format(source=source.uri, target=f"file://{tmp_path}/target") for word in given]
+    assert expected in complaint("cp", *words)
+
+
+def test_a_prefix_with_a_gap_is_not_copied(tmp_path: Path) -> None:
+    source = stocked(directory_tier(tmp_path / "source"))
+    (tmp_path / "source" / "blobs" / relative_path(ONE.names(FIRST)[1])).unlink()
+    key = ONE.names(FIRST)[3].key.hex()
+    assert "has a gap" in complaint("cp", source.uri, f"file://{tmp_path}/target", "--key", key)
+
+
+# -- through a running server ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(tmp_path: Path):
+    """A directory that an engine filled, and whose server goes on."""
+    root = tmp_path / "filled"
+    one = SmallEngine.start(settings(root))
+    one.store(6)
+    one.store(30, first_token=100_000)
+    one.wait_hits(30, first_token=100_000)
+    wait_written(root)
+    yield root
+    one.close()
+    end_server(root)
+
+
+@pytest.fixture(params=["directory", "s3"])
+def source(request, filled: Path) -> Tier:
+    """What that engine stored: its directory beside the running server, or a bucket it was copied to."""
+    here = Tier(f"file://{filled}")
+    if request.param == "directory":
+        return here
+    bucket = s3_tier(request.getfixturevalue("s3"))
+    assert report("cp", *arguments(here, bucket))["copied"] == 36
+    return bucket
+
+
+def warm(root: Path, source: Tier, *more: object):
+    return report("warm", f"file://{root}", "--from", source.uri, *source.sets("--from-set"), *more)
+
+
+def test_a_running_server_takes_what_is_warmed_and_its_engines_hit_it(source: Tier, root: Path) -> None:
+    engine = SmallEngine.start(settings(root))
+    engine.store(4, first_token=700_000)
+    engine.wait_hits(4, first_token=700_000)
+    done = warm(root, source)
+    assert (done["copied"], done["dropped"], done["left_out"], done["notes"]) == (36, 0, 0, [])
+    assert (engine.hits(6), engine.hits(30, first_token=100_000), engine.hits(4, first_token=700_000)) == (6, 30, 4)
+    with open_storage(f"file://{root}") as target, source.open() as from_:
+        blobs = from_.look().blobs
+        assert len(blobs) == 36
+        assert all(payload(target.read(b.name)) == payload(from_.read(b)) for b in blobs)
+    assert warm(root, source)["there"] == 36
+    assert [s["engine"] for s in figures(root)["sessions"]] == ["e/0"], "the copy's own session is over"
+    engine.close()
+
+
+def payload(blob: bytes | None) -> bytes:
+    assert blob is not None
+    return blob[4096:]
+
+
+@pytest.mark.parametrize("bucket", ["first", "second"])
+def test_a_server_in_front_of_a_bucket_takes_what_is_warmed(tmp_path: Path, root: Path, bucket: str) -> None:
+    """A new node's disk, from the bucket that it stands in front of, and from another one."""
+    old = tmp_path / "old"
+    source = Tier(f"shared+file://{tmp_path}/first")
+    one = SmallEngine.start(settings(old, storage_uri=source.uri, disk_path=str(old)))
+    one.store(6)
+    wait_written(old)
+    one.close()
+    new = SmallEngine.start(settings(root, storage_uri=f"shared+file://{tmp_path}/{bucket}", disk_path=str(root)))
+    done = warm(root, source)
+    assert (done["copied"], done["dropped"], done["notes"]) == (6, 0, [])
+    assert len(list((root / "blobs").glob("*/*/*.safetensors"))) == 6
+    assert new.hits(6) == 6
+    new.close()
+    end_server(old)
+
+
+def test_an_engine_that_starts_on_a_warmed_directory_hits(source: Tier, root: Path) -> None:
+    assert warm(root, source, "--set", "disk_bytes=160MiB")["copied"] == 36
+    engine = SmallEngine.start(settings(root))
+    assert (engine.hits(6), engine.hits(30, first_token=100_000)) == (6, 30)
+    engine.close()
+
+
+def test_a_server_with_little_room_keeps_what_it_has(filled: Path, root: Path) -> None:
+    engine = SmallEngine.start(settings(root, disk_bytes=(64 << 20) + 28 * 40960, host_bytes="2MiB"))
+    engine.store(10)
+    wait_written(root)
+    done = warm(root, Tier(f"file://{filled}"))
+    assert done["full"] and 0 < done["copied"] < 30 and done["left_out"] == 36 - done["copied"] - done["there"]
+    assert engine.hits(10) == 10, "nothing was evicted for it"
+    engine.close()
+
+
+def test_what_a_server_cannot_write_is_counted_as_dropped(
+    filled: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(through_server, "WRITTEN_WITHIN_S", 1.0)
+    engine = SmallEngine.start(settings(root))
+    shutil.rmtree(root / "tmp")
+    (root / "tmp").write_text("no write can begin")
+    done = warm(root, Tier(f"file://{filled}"))
+    assert (done["copied"], done["copied_bytes"], done["dropped"], done["left_out"]) == (0, 0, 36, 0)
+    engine.close()
+
+
+def test_a_retired_epoch_is_left_out_with_a_word(filled: Path, root: Path) -> None:
+    engine = SmallEngine.start(settings(root))
+    engine.client.reset()
+    engine.close()
+    engine = SmallEngine.start(settings(root), "later")
+    assert engine.client.namespace.fields["epoch"] == "base-1"
+    done = warm(root, Tier(f"file://{filled}"))
+    assert (done["selected"], done["copied"]) == (0, 0)
+    assert "was left out: the server uses epoch base-1 of this model, and these chunks are of epoch base-0" in str(done)
+    assert engine.hits(6) == 0
+    engine.close()
+
+
+def test_a_record_without_geometry_is_left_out_with_a_word(tmp_path: Path, root: Path) -> None:
+    engine = SmallEngine.start(settings(root))
+    source = stocked(directory_tier(tmp_path / "source"))
+    done = warm(root, source)
+    assert done["copied"] == 0 and len(done["notes"]) == 2
+    assert all("does not say in a known way what a chunk holds" in note for note in done["notes"])
+    engine.close()
+
+
+def test_chunks_of_several_ranks_go_through_a_server(tmp_path: Path, root: Path) -> None:
+    first = tmp_path / "filled"
+    workers, client = two_ranks(first)
+    assert client.namespace is not None
+    keys = PrefixKeys(client.namespace, SMALL_CHUNK)
+    keys.extend(range(3 * SMALL_CHUNK))
+    for index in range(3):
+        while (slot := client.take_slot()) is None:
+            client.poll()
+        record = ChunkRecord(client.namespace.digest, keys.keys[index], keys.parent(index), index, keys.digests[index])
+        client.commit([(slot, record)])
+    wait_written(first)
+    other_workers, other = two_ranks(root)
+    assert warm(root, Tier(f"file://{first}"))["copied"] == 3
+    lookup = other.lookup(keys.keys, keys.digests)
+    assert lookup is not None
+    while not (other.lookups[lookup].is_answered and other.lookups[lookup].is_done):
+        other.poll()
+    assert other.lookups[lookup].ready == 3
+    for left in (client, other):
+        left.close()
+    for worker in (*workers, *other_workers):
+        worker.leave()
+    end_server(first)
+
+
+def two_ranks(root: Path) -> tuple[list[WorkerClient], SchedulerClient]:
+    config = settings(root)
+    workers = [WorkerClient(config, "e", 0, worker_part(rank, 2, pages=PAGES)) for rank in range(2)]
+    client = SchedulerClient(config, "e", 2)
+    assert client.wait_ready(20), client.refusal
+    return workers, client

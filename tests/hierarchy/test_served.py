@@ -1,0 +1,110 @@
+"""What is counted of lookups: asked for, got, and from which tier, once they end."""
+
+import pytest
+from hierarchy_world import SMALL, Story
+
+from tiered_kv.hierarchy.plan import Grow, Outcome, Read, Seal
+from tiered_kv.hierarchy.served import Chunks
+
+PREFIX = (1, 2, 3, 4)
+
+
+def served(story: Story) -> Chunks:
+    """What was counted since the last call, all of one namespace."""
+    taken = dict(story.hierarchy.served.take())
+    assert set(taken) <= {SMALL.namespace}
+    return taken.get(SMALL.namespace, Chunks())
+
+
+def release(story: Story, lookup: int) -> tuple[int, int, dict[int | None, int]]:
+    """Chunks of the prefix, asked for, and got by tier, of one lookup that ends now."""
+    assert served(story) == Chunks(), "something was counted before the lookup ended"
+    story.release(lookup)
+    found = served(story)
+    assert found.lookups == 1
+    return found.prefix, found.asked, dict(found.hits)
+
+
+def test_what_is_in_host_memory_is_got_from_there():
+    story = Story()
+    story.store(PREFIX)
+    assert release(story, story.ask((*PREFIX, 9))) == (5, 5, {None: 4})
+    assert served(story) == Chunks()
+
+
+def test_an_unknown_prefix_is_asked_for_and_missed():
+    story = Story()
+    assert release(story, story.ask(PREFIX)) == (4, 4, {})
+
+
+def test_what_is_promoted_is_got_from_its_tier_and_the_next_time_from_host_memory():
+    story = Story()
+    story.keep_only_below(PREFIX)
+    first = story.ask(PREFIX)
+    second = story.ask(PREFIX[:3])  # joins the promotion that is going on
+    story.end_every(Read)
+    assert release(story, first) == (4, 4, {0: 4})
+    assert release(story, second) == (3, 3, {0: 3})
+    assert release(story, story.ask(PREFIX)) == (4, 4, {None: 4})
+
+
+def test_a_lookup_that_ends_early_has_got_what_was_ready():
+    story = Story()
+    story.keep_only_below(PREFIX)
+    lookup = story.ask(PREFIX)
+    for path in (PREFIX[:1], PREFIX[:2], PREFIX):
+        story.end(Read, path)
+    assert release(story, lookup) == (4, 4, {0: 2})
+
+
+@pytest.mark.parametrize(("start", "asked"), [(1, 3), (3, 1), (4, 0), (9, 0)])
+def test_what_the_client_has_itself_is_not_asked_for(start: int, asked: int):
+    story = Story()
+    story.store(PREFIX)
+    expected = {None: asked} if asked else {}
+    assert release(story, story.ask(PREFIX, start)) == (4, asked, expected)
+
+
+def test_a_chunk_that_does_not_come_ends_what_is_got():
+    story = Story()
+    story.keep_only_below(PREFIX)
+    lookup = story.ask(PREFIX)
+    story.end(Read, PREFIX[:1])
+    story.end(Read, PREFIX[:3], Outcome.CORRUPT)
+    story.end_every(Read)
+    assert release(story, lookup) == (4, 4, {0: 2})
+
+
+def test_chunks_that_are_just_being_stored_count_as_host_memory():
+    story = Story()
+    story.commit_prefix(PREFIX[:2])
+    lookup = story.ask(PREFIX)
+    story.end_every(Grow)
+    story.end_every(Seal)
+    assert release(story, lookup) == (4, 4, {None: 2})
+
+
+def test_each_chunk_counts_for_the_tier_that_gave_it():
+    story = Story(capacities=(None, None), found=[PREFIX[:1]], found_behind=[PREFIX[:1], PREFIX[:2], PREFIX[:3]])
+    lookup = story.ask(PREFIX)
+    story.end_every(Read)
+    assert release(story, lookup) == (4, 4, {0: 1, 1: 2})
+
+
+def test_what_a_search_finds_counts_for_the_shared_tier():
+    story = Story(capacities=(None,), is_last_shared=True)
+    story.others_store(SMALL, PREFIX[:2])
+    lookup = story.ask(PREFIX)
+    story.finish_all()
+    assert story.figures(lookup) == (2, 2, 2, True)
+    assert release(story, lookup) == (4, 4, {0: 2})
+
+
+def test_lookups_of_a_session_that_is_closed_have_ended():
+    story = Story()
+    story.store(PREFIX)
+    story.ask(PREFIX)
+    story.ask(PREFIX)
+    story.close(story.session)
+    found = served(story)
+    assert (found.lookups, found.asked, dict(found.hits)) == (2, 8, {None: 8})

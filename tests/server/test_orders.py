@@ -1,0 +1,118 @@
+"""Orders of an operator over the socket: what a running server removes and refuses, and what its engines notice."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cache_clients import SmallEngine, hello, poll_until, refusal, settings, tell
+from cache_probe import figures, wait_for, wait_written
+
+from tiered_kv.admin.server_link import ServerLink
+from tiered_kv.errors import ConfigError
+from tiered_kv.server import messages as m
+from tiered_kv.server.handshake import read_message
+
+EngineStarter = Callable[..., SmallEngine]
+
+
+def evict(root: Path, tier: str, namespace: bytes, keys: list[bytes] | None, *, holes: bool = False):
+    link = ServerLink.of_directory(root)
+    assert link is not None
+    with link:
+        return link.evict(tier, namespace, keys, holes=holes)
+
+
+def files(root: Path) -> int:
+    return len(list((root / "blobs").glob("*/*/*.safetensors")))
+
+
+def test_evicted_chunks_are_misses_and_others_stay(engine: EngineStarter, root: Path) -> None:
+    one = engine()
+    one.store(6)
+    one.store(3, first_token=100_000)
+    wait_written(root)
+    keys, space = one.keys(6), one.client.namespace.digest
+    assert evict(root, "disk", space, list(keys.keys[4:])) == (2, 0, 0)
+    assert evict(root, "host", space, list(keys.keys[4:])) == (2, 0, 0)
+    wait_for(lambda: files(root) == 7, "the deletions")
+    assert one.hits(6) == 4 and one.hits(3, first_token=100_000) == 3
+    assert evict(root, "disk", space, list(keys.keys[4:])) == (0, 0, 2)
+    one.store(6, start=4)
+    one.wait_hits(6)
+
+
+def test_a_leased_chunk_stays_in_host_memory_until_its_release(engine: EngineStarter, root: Path) -> None:
+    one = engine()
+    one.store(3)
+    one.wait_hits(3)
+    wait_written(root)
+    lookup, answer = one.look_up(3)
+    space = one.client.namespace.digest
+    assert evict(root, "host", space, None) == (0, 3, 0)
+    with one.payload(answer.slots[0]) as view:
+        assert bytes(view[:1]) == bytes([1])
+    one.client.release(lookup)
+    poll_until(one.client, lambda: figures(root)["hierarchy"]["leased_bytes"] == 0, "the lease's end")
+    assert evict(root, "host", space, None) == (3, 0, 0)
+    assert figures(root)["hierarchy"]["host_ready_chunks"] == 0
+    assert one.hits(3) == 3, "from the disk"
+
+
+def test_a_chunk_that_others_need_stays_on_disk_unless_holes_are_allowed(engine: EngineStarter, root: Path) -> None:
+    one = engine()
+    one.store(2)
+    wait_written(root)
+    first, space = [one.keys(2).keys[0]], one.client.namespace.digest
+    assert evict(root, "disk", space, first) == (0, 1, 0)
+    assert evict(root, "disk", space, first, holes=True) == (1, 0, 0)
+    assert evict(root, "disk", space, None) == (1, 0, 0)
+
+
+def test_an_empty_namespace_means_every_one(engine: EngineStarter, root: Path) -> None:
+    one, two = engine("one"), engine("two", weights="other")
+    for small in (one, two):
+        small.store(2)
+    wait_written(root)
+    assert evict(root, "disk", one.client.namespace.digest, None) == (2, 0, 0)
+    assert evict(root, "host", b"", None) == (4, 0, 0)
+    assert evict(root, "disk", b"", None) == (2, 0, 0)
+    wait_for(lambda: files(root) == 0, "the deletions")
+    assert one.hits(2) == 0 and two.hits(2) == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (m.Evict("tape", bytes(16), b"", False), "no tier 'tape' to evict from; there are host, disk"),
+        (m.Evict("host", bytes(16), bytes(15), False), "keys have 16 bytes each. observed=15"),
+        (m.Evict("host", bytes(15), b"", False), "a namespace has 16 bytes. observed=15"),
+        (m.Evict("host", b"", bytes(16), False), "a namespace has 16 bytes. observed=0"),
+    ],
+)
+def test_orders_that_mean_nothing_are_refused(served: Path, order: m.Evict, expected: str) -> None:
+    with hello(settings(served)) as sock:
+        tell(sock, order)
+        assert expected in refusal(sock)
+    with hello(settings(served)) as sock:
+        tell(sock, m.Evict("host", bytes(16), b"", False))
+        assert read_message(sock) == m.Evicted(0, 0, 0), "the server goes on"
+
+
+@pytest.mark.parametrize("role", ["scheduler", "worker", "cache"])
+def test_only_operators_may_order(served: Path, role: str) -> None:
+    with hello(settings(served), role, "some-engine") as sock:
+        tell(sock, m.Evict("host", b"", b"", False))
+        assert "Evict" in refusal(sock)
+
+
+def test_a_refusal_reaches_the_operator_as_it_was_said(served: Path) -> None:
+    with pytest.raises(ConfigError, match="no tier 'object'"):
+        evict(served, "object", bytes(16), None)
+
+
+def test_a_link_never_takes_no_keys_for_all_keys(engine: EngineStarter, root: Path) -> None:
+    one = engine()
+    one.store(2)
+    wait_written(root)
+    assert evict(root, "host", one.client.namespace.digest, []) == (0, 0, 0)
+    assert one.hits(2) == 2 and files(root) == 2

@@ -1,0 +1,132 @@
+"""One chunk, looked at closely: is its blob what its name says, byte for byte, and what stands before and behind it.
+
+Reads the whole blob; changes nothing. Called by ``cli/inspect.py`` and ``cli/export.py``.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tiered_kv.admin.storage import Content, Storage, StoredBlob
+from tiered_kv.chunks.header import ParsedHeader, check_blob, read_header
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError, TierUnavailable
+from tiered_kv.keys.naming import BlobName, object_path, parse_path, relative_path
+
+SOUND: Final = "sound"
+_BELOW: Final = "blobs/"
+_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a blob's bytes say.
+
+    Attributes:
+        data: The blob.
+        parsed: Its header, if that is sound.
+        header, payload: ``sound``, or what is wrong; where the header is not sound, nobody can judge the payload.
+    """
+
+    data: bytes
+    parsed: ParsedHeader | None
+    header: str
+    payload: str
+
+    @property
+    def is_sound(self) -> bool:
+        return self.header == SOUND and self.payload == SOUND
+
+    @property
+    def reason(self) -> str:
+        """What is wrong with it; ``sound`` if nothing is."""
+        return self.payload if self.header == SOUND else self.header
+
+
+def examine(storage: Storage, blob: StoredBlob) -> Finding:
+    """Read a blob and check it, against itself and against its name.
+
+    Raises:
+        TierUnavailable: It cannot be read, or is not there any more.
+    """
+    data = storage.read(blob)
+    if data is None:
+        raise TierUnavailable(f"the chunk was removed while it was looked at. key={blob.name.key.hex()}")
+    try:
+        parsed = read_header(memoryview(data))
+    except (ChunkCorrupt, ChunkMismatch) as exc:
+        return Finding(data, None, str(exc), "unknown")
+    wrong = _other_than(parsed, blob.name, has_path_of_its_own=storage.kind == "object")
+    try:
+        check_blob(memoryview(data))
+    except ChunkCorrupt as exc:
+        return Finding(data, parsed, wrong or SOUND, str(exc))
+    return Finding(data, parsed, wrong or SOUND, SOUND)
+
+
+def _other_than(parsed: ParsedHeader, name: BlobName, *, has_path_of_its_own: bool) -> str:
+    """In what a sound header differs from the name the blob has; empty if in nothing."""
+    header = parsed.header
+    pairs = [
+        ("namespace", name.namespace.hex(), header.namespace.hex()),
+        ("key", name.key.hex(), header.key.hex()),
+    ]
+    if has_path_of_its_own:  # a directory's names tell no ancestry: what is known of it came from the header
+        pairs.append(("parent", name.parent.hex(), header.parent.hex()))
+        pairs.append(("chunk_index", str(name.chunk_index), str(header.chunk_index)))
+    return "; ".join(f"another {what} than its name says. name={a} header={b}" for what, a, b in pairs if a != b)
+
+
+def path_of(storage: Storage, name: BlobName) -> str:
+    """Where a blob lies, relative to the tier's root."""
+    return object_path(name) if storage.kind == "object" else f"{_BELOW}{relative_path(name)}"
+
+
+def stray_chunk(content: Content, key: str) -> StoredBlob | None:
+    """The file that has the name of this chunk, and not its header: so that one can see what is wrong with it.
+
+    Args:
+        key: All digits of it.
+    """
+    for stray in content.strays:
+        name = parse_path(stray.path.removeprefix(_BELOW))
+        if name is not None and name.key.hex() == key.lower():
+            return StoredBlob(name, stray.size_bytes, stray.modified_s, stray.modified_s, 0.0)
+    return None
+
+
+def is_complete(chain: Sequence[StoredBlob]) -> bool:
+    """Whether a chain, deepest first, begins where its namespace does."""
+    begin = chain[-1].name
+    return begin.chunk_index == 0 and begin.parent == begin.namespace
+
+
+def write_new(path: Path, data: bytes, *, overwrite: bool) -> None:
+    """Write a file as a whole or not at all, for the owner only: KV can be turned back into the prompt.
+
+    Raises:
+        ConfigError: It is there already, or its directory is not.
+        TierUnavailable: It cannot be written.
+    """
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        descriptor = os.open(temp, _CREATE, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            if overwrite:
+                os.replace(temp, path)
+            else:
+                os.link(temp, path)  # unlike a rename, it fails if somebody was quicker
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temp)
+    except FileExistsError as exc:
+        raise ConfigError(f"the file is there already; --force overwrites it. path={path}") from exc
+    except FileNotFoundError as exc:
+        raise ConfigError(f"there is no such directory. path={path.parent}") from exc
+    except OSError as exc:
+        raise TierUnavailable(f"the file cannot be written. path={path}: {exc.strerror}") from exc

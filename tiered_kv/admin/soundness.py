@@ -1,0 +1,156 @@
+"""Whether stored bytes are the blob that their name promises, and if not, what is wrong with them.
+
+Pure: bytes in, a verdict out. What a server checks before it serves a blob is checked here without knowing the tokens,
+and more: the reason is told, because a person reads it. Called by ``admin/scrub.py``.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from tiered_kv.admin.storage import NamespaceRecord
+from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
+from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, ParsedHeader, TensorEntry, check_blob, read_header
+from tiered_kv.chunks.table import geometry_entries
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
+from tiered_kv.keys.naming import BlobName
+
+REASONS: Final = {
+    "header": "the header is damaged",
+    "payload": "the payload is damaged",
+    "truncated": "the end is missing",
+    "longer": "something follows the end",
+    "swapped": "a sound blob of another key under this name",
+    "misplaced": "a sound blob whose place in its prefix is not what its name, the index or its own header says",
+    "misfit": "a sound blob of another shape than its namespace has",
+    "foreign": "a sound blob of another namespace",
+    "version": "a blob of another format version",
+    "stray": "not a blob, by its name",
+    "unreadable": "the medium does not give its bytes",
+    "record": "namespace.json is missing or wrong",
+}
+"""Every reason there is, in the order of a report."""
+
+CORRUPT: Final = frozenset({"header", "payload", "truncated", "longer", "swapped", "misplaced", "misfit"})
+"""What no request can ever be answered with. The rest may be somebody's data, or may be readable again tomorrow."""
+
+
+class Form(NamedTuple):
+    """What all blobs of a namespace have in common."""
+
+    token_count: int
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What bytes are.
+
+    Attributes:
+        reason: One of ``REASONS``; empty for a sound blob.
+        detail: Expected and observed, for people.
+        form: Of a sound blob.
+    """
+
+    reason: str = ""
+    detail: str = ""
+    form: Form | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a namespace's record says of its blobs, as far as it says it.
+
+    Attributes:
+        form: None where the record has no geometry as servers write it.
+        blob_bytes: Of every blob; with ``form`` only.
+    """
+
+    chunk_tokens: int | None = None
+    form: Form | None = None
+    blob_bytes: int | None = None
+
+    @classmethod
+    def of(cls, record: NamespaceRecord | None) -> "Expectation":
+        """Read a record, which may be missing or have been written by something else than a server."""
+        if record is None or record.namespace is None:
+            return cls()
+        fields = record.namespace.fields
+        try:
+            geometry = ChunkGeometry(fields["block_tokens"], fields["chunk_tokens"], _ranks(fields["geometry"]))
+            blob_bytes = BlobFormat(record.digest, geometry).blob_bytes
+        except (KeyError, TypeError, ValueError):  # ConfigError is one
+            return cls(record.chunk_tokens)
+        return cls(record.chunk_tokens, Form(geometry.chunk_tokens, geometry_entries(geometry)), blob_bytes)
+
+    def objection(self, form: Form) -> str:
+        """Why a blob of this form is none of the namespace; empty where nothing speaks against it."""
+        if self.chunk_tokens is not None and form.token_count != self.chunk_tokens:
+            return f"another number of tokens. expected={self.chunk_tokens} observed={form.token_count}"
+        if self.form is not None and form != self.form:
+            return "the tensors in its header are not those of namespace.json"
+        return ""
+
+
+def judge(name: BlobName, data: memoryview, usual_bytes: int | None = None) -> Verdict:
+    """Check a blob against the name it is stored under; whether it fits its namespace is asked of its form.
+
+    Args:
+        data: The blob; of one that is too long, at least one byte more than its header announces.
+        usual_bytes: Size of the namespace's blobs, if known: tells a cut blob from a damaged one.
+    """
+    try:
+        parsed = check_blob(data)
+    except ChunkMismatch as exc:
+        return Verdict("version", str(exc))
+    except ChunkCorrupt as exc:
+        return _damage(name, data, usual_bytes, str(exc))
+    return _foreign(name, parsed) or _place(name, parsed) or Verdict(form=_form(parsed))
+
+
+def _damage(name: BlobName, data: memoryview, usual_bytes: int | None, why: str) -> Verdict:
+    try:
+        parsed = read_header(data)
+    except ChunkCorrupt:
+        is_cut = len(data) < (PEEK_BYTES if usual_bytes is None else usual_bytes)
+        return Verdict("truncated" if is_cut else "header", why)
+    if foreign := _foreign(name, parsed):  # whatever is wrong with it is not for us to judge
+        return foreign
+    if len(data) < parsed.blob_bytes:
+        return Verdict("truncated", f"bytes are missing. expected={parsed.blob_bytes} observed={len(data)}")
+    if len(data) > parsed.blob_bytes:
+        return Verdict("longer", f"longer than its header says. expected={parsed.blob_bytes}")
+    return Verdict("payload", why)
+
+
+def _foreign(name: BlobName, parsed: ParsedHeader) -> Verdict | None:
+    observed = parsed.header.namespace
+    if observed == name.namespace:
+        return None
+    return Verdict("foreign", f"another namespace. expected={name.namespace.hex()} observed={observed.hex()}")
+
+
+def _place(name: BlobName, parsed: ParsedHeader) -> Verdict | None:
+    header = parsed.header
+    if header.key != name.key:
+        return Verdict("swapped", f"another key. expected={name.key.hex()} observed={header.key.hex()}")
+    if name.parent and header.parent != name.parent:
+        return Verdict("misplaced", f"another parent. expected={name.parent.hex()} observed={header.parent.hex()}")
+    if name.parent and header.chunk_index != name.chunk_index:
+        return Verdict("misplaced", f"another position. expected={name.chunk_index} observed={header.chunk_index}")
+    if (header.chunk_index == 0) != (header.parent == header.namespace):
+        return Verdict(
+            "misplaced", f"position and parent contradict each other. index={header.chunk_index} {header.parent.hex()}"
+        )
+    return None
+
+
+def _form(parsed: ParsedHeader) -> Form:
+    return Form(parsed.header.token_count, parsed.tensors)
+
+
+def _ranks(geometry: Any) -> tuple[tuple[LayerPage, ...], ...]:
+    """The pages of a record's geometry, as a server writes it."""
+    return tuple(
+        tuple(LayerPage(page["layer"], page["dtype"], tuple(page["shape"]), page["axes"]) for page in rank)
+        for rank in geometry["ranks"]
+    )

@@ -1,0 +1,228 @@
+"""Hand chunks to a running server, which alone may write into its directory: as an engine of that model would.
+
+A session is joined for each namespace, with the facts of its record, so that the server takes it for the model that
+stored the chunks; chunks go into granted slots of its memory, and the server seals them and writes them through. It has
+engines to serve at the same moment: few chunks are on their way at once, only room that is free is filled, and what it
+drops is counted. Called by ``targets.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Collection
+from typing import Any, Final
+
+import msgspec
+
+from tiered_kv.admin.disk_storage import DiskStorage
+from tiered_kv.admin.server_link import ServerLink
+from tiered_kv.admin.storage import NamespaceRecord
+from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.chunks.header import ParsedHeader
+from tiered_kv.config import Config
+from tiered_kv.errors import CapacityExceeded, ChunkMismatch, ConfigError, TierUnavailable
+from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
+from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.naming import BlobName
+from tiered_kv.server import messages as m
+from tiered_kv.server.client import SchedulerClient, SessionInfo
+from tiered_kv.server.worker_client import WorkerClient, pages_on_the_wire
+
+UNWRITTEN_MAX: Final = 8
+"""Chunks that the server has and has not written yet: more would be put off, and dropped when memory is short."""
+WRITTEN_WITHIN_S: Final = 20.0
+"""Then a chunk counts as dropped, and so does, when one has been, what takes longer than the next."""
+WRITTEN_AFTER_DROP_S: Final = 1.0
+SLOT_WITHIN_S: Final = 30.0
+POLL_S: Final = 0.002
+
+_OWN_FIELDS: Final = ("geometry", "epoch", "block_tokens", "chunk_tokens")
+"""Fields of a record that the server fills in by itself."""
+
+
+class Session:
+    """A session of one namespace, with a worker for every rank of its world.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, config: Config, namespace: Namespace) -> None:
+        """Join; blocks until the session is open.
+
+        Raises:
+            ConfigError: The server refuses it, the record is no model's, or its epoch is not in force there.
+            TierUnavailable: The server went away.
+        """
+        fields = namespace.fields
+        ranks = _ranks(fields)
+        engine_id = f"copy-{uuid.uuid4().hex}"
+        given = msgspec.json.encode({name: value for name, value in fields.items() if name not in _OWN_FIELDS})
+        sizes = fields["block_tokens"], fields["chunk_tokens"]
+        self._workers: list[WorkerClient] = []
+        self.client: SchedulerClient | None = None
+        try:
+            for rank, pages in enumerate(ranks):
+                join = m.JoinWorker(rank, len(ranks), *sizes, given, pages_on_the_wire(pages))
+                self._workers.append(WorkerClient(config, engine_id, 0, join))
+            self.client = SchedulerClient(config, engine_id, len(ranks))
+            if not self.client.wait_ready(config.start_timeout_s):
+                raise ConfigError(self.client.refusal or "the server opened no session in time")
+            assert self.client.namespace is not None
+            if self.client.namespace.digest != namespace.digest:
+                other = self.client.namespace.fields["epoch"]
+                raise ConfigError(
+                    f"the server uses epoch {other} of this model, and these chunks are of epoch {fields['epoch']}: a "
+                    "reset of the cache retired them, or of the two places one is an object store or in front of one, "
+                    "and the other is not"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def store(self, name: BlobName, blob: memoryview, parsed: ParsedHeader) -> None:
+        """Give the server one chunk, whose parent it has been given.
+
+        Raises:
+            ChunkMismatch: It is not of the form of this namespace.
+            TierUnavailable: The server went away, or gives no slot.
+        """
+        client = self.client
+        assert client is not None
+        info = client.info
+        if info is not None and (len(blob), parsed.header.header_bytes) != (info.slot_bytes, info.payload_offset):
+            raise ChunkMismatch(f"blob has another size. expected={info.slot_bytes} observed={len(blob)}")
+        slot, info = self._take_slot(client)
+        slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
+        start, size_bytes = index * info.slot_bytes + info.payload_offset, info.slot_bytes - info.payload_offset
+        with self._workers[0].arena.view(slab, start, size_bytes) as view:
+            view[:] = blob[info.payload_offset :]
+        record = ChunkRecord(name.namespace, name.key, name.parent, name.chunk_index, parsed.header.prefix_sha256)
+        client.commit([(slot, record)])
+
+    def _take_slot(self, client: SchedulerClient) -> tuple[SlotId, SessionInfo]:
+        until_s = time.monotonic() + SLOT_WITHIN_S
+        while (slot := client.take_slot()) is None:
+            if time.monotonic() > until_s:
+                raise TierUnavailable(f"the server gave no memory to copy into. waited_s={SLOT_WITHIN_S:g}")
+            time.sleep(POLL_S)
+            self.poll()
+        assert client.info is not None
+        return slot, client.info
+
+    def poll(self) -> None:
+        """Move messages.
+
+        Raises:
+            TierUnavailable: The server went away.
+        """
+        assert self.client is not None
+        self.client.poll()
+        if self.client.generation:
+            raise TierUnavailable("the server went away while chunks were copied; say it again")
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        if self.client is not None:
+            self.client.close()
+        for worker in self._workers:
+            worker.leave()
+
+
+class ServerTarget:
+    """A disk directory that a server owns.
+
+    Threads: any; chunks are handed over one at a time.
+    """
+
+    def __init__(self, storage: DiskStorage, link: ServerLink, config: Config) -> None:
+        """Take the directory and its server.
+
+        Args:
+            config: Names both, so that nobody starts a server.
+        """
+        self._storage = storage
+        self._config = config
+        disk = next((tier for tier in link.stat().tiers if tier.name == "disk"), None)
+        if disk is None:
+            raise ConfigError("the server of this directory keeps no chunks in it")
+        self._room_bytes = None if disk.capacity_bytes is None else disk.capacity_bytes - disk.used_bytes
+        self._sessions: dict[bytes, Session] = {}
+        self._unwritten: dict[BlobName, float] = {}
+        self._dropped: set[bytes] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, record: NamespaceRecord) -> str:
+        """Join a session of the namespace."""
+        if record.namespace is None:
+            return f"a running server must be told which model it is, and {record.problem}"
+        try:
+            self._sessions[record.digest] = Session(self._config, record.namespace)
+        except ConfigError as exc:
+            return str(exc)
+        return ""
+
+    def has(self, name: BlobName) -> bool:
+        return self._storage.contains([name])[0]
+
+    def put(self, name: BlobName, blob: memoryview, parsed: ParsedHeader) -> bool:
+        """Give the server a chunk; a short wait keeps few of them unwritten."""
+        with self._lock:
+            if name.parent in self._dropped:  # it would not be written either
+                self._dropped.add(name.key)
+                return True
+            if self._room_bytes is not None:
+                if len(blob) > self._room_bytes:
+                    raise CapacityExceeded("the rest of the server's disk_bytes is in use, and a copy evicts nothing")
+                self._room_bytes -= len(blob)
+            self._wait_until(UNWRITTEN_MAX - 1)
+            self._sessions[name.namespace].store(name, blob, parsed)
+            self._unwritten[name] = time.monotonic()
+            return True
+
+    def end(self) -> Collection[bytes]:
+        with self._lock:
+            self._wait_until(0)
+            return self._dropped
+
+    def _wait_until(self, unwritten: int) -> None:
+        """Until at most so many chunks are not on the disk yet, or are given up."""
+        while True:
+            for session in self._sessions.values():
+                session.poll()
+            names, now_s = list(self._unwritten), time.monotonic()
+            for name, is_there in zip(names, self._storage.contains(names), strict=True):
+                if is_there:
+                    del self._unwritten[name]
+                elif now_s - self._unwritten[name] > (WRITTEN_AFTER_DROP_S if self._dropped else WRITTEN_WITHIN_S):
+                    del self._unwritten[name]
+                    self._dropped.add(name.key)
+            if len(self._unwritten) <= unwritten:
+                return
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Leave the server. Idempotent."""
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+
+
+def _ranks(fields: dict[str, Any]) -> list[list[LayerPage]]:
+    """The pages of every rank, as a record tells them.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    try:
+        ranks = [
+            [LayerPage(page["layer"], page["dtype"], tuple(page["shape"]), page["axes"]) for page in rank]
+            for rank in fields["geometry"]["ranks"]
+        ]
+    except (KeyError, TypeError) as exc:
+        raise ConfigError("its record does not say in a known way what a chunk holds (geometry)") from exc
+    if not ranks:
+        raise ConfigError("its record names no rank (geometry)")
+    return ranks

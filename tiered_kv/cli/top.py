@@ -1,0 +1,198 @@
+"""`tiered-kv top`: what a running server does at the moment, like a process monitor."""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from tiered_kv.admin.rates import Rates, TierRates, rates
+from tiered_kv.cli.app import app
+from tiered_kv.cli.figure_text import BREAKER, capacity_text, count_text, rate_text, time_text
+from tiered_kv.cli.output import EXIT_CODES, Report, age_text, exit_codes, print_table
+from tiered_kv.cli.settings import Settings
+from tiered_kv.cli.stat import OptionalUri, ServerOption, connect
+from tiered_kv.config import size_text
+from tiered_kv.errors import TierUnavailable
+from tiered_kv.metrics.figures import HOST
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from tiered_kv.admin.server_link import ServerLink
+
+TIERS = ("tier", "used", "capacity", "chunks", "hit tokens/s", "in flight", "waiting", "state")
+MOVED = ("tier", "read", "reads/s", "each", "written", "writes/s", "each", "failures/s")
+"""Two tables, so that either fits a terminal of 100 columns."""
+
+
+class TopReport(Report, frozen=True, kw_only=True):
+    """A server between two polls; one object per line and interval.
+
+    Attributes:
+        version: Of this description.
+        directory: What the server owns, as it sees it.
+        at_unix_s: Time of the second poll.
+        rates: What happened between the two, and what is as of the second.
+    """
+
+    directory: str
+    at_unix_s: float
+    rates: Rates
+
+
+@app.command(epilog=EXIT_CODES)
+def top(
+    uri: OptionalUri = None,
+    server: ServerOption = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two polls.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval and end: the same as --count 1.")] = False,
+    count: Annotated[int | None, typer.Option(min=1, help="End after so many intervals. (default: never)")] = None,
+    more: Settings = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON (docs/cli-schema.json), one object per line and interval.")
+    ] = False,
+) -> None:
+    """Show what a running server does, live: tokens asked for and hit, bytes moved, queues, drops, per second.
+
+    On a terminal the figures replace each other; in a pipe each interval is a block of text, or with --json a line. The
+    server is found as by `tiered-kv stat` and asked once per interval; it does nothing else for it. Ends with Ctrl-C,
+    after --count intervals, or with exit code 1 when the server goes away.
+    """
+    with exit_codes(), _quiet_end():
+        link = connect(uri, server, more)
+        if link is None:
+            raise TierUnavailable("no server is running for it; `tiered-kv stat` shows what the tier itself tells")
+        intervals = 1 if once else count
+        with link:
+            is_live = sys.stdout.isatty() and not as_json and intervals != 1
+            with _screen() if is_live else _blocks(as_json=as_json) as show:
+                for report in itertools.islice(_reports(link, interval), intervals):
+                    show(report)
+
+
+def _reports(link: "ServerLink", interval_s: float) -> Iterator[TopReport]:
+    before = link.stat()
+    while True:
+        time.sleep(interval_s)
+        after = link.stat()
+        yield TopReport(directory=after.directory, at_unix_s=time.time(), rates=rates(before, after))
+        before = after
+
+
+@contextmanager
+def _quiet_end() -> Iterator[None]:
+    """Ctrl-C, and a reader of the pipe that has seen enough, are ordinary ends."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        return
+    except BrokenPipeError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
+
+
+@contextmanager
+def _blocks(*, as_json: bool) -> Iterator[Callable[[TopReport], None]]:
+    def show(report: TopReport) -> None:
+        if as_json:
+            print(msgspec.json.encode(report).decode())
+        else:
+            print("\n".join(_head(report)))
+            for columns, rows in _tables(report.rates):
+                print()
+                print_table("", columns, rows)
+            print("\n".join([*_drops(report.rates), ""]))
+        sys.stdout.flush()
+
+    yield show
+
+
+@contextmanager
+def _screen() -> Iterator[Callable[[TopReport], None]]:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text("waiting for the first interval"), console=Console(), screen=True, auto_refresh=False) as live:
+        yield lambda report: live.update(_picture(report), refresh=True)
+
+
+def _picture(report: TopReport) -> "Group":
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[Text | Table] = [Text(line) for line in _head(report)]
+    for columns, rows in _tables(report.rates):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column, justify="left" if column in ("tier", "state") else "right")
+        for row in rows:
+            table.add_row(*row, style="red" if row[-1].startswith(BREAKER["open"]) else None)
+        parts += [Text(), table]
+    return Group(*parts, Text(), *map(Text, _drops(report.rates)))
+
+
+def _head(report: TopReport) -> list[str]:
+    now = report.rates
+    clock = time.strftime("%H:%M:%S", time.localtime(report.at_unix_s))
+    share = "" if now.hit_share is None else f" ({100 * now.hit_share:.0f} %)"
+    server = f"pid {now.pid}, up {age_text(now.uptime_s)}, {now.clients} clients, {now.sessions} sessions"
+    asked, hit = count_text(now.asked_tokens_per_s), count_text(now.hit_tokens_per_s)
+    return [
+        f"{clock}  {server}, {now.lookups} open lookups",
+        f"directory {report.directory}",
+        f"tokens/s  {asked} asked, {hit} hit{share}, in {count_text(now.lookups_per_s)} lookups/s",
+    ]
+
+
+Rows = list[tuple[str, ...]]
+
+
+def _tables(now: Rates) -> list[tuple[tuple[str, ...], Rows]]:
+    return [
+        (TIERS, [_state_row(tier) for tier in now.tiers]),
+        (MOVED, [_moved_row(tier) for tier in now.tiers if tier.tier != HOST]),
+    ]
+
+
+def _state_row(tier: TierRates) -> tuple[str, ...]:
+    queued = f" ({size_text(tier.queued_bytes)})" if tier.queued_bytes else ""
+    return (
+        tier.tier,
+        size_text(tier.used_bytes),
+        capacity_text(tier.capacity_bytes),
+        str(tier.chunks),
+        _some(tier.hit_tokens_per_s),
+        _some(tier.jobs),
+        f"{tier.backlog_chunks}{queued}" if tier.backlog_chunks else "",
+        BREAKER.get(tier.breaker or "", ""),
+    )
+
+
+def _moved_row(tier: TierRates) -> tuple[str, ...]:
+    return (
+        tier.tier,
+        rate_text(tier.read_bytes_per_s),
+        _some(tier.reads_per_s),
+        time_text(tier.read_s),
+        rate_text(tier.written_bytes_per_s),
+        _some(tier.writes_per_s),
+        time_text(tier.write_s),
+        _some(tier.failures_per_s),
+    )
+
+
+def _some(value: float) -> str:
+    """A count; empty where there is none, so that the eye finds the others."""
+    return count_text(value) if value else ""
+
+
+def _drops(now: Rates) -> list[str]:
+    return [f"dropped   {count_text(rate)}/s {reason}" for reason, rate in sorted(now.drops_per_s.items())]

@@ -1,0 +1,276 @@
+"""`tiered-kv verify`: read blobs, check them, say what is bad and why; remove what is corrupt if asked to."""
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from tiered_kv.cli.app import app
+from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Uri, Yes, find_namespace, open_uri
+from tiered_kv.cli.output import (
+    EXIT_CODES,
+    EXIT_FOUND,
+    Report,
+    confirm,
+    exit_codes,
+    note,
+    print_json,
+    print_table,
+    progress,
+)
+
+if TYPE_CHECKING:
+    from tiered_kv.admin.scrub import Bad, Choice, Repair, Scrub
+    from tiered_kv.admin.storage import Content, Storage
+
+LINES_SHOWN = 100
+
+
+class BadBlob(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is not as it must be.
+
+    Attributes:
+        path: Relative to the tier's root.
+        reason: ``header``, ``payload``: damaged there. ``truncated``, ``longer``: cut, or followed by something.
+            ``swapped``: a sound blob of another key. ``misplaced``: one whose place in its prefix is not what its name,
+            the index or its own header says. ``misfit``: one of another shape than its namespace has. ``foreign``: one
+            of another namespace. ``version``: one of another format version. ``stray``: not a blob, by its name.
+            ``unreadable``: the medium does not give its bytes. ``record``: namespace.json is missing or wrong.
+        detail: Expected and observed, in words.
+        namespace: Digest of the namespace by its path, null where that says none.
+        key: The chunk's key by its path, null where that says none.
+        size_bytes: What it takes.
+        is_mended: Whether it is gone by now, or was replaced by a sound one.
+    """
+
+    path: str
+    reason: str
+    detail: str
+    namespace: str | None
+    key: str | None
+    size_bytes: int
+    is_mended: bool
+
+
+class VerifyReport(Report, frozen=True, kw_only=True):
+    """What ``verify`` read, found and did.
+
+    Attributes:
+        uri: The tier.
+        namespace: The only one that was checked, null for all.
+        share: Of the blobs, 1 for all.
+        seed: What chose the sample; the same seed chooses the same blobs of the same content.
+        blobs: Blobs there are, and files under the name of one.
+        read: Blobs that were read and checked.
+        read_bytes: All their bytes.
+        vanished: Blobs that were evicted before they could be read, which is no fault.
+        seconds: What the reading took.
+        bad: Everything that is wrong, by reason.
+        unreachable: Sound blobs behind a gap or a bad one, no fault either; ``gc`` removes those behind a gap.
+        unreachable_bytes: What they take.
+        is_repair: Whether ``--repair`` was said.
+        removed: Corrupt blobs that ``--repair`` removed.
+        removed_bytes: What they took.
+        notes: What may make this incomplete, in words.
+    """
+
+    uri: str
+    namespace: str | None
+    share: float
+    seed: int
+    blobs: int
+    read: int
+    read_bytes: int
+    vanished: int
+    seconds: float
+    bad: list[BadBlob]
+    unreachable: int
+    unreachable_bytes: int
+    is_repair: bool
+    removed: int
+    removed_bytes: int
+    notes: list[str]
+
+
+@app.command(epilog=EXIT_CODES)
+def verify(
+    uri: Uri,
+    sample: Annotated[
+        str, typer.Option(metavar="SHARE", help="Read only so many of the blobs, chosen at random, e.g. 5%.")
+    ] = "100%",
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Choose the sample by this number. (default: another one every time)")
+    ] = None,
+    namespace: NamespaceOption = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove what is corrupt, and make the index of a directory right.")
+    ] = False,
+    yes: Yes = False,
+    more: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read blobs and check every byte of them; name what is bad, and remove what is corrupt if asked to.
+
+    Each blob is compared with its own checksums, with the name it is stored under and with its namespace. Bad ones are
+    listed by reason: header or payload damaged, truncated, longer, swapped, misplaced, misfit; foreign (a sound blob of
+    another namespace), version (of another format version), stray (no blob by its name), unreadable, and record
+    (namespace.json is missing or wrong). Ends with 4 if anything bad is left. Engines may run meanwhile.
+
+    --repair removes what no request could ever be answered with: header, payload, truncated, longer, swapped, misplaced
+    and misfit, also under a running server, to which they are ordinary misses then. The rest stays, because it may be
+    somebody's data, and keeps the exit code at 4: remove it by hand. Without a server, the index of a directory is
+    made to agree with its files, too.
+    """
+    with exit_codes():
+        from tiered_kv.admin import scrub as admin
+
+        share = _share(sample)
+        with open_uri(uri, more) as storage:
+            content = _look(storage)
+            choice = admin.Choice(namespace=find_namespace(content, namespace), share=share, seed=_seed(seed))
+            with progress("verifying") as tick:
+                found = admin.scrub(storage, content, choice, tick)
+            if not as_json:
+                _show(found, storage.uri)
+            done = None
+            if repair:
+                done = _repair(storage, content, found, is_confirmed=yes)
+            report = _report(storage, content, choice, found, done)
+            if as_json:
+                print_json(report)
+            else:
+                _show_end(report)
+        if any(not bad.is_mended for bad in report.bad):
+            raise typer.Exit(EXIT_FOUND)
+
+
+def _look(storage: "Storage") -> "Content":
+    with progress("listing") as tick:
+        content = storage.look(tick)
+    for text in content.notes:
+        note(text)
+    return content
+
+
+def _repair(storage: "Storage", content: "Content", found: "Scrub", *, is_confirmed: bool) -> "Repair":
+    from tiered_kv.admin.scrub import repair
+    from tiered_kv.config import size_text
+
+    if found.corrupt:
+        size = size_text(sum(bad.size_bytes for bad in found.corrupt))
+        confirm(f"{_blobs(len(found.corrupt))}, {size}, to go from {storage.uri}. Go on?", is_confirmed=is_confirmed)
+    with progress("repairing") as tick:
+        done = repair(storage, content, found.corrupt, tick)
+    if done.problem:
+        note(done.problem)
+    return done
+
+
+def _show(found: "Scrub", uri: str) -> None:
+    from tiered_kv.admin.soundness import REASONS
+    from tiered_kv.config import size_text
+
+    if found.bad:
+        rows = [(bad.reason, bad.path, size_text(bad.size_bytes), bad.detail) for bad in found.bad[:LINES_SHOWN]]
+        print_table(f"Bad in {uri}", ("reason", "path", "size", "detail"), rows)
+        if len(found.bad) > LINES_SHOWN:
+            print(f"... and {len(found.bad) - LINES_SHOWN} more; --json lists all")
+        print()
+        for reason, meaning in REASONS.items():
+            if count := sum(bad.reason == reason for bad in found.bad):
+                print(f"{count} {reason}: {meaning}")
+    if found.unreachable:
+        size = size_text(sum(blob.size_bytes for blob in found.unreachable))
+        many = len(found.unreachable) != 1
+        what = f"{len(found.unreachable)} sound blob{'s' if many else ''}, {size}, lie{'' if many else 's'}"
+        print(f"{what} behind a gap or a bad one; `tiered-kv gc` removes what is behind a gap")
+    rate = size_text(int(found.read_bytes / max(found.seconds, 1e-6)))
+    print(
+        f"read {found.read} of {found.held} blobs, {size_text(found.read_bytes)} in {found.seconds:.2f} s "
+        f"({rate}/s): {len(found.bad) or 'nothing'} bad"
+    )
+
+
+def _show_end(report: VerifyReport) -> None:
+    from tiered_kv.config import size_text
+
+    if not report.is_repair:
+        if any(_is_corrupt(bad) for bad in report.bad):
+            print("--repair removes what is corrupt")
+        return
+    left = [bad for bad in report.bad if not bad.is_mended]
+    print(f"removed {_blobs(report.removed)}, {size_text(report.removed_bytes)}")
+    if stuck := sum(_is_corrupt(bad) for bad in left):
+        print(f"{_blobs(stuck)} could not be removed, or may be the right one of two")
+    if len(left) > stuck:
+        print(f"{len(left) - stuck} not removed: it may be somebody's data, or may be mended in another way")
+
+
+def _blobs(count: int) -> str:
+    return f"{count} corrupt blob{'' if count == 1 else 's'}"
+
+
+def _is_corrupt(bad: BadBlob) -> bool:
+    from tiered_kv.admin.soundness import CORRUPT
+
+    return bad.reason in CORRUPT
+
+
+def _report(
+    storage: "Storage", content: "Content", choice: "Choice", found: "Scrub", done: "Repair | None"
+) -> VerifyReport:
+    left = set() if done is None else {bad.path for bad in done.left}
+    return VerifyReport(
+        uri=storage.uri,
+        namespace=None if choice.namespace is None else choice.namespace.hex(),
+        share=choice.share,
+        seed=choice.seed,
+        blobs=found.held,
+        read=found.read,
+        read_bytes=found.read_bytes,
+        vanished=found.vanished,
+        seconds=found.seconds,
+        bad=[_line(bad, is_mended=done is not None and bad.is_corrupt and bad.path not in left) for bad in found.bad],
+        unreachable=len(found.unreachable),
+        unreachable_bytes=sum(blob.size_bytes for blob in found.unreachable),
+        is_repair=done is not None,
+        removed=0 if done is None else done.removed,
+        removed_bytes=0 if done is None else done.removed_bytes,
+        notes=[*content.notes, *([done.problem] if done is not None and done.problem else [])],
+    )
+
+
+def _line(bad: "Bad", *, is_mended: bool) -> BadBlob:
+    return BadBlob(
+        path=bad.path,
+        reason=bad.reason,
+        detail=bad.detail,
+        namespace=None if bad.blob is None else bad.blob.name.namespace.hex(),
+        key=None if bad.blob is None else bad.blob.name.key.hex(),
+        size_bytes=bad.size_bytes,
+        is_mended=is_mended,
+    )
+
+
+def _share(text: str) -> float:
+    """What ``--sample`` says, above 0 and at most 1.
+
+    Raises:
+        ConfigError: It is no such share.
+    """
+    from tiered_kv.errors import ConfigError
+
+    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?) ?%", text)
+    share = float(found[1]) / 100 if found else 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"option --sample: expected a share such as 5%, above 0% and at most 100%, got {text[:100]!r}"
+        )
+    return share
+
+
+def _seed(given: int | None) -> int:
+    import secrets
+
+    return secrets.randbits(32) if given is None else given

@@ -1,0 +1,195 @@
+"""`tiered-kv warm` and `tiered-kv cp`: copy chunks from one tier to another."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiered_kv.cli.app import app
+from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, find_chunk, find_namespace
+from tiered_kv.cli.output import EXIT_CODES, Report, exit_codes, note, print_json, progress
+from tiered_kv.cli.settings import parse_settings
+
+if TYPE_CHECKING:
+    from tiered_kv.admin.copying import Copied
+
+MoreOfSource = Annotated[
+    list[str] | None,
+    typer.Option("--from-set", metavar="NAME=VALUE", help="Like --set, for the tier that is copied from."),
+]
+Amount = Annotated[
+    str | None,
+    typer.Option("--bytes", metavar="SIZE", help="Only the most recently used so much of the source, e.g. 50GiB."),
+]
+
+
+class WarmReport(Report, frozen=True, kw_only=True):
+    """What ``warm`` or ``cp`` copied.
+
+    Attributes:
+        source: The tier that was copied from.
+        target: The tier that was copied to.
+        selected: Chunks of the source that were to be in the target.
+        selected_bytes: What they take in the source.
+        copied: Chunks that were written.
+        copied_bytes: What they take in the source.
+        there: Chunks that the target had already.
+        corrupt: Damaged or misplaced blobs of the source; they were not copied.
+        vanished: Chunks that went from the source meanwhile.
+        left_out: Chunks that were not copied, because the target is full or a chunk before them is not there.
+        dropped: Chunks that the target's running server took and did not write.
+        full: Why the target took no more; null while it did.
+        notes: What may make this incomplete, in words: namespaces that were left out, and why.
+    """
+
+    source: str
+    target: str
+    selected: int
+    selected_bytes: int
+    copied: int
+    copied_bytes: int
+    there: int
+    corrupt: int
+    vanished: int
+    left_out: int
+    dropped: int
+    full: str | None
+    notes: list[str]
+
+
+CpReport = WarmReport
+"""``cp`` tells the same."""
+
+
+@app.command(epilog=EXIT_CODES)
+def warm(
+    uri: Annotated[
+        str,
+        typer.Argument(help="The tier to fill: file:///var/cache/tiered_kv, s3://bucket/prefix.", show_default=False),
+    ],
+    source: Annotated[str, typer.Option("--from", metavar="URI", help="The tier to copy from.", show_default=False)],
+    namespace: NamespaceOption = None,
+    size: Amount = None,
+    more: Settings = None,
+    more_of_source: MoreOfSource = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fill a tier from another one: the most recently used prefixes first, as much as fits.
+
+    A directory that does not exist is made. Without --set disk_bytes=SIZE all but 1 GiB of its file system may be used.
+    Each blob is verified before it is written; what is there already is skipped, and nothing is overwritten or evicted.
+    Where a server runs on the directory the chunks are handed to it, and it writes them. The source is only read.
+    """
+    with exit_codes():
+        settings = parse_settings(more), parse_settings(more_of_source)
+        _finish(_copy((source, uri), settings, (namespace, None), size), as_json=as_json)
+
+
+@app.command(epilog=EXIT_CODES)
+def cp(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="The tier to copy from.", show_default=False)],
+    uri: Annotated[str, typer.Argument(metavar="TO", help="The tier to copy to.", show_default=False)],
+    namespace: NamespaceOption = None,
+    key: Annotated[
+        str | None,
+        typer.Option(metavar="DIGITS", help="Only the prefix up to this chunk: its key, or how it begins."),
+    ] = None,
+    size: Amount = None,
+    more: Settings = None,
+    more_of_source: MoreOfSource = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy chunks from one tier to another: all, a namespace, or the prefix up to one key.
+
+    The same as `warm`, which names its target first: a directory that does not exist is made, each blob is verified
+    before it is written, what is there already is skipped, and nothing is overwritten or evicted.
+    """
+    with exit_codes():
+        settings = parse_settings(more), parse_settings(more_of_source)
+        _finish(_copy((source, uri), settings, (namespace, key), size), as_json=as_json)
+
+
+def _copy(
+    uris: tuple[str, str],
+    settings: tuple[Mapping[str, object], Mapping[str, object]],
+    place: tuple[str | None, str | None],
+    size: str | None,
+) -> WarmReport:
+    """Copy; ``settings`` are those of the target and of the source, ``place`` a namespace and a key."""
+    from tiered_kv.admin.copying import AT_ONCE, Wanted, choose, copy
+    from tiered_kv.admin.forest import Forest
+    from tiered_kv.admin.open import open_storage
+    from tiered_kv.admin.targets import opened_target
+    from tiered_kv.config import Config
+    from tiered_kv.errors import ConfigError
+
+    config = Config.from_mapping({"storage_uri": uris[0]} | dict(settings[1]))
+    limit = None if size is None else _size(size)
+    with open_storage(uris[0], settings[1]) as source:
+        with progress("listing") as tick:
+            content = source.look(tick)
+        for text in content.notes:
+            note(text)
+        forest = Forest(content.blobs)
+        chunk = None if place[1] is None else find_chunk(forest, place[1])
+        wanted = Wanted(namespace=find_namespace(content, place[0]), key=chunk, size_bytes=limit)
+        blobs = choose(forest, wanted)
+        if chunk is not None and not blobs and limit is None:
+            raise ConfigError("the prefix before this chunk has a gap, so no request can reach it: nothing was copied")
+        with opened_target(uris[1], settings[0], config) as (storage, target):
+            if storage.uri == source.uri:
+                raise ConfigError("source and target are the same tier")
+            at_once = max(AT_ONCE[source.kind], AT_ONCE[storage.kind])
+            with progress("copying") as tick:
+                done = copy(source, target, blobs, content, at_once, tick)
+            return _report((source.uri, storage.uri), done, content.notes)
+
+
+def _size(text: str) -> int:
+    from tiered_kv.config import parse_size
+    from tiered_kv.errors import ConfigError
+
+    try:
+        return parse_size(text)
+    except ValueError as exc:
+        raise ConfigError(f"option --bytes: {exc}, got {text!r}") from exc
+
+
+def _report(uris: tuple[str, str], done: "Copied", notes: list[str]) -> WarmReport:
+    return WarmReport(
+        source=uris[0],
+        target=uris[1],
+        selected=done.selected,
+        selected_bytes=done.selected_bytes,
+        copied=done.copied,
+        copied_bytes=done.copied_bytes,
+        there=done.there,
+        corrupt=done.corrupt,
+        vanished=done.vanished,
+        left_out=done.left_out,
+        dropped=done.dropped,
+        full=done.full or None,
+        notes=[*notes, *done.notes],
+    )
+
+
+def _finish(report: WarmReport, *, as_json: bool) -> None:
+    from tiered_kv.config import size_text
+
+    if as_json:
+        print_json(report)
+        return
+    print(f"copied {report.copied} chunks, {size_text(report.copied_bytes)}, from {report.source} to {report.target}")
+    for count, what in (
+        (report.there, "were there already"),
+        (report.corrupt, "are damaged in the source and were not copied; `tiered-kv verify` finds them"),
+        (report.vanished, "went from the source meanwhile"),
+        (report.left_out, "were left out"),
+        (report.dropped, "were dropped by the server; say it again when it is less busy"),
+    ):
+        if count:
+            print(f"{count} {what}")
+    if report.full:
+        print(f"the target is full: {report.full}")
+    for text in report.notes:
+        note(text)

@@ -1,0 +1,26 @@
+"""What an engine's lookups asked for and got since the start, in chunks and in tokens, by the tier that gave it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tiered_kv.hierarchy.served import Chunks
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all ended lookups of all namespaces; see :class:`tiered_kv.hierarchy.served.Chunks`.
+
+    Attributes:
+        tokens: As ``chunks``, each times the tokens of a chunk of its namespace. ``lookups`` is counted in ``chunks``.
+    """
+
+    chunks: Chunks = field(default_factory=Chunks)
+    tokens: Chunks = field(default_factory=Chunks)
+
+    def add(self, chunks: Chunks, chunk_tokens: int) -> None:
+        """Take in what was served to one namespace."""
+        self.chunks.lookups += chunks.lookups
+        for sums, factor in ((self.chunks, 1), (self.tokens, chunk_tokens)):
+            sums.prefix += chunks.prefix * factor
+            sums.asked += chunks.asked * factor
+            sums.hits.update(Counter({source: count * factor for source, count in chunks.hits.items()}))

@@ -1,0 +1,214 @@
+"""What a running server says of itself: the answer to ``StatRequest``, shown by ``stat``, ``top`` and the metrics.
+
+Values only. Counts and sums grow from the server's start on, so differences of two answers are rates; everything else
+is as of now. Written by ``server/figures.py``.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+HOST: Final = "host"
+"""Name of host memory among the tiers."""
+
+
+class HitFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tier gave to lookups.
+
+    Attributes:
+        tier: ``host``: it was in host memory when it was asked for, or just being stored. ``disk``, ``object``: it was
+            read from there for the lookup.
+        chunks, tokens: How much.
+    """
+
+    tier: str
+    chunks: int
+    tokens: int
+
+
+class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What lookups asked for and got, counted when they ended; in whole chunks of the prompts.
+
+    Attributes:
+        lookups: How many ended.
+        prompt_chunks, prompt_tokens: In the prompts that were looked up.
+        asked_chunks, asked_tokens: Of those, what the engine did not have in its own memory.
+        hit_chunks, hit_tokens: Of the asked ones, what it got.
+        missed_chunks, missed_tokens: Of the asked ones, what it did not get.
+        hits: What it got by tier, highest first.
+    """
+
+    lookups: int
+    prompt_chunks: int
+    prompt_tokens: int
+    asked_chunks: int
+    asked_tokens: int
+    hit_chunks: int
+    hit_tokens: int
+    missed_chunks: int
+    missed_tokens: int
+    hits: list[HitFigures]
+
+
+class BucketFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """This server's part in keeping a shared object store within its limits.
+
+    Attributes:
+        role: ``leader``, ``follower`` or ``alone`` (nobody leads).
+        term: Which lease it leads or follows; 0 without one.
+        leader: Id of this server as a candidate.
+        granted_bytes, spent_bytes: What it may put and has put since its session began.
+        refused_puts: Puts for which no grant was left.
+        used_bytes: In the whole bucket, as far as this server knows.
+        evicted_blobs, evicted_bytes, expired_blobs, expired_bytes, holes_collected: What it deleted as a leader.
+        passes, last_pass_s: Lists of the whole bucket, and how long the last took.
+        merged_logs, dropped_uses, malformed: Recency logs merged, uses not written, objects that could not be read.
+    """
+
+    role: str
+    term: int
+    leader: str
+    granted_bytes: int
+    spent_bytes: int
+    refused_puts: int
+    used_bytes: int
+    evicted_blobs: int
+    evicted_bytes: int
+    expired_blobs: int
+    expired_bytes: int
+    holes_collected: int
+    passes: int
+    last_pass_s: float
+    merged_logs: int
+    dropped_uses: int
+    malformed: int
+
+
+class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier below host memory.
+
+    Attributes:
+        name: ``disk`` or ``object``.
+        used_bytes: Bytes it holds; in a shared one those of all machines, as last known.
+        capacity_bytes: None: not limited.
+        blobs: Blobs it holds; in a shared one those of all machines, as last known.
+        read_bytes_per_s: How fast reads run while some run; None before the first.
+        pending_writes: Chunks that a server that ends still writes here.
+        backlog_chunks: All chunks that wait to be written here, also those that may wait for the next start.
+        queued_bytes: Host memory that pending writes hold.
+        jobs: Operations handed to threads and not ended, by kind: ``get``, ``put``, ``contains``, ``delete``.
+        corrupt: Reads whose bytes were damaged.
+        breaker: ``closed``: in use. ``open``, ``half_open``: left out until a trial succeeds.
+        breaker_opened: How often it opened.
+        breaker_reason: Why it is open.
+        bucket: Of a shared object store only.
+    """
+
+    name: str
+    used_bytes: int
+    capacity_bytes: int | None
+    blobs: int
+    read_bytes_per_s: float | None
+    pending_writes: int
+    backlog_chunks: int
+    queued_bytes: int
+    jobs: dict[str, int]
+    corrupt: int
+    breaker: str | None = None
+    breaker_opened: int = 0
+    breaker_reason: str | None = None
+    bucket: BucketFigures | None = None
+
+
+class SessionFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation of one engine.
+
+    Attributes:
+        engine: Its id and generation.
+        namespace: Hex digits; None until all workers are in.
+        workers, declined: Workers that take part, and that cannot.
+        state: ``joining``, ``ready`` or ``lost``.
+    """
+
+    engine: str
+    namespace: str | None
+    workers: int
+    declined: int
+    state: str
+
+
+class OperationFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls of one kind to a tier.
+
+    Attributes:
+        tier, operation: ``get``, ``put``, ``contains``, ``delete``, ``scan``, ``flush`` or ``describe`` of which tier.
+        outcome: ``ok``, ``missing``, ``corrupt``, ``foreign``, ``no_room``, ``unavailable``, ``closed`` or ``error``.
+        calls: How many ended.
+        bytes: Moved by those that were ``ok``.
+        seconds: Sum of their times.
+    """
+
+    tier: str
+    operation: str
+    outcome: str
+    calls: int
+    bytes: int
+    seconds: float
+
+
+class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A running server.
+
+    Attributes:
+        version: Of the package.
+        pid, server_id: Its process, and what names this life of it.
+        directory: What it owns, as it sees it.
+        storage: The tier its URI names, without credentials.
+        started_unix_s, uptime_s: When it started, and how long ago, by a clock that never jumps.
+        clients: Connections, the asking one included.
+        pending_writes: Chunks that a server that ends still writes, to all tiers.
+        tokens: What lookups asked for and got.
+        hierarchy: Host memory and chunks as of now: bytes assigned, capacity, leases, lookups, sessions.
+        counters: What happened how often; those with ``dropped`` in their names are chunks that were not written.
+        tiers: Below host memory, highest first.
+        sessions: Engines that take part.
+        operations: Calls to tiers by tier, kind and outcome.
+    """
+
+    version: str
+    pid: int
+    server_id: str
+    directory: str
+    storage: str
+    started_unix_s: float
+    uptime_s: float
+    clients: int
+    pending_writes: int
+    tokens: TokenFigures
+    hierarchy: dict[str, int]
+    counters: dict[str, int]
+    tiers: list[TierFigures]
+    sessions: list[SessionFigures]
+    operations: list[OperationFigures]
+
+    def drops(self) -> dict[str, int]:
+        """Chunks that were not written to a tier, by the reason."""
+        return {name: count for name, count in sorted(self.counters.items()) if "_dropped" in name and count}
+
+
+def sum_operations(
+    operations: Sequence[OperationFigures], tier: str, operation: str, outcome: str = ""
+) -> OperationFigures:
+    """All calls of a tier's operation as one row; ``outcome`` empty: whatever came of them."""
+    rows = [
+        row for row in operations if (row.tier, row.operation) == (tier, operation) and outcome in ("", row.outcome)
+    ]
+    return OperationFigures(
+        tier=tier,
+        operation=operation,
+        outcome=outcome,
+        calls=sum(row.calls for row in rows),
+        bytes=sum(row.bytes for row in rows),
+        seconds=sum(row.seconds for row in rows),
+    )
