@@ -7,6 +7,7 @@ take less than a second (benchmarks/cli.py); half of it are the kernel's answers
 """
 
 import contextlib
+import gc
 import os
 import stat
 from collections.abc import Iterator
@@ -29,14 +30,27 @@ def look_at(root: Path, progress: Progress) -> Content:
     Raises:
         TierUnavailable: It cannot be listed.
     """
-    look = _Look(root)
-    try:
-        look.take_blobs(progress)
-    except OSError as exc:
-        raise TierUnavailable(f"the directory cannot be listed. path={root / 'blobs'}: {exc}") from exc
+    with _uncollected():
+        look = _Look(root)
+        try:
+            look.take_blobs(progress)
+        except OSError as exc:
+            raise TierUnavailable(f"the directory cannot be listed. path={root / 'blobs'}: {exc}") from exc
     look.take_temp_files()
     look.content.own_bytes = sum(_allocated(path) for path in _own_files(root))
     return look.content
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """A listing makes a million objects that all stay: to look for garbage among them takes a tenth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Look:

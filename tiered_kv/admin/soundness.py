@@ -5,14 +5,14 @@ and more: the reason is told, because a person reads it. Called by ``admin/scrub
 """
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tiered_kv.admin.storage import NamespaceRecord
-from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, ParsedHeader, TensorEntry, check_blob, read_header
 from tiered_kv.chunks.table import geometry_entries
-from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.server.groups import recorded_geometry
 
 REASONS: Final = {
     "header": "the header is damaged",
@@ -74,11 +74,10 @@ class Expectation:
         """Read a record, which may be missing or have been written by something else than a server."""
         if record is None or record.namespace is None:
             return cls()
-        fields = record.namespace.fields
         try:
-            geometry = ChunkGeometry(fields["block_tokens"], fields["chunk_tokens"], _ranks(fields["geometry"]))
+            geometry = recorded_geometry(record.namespace.fields)
             blob_bytes = BlobFormat(record.digest, geometry).blob_bytes
-        except (KeyError, TypeError, ValueError):  # ConfigError is one
+        except (ConfigError, KeyError):  # KeyError: of a data type that this version does not know
             return cls(record.chunk_tokens)
         return cls(record.chunk_tokens, Form(geometry.chunk_tokens, geometry_entries(geometry)), blob_bytes)
 
@@ -146,11 +145,3 @@ def _place(name: BlobName, parsed: ParsedHeader) -> Verdict | None:
 
 def _form(parsed: ParsedHeader) -> Form:
     return Form(parsed.header.token_count, parsed.tensors)
-
-
-def _ranks(geometry: Any) -> tuple[tuple[LayerPage, ...], ...]:
-    """The pages of a record's geometry, as a server writes it."""
-    return tuple(
-        tuple(LayerPage(page["layer"], page["dtype"], tuple(page["shape"]), page["axes"]) for page in rank)
-        for rank in geometry["ranks"]
-    )

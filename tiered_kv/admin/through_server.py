@@ -12,14 +12,13 @@ import threading
 import time
 import uuid
 from collections.abc import Collection
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from tiered_kv.admin.disk_storage import DiskStorage
 from tiered_kv.admin.server_link import ServerLink
 from tiered_kv.admin.storage import NamespaceRecord
-from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.chunks.header import ParsedHeader
 from tiered_kv.config import Config
 from tiered_kv.errors import CapacityExceeded, ChunkMismatch, ConfigError, TierUnavailable
@@ -29,6 +28,7 @@ from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.server import messages as m
 from tiered_kv.server.client import SchedulerClient, SessionInfo
+from tiered_kv.server.groups import recorded_geometry
 from tiered_kv.server.worker_client import WorkerClient, pages_on_the_wire
 
 UNWRITTEN_MAX: Final = 8
@@ -57,7 +57,7 @@ class Session:
             TierUnavailable: The server went away.
         """
         fields = namespace.fields
-        ranks = _ranks(fields)
+        ranks = recorded_geometry(fields).ranks
         engine_id = f"copy-{uuid.uuid4().hex}"
         given = msgspec.json.encode({name: value for name, value in fields.items() if name not in _OWN_FIELDS})
         sizes = fields["block_tokens"], fields["chunk_tokens"]
@@ -208,21 +208,3 @@ class ServerTarget:
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
-
-
-def _ranks(fields: dict[str, Any]) -> list[list[LayerPage]]:
-    """The pages of every rank, as a record tells them.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    try:
-        ranks = [
-            [LayerPage(page["layer"], page["dtype"], tuple(page["shape"]), page["axes"]) for page in rank]
-            for rank in fields["geometry"]["ranks"]
-        ]
-    except (KeyError, TypeError) as exc:
-        raise ConfigError("its record does not say in a known way what a chunk holds (geometry)") from exc
-    if not ranks:
-        raise ConfigError("its record names no rank (geometry)")
-    return ranks

@@ -45,9 +45,7 @@ def open_uri(uri: str, more: list[str] | None) -> "Storage":
 
     from tiered_kv.admin.open import open_storage
 
-    # A listing makes a million objects that all stay: looking for garbage among them, and at the end, took a fifth.
-    gc.set_threshold(100_000)
-    atexit.register(gc.freeze)
+    atexit.register(gc.freeze)  # at its end Python would look for garbage once more, among a million objects
     return open_storage(uri, parse_settings(more))
 
 

@@ -7,8 +7,9 @@ the reason and nothing unsound is ever combined.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
@@ -190,6 +191,22 @@ def namespace_of(joins: Sequence[m.JoinWorker], epoch: str) -> Namespace:
         chunk_tokens=joins[0].chunk_tokens,
     )
     return Namespace.from_fields(fields)
+
+
+def recorded_geometry(fields: Mapping[str, Any]) -> ChunkGeometry:
+    """The geometry that a record of :func:`namespace_of` tells.
+
+    Raises:
+        ConfigError: It tells none: somebody else wrote it.
+    """
+    try:
+        ranks = tuple(
+            tuple(LayerPage(page["layer"], page["dtype"], tuple(page["shape"]), page["axes"]) for page in rank)
+            for rank in fields["geometry"]["ranks"]
+        )
+        return ChunkGeometry(fields["block_tokens"], fields["chunk_tokens"], ranks)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ConfigError("its record does not say in a known way what a chunk holds (geometry)") from exc
 
 
 def chunk_record(group: Group, chunk: m.Chunk) -> ChunkRecord:
