@@ -1,6 +1,8 @@
 # Every target sets up what it needs by itself (scripts/setup: idempotent, offline once done).
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
+# Most tests wait for a process, a disk or a store. Those on real engines take every core and go one after the other.
+AT_ONCE := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup s3-packages s3-server demo test check check-style format bench prove clean
@@ -25,10 +27,11 @@ demo: setup  ## a real vLLM answers a prompt cold, from host memory, after a res
 
 test: setup s3-packages  ## every test, the ones on real vLLM engines and on a real S3 server included
 	@VENV=$(VENV) scripts/overlay 0.30.0
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(AT_ONCE) -m "not vllm"
+	$(PYTHON) -m pytest -m vllm
 
 check: check-style s3-packages  ## style, types, layers and the tests that need no engine: before every commit
-	$(PYTHON) -m pytest -q -m "not vllm"
+	$(PYTHON) -m pytest -q $(AT_ONCE) -m "not vllm"
 
 check-style: setup  ## formatting, lint, types, layers
 	$(PYTHON) -m ruff format --check .

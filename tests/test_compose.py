@@ -101,7 +101,7 @@ def test_credentials_are_variables_and_shared(repository: Path, compose: dict) -
 
 def test_fixture_sets_variables_that_exist(repository: Path) -> None:
     """A renamed variable would leave the tests on the ports and the volume of a user's own server."""
-    support = (repository / "tests" / "support" / "s3.py").read_text()
+    support = (repository / "scripts" / "s3_service.py").read_text()
     used = set(re.findall(r'"((?:TIERED_KV|MINIO)_\w+)":', support))
     assert {"TIERED_KV_MINIO_PORT", "TIERED_KV_BUCKET", "MINIO_ROOT_USER", "MINIO_ROOT_PASSWORD"} <= used
     assert used <= set(defaults((repository / FILE).read_text()))
