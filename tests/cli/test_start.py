@@ -105,12 +105,14 @@ def test_shells_complete_verbs_and_options() -> None:
 
 def test_completion_is_shown_and_installed(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("tiered-kv"))]
+    # typer asks which shell started the process; here that is whatever runs the tests, make's sh for one.
+    named = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     for shell in ("bash", "zsh", "fish"):
         shown = subprocess.run(
-            [*command, "--show-completion", shell], capture_output=True, text=True, check=True, timeout=60
+            [*command, "--show-completion", shell], env=named, capture_output=True, text=True, check=True, timeout=60
         ).stdout
         assert "_TIERED_KV_COMPLETE=complete_" in shown and re.search(r"\btiered-kv\b", shown)
-    home = os.environ | {"HOME": str(tmp_path)}
+    home = named | {"HOME": str(tmp_path)}
     subprocess.run([*command, "--install-completion", "bash"], env=home, capture_output=True, check=True, timeout=60)
     (script,) = (tmp_path / ".bash_completions").iterdir()
     assert script.name == "tiered-kv.sh" and "_TIERED_KV_COMPLETE=complete_bash" in script.read_text()
