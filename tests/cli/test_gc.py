@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from stock import CHUNK, Model, tokens
-from storage_places import Place
+from storage_places import Place, open_place
 from typer.testing import CliRunner
 
 from tiered_kv.admin.garbage import Garbage, Patience, collect, find
@@ -21,17 +21,15 @@ HOUR_S, DAY_S = 3600.0, 86400.0
 
 @pytest.fixture(params=["disk", "shared", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "s3":
-        with Place.bucket(request.getfixturevalue("s3")) as place:
-            yield place
-    else:
-        yield Place.shared(tmp_path / "bucket") if request.param == "shared" else Place.disk(tmp_path / "cache")
+    with open_place(request.param, tmp_path, request.getfixturevalue) as place:
+        yield place
 
 
 @pytest.fixture(params=["disk", "shared"])
-def local_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def local_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """For what does not depend on the medium."""
-    return Place.shared(tmp_path / "bucket") if request.param == "shared" else Place.disk(tmp_path / "cache")
+    with open_place(request.param, tmp_path, request.getfixturevalue) as place:
+        yield place
 
 
 def base_model(place: Place, number: int) -> Model:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from format_samples import rehashed
 from stock import CHUNK, Model, tokens
-from storage_places import Place, reasons
+from storage_places import Place, open_place, reasons
 from typer.testing import CliRunner
 
 from tiered_kv.admin.scrub import SILENT_MAX, Choice, scrub
@@ -31,17 +31,23 @@ Damage = Callable[[bytes], bytes]
 
 @pytest.fixture(params=["disk", "disk-without-index", "shared", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "s3":
-        with Place.bucket(request.getfixturevalue("s3")) as place:
-            yield place
-    else:
-        yield Place.shared(tmp_path / "bucket") if request.param == "shared" else Place.disk(tmp_path / "cache")
+    with open_place(request.param, tmp_path, request.getfixturevalue) as place:
+        yield place
 
 
 @pytest.fixture(params=["disk", "shared"])
-def local_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def local_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """For what does not depend on the medium."""
-    return Place.shared(tmp_path / "bucket") if request.param == "shared" else Place.disk(tmp_path / "cache")
+    with open_place(request.param, tmp_path, request.getfixturevalue) as place:
+        yield place
+
+
+def under_name(blob: bytes, name: BlobName) -> bytes:
+    """A sound blob whose header says another namespace, key and parent than it was sealed with."""
+    data = bytearray(blob)
+    for offset, value in ((113, name.namespace), (154, name.key), (198, name.parent)):
+        data[offset : offset + 32] = value.hex().encode()
+    return bytes(rehashed(data))
 
 
 def lose_index(place: Place, request: pytest.FixtureRequest) -> None:
@@ -224,10 +230,7 @@ def test_a_blob_of_another_shape_is_found(local_place: Place) -> None:
     paths = stock(place, 5)
     wide = Model(payload_bytes=12288)
     name = MODEL.names(tokens(1, 5))[4]
-    data = bytearray(wide.blobs(tokens(1, 5))[4][1])
-    for offset, value in ((113, name.namespace), (154, name.key), (198, name.parent)):
-        data[offset : offset + 32] = value.hex().encode()
-    place.put(paths[4], bytes(rehashed(data)))
+    place.put(paths[4], under_name(wide.blobs(tokens(1, 5))[4][1], name))
     few = bytearray(place.get(paths[3]))
     few[274:284] = b"0000000016"
     place.put(paths[3], bytes(rehashed(few)))
@@ -265,10 +268,7 @@ def test_without_a_majority_nobody_says_which_shape_is_right(tmp_path: Path) -> 
     paths = stock(place, 2)
     wide = Model(payload_bytes=12288)
     name = MODEL.names(tokens(1, 2))[1]
-    data = bytearray(wide.blobs(tokens(1, 2))[1][1])
-    for offset, value in ((113, name.namespace), (154, name.key), (198, name.parent)):
-        data[offset : offset + 32] = value.hex().encode()
-    place.put(paths[1], bytes(rehashed(data)))
+    place.put(paths[1], under_name(wide.blobs(tokens(1, 2))[1][1], name))
     before = place.content()
     code, report = place.run("verify", "--repair", "--yes")
     assert (code, reasons(report)) == (4, {paths[0]: "misfit", paths[1]: "misfit"})

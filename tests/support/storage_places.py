@@ -5,7 +5,7 @@ A place is a directory, a directory that machines mount, or a prefix on the real
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +108,16 @@ class Place:
         result = CliRunner().invoke(app, words)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result.exit_code, json.loads(result.stdout) if result.stdout else {}
+
+
+@contextmanager
+def open_place(kind: str, directory: Path, fixture: Callable[[str], Any]) -> Iterator[Place]:
+    """An empty place of a kind: ``disk`` (or what begins so), ``shared`` or ``s3``, which alone needs its fixture."""
+    if kind == "s3":
+        with Place.bucket(fixture("s3")) as place:
+            yield place
+    else:
+        yield Place.shared(directory / "bucket") if kind == "shared" else Place.disk(directory / "cache")
 
 
 def reasons(report: dict[str, Any]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiered_kv.admin.storage import FOR_GOOD, Content, Progress, StoredBlob, Stray
+from tiered_kv.admin.words import without_paths
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, TierUnavailable
 from tiered_kv.keys.naming import SUFFIX, BlobName, parse_path
 from tiered_kv.tiers.disk_index import INDEX_DIRECTORY, IndexRow, Shard, ShardRows, read_index
@@ -141,7 +142,9 @@ class _Look:
         except FileNotFoundError:
             return
         except (ChunkMismatch, ChunkCorrupt) as exc:
-            self._stray(relative, status, "foreign" if isinstance(exc, ChunkMismatch) else "damaged", _unplaced(exc))
+            self._stray(
+                relative, status, "foreign" if isinstance(exc, ChunkMismatch) else "damaged", without_paths(exc)
+            )
             return
         except OSError as exc:
             self._stray(relative, status, "damaged", f"cannot be read: {exc.strerror}")
@@ -181,8 +184,3 @@ def _allocated(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return allocated_bytes(path.lstat())
     return 0
-
-
-def _unplaced(exc: Exception) -> str:
-    """The reason without the file's absolute place, which is told beside it."""
-    return " ".join(word for word in str(exc).split(" ") if not word.startswith("path="))

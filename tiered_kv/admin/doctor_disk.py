@@ -16,6 +16,7 @@ from typing import Final
 
 from tiered_kv.admin.doctor_server import Running
 from tiered_kv.admin.findings import Finding, Measurement, error, has_error, ok, warning
+from tiered_kv.admin.words import without_paths
 from tiered_kv.config import Config, size_text
 from tiered_kv.engine.clock import SystemClock
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, SelfTest, self_test, self_test_format
@@ -183,7 +184,7 @@ def _test(config: Config, root: Path, stored_bytes: int) -> tuple[list[Finding],
             finally:
                 tier.close()
     except (OSError, CapacityExceeded, ConfigError) as exc:  # TierUnavailable is an OSError
-        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else _without_path(exc)
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else without_paths(exc)
         return [error("disk test", f"a blob cannot be written there: {reason}", "mend rights, space or the disk")], []
     finding, measurements = judged("disk", result)
     if not result.size_bytes and result.failure is None and stored_bytes:
@@ -195,7 +196,7 @@ def judged(name: str, result: SelfTest) -> tuple[Finding, list[Measurement]]:
     """The outcome of a tier's self-test in words and figures."""
     check = f"{name} test"
     if result.failure is not None:
-        return error(check, _without_path(result.failure), "mend what it says"), []
+        return error(check, without_paths(result.failure), "mend what it says"), []
     if not result.size_bytes:
         return error(check, "there is no room for a blob of 4 MiB", "free space, or raise the limit"), []
     measurements = [
@@ -230,7 +231,3 @@ def _scratch(root: Path) -> Iterator[Path]:
         for path in made:
             with contextlib.suppress(OSError):  # not empty: a server has started in it
                 path.rmdir()
-
-
-def _without_path(said: object) -> str:
-    return " ".join(word for word in str(said).split(" ") if not word.startswith("path="))

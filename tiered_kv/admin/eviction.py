@@ -13,6 +13,7 @@ from tiered_kv.admin.forest import Forest
 from tiered_kv.admin.selection import Criteria, Selection, select
 from tiered_kv.admin.server_link import ServerLink
 from tiered_kv.admin.storage import Content, Removal, Storage, StoredBlob
+from tiered_kv.admin.words import option_value
 from tiered_kv.config import parse_size, parse_time_s
 from tiered_kv.errors import ConfigError
 
@@ -50,15 +51,12 @@ def make_criteria(
         raise ConfigError("say either --bytes or --to: they contradict each other")
     free_bytes = None
     if amount.free is not None:
-        free_bytes = _size(amount.free, "--bytes")
+        free_bytes = option_value("--bytes", parse_size, amount.free)
     elif amount.to is not None:
         free_bytes = max(0, used_bytes(storage, content) - _goal(storage, amount.to))
     used_before_s = None
     if amount.older_than is not None:
-        try:
-            used_before_s = time.time() - parse_time_s(amount.older_than)
-        except ValueError as exc:
-            raise ConfigError(f"option --older-than: {exc}, got {amount.older_than!r}") from exc
+        used_before_s = time.time() - option_value("--older-than", parse_time_s, amount.older_than)
     return Criteria(free_bytes=free_bytes, used_before_s=used_before_s, key=key, is_all=is_all, namespace=namespace)
 
 
@@ -71,7 +69,7 @@ def used_bytes(storage: Storage, content: Content) -> int:
 def _goal(storage: Storage, text: str) -> int:
     share = re.fullmatch(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*", text)
     if share is None:
-        return _size(text, "--to")
+        return option_value("--to", parse_size, text)
     percent = float(share[1])
     if percent > 100:
         raise ConfigError(f"option --to: expected at most 100%, got {text!r}")
@@ -82,13 +80,6 @@ def _goal(storage: Storage, text: str) -> int:
             "--to with a size such as 10GiB, or the limit of a directory as --set disk_bytes=SIZE"
         )
     return int(capacity * percent / 100)
-
-
-def _size(text: str, option: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as exc:
-        raise ConfigError(f"option {option}: {exc}, got {text!r}") from exc
 
 
 # -- a running server --------------------------------------------------------------------------------------------------

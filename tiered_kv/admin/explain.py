@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from tiered_kv.admin.epochs import is_private
 from tiered_kv.admin.prompts import prompt_keys
 from tiered_kv.admin.storage import Content, Progress, Storage, StoredBlob, no_progress
+from tiered_kv.admin.words import without_paths
 from tiered_kv.chunks.header import PEEK_BYTES, ParsedHeader, peek, read_header
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.namespace import FieldDifference, Namespace, diff
@@ -220,7 +221,7 @@ class _Stored:
         if found is None:
             return None
         state = State.FOREIGN if found.kind == "foreign" else State.DAMAGED
-        return state, _without_paths(found.reason)
+        return state, without_paths(found.reason)
 
     def siblings(self, chosen: Candidate, index: int) -> int:
         """Chunks of other prompts that stand at ``index`` and go on where this prompt's chunk before it ends."""
@@ -266,9 +267,9 @@ class _Headers:
         try:
             header = self._read(name)
         except ChunkMismatch as exc:
-            return State.FOREIGN, _without_paths(str(exc))
+            return State.FOREIGN, without_paths(str(exc))
         except ChunkCorrupt as exc:
-            return State.DAMAGED, _without_paths(str(exc))
+            return State.DAMAGED, without_paths(str(exc))
         if header is None:
             return State.MISSING, "it was removed a moment ago"
         said = header.header
@@ -343,10 +344,6 @@ def _first_miss(index: int, state: tuple[State, str], siblings: int, behind: int
 
 def _chunks(count: int, word: str = "") -> str:
     return f"{count} {word}chunk{'' if count == 1 else 's'}"
-
-
-def _without_paths(reason: str) -> str:
-    return " ".join(word for word in reason.split(" ") if not word.startswith("path="))
 
 
 # -- namespaces beside each other -------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def doctor(
         if (uri is None) == (config is None):
             raise ConfigError("name either the storage URI or --config")
         given = parse_settings(more)
-        size = _size(chunk_bytes)
+        size = None if chunk_bytes is None else _size(chunk_bytes)
         before: list[Finding] = []
         settings: dict[str, object] | None = {"storage_uri": uri}
         if config is not None:
@@ -164,18 +164,6 @@ def _text(config: str) -> str:
         raise ConfigError("option --config: the file holds no text") from exc
 
 
-def _size(chunk_bytes: str | None) -> int | None:
-    from tiered_kv.config import parse_size
-    from tiered_kv.errors import ConfigError
-
-    if chunk_bytes is None:
-        return None
-    try:
-        return parse_size(chunk_bytes)
-    except ValueError as exc:
-        raise ConfigError(f"option --chunk-bytes: {exc}, got {chunk_bytes[:100]!r}") from exc
-
-
 def _report(found: "Examination") -> DoctorReport:
     return DoctorReport(
         works=found.works,
@@ -196,6 +184,13 @@ def _report(found: "Examination") -> DoctorReport:
             for one in found.measurements
         ],
     )
+
+
+def _size(chunk_bytes: str) -> int:
+    from tiered_kv.admin.words import option_value
+    from tiered_kv.config import parse_size
+
+    return option_value("--chunk-bytes", parse_size, chunk_bytes)
 
 
 def _count(found: "Examination", status: str) -> int:

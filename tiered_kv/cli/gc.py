@@ -78,9 +78,12 @@ def gc(
         import time
 
         from tiered_kv.admin.garbage import Patience, collect, find
+        from tiered_kv.admin.words import option_value
+        from tiered_kv.config import parse_time_s
 
         patience = Patience(
-            temp_s=_time("--temp-older-than", temp_older_than), dead_s=_time("--dead-after", dead_after)
+            temp_s=option_value("--temp-older-than", parse_time_s, temp_older_than),
+            dead_s=option_value("--dead-after", parse_time_s, dead_after),
         )
         with open_uri(uri, more) as storage:
             with progress("listing") as tick:
@@ -158,13 +161,3 @@ def _report(storage: "Storage", garbage: "Garbage", *, is_dry_run: bool) -> GcRe
         for item in garbage.items
     ]
     return GcReport(uri=storage.uri, is_dry_run=is_dry_run, items=items, notes=garbage.notes)
-
-
-def _time(option: str, text: str) -> float:
-    from tiered_kv.config import parse_time_s
-    from tiered_kv.errors import ConfigError
-
-    try:
-        return parse_time_s(text)
-    except ValueError as exc:
-        raise ConfigError(f"option {option}: {exc}; got {text[:100]!r}") from exc

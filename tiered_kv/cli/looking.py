@@ -45,21 +45,6 @@ def pin_text(now_s: float, end_s: float | None, *, is_kept: bool) -> str:
     return "yes" if is_kept else "-"
 
 
-def parse_age(option: str, text: str) -> float:
-    """Seconds of ``90m``, ``12h``, ``7d``.
-
-    Raises:
-        ConfigError: It is no time.
-    """
-    from tiered_kv.config import parse_time_s
-    from tiered_kv.errors import ConfigError
-
-    try:
-        return parse_time_s(text)
-    except ValueError as exc:
-        raise ConfigError(f"option {option}: {exc}, got {text[:100]!r}") from exc
-
-
 def find_stored(content: "Content", forest: "Forest", key: str) -> "StoredBlob":
     """The chunk of a key, or what lies under its name without being one.
 

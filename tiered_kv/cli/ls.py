@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import ago, end_of, look, parse_age, pin_text, shortened
+from tiered_kv.cli.looking import ago, end_of, look, pin_text, shortened
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Uri, find_namespace, open_uri
 from tiered_kv.cli.output import EXIT_CODES, Report, exit_codes, note, print_json, print_table
 
@@ -134,8 +134,11 @@ def ls(
     On a terminal keys are shortened; in a pipe and in JSON they are whole. Any verb takes the beginning of a key.
     """
     with exit_codes():
+        from tiered_kv.admin.words import option_value
+        from tiered_kv.config import parse_time_s
+
         now_s = time.time()
-        used_before_s = None if older_than is None else now_s - parse_age("--older-than", older_than)
+        used_before_s = None if older_than is None else now_s - option_value("--older-than", parse_time_s, older_than)
         with open_uri(uri, more) as storage:
             content = look(storage)
         wish = _Wish(find_namespace(content, namespace), used_before_s, sort, is_reversed, limit or None)

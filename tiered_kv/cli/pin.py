@@ -86,13 +86,15 @@ def pin(
     with exit_codes():
         from tiered_kv.admin.forest import Forest
         from tiered_kv.admin.storage import FOR_GOOD
+        from tiered_kv.admin.words import option_value
+        from tiered_kv.config import parse_time_s
         from tiered_kv.errors import ConfigError
 
         if (key is None) != list_pins:
             raise ConfigError("name either the KEY to pin or --list")
         if list_pins and ttl is not None:
             raise ConfigError("option --ttl goes with a KEY")
-        until_s = FOR_GOOD if ttl is None else time.time() + _seconds(ttl)
+        until_s = FOR_GOOD if ttl is None else time.time() + option_value("--ttl", parse_time_s, ttl)
         with open_uri(uri, more) as storage:
             with progress("listing") as tick:
                 content = storage.look(tick)
@@ -138,16 +140,6 @@ def unpin(
             print_json(UnpinReport(uri=storage.uri, namespace=digits[0], key=digits[1], was_pinned=was_pinned))
         else:
             print(f"unpinned {name.key.hex()}" if was_pinned else f"{name.key.hex()} was not pinned")
-
-
-def _seconds(ttl: str) -> float:
-    from tiered_kv.config import parse_time_s
-    from tiered_kv.errors import ConfigError
-
-    try:
-        return parse_time_s(ttl)
-    except ValueError as exc:
-        raise ConfigError(f"option --ttl: {exc}, got {ttl!r}") from exc
 
 
 def _described(forest: "Forest", name: "BlobName", until_s: float) -> Pin:

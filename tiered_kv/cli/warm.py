@@ -120,11 +120,12 @@ def _copy(
     from tiered_kv.admin.forest import Forest
     from tiered_kv.admin.open import open_storage
     from tiered_kv.admin.targets import opened_target
-    from tiered_kv.config import Config
+    from tiered_kv.admin.words import option_value
+    from tiered_kv.config import Config, parse_size
     from tiered_kv.errors import ConfigError
 
     config = Config.from_mapping({"storage_uri": uris[0]} | dict(settings[1]))
-    limit = None if size is None else _size(size)
+    limit = None if size is None else option_value("--bytes", parse_size, size)
     with open_storage(uris[0], settings[1]) as source:
         with progress("listing") as tick:
             content = source.look(tick)
@@ -143,16 +144,6 @@ def _copy(
             with progress("copying") as tick:
                 done = copy(source, target, blobs, content, at_once, tick)
             return _report((source.uri, storage.uri), done, content.notes)
-
-
-def _size(text: str) -> int:
-    from tiered_kv.config import parse_size
-    from tiered_kv.errors import ConfigError
-
-    try:
-        return parse_size(text)
-    except ValueError as exc:
-        raise ConfigError(f"option --bytes: {exc}, got {text!r}") from exc
 
 
 def _report(uris: tuple[str, str], done: "Copied", notes: list[str]) -> WarmReport:
