@@ -57,7 +57,7 @@ def payload(pages: list[LayerPage], kv: KV, blocks: list[int]) -> bytes:
 
 
 def buffer(paged: PagedKV) -> memoryview:
-    return memoryview(bytearray(paged.rank_bytes))
+    return memoryview(bytearray(paged.group_bytes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,7 +128,7 @@ def test_layers_with_storages_and_page_sizes_of_their_own_are_copied():
 def test_slot_at_an_odd_address_is_copied():
     pages, kv = random_kv("LBHNC")
     paged = PagedKV(pages, kv, 2)
-    memory = memoryview(bytearray(paged.rank_bytes + 1))
+    memory = memoryview(bytearray(paged.group_bytes + 1))
     out = memory[1:] if np.frombuffer(memory, np.uint8).ctypes.data % 8 == 0 else memory[:-1]
     paged.gather([5, 6], out).wait()
     assert out.tobytes() == payload(pages, kv, [5, 6])

@@ -11,13 +11,15 @@ from vllm.v1.core.block_pool import BlockPool
 from tiered_kv.config import Config
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.keys.rolling import PrefixKeys
-from tiered_kv.vllm.metadata import SaveReport
+from tiered_kv.vllm.groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.metadata import BlockRun, SaveReport
 from tiered_kv.vllm.stores import QUEUED_MAX_S, Stores
 
 pytestmark = pytest.mark.vllm
 
 BLOCKS = 200
 PER_CHUNK = 4
+GROUPS = CacheGroups([CacheGroup(16, PER_CHUNK, PER_CHUNK, is_windowed=False)])
 NAMESPACE = Namespace.from_fields(dict.fromkeys(REQUIRED_FIELDS, "test") | {"format_version": 1})
 
 
@@ -52,7 +54,7 @@ class World:
         self.server = Server(world_size=world_size)
         self.counters: Counter[str] = Counter()
         self.now_s = 0.0
-        self.stores = Stores(config, self.server, 16, self.counters, lambda: self.now_s)  # type: ignore[arg-type]
+        self.stores = Stores(config, self.server, GROUPS, self.counters, lambda: self.now_s)  # type: ignore[arg-type]
         self.stores.bind_block_pool(self.pool)
 
     def prompt(self, chunks: int, first: int = 0) -> tuple[PrefixKeys, list[int]]:
@@ -74,7 +76,7 @@ def test_blocks_stay_pinned_until_every_rank_has_copied() -> None:
     keys, ids = world.prompt(3)
     world.server.credits.extend([10, 11, 12])
 
-    assert world.stores.queue(keys, ids, 0, 3, held=0) == 3
+    assert world.stores.queue(keys, (ids,), 0, 3, held=0) == 3
     (job,) = world.stores.start_jobs()
     world.free(ids)
     assert world.free_blocks == BLOCKS - 1 - 3 * PER_CHUNK
@@ -93,7 +95,7 @@ def test_job_that_failed_on_one_rank_is_never_committed() -> None:
     world = World(world_size=2)
     keys, ids = world.prompt(2)
     world.server.credits.extend([10, 11])
-    world.stores.queue(keys, ids, 0, 2, held=0)
+    world.stores.queue(keys, (ids,), 0, 2, held=0)
     (job,) = world.stores.start_jobs()
 
     world.stores.finished(SaveReport({job.job_id: 1}, failed={job.job_id}))
@@ -109,18 +111,18 @@ def test_held_and_stored_chunks_are_not_queued_again() -> None:
     world = World()
     keys, ids = world.prompt(4)
     world.server.credits.extend(range(10))
-    world.stores.queue(keys, ids, 0, 4, held=2)
+    world.stores.queue(keys, (ids,), 0, 4, held=2)
     (job,) = world.stores.start_jobs()
     assert len(job.copies) == 2
-    world.stores.queue(keys, ids, 0, 4, held=2)
+    world.stores.queue(keys, (ids,), 0, 4, held=2)
     assert world.stores.start_jobs() == ()  # still being copied
 
     world.stores.finished(SaveReport({job.job_id: 1}))
-    world.stores.queue(keys, ids, 0, 4, held=2)
+    world.stores.queue(keys, (ids,), 0, 4, held=2)
     assert world.stores.start_jobs() == ()  # stored
 
     world.stores.not_held(keys.keys[3:])
-    world.stores.queue(keys, ids, 0, 4, held=2)
+    world.stores.queue(keys, (ids,), 0, 4, held=2)
     (again,) = world.stores.start_jobs()
     assert len(again.copies) == 1
 
@@ -129,7 +131,7 @@ def test_pins_stay_below_their_share_of_the_pool() -> None:
     world = World(pinned_share=0.1)
     keys, ids = world.prompt(8)
 
-    reached = world.stores.queue(keys, ids, 0, 8, held=0)
+    reached = world.stores.queue(keys, (ids,), 0, 8, held=0)
 
     assert reached == BLOCKS // 10 // PER_CHUNK
     assert world.counters["store_deferred_pins"] == 1
@@ -139,10 +141,10 @@ def test_chunk_without_a_slot_is_dropped_with_its_descendants() -> None:
     world = World()
     keys, ids = world.prompt(3)
     other, other_ids = world.prompt(1, first=1)
-    world.stores.queue(keys, ids, 0, 1, held=0)
+    world.stores.queue(keys, (ids,), 0, 1, held=0)
     world.now_s = QUEUED_MAX_S * 0.75
-    world.stores.queue(keys, ids, 1, 3, held=0)
-    world.stores.queue(other, other_ids, 0, 1, held=0)
+    world.stores.queue(keys, (ids,), 1, 3, held=0)
+    world.stores.queue(other, (other_ids,), 0, 1, held=0)
     world.now_s = QUEUED_MAX_S * 1.25
 
     assert world.stores.start_jobs() == ()
@@ -152,14 +154,14 @@ def test_chunk_without_a_slot_is_dropped_with_its_descendants() -> None:
     assert world.free_blocks == BLOCKS - 1 - PER_CHUNK  # the other prompt's
     world.server.credits.append(5)
     (job,) = world.stores.start_jobs()
-    assert job.copies[0].block_ids == tuple(other_ids)
+    assert job.copies[0].groups == (BlockRun(0, tuple(other_ids)),)
 
 
 def test_lost_session_lets_go_of_queued_blocks_and_waits_for_running_copies() -> None:
     world = World()
     keys, ids = world.prompt(2)
     world.server.credits.append(10)
-    world.stores.queue(keys, ids, 0, 2, held=0)
+    world.stores.queue(keys, (ids,), 0, 2, held=0)
     (job,) = world.stores.start_jobs()
     world.free(ids)
 
@@ -176,7 +178,7 @@ def test_copies_from_before_a_reset_are_given_back() -> None:
     world = World()
     keys, ids = world.prompt(1)
     world.server.credits.append(10)
-    world.stores.queue(keys, ids, 0, 1, held=0)
+    world.stores.queue(keys, (ids,), 0, 1, held=0)
     (job,) = world.stores.start_jobs()
 
     world.stores.reset()
@@ -184,3 +186,41 @@ def test_copies_from_before_a_reset_are_given_back() -> None:
 
     assert world.server.committed == []
     assert world.server.given_back == [10]
+
+
+def test_a_pool_that_only_copies_hold_can_be_emptied_and_what_they_bring_is_thrown_away() -> None:
+    world = World(world_size=2)
+    keys, ids = world.prompt(4)
+    world.server.credits.extend([10, 11])
+    world.stores.queue(keys, (ids,), 0, 4, held=0)  # two chunks get slots, two wait for some
+    (job,) = world.stores.start_jobs()
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    world.free(ids)
+    assert world.pool.reset_prefix_cache() is False
+
+    world.stores.let_go()
+    assert world.pool.reset_prefix_cache() is True
+    assert world.stores.has_work and not world.stores.has_pins
+    others = world.pool.get_new_blocks(BLOCKS - 1)  # every block is somebody else's now
+
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    assert (world.server.committed, world.server.given_back) == ([], [10, 11])
+    assert all(block.ref_cnt == 1 for block in others)
+    assert not world.stores.has_work
+
+
+def test_copies_go_on_where_requests_hold_blocks_anyway() -> None:
+    """vLLM cannot empty its pool then, so nothing is gained by dropping stores."""
+    for is_shared in (True, False):
+        world = World()
+        keys, ids = world.prompt(1)
+        world.server.credits.append(10)
+        world.stores.queue(keys, (ids,), 0, 1, held=0)
+        (job,) = world.stores.start_jobs()
+        if not is_shared:
+            world.free(ids)
+            world.pool.get_new_blocks(1)
+
+        world.stores.let_go()
+        world.stores.finished(SaveReport({job.job_id: 1}))
+        assert world.server.committed == [10]

@@ -5,12 +5,16 @@ from fractions import Fraction
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     compute_layout_strides,
@@ -18,10 +22,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from tiered_kv.chunks.rank import RankKV
 from tiered_kv.chunks.self_test import self_test
 from tiered_kv.chunks.transfer import PagedKV
-from tiered_kv.errors import UnsupportedModel
-from tiered_kv.vllm.geometry import rank_pages
+from tiered_kv.errors import ConfigError, UnsupportedModel
+from tiered_kv.vllm.geometry import check_groups, rank_pages
+from tiered_kv.vllm.groups import CacheGroups
 
 BLOCKS, BLOCK_TOKENS = 9, 32
 NAMES = ["model.layers.0.attn", "model.layers.1.attn", "model.layers.10.attn"]
@@ -43,6 +49,14 @@ def group_config(*groups, blocks=BLOCKS):
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=list(groups))
 
 
+def pages_of(kv, config, block_tokens):
+    """Pages of a model's only group; ``block_tokens`` is more than a rank's with decode context parallelism."""
+    check_groups(config)
+    dcp = block_tokens // BLOCK_TOKENS
+    (pages,) = rank_pages(kv, config, CacheGroups.of(config, 4 * block_tokens, dcp))
+    return pages
+
+
 def registered(spec, layout, kernel_block=None, names=NAMES):
     """KV tensors as vLLM allocates and views them, with their config."""
     strides = compute_layout_strides(spec, BLOCKS, len(names), KVCacheLayout[layout])
@@ -60,7 +74,7 @@ def registered(spec, layout, kernel_block=None, names=NAMES):
 @pytest.mark.parametrize(("layout", "axes"), [("LBHNC", "HNC"), ("LBNHC", "NHC"), ("BLHNC", "HNC"), ("BLNHC", "NHC")])
 def test_vllms_dense_layouts_are_described_and_proven_by_the_self_test(layout, axes):
     kv, config = registered(full(), layout)
-    pages = rank_pages(kv, config, BLOCK_TOKENS)
+    pages = pages_of(kv, config, BLOCK_TOKENS)
     extents = {"H": 2, "N": BLOCK_TOKENS, "C": 16}
     assert [page.layer for page in pages] == NAMES
     assert all(page.axes == axes and page.dtype == "BF16" for page in pages)
@@ -73,14 +87,14 @@ def test_vllms_dense_layouts_are_described_and_proven_by_the_self_test(layout, a
 def test_layouts_that_tear_a_page_apart_are_refused(layout):
     kv, config = registered(full(), layout)
     with pytest.raises(UnsupportedModel, match=r"not one dense run.*model\.layers\.0"):
-        rank_pages(kv, config, BLOCK_TOKENS)
+        pages_of(kv, config, BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_kernel_blocks_smaller_than_vllms_blocks_are_parts_of_the_page(layout):
     kv, config = registered(full(), layout, kernel_block=8)
     assert kv[NAMES[0]].shape[0] == 4 * BLOCKS
-    pages = rank_pages(kv, config, BLOCK_TOKENS)
+    pages = pages_of(kv, config, BLOCK_TOKENS)
     assert pages[0].axes == "K" + layout[2:] and pages[0].shape[0] == 4
     assert pages[0].page_bytes == full().page_size_bytes
     self_test(PagedKV(pages, kv, 4))
@@ -91,7 +105,7 @@ def test_mla_pages_have_equal_names_in_both_layouts(kernel_block):
     pages = {}
     for layout in ("LBHNC", "LBNHC"):
         kv, config = registered(mla(), layout, kernel_block)
-        pages[layout] = rank_pages(kv, config, BLOCK_TOKENS)
+        pages[layout] = pages_of(kv, config, BLOCK_TOKENS)
         self_test(PagedKV(pages[layout], kv, 2))
     assert pages["LBHNC"] == pages["LBNHC"]
 
@@ -102,16 +116,16 @@ def test_geometry_does_not_depend_on_the_number_of_blocks_or_on_packing():
     many = {name: torch.zeros(50, 2, BLOCK_TOKENS, 16, dtype=torch.bfloat16) for name in NAMES}
     more = group_config(KVCacheGroupSpec(NAMES, full()), blocks=50)
     assert (
-        rank_pages(few, config, BLOCK_TOKENS)
-        == rank_pages(many, more, BLOCK_TOKENS)
-        == rank_pages(packed, packed_config, BLOCK_TOKENS)
+        pages_of(few, config, BLOCK_TOKENS)
+        == pages_of(many, more, BLOCK_TOKENS)
+        == pages_of(packed, packed_config, BLOCK_TOKENS)
     )
 
 
 def test_order_is_the_groups_and_not_that_of_registration():
     kv, config = registered(full(), "LBHNC")
     backwards = dict(reversed(kv.items()))
-    assert [page.layer for page in rank_pages(backwards, config, BLOCK_TOKENS)] == NAMES
+    assert [page.layer for page in pages_of(backwards, config, BLOCK_TOKENS)] == NAMES
 
 
 @pytest.mark.parametrize("in_group", [True, False])
@@ -120,7 +134,7 @@ def test_layer_that_shares_a_tensor_is_stored_once(in_group):
     kv["model.layers.11.attn"] = kv[NAMES[1]]
     if in_group:
         config.kv_cache_groups[0].layer_names.append("model.layers.11.attn")
-    assert [page.layer for page in rank_pages(kv, config, BLOCK_TOKENS)] == NAMES
+    assert [page.layer for page in pages_of(kv, config, BLOCK_TOKENS)] == NAMES
 
 
 def test_layers_with_different_pages_in_one_group_are_described_each():
@@ -130,20 +144,27 @@ def test_layers_with_different_pages_in_one_group_are_described_each():
         NAMES[1]: torch.zeros(BLOCKS, 1, BLOCK_TOKENS, 16, dtype=torch.uint8),
     }
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs))
-    pages = rank_pages(kv, group_config(group), BLOCK_TOKENS)
+    pages = pages_of(kv, group_config(group), BLOCK_TOKENS)
     assert [(page.dtype, page.shape) for page in pages] == [("BF16", (1, 32, 24)), ("U8", (1, 32, 16))]
     self_test(PagedKV(pages, kv, 3))
 
 
 def test_block_of_a_decode_context_group_spans_several_ranks_pages():
     kv, config = registered(full(), "LBHNC")
-    assert rank_pages(kv, config, 2 * BLOCK_TOKENS) == rank_pages(kv, config, BLOCK_TOKENS)
+    assert pages_of(kv, config, 2 * BLOCK_TOKENS) == pages_of(kv, config, BLOCK_TOKENS)
 
 
 REFUSED_SPECS = {
     "Mamba": MambaSpec(block_size=BLOCK_TOKENS, shapes=((2, 2),), dtypes=(torch.float32,)),
-    "freed": SlidingWindowSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64
+    "freed": ChunkedLocalAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, attention_chunk_size=64
+    ),
+    "encoder's input": CrossAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16),
+    "sinks": SinkFullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sink_len=BLOCK_TOKENS
+    ),
+    "compressed": SlidingWindowMLASpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=64
     ),
     "not causal": full(non_causal=True),
     "one state per token": mla(tokens_per_state=4),
@@ -155,14 +176,47 @@ REFUSED_SPECS = {
 def test_specs_without_a_page_of_tokens_are_refused_with_the_reason(reason):
     kv, _ = registered(full(), "LBHNC")
     with pytest.raises(UnsupportedModel, match=rf"{reason}.*first_layer=model\.layers\.0"):
-        rank_pages(kv, group_config(KVCacheGroupSpec(NAMES, REFUSED_SPECS[reason])), BLOCK_TOKENS)
+        pages_of(kv, group_config(KVCacheGroupSpec(NAMES, REFUSED_SPECS[reason])), BLOCK_TOKENS)
 
 
-def test_hybrid_models_are_refused_with_the_switch_that_helps():
-    kv, _ = registered(full(), "LBHNC")
-    config = group_config(KVCacheGroupSpec(NAMES[:1], full()), KVCacheGroupSpec(NAMES[1:], full(sliding_window=64)))
-    with pytest.raises(UnsupportedModel, match=r"--disable-hybrid-kv-cache-manager.*groups=2"):
-        rank_pages(kv, config, BLOCK_TOKENS)
+def window(tokens, **changes):
+    fields = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    return SlidingWindowSpec(**fields | {"sliding_window": tokens} | changes)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_groups_that_lie_in_one_memory_have_pages_of_their_own(layout):
+    """vLLM lays the groups' layers over each other: a block belongs to one group at a time."""
+    kv, _ = registered(full(), layout)
+    others = [f"{name}.windowed" for name in NAMES]
+    kv |= dict(zip(others, kv.values(), strict=True))
+    config = group_config(KVCacheGroupSpec(list(NAMES), full()), KVCacheGroupSpec(others, window(40)))
+    groups = CacheGroups.of(config, 4 * BLOCK_TOKENS)
+
+    pages = rank_pages(kv, config, groups)
+
+    assert [[page.layer for page in of_group] for of_group in pages] == [NAMES, others]
+    assert {page.blocks for page in pages[0]} == {0}, "all of a chunk: as without a second group"
+    assert {page.blocks for page in pages[1]} == {2}
+    ranks = RankKV(pages, kv, [group.stored_blocks for group in groups])
+    assert ranks.rank_bytes == len(NAMES) * full().page_size_bytes * (4 + 2)
+    for of_group in ranks.groups:
+        self_test(of_group)
+
+
+def test_layers_of_one_group_with_different_windows_are_refused():
+    specs = {NAMES[0]: window(64), NAMES[1]: window(96)}
+    config = group_config(KVCacheGroupSpec(NAMES[:2], UniformTypeKVCacheSpecs(BLOCK_TOKENS, specs)))
+    with pytest.raises(UnsupportedModel, match="different windows"):
+        check_groups(config)
+
+
+def test_chunks_must_hold_whole_blocks_of_every_group():
+    config = group_config(KVCacheGroupSpec(NAMES[:1], full()), KVCacheGroupSpec(NAMES[1:], window(64, block_size=96)))
+    with pytest.raises(ConfigError, match=r"block_sizes=\[32, 96\] nearest=288"):
+        CacheGroups.of(config, 256)
+    assert [g.stored_blocks for g in CacheGroups.of(config, 288)] == [9, 1]
+    assert CacheGroups.of(config, 288).block_tokens == 96
 
 
 @pytest.mark.parametrize(
@@ -182,15 +236,15 @@ def test_hybrid_models_are_refused_with_the_switch_that_helps():
 def test_tensors_that_are_no_pages_are_refused(tensor, message):
     kv, config = registered(full(), "LBHNC")
     with pytest.raises(UnsupportedModel, match=rf"(?s){message}.*"):
-        rank_pages(kv | {NAMES[1]: tensor}, config, BLOCK_TOKENS)
+        pages_of(kv | {NAMES[1]: tensor}, config, BLOCK_TOKENS)
 
 
 def test_layers_without_tensor_or_group_are_refused():
     kv, config = registered(full(), "LBHNC")
     with pytest.raises(UnsupportedModel, match="no KV tensor for a layer"):
-        rank_pages({name: kv[name] for name in NAMES[:2]}, config, BLOCK_TOKENS)
+        pages_of({name: kv[name] for name in NAMES[:2]}, config, BLOCK_TOKENS)
     with pytest.raises(UnsupportedModel, match="no KV cache group"):
-        rank_pages(kv | {"draft.layers.0": kv[NAMES[0]].clone()}, config, BLOCK_TOKENS)
+        pages_of(kv | {"draft.layers.0": kv[NAMES[0]].clone()}, config, BLOCK_TOKENS)
     kv[NAMES[2]] = kv[NAMES[0]][:, :1]
     with pytest.raises(UnsupportedModel, match="one address"):
-        rank_pages(kv, config, BLOCK_TOKENS)
+        pages_of(kv, config, BLOCK_TOKENS)

@@ -115,7 +115,6 @@ def test_arguments_that_touch_kv_are_in_it(vllm_config, tmp_path, arguments):
         ("parallel_config", {"decode_context_parallel_size": 2}),
         ("parallel_config", {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}),
         ("cache_config", {"cache_dtype": "fp8_e5m2"}),
-        ("cache_config", {"block_size": 64}),
         ("model_config", {"quantization": "fp8"}),
         ("model_config", {"quantization_config": {"group_size": 64}}),
         ("model_config", {"hf_config": LlamaConfig(hidden_size=64)}),
@@ -129,6 +128,7 @@ def test_layout_spec_chunk_size_and_model_id_are_in_it(vllm_config):
     variants = [
         namespace(vllm_config),
         namespace(vllm_config, kv_config(layout="LBNHC")),
+        namespace(vllm_config, kv_config(block_size=64)),
         namespace(vllm_config, kv_config(dtype=torch.float16)),
         namespace(vllm_config, settings=Settings(chunk_tokens=512)),
         namespace(vllm_config, settings=Settings(model_id="mine")),

@@ -3,12 +3,16 @@
 Built by the vLLM door from the registered KV tensors and sent to the server; used by ``header.py`` to declare the
 payload's tensors, by the arena to size slots and by ``transfer.py`` to gather and scatter. Knows no torch and no vLLM.
 
-Payload, in this order and without gaps (``P`` = blocks of a chunk)::
+Payload, in this order and without gaps (``P`` = blocks of a chunk that are stored for the layer: all of them, or the
+last ones where the layer attends to a sliding window)::
 
     rank 0: layer 0: page of block 0 | page of block 1 | ... | page of block P-1
             layer 1: ...
     rank 1: ...
     _pad    zero bytes up to the next multiple of 4096
+
+Ranks that hold the same bytes (MLA) are one rank here: a *part* of the payload that one of them writes and all of them
+read.
 """
 
 from dataclasses import dataclass
@@ -36,12 +40,15 @@ class LayerPage:
         shape: Extents in the order the page lies in memory, outermost first (for vLLM's [B, H, N, C] views: the
             inner three dimensions sorted by stride).
         axes: What the extents are, e.g. ``"HNC"`` or ``"NHC"``: same extents in another order are other bytes.
+        blocks: How many of a chunk's blocks are stored, its last ones; 0 means all of the geometry's
+            ``blocks_per_chunk``. Layers with a sliding window, or with blocks of another size, say their own number.
     """
 
     layer: str
     dtype: str
     shape: tuple[int, ...]
     axes: str
+    blocks: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -66,7 +73,7 @@ class ChunkGeometry:
     """What one chunk's payload holds: every rank's pages of every layer.
 
     Attributes:
-        block_tokens: Tokens in one of vLLM's blocks.
+        block_tokens: Tokens in one of vLLM's blocks; where layers differ, the least common multiple.
         chunk_tokens: Tokens in one chunk; a multiple of ``block_tokens``.
         ranks: For each rank of the world, its layers in order. Ranks may hold different layers (pipeline stages).
     """
@@ -83,10 +90,16 @@ class ChunkGeometry:
             )
         if not self.ranks or not all(self.ranks):
             raise ValueError("every rank must have at least one layer")
+        if any(not 0 <= page.blocks <= self.chunk_tokens for pages in self.ranks for page in pages):
+            raise ValueError(f"a layer stores no blocks, or more than a chunk has tokens ({self.chunk_tokens})")
 
     @property
     def blocks_per_chunk(self) -> int:
         return self.chunk_tokens // self.block_tokens
+
+    def stored_blocks(self, page: LayerPage) -> int:
+        """Blocks of a chunk that are stored for a layer."""
+        return page.blocks or self.blocks_per_chunk
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -95,7 +108,7 @@ class ChunkGeometry:
         offset = 0
         for rank, pages in enumerate(self.ranks):
             for page in pages:
-                size = page.page_bytes * self.blocks_per_chunk
+                size = page.page_bytes * self.stored_blocks(page)
                 result.append(Segment(rank, page, offset, size))
                 offset += size
         return tuple(result)

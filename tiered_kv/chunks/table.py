@@ -42,7 +42,7 @@ def geometry_entries(geometry: ChunkGeometry) -> tuple[TensorEntry, ...]:
         name = f"rank{segment.rank}/{segment.page.layer}"
         if not _is_unicode(name):
             raise ConfigError(f"layer name is not valid Unicode. rank={segment.rank} layer={segment.page.layer!a}")
-        shape = (geometry.blocks_per_chunk, *segment.page.shape)
+        shape = (geometry.stored_blocks(segment.page), *segment.page.shape)
         entries.append(TensorEntry(name, segment.page.dtype, shape, segment.offset_bytes, segment.size_bytes))
     if len({entry.name for entry in entries}) != len(entries):
         raise ConfigError("a rank has two layers of one name")

@@ -1,4 +1,4 @@
-"""Copies between vLLM's paged KV and one rank's byte range of a slot: gather for stores, scatter for loads.
+"""Copies between vLLM's paged KV and a slot, for one KV cache group of one rank: gather for stores, scatter for loads.
 
 Owns the copying. Must not decide which blocks move nor when (the worker does), nor look into
 a header. Called by the worker's copy thread; ``note_compute`` by the thread that runs the model. The only module
@@ -122,7 +122,7 @@ class _Run:
         grid: The storage as rows ``[rows, bytes]``; on a GPU as words where addresses allow.
         first: Row of block 0 per layer, shaped for broadcasting to [layers, blocks, rows of a page].
         step: Rows from one block to the next per layer, of the same shape.
-        offset_bytes: Where the run begins in the rank's byte range.
+        offset_bytes: Where the run begins in the group's byte range.
     """
 
     grid: torch.Tensor
@@ -142,7 +142,7 @@ class _Run:
 
 
 class PagedKV:
-    """One rank's paged KV: moves the pages of whole blocks between vLLM's tensors and a slot.
+    """One KV cache group of one rank: moves the pages of whole blocks between vLLM's tensors and a slot.
 
     Threads: on the CPU any number; on a GPU one thread at a time, and ``note_compute`` from the model's thread.
     """
@@ -151,9 +151,9 @@ class PagedKV:
         """Plan the copies.
 
         Args:
-            pages: The rank's layers in payload order.
+            pages: The group's layers in payload order.
             tensors: The registered KV tensor of every layer in ``pages``; more are allowed and ignored.
-            blocks_per_chunk: Blocks of one chunk.
+            blocks_per_chunk: Blocks of one chunk that are stored for these layers.
 
         Raises:
             UnsupportedModel: A tensor's page is not a dense run of bytes, or devices or block counts differ.
@@ -169,23 +169,23 @@ class PagedKV:
             raise UnsupportedModel(f"layers differ in block count or device. blocks={counts} devices={devices}")
         self.num_blocks: Final[int] = counts.pop()
         self.blocks_per_chunk: Final = blocks_per_chunk
-        self.rank_bytes: Final = sum(page.page_bytes for page in pages) * blocks_per_chunk
+        self.group_bytes: Final = sum(page.page_bytes for page in pages) * blocks_per_chunk
         runs = _plan(self.layers, blocks_per_chunk)
         self._copier: _HostCopier | _DeviceCopier
         device = devices.pop()
         if device.type == "cpu":
             self._copier = _HostCopier(runs, blocks_per_chunk)
         elif device.type == "cuda":
-            self._copier = _DeviceCopier(runs, blocks_per_chunk, self.rank_bytes, device)
+            self._copier = _DeviceCopier(runs, blocks_per_chunk, self.group_bytes, device)
         else:
             raise UnsupportedModel(f"KV on a device of this type cannot be copied. device={device}")
 
     def gather(self, block_ids: Sequence[int], out: memoryview) -> CopyDone:
-        """Copy one chunk's pages into ``out``, the rank's byte range of a slot.
+        """Copy one chunk's pages into ``out``, the group's byte range of a slot.
 
         Args:
             block_ids: The chunk's blocks in token order.
-            out: Writable, ``rank_bytes`` long, valid until the copy is done.
+            out: Writable, ``group_bytes`` long, valid until the copy is done.
         """
         if len(block_ids) != self.blocks_per_chunk:
             raise ValueError(f"a chunk has {self.blocks_per_chunk} blocks. observed={len(block_ids)}")
@@ -197,7 +197,7 @@ class PagedKV:
         Fewer blocks than the chunk has are copied where the GPU's prefix cache already holds the others.
 
         Args:
-            src: The rank's byte range of a slot, ``rank_bytes`` long, valid until the copy is done.
+            src: The group's byte range of a slot, ``group_bytes`` long, valid until the copy is done.
             block_ids: Destinations, all different, in token order.
             first_block: Which of the chunk's blocks goes to ``block_ids[0]``.
         """
@@ -225,8 +225,8 @@ class PagedKV:
         ids = np.asarray(block_ids, dtype=np.intp)
         if int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks:
             raise ValueError(f"block id outside the pool. blocks={self.num_blocks} ids={ids.tolist()}")
-        if buffer.nbytes != self.rank_bytes:
-            raise ValueError(f"buffer has another size. expected={self.rank_bytes} observed={buffer.nbytes}")
+        if buffer.nbytes != self.group_bytes:
+            raise ValueError(f"buffer has another size. expected={self.group_bytes} observed={buffer.nbytes}")
         return ids
 
 
@@ -323,12 +323,12 @@ class _DeviceCopier:
     ===============  ==============  ===============================================
     """
 
-    def __init__(self, runs: Sequence[_Run], blocks: int, rank_bytes: int, device: torch.device) -> None:
+    def __init__(self, runs: Sequence[_Run], blocks: int, group_bytes: int, device: torch.device) -> None:
         self._runs, self._blocks, self._device = runs, blocks, device
         self._lock = threading.Lock()
         self._compute = torch.cuda.Event()
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
-        self._staging = [torch.empty(rank_bytes, dtype=torch.uint8, device=device) for _ in self._streams]
+        self._staging = [torch.empty(group_bytes, dtype=torch.uint8, device=device) for _ in self._streams]
         self._registered: list[int] = []
         self._warned = False
         self.note_compute()

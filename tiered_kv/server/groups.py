@@ -19,6 +19,7 @@ from tiered_kv.keys.namespace import DIGEST_BYTES, MAX_RECORD_BYTES, Namespace
 from tiered_kv.metrics.figures import SessionFigures
 from tiered_kv.server import messages as m
 from tiered_kv.server.connection import Connection
+from tiered_kv.server.epochs import is_private_epoch
 
 CHUNK_INDEX_MAX = 1 << 31
 """Far above any context length, and within the ten digits that a header has for it."""
@@ -44,8 +45,11 @@ class Group:
 
     Attributes:
         sessions: Engine sessions of this group: the last one is current, earlier ones (before a reset) only drain.
+        rank_offsets: Where each rank's bytes start in the payload; ranks with equal KV start at the same place.
+        private_epoch: That of the engine, if a reset in an earlier generation gave it one.
         granted: Slots the scheduler holds empty, per session.
         lookups: The scheduler's lookup id -> (engine session, engine lookup id).
+        is_watching: The scheduler is told which chunks come and go.
         decliners: Connections of workers that cannot take part, until their processes exit.
     """
 
@@ -58,12 +62,15 @@ class Group:
     granted: dict[int, set[int]] = field(default_factory=dict)
     namespace: Namespace | None = None
     geometry: ChunkGeometry | None = None
+    rank_offsets: list[int] = field(default_factory=list)
     base_digest: bytes = b""
+    private_epoch: str = ""
     lookups: dict[int, tuple[int, int]] = field(default_factory=dict)
     client_ids: dict[tuple[int, int], int] = field(default_factory=dict)
     early_credits: list[int] = field(default_factory=list)
     decliners: set[Connection] = field(default_factory=set)
     declined: str = ""
+    is_watching: bool = False
     is_ready: bool = False
     is_lost: bool = False
 
@@ -81,6 +88,16 @@ class Group:
         """All workers' parts, by rank; call when all are in."""
         return [self.members[rank].join for rank in range(self.world_size)]
 
+    def set_geometry(self) -> None:
+        """Combine all workers' parts into what a chunk looks like.
+
+        Raises:
+            ConfigError, ValueError: They give no geometry.
+        """
+        geometry = geometry_of(self.joins)
+        self.rank_offsets = [geometry.rank_segments(part)[0].offset_bytes for part in parts_of(self.joins)]
+        self.geometry = geometry
+
     def describe(self) -> SessionFigures:
         """Figures for ``stat``."""
         return SessionFigures(
@@ -94,6 +111,18 @@ class Group:
     def is_drained(self, session: int) -> bool:
         """Whether the scheduler holds no slot and no lookup of a session any more."""
         return not self.granted[session] and all(owner != session for owner, _ in self.lookups.values())
+
+
+def check_scheduler(join: m.JoinScheduler) -> None:
+    """Check a scheduler's part.
+
+    Raises:
+        ProtocolError: The world is out of range, or the epoch is no private one.
+    """
+    if not 0 < join.world_size <= m.RANKS_MAX:
+        raise ProtocolError(f"world out of range. world_size={join.world_size} max={m.RANKS_MAX}")
+    if join.epoch and not is_private_epoch(join.epoch):
+        raise ProtocolError(f"an engine may name no epoch but its private one. epoch={join.epoch[:100]!a}")
 
 
 def check_join(join: m.JoinWorker) -> None:
@@ -128,6 +157,8 @@ def _check_page(page: m.Page) -> None:
         raise ConfigError(f"page has an impossible shape. layer={page.layer[:100]!a} shape={page.shape[:16]}")
     if not 0 < len(page.layer) <= m.NAME_CHARS_MAX or len(page.axes) > m.NAME_CHARS_MAX:
         raise ConfigError(f"names have 1 to {m.NAME_CHARS_MAX} characters. layer={page.layer[:100]!a}")
+    if not 0 <= page.blocks <= TOKENS_MAX:
+        raise ConfigError(f"stored blocks are out of range. layer={page.layer[:100]!a} blocks={page.blocks}")
 
 
 def check_same_engine(join: m.JoinWorker, other: m.JoinWorker) -> None:
@@ -156,13 +187,43 @@ def _difference(join: m.JoinWorker, other: m.JoinWorker) -> str:
     return "; ".join(shown) or "the same fields written otherwise"
 
 
+def parts_of(joins: Sequence[m.JoinWorker]) -> list[int]:
+    """Which part of the payload each rank's bytes are, from 0 in the order of the ranks: ``[0, 0, 1, 1]``.
+
+    Raises:
+        ConfigError: Ranks that say they hold equal KV have different pages.
+    """
+    first: dict[tuple[bool, int], tuple[int, m.JoinWorker]] = {}
+    parts = []
+    for join in joins:
+        name = (join.part is None, join.rank if join.part is None else join.part)
+        number, other = first.setdefault(name, (len(first), join))
+        if join.pages != other.pages:
+            raise ConfigError(
+                f"ranks {other.rank} and {join.rank} say that their KV is the same, and their layers differ. "
+                f"part={join.part}"
+            )
+        parts.append(number)
+    return parts
+
+
+def _part_pages(joins: Sequence[m.JoinWorker]) -> list[list[m.Page]]:
+    """The pages of every part, in order."""
+    pages: dict[int, list[m.Page]] = {}
+    for part, join in zip(parts_of(joins), joins, strict=True):
+        pages.setdefault(part, join.pages)
+    return list(pages.values())
+
+
 def geometry_of(joins: Sequence[m.JoinWorker]) -> ChunkGeometry:
     """The geometry of a chunk, from every rank's part in order.
 
     Raises:
-        ValueError: The parts give none.
+        ConfigError, ValueError: The parts give none.
     """
-    ranks = tuple(tuple(LayerPage(p.layer, p.dtype, p.shape, p.axes) for p in join.pages) for join in joins)
+    ranks = tuple(
+        tuple(LayerPage(p.layer, p.dtype, p.shape, p.axes, p.blocks) for p in pages) for pages in _part_pages(joins)
+    )
     return ChunkGeometry(joins[0].block_tokens, joins[0].chunk_tokens, ranks)
 
 
@@ -180,10 +241,7 @@ def namespace_of(joins: Sequence[m.JoinWorker], epoch: str) -> Namespace:
         raise ConfigError(f"the namespace's fields are not JSON: {exc}") from exc
     if not isinstance(fields, dict):
         raise ConfigError("the namespace's fields must be a JSON object")
-    ranks = [
-        [{"layer": p.layer, "dtype": p.dtype, "shape": list(p.shape), "axes": p.axes} for p in join.pages]
-        for join in joins
-    ]
+    ranks = [[_page_record(page) for page in pages] for pages in _part_pages(joins)]
     fields.update(
         geometry={"ranks": ranks},
         epoch=epoch,
@@ -191,6 +249,16 @@ def namespace_of(joins: Sequence[m.JoinWorker], epoch: str) -> Namespace:
         chunk_tokens=joins[0].chunk_tokens,
     )
     return Namespace.from_fields(fields)
+
+
+def _page_record(page: m.Page) -> dict[str, object]:
+    record: dict[str, object] = {
+        "layer": page.layer,
+        "dtype": page.dtype,
+        "shape": list(page.shape),
+        "axes": page.axes,
+    }
+    return record | {"blocks": page.blocks} if page.blocks else record
 
 
 def recorded_geometry(fields: Mapping[str, Any]) -> ChunkGeometry:
@@ -201,11 +269,14 @@ def recorded_geometry(fields: Mapping[str, Any]) -> ChunkGeometry:
     """
     try:
         ranks = tuple(
-            tuple(LayerPage(page["layer"], page["dtype"], tuple(page["shape"]), page["axes"]) for page in rank)
+            tuple(
+                LayerPage(page["layer"], page["dtype"], tuple(page["shape"]), page["axes"], page.get("blocks", 0))
+                for page in rank
+            )
             for rank in fields["geometry"]["ranks"]
         )
         return ChunkGeometry(fields["block_tokens"], fields["chunk_tokens"], ranks)
-    except (KeyError, TypeError, ValueError) as exc:
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise ConfigError("its record does not say in a known way what a chunk holds (geometry)") from exc
 
 

@@ -129,7 +129,7 @@ def _receive_frame(sock: socket.socket, fds: list[int]) -> None:
 
 def pages_on_the_wire(pages: Sequence[LayerPage]) -> list[m.Page]:
     """Pages as message parts."""
-    return [m.Page(page.layer, page.dtype, page.shape, page.axes) for page in pages]
+    return [m.Page(page.layer, page.dtype, page.shape, page.axes, page.blocks) for page in pages]
 
 
 def decline(config: Config, engine_id: str, reason: str) -> None:

@@ -4,18 +4,22 @@ Owns the reading of specs, shapes and strides. Must not copy KV nor believe a la
 say counts, and the layout self-test (``chunks.self_test``) has the last word. Called by the worker when vLLM registers
 its tensors.
 
-Order of layers: as vLLM lists them in the KV cache group, which is the model's order; the same model gives the same
-order on every rank, machine and start. A layer that shares another layer's tensor is stored once, under the name that
-comes first.
+Order of layers: group by group as vLLM lists them, and in a group as vLLM lists its layers, which is the model's order;
+the same model gives the same order on every rank, machine and start. A layer that shares the tensor of a layer of its
+group is stored once, under the name that comes first. Layers of different groups may lie in one tensor, too: they never
+share a block.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import lcm
 from typing import Any, Final
 
 import torch
 
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import UnsupportedModel
+from tiered_kv.vllm.groups import CacheGroup, window_tokens
 
 DTYPE_NAMES: Final = {
     torch.float64: "F64",
@@ -29,8 +33,8 @@ DTYPE_NAMES: Final = {
 }
 """torch dtypes of KV tensors with their safetensors names; torch has more than the format can name."""
 
-SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-"""Exact class names: a subclass means other rules about which tokens a block holds (sinks, windows, hidden states)."""
+SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"})
+"""Exact class names: a subclass means other rules about which tokens a block holds (sinks, hidden states)."""
 
 GROUP_SPEC: Final = "UniformTypeKVCacheSpecs"
 """vLLM's spec of a group whose layers differ in page size; holds one spec per layer."""
@@ -39,32 +43,38 @@ REASONS: Final = {
     "MambaSpec": "the state of Mamba and linear-attention layers is not addressed by token",
     "CrossAttentionSpec": "cross-attention KV belongs to the encoder's input, not to the prompt's tokens",
     "EncoderOnlyAttentionSpec": "encoder layers keep no KV",
-    "SlidingWindowSpec": "blocks outside the window are freed; start vLLM with --disable-hybrid-kv-cache-manager "
-    "if only some of the layers have a window",
-    "SlidingWindowMLASpec": "blocks outside the window are freed",
+    "SlidingWindowMLASpec": "its blocks hold compressed states that are replayed, not one per token",
     "ChunkedLocalAttentionSpec": "blocks outside the attention chunk are freed; start vLLM with "
     "--disable-hybrid-kv-cache-manager",
     "SinkFullAttentionSpec": "its first blocks hold attention sinks instead of prompt tokens",
 }
 
 
-def rank_pages(kv_caches: Mapping[str, Any], kv_cache_config: Any, block_tokens: int) -> list[LayerPage]:
-    """Describe one rank's pages, in the order they take in the payload.
+def rank_pages(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_groups: Sequence[CacheGroup]
+) -> list[list[LayerPage]]:
+    """Describe one rank's pages per KV cache group, in the order they take in the payload.
 
     Args:
         kv_caches: What ``register_kv_caches`` got: layer name -> tensor ``[B, H, N, C]``.
         kv_cache_config: vLLM's ``KVCacheConfig`` of this worker.
-        block_tokens: Tokens of one of vLLM's blocks, over all ranks of a decode context parallel group.
+        cache_groups: What is stored of each group's blocks.
 
     Raises:
-        UnsupportedModel: More than one KV cache group, a layer that is not full attention or MLA, or a tensor whose
-            dtype, shape or layout is not one we can store; the message names the layer and the reason.
+        UnsupportedModel: A layer that is neither attention over all tokens or a window of them nor MLA, or a tensor
+            whose dtype, shape or layout is not one we can store; the message names the layer and the reason.
     """
     check_groups(kv_cache_config)
-    names = _ordered_names(kv_caches, kv_cache_config)
-    pages = [_page(name, kv_caches[name], int(kv_cache_config.num_blocks), block_tokens) for name in names]
-    _check_overlaps([kv_caches[name] for name in names], names)
-    return pages
+    num_blocks = int(kv_cache_config.num_blocks)
+    scheduler_block = lcm(*(group.block_tokens for group in cache_groups))
+    result = []
+    for names, group in zip(_ordered_names(kv_caches, kv_cache_config), cache_groups, strict=True):
+        pages = [_page(name, kv_caches[name], num_blocks, group.block_tokens) for name in names]
+        _check_overlaps([kv_caches[name] for name in names], names)
+        if group.block_tokens != scheduler_block or group.stored_blocks != group.chunk_blocks:
+            pages = [replace(page, blocks=group.stored_blocks) for page in pages]
+        result.append(pages)
+    return result
 
 
 def check_groups(kv_cache_config: Any) -> None:
@@ -77,16 +87,14 @@ def check_groups(kv_cache_config: Any) -> None:
     for group in groups:
         for spec in _layer_specs(group.kv_cache_spec):
             _check_spec(spec, group.layer_names)
-    if len(groups) != 1:
-        kinds = ",".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise UnsupportedModel(
-            "hybrid KV caches are not supported yet, only models with one KV cache group; start vLLM with "
-            f"--disable-hybrid-kv-cache-manager. groups={len(groups)} specs={kinds}"
-        )
-    if getattr(groups[0], "host_resident", False) or not getattr(groups[0], "enable_kv_transfer", True):
-        raise UnsupportedModel(
-            f"vLLM marks this KV cache group as not transferable. layers={groups[0].layer_names[:2]}"
-        )
+        if len(windows := {window_tokens(spec) for spec in _layer_specs(group.kv_cache_spec)}) > 1:
+            raise UnsupportedModel(f"layers of one KV cache group have different windows. windows={windows}")
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            raise UnsupportedModel(
+                f"vLLM marks this KV cache group as not transferable. layers={group.layer_names[:2]}"
+            )
+    if not groups:
+        raise UnsupportedModel("the model has no KV cache")
 
 
 def _layer_specs(spec: Any) -> Iterator[Any]:
@@ -100,7 +108,7 @@ def _check_spec(spec: Any, layer_names: Sequence[str]) -> None:
     kind = type(spec).__name__
     where = f"spec={kind} first_layer={layer_names[0] if layer_names else None}"
     if kind not in SUPPORTED_SPECS:
-        reason = REASONS.get(kind, "only full attention and MLA are supported")
+        reason = REASONS.get(kind, "only full attention, sliding windows and MLA are supported")
         raise UnsupportedModel(f"KV cache of this kind cannot be stored: {reason}. {where}")
     if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
         raise UnsupportedModel(f"attention is not causal, so a prefix's KV depends on what follows it. {where}")
@@ -108,26 +116,32 @@ def _check_spec(spec: Any, layer_names: Sequence[str]) -> None:
         raise UnsupportedModel(f"KV that is not one state per token is not supported yet. {where}")
 
 
-def _ordered_names(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> list[str]:
-    """Layers in the group's order, each tensor once; layers that only share a tensor may be missing in the group."""
-    listed = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-    if missing := [name for name in listed if name not in kv_caches]:
+def _ordered_names(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> list[list[str]]:
+    """Layers in their group's order, each tensor once; layers that only share a tensor may be missing in the groups."""
+    groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+    listed = {name for names in groups for name in names}
+    if missing := [name for name in sorted(listed) if name not in kv_caches]:
         raise UnsupportedModel(f"vLLM registered no KV tensor for a layer of the group. layers={missing[:3]}")
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedModel(f"layer has no single KV tensor. layer={name} observed={type(tensor).__name__}")
-    seen: set[tuple[Any, ...]] = set()
-    names = []
-    for name in [*listed, *(extra for extra in kv_caches if extra not in set(listed))]:
-        tensor = kv_caches[name]
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if place in seen:
-            continue
-        if name not in listed:
+    places = {name: _place(tensor) for name, tensor in kv_caches.items()}
+    shared = {places[name] for name in listed}
+    for name in sorted(kv_caches.keys() - listed):
+        if places[name] not in shared:
             raise UnsupportedModel(f"KV tensor belongs to no KV cache group and shares no layer's tensor. layer={name}")
-        seen.add(place)
-        names.append(name)
-    return names
+    return [_first_of_each(names, places) for names in groups]
+
+
+def _first_of_each(names: Sequence[str], places: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    first: dict[tuple[Any, ...], str] = {}
+    for name in names:
+        first.setdefault(places[name], name)
+    return list(first.values())
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _page(name: str, tensor: torch.Tensor, num_blocks: int, block_tokens: int) -> LayerPage:

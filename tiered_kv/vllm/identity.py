@@ -20,6 +20,7 @@ import vllm
 
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.vllm.groups import CacheGroups
 from tiered_kv.vllm.weights import weights_identity
 
 logger = logging.getLogger("vllm." + __name__)
@@ -77,7 +78,7 @@ def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettin
         "max_model_len": int(model.max_model_len),
         # Scales come with the checkpoint, which the weights' identity covers; scales computed at run time are refused.
         "kv_scales": "none" if _quant_mode(kv_cache_config) == "NONE" else "checkpoint",
-        "block_tokens": block_tokens(vllm_config, kv_cache_config),
+        "block_tokens": cache_groups(vllm_config, kv_cache_config, settings.chunk_tokens).block_tokens,
         "chunk_tokens": int(settings.chunk_tokens),
         "tp": int(parallel.tensor_parallel_size),
         "pp": int(parallel.pipeline_parallel_size),
@@ -137,11 +138,14 @@ def _check_version(version: str) -> None:
     logger.warning("vLLM %s is untested with tiered_kv. proven=>=%s,<%s", version, first, untested)
 
 
-def block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens of one block over all ranks that share its tokens: the unit in which the scheduler counts hits."""
-    sharded = getattr(kv_cache_config.kv_cache_groups[0].kv_cache_spec, "dcp_sharded", True)
-    ranks = vllm_config.parallel_config.decode_context_parallel_size if sharded else 1
-    return int(vllm_config.cache_config.block_size * ranks)
+def cache_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> CacheGroups:
+    """The model's KV cache groups, with blocks over all ranks that share their tokens.
+
+    Raises:
+        ConfigError: ``chunk_tokens`` is no multiple of their block sizes.
+    """
+    dcp = int(vllm_config.parallel_config.decode_context_parallel_size)
+    return CacheGroups.of(kv_cache_config, chunk_tokens, dcp)
 
 
 def attention_backends(vllm_config: Any, kv_cache_config: Any) -> str:

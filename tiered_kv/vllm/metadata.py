@@ -9,16 +9,24 @@ from tiered_kv.server.client import SessionInfo
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkCopy:
-    """Blocks of one chunk and the slot they are copied to or from.
+class BlockRun:
+    """Blocks of one KV cache group of one chunk.
 
     Attributes:
-        first_block: Which of the chunk's blocks goes with ``block_ids[0]``; stores always copy whole chunks.
+        first_block: Which of the chunk's stored blocks goes with ``block_ids[0]``.
+        block_ids: vLLM's blocks in token order; empty where a load has nothing to fill.
     """
 
-    slot: SlotId
     first_block: int
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCopy:
+    """Blocks of one chunk, per KV cache group, and the slot they are copied to or from; stores copy all of them."""
+
+    slot: SlotId
+    groups: tuple[BlockRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
