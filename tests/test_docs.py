@@ -22,6 +22,8 @@ BY_CI = {"make demo", "make test"}
 NOT_HERE = {
     "pip install 'tiered-kv[vllm]'": "the package is not on an index yet",
     "vllm serve MODEL": "needs a model of the user's; its configuration is checked by a test of its own",
+    "make serve": "tests/e2e/test_served.py runs its recipe",
+    "curl -s http://127.0.0.1:8000/metrics": "tests/e2e/test_served.py scrapes it",
     "docker compose up --wait": "needs a Docker engine; scripts/s3_service.py runs it where there is one",
     "scripts/s3-server start": "run by tests/test_s3_server.py",
 }
@@ -108,7 +110,8 @@ def test_settings_table_names_settings_that_exist(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/architecture.md", "docs/format.md", "docs/glossary.md", "docs/operations.md"]
+    "name",
+    ["README.md", *(f"docs/{page}.md" for page in ("architecture", "format", "glossary", "operations", "versions"))],
 )
 def test_links_lead_somewhere(repository: Path, name: str) -> None:
     document = repository / name

@@ -189,6 +189,8 @@ class Config:
         parse_size, "free space to leave on the disk tier's file system", MIN_FREE_BYTES_DEFAULT, shown="1GiB"
     )
     chunk_tokens: int = _setting(_positive_int, "tokens in one chunk; a multiple of vLLM's block size", 256)
+    save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
+    request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     server: str | None = _setting(_socket, "unix:///path of a running `tiered-kv serve`; default: one is started")
     model_id: str | None = _setting(_text, "names the weights; promises that equal names mean equal weights")
     strict: bool = _setting(_boolean, "refuse to start rather than serve without the cache", default=False)

@@ -40,6 +40,7 @@ GOOD = {
     "with what vLLM knows": transfer(engine_id="e", kv_port=1, kv_buffer_device="cpu", enable_permute_local_kv=False),
     "one of several connectors": transfer(
         kv_connector="MultiConnector",
+        kv_load_failure_policy="recompute",
         kv_connector_extra_config={"connectors": [{"kv_connector": "Other"}, transfer()]},
     ),
     "a bucket with limits": {
@@ -114,9 +115,21 @@ WARNED = {
     "fail": (transfer(kv_load_failure_policy="fail"), "load failures", "has no effect"),
     "old fields": (transfer(kv_rank=0), "connector", "kv_rank"),
     "two of ours": (
-        transfer(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [transfer(), transfer()]}),
+        transfer(
+            kv_connector="MultiConnector",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": [transfer(), transfer()]},
+        ),
         "connector",
         "the first is checked",
+    ),
+    "a policy below MultiConnector": (
+        transfer(
+            kv_connector="MultiConnector",
+            kv_connector_extra_config={"connectors": [transfer(kv_load_failure_policy="recompute")]},
+        ),
+        "load failures",
+        "vLLM reads the policy of MultiConnector",
     ),
     "no limit": ({"storage_uri": "s3://b/p"}, "settings", "has no limit"),
     "single writer of no limit": (

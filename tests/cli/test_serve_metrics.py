@@ -68,7 +68,8 @@ def test_a_scrape_shows_what_the_table_says(serve, root: Path, repository: Path)
     assert {name: labels for name, labels in seen.items() if kinds[name].samples} == {
         name: labels for name, labels in table.items() if kinds[name].samples
     }
-    assert [name for name, family in kinds.items() if not family.samples] == ["tiered_kv_dropped_chunks_total"]
+    silent = {name for name, family in kinds.items() if not family.samples}
+    assert silent == {"tiered_kv_dropped_chunks_total", "tiered_kv_removed_chunks_total"}
     assert {family.type for family in families.values()} == {"counter", "gauge"}
     assert value(families, "chunks", tier="disk") == 5
     assert value(families, "operations_total", tier="object", operation="put", outcome="ok") == 5
@@ -104,6 +105,36 @@ def _later(line: str) -> dict[str, Any]:
     """A scrape whose figures are none that were shared with an earlier one."""
     time.sleep(0.3)
     return scrape(url_of(line))
+
+
+def test_stored_less_removed_is_what_is_there_in_every_tier(serve, root: Path) -> None:
+    limits = ("--host-bytes", "1MiB", "--disk-bytes", "65MiB")  # 28 chunks in memory, about as many on disk
+    _, line = serve(f"file://{root}", *limits, "--metrics-port", 0)
+    one = SmallEngine.start(settings(root, host_bytes=None, disk_bytes=None))
+    for number in range(20):
+        one.store(4, first_token=1000 * number)
+        one.hits(4, first_token=1000 * max(0, number - 10))
+    wait_for(lambda: figures(root)["pending_writes"] == 0, "the writes")
+    families = _later(line)
+    one.close()
+    for tier in ("host", "disk"):
+        stored, removed = (sum_of(families, f"{name}_chunks_total", tier) for name in ("stored", "removed"))
+        assert removed > 0
+        assert stored - removed == value(families, "resident_chunks", tier=tier) == value(families, "chunks", tier=tier)
+        stored, removed = (value(families, f"{name}_bytes_total", tier=tier) for name in ("stored", "removed"))
+        assert stored - removed == value(families, "resident_bytes", tier=tier)
+        assert value(families, "removed_chunks_total", tier=tier, why="evicted") == value(
+            families, "evicted_chunks_total", tier=tier
+        )
+    assert value(families, "resident_bytes", tier="disk") == value(families, "used_bytes", tier="disk")
+    hits = sum(value(families, "hit_tokens_total", tier=tier) for tier in ("host", "disk"))
+    assert hits + value(families, "missed_tokens_total") == value(families, "asked_tokens_total") > hits > 0
+
+
+def sum_of(families: dict[str, Metric], name: str, tier: str) -> float:
+    """A metric's values of one tier, over all its other labels."""
+    samples = [sample for family in families.values() for sample in family.samples]
+    return sum(one.value for one in samples if one.name == f"tiered_kv_{name}" and one.labels["tier"] == tier)
 
 
 def test_a_port_that_is_taken_ends_it_before_the_cache_starts(cli, root: Path) -> None:

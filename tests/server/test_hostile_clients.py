@@ -136,6 +136,8 @@ def test_who_does_not_say_hello_properly_is_told_why(directory: Path, data: byte
         ("admin", m.frame(m.Hello(m.PROTOCOL, "v", "worker", 1)), "Hello is said once"),
         ("scheduler", m.frame(m.JoinScheduler(0)), "world out of range"),
         ("scheduler", m.frame(m.JoinScheduler(1 << 40)), "world out of range"),
+        ("scheduler", m.frame(m.JoinScheduler(1, epoch="base-0")), "may name no epoch but its private one"),
+        ("scheduler", m.frame(m.JoinScheduler(1, epoch="private-")), "may name no epoch but its private one"),
         ("worker", m.frame(worker_part(-1, 1)), "rank or world out of range"),
         ("scheduler", packed(type="Lookup", lookup=1.5, start=0, keys=b"", digests=b""), "not a message"),
         ("scheduler", packed(type="GiveBack", slots=["a"]), "not a message"),

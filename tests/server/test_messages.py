@@ -19,6 +19,7 @@ MESSAGES = [
     m.Commit([m.Chunk(1, bytes(16), bytes(16), 0, bytes(32))]),
     m.GiveBack([1, 2]),
     m.Reset(),
+    m.Pin(bytes(16), 60.0),
     m.Unmapped(),
     m.StatRequest(),
 ]

@@ -14,7 +14,8 @@ from cache_clients import (
     tell,
     worker_part,
 )
-from cache_probe import figures, wait_for
+from cache_probe import figures, wait_for, wait_written
+from server_processes import kill_server
 
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import ConfigError, TierUnavailable
@@ -312,6 +313,43 @@ def test_later_engines_use_the_epoch_that_a_reset_began(engine: EngineStarter) -
     one.client.reset()
     poll_until(one.client, lambda: one.client.is_ready, "the private epoch")
     two = engine("two")
+    assert two.client.namespace.fields["epoch"] == "base-1"
+    assert two.hits(2) == 0
+
+
+def test_a_neighbour_that_did_not_reset_and_the_engine_that_did_share_nothing_any_more(engine: EngineStarter) -> None:
+    one, neighbour = engine("one"), engine("neighbour")
+    one.store(2)
+    neighbour.wait_hits(2)
+    one.client.reset()
+    poll_until(one.client, lambda: one.client.is_ready, "the private epoch")
+
+    neighbour.store(3, first_token=1000)
+    neighbour.wait_hits(3, first_token=1000)
+    one.store(4, first_token=2000)
+    one.wait_hits(4, first_token=2000)
+
+    assert neighbour.hits(2) == 2, "its weights are still those of the base epoch"
+    assert one.hits(2) == one.hits(3, first_token=1000) == 0
+    assert neighbour.hits(4, first_token=2000) == 0
+
+
+def test_after_a_reset_an_engine_keeps_its_private_epoch_over_the_loss_of_the_server(
+    engine: EngineStarter, root: Path
+) -> None:
+    one = engine("one")
+    one.client.reset()
+    poll_until(one.client, lambda: one.client.is_ready, "the private epoch")
+    private = one.client.namespace
+    one.store(2)
+    wait_written(root)
+    kill_server(root)
+    one.wait_lost()
+    one.rejoin()
+    two = engine("two")
+
+    assert one.client.namespace == private, "the base epoch's KV is of other weights"
+    assert one.hits(2) == 2
     assert two.client.namespace.fields["epoch"] == "base-1"
     assert two.hits(2) == 0
 

@@ -14,7 +14,7 @@ from server_processes import end_server
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.server.epochs import Epochs
-from tiered_kv.server.shared_epochs import SharedEpochs
+from tiered_kv.server.shared_epochs import RETRY_S, SharedEpochs
 from tiered_kv.tiers.object_store import ObjectStore
 
 ONE, TWO = b"1" * 16, b"2" * 16
@@ -30,16 +30,19 @@ def store(tmp_path: Path) -> Iterator[ObjectStore]:
 
 
 class Machine:
-    """Shared epochs of one machine; questions run when the test says so."""
+    """Shared epochs of one machine; what goes on in the background runs when the test says so."""
 
     def __init__(self, root: Path, store: ObjectStore) -> None:
         root.mkdir(exist_ok=True)
+        self.now_s = 0.0
         self.questions: deque[Callable[[], None]] = deque()
-        self.epochs = SharedEpochs(Epochs(root), store, self.questions.append, root=root)
+        self.epochs = SharedEpochs(Epochs(root), store, self.questions.append, root=root, monotonic=lambda: self.now_s)
 
     def answer(self) -> None:
+        self.epochs.turn()
         while self.questions:
             self.questions.popleft()()
+            self.epochs.turn()
 
     def ask(self, digest: bytes = ONE) -> str:
         """The epoch a new session gets."""
@@ -48,6 +51,14 @@ class Machine:
         epoch = self.epochs.base(digest)
         assert epoch is not None
         return epoch
+
+    def retire(self, digest: bytes = ONE) -> str:
+        """A reset, and the bucket hears of it or does not answer."""
+        private = self.epochs.retire(digest)
+        assert not self.epochs.is_told(digest)
+        self.answer()
+        assert self.epochs.is_told(digest)
+        return private
 
 
 @pytest.fixture
@@ -58,12 +69,12 @@ def machine(tmp_path: Path, store: ObjectStore) -> Callable[..., Machine]:
 def test_machines_of_one_bucket_agree_and_a_reset_on_one_counts_for_all(machine: Any) -> None:
     a, b = machine("a"), machine("b")
     assert a.ask() == b.ask() == "shared-0"
-    private = a.epochs.retire(ONE)
+    private = a.retire()
 
     assert private.startswith("private-")
     assert a.ask() == b.ask() == machine("new").ask() == "shared-1"
     assert b.ask(TWO) == "shared-0"
-    b.epochs.retire(ONE)
+    b.retire()
     assert a.ask() == "shared-2"
 
 
@@ -73,11 +84,11 @@ def test_two_resets_at_once_retire_the_old_epoch(machine: Any, store: ObjectStor
 
     def interrupted(path: str, data: bytes) -> None:
         monkeypatch.setattr(store, "put", put)
-        b.epochs.retire(ONE)  # both saw the same highest number
+        b.retire()  # both saw the same highest number
         put(path, data)
 
     monkeypatch.setattr(store, "put", interrupted)
-    a.epochs.retire(ONE)
+    a.retire()
 
     assert a.ask() == b.ask() == "shared-1"
 
@@ -88,7 +99,7 @@ def test_a_session_waits_for_the_answer_and_the_next_one_asks_anew(machine: Any)
     assert len(a.questions) == 1, "one question per session"
     a.answer()
     assert a.epochs.base(ONE) == "shared-0"
-    b.epochs.retire(ONE)
+    b.retire()
     assert a.ask() == "shared-1"
 
 
@@ -110,13 +121,70 @@ def test_a_closed_store_gives_an_epoch_of_this_machine_alone(machine: Any, store
     assert machine("a").ask().startswith("base-0-of-")
 
 
-def test_a_reset_that_does_not_reach_the_bucket_says_so_and_holds_here(machine: Any) -> None:
-    unreachable = ObjectStore(NOBODY, timeout_s=2)
-    a = machine("a", unreachable)
-    with pytest.raises(TierUnavailable, match=r"object store: \w+ failed"):
-        a.epochs.retire(ONE)
-    assert a.ask().startswith("base-1-of-")
-    unreachable.close()
+class Outage:
+    """A bucket that does not answer until it is over."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.is_over = False
+
+    def __getattr__(self, name: str) -> Any:
+        if not self.is_over:
+            raise TierUnavailable("object store: injected outage")
+        return getattr(self.store, name)
+
+
+def test_a_reset_that_does_not_reach_the_bucket_holds_here_and_is_told_when_the_bucket_is_back(
+    machine: Any, store: ObjectStore, caplog
+) -> None:
+    outage = Outage(store)
+    a, other = machine("a", outage), machine("other")
+    a.retire()
+    assert "could not be told of a reset" in caplog.text
+    assert a.ask().startswith("base-1-of-"), "a session here must not adopt the epoch that was retired"
+    assert other.ask() == "shared-0", "another machine cannot know yet"
+
+    outage.is_over = True
+    a.now_s += RETRY_S
+    a.answer()
+    assert other.ask() == a.ask() == "shared-1"
+    a.now_s += RETRY_S
+    a.answer()
+    assert other.ask() == "shared-1", "told once"
+
+
+def test_a_reset_that_the_bucket_did_not_hear_of_outlives_the_server(machine: Any, store: ObjectStore) -> None:
+    machine("a", Outage(store)).retire()
+
+    restarted = machine("a")
+    assert restarted.ask() == "shared-1", "the bucket is told before the first session here asks it"
+    assert machine("other").ask() == "shared-1"
+    assert machine("a").ask() == "shared-1", "paid"
+
+
+def test_a_session_after_the_bucket_came_back_does_not_wait_for_the_next_try(machine: Any, store: ObjectStore) -> None:
+    outage = Outage(store)
+    a = machine("a", outage)
+    a.retire()
+    outage.is_over = True
+    assert a.ask() == "shared-1"
+
+
+def test_a_second_reset_while_the_bucket_hears_of_the_first_is_told_too(
+    machine: Any, store: ObjectStore, monkeypatch
+) -> None:
+    a, b = machine("a"), machine("b")
+    put = store.put
+
+    def interrupted(path: str, data: bytes) -> None:
+        monkeypatch.setattr(store, "put", put)
+        put(path, data)
+        assert b.ask() == "shared-1"
+        a.epochs.retire(ONE)  # what b's session stores meanwhile is old, too
+
+    monkeypatch.setattr(store, "put", interrupted)
+    a.retire()
+    assert b.ask() == "shared-2"
 
 
 def test_what_is_no_number_is_ignored(machine: Any, store: ObjectStore) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from tiered_kv.metrics.figures import (
     BucketFigures,
+    FlowFigures,
     HitFigures,
     OperationFigures,
     ServerFigures,
@@ -51,6 +52,20 @@ def tier(name: str, **changes: Any) -> TierFigures:
     return TierFigures(**given | changes)
 
 
+def flow(name: str, chunks: int, **removed: int) -> FlowFigures:
+    """A tier into which so many chunks came, less those removed; 100 bytes each."""
+    gone = sum(removed.values())
+    return FlowFigures(
+        tier=name,
+        stored={"written": chunks},
+        removed=removed,
+        stored_bytes=100 * chunks,
+        removed_bytes=100 * gone,
+        resident_chunks=chunks - gone,
+        resident_bytes=100 * (chunks - gone),
+    )
+
+
 def bucket(role: str) -> BucketFigures:
     numbers: dict[str, Any] = dict.fromkeys(BucketFigures.__struct_fields__, 0)
     return BucketFigures(**numbers | {"role": role, "leader": "host-1", "term": 3, "evicted_blobs": 4})
@@ -77,6 +92,7 @@ def server(uptime_s: float, **changes: Any) -> ServerFigures:
             "lookups": 1,
         },
         "counters": {},
+        "flows": [flow("host", 5), flow("disk", 10), flow("object", 10)],
         "tiers": [tier("disk"), tier("object", capacity_bytes=None, bucket=bucket("leader"))],
         "sessions": [SessionFigures(engine="e/0", namespace=None, workers=1, declined=0, state="ready")],
         "operations": [],

@@ -123,10 +123,11 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8)
 
     parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2)
     outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], parameters, use_tqdm=False)
-    return [_answer(output) for output in outputs]
+    return [as_answer(output) for output in outputs]
 
 
-def _answer(output: Any) -> Answer:
+def as_answer(output: Any) -> Answer:
+    """What vLLM gave for a request that is finished."""
     completion = output.outputs[0]
     candidates = completion.logprobs or []
     return Answer(
@@ -179,10 +180,11 @@ def block_ids(llm: Any) -> dict[str, int]:
 def kv_fingerprint(llm: Any) -> dict[str, str]:
     """The bytes of every cached block over all layers: hex of vLLM's block hash -> xxh3_128 of its pages."""
     layers = kv_layers(llm)
-    return {key: _pages_digest(layers, block_id) for key, block_id in block_ids(llm).items()}
+    return {key: pages_digest(layers, block_id) for key, block_id in block_ids(llm).items()}
 
 
-def _pages_digest(layers: Sequence[Any], block_id: int) -> str:
+def pages_digest(layers: Sequence[Any], block_id: int) -> str:
+    """Digest of one block's bytes over all layers."""
     import torch
 
     digest = xxhash.xxh3_128()

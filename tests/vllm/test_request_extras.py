@@ -155,8 +155,9 @@ def test_chunks_of_the_answer_are_accounted_for_as_they_come():
     assert found.is_accountable
 
 
-def test_streaming_session_is_left_alone():
-    assert "streaming" in extras(resumable=True).reason
+def test_streaming_session_with_embeddings_is_left_alone():
+    assert extras(resumable=True).is_accountable
+    assert "streaming" in extras(resumable=True, prompt_embeds=embeds(1)).reason
 
 
 @pytest.mark.parametrize(

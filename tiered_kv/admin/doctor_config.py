@@ -108,12 +108,13 @@ def _read_transfer(given: Given, whole: Mapping[str, object]) -> None:
                 error("connector", f"vLLM knows no field {name[:100]!r} here and does not start", hint)
             )
     given.findings.append(_role(whole.get("kv_role")))
-    if whole.get("kv_connector") == "MultiConnector":
+    policy, is_of_several = whole.get("kv_load_failure_policy"), whole.get("kv_connector") == "MultiConnector"
+    if is_of_several:
         whole = _of_several(given, whole)
     given.findings.append(_connector(whole))
     if not whole:
         return
-    given.findings.append(_policy(whole.get("kv_load_failure_policy")))
+    given.findings.append(_policy(policy, is_of_several=is_of_several))
     extra = whole.get("kv_connector_extra_config", {})
     if isinstance(extra, dict):
         given.settings = extra
@@ -163,7 +164,13 @@ def _role(role: object) -> Finding:
     return ok("role", text) if role == "kv_both" else warning("role", text, '"kv_role": "kv_both" does both')
 
 
-def _policy(policy: object) -> Finding:
+def _policy(policy: object, *, is_of_several: bool) -> Finding:
+    if is_of_several and policy in (None, "fail"):
+        return warning(
+            "load failures",
+            "a request whose load fails ends with an error: vLLM reads the policy of MultiConnector, not ours",
+            '"kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector"',
+        )
     if policy in (None, "recompute"):
         return ok("load failures", "a load that fails is computed again (the connector sees to it)")
     if policy == "fail":

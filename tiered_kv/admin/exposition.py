@@ -90,6 +90,7 @@ class FiguresCollector(Collector):
         yield from self._clients()
         yield from self._tokens()
         yield from self._tiers()
+        yield from self._flows()
         yield from self._operations()
         yield from self._events()
 
@@ -140,6 +141,21 @@ class FiguresCollector(Collector):
         yield _counter("corrupt_reads", "Reads whose bytes were damaged.", each(lambda t: t.corrupt), ["tier"])
         leads = each(lambda tier: None if tier.bucket is None else tier.bucket.role == "leader")
         yield _gauge("bucket_leader", "1 where this server keeps the bucket within its limits.", leads, ["tier"])
+
+    def _flows(self) -> Iterator[Metric]:
+        flows = self._figures.flows
+        stored = {(flow.tier, how): float(count) for flow in flows for how, count in flow.stored.items()}
+        removed = {(flow.tier, why): float(count) for flow in flows for why, count in flow.removed.items()}
+        yield _counter("stored_chunks", "Chunks that came into a tier, by how.", stored, ["tier", "how"])
+        yield _counter("removed_chunks", "Chunks that left a tier, by why.", removed, ["tier", "why"])
+        sizes = {(flow.tier,): float(flow.stored_bytes) for flow in flows}
+        yield _counter("stored_bytes", "Bytes that came into a tier.", sizes, ["tier"])
+        sizes = {(flow.tier,): float(flow.removed_bytes) for flow in flows}
+        yield _counter("removed_bytes", "Bytes that left a tier.", sizes, ["tier"])
+        chunks = {(flow.tier,): float(flow.resident_chunks) for flow in flows}
+        yield _gauge("resident_chunks", "Chunks this server knows to be there: stored less removed.", chunks, ["tier"])
+        sizes = {(flow.tier,): float(flow.resident_bytes) for flow in flows}
+        yield _gauge("resident_bytes", "Their bytes, less those that others stored.", sizes, ["tier"])
 
     def _operations(self) -> Iterator[Metric]:
         rows, labels = self._figures.operations, ["tier", "operation", "outcome"]

@@ -189,6 +189,13 @@ class Engine:
         except (TierUnavailable, Closed) as exc:
             logger.warning("namespace.json was not written. tier=%s %s", tier.traits.name, exc)
 
+    def has_memory(self, slot_bytes: int) -> bool:
+        """Whether slots of this size exist, or none will soon: then a session opens without, rather than never."""
+        slots = self.hierarchy.slots
+        if slots.slot_count(slot_bytes):
+            return True
+        return not slots.is_growing(slot_bytes) or self.hierarchy.counters["slab_refused"] > 0
+
     def format_of(self, namespace: bytes) -> BlobFormat | None:
         """The blob format of a namespace that some session opened."""
         return self._performer.formats.get(namespace)

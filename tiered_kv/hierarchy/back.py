@@ -97,6 +97,7 @@ class BackTier(LowerTier):
             self._end(entry)
             self._index.set_lower(entry, self.tier, LowerState.PRESENT)
             self.order.add(entry)
+            self._index.flows.came(entry, self.tier, "found")
             self._release(self._waiting.pop(entry, []))
             self._pump()
         else:

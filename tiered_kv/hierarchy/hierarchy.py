@@ -105,6 +105,7 @@ class Hierarchy:
         updates.extend(self._credits.take_grants(self._sessions.values()))
         updates.extend(self._recalls)
         self._recalls.clear()
+        updates.extend(self.index.flows.take_moves())
         return updates
 
     def take_uses(self) -> list[ChunkRecord]:
@@ -140,12 +141,14 @@ class Hierarchy:
         """The client is lost, but processes may still copy: keep its slots and leases, tell and grant nothing more."""
         session = self._sessions[session_id]
         session.is_suspended = True
+        self.index.flows.unwatch(session_id)
         untold, session.untold = session.untold, []
         self._credits.take_back(session, untold)
 
     def close_session(self, session_id: int) -> None:
         """No process touches the session's slots any more: take everything back."""
         session = self._sessions.pop(session_id)
+        self.index.flows.unwatch(session_id)
         for lookup_id in sorted(session.lookups):
             self.release(session_id, lookup_id)
         self._credits.take_back(session, list(session.reserved))
@@ -227,6 +230,7 @@ class Hierarchy:
             self._host.give(slot)
         elif entry is not None and entry.host is not HostState.ABSENT:
             self.counters["store_duplicate"] += 1
+            self.index.flows.tell_again(entry, self.index.places(entry))
             self._host.give(slot)
         else:
             entry = entry or self.index.add(record)
@@ -284,7 +288,7 @@ class Hierarchy:
         entry = self._entry(job.record)
         self._lower[job.tier].written(entry, outcome)
         if outcome is Outcome.CORRUPT and entry.holds == 0:  # not what was sealed: somebody wrote into the slot
-            self._host.give(self._host.evict(entry))
+            self._host.give(self._host.evict(entry, "damaged"))
 
     def copied(self, job: Copy, outcome: Outcome) -> None:
         """An upload ended."""

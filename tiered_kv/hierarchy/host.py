@@ -118,17 +118,20 @@ class HostMemory:
     def now_ready(self, entry: Entry) -> None:
         """The chunk's bytes are verified."""
         self.sealing_count -= entry.host is HostState.SEALING
+        how = "new" if entry.host is HostState.SEALING else "promoted"
         entry.host, entry.source = HostState.READY, None
         self.ready_count += 1
+        self._index.flows.came(entry, None, how)
         if entry.holds == 0:
             self._now_idle(entry)
 
-    def vacate(self, entry: Entry) -> SlotId:
+    def vacate(self, entry: Entry, why: str = "evicted") -> SlotId:
         """Take the chunk's slot; it is the caller's."""
         slot = entry.slot
         assert slot is not None
         if entry.host is HostState.READY:
             self.ready_count -= 1
+            self._index.flows.left(entry, None, why)
             if entry.holds == 0:
                 self._not_idle(entry)
         self.sealing_count -= entry.host is HostState.SEALING
@@ -136,10 +139,10 @@ class HostMemory:
         entry.host, entry.slot, entry.source = HostState.ABSENT, None, None
         return slot
 
-    def evict(self, entry: Entry) -> SlotId:
+    def evict(self, entry: Entry, why: str = "evicted") -> SlotId:
         """Take the slot of an idle chunk; it is the caller's."""
         assert entry.host is HostState.READY and entry.holds == 0
-        slot = self.vacate(entry)
+        slot = self.vacate(entry, why)
         self._counters["host_evicted"] += 1
         self._index.remove_if_gone(entry)
         return slot
@@ -148,7 +151,7 @@ class HostMemory:
         """Let a chunk go because somebody said so; False: it is in use, None: it is not here."""
         if entry.host is not HostState.READY or entry.holds:
             return None if entry.host is HostState.ABSENT else False
-        self.give(self.evict(entry))
+        self.give(self.evict(entry, "removed"))
         return True
 
     def hold(self, entry: Entry) -> None:
@@ -290,6 +293,9 @@ class HostMemory:
         self.slots.check_integrity(reserved | set(self._tenants))
         states = Counter(entry.host for entry in entries)
         assert self.ready_count == states[HostState.READY], "ready count drifted"
+        ready_bytes = sum(entry.slot_bytes for entry in entries if entry.host is HostState.READY)
+        flow = self._index.flows[None]
+        assert (flow.chunks, flow.size_bytes) == (self.ready_count, ready_bytes), "what came and left is not what is"
         assert self.sealing_count == states[HostState.SEALING], "sealing count drifted"
         assert self.leased_bytes == sum(e.slot_bytes for e in entries if e.leases), "leased bytes drifted"
         idle = [entry for entry in entries if entry.host is HostState.READY and entry.holds == 0]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from tiered_kv.hierarchy.flows import Flows
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 
 
@@ -89,6 +90,7 @@ class Index:
 
     Attributes:
         readable: Per lower tier, whether it can be read now; what lies only in others does not count as held.
+        flows: What came into each tier and what left it.
     """
 
     def __init__(self, tier_count: int) -> None:
@@ -97,6 +99,7 @@ class Index:
         self._orphans: dict[tuple[bytes, int], set[Entry]] = {}
         self._tier_count = tier_count
         self.readable = [True] * tier_count
+        self.flows = Flows(tier_count)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -113,6 +116,11 @@ class Index:
             if state is LowerState.PRESENT and self.readable[tier]:
                 return tier
         return None
+
+    def places(self, entry: Entry) -> list[int | None]:
+        """Tiers that have the chunk now; None is host memory."""
+        host: list[int | None] = [None] if entry.host is HostState.READY else []
+        return host + [tier for tier, state in enumerate(entry.lower) if state is LowerState.PRESENT]
 
     def is_held(self, entry: Entry) -> bool:
         """Whether some tier that can be read has the bytes, or is just getting them from us."""

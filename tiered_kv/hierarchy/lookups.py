@@ -191,5 +191,13 @@ def _describe(lookup: Lookup) -> LookupUpdate:
     is_done = lookup.ready == len(slots) and unknown <= 0
     arriving = Counter(entry.source for entry in lookup.entries[lookup.ready :] if entry.source is not None)
     return LookupUpdate(
-        lookup.session.id, lookup.id, lookup.held, slots, lookup.ready, is_done, max(unknown, 0), arriving
+        lookup.session.id,
+        lookup.id,
+        lookup.held,
+        slots,
+        lookup.ready,
+        is_done,
+        max(unknown, 0),
+        arriving,
+        tuple(lookup.sources),
     )

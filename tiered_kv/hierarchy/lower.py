@@ -129,6 +129,7 @@ class LowerTier(ABC):
         """A chunk that is stored again while its bad blob is being deleted is written after that."""
         if entry.lower[self.tier] is LowerState.CORRUPT:
             self.order.remove(entry)
+            self._index.flows.left(entry, self.tier, "corrupt")
             self._delete(entry)
         if entry.lower[self.tier] is LowerState.DELETING:
             self._claims_after_delete.add(entry)
@@ -185,6 +186,7 @@ class LowerTier(ABC):
         if outcome is Outcome.OK:
             self._index.set_lower(entry, self.tier, LowerState.PRESENT)
             self.order.add(entry)
+            self._index.flows.came(entry, self.tier, "written")
             self._counters["written" if self.tier == 0 else "uploaded"] += 1
             self._end(entry)
             self._release(self._waiting.pop(entry, []))
@@ -242,6 +244,7 @@ class LowerTier(ABC):
         if entry.lower[self.tier] is LowerState.ABSENT:
             self._index.set_lower(entry, self.tier, LowerState.PRESENT)
             self.order.add(entry)
+            self._index.flows.came(entry, self.tier, "found")
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -251,6 +254,7 @@ class LowerTier(ABC):
             if entry is None:
                 return
             self.order.remove(entry)
+            self._index.flows.left(entry, self.tier, "forgotten")
             self._forget(entry, LowerState.ABSENT)
             self._index.remove_if_gone(entry)
 
@@ -261,6 +265,7 @@ class LowerTier(ABC):
             return
         assert entry.lower[self.tier] is LowerState.PRESENT, "a blob was evicted while it was read"
         self.order.remove(entry)
+        self._index.flows.left(entry, self.tier, outcome.value)
         if outcome is Outcome.MISSING:
             self._forget(entry, LowerState.ABSENT)
         elif outcome is Outcome.CORRUPT:
@@ -295,6 +300,7 @@ class LowerTier(ABC):
             self._delete(entry)  # its parent, which comes later in the order, is a leaf now
         for entry in victims:
             self.order.remove(entry)
+            self._index.flows.left(entry, self.tier, "evicted")
         self._counters["lower_evicted"] += len(victims)
         return found
 
@@ -305,6 +311,7 @@ class LowerTier(ABC):
         if self._is_used(entry) or (entry.lower_children[self.tier] and not leaves_hole):
             return False
         self.order.remove(entry)
+        self._index.flows.left(entry, self.tier, "removed")
         self._delete(entry)
         self._drop_descendants(entry)
         return True
@@ -343,6 +350,7 @@ class LowerTier(ABC):
             state = LowerState.CORRUPT if entry in self._corrupt else LowerState.PRESENT
             self._index.set_lower(entry, self.tier, state)
             self.order.add(entry)
+            self._index.flows.came(entry, self.tier, "kept", is_usable=state is LowerState.PRESENT)
             if self._ready:
                 self.drop(self._ready[0], "no_room")
         self._pump()
@@ -353,6 +361,7 @@ class LowerTier(ABC):
         entry.lower_bytes[self.tier] = size_bytes
         self.used_bytes += size_bytes
         self.order.add(entry)
+        self._index.flows.came(entry, self.tier, "found")
 
     def restored(self, unlisted_bytes: int) -> None:
         """All blobs found at start were told: start deleting what passes the capacity (it may have shrunk)."""

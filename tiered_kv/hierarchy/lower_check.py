@@ -23,7 +23,10 @@ def check_lower(lower: LowerTier) -> None:
     assert lower.used_bytes == sum(entry.lower_bytes[lower.tier] for entry in entries), "used bytes drifted"
     assert queued == set(lower._queue), "the queue and the states disagree"
     assert lower._writing == len(writing), "writing count drifted"
-    assert len(lower.order) == len(by_state[LowerState.PRESENT] | by_state[LowerState.CORRUPT])
+    here = by_state[LowerState.PRESENT] | by_state[LowerState.CORRUPT]
+    flow, here_bytes = lower._index.flows[lower.tier], sum(entry.lower_bytes[lower.tier] for entry in here)
+    assert len(lower.order) == len(here)
+    assert (flow.chunks, flow.size_bytes) == (len(here), here_bytes), "what came and left is not what is there"
     assert all(e in lower.order for e in by_state[LowerState.PRESENT]), "a blob can never be evicted"
     lower.order.check_integrity()
     deleting = by_state[LowerState.DELETING]

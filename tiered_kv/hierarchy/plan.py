@@ -121,6 +121,7 @@ class LookupUpdate:
         ready: Chunks from the start that are verified in host memory and leased to this lookup.
         is_done: Nothing more will arrive.
         arriving: Chunks that are being read, by the lower tier they come from.
+        sources: Per slot, the lower tier it was read from for this lookup; None: it needed not be read.
     """
 
     session: int
@@ -131,6 +132,7 @@ class LookupUpdate:
     is_done: bool
     unknown: int = 0
     arriving: Mapping[int, int] = field(default_factory=dict)
+    sources: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,4 +154,18 @@ class CreditRecall:
     slots: tuple[SlotId, ...]
 
 
-Update = LookupUpdate | CreditGrant | CreditRecall
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Chunks of the session's namespace that came into a tier or left it, for a session that asked to be told.
+
+    Attributes:
+        tier: A lower tier; None: host memory.
+    """
+
+    session: int
+    tier: int | None
+    is_here: bool
+    keys: tuple[bytes, ...]
+
+
+Update = LookupUpdate | CreditGrant | CreditRecall | Moves

@@ -97,6 +97,7 @@ class Promotions:
     def filled(self, entry: Entry) -> None:
         """The slot holds the chunk's verified bytes."""
         self._host.now_ready(entry)
+        self._index.flows.tell_again(entry, self._index.places(entry)[1:])
         self._lookups.chunk_ready(entry)
 
     def lost(self, entry: Entry) -> None:

@@ -121,6 +121,28 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
     bucket: BucketFigures | None = None
 
 
+class FlowFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What came into a tier and what left it, as this server knows: what was stored less what was removed is there.
+
+    Attributes:
+        tier: ``host``, ``disk`` or ``object``. Of a shared one: what this server wrote or found, and has not forgotten.
+        stored: Chunks by how they came: ``new`` from an engine, ``promoted`` from below, ``written`` from above,
+            ``found`` at the start or by a search, ``kept`` because they could not be deleted.
+        removed: Chunks by why they went: ``evicted`` to make room, ``removed`` by an operator, ``missing``,
+            ``corrupt`` or ``foreign`` when they were read, ``damaged`` in memory, ``forgotten`` in a shared tier.
+        stored_bytes, removed_bytes: The same in bytes; 0 for what others put into a shared tier.
+        resident_chunks, resident_bytes: What is there.
+    """
+
+    tier: str
+    stored: dict[str, int]
+    removed: dict[str, int]
+    stored_bytes: int
+    removed_bytes: int
+    resident_chunks: int
+    resident_bytes: int
+
+
 class SessionFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One generation of one engine.
 
@@ -172,6 +194,7 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
         hierarchy: Host memory and chunks as of now: bytes assigned, capacity, leases, lookups, sessions.
         counters: What happened how often; those with ``dropped`` in their names are chunks that were not written.
         tiers: Below host memory, highest first.
+        flows: What came and went, from host memory downwards.
         sessions: Engines that take part.
         operations: Calls to tiers by tier, kind and outcome.
     """
@@ -189,6 +212,7 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
     hierarchy: dict[str, int]
     counters: dict[str, int]
     tiers: list[TierFigures]
+    flows: list[FlowFigures]
     sessions: list[SessionFigures]
     operations: list[OperationFigures]
 

@@ -17,16 +17,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.server import messages as m
+from tiered_kv.server.answers import EndedLookup, LookupAnswer, SessionInfo
+from tiered_kv.server.epochs import is_private_epoch
 from tiered_kv.server.handshake import read_message, refusal_error, say_hello
 
-__all__ = ["LookupAnswer", "SchedulerClient", "SessionInfo", "read_message", "say_hello"]
+__all__ = ["EndedLookup", "LookupAnswer", "SchedulerClient", "SessionInfo", "read_message", "say_hello"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,50 +37,45 @@ READ_BYTES = 256 << 10
 READS_MAX = 16
 """Of one poll: a server that floods its client must not hold the scheduler's step."""
 
+ENDED_MAX = 1 << 14
+"""Lookups that ended and were not counted yet; whoever counts them does so every step."""
+MOVES_MAX = 1 << 12
+"""Messages about moves that nobody has taken yet; what is lost costs a router a wrong guess."""
+
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 10.0
 PATIENCE_LAST_S = 3600.0
-
-
-@dataclass(slots=True)
-class LookupAnswer:
-    """What is known of a lookup now; see :class:`tiered_kv.hierarchy.plan.LookupUpdate`."""
-
-    held: int = 0
-    slots: Sequence[SlotId] = ()
-    ready: int = 0
-    is_done: bool = False
-    eta_s: float | None = None
-    unknown: int = 0
-    is_answered: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """What workers must know of a session to copy for it."""
-
-    generation: int
-    slot_bytes: int
-    payload_offset: int
-    rank_offsets: tuple[int, ...]
 
 
 class SchedulerClient:
     """One engine's session with the server.
 
     Threads: one owner for everything but :meth:`close`; joining happens in a thread of its own.
+
+    Attributes:
+        lookups: Lookups that were sent and not released, with what is known of them.
+        ended: Lookups that were released, for whoever counts them; lookups of a lost session are not among them.
+        moves: What the server told of chunks that came and went.
+        tiers: Names of the server's tiers, from host memory downwards.
+        figures: The server's last answer to :meth:`ask_figures`, for the asker to take away.
     """
 
-    def __init__(self, config: Config, engine_id: str, world_size: int) -> None:
+    def __init__(self, config: Config, engine_id: str, world_size: int, *, is_watching: bool = False) -> None:
+        """Begin to join; with ``is_watching`` the session is told which chunks come and go, in ``moves``."""
         self._config = config
         self._engine_id = engine_id
         self.world_size = world_size
-        self._join = m.JoinScheduler(world_size)
+        self._is_watching = is_watching
         self.generation = 0
         self.refusal: str | None = None
         self.namespace: Namespace | None = None
         self.info: SessionInfo | None = None
         self.lookups: dict[int, LookupAnswer] = {}
+        self.ended: deque[EndedLookup] = deque(maxlen=ENDED_MAX)
+        self.moves: deque[m.Moved] = deque(maxlen=MOVES_MAX)
+        self.tiers: tuple[str, ...] = ()
+        self.figures: bytes | None = None
+        self._asked: dict[int, tuple[Sequence[bytes], int]] = {}
         self.dropped_sends = 0
         self._credits: deque[SlotId] = deque()
         self._next_lookup = 1
@@ -89,6 +85,7 @@ class SchedulerClient:
         self._joined: deque[tuple[int, socket.socket]] = deque()
         self._is_resetting = False
         self._needs_reset = False  # a reset that no server has heard of yet
+        self._private_epoch = ""  # once a reset gave one: what lies under a base epoch is of other weights
         self._backoff_s = BACKOFF_FIRST_S
         self._patience_s = config.start_timeout_s
         self._give_up_s = 0.0
@@ -125,12 +122,22 @@ class SchedulerClient:
             return None
         self._next_lookup += 1
         self.lookups[lookup] = LookupAnswer()
+        self._asked[lookup] = (keys, start)
         return lookup
 
     def release(self, lookup: int) -> None:
         """End a lookup and its leases. Lookups of a lost session are forgotten already."""
-        if self.lookups.pop(lookup, None) is not None:
+        if (answer := self.lookups.pop(lookup, None)) is not None:
+            self.ended.append(EndedLookup(lookup, self.generation, *self._asked.pop(lookup), answer))
             self._send(m.Release(lookup), may_drop=False)
+
+    def ask_figures(self) -> bool:
+        """Ask for the server's figures, which appear in ``figures``; False when it could not be sent."""
+        return self.is_ready and self._send(m.StatRequest())
+
+    def pin(self, key: bytes, ttl_s: float) -> bool:
+        """Keep a stored chunk and the prefix before it; False when it could not be said, and then nobody does."""
+        return self.is_ready and self._send(m.Pin(key, ttl_s))
 
     def take_slot(self) -> SlotId | None:
         """An empty slot to fill, if one was granted ahead."""
@@ -206,9 +213,14 @@ class SchedulerClient:
 
     def _take(self, message: object) -> None:
         match message:
-            case m.Updated(lookup, held, slots, ready, is_done, eta_s, unknown):
+            case m.Updated(lookup, held, slots, ready, is_done, eta_s, unknown, sources):
                 if lookup in self.lookups:
-                    self.lookups[lookup] = LookupAnswer(held, slots, ready, is_done, eta_s, unknown, is_answered=True)
+                    answer = LookupAnswer(held, slots, ready, is_done, eta_s, unknown, sources, is_answered=True)
+                    self.lookups[lookup] = answer
+            case m.Moved():
+                self.moves.append(message)
+            case m.Stat(figures):
+                self.figures = figures
             case m.Credits(slots):
                 if self._is_resetting:
                     self.give_back(slots)
@@ -230,6 +242,9 @@ class SchedulerClient:
 
     def _opened(self, ready: m.Ready) -> None:
         self.namespace = Namespace.from_record(ready.record)
+        epoch = str(self.namespace.fields["epoch"])
+        self._private_epoch = epoch if is_private_epoch(epoch) else ""
+        self.tiers = tuple(ready.tiers)
         self.info = SessionInfo(self.generation, ready.slot_bytes, ready.payload_offset, tuple(ready.rank_offsets))
         if self._is_resetting and self._needs_reset:
             self._needs_reset = False
@@ -292,7 +307,8 @@ class SchedulerClient:
         while not self._is_closed.wait(backoff_s):
             try:
                 sock, _ = say_hello(self._config, "scheduler", self._engine_id, generation)
-                sock.sendall(m.frame(self._join))
+                join = m.JoinScheduler(self.world_size, is_watching=self._is_watching, epoch=self._private_epoch)
+                sock.sendall(m.frame(join))
                 sock.setblocking(False)
                 self._joined.append((generation, sock))
                 if self._is_closed.is_set():
@@ -323,6 +339,8 @@ class SchedulerClient:
         self._outbox.clear()
         self._credits.clear()
         self.lookups.clear()
+        self._asked.clear()
+        self.moves.clear()
         self.info = None
         self._needs_reset = self._is_resetting
         self._reader = m.FrameReader(m.FromServer)

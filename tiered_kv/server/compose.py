@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from tiered_kv import __version__
@@ -20,6 +21,7 @@ from tiered_kv.server.arena_lock import release_stale_arena_locks
 from tiered_kv.server.epochs import Epochs
 from tiered_kv.server.messages import PROTOCOL
 from tiered_kv.server.paths import ServerInfo, info_path, server_directory, socket_path, write_info
+from tiered_kv.server.pinning import Pinning
 from tiered_kv.server.server import Server
 from tiered_kv.server.sessions import Sessions
 from tiered_kv.server.shared_epochs import SharedEpochs
@@ -127,7 +129,7 @@ def serve(
         at_end.callback(_leave, root)  # still under the directory's lock: nobody else's files
         path = listen_at or socket_path(root)
         with _listening(path) as listener:
-            sessions = Sessions(engine, _epochs(engine, store, root))
+            sessions = Sessions(engine, _epochs(engine, store, root), _pinning(engine, store, config))
             server = Server(engine, sessions, listener, config, recorder, root=root)
             if on_server is not None:
                 on_server(server)
@@ -135,6 +137,7 @@ def serve(
             write_info(root, info)
             on_ready(info)
             server.run(until_idle=until_idle)
+            sessions.pinning.flush()
 
 
 def _leave(root: Path) -> None:
@@ -146,15 +149,20 @@ def _epochs(engine: Engine, store: ObjectStore | None, root: Path) -> Epochs | S
     local = Epochs(root)
     if store is None:
         return local
+    return SharedEpochs(local, store, partial(_in_background, engine), root=root)
 
-    def submit(task: Callable[[], None]) -> None:
-        def run() -> None:
-            task()
-            engine.executor.notify()
 
-        engine.executor.submit(Pool.UPKEEP, 0, run)
+def _pinning(engine: Engine, store: ObjectStore | None, config: Config) -> Pinning:
+    submit = partial(_in_background, engine)
+    return Pinning(engine, submit, config.request_pin_share, disk_root=config.disk_root(), store=store)
 
-    return SharedEpochs(local, store, submit, root=root)
+
+def _in_background(engine: Engine, task: Callable[[], None]) -> None:
+    def run() -> None:
+        task()
+        engine.executor.notify()
+
+    engine.executor.submit(Pool.UPKEEP, 0, run)
 
 
 @contextmanager

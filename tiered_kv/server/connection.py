@@ -50,6 +50,11 @@ class Connection:
         """Whether something waits to be sent."""
         return bool(self._outbox)
 
+    @property
+    def outbox_bytes(self) -> int:
+        """Bytes that wait to be sent."""
+        return self._outbox_bytes
+
     def welcome(self, role: str, engine_id: str, generation: int) -> None:
         """The client has said who it is; from now on it may send frames of any allowed length."""
         self.role, self.engine_id, self.generation = role, engine_id, generation

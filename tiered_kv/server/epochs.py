@@ -2,10 +2,12 @@
 
 A namespace's base epoch is a number kept in the disk tier's directory. A reset raises it durably, so every later start
 uses a fresh epoch, and gives the calling engine a random private epoch that nobody else, nor its own restart, adopts.
+With a bucket the directory also says which resets the bucket has not heard of yet (``shared_epochs.py``).
 """
 
 import logging
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Final
@@ -18,9 +20,23 @@ logger = logging.getLogger(__name__)
 
 EPOCHS_FILE: Final = "epochs.json"
 
+_OWED: Final = "owed:"
+"""Before a digest: a reset of that namespace is not in the bucket yet."""
+_OWED_NAME = re.compile(f"{_OWED}([0-9a-f]{{32}})")
+
+
+_PRIVATE = re.compile(r"private-[0-9a-f]{32}")
+
+
+def is_private_epoch(epoch: str) -> bool:
+    """Whether this is the epoch of one engine since its reset."""
+    return _PRIVATE.fullmatch(epoch) is not None
+
 
 def read_epochs(root: Path) -> dict[str, int]:
     """The numbers of a directory: by base digest in hex, and a floor for all of them under the empty name.
+
+    Names that are no digest say what is owed to a bucket.
 
     Raises:
         ValueError: The file is damaged.
@@ -73,18 +89,46 @@ class Epochs:
         floor = self._numbers.get("", 0)
         return f"base-{floor + self._numbers.get(digest.hex(), 0)}"
 
-    def retire(self, digest: bytes) -> str:
+    def retire(self, digest: bytes, *, owes: bool = False) -> str:
         """Retire the base epoch durably; returns a private one for the caller.
+
+        Args:
+            owes: Remember with it that the bucket has to hear of this.
 
         Raises:
             TierUnavailable: The new base epoch could not be written; the old one is still in force elsewhere.
         """
         numbers = {**self._numbers, digest.hex(): self._numbers.get(digest.hex(), 0) + 1}
+        if owes:
+            numbers[_OWED + digest.hex()] = 1
         self._save(numbers)
         # Only now: an epoch that others adopt here but that a restart does not know would be adopted twice, before and
         # after a later reset.
         self._numbers = numbers
         return f"private-{secrets.token_hex(16)}"
+
+    @property
+    def owed(self) -> list[bytes]:
+        """Namespaces with a reset that the bucket has not heard of."""
+        return [bytes.fromhex(found[1]) for name in self._numbers if (found := _OWED_NAME.fullmatch(name))]
+
+    def pay(self, digest: bytes) -> None:
+        """The bucket has heard of this namespace's resets.
+
+        Raises:
+            TierUnavailable: That could not be written.
+        """
+        numbers = {name: number for name, number in self._numbers.items() if name != _OWED + digest.hex()}
+        self._save(numbers)
+        self._numbers = numbers
+
+    def turn(self) -> None:
+        """Nothing goes on in the background."""
+
+    def is_told(self, digest: bytes) -> bool:
+        """Whether everybody who may hear of a reset has; what is in the directory is."""
+        del digest
+        return True
 
     def _save(self, numbers: dict[str, int]) -> None:
         temporary = self._path.with_suffix(".tmp")

@@ -16,6 +16,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.figures import (
     HOST,
     BucketFigures,
+    FlowFigures,
     HitFigures,
     OperationFigures,
     ServerFigures,
@@ -86,9 +87,26 @@ class FigureSource:
             hierarchy=usage,
             counters=dict(hierarchy.counters),
             tiers=[self._tier(number, usage, operations) for number in range(len(self._engine.tiers))],
+            flows=self._flows(usage),
             sessions=list(sessions),
             operations=operations,
         )
+
+    def _flows(self, usage: Mapping[str, int]) -> list[FlowFigures]:
+        flows = self._engine.hierarchy.index.flows
+        names = [(None, HOST), *((number, tier.traits.name) for number, tier in enumerate(self._engine.tiers))]
+        return [
+            FlowFigures(
+                tier=name,
+                stored=dict(flows[number].came),
+                removed=dict(flows[number].left),
+                stored_bytes=flows[number].came_bytes,
+                removed_bytes=flows[number].left_bytes,
+                resident_chunks=usage["host_ready_chunks" if number is None else f"tier{number}_chunks"],
+                resident_bytes=flows[number].size_bytes,
+            )
+            for number, name in names
+        ]
 
     def _tokens(self) -> TokenFigures:
         served = self._engine.served()

@@ -13,7 +13,7 @@ import msgspec
 
 from tiered_kv.errors import ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -69,6 +69,7 @@ class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     dtype: str
     shape: tuple[int, ...]
     axes: str
+    blocks: int = 0
 
 
 class JoinWorker(Message, frozen=True):
@@ -77,6 +78,7 @@ class JoinWorker(Message, frozen=True):
     Attributes:
         fields: The namespace's fields except geometry and epoch, as JSON; equal on all ranks.
         pages: The layers of this rank, in payload order.
+        part: Which part of the payload is this rank's; None: one of its own. Ranks with equal KV name one part.
     """
 
     rank: int
@@ -85,12 +87,20 @@ class JoinWorker(Message, frozen=True):
     chunk_tokens: int
     fields: bytes
     pages: list[Page]
+    part: int | None = None
 
 
 class JoinScheduler(Message, frozen=True):
-    """Opens the session; the server answers ``Ready`` when all workers are in."""
+    """Opens the session; the server answers ``Ready`` when all workers are in.
+
+    Attributes:
+        epoch: The private epoch that a reset gave this engine in an earlier session; empty before any.
+        is_watching: Tell it by ``Moved`` which chunks of its namespace come into tiers and leave them.
+    """
 
     world_size: int
+    is_watching: bool = False
+    epoch: str = ""
 
 
 class Decline(Message, frozen=True):
@@ -141,6 +151,13 @@ class GiveBack(Message, frozen=True):
 
 class Reset(Message, frozen=True):
     """Old KV is invalid (weights changed): retire the epoch; the server answers ``Ready`` with a private namespace."""
+
+
+class Pin(Message, frozen=True):
+    """A request wants a chunk, and the prefix before it, kept from eviction for so many seconds; nothing answers."""
+
+    key: bytes
+    ttl_s: float
 
 
 class Unmapped(Message, frozen=True):
@@ -207,6 +224,7 @@ class Ready(Message, frozen=True):
         payload_offset: Where the payload starts in a slot.
         rank_offsets: Where each rank's bytes start in the payload.
         chunks_leased_max: Most chunks one lookup may lease.
+        tiers: Their names, from host memory downwards; other messages name a tier by its place here.
     """
 
     record: bytes
@@ -214,10 +232,16 @@ class Ready(Message, frozen=True):
     payload_offset: int
     rank_offsets: list[int]
     chunks_leased_max: int
+    tiers: list[str]
 
 
 class Updated(Message, frozen=True):
-    """See :class:`tiered_kv.hierarchy.plan.LookupUpdate`; ``eta_s``: time until what arrives is here, if known."""
+    """See :class:`tiered_kv.hierarchy.plan.LookupUpdate`.
+
+    Attributes:
+        eta_s: Time until what arrives is here, if known.
+        sources: Per slot one byte: the place of the tier its chunk was read from for this lookup.
+    """
 
     lookup: int
     held: int
@@ -226,6 +250,7 @@ class Updated(Message, frozen=True):
     is_done: bool
     eta_s: float | None
     unknown: int
+    sources: bytes
 
 
 class Credits(Message, frozen=True):
@@ -238,6 +263,19 @@ class Recall(Message, frozen=True):
     """Granted slots that are wanted back if they are still unused: their memory goes to another slot size."""
 
     slots: list[int]
+
+
+class Moved(Message, frozen=True):
+    """Chunks of the session's namespace are in a tier now, or are no more.
+
+    Attributes:
+        tier: Its place among the tiers of ``Ready``.
+        keys: 16 bytes each, joined.
+    """
+
+    tier: int
+    is_here: bool
+    keys: bytes
 
 
 class Stat(Message, frozen=True):
@@ -266,11 +304,12 @@ FromClient = (
     | Commit
     | GiveBack
     | Reset
+    | Pin
     | Unmapped
     | StatRequest
     | Evict
 )
-FromServer = Welcome | Slabs | Refused | Ready | Updated | Credits | Recall | Stat | Evicted
+FromServer = Welcome | Slabs | Refused | Ready | Updated | Credits | Recall | Moved | Stat | Evicted
 
 _encoder = msgspec.msgpack.Encoder()
 

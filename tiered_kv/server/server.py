@@ -61,6 +61,7 @@ _ALLOWED: dict[type[m.Message], tuple[str, ...]] = {
     m.Commit: ("scheduler", "cache"),
     m.GiveBack: ("scheduler", "cache"),
     m.Reset: ("scheduler", "cache"),
+    m.Pin: ("scheduler", "cache"),
     m.StatRequest: ("scheduler", "worker", "cache", "admin"),
     m.Evict: ("admin",),
 }
@@ -154,6 +155,7 @@ class Server:
             except ProtocolError as exc:
                 logger.warning("client dropped. %s", exc)
                 self._drop_owner(update.session)
+        self._sessions.pinning.step()
         self._watch_writes()
         for connection in [c for c in self._connections if c.is_closing]:
             self._close(connection)
@@ -294,14 +296,8 @@ class Server:
                 self._watch(connection)
             case m.JoinScheduler():
                 self._sessions.join_scheduler(connection, message)
-            case m.Lookup():
-                self._sessions.lookup(connection, message)
-            case m.Release():
-                self._sessions.release(connection, message)
-            case m.Commit():
-                self._sessions.commit(connection, message)
-            case m.GiveBack():
-                self._sessions.give_back(connection, message)
+            case m.Lookup() | m.Release() | m.Commit() | m.GiveBack() | m.Pin():
+                self._work(connection, message)
             case m.Reset():
                 self._sessions.reset(connection)
             case m.Unmapped():
@@ -310,6 +306,19 @@ class Server:
                 connection.send(self._answer(message))
             case _:
                 raise ProtocolError(f"unexpected message. type={type(message).__name__}")
+
+    def _work(self, connection: Connection, message: m.Lookup | m.Release | m.Commit | m.GiveBack | m.Pin) -> None:
+        match message:
+            case m.Lookup():
+                self._sessions.lookup(connection, message)
+            case m.Release():
+                self._sessions.release(connection, message)
+            case m.Commit():
+                self._sessions.commit(connection, message)
+            case m.GiveBack():
+                self._sessions.give_back(connection, message)
+            case m.Pin():
+                self._sessions.pinning.pin(self._sessions.owned(connection).namespace, message)
 
     def _answer(self, message: m.StatRequest | m.Evict) -> m.Message:
         if isinstance(message, m.Evict):

@@ -11,7 +11,7 @@ import logging
 
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
-from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, SlotId, Update
+from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, Moves, SlotId, Update
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.server import messages as m
 from tiered_kv.server.connection import Connection
@@ -21,12 +21,14 @@ from tiered_kv.server.groups import (
     Member,
     check_join,
     check_same_engine,
+    check_scheduler,
     chunk_record,
-    geometry_of,
     namespace_of,
     other_world,
 )
+from tiered_kv.server.pinning import Pinning
 from tiered_kv.server.shared_epochs import SharedEpochs
+from tiered_kv.server.telling import ready_message, tell_lookup, tell_moves
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,9 @@ class Sessions:
     Threads: the server's loop only.
     """
 
-    def __init__(self, engine: Engine, epochs: Epochs | SharedEpochs) -> None:
+    def __init__(self, engine: Engine, epochs: Epochs | SharedEpochs, pinning: Pinning) -> None:
         self._engine = engine
+        self.pinning = pinning
         self._epochs = epochs
         self._groups: dict[tuple[str, int], Group] = {}
         self._by_session: dict[int, Group] = {}
@@ -109,13 +112,13 @@ class Sessions:
                 f"engine {group.name} has a scheduler already, pid {group.scheduler.pid}: two engines must not share "
                 "an engine id"
             )
-        if not 0 < join.world_size <= m.RANKS_MAX:
-            raise ProtocolError(f"world out of range. world_size={join.world_size} max={m.RANKS_MAX}")
+        check_scheduler(join)
         for member in group.members.values():
             if member.join.world_size != join.world_size:
                 group.world_size = join.world_size
                 raise ConfigError(other_world(group, member.join.world_size))
-        group.scheduler, group.world_size = connection, join.world_size
+        group.scheduler, group.world_size, group.private_epoch = connection, join.world_size, join.epoch
+        group.is_watching = join.is_watching
         self._keep(group, connection)
 
     def _find(self, connection: Connection) -> Group:
@@ -131,6 +134,7 @@ class Sessions:
 
     def open_complete(self) -> None:
         """Open every session whose members are all in."""
+        self._epochs.turn()
         for group in self.groups:
             if group.scheduler is None or group.is_ready or group.is_lost:
                 continue
@@ -155,10 +159,10 @@ class Sessions:
         self._lose(group, "refused")
 
     def _open(self, group: Group) -> None:
-        group.geometry = geometry_of(group.joins)
+        group.set_geometry()
         base = namespace_of(group.joins, epoch="")
         group.base_digest = base.digest
-        epoch = self._epochs.base(base.digest)
+        epoch = group.private_epoch or self._epochs.base(base.digest)
         if epoch is not None:
             self._start(group, namespace_of(group.joins, epoch))
 
@@ -170,6 +174,8 @@ class Sessions:
         group.namespace = namespace
         group.is_ready = False
         self._by_session[session] = group
+        if group.is_watching:
+            self._engine.hierarchy.index.flows.watch(session, namespace.digest)
 
     def _tell_ready(self, group: Group) -> None:
         """Say ``Ready`` once the session's first slots have memory: before that a promotion would find no slot."""
@@ -177,15 +183,11 @@ class Sessions:
         if namespace is None or group.geometry is None or group.scheduler is None:
             return
         blob_format = self._engine.format_of(namespace.digest)
-        hierarchy = self._engine.hierarchy
-        if blob_format is None or not self._has_memory(blob_format.blob_bytes):
+        has_epoch = self._epochs.is_told(group.base_digest)
+        if blob_format is None or not has_epoch or not self._engine.has_memory(blob_format.blob_bytes):
             return
         group.is_ready = True
-        leased_max = int(hierarchy.slots.host_bytes * hierarchy.limits.request_share) // blob_format.blob_bytes
-        offsets = [group.geometry.rank_segments(rank)[0].offset_bytes for rank in range(len(group.geometry.ranks))]
-        group.scheduler.send(
-            m.Ready(namespace.record, blob_format.blob_bytes, blob_format.header_bytes, offsets, leased_max)
-        )
+        group.scheduler.send(ready_message(self._engine, group, blob_format))
         if group.early_credits:
             group.scheduler.send(m.Credits(group.early_credits))
             group.early_credits = []
@@ -196,13 +198,6 @@ class Sessions:
             blob_format.blob_bytes,
         )
 
-    def _has_memory(self, slot_bytes: int) -> bool:
-        """Whether slots of this size exist, or none will soon: then the session opens without, rather than never."""
-        hierarchy = self._engine.hierarchy
-        if hierarchy.slots.slot_count(slot_bytes):
-            return True
-        return not hierarchy.slots.is_growing(slot_bytes) or hierarchy.counters["slab_refused"] > 0
-
     def reset(self, connection: Connection) -> None:
         """The engine's KV is invalid: retire the base epoch and move the engine to a private one.
 
@@ -210,7 +205,7 @@ class Sessions:
             TierUnavailable: The retirement is not durable; the session must not go on.
             ProtocolError: The connection has no open session.
         """
-        group = self._owned(connection)
+        group = self.owned(connection)
         epoch = self._epochs.retire(group.base_digest)
         old, untold = group.sessions[-1], group.early_credits
         group.early_credits = []
@@ -239,7 +234,7 @@ class Sessions:
         Raises:
             ProtocolError: Lengths do not match, or the id is in use.
         """
-        group = self._owned(connection)
+        group = self.owned(connection)
         count, rest = divmod(len(lookup.keys), m.KEY_BYTES)
         if rest or len(lookup.digests) != count * m.DIGEST_BYTES or lookup.lookup in group.lookups:
             raise ProtocolError(f"bad lookup. id={lookup.lookup} keys={len(lookup.keys)} digests={len(lookup.digests)}")
@@ -256,7 +251,7 @@ class Sessions:
 
     def release(self, connection: Connection, release: m.Release) -> None:
         """End a lookup; an unknown id was released before."""
-        group = self._owned(connection)
+        group = self.owned(connection)
         found = group.lookups.pop(release.lookup, None)
         if found is not None:
             del group.client_ids[found]
@@ -269,7 +264,7 @@ class Sessions:
         Raises:
             ProtocolError: A slot was not granted to this engine, or a key is malformed.
         """
-        group = self._owned(connection)
+        group = self.owned(connection)
         hierarchy = self._engine.hierarchy
         session = group.sessions[-1]
         parents = {chunk.parent for chunk in commit.chunks}
@@ -290,7 +285,7 @@ class Sessions:
         Raises:
             ProtocolError: A slot was not granted to this engine.
         """
-        group = self._owned(connection)
+        group = self.owned(connection)
         for slot in give_back.slots:
             session = next((s for s in group.sessions if slot in group.granted[s]), None)
             if session is None:
@@ -298,7 +293,12 @@ class Sessions:
             self._take_back(group, session, slot)
         self._close_drained(group)
 
-    def _owned(self, connection: Connection) -> Group:
+    def owned(self, connection: Connection) -> Group:
+        """The group whose scheduler this is, with an open session.
+
+        Raises:
+            ProtocolError: There is none.
+        """
         group = self._groups.get((connection.engine_id, connection.generation))
         if group is None or group.scheduler is not connection or not group.sessions or group.is_lost:
             raise ProtocolError("no open session on this connection; join as a scheduler and wait for Ready")
@@ -327,12 +327,10 @@ class Sessions:
                     group.early_credits.extend(slots)
             case CreditRecall(session, slots) if session == current and group.is_ready:
                 group.scheduler.send(m.Recall(list(slots)))
-            case LookupUpdate(session, lookup, held, slots, ready, is_done, unknown, arriving):
-                client_id = group.client_ids.get((session, lookup))
-                if client_id is not None:
-                    assert group.namespace is not None
-                    eta_s = None if is_done else self._engine.eta_s(group.namespace.digest, arriving)
-                    group.scheduler.send(m.Updated(client_id, held, list(slots), ready, is_done, eta_s, unknown))
+            case LookupUpdate():
+                tell_lookup(self._engine, group, update)
+            case Moves(session) if session == current and group.is_ready:
+                tell_moves(group.scheduler, update)
 
     # -- leaving -----------------------------------------------------------------------------------------------
 

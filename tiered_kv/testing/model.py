@@ -92,7 +92,7 @@ def build_model(path: Path, *, seed: int = 0, shape: ModelShape = TINY) -> Path:
     _write(path / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False})
     _write(path / "tokenizer.json", _tokenizer(shape))
     _write(path / "tokenizer_config.json", _tokenizer_config(shape))
-    save_file(_weights(seed, shape), str(path / "model.safetensors"), metadata={"format": "pt"})
+    _write_weights(path / "model.safetensors", _weights(seed, shape))
     _replace(stamp_file, stamp)
     return path
 
@@ -178,6 +178,13 @@ def _weights(seed: int, shape: ModelShape) -> dict[str, torch.Tensor]:
 
 def _write(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """As ``_replace`` does: an engine may be reading what another process has just built."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        save_file(weights, os.path.join(directory, path.name), metadata={"format": "pt"})
+        os.replace(os.path.join(directory, path.name), path)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -19,6 +19,7 @@ from tiered_kv.hierarchy.plan import (
     Grow,
     Job,
     LookupUpdate,
+    Moves,
     Outcome,
     Probe,
     Read,
@@ -65,6 +66,7 @@ class World:
         self.suspended: set[int] = set()
         self.credits: dict[int, list[SlotId]] = defaultdict(list)
         self.lookups: dict[int, Asked] = {}
+        self.moves: list[Moves] = []  # what watching sessions were told
         self._capacities = capacities
         self._contents: dict[SlotId, bytes] = {}  # sealed bytes, as the key they belong to
         self._filled: dict[SlotId, bytes] = {}  # committed and not yet sealed
@@ -157,6 +159,8 @@ class World:
                     for slot in [slot for slot in slots if slot in self.credits[session]]:
                         self.credits[session].remove(slot)
                         self.hierarchy.give_back(session, slot)
+                case Moves():
+                    self.moves.append(update)
         self.check()
 
     def _learn(self, asked: Asked, update: LookupUpdate) -> None:

@@ -6,11 +6,13 @@ nor stored. Called by the scheduler side, once per request and again when chunks
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
+import vllm
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from tiered_kv.errors import TieredKVError
@@ -24,6 +26,9 @@ ADAPTER_FULL_BYTES: Final = 256 << 20
 
 MAX_ADAPTERS: Final = 4096
 """Adapters remembered; beyond it requests with new ones are left alone, so that a stream of them cannot fill memory."""
+
+SESSIONS_FROM: Final = (0, 31)
+"""First vLLM whose streaming sessions are looked up and stored."""
 
 _TAGGED: Final = {Lora: "lora/3", Multimodal: "mm/3", Salt: "cache_salt/2", Embeds: "prompt_embeds/2"}
 """What vLLM's function gives for each of our kinds since 0.31: tag and length of the tuple."""
@@ -81,8 +86,11 @@ class RequestExtras:
 
     __slots__ = ("_chunk_tokens", "_encoded", "_lora", "_request", "reason")
 
-    def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters) -> None:
-        """Read the request and check all of its prompt at once; trouble is told by ``is_accountable``, not raised."""
+    def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters, *, has_drafts: bool = False) -> None:
+        """Read the request and check all of its prompt at once; trouble is told by ``is_accountable``, not raised.
+
+        ``has_drafts``: the engine decodes speculatively.
+        """
         self._request = request
         self._chunk_tokens = chunk_tokens
         self._encoded: list[bytes] = []
@@ -90,14 +98,26 @@ class RequestExtras:
         self.reason: str | None = None
         try:
             if getattr(request, "resumable", False):
-                # vLLM cuts off and replaces the last tokens of such a session: they are never known and final.
-                raise Unaccountable("streaming input rewrites tokens of its session")
+                _check_session(request, has_drafts=has_drafts)
             if request.lora_request is not None:
                 self._lora = Lora(adapters.identity(request.lora_request))
             for index in range(request.num_tokens // chunk_tokens):
                 self._encoded.append(self._encode(index))
         except Unaccountable as exc:
             self.reason = str(exc)
+
+    def refuse(self, reason: str) -> None:
+        """Leave the request alone from now on.
+
+        Raises:
+            Unaccountable: Always.
+        """
+        self.reason = reason
+        raise Unaccountable(reason)
+
+    def read_again(self) -> None:
+        """The request was given more input, so what stands in which chunk is looked at anew."""
+        self._encoded.clear()
 
     @property
     def is_accountable(self) -> bool:
@@ -143,6 +163,28 @@ class RequestExtras:
                 yield Multimodal(feature.identifier, position.offset)
         if request.prompt_embeds is not None:
             yield Embeds(_embeds_sha256(request, start, stop))
+
+
+def _check_session(request: Any, *, has_drafts: bool) -> None:
+    """Streaming input: a request that goes on with more input when an answer ends, its last token cut off.
+
+    From 0.31 on vLLM goes on from what is computed for good. Before, it counts a step that is still in flight, and
+    takes that step's token for input: what it computes then is not what its tokens say.
+
+    Where drafts are decoded the same happens in every version up to 0.32: an answer that ends amid accepted drafts
+    leaves more tokens computed than there are, and the next input's first tokens are taken for computed.
+
+    Raises:
+        Unaccountable: What is computed for the session's tokens may not be theirs.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < SESSIONS_FROM:
+        first = ".".join(map(str, SESSIONS_FROM))
+        raise Unaccountable(f"streaming input needs vLLM {first} or later. observed={vllm.__version__}")
+    if request.prompt_embeds is not None:
+        raise Unaccountable("streaming input with prompt embeddings is not supported")
+    if has_drafts:
+        raise Unaccountable("streaming input with speculative decoding is not supported: vLLM's KV of it may be wrong")
 
 
 def _embeds_sha256(request: Any, start: int, stop: int) -> bytes:

@@ -14,9 +14,14 @@ from typing import Any
 
 from tiered_kv.config import Config
 from tiered_kv.server.client import LookupAnswer, SchedulerClient
+from tiered_kv.vllm.controls import ControlReader
 from tiered_kv.vllm.extras import Adapters, RequestExtras, Unaccountable
-from tiered_kv.vllm.metadata import ChunkCopy, LoadJob, SaveReport, StepMetadata
+from tiered_kv.vllm.groups import BlockTables, CacheGroups
+from tiered_kv.vllm.metadata import LoadJob, SaveReport, StepMetadata
+from tiered_kv.vllm.pins import PinRequests
 from tiered_kv.vllm.requests import Lookup, RequestState
+from tiered_kv.vllm.resets import wait_until_durable
+from tiered_kv.vllm.storable import storable_tokens
 from tiered_kv.vllm.stores import Stores
 from tiered_kv.vllm.waiting import PrefillRate, Wait, is_worth_waiting
 
@@ -25,11 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What this engine does with the cache, from its ``kv_role`` and its own prefix caching."""
+    """What this engine does with the cache, from its ``kv_role``, its own prefix caching and speculative decoding."""
 
     may_load: bool
     may_store: bool
     has_prefix_caching: bool
+    has_drafts: bool = False
 
 
 class SchedulerSide:
@@ -43,18 +49,18 @@ class SchedulerSide:
         config: Config,
         client: SchedulerClient,
         adapters: Adapters,
-        block_tokens: int,
+        groups: CacheGroups,
         abilities: Abilities,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._client = client
         self._adapters = adapters
-        self._block_tokens = block_tokens
+        self._groups = groups
         self._chunk_tokens = config.chunk_tokens
         self._may_load = abilities.may_load
         self._may_store = abilities.may_store
-        self._has_prefix_caching = abilities.has_prefix_caching
+        self._abilities = abilities
         self._monotonic = monotonic
         self._requests: dict[str, RequestState] = {}
         self._loading: Counter[bytes] = Counter()
@@ -63,25 +69,31 @@ class SchedulerSide:
         self._block_pool: Any = None
         self.prefill = PrefillRate()
         self.counters: Counter[str] = Counter()
-        self.stores = Stores(config, client, block_tokens, self.counters, monotonic)
+        self.stores = Stores(config, client, groups, self.counters, monotonic)
+        self._controls = ControlReader(self.counters, monotonic)
+        self._pins = PinRequests(client, self.stores, self.counters)
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, whose blocks stores pin."""
         self._block_pool = block_pool
         self.stores.bind_block_pool(block_pool)
 
+    def state(self, request_id: str) -> RequestState | None:
+        """What is remembered of a request, for those who only look."""
+        return self._requests.get(request_id)
+
     # -- lookup ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Any) -> None:
         """A request is new: compute its keys and send its lookup, so that the answer is here when it is asked for."""
-        extras = RequestExtras(request, self._chunk_tokens, self._adapters)
-        state = RequestState(request, extras, self._resets)
+        extras = RequestExtras(request, self._chunk_tokens, self._adapters, has_drafts=self._abilities.has_drafts)
+        state = RequestState(request, extras, self._resets, self._controls.read(request))
         self._requests[request.request_id] = state
         if not extras.is_accountable:
             self.counters["request_unaccountable"] += 1
             logger.warning("request neither looked up nor stored. reason=%s", extras.reason)
         self.poll()
-        self._send_lookup(state, self._cached_chunks(request))
+        self._send_lookup(state, self._cached_chunks(state))
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded; None to be asked again at the next step.
@@ -90,7 +102,10 @@ class SchedulerSide:
         read prefix caches.
         """
         state = self._requests.get(request.request_id)
-        if state is None or not self._may_load or state.is_load_failed or request.skip_reading_prefix_cache:
+        if state is None or not self._may_load or state.is_load_failed or not state.may_read:
+            return None if state is not None and state.queue_again_once() else 0
+        if state.has_new_input and self._keys(state) is None:
+            self._drop_lookup(state)
             return 0
         self._expire(state)
         lookup = state.lookup
@@ -106,7 +121,8 @@ class SchedulerSide:
         return self._offer(state, lookup, answer, computed_tokens)
 
     def _offer(self, state: RequestState, lookup: Lookup, answer: LookupAnswer, computed: int) -> int | None:
-        limit = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
+        held = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
+        limit = self._groups.loadable_tokens(held, state.request.num_tokens, self._chunk_tokens)
         arrived = min((lookup.start + answer.ready) * self._chunk_tokens, limit) - computed
         promised = min((lookup.start + len(answer.slots)) * self._chunk_tokens, limit) - computed
         unknown = answer.unknown * self._chunk_tokens
@@ -120,7 +136,7 @@ class SchedulerSide:
             self._client.release(lookup.id)
             return 0
         first = state.keys.keys[computed // self._chunk_tokens] if state.keys else b""
-        if self._loading[first] and self._has_prefix_caching:
+        if self._loading[first] and self._abilities.has_prefix_caching:
             return None  # another request is loading it: soon it is a GPU prefix cache hit
         state.offer = (computed, arrived)
         return arrived
@@ -179,20 +195,13 @@ class SchedulerSide:
             logger.warning("request neither looked up nor stored from here on. reason=%s", exc)
             return None
 
-    def _cached_chunks(self, request: Any) -> int:
+    def _cached_chunks(self, state: RequestState) -> int:
         """Leading whole chunks that the GPU's prefix cache has now: these need no lease and no promotion."""
-        if not self._may_load or request.skip_reading_prefix_cache:
+        if not self._may_load or not state.may_read:
             return sys.maxsize  # nothing is wanted; the lookup only tells what need not be stored
-        if not self._has_prefix_caching or self._block_pool is None:
+        if not self._abilities.has_prefix_caching or self._block_pool is None:
             return 0
-        per_chunk = self._chunk_tokens // self._block_tokens
-        hashes = request.block_hashes
-        count = 0
-        while (last := (count + 1) * per_chunk - 1) < len(hashes):
-            if not self._block_pool.get_cached_block(hashes[last], [0]):
-                break
-            count += 1
-        return count
+        return self._groups.cached_chunks(state.request.block_hashes, self._block_pool.get_cached_block)
 
     def _expire(self, state: RequestState) -> None:
         """Give leases back that a request has held unadmitted for too long (DESIGN rule 3); it is looked up anew."""
@@ -210,8 +219,8 @@ class SchedulerSide:
 
     # -- load --------------------------------------------------------------------------------------------------
 
-    def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
-        """Blocks for a request exist: plan its load, if it has one."""
+    def allocated(self, request: Any, tables: BlockTables, external_tokens: int) -> None:
+        """Blocks for a request exist, per KV cache group: plan its load, if it has one."""
         state = self._requests.get(request.request_id)
         if state is None:
             return
@@ -225,37 +234,26 @@ class SchedulerSide:
         assert lookup is not None, "a load without a lookup"
         assert external_tokens <= offered, "more tokens to load than were offered"
         answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
-        # A session lost since the offer: an empty job fails, and vLLM recomputes the request.
-        slots = answer.slots if answer is not None else None
         end = computed + external_tokens
-        copies = self._plan(lookup, slots, block_ids, computed, end) if slots is not None else ()
+        copies = None
+        if answer is not None:
+            copies = self._groups.load_copies(answer.slots, tables, lookup.start, (computed, end), self._chunk_tokens)
+            self.counters["load_window_unknown"] += copies is None
+        # Without copies - the session was lost since the offer - the job fails, and vLLM recomputes the request.
         first, last = computed // self._chunk_tokens, -(-end // self._chunk_tokens)
         state.loading_keys = state.keys.keys[first:last] if state.keys else ()
         state.loading_lookup, state.lookup = lookup, None
         self._loading.update(state.loading_keys)
-        self._loads.append(LoadJob(request.request_id, lookup.generation, copies))
+        self._loads.append(LoadJob(request.request_id, lookup.generation, copies or ()))
         self.counters["loads"] += 1
         self.counters["load_tokens"] += external_tokens
 
-    def _plan(self, lookup: Lookup, slots: Any, block_ids: list[int], computed: int, end: int) -> tuple[ChunkCopy, ...]:
-        """Copies that cover tokens [computed, end): per chunk, its slot and the blocks the GPU does not have.
+    def loads_finished(self, request_ids: set[str], failed_ids: set[str]) -> set[str]:
+        """Every rank has reported these loads; nothing copies from their slots any more.
 
-        ::
-
-            chunk      |--- c0 ---|--- c1 ---|--- c2 ---|
-            computed   [on the GPU....)
-            loaded                    [..............)      first copy starts inside c0 or c1
+        Returns those that vLLM must not hear of: a reset came while they ran. They are reported again, as failed.
         """
-        copies = []
-        size, block = self._chunk_tokens, self._block_tokens
-        for chunk in range(computed // size, -(-end // size)):
-            low, high = max(computed, chunk * size), min(end, (chunk + 1) * size)
-            ids = tuple(block_ids[low // block : high // block])
-            copies.append(ChunkCopy(slots[chunk - lookup.start], (low - chunk * size) // block, ids))
-        return tuple(copies)
-
-    def loads_finished(self, request_ids: set[str], failed_ids: set[str]) -> None:
-        """Every rank has reported these loads; nothing copies from their slots any more."""
+        stale: set[str] = set()
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is None or state.loading_lookup is None:
@@ -264,13 +262,20 @@ class SchedulerSide:
             self._loading += Counter()  # forget keys at zero
             if state.loading_lookup.generation == self._client.generation:
                 self._client.release(state.loading_lookup.id)
-            state.loading_lookup, state.loading_keys = None, ()
+            state.loading_keys = ()
+            if state.is_load_stale and not state.is_finished and request_id not in failed_ids:
+                state.is_load_stale = False
+                stale.add(request_id)
+                self._loads.append(LoadJob(request_id, self._client.generation, ()))  # without copies: it fails
+                continue
+            state.loading_lookup = None
             if request_id in failed_ids:
                 # vLLM asks again for a request whose load failed; without this memory it would load and fail for ever.
                 state.is_load_failed = True
                 self.counters["loads_failed"] += 1
             if state.is_finished:
                 del self._requests[request_id]
+        return stale
 
     # -- every step --------------------------------------------------------------------------------------------
 
@@ -278,6 +283,8 @@ class SchedulerSide:
         """Work for the workers in this step."""
         self.poll()
         self._note_prefill(output)
+        for request_id in output.preempted_req_ids or ():
+            self._preempted(request_id)
         if self._may_store and self._client.is_ready:
             self._queue_stores(output)
         saves = self.stores.start_jobs()
@@ -293,35 +300,49 @@ class SchedulerSide:
                 prefill += tokens
         self.prefill.step(self._monotonic(), scheduled, prefill)
 
+    def _preempted(self, request_id: str) -> None:
+        """vLLM took the request's blocks away; when it comes back, it loads what was stored of it meanwhile."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        state.stored = 0
+        self._drop_lookup(state)
+        if self._may_load and not state.is_load_failed:
+            self._send_lookup(state, self._cached_chunks(state))
+
     def _queue_stores(self, output: Any) -> None:
-        for request_id in output.preempted_req_ids or ():
-            if (state := self._requests.get(request_id)) is not None:
-                state.stored = 0
         for request_id, tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
             computed = state.request.num_computed_tokens + tokens
-            if min(computed, state.request.num_prompt_tokens) // self._chunk_tokens > state.stored:
-                groups = output.kv_connector_block_state.get_block_ids(request_id)
-                if groups is not None:
-                    self._queue_request(state, computed, groups[0])
+            if self._storable_chunks(state, computed) > state.stored:
+                tables = output.kv_connector_block_state.get_block_ids(request_id)
+                if tables is not None:
+                    self._queue_request(state, computed, tables)
 
-    def _queue_request(self, state: RequestState, computed_tokens: int, block_ids: list[int]) -> None:
-        """Queue the prompt's chunks that are whole once this step has run (DESIGN rule 9)."""
+    def _queue_request(self, state: RequestState, computed_tokens: int, tables: BlockTables) -> None:
+        """Queue the chunks that are whole once this step has run (DESIGN rule 9)."""
         keys = self._keys(state)
-        end = min(computed_tokens, state.request.num_prompt_tokens) // self._chunk_tokens
+        end = self._storable_chunks(state, computed_tokens)
         if keys is None or state.resets != self._resets or end <= state.stored:
             return
         if state.lookup is not None:
             self._answer(state, state.lookup)
-        state.stored = self.stores.queue(keys, block_ids, state.stored, end, held=state.held)
+        state.stored = self.stores.queue(keys, tables, state.stored, end, held=state.held)
+
+    def _storable_chunks(self, state: RequestState, computed_tokens: int) -> int:
+        if state.controls.skips_save:
+            return 0
+        tokens = storable_tokens(state.request, computed_tokens, saves_generated=self._config.save_decode)
+        return tokens // self._chunk_tokens
 
     def saves_finished(self, report: SaveReport) -> None:
         """Save jobs ended on some ranks."""
         self.stores.finished(report)
+        self._pins.send()
 
-    def finish_request(self, request: Any, block_ids: list[int]) -> None:
+    def finish_request(self, request: Any, tables: BlockTables) -> None:
         """A request is over, for whatever reason; a load of it may still be running.
 
         Chunks that were put off because too many blocks were pinned get a last chance: their blocks are still whole.
@@ -330,11 +351,22 @@ class SchedulerSide:
         if state is None:
             return
         if self._may_store and self._client.is_ready and not state.is_loading:
-            self._queue_request(state, request.num_computed_tokens, block_ids)
+            self._queue_request(state, request.num_computed_tokens, tables)
+        if state.controls.pin_ttl_s is not None:
+            self._pin(state, state.controls.pin_ttl_s)
         self._drop_lookup(state)
         state.is_finished = True
         if not state.is_loading:
             del self._requests[request.request_id]
+
+    def _pin(self, state: RequestState, ttl_s: float) -> None:
+        keys = self._keys(state) if state.resets == self._resets else None
+        if keys is None:
+            self.counters["pins_dropped"] += 1
+            return
+        if state.lookup is not None:
+            self._answer(state, state.lookup)
+        self._pins.want(keys.keys[: state.request.num_prompt_tokens // self._chunk_tokens], state.held, ttl_s)
 
     def poll(self) -> None:
         """Take in what the server sent; never blocks."""
@@ -345,12 +377,18 @@ class SchedulerSide:
             self.stores.session_lost()
 
     def reset(self) -> None:
-        """The weights changed: nothing stored before may be loaded again, nothing computed before may be stored."""
+        """The weights changed: nothing stored before may be loaded again, nothing computed before may be stored.
+
+        Waits for the server to make it last, seconds at most.
+        """
         self._resets += 1
         for state in self._requests.values():
             self._drop_lookup(state)
+            state.is_load_stale = state.is_loading
         self.stores.reset()
+        self._pins.reset()
         self._client.reset()
+        wait_until_durable(self._client, self.poll)
 
     @property
     def has_work(self) -> bool:

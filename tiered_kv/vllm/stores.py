@@ -6,8 +6,9 @@ free slot they wait a little, and then their pins end.
 """
 
 import itertools
+import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,14 @@ from tiered_kv.config import Config
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.keys.rolling import PrefixKeys
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.vllm.metadata import ChunkCopy, SaveJob, SaveReport
+from tiered_kv.vllm.groups import BlockTables, CacheGroups
+from tiered_kv.vllm.metadata import SaveJob, SaveReport
 
 QUEUED_MAX_S = 2.0
 """A queued chunk that got no slot for this long is dropped: its blocks are worth more to vLLM."""
+
+ALL_DONE = sys.maxsize
+"""What :meth:`Stores.queue` returns for a request of which nothing more can be stored."""
 
 STORED_KEYS_MAX = 1 << 16
 """Keys remembered as stored, so that concurrent requests with one prefix do not store it twice."""
@@ -28,7 +33,7 @@ STORED_KEYS_MAX = 1 << 16
 class _Chunk:
     record: ChunkRecord
     blocks: tuple[Any, ...]
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     queued_s: float
 
 
@@ -39,6 +44,7 @@ class _Job:
     chunks: list[tuple[SlotId, _Chunk]]
     ranks_done: int = 0
     is_failed: bool = False
+    is_let_go: bool = False
 
 
 class Stores:
@@ -51,13 +57,13 @@ class Stores:
         self,
         config: Config,
         client: SchedulerClient,
-        block_tokens: int,
+        groups: CacheGroups,
         counters: Counter[str],
         monotonic: Callable[[], float],
     ) -> None:
         self._config = config
         self._client = client
-        self._per_chunk = config.chunk_tokens // block_tokens
+        self._groups = groups
         self._counters = counters
         self._monotonic = monotonic
         self._block_pool: Any = None
@@ -75,32 +81,53 @@ class Stores:
 
     @property
     def has_work(self) -> bool:
+        """Whether blocks are pinned or copies run."""
+        return self._pinned > 0 or bool(self._jobs)
+
+    @property
+    def has_pins(self) -> bool:
         """Whether blocks are pinned."""
         return self._pinned > 0
 
-    def queue(self, keys: PrefixKeys, block_ids: Sequence[int], start: int, end: int, *, held: int) -> int:
+    def queue(self, keys: PrefixKeys, tables: BlockTables, start: int, end: int, *, held: int) -> int:
         """Queue chunks [start, end) of a request that are not known to be stored; pins their blocks.
 
-        Returns the first chunk that was not dealt with, because too many blocks are pinned already.
+        Args:
+            tables: The request's blocks, per KV cache group.
+
+        Returns the first chunk that was not dealt with, because too many blocks are pinned already; or ``ALL_DONE``
+        when a chunk's window has passed, so that no later chunk of the request could be found either.
         """
         namespace = self._client.namespace
         assert namespace is not None
-        pinned_max = max(self._per_chunk, int(self._block_pool.num_gpu_blocks * self._config.pinned_share))
+        per_chunk = self._groups.stored_blocks
+        pinned_max = max(per_chunk, int(self._block_pool.num_gpu_blocks * self._config.pinned_share))
         for index in range(start, min(end, len(keys.keys))):
             key = keys.keys[index]
             if index < held or key in self._stored or key in self._in_flight:
                 continue
-            if self._pinned + self._per_chunk > pinned_max:
+            if self._pinned + per_chunk > pinned_max:
                 self._counters["store_deferred_pins"] += 1
                 return index
-            ids = tuple(block_ids[index * self._per_chunk : (index + 1) * self._per_chunk])
-            blocks = tuple(self._block_pool.blocks[i] for i in ids)
+            ids = self._groups.stored_ids(tables, index)
+            if ids is None:
+                self._counters["store_window_passed"] += 1
+                return ALL_DONE
+            blocks = tuple(self._block_pool.blocks[i] for of_group in ids for i in of_group)
             self._block_pool.touch(blocks)
             self._pinned += len(blocks)
             record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index])
             self._queue.append(_Chunk(record, blocks, ids, self._monotonic()))
             self._in_flight.add(key)
         return end
+
+    def is_stored(self, key: bytes) -> bool:
+        """Whether a chunk was stored through here and is not known to be gone."""
+        return key in self._stored
+
+    def is_under_way(self, key: bytes) -> bool:
+        """Whether a chunk waits for a slot or is being copied: it may still be dropped."""
+        return key in self._in_flight
 
     def start_jobs(self) -> tuple[SaveJob, ...]:
         """Give queued chunks the slots that were granted; one job for all that can start in this step."""
@@ -115,7 +142,7 @@ class Stores:
             return ()
         job_id = next(self._job_ids)
         self._jobs[job_id] = _Job(self._client.generation, self._resets, chunks)
-        copies = tuple(ChunkCopy(slot, 0, chunk.block_ids) for slot, chunk in chunks)
+        copies = tuple(self._groups.whole_copy(slot, chunk.block_ids) for slot, chunk in chunks)
         return (SaveJob(job_id, self._client.generation, copies),)
 
     def finished(self, report: SaveReport) -> None:
@@ -129,10 +156,11 @@ class Stores:
             if job.ranks_done < world_size:
                 continue
             del self._jobs[job_id]
-            self._unpin([chunk for _, chunk in job.chunks])
+            if not job.is_let_go:
+                self._unpin([chunk for _, chunk in job.chunks])
             if info is None or job.generation != self._client.generation:
                 continue  # the session that owned the slots is over
-            if job.is_failed or job.resets != self._resets:
+            if job.is_failed or job.is_let_go or job.resets != self._resets:
                 self._counters["stores_failed"] += len(job.chunks)
                 self._client.give_back([slot for slot, _ in job.chunks])
             else:
@@ -155,6 +183,24 @@ class Stores:
         self._resets += 1
         self._drop_queue("store_dropped_reset")
         self._stored.clear()
+
+    def let_go(self) -> None:
+        """vLLM wants its pool empty: give the blocks back if nobody else holds any.
+
+        A copy that runs may then read blocks that are in use again; what it brings is thrown away.
+        """
+        jobs = [job for job in self._jobs.values() if not job.is_let_go]
+        chunks = [*self._queue, *(chunk for job in jobs for _, chunk in job.chunks)]
+        pins = Counter(block.block_id for chunk in chunks for block in chunk.blocks)
+        pool = self._block_pool
+        is_alone = all(pool.blocks[block_id].ref_cnt == count for block_id, count in pins.items())
+        if not pins or not is_alone or pool.num_gpu_blocks - pool.get_num_free_blocks() != len(pins) + 1:
+            return  # the null block is always in use
+        self._queue.clear()
+        for job in jobs:
+            job.is_let_go = True
+        self._unpin(chunks)
+        self._counters["store_dropped_pool_emptied"] += len(chunks)
 
     def _drop_queue(self, counter: str) -> None:
         dropped = list(self._queue)

@@ -14,12 +14,13 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tiered_kv.chunks.rank import RankKV
 from tiered_kv.chunks.self_test import self_test
-from tiered_kv.chunks.transfer import PagedKV
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError, UnsupportedModel
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
@@ -27,8 +28,9 @@ from tiered_kv.server import messages as m
 from tiered_kv.server.client import SessionInfo
 from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
 from tiered_kv.vllm.geometry import rank_pages
-from tiered_kv.vllm.identity import base_fields, block_tokens
+from tiered_kv.vllm.identity import base_fields, cache_groups
 from tiered_kv.vllm.metadata import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
+from tiered_kv.vllm.meter import CopyMeter
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class WorkerSide:
         parallel = vllm_config.parallel_config
         self._rank = int(parallel.rank)
         self._world_size = int(parallel.world_size)
-        self._paged: PagedKV | None = None
+        # So many consecutive ranks hold the same KV (MLA): the first of them stores it.
+        self._replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+        self._paged: RankKV | None = None
         self._join: m.JoinWorker | None = None
         self._client: WorkerClient | None = None
         self._joined: deque[WorkerClient] = deque()
@@ -84,6 +88,7 @@ class WorkerSide:
         self._saves_done: deque[tuple[int, bool]] = deque()
         self._idle = threading.Condition()
         self._running = 0
+        self.copied = CopyMeter()
         self._closing = threading.Event()
 
     # -- start -------------------------------------------------------------------------------------------------
@@ -109,18 +114,20 @@ class WorkerSide:
             self._rejoin_in_background(None, 0)
 
     def _prepare(self, kv_caches: dict[str, Any]) -> None:
-        block = block_tokens(self._vllm_config, self._kv_cache_config)
-        pages = rank_pages(kv_caches, self._kv_cache_config, block)
-        paged = PagedKV(pages, kv_caches, self._config.chunk_tokens // block)
-        self_test(paged)
+        groups = cache_groups(self._vllm_config, self._kv_cache_config, self._config.chunk_tokens)
+        pages = rank_pages(kv_caches, self._kv_cache_config, groups)
+        paged = RankKV(pages, kv_caches, [group.stored_blocks for group in groups])
+        for of_group in paged.groups:
+            self_test(of_group)
         fields = base_fields(self._vllm_config, self._kv_cache_config, self._config)
         self._join = m.JoinWorker(
             self._rank,
             self._world_size,
-            block,
+            groups.block_tokens,
             self._config.chunk_tokens,
             json.dumps(fields, sort_keys=True).encode(),
-            pages_on_the_wire(pages),
+            pages_on_the_wire([page for of_group in pages for page in of_group]),
+            self._rank // self._replicas,
         )
         self._paged = paged
         names = ("load", "save") if next(iter(kv_caches.values())).device.type == "cpu" else ("copy",)
@@ -204,7 +211,10 @@ class WorkerSide:
         if metadata.saves and self._paged is not None:
             self._paged.note_compute()
         for job in metadata.saves:
-            self._submit("save", metadata, job)
+            if self._rank % self._replicas:
+                self._report(job, succeeded=True)  # another rank stores these very bytes
+            else:
+                self._submit("save", metadata, job)
 
     def _submit(self, kind: str, metadata: StepMetadata, job: LoadJob | SaveJob) -> None:
         client, session = self._client, metadata.session
@@ -217,12 +227,14 @@ class WorkerSide:
             return
         with self._idle:
             self._running += 1
+        told_s = time.monotonic()
 
         def task() -> None:
             succeeded = False
             try:
                 self._copy(kind, client, session, job.copies)
                 succeeded = True
+                self.copied.ended(kind, time.monotonic() - told_s, self._copied_bytes(job.copies))
             except Exception:  # nothing may leave a copy unreported; the request is recomputed
                 logger.exception("copy failed. kind=%s rank=%d", kind, self._rank)
             finally:
@@ -247,12 +259,18 @@ class WorkerSide:
             slab, index = divmod(copy.slot, SLOTS_PER_SLAB_MAX)
             view = client.arena.view(slab, index * session.slot_bytes + offset, self._paged.rank_bytes)
             if kind == "load":
-                started.append((self._paged.scatter(view, copy.block_ids, copy.first_block), view))
+                runs = [(run.first_block, run.block_ids) for run in copy.groups]
+                started.append((self._paged.scatter(view, runs), view))
             else:
-                started.append((self._paged.gather(copy.block_ids, view), view))
-        for done, view in started:
-            done.wait()
+                started.append((self._paged.gather([run.block_ids for run in copy.groups], view), view))
+        for copies_of_chunk, view in started:
+            for done in copies_of_chunk:
+                done.wait()
             view.release()
+
+    def _copied_bytes(self, copies: tuple[ChunkCopy, ...]) -> int:
+        assert self._paged is not None
+        return sum(self._paged.copied_bytes([len(run.block_ids) for run in copy.groups]) for copy in copies)
 
     # -- reports -----------------------------------------------------------------------------------------------
 
@@ -278,6 +296,11 @@ class WorkerSide:
             if not succeeded:
                 report.failed.add(job_id)
         return report
+
+    def finish_copies(self) -> None:
+        """Wait until no copy runs; blocks for milliseconds."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._running == 0)
 
     def close(self) -> None:
         """Finish the copies, unmap the arena. Idempotent."""

@@ -1,0 +1,162 @@
+"""Pins that requests ask for: keep a prefix on a real server's disk and in a bucket, within a share of the limits."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cache_clients import SmallEngine, hello, poll_until, refusal, settings, tell
+from cache_probe import figures, wait_for, wait_written
+from server_processes import end_server
+
+from tiered_kv.keys.naming import BlobName
+from tiered_kv.location import parse_location
+from tiered_kv.server import messages as m
+from tiered_kv.tiers.bucket.pins import PINS, parse_pin_path, pin_path
+from tiered_kv.tiers.disk_pins import changing_pins, read_pins
+from tiered_kv.tiers.object_store import ObjectStore
+
+EngineStarter = Callable[..., SmallEngine]
+
+HOST = {"host_bytes": "2MiB"}
+SMALL = HOST | {"disk_bytes": "67MiB"}
+"""After the reserve for metadata about 80 blobs of 36 KiB fit."""
+
+
+def name_of(engine: SmallEngine, chunks: int, first_token: int = 0) -> BlobName:
+    assert engine.client.namespace is not None
+    return BlobName(engine.client.namespace.digest, engine.keys(chunks, first_token=first_token).keys[-1])
+
+
+def wait_counted(root: Path, counter: str, value: int) -> None:
+    wait_for(lambda: figures(root)["counters"].get(counter, 0) == value, f"{counter}={value}")
+
+
+def store_in_parts(engine: SmallEngine, root: Path, chunks: int, first_token: int) -> None:
+    engine.store(chunks, first_token=first_token)
+    wait_written(root)
+
+
+def test_a_pin_keeps_a_prefix_that_would_be_evicted(engine: EngineStarter, root: Path) -> None:
+    one = engine(**SMALL)
+    store_in_parts(one, root, 5, 0)
+    before_s = time.time()
+    assert one.client.pin(name_of(one, 5).key, 600)
+    wait_counted(root, "request_pins", 1)
+    wait_for(lambda: bool(read_pins(root)), "pins.json")
+    (until_s,) = read_pins(root).values()
+    assert before_s + 600 <= until_s <= time.time() + 1.1 * 600
+    store_in_parts(one, root, 5, 1_000_000)
+    one.close()
+    end_server(root)  # a server reads pins when it starts; one that runs reads them every 5 s
+    one = engine(**SMALL)
+    for prompt in range(2, 13):
+        store_in_parts(one, root, 8, prompt * 1_000_000)
+    state = figures(root)
+    assert state["counters"]["lower_evicted"] > 5, "nothing was evicted, so nothing was kept from it"
+    assert state["tiers"][0]["used_bytes"] <= state["tiers"][0]["capacity_bytes"]
+    assert one.hits(5) == 5, "pinned"
+    assert one.hits(5, first_token=1_000_000) < 5, "as old, and not pinned"
+
+
+def test_requests_cannot_pin_more_than_their_share(engine: EngineStarter, root: Path) -> None:
+    one = engine(**SMALL, request_pin_share=0.1)
+    capacity = figures(root)["tiers"][0]["capacity_bytes"]
+    fits = int(0.1 * capacity) // one.client.info.slot_bytes
+    one.store(fits + 1)
+    one.store(2, first_token=1_000_000)
+    assert one.client.pin(name_of(one, fits + 1).key, 600)
+    wait_counted(root, "request_pins_refused", 1)
+    assert one.client.pin(name_of(one, fits).key, 600) and one.client.pin(name_of(one, fits - 1).key, 60)
+    wait_counted(root, "request_pins", 2)  # the second keeps nothing that the first does not
+    assert one.client.pin(name_of(one, 2, 1_000_000).key, 600)
+    wait_counted(root, "request_pins_refused", 2)
+    wait_for(lambda: len(read_pins(root)) == 2, "pins.json")
+
+    wait_written(root)
+    one.close()
+    end_server(root)
+    again = engine(**SMALL, request_pin_share=0.1)
+    again.store(2, first_token=1_000_000)
+    assert again.client.pin(name_of(again, 2, 1_000_000).key, 600)
+    wait_counted(root, "request_pins_refused", 1)  # what requests pinned before the restart still counts
+
+
+def test_no_share_means_no_pins(engine: EngineStarter, root: Path) -> None:
+    one = engine(request_pin_share=0)
+    one.store(1)
+    assert one.client.pin(name_of(one, 1).key, 60)
+    wait_counted(root, "request_pins_refused", 1)
+
+
+def test_pins_are_renewed_now_and_then_and_never_shortened(engine: EngineStarter, root: Path) -> None:
+    one = engine()
+    one.store(3)
+    kept, asked = name_of(one, 2), name_of(one, 3)
+    with changing_pins(root) as pins:
+        pins[kept] = 0.0
+    for ttl_s in (100, 100, 50, 1000):
+        assert one.client.pin(asked.key, ttl_s)
+    assert one.client.pin(kept.key, 100) and one.client.pin(bytes(16), 100)
+    wait_counted(root, "request_pins_of_nothing", 1)
+    counters = figures(root)["counters"]
+    assert (counters["request_pins"], counters["request_pins_in_force"]) == (3, 2)
+    wait_for(lambda: read_pins(root).get(asked, 0) > time.time() + 900, "pins.json")
+    assert read_pins(root)[kept] == 0.0, "an operator wants it kept for good"
+
+
+def test_pins_that_cannot_be_written_cost_a_warning(engine: EngineStarter, root: Path) -> None:
+    one = engine()
+    one.store(1)
+    (root / "pins.json").write_text("nobody's")
+    assert one.client.pin(name_of(one, 1).key, 60)
+    wait_counted(root, "request_pins", 1)
+    wait_for(lambda: "pins of requests were not written" in (root / "server.log").read_text(), "the warning")
+    (root / "pins.json").unlink()
+    assert one.client.pin(name_of(one, 1).key, 60)
+    wait_for(lambda: bool(read_pins(root)), "pins.json")
+
+
+@pytest.mark.parametrize("pin", [m.Pin(b"short", 60), m.Pin(bytes(16), 0), m.Pin(bytes(16), float("nan"))])
+def test_a_bad_pin_ends_the_connection_with_the_reason(served: Path, pin: m.Pin) -> None:
+    with hello(settings(served), "scheduler", "bad") as sock:
+        tell(sock, m.JoinScheduler(1), pin)
+        assert "no open session" in refusal(sock)
+    one = SmallEngine.start(settings(served), "good")
+    try:
+        one.client._send(pin)
+        poll_until(one.client, lambda: one.client.generation == 1, "the session's end")
+    finally:
+        one.close()
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[ObjectStore]:
+    store = ObjectStore(parse_location(f"shared+file://{tmp_path}/bucket"))
+    yield store
+    store.close()
+
+
+def test_pins_are_written_into_a_bucket_as_an_operator_would(tmp_path: Path, bucket: ObjectStore) -> None:
+    root = tmp_path / "cache"
+    uri = {"storage_uri": f"shared+file://{tmp_path}/bucket", "disk_path": str(root), "storage_bytes": "100MiB"}
+    one = SmallEngine.start(settings(root, **uri))
+    try:
+        one.store(2)
+        asked, other = name_of(one, 2), name_of(one, 1)
+        bucket.put(pin_path(asked, int(time.time()) + 10), b"")
+        bucket.put(pin_path(other, 0), b"")
+        assert one.client.pin(asked.key, 600) and one.client.pin(other.key, 600)
+        wait_for(lambda: len(read_pins(root)) == 2, "pins.json")
+
+        def ends() -> dict[BlobName, int]:
+            found = [parse_pin_path(info.path) for info in bucket.list(PINS)]
+            assert len(found) == len({pin[0] for pin in found if pin}), "two pins of one chunk"
+            return dict(pin for pin in found if pin)
+
+        wait_for(lambda: len(list(bucket.list(PINS))) == 2 and max(ends().values()) > time.time() + 599, "the pins")
+        assert ends().keys() == {BlobName(asked.namespace, asked.key), BlobName(other.namespace, other.key)}
+        assert ends()[other] == 0
+    finally:
+        one.close()
+        end_server(root)

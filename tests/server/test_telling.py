@@ -1,0 +1,145 @@
+"""What a scheduler is told by a real server: where hits come from, which chunks come and go, and figures on demand."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from cache_clients import CHUNK, SmallEngine, payload_bytes, poll_until, settings, worker_part
+from cache_probe import figures, wait_ended, wait_written
+
+from tiered_kv.admin.server_link import ServerLink
+from tiered_kv.hierarchy.plan import Moves
+from tiered_kv.metrics.figures import ServerFigures
+from tiered_kv.server import messages as m
+from tiered_kv.server import telling
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.connection import Connection
+from tiered_kv.server.worker_client import WorkerClient
+
+KEY = bytes(range(16))
+
+
+def watching(root: Path, engine_id: str) -> SmallEngine:
+    """An engine that is told which chunks come and go."""
+    config = settings(root)
+    worker = WorkerClient(config, engine_id, 0, worker_part())
+    client = SchedulerClient(config, engine_id, 1, is_watching=True)
+    assert client.wait_ready(20), client.refusal
+    return SmallEngine(client, worker, config, engine_id, "w")
+
+
+def take_moves(engine: SmallEngine, count: int) -> list[tuple[str, bool, bytes]]:
+    """The next ``count`` chunks told of, by the tier's name."""
+    poll_until(engine.client, lambda: sum(len(one.keys) for one in engine.client.moves) >= 16 * count, "moves")
+    moves = [
+        (engine.client.tiers[one.tier], one.is_here, one.keys[at : at + 16])
+        for one in engine.client.moves
+        for at in range(0, len(one.keys), 16)
+    ]
+    engine.client.moves.clear()
+    return moves
+
+
+def test_who_watches_is_told_of_everybodys_chunks_and_nobody_else_is(
+    root: Path, engine: Callable[..., SmallEngine]
+) -> None:
+    other = engine("other")
+    mine = watching(root, "mine")
+    other.store(2)
+    keys = mine.keys(2).keys
+    assert sorted(take_moves(mine, 4)) == sorted((tier, True, key) for tier in ("host", "disk") for key in keys)
+    with ServerLink.of_socket(f"unix://{_socket(root)}", 20) as link:
+        link.evict("disk", b"", None, holes=True)
+    assert sorted(take_moves(mine, 2)) == sorted(("disk", False, key) for key in keys)
+    other.client.poll()
+    assert not other.client.moves
+    mine.close()
+
+
+def _socket(root: Path) -> Path:
+    from tiered_kv.server.paths import read_info
+
+    info = read_info(root)
+    assert info is not None
+    return Path(info.socket)
+
+
+def test_after_a_reset_the_new_namespace_is_told_of(root: Path) -> None:
+    mine = watching(root, "mine")
+    before = mine.client.namespace
+    mine.client.reset()
+    poll_until(mine.client, lambda: mine.client.is_ready and mine.client.namespace != before, "the private epoch")
+    mine.client.moves.clear()
+    mine.store(1)
+    assert take_moves(mine, 2) == [(tier, True, mine.keys(1).keys[0]) for tier in ("host", "disk")]
+    mine.close()
+
+
+def test_hits_name_the_tier_that_gave_them(root: Path, engine: Callable[..., SmallEngine]) -> None:
+    first = engine("first")
+    first.store(2)
+    first.wait_hits(2)
+    lookup, answer = first.look_up(3)
+    assert (first.client.tiers, answer.sources) == (("host", "disk"), bytes([0, 0]))
+    first.client.release(lookup)
+    ended = first.client.ended.pop()
+    assert (ended.asked, ended.answer.ready, ended.start) == (3, 2, 0)
+    wait_written(root)
+    first.close()
+    wait_ended(root)
+    second = engine("second")
+    lookup, answer = second.look_up(2)
+    assert answer.sources == bytes([1, 1])
+    second.client.release(lookup)
+    assert second.look_up(2)[1].sources == bytes([0, 0])
+
+
+def test_a_scheduler_may_ask_for_figures_and_what_was_stored_less_removed_is_there(
+    root: Path, engine: Callable[..., SmallEngine]
+) -> None:
+    one = engine()
+    one.store(5)
+    one.wait_hits(5)
+    wait_written(root)
+    assert one.client.ask_figures()
+    poll_until(one.client, lambda: one.client.figures is not None, "the figures")
+    assert one.client.figures is not None
+    told = msgspec.json.decode(one.client.figures, type=ServerFigures)
+    host, disk = told.flows
+    assert (host.tier, host.stored, host.removed) == ("host", {"new": 5}, {})
+    assert (disk.tier, disk.stored, disk.resident_chunks) == ("disk", {"written": 5}, 5)
+    assert disk.stored_bytes == disk.resident_bytes == 5 * (payload_bytes() + 4096) == told.tiers[0].used_bytes
+    assert told.tokens.hit_tokens + told.tokens.missed_tokens == told.tokens.asked_tokens >= 5 * CHUNK
+
+
+def test_moves_never_end_the_session_of_a_client_that_is_slow_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling, "MOVES_OUTBOX_MAX", 1000)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(ours)
+        moves = Moves(1, None, is_here=True, keys=(KEY,) * 10_000)
+        for _ in range(100):
+            telling.tell_moves(connection, moves)
+        waiting = connection.outbox_bytes
+        assert 1000 < waiting < 400_000
+        telling.tell_moves(connection, moves)
+        assert connection.outbox_bytes == waiting
+
+
+def test_many_moves_are_told_in_frames_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling, "KEYS_MAX", 3)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        telling.tell_moves(Connection(ours), Moves(1, 0, is_here=False, keys=tuple(bytes([i]) * 16 for i in range(7))))
+        received = list(m.FrameReader(m.FromServer).feed(theirs.recv(1 << 20)))
+    assert [(one.tier, one.is_here, len(one.keys)) for one in received] == [
+        (1, False, 48),
+        (1, False, 48),
+        (1, False, 16),
+    ]
+
+
+def test_figures_of_a_server_have_every_tier(served: Path) -> None:
+    assert [flow["tier"] for flow in figures(served)["flows"]] == ["host", "disk"]

@@ -1,0 +1,106 @@
+"""Data-parallel replicas of one model behind a line protocol: a frontend, and an engine core and a worker per replica.
+
+Run as a script: settings as JSON in the first line of standard input, then ``{"ask": prompt, "replica": n}`` a line;
+one JSON answer a line on standard output. :class:`Replicas` is the test's end of it.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Replicas:
+    """Two replicas in processes of their own."""
+
+    def __init__(self, model: Path, connector: dict[str, Any], log: Path) -> None:
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)
+        self._log = log.open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment
+        )
+        try:
+            assert self._say({"model": str(model), "connector": connector}) == {"ready": True}
+        except BaseException:  # a timeout of the test, too: nobody has this object to close
+            self._process.terminate()
+            raise
+
+    def ask(self, replica: int, prompt: list[int]) -> dict[str, Any]:
+        """One replica's answer: ``tokens``, ``logprobs``, ``cached_tokens``, ``finish_reason``."""
+        answer: dict[str, Any] = self._say({"ask": prompt, "replica": replica})
+        return answer
+
+    def close(self) -> None:
+        """End the replicas and wait until their processes are gone. Idempotent."""
+        if self._log.closed:
+            return
+        self._process.communicate(timeout=60)
+        self._log.close()
+
+    def _say(self, message: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the replicas ended; see {self._log.name}"
+        return json.loads(line)
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM writes its own things to standard output
+    settings = json.loads(sys.stdin.readline())
+
+    async def serve() -> None:
+        engine = _start(settings)
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            print(json.dumps(await _ask(engine, json.loads(line))), file=answers, flush=True)
+        engine.shutdown()
+
+    asyncio.run(serve())
+
+
+def _start(settings: dict[str, Any]) -> Any:
+    from operator_server import transfer
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=settings["model"],
+        data_parallel_size=2,
+        skip_tokenizer_init=True,
+        block_size=32,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=16,
+        max_logprobs=5,
+        kv_transfer_config=transfer(settings["connector"]),
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+async def _ask(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=2)
+    name = f"request-{os.urandom(8).hex()}"
+    prompt = {"prompt_token_ids": command["ask"]}
+    outputs = engine.generate(prompt, parameters, name, data_parallel_rank=command["replica"])
+    last = [output async for output in outputs][-1]
+    (completion,) = last.outputs
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [sorted((c.logprob for c in at.values()), reverse=True) for at in completion.logprobs],
+        "cached_tokens": last.num_cached_tokens or 0,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,156 @@
+"""The simulator's model: KV that says which tokens it was computed from, and text that depends on all of it.
+
+The state of a token is a rolling hash of the weights and of all tokens up to it. Its KV holds that state in every
+layer, mixed with the layer's and the rank's number, so KV of another prefix, layer, rank, token or set of weights is
+never equal by chance. The next token is a function of the KV a token attends to: all of it under full attention, the
+last ``window`` tokens in a layer with a sliding window. So wrong KV is seen twice: compared with what it should be,
+and in the text. Knows nothing of vLLM.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+VOCAB = 997
+NO_TOKEN = VOCAB + 1
+"""Stands where a draft is missing: the model never samples it."""
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+
+Words = npt.NDArray[np.uint64]
+States = list[int]
+
+
+def mix(value: int) -> int:
+    """A 64-bit number from which no bit of the old one can be read off (splitmix64)."""
+    value = (value + _STEP) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer's place: its group's window (None: full attention) and its number in the model."""
+
+    name: str
+    number: int
+    window: int | None
+
+    def salt(self, rank: int) -> int:
+        """What this layer's KV is mixed with on a rank."""
+        return mix(self.number * 1009 + rank)
+
+
+@dataclass
+class Model:
+    """A model with weights that can be replaced; equal on all ranks."""
+
+    layers: Sequence[Layer]
+    weights: int = 1
+
+    def next_state(self, state: int, token: int) -> int:
+        """The state of a token, from that of the token before it (``start`` for the first)."""
+        return mix(state ^ mix(token * 3 + self.weights))
+
+    @property
+    def start(self) -> int:
+        return mix(self.weights)
+
+    def extend(self, states: States, tokens: Sequence[int]) -> None:
+        """Append the states of further tokens."""
+        state = states[-1] if states else self.start
+        states.extend(list(accumulate(tokens, self.next_state, initial=state))[1:])
+
+    def sample(self, attended: Sequence[int]) -> int:
+        """The next token, from the sum of attended states of each layer."""
+        return mix(sum((n + 1) * total for n, total in enumerate(attended)) & _MASK) % VOCAB
+
+
+@dataclass
+class Reference:
+    """What the model says without any cache: states and next tokens of one sequence, for one set of weights."""
+
+    model: Model
+    tokens: list[int] = field(default_factory=list)
+    states: States = field(default_factory=list)
+    sums: list[int] = field(default_factory=lambda: [0])
+    weights: int = -1
+
+    def of(self, tokens: Sequence[int]) -> "Reference":
+        """Make this the reference of ``tokens``; what is shared with the last call is kept."""
+        if self.weights != self.model.weights:
+            self.tokens, self.states, self.sums, self.weights = [], [], [0], self.model.weights
+        shared = next((i for i, (x, y) in enumerate(zip(self.tokens, tokens, strict=False)) if x != y), None)
+        keep = min(len(self.tokens), len(tokens)) if shared is None else shared
+        del self.tokens[keep:], self.states[keep:], self.sums[keep + 1 :]
+        self.tokens.extend(tokens[keep:])
+        self.model.extend(self.states, tokens[keep:])
+        for state in self.states[keep:]:
+            self.sums.append((self.sums[-1] + state) & _MASK)
+        return self
+
+    def next_token(self, position: int) -> int:
+        """The token the model samples at ``position``, when everything it attends to is right."""
+        end = self.sums[position + 1]
+        return self.model.sample([
+            (end - (self.sums[max(0, position + 1 - layer.window)] if layer.window else 0)) & _MASK
+            for layer in self.model.layers
+        ])  # fmt: skip
+
+
+class LayerKV:
+    """One layer's paged KV on one rank: a tensor ``[blocks, heads, tokens, content]`` seen as 64-bit words.
+
+    A token's words are the state mixed with the layer's salt, and words that follow from the first, so that a changed
+    byte anywhere is seen.
+    """
+
+    def __init__(self, layer: Layer, rank: int, tensor: Any) -> None:
+        import torch
+
+        # [B, H, N, words]; whatever the layout, the content of one token and head is dense.
+        self._words: Words = tensor.view(torch.int64).numpy().view(np.uint64)
+        self.layer = layer
+        self._salt = np.uint64(layer.salt(rank))
+        self.block_tokens = int(self._words.shape[2])
+        heads, words = self._words.shape[1], self._words.shape[3]
+        self._pattern = (np.arange(heads * words, dtype=np.uint64) * np.uint64(_STEP)).reshape(heads, words)
+
+    def write(self, blocks: Sequence[int], first: int, states: Sequence[int]) -> None:
+        """Write tokens ``first``, ``first + 1``, ... through a block table."""
+        rows, offsets = self._places(blocks, np.arange(first, first + len(states)))
+        self._words[rows, :, offsets, :] = self._encode(states)
+
+    def read(self, blocks: Sequence[int], first: int, end: int) -> Words:
+        """The words of tokens [first, end) through a block table: [tokens, heads, words]."""
+        rows, offsets = self._places(blocks, np.arange(first, end))
+        found: Words = self._words[rows, :, offsets, :]
+        return found
+
+    def state(self, words: Words) -> list[int]:
+        """The states that tokens' words stand for, right or wrong."""
+        return [int(word) for word in words[:, 0, 0] ^ self._salt]
+
+    def wrong(self, words: Words, states: Sequence[int]) -> list[int]:
+        """Which of the tokens differ from what they should be."""
+        differs = (words != self._encode(states)).any(axis=(1, 2))
+        return [int(i) for i in np.flatnonzero(differs)]
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Clear blocks."""
+        self._words[list(blocks)] = 0
+
+    def _encode(self, states: Sequence[int]) -> Words:
+        salted = np.array(states, dtype=np.uint64)[:, None, None] ^ self._salt
+        encoded: Words = salted ^ self._pattern
+        return encoded
+
+    def _places(self, blocks: Sequence[int], positions: npt.NDArray[np.intp]) -> tuple[Any, Any]:
+        table = np.asarray(blocks, dtype=np.intp)
+        return table[positions // self.block_tokens], positions % self.block_tokens

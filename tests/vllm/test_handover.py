@@ -1,0 +1,139 @@
+"""Disaggregated prefill: what a producer tells, and how long a consumer waits for it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiered_kv.config import Config
+from tiered_kv.vllm.controls import Controls
+from tiered_kv.vllm.handover import ASK_AGAIN_S, Handover
+from tiered_kv.vllm.requests import Lookup, RequestState
+
+pytestmark = pytest.mark.vllm
+
+CHUNK = 64
+RATE = 1024.0
+
+
+@dataclass
+class Side:
+    """What the hand-over needs of the scheduler side and its client."""
+
+    requests: dict[str, RequestState] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+    prefill: Any = field(default_factory=lambda: SimpleNamespace(tokens_per_s=RATE))
+    released: list[int] = field(default_factory=list)
+    is_ready: bool = True
+    generation: int = 0
+
+    def state(self, request_id: str) -> RequestState | None:
+        return self.requests.get(request_id)
+
+    def release(self, lookup_id: int) -> None:
+        self.released.append(lookup_id)
+
+
+class World:
+    def __init__(self, *, is_producer: bool = False, **more: Any) -> None:
+        self.side, self.now_s = Side(), 100.0
+        config = Config(storage_uri="file:///unused", chunk_tokens=CHUNK, **more)
+        self.handover = Handover(
+            config, self.side, self.side, is_producer=is_producer, monotonic=lambda: self.now_s  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def request(self, tokens: int, **controls: Any) -> Any:
+        request = SimpleNamespace(request_id="r", num_prompt_tokens=tokens, skip_reading_prefix_cache=False)
+        request.kv_transfer_params = None
+        self.side.requests["r"] = RequestState(request, None, 0, Controls(**controls))  # type: ignore[arg-type]
+        return request
+
+    @property
+    def state(self) -> RequestState:
+        return self.side.requests["r"]
+
+
+def test_producer_tells_the_whole_chunks_it_dealt_with():
+    world = World(is_producer=True)
+    world.request(5 * CHUNK + 10)
+    world.state.stored = 5
+    assert world.handover.told(world.state) == {"tiered_kv.stored_tokens": 5 * CHUNK}
+
+
+def test_nothing_is_told_twice_nor_by_who_loads_nor_of_what_was_not_stored():
+    world = World(is_producer=True)
+    world.request(5 * CHUNK)
+    assert world.handover.told(None) is None and world.handover.told(world.state) is None
+    world.state.stored = 5
+    assert World().handover.told(world.state) is None
+    assert world.handover.told(world.state) is not None
+    assert world.handover.told(world.state) is None, "two of ours below MultiConnector must not tell the same name"
+
+
+@pytest.mark.parametrize(
+    ("params", "is_told"), [({"do_remote_decode": True}, True), ({"do_remote_decode": False}, False), ([], False)]
+)
+def test_engine_that_does_both_tells_where_the_router_said_that_the_request_goes_on(params: Any, is_told: bool):
+    world = World()
+    world.request(2 * CHUNK).kv_transfer_params = params
+    world.state.stored = 2
+    assert (world.handover.told(world.state) is not None) is is_told
+
+
+@pytest.mark.parametrize("controls", [{}, {"stored_tokens": 0}])
+def test_request_that_was_told_nothing_is_answered_at_once(controls: dict[str, Any]):
+    world = World()
+    assert world.handover.matched(world.request(4 * CHUNK, **controls), 0, 0) == 0
+
+
+def test_consumer_asks_again_until_all_is_there_and_then_takes_it():
+    world = World()
+    request = world.request(4 * CHUNK + 5, stored_tokens=4 * CHUNK)
+    world.state.lookup = Lookup(7, 0, 0, world.now_s)
+    assert world.handover.matched(request, 0, 2 * CHUNK) is None
+    assert world.state.lookup is None and world.side.released == [7]
+    world.state.lookup = Lookup(8, 0, 0, world.now_s)
+    assert world.handover.matched(request, 0, None) is None, "the new lookup has no answer yet"
+    world.now_s += ASK_AGAIN_S / 2
+    assert world.handover.matched(request, 0, 3 * CHUNK) is None
+    assert world.side.released == [7], "not asked again at every step"
+    assert world.handover.matched(request, 0, 4 * CHUNK) == 4 * CHUNK
+    assert world.side.counters == {"handovers_awaited": 1}
+
+
+def test_wait_is_no_longer_than_computing_what_is_missing():
+    world = World()
+    request = world.request(4 * CHUNK, stored_tokens=4 * CHUNK)
+    assert world.handover.matched(request, CHUNK, CHUNK) is None
+    world.now_s += 2 * CHUNK / RATE
+    assert world.handover.matched(request, CHUNK, CHUNK) is None
+    world.now_s += 0.001
+    for _ in range(2):
+        assert world.handover.matched(request, CHUNK, CHUNK) == CHUNK
+    assert world.side.counters == {"handovers_awaited": 1, "handovers_short": 1}
+
+
+def test_wait_that_the_settings_fix_is_kept():
+    world = World(promotion_wait_ms=5000.0)
+    request = world.request(4 * CHUNK, stored_tokens=4 * CHUNK)
+    assert world.handover.matched(request, 0, 0) is None
+    world.now_s += 5.0
+    assert world.handover.matched(request, 0, 0) is None
+    world.now_s += 0.001
+    assert world.handover.matched(request, 0, 0) == 0
+
+
+def test_claim_longer_than_the_prompt_waits_for_no_more_than_the_prompt():
+    world = World()
+    assert world.handover.matched(world.request(4 * CHUNK + 9, stored_tokens=1 << 30), 0, 4 * CHUNK) == 4 * CHUNK
+
+
+@pytest.mark.parametrize("change", ["failed", "unread", "no session"])
+def test_nothing_is_awaited_that_could_not_be_loaded(change: str):
+    world = World()
+    request = world.request(4 * CHUNK, stored_tokens=4 * CHUNK, skips_load=change == "unread")
+    world.state.is_load_failed = change == "failed"
+    world.side.is_ready = change != "no session"
+    assert world.handover.matched(request, 0, 0) == 0

@@ -1,0 +1,95 @@
+"""A preempted request is looked up again: what was stored of it since it first asked is loaded, not computed."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cache_clients import BLOCK, CHUNK, SmallEngine, settings
+from cache_probe import wait_for
+from server_processes import end_server
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from tiered_kv.vllm.extras import Adapters
+from tiered_kv.vllm.groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
+
+pytestmark = pytest.mark.vllm
+
+GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK, is_windowed=False)])
+BOTH = Abilities(may_load=True, may_store=False, has_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SmallEngine]:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        root = Path(directory) / "cache"
+        engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, lookup_timeout_ms=20_000))
+        yield engine
+        engine.close()
+        end_server(root)
+
+
+def side_of(engine: SmallEngine) -> SchedulerSide:
+    return SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, BOTH)
+
+
+def request(name: str, first_token: int, **more: Any) -> Request:
+    tokens = list(range(first_token, first_token + 3 * CHUNK + 5))
+    return Request(name, tokens, SamplingParams(max_tokens=9, **more), None)
+
+
+def matched(side: SchedulerSide, asked: Request) -> int:
+    """What vLLM is told once it is no longer told to ask again."""
+    answer: list[int | None] = [None]
+
+    def is_answered() -> bool:
+        answer[0] = side.matched_tokens(asked, 0)
+        return answer[0] is not None
+
+    wait_for(is_answered, "the answer")
+    assert answer[0] is not None
+    return answer[0]
+
+
+def step(side: SchedulerSide, *preempted: str) -> None:
+    """A step of vLLM's scheduler in which nothing is scheduled."""
+    side.plan_step(SimpleNamespace(preempted_req_ids=set(preempted), num_scheduled_tokens={}))
+
+
+def test_a_preempted_request_loads_what_was_stored_meanwhile(engine: SmallEngine) -> None:
+    side, asked = side_of(engine), request("r", 10_000)
+    side.add_request(asked)
+    assert matched(side, asked) == 0
+    engine.store(3, first_token=10_000)
+    engine.wait_hits(3, first_token=10_000)
+    step(side)
+    assert matched(side, asked) == 0, "asked once, answered once"
+    step(side, "r", "unknown")
+    assert matched(side, asked) == 3 * CHUNK
+    side.finish_request(asked, ())
+    assert not engine.client.lookups
+
+
+def test_controls_and_vllm_itself_can_forbid_loading(engine: SmallEngine) -> None:
+    side = side_of(engine)
+    engine.store(3, first_token=20_000)
+    engine.wait_hits(3, first_token=20_000)
+    control = {"extra_args": {"kv_transfer_params": {"tiered_kv.skip_load": True}}}
+    for name, more, expected in (
+        ("plain", {}, 3 * CHUNK),
+        ("skip_load", control, 0),
+        ("logprobs", {"prompt_logprobs": 1}, 0),
+        ("skip_reading", {"skip_reading_prefix_cache": True}, 0),
+    ):
+        asked = request(name, 20_000, **more)
+        side.add_request(asked)
+        assert matched(side, asked) == expected, name
+        step(side, name)
+        assert matched(side, asked) == expected, name
+        side.finish_request(asked, ())
+    assert not engine.client.lookups

@@ -1,0 +1,80 @@
+"""Pins that requests ask for: told to the server once the chunks they are about are stored.
+
+A pin names one chunk and keeps the prefix before it, so of a prompt only the deepest chunk that is held is pinned. A
+chunk that is still being copied may yet be dropped; the pin waits until that is known, which takes seconds at most.
+Called by the scheduler side.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.vllm.stores import Stores
+
+WAITING_MAX: Final = 1024
+"""Pins that wait for copies to end. More are dropped and counted: copies end within seconds."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A pin that was asked for.
+
+    Attributes:
+        held_key: The deepest chunk that the hierarchy said it holds.
+        deeper: Keys of the chunks behind it, the deepest first.
+    """
+
+    generation: int
+    held_key: bytes | None
+    deeper: Sequence[bytes]
+    ttl_s: float
+
+
+class PinRequests:
+    """Pins on their way to the server.
+
+    Threads: vLLM's scheduler thread only.
+    """
+
+    def __init__(self, client: SchedulerClient, stores: Stores, counters: Counter[str]) -> None:
+        self._client = client
+        self._stores = stores
+        self._counters = counters
+        self._waiting: deque[_Wanted] = deque()
+
+    def want(self, keys: Sequence[bytes], held: int, ttl_s: float) -> None:
+        """Pin the deepest of a prompt's chunks that is held; the first ``held`` of ``keys`` are known to be."""
+        if len(self._waiting) >= WAITING_MAX:
+            self._counters["pins_dropped"] += 1
+            return
+        held = min(held, len(keys))
+        held_key = keys[held - 1] if held else None
+        self._waiting.append(_Wanted(self._client.generation, held_key, keys[held:][::-1], ttl_s))
+        self.send()
+
+    def send(self) -> None:
+        """Tell the server of every pin whose chunks are through."""
+        for _ in range(len(self._waiting)):
+            wanted = self._waiting.popleft()
+            if wanted.generation != self._client.generation or not self._client.is_ready:
+                self._counters["pins_dropped"] += 1  # keys of another session name nothing in this one
+            elif any(map(self._stores.is_under_way, wanted.deeper)):
+                self._waiting.append(wanted)
+            else:
+                self._tell(wanted)
+
+    def reset(self) -> None:
+        """What was computed before is invalid: nobody wants it kept."""
+        self._counters["pins_dropped"] += len(self._waiting)
+        self._waiting.clear()
+
+    def _tell(self, wanted: _Wanted) -> None:
+        key = next(filter(self._stores.is_stored, wanted.deeper), wanted.held_key)
+        if key is None:
+            self._counters["pins_of_nothing"] += 1
+        elif self._client.pin(key, wanted.ttl_s):
+            self._counters["pins_sent"] += 1
+        else:
+            self._counters["pins_dropped"] += 1
