@@ -1,11 +1,12 @@
 # Every target sets up what it needs by itself (scripts/setup: idempotent, offline once done).
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
-# Most tests wait for a process, a disk or a store. Those on real engines take every core and go one after the other.
-AT_ONCE := -n 2 --dist loadfile
+# Tests without an engine mostly wait for a process, a disk or a store, and an engine in the test's own process does with
+# one core. Engines of several processes (marked `cores`) take every core and go one after the other.
+AT_ONCE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-packages s3-server demo test check check-style format bench prove clean
+.PHONY: help setup s3-packages s3-server demo serve test test-versions check check-style format bench prove clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -25,13 +26,21 @@ s3-server: s3-packages  ## a real S3 server on 127.0.0.1, in .cache/s3; end it w
 demo: setup  ## a real vLLM answers a prompt cold, from host memory, after a restart from disk, and from a bucket
 	$(PYTHON) demo/run.py
 
+serve: setup  ## vLLM's OpenAI-compatible server on CPU behind the cache, on 127.0.0.1:8000, with a small model
+	$(PYTHON) demo/serve.py
+
 test: setup s3-packages  ## every test, the ones on real vLLM engines and on a real S3 server included
-	@VENV=$(VENV) scripts/overlay 0.30.0
-	$(PYTHON) -m pytest $(AT_ONCE) -m "not vllm"
-	$(PYTHON) -m pytest -m vllm
+	@VENV=$(VENV) scripts/overlay 0.30.0 & overlaid=$$!; \
+		set -x; $(PYTHON) -m pytest -n 3 $(AT_ONCE) -m "not vllm"; passed=$$?; \
+		set +x; wait $$overlaid && exit $$passed
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(AT_ONCE) -m "vllm and not cores"
+	$(PYTHON) -m pytest -m cores
+
+test-versions: setup s3-packages  ## the end-to-end tests on every vLLM of the supported window, 0.30 to 0.33; 15 minutes each
+	@VENV=$(VENV) scripts/test-versions
 
 check: check-style s3-packages  ## style, types, layers and the tests that need no engine: before every commit
-	$(PYTHON) -m pytest -q $(AT_ONCE) -m "not vllm"
+	$(PYTHON) -m pytest -q -n 3 $(AT_ONCE) -m "not vllm"
 
 check-style: setup  ## formatting, lint, types, layers
 	$(PYTHON) -m ruff format --check .

@@ -55,7 +55,7 @@ SECTIONS = (
     Section("fuzz", ("-m", "pytest", "-q", "tests/chunks/test_header_fuzz.py"), {"FUZZ": 100_000}),
     pytest_section("unit", "not vllm and not slow", **FULL),
     pytest_section("slow", "slow and not vllm", **FULL),
-    pytest_section("vllm", "vllm", KILLS=20, SEEDS=20),
+    pytest_section("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1),
     Section("demo", ("demo/run.py",), result="build/demo.json"),
 )
 

@@ -1,15 +1,15 @@
 """What cannot be cached is refused with a reason, or served without the cache when ``strict`` is off."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cached_engine import cached_engine, settings
+from counts import count
+from tiny_models import build_kind
 from vllm_harness import generate, make_llm, random_prompt, running
 
 from tiered_kv.errors import ConfigError, TieredKVError, UnsupportedModel
-from tiered_kv.testing.model import TINY, build_model
 
 pytestmark = pytest.mark.vllm
 
@@ -46,30 +46,26 @@ def test_engine_without_strict_serves_without_a_server(tiny_model: Path, tmp_pat
     assert answers[0].tokens == answers[1].tokens
 
 
-def _sliding_window_model(path: Path) -> Path:
-    """The tiny model's weights as a Mistral whose every layer attends to a window of 128 tokens."""
-    build_model(path, shape=TINY)
-    config = json.loads((path / "config.json").read_text())
-    config.update(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=128)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+STATEFUL = ["mamba2", "lfm2"] if count("MODELS", 0) else ["lfm2"]
+"""Layers with a state instead of KV: only such, and mixed with attention."""
 
 
-def test_model_of_sliding_windows_only_is_refused_or_served_without_cache(tmp_path: Path) -> None:
-    model = _sliding_window_model(tmp_path / "model")
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_model_with_states_is_refused_when_strict_and_else_served_without_the_cache(
+    repository: Path, tmp_path: Path, kind: str
+) -> None:
+    model = build_kind(repository / "build" / "models", kind)
     prompt = random_prompt(2, 600)
     with running(model) as llm:
-        (plain,) = generate(llm, [prompt])
+        (plain,) = generate(llm, [prompt], max_tokens=4)
 
-    try:
-        with cached_engine(model, tmp_path / "cache") as engine:
-            answers = [engine.ask(prompt)[0] for _ in range(2)]
-        cached = answers[1].cached_tokens
-    except UnsupportedModel as refusal:
-        assert "window" in str(refusal)
-        with cached_engine(model, tmp_path / "cache", {"strict": False}) as engine:
-            answers = [engine.ask(prompt)[0] for _ in range(2)]
-        cached = 0
+    with pytest.raises(
+        UnsupportedModel, match="the state of Mamba and linear-attention layers is not addressed by token"
+    ):
+        make_llm(model, settings(tmp_path / "strict"))
+    with cached_engine(model, tmp_path / "cache", {"strict": False}) as engine:
+        answers = [engine.ask(prompt, max_tokens=4)[0] for _ in range(2)]
+        assert engine.scheduler.connector._scheduler is None
 
-    assert [a.cached_tokens for a in answers] == [0, cached]
-    assert {a.tokens for a in answers} == {plain.tokens}
+    assert [answer.cached_tokens for answer in answers] == [0, 0]
+    assert {answer.tokens for answer in answers} == {plain.tokens}
