@@ -4,6 +4,7 @@
 so a simulator that does not notice them proves nothing.
 """
 
+import itertools
 import random
 import threading
 import time
@@ -71,11 +72,11 @@ class CopyFaults:
 def first_load_fails() -> Iterator[None]:
     """The next copy into paged KV fails, and all others work."""
     scatter = PagedKV.scatter
-    failures = iter([InjectedFailure("injected")])
+    calls = itertools.count()
 
     def fail_once(paged: PagedKV, *arguments: Any, **more: Any) -> Any:
-        for failure in failures:
-            raise failure
+        if next(calls) == 0:
+            raise InjectedFailure("injected")
         return scatter(paged, *arguments, **more)
 
     with mock.patch.object(PagedKV, "scatter", fail_once):

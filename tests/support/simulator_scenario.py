@@ -106,15 +106,17 @@ class Plan:
             late=source.random(),
             connector=connector,
         )
-        setup = replace(setup, pool_blocks=setup.pool_blocks_min + source.choice([0, 8, 30, 100]))
+        spare_blocks = source.choice([0, 8, 30, 100])
+        setup = replace(setup, pool_blocks=setup.pool_blocks_min + spare_blocks)
         moves = Moves(
             abort=sometimes(0.7, 0.1),
             reset=sometimes(0.2, 0.02),
             new_weights=sometimes(0.2, 0.02),
             kill_server=sometimes(0.1, 0.02),
             freeze_server=sometimes(0.15, 0.03),
-            # vLLM's own KV of a session is wrong when drafts are dropped at a turn's end; a test of its own.
-            session=0.0 if setup.draft_tokens else sometimes(0.5, 0.4),
+            # vLLM's own KV of a session is wrong when drafts are dropped at a turn's end; a test of its own. And as it
+            # cannot preempt sessions between turns, those that hold all blocks of a small pool wait for each other.
+            session=0.0 if setup.draft_tokens or spare_blocks < 100 else sometimes(0.8, 0.6),
             duplicate=sometimes(0.5, 0.4),
             skip_reading=sometimes(0.5, 0.3),
             skip_save=sometimes(0.4, 0.3),
@@ -233,10 +235,10 @@ def _send(world: _World) -> None:
     source, moves = world.source, world.plan.moves
     tail = [source.randrange(VOCAB) for _ in range(source.choice([0, 1, 3, 12]))]
     prompt_max, answers = (PROMPT_MAX // 2, (8, ANSWER_MAX)) if world.plan.is_chatty else (PROMPT_MAX, (1, 2, 6, 16))
-    is_session = source.random() < moves.session
+    is_session = source.random() < moves.session and not world.sessions
     prompt = source.choice(world.trunks)[: source.randrange(1, SESSION_START_MAX if is_session else prompt_max)] + tail
     answer_max = min(source.choice(answers), MAX_MODEL_LEN - len(prompt) - 1)
-    for _ in range(3 if source.random() < moves.duplicate else 1):
+    for _ in range(3 if source.random() < moves.duplicate and not is_session else 1):
         controls: dict[str, Any] = {}
         if source.random() < moves.skip_save:
             controls["tiered_kv.skip_save"] = True

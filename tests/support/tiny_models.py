@@ -6,6 +6,7 @@ large enough that the KV cache decides the tokens (the tests of a model begin wi
 for another answer). Called by tests marked ``vllm`` only; transformers and torch are imported when a model is built.
 """
 
+import fcntl
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -176,9 +177,15 @@ KINDS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 def build_kind(models: Path, kind: str, *, seed: int = 0) -> Path:
     """Write the model of this kind below ``models`` unless it is there already; returns its directory."""
+    models.mkdir(parents=True, exist_ok=True)
+    with (models / f"{kind}.lock").open("w") as lock:  # test files run two at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build_kind(models / kind, kind, seed)
+
+
+def _build_kind(path: Path, kind: str, seed: int) -> Path:
     import transformers
 
-    path = models / kind
     config = KINDS[kind](transformers)
     content = {"format": FORMAT, "seed": seed, "config": config.to_dict(), "transformers": transformers.__version__}
     stamp, stamp_file = json.dumps(content, sort_keys=True, default=str), path / _STAMP
@@ -190,7 +197,7 @@ def build_kind(models: Path, kind: str, *, seed: int = 0) -> Path:
     if kind == "idefics3":
         from tiered_kv.testing.model import TINY, build_model
 
-        _write_processor(path, like=build_model(models / "tiny", shape=TINY))
+        _write_processor(path, like=build_model(path.parent / "tiny", shape=TINY))
     stamp_file.write_text(stamp)
     return path
 

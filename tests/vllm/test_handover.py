@@ -11,6 +11,7 @@ from tiered_kv.config import Config
 from tiered_kv.vllm.controls import Controls
 from tiered_kv.vllm.handover import ASK_AGAIN_S, Handover
 from tiered_kv.vllm.requests import Lookup, RequestState
+from tiered_kv.vllm.stores import ALL_DONE
 
 pytestmark = pytest.mark.vllm
 
@@ -66,6 +67,8 @@ def test_nothing_is_told_twice_nor_by_who_loads_nor_of_what_was_not_stored():
     world = World(is_producer=True)
     world.request(5 * CHUNK)
     assert world.handover.told(None) is None and world.handover.told(world.state) is None
+    world.state.stored = ALL_DONE  # a window passed before its chunk was stored
+    assert world.handover.told(world.state) is None
     world.state.stored = 5
     assert World().handover.told(world.state) is None
     assert world.handover.told(world.state) is not None

@@ -184,7 +184,7 @@ def test_a_save_before_its_forward_pass_is_noticed(twice):
     assert_noticed(twice)
 
 
-# -- what the seeds have found ------------------------------------------------------------------------------------------------------------
+# -- what the seeds have found -----------------------------------------------------------------------------------------
 
 
 def test_a_session_is_not_stored_where_vllm_takes_dropped_drafts_for_its_input(tmp_path):
@@ -217,30 +217,26 @@ def test_a_session_is_not_stored_where_vllm_takes_dropped_drafts_for_its_input(t
         end_server(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_failed_load_in_a_full_pool_does_not_hang_vllm(tmp_path, is_async):
-    """Two requests were loaded a part; the first one's load fails, and the pool has no room for it beside the second.
+def test_a_request_whose_load_failed_is_asked_again_once(tmp_path):
+    """vLLM 0.32 leaves such a request in front of those that hold blocks, although it has given its own back.
 
-    vLLM 0.32 tries the first one in every step, before the second, which holds blocks and would give them back.
+    Where it does not fit then, every step begins and ends with it, and the blocks it waits for are those of requests
+    behind it (seed 139 hung in one of 14 runs). "Ask again" has vLLM move it to the ordinary queue.
     """
-    setup = Setup(
-        is_async=is_async, windows=(16, None, 16, None, 16, 16), is_hybrid=True, token_budget=16, draft_tokens=3,
-        connector=settings(tmp_path / "cache") | {"chunk_tokens": 24},
-    )  # fmt: skip
-    engine = SimulatedEngine(replace(setup, pool_blocks=setup.pool_blocks_min))
-    source = random.Random(1)
-    prompts = [random_tokens(source, 140) for _ in range(2)]
+    engine = SimulatedEngine(Setup(connector=settings(tmp_path / "cache")))
+    answers = []
+    ask = engine.connector.get_num_new_matched_tokens
+    engine.connector.get_num_new_matched_tokens = lambda *request: answers.append(ask(*request)) or answers[-1]
     try:
-        for n, prompt in enumerate(prompts):
-            engine.add(f"stored{n}", prompt[:25], parameters(1))
+        prompt = random_tokens(random.Random(1), 50)
+        engine.add("stored", prompt, parameters(1))
         come_to_rest(engine)
         assert engine.scheduler.reset_prefix_cache()
+        answers.clear()
         with first_load_fails():
-            for n, prompt in enumerate(prompts):
-                engine.add(f"loaded{n}", prompt, parameters(1))
+            engine.add("loaded", prompt, parameters(1))
             come_to_rest(engine)
-        counters = engine.connector._scheduler.counters
-        assert (counters["loads"], counters["loads_failed"]) == (2, 1)
+        assert answers[-3:] == [(48, True), (None, False), (0, False)]
         assert engine.findings.wrong == []
     finally:
         engine.close()

@@ -19,6 +19,7 @@ from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.controls import STORED_TOKENS
 from tiered_kv.vllm.requests import RequestState
 from tiered_kv.vllm.scheduler import SchedulerSide
+from tiered_kv.vllm.stores import ALL_DONE
 
 ASK_AGAIN_S: Final = 0.01
 """Between two lookups for what is not there yet."""
@@ -48,7 +49,9 @@ class Handover:
 
     def told(self, state: RequestState | None) -> dict[str, Any] | None:
         """What a finished request's answer carries: the tokens of its prompt that are stored or on their way."""
-        if state is None or state.stored <= 0 or not (self._is_producer or _goes_on(state.request)):
+        if state is None or not (self._is_producer or _goes_on(state.request)):
+            return None
+        if not 0 < state.stored < ALL_DONE:  # nothing, or a part that is not known any more
             return None
         if getattr(state.request, "tiered_kv_is_told", False):
             return None  # by another of ours below MultiConnector, which ends the engine where two tell the same name
