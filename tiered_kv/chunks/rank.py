@@ -46,22 +46,25 @@ class RankKV:
         )
         self.rank_bytes: Final = ends[-1]
 
-    def gather(self, block_ids: Sequence[Sequence[int]], out: memoryview) -> list[CopyDone]:
-        """Copy one chunk's stored blocks, given per group, into ``out``, which is ``rank_bytes`` long."""
-        self._check(out)
-        return [
-            group.gather(ids, out[place])
-            for group, place, ids in zip(self.groups, self._ranges, block_ids, strict=True)
-        ]
+    def gather(self, block_ids: Sequence[Sequence[int]], out: memoryview, started: list[CopyDone]) -> None:
+        """Copy one chunk's stored blocks, given per group, into ``out``, which is ``rank_bytes`` long.
 
-    def scatter(self, src: memoryview, runs: Sequence[tuple[int, Sequence[int]]]) -> list[CopyDone]:
-        """Copy from ``src`` into blocks, given per group as the first stored block to copy and where the blocks go."""
+        Every copy that begins is added to ``started``, also when a later one cannot begin and raises: until they are
+        done, neither the blocks nor the slot may be given to anyone else.
+        """
+        self._check(out)
+        for group, place, ids in zip(self.groups, self._ranges, block_ids, strict=True):
+            started.append(group.gather(ids, out[place]))
+
+    def scatter(self, src: memoryview, runs: Sequence[tuple[int, Sequence[int]]], started: list[CopyDone]) -> None:
+        """Copy from ``src`` into blocks, given per group as the first stored block to copy and where the blocks go.
+
+        ``started`` as for :meth:`gather`.
+        """
         self._check(src)
-        return [
-            group.scatter(src[place], ids, first)
-            for group, place, (first, ids) in zip(self.groups, self._ranges, runs, strict=True)
-            if ids
-        ]
+        for group, place, (first, ids) in zip(self.groups, self._ranges, runs, strict=True):
+            if ids:
+                started.append(group.scatter(src[place], ids, first))
 
     def copied_bytes(self, blocks: Sequence[int]) -> int:
         """Size of so many blocks, given per group."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from tiered_kv.chunks.rank import RankKV
 from tiered_kv.chunks.self_test import self_test
+from tiered_kv.chunks.transfer import CopyDone
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError, UnsupportedModel
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
@@ -254,18 +255,21 @@ class WorkerSide:
     def _copy(self, kind: str, client: WorkerClient, session: SessionInfo, copies: tuple[ChunkCopy, ...]) -> None:
         assert self._paged is not None
         offset = session.payload_offset + session.rank_offsets[self._rank]
-        started = []
-        for copy in copies:
-            slab, index = divmod(copy.slot, SLOTS_PER_SLAB_MAX)
-            view = client.arena.view(slab, index * session.slot_bytes + offset, self._paged.rank_bytes)
-            if kind == "load":
-                runs = [(run.first_block, run.block_ids) for run in copy.groups]
-                started.append((self._paged.scatter(view, runs), view))
-            else:
-                started.append((self._paged.gather([run.block_ids for run in copy.groups], view), view))
-        for copies_of_chunk, view in started:
-            for done in copies_of_chunk:
-                done.wait()
+        started: list[CopyDone] = []
+        views: list[memoryview] = []
+        try:
+            for copy in copies:
+                slab, index = divmod(copy.slot, SLOTS_PER_SLAB_MAX)
+                view = client.arena.view(slab, index * session.slot_bytes + offset, self._paged.rank_bytes)
+                views.append(view)
+                if kind == "load":
+                    self._paged.scatter(view, [(run.first_block, run.block_ids) for run in copy.groups], started)
+                else:
+                    self._paged.gather([run.block_ids for run in copy.groups], view, started)
+        finally:
+            while started:  # also when a later one could not begin: nothing is reported while bytes move
+                started.pop().wait()  # and a view cannot be released while a copy holds it
+        for view in views:
             view.release()
 
     def _copied_bytes(self, copies: tuple[ChunkCopy, ...]) -> int:
