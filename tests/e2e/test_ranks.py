@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cache_probe import figures, wait_written
 from cached_engine import CHUNK, LOGPROB_TOLERANCE, settings
-from counts import seed
+from counts import only_in_proofs, seed
 from operator_server import operator_server
 from safetensors import safe_open
 from tiny_models import build_kind
@@ -125,6 +125,7 @@ def test_two_ranks_store_one_blob_and_load_it_after_a_restart(start: Start, tiny
     assert counters["read_failed_corrupt"] == 1
 
 
+@only_in_proofs  # the simulator has equal ranks, too
 @pytest.mark.timeout(900)
 def test_kv_that_both_ranks_hold_is_stored_once_and_loaded_by_both(
     start: Start, repository: Path, tmp_path: Path
@@ -152,6 +153,7 @@ def test_kv_that_both_ranks_hold_is_stored_once_and_loaded_by_both(
     assert [parts(blob) for blob in blobs] == [ranks] * 6
 
 
+@only_in_proofs  # tests/vllm/test_pipeline_stages.py does without a model
 @pytest.mark.timeout(900)
 def test_two_pipeline_stages_store_one_blob_and_each_loads_its_own_layers(
     start: Start, tiny_model: Path, tmp_path: Path
