@@ -1,5 +1,6 @@
 """Fixtures every test may ask for. Must stay cheap to import: torch and vLLM come in with the first engine."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ REPOSITORY = Path(__file__).parent.parent
 
 ENGINE_PROCESSES = {"EngineProcess", "Replicas"}
 """What starts engines of several processes: modules that import one of these have every core for themselves."""
+
+# A shell that starts the tests in the background has them ignore ctrl-c, and with them all that they start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the machine is shared, and no test here asserts on time. A failure prints what reproduces it.
 settings.register_profile("tiered_kv", max_examples=count("EXAMPLES", 50), deadline=None, print_blob=True)

@@ -58,6 +58,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         engine.close()
 
 
+def asked_twice(engine: EngineProcess, root: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Answers to the prompts, and again with an empty GPU prefix cache when all chunks are on disk."""
+    cold = engine.ask(*PROMPTS, max_tokens=6)
+    wait_written(root)
+    assert engine.reset()
+    return cold, engine.ask(*PROMPTS, max_tokens=6)
+
+
 def cached(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["cached_tokens"] for answer in answers]
 
@@ -99,10 +107,7 @@ def test_two_ranks_store_one_blob_and_load_it_after_a_restart(start: Start, tiny
     root = tmp_path / "cache"
     with operator_server(root) as server:
         first = start(tiny_model, root, server, **TENSOR)
-        cold = first.ask(*PROMPTS, max_tokens=6)
-        wait_written(root)
-        assert first.reset()
-        from_host = first.ask(*PROMPTS, max_tokens=6)
+        cold, from_host = asked_twice(first, root)
         (session,) = figures(root)["sessions"]
         first.close()
 
@@ -137,10 +142,7 @@ def test_kv_that_both_ranks_hold_is_stored_once_and_loaded_by_both(
     with operator_server(root) as server:
         # Blocks of 16, and no prefix cache of its own: what vLLM's CPU backend can do with MLA.
         engine = start(model, root, server, **TENSOR, block_size=16, dtype="float32")
-        cold = engine.ask(*PROMPTS, max_tokens=6)
-        wait_written(root)
-        assert engine.reset()
-        from_host = engine.ask(*PROMPTS, max_tokens=6)
+        cold, from_host = asked_twice(engine, root)
         engine.close()
 
     assert cached(cold) == [0] * 3 and cached(from_host) == [2 * CHUNK] * 3
@@ -161,10 +163,7 @@ def test_two_pipeline_stages_store_one_blob_and_each_loads_its_own_layers(
     root = tmp_path / "cache"
     with operator_server(root) as server:
         engine = start(tiny_model, root, server, **PIPELINE)
-        cold = engine.ask(*PROMPTS, max_tokens=6)
-        wait_written(root)
-        assert engine.reset()
-        from_host = engine.ask(*PROMPTS, max_tokens=6)
+        cold, from_host = asked_twice(engine, root)
         engine.close()
 
     assert cached(cold) == [0] * 3 and cached(from_host) == [2 * CHUNK] * 3

@@ -7,47 +7,27 @@ one JSON answer a line on standard output. :class:`Replicas` is the test's end o
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from line_process import LineProcess
 
-class Replicas:
+
+class Replicas(LineProcess):
     """Two replicas in processes of their own."""
 
     def __init__(self, model: Path, connector: dict[str, Any], log: Path) -> None:
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)
-        self._log = log.open("ab")
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment
-        )
-        try:
-            assert self._say({"model": str(model), "connector": connector}) == {"ready": True}
-        except BaseException:  # a timeout of the test, too: nobody has this object to close
-            self._process.terminate()
-            raise
+        settings = {"model": str(model), "connector": connector}
+        super().__init__([sys.executable, __file__], log, environment, settings)
 
     def ask(self, replica: int, prompt: list[int]) -> dict[str, Any]:
         """One replica's answer: ``tokens``, ``logprobs``, ``cached_tokens``, ``finish_reason``."""
-        answer: dict[str, Any] = self._say({"ask": prompt, "replica": replica})
+        self._say({"ask": prompt, "replica": replica})
+        answer: dict[str, Any] = self._hear()
         return answer
-
-    def close(self) -> None:
-        """End the replicas and wait until their processes are gone. Idempotent."""
-        if self._log.closed:
-            return
-        self._process.communicate(timeout=60)
-        self._log.close()
-
-    def _say(self, message: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, f"the replicas ended; see {self._log.name}"
-        return json.loads(line)
 
 
 def _main() -> None:

@@ -7,13 +7,14 @@ test's end of it.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from line_process import LineProcess
 
-class EngineProcess:
+
+class EngineProcess(LineProcess):
     """An engine in a process of its own, with vLLM's usual engine core and worker processes below it."""
 
     def __init__(self, model: Path, connector: dict[str, Any], log: Path, **options: Any) -> None:
@@ -27,17 +28,8 @@ class EngineProcess:
         }
         environment |= options.pop("environment", {})
         command = ["nice", "-n", str(options.pop("niceness", 0)), sys.executable, __file__]
-        self._log = log.open("ab")
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment
-        )
-        role = options.pop("role", "kv_both")
-        try:
-            self._say({"model": str(model), "connector": connector, "role": role, "options": options})
-            assert self._hear() == {"ready": True}
-        except BaseException:  # a timeout of the test, too: nobody has this object to close
-            self._process.terminate()
-            raise
+        settings = {"model": str(model), "connector": connector, "role": options.pop("role", "kv_both")}
+        super().__init__(command, log, environment, settings | {"options": options})
 
     def ask(self, *prompts: list[int], max_tokens: int = 8) -> list[dict[str, Any]]:
         """Answers: ``tokens``, ``logprobs``, ``cached_tokens``, ``finish_reason``, ``kv_transfer_params``."""
@@ -58,28 +50,6 @@ class EngineProcess:
         """Empty the GPU's prefix cache."""
         self._say({"reset": True})
         return bool(self._hear())
-
-    def close(self) -> None:
-        """End the engine and wait until its processes are gone. Idempotent."""
-        if self._log.closed:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._log.close()
-
-    def _say(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def _hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the engine ended; see {self._log.name}"
-        return json.loads(line)
 
 
 def _main() -> None:

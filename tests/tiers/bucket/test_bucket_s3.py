@@ -46,11 +46,11 @@ class Bucket:
 
     def leader(self):
         """Who holds the highest term, and which one that is."""
-        terms = sorted(path for path in self.sizes() if path.startswith("_tiered_kv/lease/"))
-        if not terms:
-            return "", 0
-        content = msgspec.json.decode(self.get(terms[-1]), type=Term)
-        return content.holder, int(terms[-1].rpartition("/")[2])
+        while terms := sorted(path for path in self.sizes() if path.startswith("_tiered_kv/lease/")):
+            with suppress(self._client.exceptions.NoSuchKey):  # a new leader has just removed the old terms
+                content = msgspec.json.decode(self.get(terms[-1]), type=Term)
+                return content.holder, int(terms[-1].rpartition("/")[2])
+        return "", 0
 
     def orphans(self):
         names = [parse_object_path(path) for path in self.blobs()]
