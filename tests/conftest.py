@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 ENGINE_PROCESSES = {"EngineProcess", "Replicas"}
 """What starts engines of several processes: modules that import one of these have every core for themselves."""
 
-# A shell that starts the tests in the background has them ignore ctrl-c, and with them all that they start and interrupt.
+# A shell that starts the tests in the background has them ignore ctrl-c, and with them all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the machine is shared, and no test here asserts on time. A failure prints what reproduces it.
