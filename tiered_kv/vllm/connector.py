@@ -24,6 +24,7 @@ from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.events import Announcer, EventGroup
 from tiered_kv.vllm.extras import Adapters
 from tiered_kv.vllm.geometry import check_groups
+from tiered_kv.vllm.groups import CacheGroups
 from tiered_kv.vllm.handover import Handover
 from tiered_kv.vllm.identity import cache_groups, check_supported
 from tiered_kv.vllm.metadata import SaveReport, StepMetadata
@@ -72,6 +73,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             # The kind of KV first: with states vLLM's block size is nothing that chunk_tokens could be a multiple of.
             check_groups(kv_cache_config)
             check_supported(vllm_config, config.chunk_tokens)
+            groups = cache_groups(vllm_config, kv_cache_config, config.chunk_tokens)
         except TieredKVError as exc:
             if config.strict:
                 raise
@@ -86,15 +88,16 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             has_events = events is not None and events.enable_kv_cache_events
             world_size = vllm_config.parallel_config.world_size
             client = SchedulerClient(config, engine_id, world_size, is_watching=has_events)
-            self._scheduler = self._open_scheduler(config, vllm_config, kv_cache_config, client)
-            group = EventGroup.of(cache_groups(vllm_config, kv_cache_config, config.chunk_tokens), kv_cache_config)
-            announcer = Announcer(client, group, config.chunk_tokens) if has_events else None
+            self._scheduler = self._open_scheduler(config, vllm_config, groups, client)
+            announcer = None
+            if has_events:
+                announcer = Announcer(client, EventGroup.of(groups, kv_cache_config), config.chunk_tokens)
             self._observer = Observer(self._scheduler, client, config.chunk_tokens, announcer)
             is_producer = not self._kv_transfer_config.is_kv_consumer
             self._handover = Handover(config, client, self._scheduler, is_producer=is_producer)
 
     def _open_scheduler(
-        self, config: Config, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", client: SchedulerClient
+        self, config: Config, vllm_config: "VllmConfig", groups: CacheGroups, client: SchedulerClient
     ) -> SchedulerSide:
         logger.info("settings: %s", config.describe())
         if not client.wait_ready(config.start_timeout_s):
@@ -108,7 +111,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             config,
             client,
             Adapters(str(lora.lora_dtype) if lora is not None else ""),
-            cache_groups(vllm_config, kv_cache_config, config.chunk_tokens),
+            groups,
             Abilities(
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
