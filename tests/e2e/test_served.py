@@ -121,7 +121,9 @@ def events() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def served(events: Any, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    recipe = subprocess.run(["make", "-n", "-o", "setup", "serve"], cwd=repository, capture_output=True, check=True)
+    # Below another make (make test) this one would add a line about the directory it leaves.
+    asked = ["make", "--no-print-directory", "-n", "-o", "setup", "serve"]
+    recipe = subprocess.run(asked, cwd=repository, capture_output=True, check=True)
     assert recipe.stdout.split()[-1] == b"demo/serve.py"
     folder, port = tmp_path_factory.mktemp("served"), free_port()
     publishing = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port_of(events)}"}
