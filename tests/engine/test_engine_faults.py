@@ -88,10 +88,10 @@ def test_a_dead_tier_leaves_host_memory_as_a_cache(caplog):
         world.store(session, (number, 1))
         assert world.loaded(session, (number, 1)) == 2
     assert memory.names == []
-    warnings = [r for r in caplog.records if r.levelno == logging.WARNING and "blob is unavailable" in r.getMessage()]
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING and "outcome=unavailable" in r.getMessage()]
     assert len(warnings) == 1, "one warning per interval, not one per blob"
     world.clock.advance(11)
     world.store(session, (99,))
-    warnings = [r for r in caplog.records if r.levelno == logging.WARNING and "blob is unavailable" in r.getMessage()]
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING and "outcome=unavailable" in r.getMessage()]
     assert len(warnings) == 2
     world.close()

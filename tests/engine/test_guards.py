@@ -3,12 +3,10 @@
 import pytest
 from engine_world import EngineWorld
 
-from tiered_kv.chunks.header import BlobFormat
-from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test_format
+from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.testing.faults import Fault, FaultyTier
 from tiered_kv.testing.memory import MemoryTier
-from tiered_kv.tiers.wrappers.breaker import OPEN_LAST_S, Breaker, BreakerState, GuardedTier
-from tiered_kv.tiers.wrappers.verified import VerifiedTier
+from tiered_kv.tiers.wrappers.breaker import OPEN_LAST_S, BreakerState
 
 PREFIX = (1, 2, 3)
 
@@ -20,12 +18,8 @@ class Guarded:
         self.fault = None
         self.memory = MemoryTier(is_shared=True)
         self.faulty = FaultyTier(self.memory, lambda _number: self.fault)
-        self.world = EngineWorld(self.faulty)
-        self.breaker = Breaker(self.world.clock.monotonic)
-        formats: dict[bytes, BlobFormat] = {SELF_TEST_NAMESPACE: self_test_format()}
-        self.world.engine.tiers[0] = GuardedTier(self.world.engine.tiers[0], self.breaker)
-        self.world.engine._performer._tiers[0] = self.world.engine.tiers[0]
-        self.world.engine.guards.add(0, self.breaker, VerifiedTier(self.faulty, formats.get))
+        self.world = EngineWorld(self.faulty, recorder=Recorder())
+        self.breaker = self.world.opened[0].breaker
         self.session = self.world.open()
         self.world.settle()
 

@@ -16,12 +16,15 @@ from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
 from tiered_kv.engine.executor import Executor
+from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test_format
 from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, SlotId, Update
 from tiered_kv.keys.namespace import Namespace
+from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.testing.spaces import Space
 from tiered_kv.testing.stepping import FakeClock, StepExecutor
 from tiered_kv.tiers.base import Tier
+from tiered_kv.tiers.open import OpenTier, wrapped
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 Path = tuple[int, ...]
@@ -84,6 +87,8 @@ class Client:
 class EngineWorld:
     """An engine over one tier or several, highest first; stepped by hand unless it is given another executor."""
 
+    opened: Sequence[OpenTier] = ()
+
     def __init__(
         self,
         tier: Tier | Sequence[Tier],
@@ -91,16 +96,23 @@ class EngineWorld:
         executor: Executor | None = None,
         limits: Limits | None = None,
         clock: FakeClock | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        """Start; with a ``recorder`` the tiers get every wrapper and are guarded, as in a server."""
         self.clock = clock or FakeClock()
         self.executor = executor or StepExecutor()
-        formats: dict[bytes, BlobFormat] = {}
+        formats: dict[bytes, BlobFormat] = {SELF_TEST_NAMESPACE: self_test_format()}
         media = [tier] if isinstance(tier, Tier) else tier
         tiers: list[Tier] = [VerifiedTier(one, formats.get) for one in media]
+        if recorder is not None:
+            self.opened = [wrapped(one, formats.get, recorder, self.clock.monotonic) for one in media]
+            tiers = [one.tier for one in self.opened]
         hierarchy = Engine.build_hierarchy(host_bytes, tiers, limits)
         self.hierarchy = hierarchy
         self.arena = Arena(create_slabs(hierarchy.slots.slab_count))
         self.engine = Engine(tiers, self.arena, hierarchy, self.executor, self.clock, formats)
+        for number, one in enumerate(self.opened):
+            self.engine.guards.add(number, one.breaker, one.trial)
         self.clients: dict[int, Client] = {}
         self.lookups: dict[int, Asked] = {}
         self.seen: defaultdict[type[Update], int] = defaultdict(int)

@@ -13,12 +13,14 @@ from tiered_kv.engine.clock import Clock
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.hierarchy.plan import ChunkRecord, Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, SlotId, Write
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.keys.naming import relative_path
 from tiered_kv.tiers.base import BlobName, Tier
 
 logger = logging.getLogger(__name__)
 
 WARN_INTERVAL_S = 10.0
-"""Between two warnings about the same outcome: a dead medium fails thousands of times, and counters count them."""
+"""Between two lines about the same outcome of the same tier: a dead medium fails thousands of times, and counters count
+them."""
 
 
 class Performer:
@@ -28,7 +30,7 @@ class Performer:
 
         field             guarded by
         formats           filled by the owner before the first job of a namespace; read by all
-        _quiet_until_s    _lock
+        _quiet_until_s    _lock; by outcome and tier, -1 for host memory
     """
 
     def __init__(self, tiers: list[Tier], arena: Arena, clock: Clock, formats: dict[bytes, BlobFormat]) -> None:
@@ -37,7 +39,7 @@ class Performer:
         self._clock = clock
         self.formats = formats
         self._lock = threading.Lock()
-        self._quiet_until_s: dict[Outcome, float] = {}
+        self._quiet_until_s: dict[tuple[Outcome, int], float] = {}
 
     def slot_view(self, slot: SlotId, size_bytes: int) -> memoryview:
         """The bytes of a slot."""
@@ -49,27 +51,37 @@ class Performer:
         try:
             return self._perform(job)
         except ChunkCorrupt as exc:
-            return self._failed(Outcome.CORRUPT, exc)
+            return self._failed(job, Outcome.CORRUPT, exc)
         except ChunkMismatch as exc:
-            return self._failed(Outcome.FOREIGN, exc)
+            return self._failed(job, Outcome.FOREIGN, exc)
         except CapacityExceeded as exc:
-            logger.debug("no room. %s", str(exc))
-            return Outcome.NO_ROOM
-        except (TierUnavailable, Closed) as exc:
-            return self._failed(Outcome.UNAVAILABLE, exc)
+            return self._failed(job, Outcome.NO_ROOM, exc)
+        except (TierUnavailable, Closed, MemoryError) as exc:
+            return self._failed(job, Outcome.UNAVAILABLE, exc)
         except Exception:  # a storage event may never end a thread; a miss is always right
             logger.exception("job failed in a way no tier declared. job=%s", type(job).__name__)
             return Outcome.UNAVAILABLE
 
-    def _failed(self, outcome: Outcome, reason: Exception) -> Outcome:
+    def _failed(self, job: Job, outcome: Outcome, reason: Exception) -> Outcome:
+        """Say what failed, where and why: once in a while, because the medium may fail for thousands of blobs."""
+        tier = -1 if isinstance(job, Seal | Grow) else job.tier
         now_s = self._clock.monotonic()
         with self._lock:
-            is_quiet = now_s < self._quiet_until_s.get(outcome, now_s)
+            is_quiet = now_s < self._quiet_until_s.get((outcome, tier), now_s)
             if not is_quiet:
-                self._quiet_until_s[outcome] = now_s + WARN_INTERVAL_S
-        level = logging.DEBUG if is_quiet else logging.WARNING
-        # Its text, not the exception: a handler that keeps records would keep the traceback's views of the arena.
-        logger.log(level, "blob is %s. %s", outcome.value, str(reason))
+                self._quiet_until_s[outcome, tier] = now_s + WARN_INTERVAL_S
+        # A shared tier without room is every day's work where it has a limit: the write is put off, not lost.
+        is_usual = outcome is Outcome.NO_ROOM and tier >= 0 and self._tiers[tier].traits.is_shared
+        logger.log(
+            logging.DEBUG if is_quiet or is_usual else logging.WARNING,
+            "a blob could not be handled. outcome=%s operation=%s tier=%s blob=%s cause=%s",
+            outcome.value,
+            type(job).__name__.lower(),
+            "host" if tier < 0 else self._tiers[tier].traits.name,
+            "" if isinstance(job, Grow) else relative_path(_name(job.record)),
+            # Its text, not the exception: a handler that keeps records would keep the traceback's views of the arena.
+            str(reason) or type(reason).__name__,
+        )
         return outcome
 
     def _perform(self, job: Job) -> Outcome:
@@ -115,7 +127,7 @@ class Performer:
                     if self._read(job.source, job.record, blob) is not Outcome.OK:
                         return Outcome.NO_SOURCE
                 except (ChunkCorrupt, ChunkMismatch, TierUnavailable) as exc:
-                    return self._failed(Outcome.NO_SOURCE, exc)
+                    return self._failed(job, Outcome.NO_SOURCE, exc)
                 target.put(name, blob)
         return Outcome.OK
 

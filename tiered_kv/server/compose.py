@@ -1,5 +1,6 @@
 """Composition root: settings to a running server. The only place that builds an engine from real parts."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -20,8 +21,9 @@ from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 from tiered_kv.server.epochs import Epochs
 from tiered_kv.server.messages import PROTOCOL
-from tiered_kv.server.paths import ServerInfo, info_path, server_directory, socket_path, write_info
+from tiered_kv.server.paths import ServerInfo, info_path, server_directory, socket_path
 from tiered_kv.server.pinning import Pinning
+from tiered_kv.server.presence import Presence
 from tiered_kv.server.server import Server
 from tiered_kv.server.sessions import Sessions
 from tiered_kv.server.shared_epochs import SharedEpochs
@@ -126,7 +128,6 @@ def serve(
             at_end.callback(DirectoryLock(root).release)
         engine, store = build_engine(config, recorder)
         at_end.callback(engine.close)
-        at_end.callback(_leave, root)  # still under the directory's lock: nobody else's files
         path = listen_at or socket_path(root)
         with _listening(path) as listener:
             sessions = Sessions(engine, _epochs(engine, store, root), _pinning(engine, store, config))
@@ -134,13 +135,16 @@ def serve(
             if on_server is not None:
                 on_server(server)
             info = ServerInfo(str(path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest())
-            write_info(root, info)
+            presence = Presence(root, info)
+            at_end.callback(_leave, root, presence)  # still under the directory's lock: nobody else's files
             on_ready(info)
-            server.run(until_idle=until_idle)
+            server.run(until_idle=until_idle, is_found=presence.is_found)
             sessions.pinning.flush()
 
 
-def _leave(root: Path) -> None:
+def _leave(root: Path, presence: Presence) -> None:
+    if not presence.is_found():
+        return
     info_path(root).unlink(missing_ok=True)
     release_stale_arena_locks(root, own_id="")
 
@@ -168,11 +172,15 @@ def _in_background(engine: Engine, task: Callable[[], None]) -> None:
 @contextmanager
 def _listening(path: Path) -> Iterator[socket.socket]:
     listener = bind(path)
+    ours = path.lstat()
     try:
         yield listener
     finally:
         listener.close()
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            # Whose directory was removed may have a successor, with a socket of its own in this place.
+            if os.path.samestat(path.lstat(), ours):
+                path.unlink()
 
 
 def _check_host_bytes(config: Config) -> None:

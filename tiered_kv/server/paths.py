@@ -14,9 +14,12 @@ import msgspec
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
+from tiered_kv.tiers.disk_io import make_root, read_small_file, replace_small_file
 
 SOCKET_PATH_MAX = 100
 """Unix socket paths end at 108 bytes; some room for the terminator and for other systems."""
+
+INFO_BYTES_MAX = 64 << 10
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -56,18 +59,14 @@ def log_path(root: Path) -> Path:
 def read_info(root: Path) -> ServerInfo | None:
     """Who says to own the directory, or None when nobody does or the file cannot be read as such."""
     try:
-        return msgspec.json.decode(info_path(root).read_bytes(), type=ServerInfo)
-    except (OSError, ValueError):
+        return msgspec.json.decode(read_small_file(info_path(root), INFO_BYTES_MAX), type=ServerInfo)
+    except (OSError, ValueError, RecursionError):
         return None  # absent, unreadable, or of another version: a server that is started will say what is wrong
 
 
 def write_info(root: Path, info: ServerInfo) -> None:
     """Publish who owns the directory; readers see the old or the new file."""
-    temporary = root / f"server.json.{info.pid}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(info))
-    temporary.replace(info_path(root))
+    replace_small_file(info_path(root), root / f"server.json.{info.pid}", msgspec.json.encode(info))
 
 
 def socket_path(root: Path) -> Path:
@@ -101,8 +100,7 @@ def socket_place(root: Path) -> Path:
 def _make_private(directory: Path, variable: str) -> None:
     """Make a directory that only this user can look into; ``variable`` is what to set if that cannot be."""
     try:
-        if not directory.parent.exists():
-            directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_root(directory.parent)
         directory.mkdir(mode=0o700, exist_ok=True)
     except OSError as exc:
         raise ConfigError(f"cannot make the server's directory; set {variable}. path={directory}: {exc}") from exc

@@ -108,14 +108,14 @@ class Server:
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
-    def run(self, *, until_idle: bool) -> None:
-        """Serve until told to stop or, with ``until_idle``, until the last client left; then drain and close."""
+    def run(self, *, until_idle: bool, is_found: Callable[[], bool] = lambda: True) -> None:
+        """Serve until told to stop, not found any more or, with ``until_idle``, left by all; then drain and close."""
         self._listener.setblocking(False)
         self._register(self._listener.fileno(), selectors.EVENT_READ, self._accept)
         self._register(self._engine.executor.fileno(), selectors.EVENT_READ, lambda _mask: None)
         self._idle_since_s = self._clock.monotonic()
         try:
-            while not self._is_stopping and not (until_idle and self._has_ended()):
+            while not self._is_stopping and is_found() and not (until_idle and self._has_ended()):
                 self._turn(TICK_S)
             was_idle = until_idle and not self._is_stopping
             since_s = self._idle_since_s if was_idle else None

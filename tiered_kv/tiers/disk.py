@@ -45,17 +45,21 @@ from tiered_kv.tiers.disk_index import DiskIndex, is_on_network
 from tiered_kv.tiers.disk_io import (
     free_bytes,
     make_directories,
+    make_root,
     mapped_errors,
     read_file,
     read_head,
+    read_small_file,
+    refuse_links,
     replace_small_file,
     supports_direct_io,
+    writable_by_others,
     write_file,
 )
 from tiered_kv.tiers.disk_ledger import DiskLedger
 from tiered_kv.tiers.disk_lock import DirectoryLock
 from tiered_kv.tiers.disk_pins import read_pins
-from tiered_kv.tiers.disk_scan import NAMESPACE_FILE, DirectoryContent, reconcile
+from tiered_kv.tiers.disk_scan import NAMESPACE_FILE, RECORD_BYTES_MAX, DirectoryContent, reconcile
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +128,7 @@ class DiskTier(Tier):
         self._has_warned_of_pins = False
         self._temp_numbers = itertools.count()
         with mapped_errors("open", self._root):
-            self._root.mkdir(0o700, parents=True, exist_ok=True)
+            make_root(self._root)
         self._lock = DirectoryLock(self._root)
         try:
             with mapped_errors("open", self._root):
@@ -145,7 +149,10 @@ class DiskTier(Tier):
 
     def _sweep_temp_files(self) -> None:
         for path in self._tmp.iterdir():
-            path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                logger.warning("a directory among the temp files is not ours and stays. path=%s", path)
+            else:
+                path.unlink()
 
     def _choose_direct_io(self, wanted: bool | None) -> bool:
         if wanted is False:
@@ -168,6 +175,8 @@ class DiskTier(Tier):
         return content
 
     def _log_open(self, content: DirectoryContent) -> None:
+        for place in writable_by_others((self._root, self._blobs, self._tmp)):
+            logger.warning("another user may write into the disk directory, and so into answers: chmod 0700. %s", place)
         used, count = self._ledger.totals()
         logger.info(
             "disk tier open. path=%s blobs=%d used=%d limit=%d direct_io=%s",
@@ -199,7 +208,8 @@ class DiskTier(Tier):
             temp = self._tmp / f"{os.getpid()}-{next(self._temp_numbers)}"
             try:
                 with mapped_errors("put", self._path(name)):
-                    allocated = write_file(temp, blob, direct=self.direct_io)
+                    self._lock.check()
+                    allocated = self._write_temp(temp, blob)
                     if allocated > reserved:
                         self._ledger.reserve(allocated - reserved, available)
                         reserved = allocated
@@ -210,10 +220,18 @@ class DiskTier(Tier):
                 self._abandon(temp, reserved)
                 raise
 
+    def _write_temp(self, temp: Path, blob: memoryview) -> int:
+        try:
+            return write_file(temp, blob, direct=self.direct_io)
+        except FileNotFoundError:  # somebody cleared the directory
+            make_directories(self._tmp, self._root)
+            return write_file(temp, blob, direct=self.direct_io)
+
     def _publish(self, temp: Path, info: BlobInfo, reserved_bytes: int) -> None:
         target = self._path(info.name)
         with self._stripe(info.name):
             try:
+                refuse_links(target.parent, self._root)
                 os.replace(temp, target)
             except FileNotFoundError:  # the first blob of its directory
                 make_directories(target.parent, self._root)
@@ -266,6 +284,7 @@ class DiskTier(Tier):
             if self._ledger.is_foreign(name):
                 return False
             try:
+                refuse_links(path.parent, self._root)
                 os.unlink(path)
             except FileNotFoundError:
                 self._ledger.forget(name)
@@ -372,6 +391,6 @@ class DiskTier(Tier):
 def _says_the_same(path: Path, record: bytes) -> bool:
     """Whether the file parses to ``record``; a power failure may have left it empty, then it is written again."""
     try:
-        return bool(json.loads(path.read_bytes()) == json.loads(record))
-    except (FileNotFoundError, ValueError):
+        return bool(json.loads(read_small_file(path, RECORD_BYTES_MAX)) == json.loads(record))
+    except (OSError, ValueError, RecursionError):
         return False

@@ -1,7 +1,9 @@
 """System calls of the disk tier: write one file, read one file, and what their errors mean.
 
 Owns the choice between O_DIRECT and the page cache and the mapping of ``OSError`` to the error tree. Must not know
-names, capacity or recency. Called by ``disk.py`` only.
+names, capacity or recency. Called by ``disk.py``; the small files beside the blobs are read and written through it by
+whoever owns them. Nothing here follows a symbolic link at the end of a path, waits for a FIFO, or reads without bound:
+others may be able to write into the directory (docs/security.md).
 
 Writes go around the page cache where the file system allows it, reads go through it. Measured by benchmarks/disk_io.py
 with 4 and 16 MiB files on a virtio disk (ext4, 2 cores), worst and best of three runs::
@@ -19,12 +21,14 @@ it, and several times as fast when a chunk comes back after the host tier evicte
 dropped with ``POSIX_FADV_DONTNEED``: those clean pages are a second chance that the kernel takes back when it must.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,14 +64,48 @@ def mapped_errors(operation: str, path: Path | str) -> Iterator[None]:
         raise TierUnavailable(f"disk operation failed. operation={operation} errno={code} path={path}") from exc
 
 
-def make_directories(path: Path, below: Path) -> None:
-    """Create ``path`` and its missing parents down from ``below``, each for the owner only."""
+def make_root(path: Path) -> None:
+    """Create a directory and its missing parents, each for the owner only, whatever the umask is."""
     for directory in reversed([path, *path.parents]):
-        if directory.is_relative_to(below) and not directory.is_dir():
-            try:
+        if not directory.exists():
+            with contextlib.suppress(FileExistsError):  # another process was quicker
                 directory.mkdir(DIRECTORY_MODE)
-            except FileExistsError:
-                continue  # another thread was quicker
+
+
+def make_directories(path: Path, below: Path) -> None:
+    """Create ``path`` and its missing parents down from ``below``, each for the owner only.
+
+    Raises:
+        NotADirectoryError: One of them is a symbolic link, or a file.
+    """
+    for directory in reversed([path, *path.parents]):
+        if directory.is_relative_to(below) and not os.path.lexists(directory):
+            with contextlib.suppress(FileExistsError):  # another thread was quicker
+                directory.mkdir(DIRECTORY_MODE)
+    refuse_links(path, below)
+
+
+def refuse_links(path: Path, below: Path) -> None:
+    """Check that every directory from ``path`` up to ``below`` is one, and no link to a place that is not ours.
+
+    Raises:
+        NotADirectoryError: One is a symbolic link, or a file.
+    """
+    while path != below:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link or a file stands in its place", str(path))
+        path = path.parent
+
+
+def writable_by_others(directories: Iterable[Path]) -> list[str]:
+    """Those of the directories that are there into which another user may write, as a log line shows them."""
+    found = []
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(directory)
+            if status.st_mode & 0o022 or status.st_uid != os.geteuid():
+                found.append(f"{directory} owner={status.st_uid} mode={stat.S_IMODE(status.st_mode):04o}")
+    return found
 
 
 def supports_direct_io(directory: Path) -> bool:
@@ -162,12 +200,19 @@ def _read_all(descriptor: int, buffer: memoryview, path: Path) -> None:
         offset += count
 
 
-def replace_small_file(path: Path, temp: Path, content: bytes) -> None:
-    """Publish a small file under ``path`` by writing ``temp`` and renaming it."""
+def replace_small_file(path: Path, temp: Path, content: bytes, *, is_lasting: bool = False) -> None:
+    """Publish a small file under ``path`` by writing ``temp`` and renaming it.
+
+    Args:
+        is_lasting: It must survive a power failure once it is there; fsync, then.
+    """
     try:
+        temp.unlink(missing_ok=True)  # left by a crash, or put there to be written through
         descriptor = os.open(temp, os.O_WRONLY | _CREATE, FILE_MODE)
         try:
             _write_all(descriptor, memoryview(content), direct=False)
+            if is_lasting:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.replace(temp, path)
@@ -180,6 +225,25 @@ def read_head(path: Path | str, length: int) -> bytes:
     descriptor = os.open(path, _READ)
     try:
         return os.pread(descriptor, length, 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_small_file(path: Path, bytes_max: int) -> bytes:
+    """All of a small file.
+
+    Raises:
+        OSError: There is none, it is no regular file, or it is larger than ``bytes_max`` (EFBIG).
+    """
+    descriptor = os.open(path, _READ)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > bytes_max:
+            raise OSError(errno.EFBIG, f"larger than {bytes_max} bytes", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(bytes_max)
     finally:
         os.close(descriptor)
 

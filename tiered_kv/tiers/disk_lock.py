@@ -11,9 +11,12 @@ import os
 from pathlib import Path
 
 from tiered_kv.errors import DirectoryLocked, TierUnavailable
+from tiered_kv.tiers.disk_io import read_small_file
 
 LOCK_FILE = "server.lock"
 HOLDER_FILE = "server.json"
+HOLDER_BYTES_MAX = 64 << 10
+SHOWN_MAX = 200
 
 
 class DirectoryLock:
@@ -26,7 +29,7 @@ class DirectoryLock:
             DirectoryLocked: Another process holds it; the message names the process and its socket where known.
             TierUnavailable: The lock file cannot be opened or locked.
         """
-        path = root / LOCK_FILE
+        self._path = path = root / LOCK_FILE
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as exc:
@@ -40,6 +43,19 @@ class DirectoryLock:
             raise TierUnavailable(f"cannot lock the directory. errno={exc.errno} path={path}") from exc
         self._held = True
 
+    def check(self) -> None:
+        """Make sure that the directory is still the locked one: who removes it removes the lock, and may be followed.
+
+        Raises:
+            TierUnavailable: The lock file is gone or another one.
+        """
+        try:
+            is_ours = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._descriptor))
+        except OSError as exc:
+            raise TierUnavailable(f"the directory or its lock is gone. errno={exc.errno} path={self._path}") from exc
+        if not is_ours:
+            raise TierUnavailable(f"the directory was replaced; its lock is not ours. path={self._path}")
+
     def release(self) -> None:
         """Give the directory back. Idempotent."""
         if self._held:
@@ -51,7 +67,7 @@ class DirectoryLock:
 
 def _holder(root: Path) -> str:
     try:
-        record = json.loads((root / HOLDER_FILE).read_bytes())
-        return f"pid={int(record['pid'])} socket={record['socket']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        record = json.loads(read_small_file(root / HOLDER_FILE, HOLDER_BYTES_MAX))
+        return f"pid={int(record['pid'])} socket={ascii(str(record['socket'])[:SHOWN_MAX])[1:-1]}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return "pid=unknown socket=unknown"  # a CLI command holds it, or a server that is only starting

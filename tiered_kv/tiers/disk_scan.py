@@ -26,6 +26,8 @@ from tiered_kv.tiers.disk_index import IndexRow, Shard, ShardRows
 from tiered_kv.tiers.disk_io import allocated_bytes, read_head
 
 NAMESPACE_FILE = "namespace.json"
+RECORD_BYTES_MAX = 16 << 20
+"""Of a namespace.json: a record of the largest size, set for people."""
 
 
 @dataclass(slots=True)

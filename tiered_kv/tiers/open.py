@@ -61,7 +61,7 @@ def open_tiers(config: Config, formats: Formats, recorder: Recorder, monotonic: 
             capacity_bytes = config.disk_bytes or config.resolved_disk_bytes(existing_bytes=_allocated_bytes(root))
             disk = DiskTier(root, capacity_bytes, min_free_bytes=config.min_free_bytes)
             undo.callback(disk.close)
-            tiers.append(_wrapped(disk, formats, recorder, monotonic))
+            tiers.append(wrapped(disk, formats, recorder, monotonic))
         if config.location().kind == "object":
             tiers.append(_object_tier(config, formats, recorder, monotonic))
         undo.pop_all()
@@ -81,12 +81,13 @@ def _object_tier(config: Config, formats: Formats, recorder: Recorder, monotonic
     except BaseException:
         store.close()
         raise
-    return _wrapped(tier, formats, recorder, monotonic, store)
+    return wrapped(tier, formats, recorder, monotonic, store)
 
 
-def _wrapped(
+def wrapped(
     medium: Tier, formats: Formats, recorder: Recorder, monotonic: Monotonic, store: ObjectStore | None = None
 ) -> OpenTier:
+    """A medium in all its wrappers."""
     breaker = Breaker(monotonic)
     verified = VerifiedTier(medium, formats)
     record = partial(recorder.record, medium.traits.name)
