@@ -3,6 +3,7 @@
 import pytest
 from engine_world import EngineWorld
 
+from tiered_kv.engine.stalls import STALL_S
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.testing.faults import Fault, FaultyTier
 from tiered_kv.testing.memory import MemoryTier
@@ -83,3 +84,36 @@ def test_a_tier_that_reads_but_does_not_write_stays_out(guarded):
     puts.clear()
     guarded.pass_time()
     assert not guarded.breaker.is_open
+
+
+def test_a_local_tier_that_hangs_is_left_alone_until_it_answers():
+    """Nothing fails: a read does not come back. Requests are answered from memory, and the hung one harms nobody."""
+    faulty = FaultyTier(MemoryTier(), lambda _number: None)
+    world = EngineWorld(faulty, recorder=Recorder())
+    session = world.open()
+    world.settle()
+    world.store(session, PREFIX)
+    for number in range(40):
+        world.store(session, (1000 + number,))
+    asked = []
+
+    def hang(operation, _name):
+        if operation == "get" and not asked:
+            asked.append(operation)
+            world.clock.advance(STALL_S + 1)  # the other threads and the owner go on meanwhile
+            world.step()
+            assert world.opened[0].breaker.is_open and "has not ended for 11 s" in world.opened[0].breaker.reason
+            before = faulty.operation_count
+            assert world.hierarchy.lookup(session, *world.clients[session].space.prefix((1000,)), 0)
+            world.step()
+            assert faulty.operation_count == before, "a request was sent to a medium that hangs"
+
+    faulty._hook = hang
+    assert 0 < world.loaded(session, PREFIX) <= 3
+    assert asked == ["get"]
+    world.clock.advance(OPEN_LAST_S)
+    world.settle()
+    assert not world.opened[0].breaker.is_open
+    world.store(session, (5, 5))
+    assert world.loaded(session, (5, 5)) == 2
+    world.close()

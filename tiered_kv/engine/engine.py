@@ -9,6 +9,7 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
     tiers, arena                                  executor threads; the owner asks for usage and notes recency
     _finished                                     appended by executor threads, emptied by the owner (both are atomic)
     _flushing                                     a tier's number is added by the owner, removed by the flushing thread
+    _stalls                                       told by executor threads, asked by the owner
     _pins                                         set by the flushing thread, taken by the owner (both are atomic)
 """
 
@@ -26,6 +27,7 @@ from tiered_kv.engine.executor import Executor, Pool
 from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.performer import Performer
 from tiered_kv.engine.served import Totals
+from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import Throughput
 from tiered_kv.errors import Closed, ConfigError, TierUnavailable
 from tiered_kv.hierarchy.hierarchy import Hierarchy
@@ -114,7 +116,8 @@ class Engine:
         self._retry_due_s = now_s + RETRY_INTERVAL_S
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
-        self.guards = Guards(hierarchy, executor, clock)
+        self._stalls = Stalls(clock)
+        self.guards = Guards(hierarchy, executor, clock, self._stalls)
 
     @staticmethod
     def build_hierarchy(host_bytes: int, tiers: Sequence[Tier], limits: Limits | None = None) -> Hierarchy:
@@ -272,7 +275,12 @@ class Engine:
             self.executor.submit(pool, priority, partial(self._run, job))
 
     def _run(self, job: Job) -> None:
-        self._finished.append((job, self._performer.perform(job)))
+        if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client with deadlines
+            outcome = self._performer.perform(job)
+        else:
+            with self._stalls.running(job.tier):
+                outcome = self._performer.perform(job)
+        self._finished.append((job, outcome))
         self.executor.notify()
 
     def _report(self, job: Job, outcome: Outcome) -> None:

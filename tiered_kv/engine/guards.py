@@ -11,6 +11,7 @@ from functools import partial
 from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import Executor, Pool
 from tiered_kv.engine.self_test import SelfTest, self_test
+from tiered_kv.engine.stalls import STALL_S, Stalls
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.tiers.base import Tier
 from tiered_kv.tiers.wrappers.breaker import Breaker
@@ -32,7 +33,8 @@ class Guards:
     Threads: one owner; trials run in the executor and report through ``_ended`` (appending is atomic).
     """
 
-    def __init__(self, hierarchy: Hierarchy, executor: Executor, clock: Clock) -> None:
+    def __init__(self, hierarchy: Hierarchy, executor: Executor, clock: Clock, stalls: Stalls) -> None:
+        self._stalls = stalls
         self._hierarchy = hierarchy
         self._executor = executor
         self._clock = clock
@@ -56,11 +58,17 @@ class Guards:
             if result.failure is None:
                 passed.append((one.number, result))
         for one in self._guarded:
+            self._check_stall(one)
             if one.breaker.is_open != one.is_out:
                 self._switch(one)
             if one.is_out and one.breaker.begin_trial():
                 self._executor.submit(Pool.UPKEEP, 0, partial(self._try, one))
         return passed
+
+    def _check_stall(self, one: _Guarded) -> None:
+        if not one.is_out and (age_s := self._stalls.oldest_s(one.number)) > STALL_S:
+            self._stalls.forget(one.number)
+            one.breaker.trip(f"an operation has not ended for {age_s:.0f} s")
 
     def _switch(self, one: _Guarded) -> None:
         one.is_out = not one.is_out

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
@@ -24,6 +25,8 @@ from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.server import messages as m
 from tiered_kv.server.answers import EndedLookup, LookupAnswer, SessionInfo
+from tiered_kv.server.background import Background
+from tiered_kv.server.checks import check_credits, check_moved, check_ready, check_updated
 from tiered_kv.server.epochs import is_private_epoch
 from tiered_kv.server.handshake import read_message, refusal_error, say_hello
 
@@ -41,6 +44,7 @@ ENDED_MAX = 1 << 14
 """Lookups that ended and were not counted yet; whoever counts them does so every step."""
 MOVES_MAX = 1 << 12
 """Messages about moves that nobody has taken yet; what is lost costs a router a wrong guess."""
+MOVES_BYTES_MAX = 64 << 20
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 10.0
@@ -90,6 +94,7 @@ class SchedulerClient:
         self._patience_s = config.start_timeout_s
         self._give_up_s = 0.0
         self._is_closed = threading.Event()
+        self._background = Background()
         self._start_joining(delay_s=0)
 
     @property
@@ -175,6 +180,7 @@ class SchedulerClient:
 
     def poll(self) -> None:
         """Take in what the server sent, send what waits. Never blocks."""
+        self._background.go_on()
         self._adopt()
         sock = self._sock
         if sock is None:
@@ -214,22 +220,25 @@ class SchedulerClient:
     def _take(self, message: object) -> None:
         match message:
             case m.Updated(lookup, held, slots, ready, is_done, eta_s, unknown, sources):
+                check_updated(message)
                 if lookup in self.lookups:
                     answer = LookupAnswer(held, slots, ready, is_done, eta_s, unknown, sources, is_answered=True)
                     self.lookups[lookup] = answer
             case m.Moved():
-                self.moves.append(message)
+                check_moved(message, len(self.tiers))
+                self._note_moves(message)
             case m.Stat(figures):
                 self.figures = figures
             case m.Credits(slots):
+                check_credits(slots, len(self._credits))
                 if self._is_resetting:
                     self.give_back(slots)
                 else:
                     self._credits.extend(slots)
             case m.Recall(slots):
-                unused = [slot for slot in slots if slot in self._credits]
+                unused = set(slots).intersection(self._credits)
                 self._credits = deque(slot for slot in self._credits if slot not in unused)
-                self.give_back(unused)
+                self.give_back(sorted(unused))
             case m.Ready():
                 self._opened(message)
             case m.Refused():
@@ -240,7 +249,14 @@ class SchedulerClient:
             case _:
                 raise ProtocolError(f"unexpected message. type={type(message).__name__}")
 
+    def _note_moves(self, moved: m.Moved) -> None:
+        if len(moved.keys) > MOVES_BYTES_MAX // MOVES_MAX and sum(len(x.keys) for x in self.moves) > MOVES_BYTES_MAX:
+            self.moves.clear()
+        if self._is_watching:
+            self.moves.append(moved)
+
     def _opened(self, ready: m.Ready) -> None:
+        check_ready(ready, self.world_size)
         self.namespace = Namespace.from_record(ready.record)
         epoch = str(self.namespace.fields["epoch"])
         self._private_epoch = epoch if is_private_epoch(epoch) else ""
@@ -297,10 +313,7 @@ class SchedulerClient:
     # -- joining -----------------------------------------------------------------------------------------------
 
     def _start_joining(self, delay_s: float) -> None:
-        thread = threading.Thread(
-            target=self._join_server, args=(self.generation, delay_s), name="tiered_kv-join", daemon=True
-        )
-        thread.start()
+        self._background.start("join", partial(self._join_server, self.generation, delay_s))
 
     def _join_server(self, generation: int, delay_s: float) -> None:
         backoff_s = delay_s

@@ -13,6 +13,7 @@ from tiered_kv import __version__
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import messages as m
+from tiered_kv.server.checks import check_welcome, shown
 from tiered_kv.server.paths import read_info, server_directory
 from tiered_kv.server.spawn import find_server
 
@@ -68,7 +69,7 @@ def shake_hands(sock: socket.socket, hello: m.Hello, timeout_s: float) -> m.Welc
 
     Raises:
         ConfigError: The server refuses this client, or belongs to another user.
-        ProtocolError: What answered is not a cache server.
+        ProtocolError: What answered is not a cache server, or a garbled one.
         TierUnavailable: The server went away, or is too busy to answer.
     """
     _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -87,17 +88,18 @@ def shake_hands(sock: socket.socket, hello: m.Hello, timeout_s: float) -> m.Welc
         raise ProtocolError(f"expected Welcome, got {type(welcome).__name__}")
     if welcome.protocol != m.PROTOCOL:
         raise ConfigError(
-            f"the server (pid {welcome.pid}, version {welcome.version}) speaks protocol {welcome.protocol}, this "
-            f"client (version {__version__}) speaks {m.PROTOCOL}: stop the older one"
+            f"the server (pid {welcome.pid}, version {shown(welcome.version)}) speaks protocol {welcome.protocol}, "
+            f"this client (version {__version__}) speaks {m.PROTOCOL}: stop the older one"
         )
+    check_welcome(welcome)
     return welcome
 
 
 def refusal_error(refused: m.Refused) -> TieredKVError:
     """The error that a refusal is for the client: a wrong setting, or something that may pass."""
     if refused.kind == "unavailable":
-        return TierUnavailable(f"the cache server is not available: {refused.reason}")
-    return ConfigError(f"the cache server refused: {refused.reason}")
+        return TierUnavailable(f"the cache server is not available: {shown(refused.reason)}")
+    return ConfigError(f"the cache server refused: {shown(refused.reason)}")
 
 
 def _check_directory(config: Config, welcome: m.Welcome) -> None:
@@ -109,7 +111,7 @@ def _check_directory(config: Config, welcome: m.Welcome) -> None:
     info = read_info(directory)
     if info is None or info.server_id != welcome.server_id:
         raise ConfigError(
-            f"the server at {config.server} serves {welcome.directory}, and storage_uri names {directory}: "
+            f"the server at {config.server} serves {shown(welcome.directory)}, and storage_uri names {directory}: "
             "name the same directory in both"
         )
 

@@ -120,7 +120,7 @@ def _receive_frame(sock: socket.socket, fds: list[int]) -> None:
     message = read_message_after(sock, prefix + read_exactly(sock, m.LENGTH.size - len(prefix)))
     if isinstance(message, m.Refused):
         raise refusal_error(message)
-    if not isinstance(message, m.Slabs) or message.count != len(fds) - before:
+    if not isinstance(message, m.Slabs) or message.count < 1 or message.count != len(fds) - before:
         raise ProtocolError(
             f"expected slabs, got {type(message).__name__} with {len(fds) - before} descriptors; "
             "is the limit of open files (ulimit -n) too low?"

@@ -139,11 +139,11 @@ class DiskTier(Tier):
                 self._index = self._choose_index()
                 content = self._restore()
                 self._read_pins()
+                self.unreadable_count = content.unreadable_count
+                self._log_open(content)
         except BaseException:
             self._lock.release()
             raise
-        self.unreadable_count = content.unreadable_count
-        self._log_open(content)
 
     # -- opening ------------------------------------------------------------------------------------------------------
 

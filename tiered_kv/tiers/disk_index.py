@@ -21,6 +21,7 @@ import logging
 import os
 import shutil
 import sqlite3
+import stat
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ import xxhash
 
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.tiers.base import BlobName
+from tiered_kv.tiers.disk_io import make_directories
 
 logger = logging.getLogger(__name__)
 
@@ -171,21 +173,9 @@ class DiskIndex:
     @contextlib.contextmanager
     def _open(self) -> Iterator[Any]:
         if self._cache is None:
-            self._directory.mkdir(0o700, exist_ok=True)
+            make_directories(self._directory, self._root)
             _probe(self._directory / diskcache.core.DBNAME)
-            self._cache = diskcache.Cache(
-                str(self._directory),
-                timeout=_LOCK_WAIT_S,
-                disk=BytesOnlyDisk,
-                eviction_policy="none",
-                size_limit=_UNBOUNDED,
-                cull_limit=0,
-                disk_min_file_size=_UNBOUNDED,
-                # A mapped database that somebody truncates would end the process with SIGBUS.
-                sqlite_mmap_size=0,
-                # No fsync: disposable, checksummed, rebuilt by a scan.
-                sqlite_synchronous=0,
-            )
+            self._cache = _open_cache(self._directory)
         try:
             yield self._cache
         finally:
@@ -201,7 +191,10 @@ class DiskIndex:
             if os.path.lexists(self._directory):
                 os.rename(self._directory, target)
             for old in found:
-                shutil.rmtree(old)
+                if old.is_symlink() or not old.is_dir():
+                    old.unlink()
+                else:
+                    shutil.rmtree(old)
         except OSError as exc:
             raise TierUnavailable(f"cannot move the damaged disk index aside. path={self._directory}") from exc
         logger.warning(
@@ -212,6 +205,26 @@ class DiskIndex:
         )
 
 
+def _open_cache(directory: Path) -> Any:
+    try:
+        return diskcache.Cache(
+            str(directory),
+            timeout=_LOCK_WAIT_S,
+            disk=BytesOnlyDisk,
+            eviction_policy="none",
+            size_limit=_UNBOUNDED,
+            cull_limit=0,
+            disk_min_file_size=_UNBOUNDED,
+            # A mapped database that somebody truncates would end the process with SIGBUS.
+            sqlite_mmap_size=0,
+            # No fsync: disposable, checksummed, rebuilt by a scan.
+            sqlite_synchronous=0,
+        )
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        # It trusts the settings that it finds in the database, as arguments and as parts of its statements.
+        raise IndexDamaged(f"the settings in the database are not diskcache's own: {exc!r:.200}") from exc
+
+
 def read_index(root: Path) -> ShardRows:
     """What the index of a directory says, without changing it: for tools, while a server runs or while none does.
 
@@ -219,15 +232,16 @@ def read_index(root: Path) -> ShardRows:
         TierUnavailable: It cannot be read, now or ever: it is damaged, or locked.
     """
     database = root / INDEX_DIRECTORY / diskcache.core.DBNAME
-    if not database.exists():
+    if not os.path.lexists(database):
         return {}
     try:
+        _require_regular(database)
         if not database.with_name(f"{database.name}-wal").exists():
             # Nobody is writing. Without "immutable" even a reader leaves files beside the database.
             with contextlib.suppress(sqlite3.Error, IndexDamaged):  # somebody began to: read it in the usual way
                 return _read_rows(f"{database.as_uri()}?mode=ro&immutable=1")
         return _read_rows(f"{database.as_uri()}?mode=ro")
-    except (sqlite3.Error, IndexDamaged, TypeError) as exc:
+    except (sqlite3.Error, IndexDamaged, TypeError, OSError) as exc:
         raise TierUnavailable(f"cannot read the disk index. path={database.parent} cause={exc!r}") from exc
 
 
@@ -242,9 +256,17 @@ def _read_rows(uri: str) -> ShardRows:
 def _probe(database: Path) -> None:
     """Fail at once where diskcache would retry for a minute (locked) or make a file others can read (new)."""
     os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    _require_regular(database)
     with contextlib.closing(sqlite3.connect(database, timeout=0, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("ROLLBACK")
+
+
+def _require_regular(database: Path) -> None:
+    """SQLite follows links, and waits for ever for a FIFO."""
+    status = os.lstat(database)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        raise IndexDamaged("the database is a link, has a second name, or is no file")
 
 
 def _read_shards(cache: Any) -> Iterator[tuple[Shard, dict[bytes, IndexRow]]]:

@@ -65,11 +65,17 @@ def mapped_errors(operation: str, path: Path | str) -> Iterator[None]:
 
 
 def make_root(path: Path) -> None:
-    """Create a directory and its missing parents, each for the owner only, whatever the umask is."""
+    """Create a directory and its missing parents, each for the owner only, whatever the umask is.
+
+    Raises:
+        OSError: That cannot be, or there is a file in its place.
+    """
     for directory in reversed([path, *path.parents]):
         if not directory.exists():
             with contextlib.suppress(FileExistsError):  # another process was quicker
                 directory.mkdir(DIRECTORY_MODE)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file stands in its place", str(path))
 
 
 def make_directories(path: Path, below: Path) -> None:
@@ -79,10 +85,12 @@ def make_directories(path: Path, below: Path) -> None:
         NotADirectoryError: One of them is a symbolic link, or a file.
     """
     for directory in reversed([path, *path.parents]):
-        if directory.is_relative_to(below) and not os.path.lexists(directory):
+        if not directory.is_relative_to(below):
+            continue
+        if not os.path.lexists(directory):
             with contextlib.suppress(FileExistsError):  # another thread was quicker
                 directory.mkdir(DIRECTORY_MODE)
-    refuse_links(path, below)
+        refuse_links(directory, below)
 
 
 def refuse_links(path: Path, below: Path) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.keys.naming import NAME_BYTES, BlobName
+from tiered_kv.tiers.disk_io import read_small_file, replace_small_file
 
 PINS_FILE: Final = "pins.json"
 PINS_LOCK: Final = "pins.lock"
@@ -40,19 +41,17 @@ def read_pins(root: Path, now_s: float | None = None) -> dict[BlobName, float]:
     """
     path = root / PINS_FILE
     try:
-        data = path.read_bytes()
+        data = read_small_file(path, BYTES_MAX)
     except FileNotFoundError:
         return {}
     except OSError as exc:
-        raise TierUnavailable(f"cannot read the pins. errno={exc.errno} path={path}") from exc
+        raise TierUnavailable(f"cannot read the pins: {exc.strerror}. errno={exc.errno} path={path}") from exc
     try:
-        if len(data) > BYTES_MAX:
-            raise ValueError(f"larger than {BYTES_MAX} bytes")
         content = msgspec.json.decode(data, type=_Content)
         if content.version != VERSION:
             raise ValueError(f"version {content.version}")
         pins = {_name(text): until_s for text, until_s in content.pins.items()}
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise TierUnavailable(f"the pins cannot be understood; mend or remove the file. path={path}: {exc}") from exc
     now_s = time.time() if now_s is None else now_s
     return {name: until_s for name, until_s in pins.items() if not until_s or until_s > now_s}
@@ -82,12 +81,8 @@ def _write(root: Path, pins: Mapping[BlobName, float]) -> None:
     content = _Content(VERSION, {f"{n.namespace.hex()}/{n.key.hex()}": until_s for n, until_s in pins.items()})
     temporary = root / f"{PINS_FILE}.{os.getpid()}"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(msgspec.json.encode(content))
-            file.flush()
-            os.fsync(file.fileno())  # unlike a blob, nothing gives a wish back
-        temporary.replace(root / PINS_FILE)
+        # Lasting: unlike a blob, nothing gives a wish back.
+        replace_small_file(root / PINS_FILE, temporary, msgspec.json.encode(content), is_lasting=True)
     except OSError as exc:
         raise TierUnavailable(f"cannot write the pins. errno={exc.errno} path={root / PINS_FILE}") from exc
 

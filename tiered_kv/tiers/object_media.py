@@ -8,6 +8,7 @@ object is handed in, so that only ``tiers/object_store.py`` depends on fsspec.
 import asyncio
 import contextlib
 import datetime
+import errno
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -98,7 +99,12 @@ class CallRunner:
                 with self._lock:
                     self._running_count -= 1
 
-        threading.Thread(target=work, name="object-store-call", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="object-store-call", daemon=True).start()
+        except RuntimeError as exc:
+            with self._lock:
+                self._running_count -= 1
+            raise OSError(errno.EAGAIN, f"cannot start a thread: {exc}") from exc
         return future.result(self._timeout_s)
 
 

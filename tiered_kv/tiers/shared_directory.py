@@ -6,6 +6,7 @@ reader never sees half of it. Files are 0600, directories 0700. Called by ``tier
 
 import contextlib
 import os
+import re
 import socket
 import stat
 import threading
@@ -68,7 +69,8 @@ class SharedDirectory:
         self._sweep_now_and_then()
         place = self._full(path)
         self._make_directories(os.path.dirname(path))
-        temporary = self._full(f"{TEMPORARY}/{socket.gethostname()[:32]}-{os.getpid()}-{uuid.uuid4().hex}")
+        host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:32]
+        temporary = self._full(f"{TEMPORARY}/{host}-{os.getpid()}-{uuid.uuid4().hex}")
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:

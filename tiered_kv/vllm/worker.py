@@ -17,15 +17,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tiered_kv.chunks.rank import RankKV
 from tiered_kv.chunks.self_test import self_test
 from tiered_kv.chunks.transfer import CopyDone
 from tiered_kv.config import Config
-from tiered_kv.errors import TieredKVError, UnsupportedModel
+from tiered_kv.errors import TieredKVError, TierUnavailable, UnsupportedModel
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.server import messages as m
+from tiered_kv.server.background import Background
 from tiered_kv.server.client import SessionInfo
 from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
 from tiered_kv.vllm.geometry import rank_pages
@@ -43,9 +45,17 @@ class CopyThread:
     """One thread that performs copies in order."""
 
     def __init__(self, name: str) -> None:
+        """Start it.
+
+        Raises:
+            TierUnavailable: The machine has no thread left.
+        """
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            raise TierUnavailable(f"cannot start a thread for copies: {exc}") from exc
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queue a task; it reports by itself and must not raise."""
@@ -91,6 +101,7 @@ class WorkerSide:
         self._running = 0
         self.copied = CopyMeter()
         self._closing = threading.Event()
+        self._background = Background()
 
     # -- start -------------------------------------------------------------------------------------------------
 
@@ -147,7 +158,11 @@ class WorkerSide:
     def _new_client(self, generation: int) -> WorkerClient:
         assert self._join is not None
         client = WorkerClient(self._config, self._engine_id, generation, self._join)
-        threading.Thread(target=self._watch, args=(client,), name="tiered_kv-watch", daemon=True).start()
+        try:
+            threading.Thread(target=self._watch, args=(client,), name="tiered_kv-watch", daemon=True).start()
+        except RuntimeError as exc:
+            client.leave()
+            raise TierUnavailable(f"cannot start the thread that waits for the server's end: {exc}") from exc
         return client
 
     def _watch(self, client: WorkerClient) -> None:
@@ -163,6 +178,7 @@ class WorkerSide:
 
     def follow(self, metadata: StepMetadata) -> None:
         """Join the scheduler's session generation, in the background."""
+        self._background.go_on()
         while self._joined:
             client = self._joined.popleft()
             if client.generation == self._joining_generation:
@@ -179,7 +195,7 @@ class WorkerSide:
 
     def _rejoin_in_background(self, old: WorkerClient | None, generation: int) -> None:
         self._is_joining = True
-        threading.Thread(target=self._rejoin, args=(old, generation), name="tiered_kv-rejoin", daemon=True).start()
+        self._background.start("rejoin", partial(self._rejoin, old, generation))
 
     def _rejoin(self, old: WorkerClient | None, generation: int) -> None:
         with self._idle:

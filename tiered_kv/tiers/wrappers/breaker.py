@@ -146,8 +146,8 @@ class GuardedTier(Tier):
             return self._inner.delete(name)
 
     def scan(self) -> Iterator[BlobInfo]:
-        with self._call("scan"):
-            return self._inner.scan()
+        """Passes also while the breaker is open: a start reads once what a tier that failed its self-test will give."""
+        return self._inner.scan()
 
     def describe(self, namespace: bytes, record: bytes) -> None:
         with self._call("describe"):
