@@ -4,6 +4,7 @@ One engine lives through all of it, behind the fault proxy. Prefixes that only t
 node before; in every case the engine is asked for some of them while the fault is in force, and for others afterwards.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from cache_probe import figures, wait_ended, wait_for
 from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from disk_probe import du_bytes, temp_files
 from fault_proxy import Fault, FaultProxy, Mode
 from object_nodes import FOUND_S, blob_paths, object_figures, s3_place, wait_uploaded
 from s3 import S3
@@ -95,6 +97,19 @@ class World:
 
     def blobs(self) -> set[str]:
         return set(blob_paths(self.s3, self.prefix))
+
+    def assert_sound(self) -> None:
+        """Nothing is leased, left over or counted wrongly, and the disk's limit holds."""
+        root = self.engine.root
+        state = figures(root)
+        disk = next(tier for tier in state["tiers"] if tier["name"] == "disk")
+        assert (state["hierarchy"]["leased_bytes"], state["hierarchy"]["lookups"]) == (0, 0)
+        assert temp_files(root) == []
+        assert disk["used_bytes"] == du_bytes(root / "blobs") <= disk["capacity_bytes"]
+
+    def said(self, since: int = 0) -> str:
+        """The server's log from a place on."""
+        return (self.engine.root / "server.log").read_text()[since:]
 
     def recovered(self) -> bool:
         return self.tier["breaker"] == "closed" and figures(self.engine.root)["pending_writes"] == 0
@@ -190,7 +205,7 @@ def is_served(answers: Sequence[Answer]) -> list[int]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_costs_hits_and_nothing_else_and_they_come_back(calm: World, name: str) -> None:
     case, fault = CASES[name], FAULTS[name]
-    opened, stored = calm.tier["breaker_opened"], calm.blobs()
+    opened, stored, log = calm.tier["breaker_opened"], calm.blobs(), len(calm.said())
     if fault is None:
         calm.proxy.down()
     else:
@@ -211,6 +226,9 @@ def test_fault_costs_hits_and_nothing_else_and_they_come_back(calm: World, name:
     assert late.cached_tokens == 2 * CHUNK
     assert calm.proxy.count("GET", ".safetensors") >= 2, "hits after the fault come from the bucket"
     assert len(calm.blobs() - stored) == NEW, "what was stored during the outage is in the bucket"
+    calm.assert_sound()
+    if name not in NOT_OPENING:
+        assert re.search(r"tier taken out until it answers again\. tier=object reason=\S", calm.said(log))
 
 
 def corrupt_reads(world: World) -> int:

@@ -12,7 +12,7 @@ from tiered_kv.errors import ProtocolError
 from tiered_kv.server import messages as m
 
 CREDITS_MAX: Final = 1 << 20
-"""Slots a session may hold ahead: a quarter of an arena of 1 TiB, in the smallest chunks."""
+"""Slots a session may hold ahead: a quarter of an arena of 1 TiB, in chunks of 256 KiB."""
 
 TIERS_MAX: Final = 16
 SLABS_MAX: Final = 1 << 16

@@ -61,6 +61,7 @@ class SchedulerClient:
         ended: Lookups that were released, for whoever counts them; lookups of a lost session are not among them.
         moves: What the server told of chunks that came and went.
         tiers: Names of the server's tiers, from host memory downwards.
+        is_silent: Its owner waited for an answer in vain, and nothing has come since.
         figures: The server's last answer to :meth:`ask_figures`, for the asker to take away.
     """
 
@@ -79,6 +80,7 @@ class SchedulerClient:
         self.moves: deque[m.Moved] = deque(maxlen=MOVES_MAX)
         self.tiers: tuple[str, ...] = ()
         self.figures: bytes | None = None
+        self.is_silent = False
         self._asked: dict[int, tuple[Sequence[bytes], int]] = {}
         self.dropped_sends = 0
         self._credits: deque[SlotId] = deque()
@@ -135,6 +137,12 @@ class SchedulerClient:
         if (answer := self.lookups.pop(lookup, None)) is not None:
             self.ended.append(EndedLookup(lookup, self.generation, *self._asked.pop(lookup), answer))
             self._send(m.Release(lookup), may_drop=False)
+
+    def waited_in_vain(self) -> None:
+        """Nothing is worth waiting for until the server is heard again; it is asked for something that it answers."""
+        if not self.is_silent:
+            self.is_silent = True
+            self._send(m.StatRequest(), may_drop=False)
 
     def ask_figures(self) -> bool:
         """Ask for the server's figures, which appear in ``figures``; False when it could not be sent."""
@@ -210,6 +218,7 @@ class SchedulerClient:
                 data = sock.recv(READ_BYTES)
                 if not data:
                     raise ConnectionResetError("the server closed the connection")
+                self.is_silent = False
                 for message in self._reader.feed(data):
                     self._take(message)
                     if self._sock is not sock:

@@ -135,7 +135,7 @@ def serve(
             if on_server is not None:
                 on_server(server)
             info = ServerInfo(str(path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest())
-            presence = Presence(root, info)
+            presence = Presence(root, info, partial(_in_background, engine), engine.clock.monotonic)
             at_end.callback(_leave, root, presence)  # still under the directory's lock: nobody else's files
             on_ready(info)
             server.run(until_idle=until_idle, is_found=presence.is_found)
@@ -143,6 +143,7 @@ def serve(
 
 
 def _leave(root: Path, presence: Presence) -> None:
+    presence.look()
     if not presence.is_found():
         return
     info_path(root).unlink(missing_ok=True)

@@ -58,8 +58,6 @@ class SchedulerSide:
         self._adapters = adapters
         self._groups = groups
         self._chunk_tokens = config.chunk_tokens
-        self._may_load = abilities.may_load
-        self._may_store = abilities.may_store
         self._abilities = abilities
         self._monotonic = monotonic
         self._requests: dict[str, RequestState] = {}
@@ -102,7 +100,7 @@ class SchedulerSide:
         read prefix caches.
         """
         state = self._requests.get(request.request_id)
-        if state is None or not self._may_load or state.is_load_failed or not state.may_read:
+        if state is None or not self._abilities.may_load or state.is_load_failed or not state.may_read:
             return None if state is not None and state.queue_again_once() else 0
         if state.has_new_input and self._keys(state) is None:
             self._drop_lookup(state)
@@ -165,9 +163,11 @@ class SchedulerSide:
             self.counters["lookup_session_lost"] += 1
             lookup.given_up = True
             return 0
-        if (self._monotonic() - lookup.sent_s) * 1e3 <= self._config.lookup_timeout_ms:
+        waited_ms = (self._monotonic() - lookup.sent_s) * 1e3
+        if waited_ms <= self._config.lookup_timeout_ms and not self._client.is_silent:
             return None
         self.counters["lookup_timeout"] += 1
+        self._client.waited_in_vain()  # the next requests do not wait
         lookup.given_up = True
         self._client.release(lookup.id)
         return 0
@@ -197,7 +197,7 @@ class SchedulerSide:
 
     def _cached_chunks(self, state: RequestState) -> int:
         """Leading whole chunks that the GPU's prefix cache has now: these need no lease and no promotion."""
-        if not self._may_load or not state.may_read:
+        if not self._abilities.may_load or not state.may_read:
             return sys.maxsize  # nothing is wanted; the lookup only tells what need not be stored
         if not self._abilities.has_prefix_caching or self._block_pool is None:
             return 0
@@ -285,7 +285,7 @@ class SchedulerSide:
         self._note_prefill(output)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
-        if self._may_store and self._client.is_ready:
+        if self._abilities.may_store and self._client.is_ready:
             self._queue_stores(output)
         saves = self.stores.start_jobs()
         loads, self._loads = tuple(self._loads), []
@@ -307,7 +307,7 @@ class SchedulerSide:
             return
         state.stored = 0
         self._drop_lookup(state)
-        if self._may_load and not state.is_load_failed:
+        if self._abilities.may_load and not state.is_load_failed:
             self._send_lookup(state, self._cached_chunks(state))
 
     def _queue_stores(self, output: Any) -> None:
@@ -350,7 +350,7 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        if self._may_store and self._client.is_ready and not state.is_loading:
+        if self._abilities.may_store and self._client.is_ready and not state.is_loading:
             self._queue_request(state, request.num_computed_tokens, tables)
         if state.controls.pin_ttl_s is not None:
             self._pin(state, state.controls.pin_ttl_s)

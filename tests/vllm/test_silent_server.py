@@ -1,0 +1,76 @@
+"""A server that stands still costs one request its patience; the next ones wait for nothing until it is heard again."""
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cache_clients import BLOCK, CHUNK, SmallEngine, settings
+from cache_probe import server_pid, wait_for
+from server_processes import end_server
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from tiered_kv.vllm.extras import Adapters
+from tiered_kv.vllm.groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
+
+pytestmark = pytest.mark.vllm
+
+GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK, is_windowed=False)])
+ABILITIES = Abilities(may_load=True, may_store=False, has_prefix_caching=False)
+CHUNKS = 3
+
+
+@pytest.fixture
+def engine() -> Iterator[SmallEngine]:
+    with tempfile.TemporaryDirectory(prefix="tkv-") as directory:
+        root = Path(directory) / "cache"
+        engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, lookup_timeout_ms=300))
+        engine.store(CHUNKS)
+        engine.wait_hits(CHUNKS)
+        yield engine
+        engine.close()
+        end_server(root)
+
+
+def request(name: str) -> Request:
+    return Request(name, [*range(CHUNKS * CHUNK), 1], SamplingParams(max_tokens=1), None)
+
+
+def answers(side: SchedulerSide, name: str) -> list[int | None]:
+    """What vLLM hears until it is told a number."""
+    asked = request(name)
+    side.add_request(asked)
+    heard: list[int | None] = []
+
+    def is_told() -> bool:
+        heard.append(side.matched_tokens(asked, 0))
+        return heard[-1] is not None
+
+    wait_for(is_told, "an answer")
+    side.finish_request(asked, [])
+    return heard
+
+
+def test_only_the_first_request_waits_for_a_server_that_stands_still(engine: SmallEngine) -> None:
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ABILITIES)
+    pid = server_pid(Path(engine.config.storage_uri.removeprefix("file://")))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        first = answers(side, "first")
+        others = [answers(side, f"other-{number}") for number in range(5)]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (first[0], first[-1]) == (None, 0)
+    assert others == [[0]] * 5, "a request waited for a server that had stopped to answer"
+    assert side.counters["lookup_timeout"] == 6
+
+    def is_heard() -> bool:
+        side.poll()
+        return not engine.client.is_silent
+
+    wait_for(is_heard, "the server")
+    assert answers(side, "after")[-1] == CHUNKS * CHUNK
