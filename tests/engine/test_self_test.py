@@ -1,15 +1,23 @@
 """The start-up self-test: it passes on a tier that works, says why it fails on others, and leaves nothing behind."""
 
-import pytest
+import errno
 
+import pytest
+from disk_probe import open_disk
+
+from tiered_kv.config import Config
 from tiered_kv.engine.clock import SystemClock
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, TEST_BYTES, self_test, self_test_format
+from tiered_kv.errors import TierUnavailable
+from tiered_kv.metrics.recorder import Recorder
+from tiered_kv.server.compose import build_engine
+from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
 from tiered_kv.testing.stepping import FakeClock
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
-PUT, GET, DELETE = 0, 1, 2
+MAY_DELETE, PUT, GET, DELETE = 0, 1, 2, 3
 
 
 def run(memory, faults, clock=None, on_operation=None):
@@ -32,6 +40,7 @@ def test_a_tier_that_works_is_measured_and_left_as_it_was():
         ({PUT: Fault.VANISH}, "is not there"),
         ({PUT: Fault.TORN_WRITE}, "payload_xxh3 mismatch"),
         ({GET: Fault.ERROR}, "operation=get"),
+        ({MAY_DELETE: Fault.ERROR}, "operation=delete number=0"),
         ({DELETE: Fault.ERROR}, "operation=delete"),
         ({GET: Fault.ERROR, DELETE: Fault.ERROR}, "operation=get"),
     ],
@@ -48,7 +57,7 @@ def test_a_tier_without_room_can_still_be_read_and_passes_unmeasured():
 
 
 def test_a_tier_without_room_that_does_not_answer_fails():
-    result = run(MemoryTier(TEST_BYTES // 2), {1: Fault.ERROR})
+    result = run(MemoryTier(TEST_BYTES // 2), {2: Fault.ERROR})
     assert "operation=get" in (result.failure or "")
 
 
@@ -60,3 +69,37 @@ def test_without_verification_wrong_bytes_are_seen_all_the_same():
 def test_the_machines_clock_never_goes_back():
     clock = SystemClock()
     assert clock.monotonic() <= clock.monotonic() and clock.wall() > 1_700_000_000
+
+
+def test_a_server_starts_on_a_disk_that_fails_and_knows_what_it_will_hold(tmp_path, monkeypatch):
+    disk = open_disk(tmp_path)
+    chain = SampleChain()
+    for index in range(3):
+        disk.put(chain.name(index), chain.blob(index).view())
+    disk.close()
+
+    def fail(*_arguments, **_options):
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr("tiered_kv.tiers.disk.write_file", fail)
+    config = Config(storage_uri=f"file://{tmp_path}", host_bytes=1 << 24, disk_bytes=1 << 28)
+    engine, _ = build_engine(config, Recorder())
+    try:
+        engine.step()
+        breaker = engine.guards.breaker(0)
+        assert breaker is not None and breaker.is_open and "errno=EIO" in breaker.reason
+        assert engine.hierarchy.usage()["tier0_chunks"] == 3 and engine.hierarchy.index.readable == [False]
+    finally:
+        engine.close()
+
+
+def test_a_tier_that_may_not_delete_is_told_and_nothing_is_left_behind():
+    """A policy without the right to delete fails every trial, one in half a minute: each would leave 4 MiB."""
+
+    class Undeletable(MemoryTier):
+        def delete(self, name):
+            raise TierUnavailable("AccessDenied")
+
+    memory = Undeletable()
+    assert self_test(memory, SystemClock()).failure == "AccessDenied"
+    assert memory.names == []

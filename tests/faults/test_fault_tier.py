@@ -8,6 +8,7 @@ from disk_probe import blob_path, open_disk
 from tiered_kv.errors import CapacityExceeded, TierUnavailable
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.faults import Fault, FaultyTier, at, seeded
+from tiered_kv.tiers.disk_pins import changing_pins
 
 CHAIN = SampleChain()
 BLOB = CHAIN.blob(0)
@@ -93,3 +94,11 @@ def test_a_seeded_plan_repeats_itself_and_another_seed_differs():
     drawn = [[seeded(seed, 0.5)(number) for number in range(64)] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert set(drawn[0]) == {None, *Fault}
+
+
+def test_pins_of_the_medium_are_told_and_never_fail(disk, tmp_path):
+    with changing_pins(tmp_path) as pins:
+        pins[BLOB.name] = 0.0
+    tier = FaultyTier(disk, lambda _number: None)
+    tier.flush()
+    assert set(tier.pinned()) == {BLOB.name.key} and tier.figures() == disk.figures()

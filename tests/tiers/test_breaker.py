@@ -52,13 +52,19 @@ def test_failures_in_a_row_open_it_and_then_nothing_reaches_the_medium(medium):
         lambda: medium.tier.get_into(NAME, memoryview(bytearray(10))),
         lambda: medium.tier.put(NAME, CHAIN.blob(0).view()),
         lambda: medium.tier.delete(NAME),
-        medium.tier.scan,
         lambda: medium.tier.describe(bytes(16), b"{}"),
     ):
         with pytest.raises(TierUnavailable, match="left alone until a trial succeeds"):
             call()
     medium.tier.flush()
     assert medium.faulty.operation_count == before
+
+
+def test_a_scan_passes_an_open_breaker_so_that_a_server_can_start(medium):
+    medium.tier.put(NAME, CHAIN.blob(0).view())
+    medium.breaker.trip("the self-test at start failed")
+    assert [info.name for info in medium.tier.scan()] == [NAME]
+    assert medium.breaker.is_open
 
 
 def test_an_answer_in_between_starts_the_count_again(medium):

@@ -6,10 +6,13 @@ ends with its last client. ``tiered-kv serve`` calls :func:`tiered_kv.server.com
 It answers one line: ``ready``, ``locked <who>`` or ``error <why>``.
 """
 
+import errno
 import gc
+import io
 import logging
 import logging.handlers
 import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -23,6 +26,7 @@ from tiered_kv.server.detach import detach, use_whole_machine
 from tiered_kv.server.paths import ServerInfo, log_path, read_info, server_directory
 from tiered_kv.server.server import Server
 from tiered_kv.server.spawn import is_answering
+from tiered_kv.tiers.disk_io import make_root
 
 logger = logging.getLogger("tiered_kv.server")
 
@@ -31,10 +35,31 @@ RETRY_S = 0.05
 
 
 def _log_to(path: Path) -> None:
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=1)
-    path.chmod(0o600)
+    handler = _PrivateLog(path, maxBytes=LOG_BYTES_MAX, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+class _PrivateLog(logging.handlers.RotatingFileHandler):
+    """A log for this user alone, also after it was rotated, and never one through which another file is written."""
+
+    def _open(self) -> io.TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=_open_private)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a log file.
+
+    Raises:
+        OSError: It is a symbolic link, a FIFO, or a file with a second name.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a log file of ours, remove it", path)
+    os.fchmod(fd, 0o600)
+    return fd
 
 
 class _Report:
@@ -66,7 +91,7 @@ def _main() -> int:
     detach()
     try:
         root = server_directory(config)
-        root.mkdir(0o700, parents=True, exist_ok=True)
+        make_root(root)
         _log_to(log_path(root))
         use_whole_machine()
     except (TieredKVError, OSError) as exc:
@@ -97,7 +122,7 @@ def _serve_when_free(config: Config, root: Path, report: _Report) -> int:
                 return 0
             time.sleep(RETRY_S)
         except (TieredKVError, OSError) as exc:
-            logger.error("the server could not start. %s", exc)
+            logger.error("the server could not start or go on. %s", exc)
             report.answer(f"error {exc}")
             return 1
         except Exception as exc:

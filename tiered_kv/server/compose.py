@@ -140,6 +140,8 @@ def serve(
             on_ready(info)
             server.run(until_idle=until_idle, is_found=presence.is_found)
             sessions.pinning.flush()
+            if not presence.is_found():
+                raise TierUnavailable(f"the directory of this server was removed or taken over. path={root}")
 
 
 def _leave(root: Path, presence: Presence) -> None:

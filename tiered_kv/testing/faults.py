@@ -10,12 +10,13 @@ Owns the count of operations and the plan. What a fault does, by the operation t
     BIT_FLIP     -                            one bit of the answer     -
     VANISH       stored, then deleted         deleted first: False      contains: deleted first, False
 
-A dash means that the operation works as always. ``usage``, ``record_use`` and ``close`` never fail and are not counted.
+A dash means that the operation works as always. ``usage``, ``figures``, ``pinned``, ``record_use`` and ``close`` never
+fail and are not counted.
 """
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 
 from tiered_kv.errors import CapacityExceeded, TierUnavailable
@@ -137,6 +138,12 @@ class FaultyTier(Tier):
 
     def usage(self) -> Usage:
         return self._inner.usage()
+
+    def figures(self) -> dict[str, object]:
+        return self._inner.figures()
+
+    def pinned(self) -> Collection[bytes]:
+        return self._inner.pinned()
 
     def record_use(self, names: Iterable[BlobName]) -> None:
         self._inner.record_use(names)
