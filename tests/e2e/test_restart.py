@@ -1,4 +1,7 @@
-"""What one engine stored, a later one loads: after a restart from disk, and over losses of the server in between."""
+"""What one engine stored, a later one loads: after losses on disk, and over losses of the server in between.
+
+A plain restart, byte for byte, is the first and the last step of ``test_identity_matrix.py``.
+"""
 
 import os
 import random
@@ -7,32 +10,13 @@ from pathlib import Path
 
 import pytest
 from cache_probe import figures, server_pid, wait_ended, wait_for, wait_written
-from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
+from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from counts import seed
-from vllm_harness import drain, generate, kv_fingerprint, random_prompt, running
+from vllm_harness import drain, generate, random_prompt, running
 
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 
 pytestmark = pytest.mark.vllm
-
-
-def test_restarted_engine_hits_disk_byte_for_byte(tiny_model: Path, tmp_path: Path) -> None:
-    prompt = random_prompt(1, 4 * CHUNK + TAIL)
-    with cached_engine(tiny_model, tmp_path) as engine:
-        (cold,) = engine.ask(prompt)
-        computed = kv_fingerprint(engine.llm)
-        wait_written(tmp_path)
-    wait_ended(tmp_path)
-
-    with cached_engine(tiny_model, tmp_path) as engine:
-        (warm,) = engine.ask(prompt)
-        loaded = kv_fingerprint(engine.llm)
-        reads = [row for row in figures(tmp_path)["operations"] if row["operation"] == "get"]
-
-    assert (cold.cached_tokens, warm.cached_tokens) == (0, 4 * CHUNK)
-    assert loaded == computed
-    assert warm.tokens == cold.tokens
-    assert sum(row["calls"] for row in reads if row["outcome"] == "ok") >= 4
 
 
 def test_files_removed_behind_the_server_are_a_miss_and_stored_again(tiny_model: Path, tmp_path: Path) -> None:
@@ -76,27 +60,6 @@ def test_flipped_bytes_on_disk_are_a_miss_and_never_an_answer(tiny_model: Path, 
         tmp_path.glob("blobs/*/*/*.safetensors")
     )
     assert stored_again.cached_tokens == 4 * CHUNK
-
-
-def test_other_weights_under_the_same_name_never_hit(tiny_model: Path, tmp_path: Path) -> None:
-    from tiered_kv.testing.model import TINY, build_model
-
-    prompt = random_prompt(4, 700)
-    cache = tmp_path / "cache"
-    other = build_model(tmp_path / "model", seed=1, shape=TINY)
-    with cached_engine(tiny_model, cache) as engine:
-        (first,) = engine.ask(prompt)
-        wait_written(cache)
-    with cached_engine(other, cache) as engine:
-        (other_cold,) = engine.ask(prompt)
-        (other_warm,) = engine.ask(prompt)
-        wait_written(cache)
-    with cached_engine(tiny_model, cache) as engine:
-        (again,) = engine.ask(prompt)
-
-    assert (other_cold.cached_tokens, other_warm.cached_tokens) == (0, 2 * CHUNK)
-    assert other_cold.tokens != first.tokens
-    assert (again.cached_tokens, again.tokens) == (2 * CHUNK, first.tokens)
 
 
 def test_idle_engine_lets_go_of_a_dead_servers_memory(tiny_model: Path, tmp_path: Path) -> None:

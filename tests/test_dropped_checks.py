@@ -1,0 +1,54 @@
+"""Leave out any one check between a key and the bytes it gives, and some test fails.
+
+Each condition and each call for its own sake of the functions below is dropped in turn, and the tests that belong to
+them run against what is left. The fields of the namespace are dropped in ``tests/vllm/test_identity_mutations.py``.
+"""
+
+from pathlib import Path
+
+import pytest
+from mutants import first_failure, mutants, recompiled
+
+from tiered_kv.chunks import fields, header
+from tiered_kv.engine.performer import Performer
+from tiered_kv.hierarchy.index import Index
+from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.tiers import disk, disk_scan
+
+HERE = Path(__file__).parent
+
+BLOBS = ("chunks/test_header.py",)
+DISK = ("tiers/test_disk.py::namespace", "tiers/test_disk.py::broken_header")
+
+CHECKED = {
+    "a blob against key, prefix and namespace": (header.BlobFormat, "verify", BLOBS),
+    "what all blobs of a namespace share": (header.BlobFormat, "_check_constant_part", BLOBS),
+    "a header": (header, "_whole_header", BLOBS),
+    "a header's hash": (fields, "check_header_hash", BLOBS),
+    "a format version": (header, "_check_version", BLOBS),
+    "a payload": (header, "_check_payload", BLOBS),
+    "a blob of any namespace": (header, "check_blob", BLOBS),
+    "a blob of another size": (disk, "refuse_foreign", DISK),
+    "a file against its name": (disk_scan, "read_named_header", DISK),
+    "what was read against the index": (Performer, "_read", ("engine/test_engine.py",)),
+    "what the index holds": (Index, "held_prefix", ("hierarchy/test_lookups.py", "hierarchy/test_failures.py")),
+    "keys": (PrefixKeys, "extend", ("keys/test_golden_keys.py", "keys/test_rolling.py")),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_no_check_can_be_left_out(monkeypatch, name):
+    owner, attribute, files = CHECKED[name]
+    original = getattr(owner, attribute)
+
+    def noticed():
+        return any(first_failure(HERE / file, about) for file, _, about in (name.partition("::") for name in files))
+
+    monkeypatch.setattr(owner, attribute, recompiled(original))
+    assert not noticed(), "the tests fail without a mutation"
+    unnoticed = []
+    for mutant in mutants(original):
+        monkeypatch.setattr(owner, attribute, mutant.function)
+        if not noticed():
+            unnoticed.append(mutant.dropped)
+    assert not unnoticed
