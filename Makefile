@@ -9,7 +9,7 @@ AT_ONCE := --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-packages s3-server demo serve test test-versions check check-style format bench prove clean
+.PHONY: help setup s3-packages s3-server demo serve test test-versions check check-style format bench simulate prove clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -60,8 +60,15 @@ bench: setup  ## every script in benchmarks/, one after the other
 		[ -e "$$script" ] || { echo "there is no benchmark in benchmarks/ yet"; exit 1; }; \
 		echo "== $$script"; $(PYTHON) "$$script"; done
 
+simulate: setup  ## the cache's engine in virtual time under faults drawn from seeds: SEEDS=10000 FIRST=0
+	$(PYTHON) scripts/simulate.py --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)
+
 prove: setup  ## the tests at full counts, hours; resumable; results with commit, seed and machine in docs/proofs/
 	$(PYTHON) scripts/prove.py
+
+MINUTES ?= 20
+soak: s3-packages  ## random traffic, kills and faults for MINUTES=20; flat memory, nothing left; build/soak.json
+	$(PYTHON) scripts/soak.py --minutes $(MINUTES)
 
 clean:  ## remove what tests and demo built; .venv and downloads stay
 	@VENV=$(VENV) scripts/s3-server wipe --all

@@ -52,7 +52,42 @@ def pytest_section(name: str, expression: str, **counts: int) -> Section:
 
 SECTIONS = (
     Section("kills", ("-m", "pytest", "-q", "tests/faults/test_disk_kills.py"), {"KILLS": 200}),
+    Section(
+        "server_kills",
+        ("-m", "pytest", "-q", "-o", "faulthandler_timeout=3500", "tests/server/test_server_kills.py"),
+        {"SERVER_KILLS": 1000},
+        result="build/server_kills.json",
+    ),
     Section("fuzz", ("-m", "pytest", "-q", "tests/chunks/test_header_fuzz.py"), {"FUZZ": 100_000}),
+    Section(
+        "hostile",
+        (
+            *("-m", "pytest", "-q", "--timeout=7200", "-o", "faulthandler_timeout=7100"),
+            *(
+                "tests/server/test_hostile_server.py",
+                "tests/server/test_frame_fuzz.py",
+                "tests/server/test_messages.py",
+            ),
+            "tests/test_input_fuzz.py",
+        ),
+        {
+            "FRAME_FUZZ": 300_000,
+            "SERVER_FUZZ": 100_000,
+            "FUZZ_CLIENTS": 2000,
+            "MESSAGE_FUZZ": 20_000,
+            "INPUT_FUZZ": 20_000,
+            "CLI_FUZZ": 5000,
+        },
+    ),
+    Section(
+        "corruptions", ("-m", "pytest", "-q", "-s", "tests/faults/test_corruptions.py"), {"CORRUPTIONS": 1_000_000}
+    ),
+    Section(
+        "syscalls",
+        ("-m", "pytest", "-q", "-o", "faulthandler_timeout=7100", "tests/faults/test_syscall_faults.py"),
+        {"SYSCALLS": 100_000},
+    ),
+    Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
     pytest_section("unit", "not vllm and not slow", **FULL),
     pytest_section("slow", "slow and not vllm", **FULL),
     pytest_section("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1),

@@ -27,13 +27,14 @@ from tiered_kv.admin.storage import (
     Stray,
     no_progress,
 )
+from tiered_kv.chunks.arena import SLAB_BYTES
 from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.server.paths import read_info
-from tiered_kv.tiers.disk_io import read_head
+from tiered_kv.tiers.disk_io import read_head, read_small_file
 from tiered_kv.tiers.disk_pins import changing_pins, read_pins
-from tiered_kv.tiers.disk_scan import NAMESPACE_FILE
+from tiered_kv.tiers.disk_scan import NAMESPACE_FILE, RECORD_BYTES_MAX
 
 if TYPE_CHECKING:
     from tiered_kv.admin.server_link import ServerLink
@@ -96,7 +97,10 @@ class DiskStorage(Storage):
                 continue
             if len(digest) == 16 and directory.is_dir():
                 path = directory / NAMESPACE_FILE
-                records[digest] = read_record(digest, _content(path), _written_s(path))
+                try:
+                    records[digest] = read_record(digest, _content(path), _written_s(path))
+                except TierUnavailable as exc:  # a directory or a FIFO of that name, or one of 20 GB
+                    records[digest] = NamespaceRecord(digest, None, str(exc))
         return records
 
     def contains(self, names: Sequence[BlobName]) -> list[bool]:
@@ -108,7 +112,7 @@ class DiskStorage(Storage):
         try:
             if length is not None:
                 return read_head(path, length)
-            return path.read_bytes()
+            return read_small_file(path, SLAB_BYTES)
         except FileNotFoundError:
             return None
         except OSError as exc:
@@ -310,7 +314,7 @@ def _unlink(path: Path) -> bool:
 
 def _content(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return read_small_file(path, RECORD_BYTES_MAX)
     except FileNotFoundError:
         return None
     except OSError as exc:
@@ -319,7 +323,7 @@ def _content(path: Path) -> bytes | None:
 
 def _written_s(path: Path) -> float:
     with contextlib.suppress(OSError):  # there is none: told by its content
-        return path.stat().st_mtime
+        return path.lstat().st_mtime
     return 0.0
 
 

@@ -39,13 +39,20 @@ class Arena:
     """
 
     def __init__(self, slab_fds: Sequence[int]) -> None:
+        """Map slabs, which are this object's from now on.
+
+        Raises:
+            ConfigError: One is not a slab, or the address space is too small.
+        """
         self.slab_fds = list(slab_fds)
         self._maps: list[mmap.mmap] = []
         try:
             for fd in self.slab_fds:
-                if os.fstat(fd).st_size != SLAB_BYTES:
-                    raise ConfigError(f"not a slab: size_bytes={os.fstat(fd).st_size} expected={SLAB_BYTES}")
+                _check_slab(fd)
                 self._maps.append(mmap.mmap(fd, SLAB_BYTES, flags=mmap.MAP_SHARED))
+        except ConfigError:
+            self.close()
+            raise
         except OSError as exc:
             self.close()
             raise ConfigError(
@@ -84,6 +91,17 @@ class Arena:
             self._maps.pop().close()
         while self.slab_fds:
             os.close(self.slab_fds.pop())
+
+
+def _check_slab(fd: int) -> None:
+    """A file that its maker may cut shorter later would end every process that maps it with SIGBUS."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0  # no memfd
+    size_bytes = os.fstat(fd).st_size
+    if size_bytes != SLAB_BYTES or not seals & fcntl.F_SEAL_SHRINK:
+        raise ConfigError(f"not a slab: size_bytes={size_bytes} expected={SLAB_BYTES} seals={seals:#x}")
 
 
 def _punch_hole(fd: int, offset_bytes: int, size_bytes: int) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "confirm",
     "exit_codes",
     "note",
+    "plain",
     "print_json",
     "print_table",
     "progress",
@@ -67,13 +68,21 @@ def exit_codes() -> Iterator[None]:
 
 
 def _ended(code: int, exc: Exception) -> typer.Exit:
-    print(f"tiered-kv: {exc}", file=sys.stderr, flush=True)
+    print(f"tiered-kv: {plain(exc)}", file=sys.stderr, flush=True)
     return typer.Exit(code)
 
 
 def note(text: str) -> None:
     """Tell people something beside the result."""
-    print(f"tiered-kv: {text}", file=sys.stderr, flush=True)
+    print(f"tiered-kv: {plain(text)}", file=sys.stderr, flush=True)
+
+
+def plain(value: object) -> str:
+    """Text for people: what records and names of files say must not give orders to their terminal."""
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else " " if character.isspace() else "?" for character in text)
 
 
 def print_json(value: object) -> None:
@@ -103,14 +112,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if is_number[number] else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+        table.add_row(*(escape(plain(cell)) for cell in row))
     Console(soft_wrap=False).print(table)
 
 
 def _print_plain(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], is_number: Sequence[bool]
 ) -> None:
-    lines = [[str(cell) for cell in row] for row in (columns, *rows)]
+    lines = [[plain(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(len(line[number]) for line in lines) for number in range(len(columns))]
     if title:
         print(title)

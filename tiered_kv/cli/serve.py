@@ -97,4 +97,6 @@ def _set_log_level(name: str) -> None:
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
         raise ConfigError(f"option --log-level: expected debug, info, warning or error, got {name!r}")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Not below INFO for other libraries: what they say of their requests holds access keys and session tokens.
+    logging.basicConfig(level=max(level, logging.INFO), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("tiered_kv").setLevel(level)

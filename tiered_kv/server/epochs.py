@@ -15,10 +15,13 @@ from typing import Final
 import msgspec
 
 from tiered_kv.errors import TierUnavailable
+from tiered_kv.tiers.disk_io import read_small_file, replace_small_file
 
 logger = logging.getLogger(__name__)
 
 EPOCHS_FILE: Final = "epochs.json"
+BYTES_MAX: Final = 16 << 20
+"""A number of each of 300,000 namespaces."""
 
 _OWED: Final = "owed:"
 """Before a digest: a reset of that namespace is not in the bucket yet."""
@@ -44,7 +47,7 @@ def read_epochs(root: Path) -> dict[str, int]:
     """
     path = root / EPOCHS_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+        return msgspec.json.decode(read_small_file(path, BYTES_MAX), type=dict[str, int])
     except FileNotFoundError:
         return {}
     except OSError as exc:
@@ -76,7 +79,7 @@ class Epochs:
         try:
             # A copy: until the fresh file takes its place, the damaged one must stand, or a crash in between would
             # leave none, and with it the first epochs in force.
-            damaged.write_bytes(self._path.read_bytes())
+            replace_small_file(damaged, damaged.with_suffix(".tmp"), read_small_file(self._path, BYTES_MAX))
         except OSError as exc:
             raise TierUnavailable(f"cannot keep the damaged epochs. path={damaged}: {exc}") from exc
         numbers = {"": secrets.randbits(48)}
@@ -133,12 +136,8 @@ class Epochs:
     def _save(self, numbers: dict[str, int]) -> None:
         temporary = self._path.with_suffix(".tmp")
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(msgspec.json.encode(numbers))
-                file.flush()
-                os.fsync(file.fileno())  # unlike a blob, a lost epoch would serve stale KV
-            temporary.replace(self._path)
+            # Lasting: unlike a blob, a lost epoch would serve stale KV.
+            replace_small_file(self._path, temporary, msgspec.json.encode(numbers), is_lasting=True)
             directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(directory)

@@ -155,8 +155,8 @@ class CacheGroups(tuple[CacheGroup, ...]):
             tables: The request's blocks.
             span: ``computed`` and ``end``, multiples of ``block_tokens``.
 
-        Returns None when a block that was allocated is not stored: nothing may be loaded then, because vLLM would take
-        that block for computed.
+        Returns None when a block that was allocated is not stored, or its chunk has no slot: nothing may be loaded
+        then, because vLLM would take that block for computed.
         """
         computed, end = span
         copies = []
@@ -171,6 +171,8 @@ class CacheGroups(tuple[CacheGroup, ...]):
                     return None
                 runs.append(BlockRun(wanted[0] - stored.start if wanted else 0, tuple(table[i] for i in wanted)))
             if any(run.block_ids for run in runs):
+                if chunk - first_chunk >= len(slots):
+                    return None  # the server takes back what it said was ready
                 copies.append(ChunkCopy(slots[chunk - first_chunk], tuple(runs)))
         return tuple(copies)
 

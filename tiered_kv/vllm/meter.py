@@ -210,9 +210,9 @@ class SchedulerMeter:
             return
         try:
             figures = msgspec.json.decode(text, type=ServerFigures)
-        except msgspec.ValidationError as exc:
+        except (ValueError, RecursionError) as exc:  # ValueError: every error of msgspec's
             if not self._has_warned:
-                logger.warning("the server's figures are not shown, it is of another version. cause=%s", exc)
+                logger.warning("the server's figures are not shown, it is of another version. cause=%.200s", exc)
             self._has_warned = True
             return
         for name, labels, value in server_values(figures):

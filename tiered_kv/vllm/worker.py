@@ -10,6 +10,7 @@ and the arena is unmapped only when nothing copies from it or into it any more.
     _running                 guarded by _idle
 """
 
+import contextlib
 import json
 import logging
 import queue
@@ -285,8 +286,10 @@ class WorkerSide:
         finally:
             while started:  # also when a later one could not begin: nothing is reported while bytes move
                 started.pop().wait()  # and a view cannot be released while a copy holds it
-        for view in views:
-            view.release()
+            # Also when a copy failed: whoever keeps the error, as a log handler may, must not keep the arena mapped.
+            for view in views:
+                with contextlib.suppress(BufferError):  # held by the frame of the copy that failed
+                    view.release()
 
     def _copied_bytes(self, copies: tuple[ChunkCopy, ...]) -> int:
         assert self._paged is not None

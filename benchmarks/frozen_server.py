@@ -1,0 +1,208 @@
+"""What a cache server that stands still costs vLLM's steps: a real engine with a live one, a frozen one, and no cache.
+
+    python benchmarks/frozen_server.py [--rounds N] [--prompts N] [--tokens N]
+
+The CPU build in this process, so that the time of each step can be taken: from the call of the engine core's
+``get_output`` to its return, without asynchronous scheduling. Per round new prompts are answered in one batch. While
+the server is frozen (SIGSTOP), the first request waits for its lookup until ``lookup_timeout_ms`` (here 50 ms), and the
+engine steps on; shown are the times of steps, and beside them of whole rounds. Rounds alternate between live and frozen
+on one engine, so that a busy machine is the same for both. ``hooks`` is what a step spends in the connector's own hooks
+of the scheduler's side.
+
+Builds a model with seeded weights under build/. Prints a table and writes build/frozen_server.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / "tests" / "support")]
+
+from cache_probe import server_pid, wait_written  # noqa: E402
+from cached_engine import settings  # noqa: E402
+from vllm_harness import close_llm, drain, generate, make_llm, random_prompt  # noqa: E402  # before vLLM
+
+from tiered_kv.testing.model import TINY, build_model  # noqa: E402
+
+HOOKS = (
+    "add_request",
+    "matched_tokens",
+    "allocated",
+    "loads_finished",
+    "plan_step",
+    "saves_finished",
+    "finish_request",
+)
+LOOKUP_TIMEOUT_MS = 50.0
+
+
+class Steps:
+    """Times of an engine's steps, and of the connector's hooks in each.
+
+    Attributes:
+        step_s, hooks_s: One entry per step that was kept.
+    """
+
+    def __init__(self, llm: Any, side: Any) -> None:
+        self.step_s: list[float] = []
+        self.hooks_s: list[float] = []
+        self._in_hooks = 0.0
+        core = llm.llm_engine.engine_core
+        core.get_output = self._timed_step(core.get_output)
+        for name in HOOKS if side is not None else ():
+            setattr(side, name, self._timed_hook(getattr(side, name)))
+
+    def _timed_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            self._in_hooks = 0.0
+            began_s = time.perf_counter()
+            try:
+                return step(*arguments)
+            finally:
+                self.step_s.append(time.perf_counter() - began_s)
+                self.hooks_s.append(self._in_hooks)
+
+        return run
+
+    def _timed_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **more: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return hook(*arguments, **more)
+            finally:
+                self._in_hooks += time.perf_counter() - began_s
+
+        return run
+
+    def take(self) -> tuple[list[float], list[float]]:
+        """What was measured since the last call."""
+        taken = self.step_s, self.hooks_s
+        self.step_s, self.hooks_s = [], []
+        return taken
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """The server stands still for the length of a ``with`` block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def one_round(
+    llm: Any, steps: Steps, first: int, options: argparse.Namespace
+) -> tuple[list[float], list[float], float]:
+    """New prompts in one batch; the times of the steps, of the hooks in them, and of the whole round."""
+    steps.take()
+    began_s = time.perf_counter()
+    generate(llm, [random_prompt(first + i, options.tokens) for i in range(options.prompts)], max_tokens=16)
+    whole_s = time.perf_counter() - began_s
+    return *steps.take(), whole_s
+
+
+def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows."""
+    plain = make_llm(model, None, async_scheduling=False)
+    steps = Steps(plain, None)
+    one_round(plain, steps, 0, options)  # warm
+    bare = [one_round(plain, steps, 1000 * (n + 1), options) for n in range(options.rounds)]
+    close_llm(plain)
+    live, still = [], []
+    with tempfile.TemporaryDirectory(prefix="tkv-") as root:
+        given = settings(Path(root) / "cache", lookup_timeout_ms=LOOKUP_TIMEOUT_MS)
+        llm = make_llm(model, given, async_scheduling=False)
+        side = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+        steps = Steps(llm, side)
+        one_round(llm, steps, 0, options)
+        for number in range(options.rounds):
+            live.append(one_round(llm, steps, 1_000_000 + 1000 * number, options))
+            drain(llm)
+            wait_written(Path(root) / "cache")
+            with frozen(server_pid(Path(root) / "cache")):
+                still.append(one_round(llm, steps, 2_000_000 + 1000 * number, options))
+            drain(llm)
+            while side._client.is_silent:  # until it has answered again
+                side.poll()
+                time.sleep(0.01)
+        timeouts = side.counters["lookup_timeout"]
+        close_llm(llm)
+    assert timeouts >= options.rounds, f"the frozen server was not waited for. timeouts={timeouts}"
+    return [row("no cache", bare), row("live", live), row("frozen", still)]
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that ``share`` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
+
+
+def row(server: str, rounds: list[tuple[list[float], list[float], float]]) -> dict[str, Any]:
+    step_s = [value for one, _, _ in rounds for value in one]
+    hooks_s = [value for _, one, _ in rounds for value in one]
+    return {
+        "server": server,
+        "steps": len(step_s),
+        "p50_ms": 1e3 * statistics.median(step_s),
+        "p99_ms": 1e3 * percentile(step_s, 0.99),
+        "max_ms": 1e3 * max(step_s),
+        "hooks_p50_ms": 1e3 * statistics.median(hooks_s),
+        "hooks_p99_ms": 1e3 * percentile(hooks_s, 0.99),
+        "hooks_max_ms": 1e3 * max(hooks_s),
+        "round_p50_ms": 1e3 * statistics.median(whole for _, _, whole in rounds),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    names = [name for name in rows[0] if name not in ("server", "steps")]
+    lines = ["| server | steps | " + " | ".join(name.replace("_", " ") for name in names) + " |"]
+    lines.append("|---" * (len(names) + 2) + "|")
+    for cell in rows:
+        shown = " | ".join(f"{cell[name]:.2f}" for name in names)
+        lines += [f"| {cell['server']} | {cell['steps']} | {shown} |"]
+    return lines
+
+
+def machine(options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load": round(os.getloadavg()[0], 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
+        "prompts": options.prompts,
+        "tokens": options.tokens,
+        "command": shlex.join(["python", "benchmarks/frozen_server.py", *sys.argv[1:]]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=4, help="per round")
+    parser.add_argument("--tokens", type=int, default=600, help="per prompt")
+    options = parser.parse_args()
+    rows = measure(build_model(REPOSITORY / "build" / "models" / "tiny", shape=TINY), options)
+    facts = machine(options)
+    print("\n".join(table(rows)))
+    target = REPOSITORY / "build" / "frozen_server.json"
+    target.write_text(json.dumps({"machine": facts, "results": rows}, indent=1) + "\n")
+    print(json.dumps({"machine": facts, "file": str(target.relative_to(REPOSITORY))}))
+
+
+if __name__ == "__main__":
+    main()

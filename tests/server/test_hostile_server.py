@@ -1,0 +1,336 @@
+"""Whatever answers on the socket in a server's place: its clients lose the cache, and nothing else."""
+
+import array
+import contextlib
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cache_clients import PAGES, settings, worker_part
+from cache_probe import wait_for
+from counts import count, seed
+from hostile_messages import INTEGERS, hostile_frame, types_of
+from server_processes import descriptors
+
+from tiered_kv.chunks.arena import SLAB_BYTES, Arena, create_slabs
+from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
+from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
+from tiered_kv.server import checks
+from tiered_kv.server import messages as m
+from tiered_kv.server.client import MOVES_BYTES_MAX, READ_BYTES, SchedulerClient
+from tiered_kv.server.handshake import shake_hands
+from tiered_kv.server.paths import ServerInfo, write_info
+from tiered_kv.server.worker_client import WorkerClient, _receive_slabs
+
+ID = "0123456789abcdef"
+RECORD = Namespace.from_fields(dict.fromkeys(REQUIRED_FIELDS) | {"format_version": 1, "epoch": "base-0"}).record
+READY = m.Ready(RECORD, 8192, 4096, [0], 100, ["host", "disk"])
+KEYS = [bytes([index]) * 16 for index in range(8)]
+DIGESTS = [bytes([index]) * 32 for index in range(8)]
+
+
+def welcome(**changed: object) -> bytes:
+    fields = {"protocol": m.PROTOCOL, "version": "v", "server_id": ID, "pid": 1, "slab_count": 1, "directory": "/d"}
+    return m.frame(m.Welcome(**fields | changed))
+
+
+# -- the scheduler's client ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerClient]:
+    """A scheduler's client that never joins by itself: ``wire`` gives it connections."""
+    monkeypatch.setattr(SchedulerClient, "_start_joining", lambda self, delay_s: None)
+    made = SchedulerClient(settings(tmp_path), "e", 1, is_watching=True)
+    yield made
+    made.close()
+
+
+def wire(client: SchedulerClient) -> socket.socket:
+    """Connect the client; returns the server's end."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    client._joined.append((client.generation, ours))
+    return theirs
+
+
+def tell(client: SchedulerClient, server: socket.socket, data: bytes) -> None:
+    """Send bytes to the client, which polls as vLLM's scheduler would, until it has them all or has hung up."""
+    left, generation = memoryview(data), client.generation
+    while left and client.generation == generation:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                left = left[server.send(left) :]
+            except (BrokenPipeError, ConnectionResetError):
+                return
+        client.poll()
+        with contextlib.suppress(BlockingIOError):
+            server.recv(1 << 20)  # an honest reader, so that nothing is dropped for being full
+    client.poll()
+
+
+def use(client: SchedulerClient, source: random.Random) -> None:
+    """What a scheduler's side does between two polls."""
+    lookup = client.lookup(KEYS, DIGESTS)
+    for answer in client.lookups.values():
+        assert 0 <= answer.ready <= len(answer.slots) == len(answer.sources)
+        assert answer.held >= 0 and answer.unknown >= 0
+    if (slot := client.take_slot()) is not None:
+        record = ChunkRecord(bytes(16), KEYS[0], bytes(16), 0, DIGESTS[0])
+        source.choice((lambda: client.commit([(slot, record)]), lambda: client.give_back([slot])))()
+    client.ask_figures()
+    client.pin(KEYS[0], 60.0)
+    if lookup is not None and source.random() < 0.5:
+        client.release(lookup)
+    if source.random() < 0.02:
+        client.reset()
+
+
+def test_a_scheduler_survives_every_message_with_any_content(client: SchedulerClient) -> None:
+    source = random.Random(seed())
+    kinds = types_of(m.FromServer)
+    before, sessions, messages = descriptors(os.getpid()), 0, 0
+    frames = count("SERVER_FUZZ", 3000)
+    while messages < frames:
+        with wire(client) as server:
+            client.poll()
+            sessions += 1
+            if source.random() < 0.9:
+                tell(client, server, m.frame(READY))
+                assert client.is_ready or client._is_resetting
+                tell(client, server, m.frame(m.Credits(list(range(8)))))
+            generation = client.generation
+            while client.generation == generation and messages < frames:
+                use(client, source)
+                ids = list(client.lookups)
+                frame = hostile_frame(source, kinds)
+                if ids and source.random() < 0.3:  # one that is about a lookup of ours
+                    drawn = source.choice
+                    slots = [drawn(INTEGERS) for _ in range(drawn((0, 3)))]
+                    frame = m.frame(
+                        m.Updated(drawn(ids), drawn(INTEGERS), slots, drawn((0, 1, 3, -1)), False, None, 0, bytes(3))
+                    )
+                tell(client, server, frame)
+                messages += 1
+                assert len(client._reader._buffer) <= m.FRAME_BYTES_MAX + READ_BYTES + m.LENGTH.size
+                assert client.credit_count <= checks.CREDITS_MAX
+            client.lookups.clear()
+    assert sessions > frames // 100, "nothing was ever refused"
+    client._sock = None if client._sock is None else client._sock.close()
+    assert descriptors(os.getpid()) <= before
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Updated(1, 3, [7], 3, True, None, 0, b"\0"),
+        m.Updated(1, 3, [7], 1, True, None, 0, b""),
+        m.Updated(1, -1, [], 0, True, None, 0, b""),
+        m.Updated(1, 1, [-7], 1, True, None, 0, b"\0"),
+        m.Updated(1, 0, [], 0, False, None, -1, b""),
+        m.Credits([-1]),
+        m.Moved(2, True, bytes(16)),
+        m.Moved(-1, True, bytes(16)),
+        m.Moved(0, True, bytes(15)),
+        m.Ready(RECORD, 0, 4096, [0], 1, ["host"]),
+        m.Ready(RECORD, 8192, -1, [0], 1, ["host"]),
+        m.Ready(RECORD, 8192, 4096, [], 1, ["host"]),
+        m.Ready(RECORD, 8192, 4096, [1 << 40], 1, ["host"]),
+        m.Ready(RECORD, 8192, 4096, [-1], 1, ["host"]),
+        m.Ready(RECORD, 8192, 4096, [0], 1, ["host\nforged line"]),
+        m.Ready(RECORD, 8192, 4096, [0], 1, ["host"] * 100),
+        m.Ready(b"[" * 100_000, 8192, 4096, [0], 1, ["host"]),
+        m.Ready(b"{}", 8192, 4096, [0], 1, ["host"]),
+        m.Slabs(1),
+    ],
+)
+def test_an_impossible_answer_ends_the_session_and_says_why(
+    client: SchedulerClient, message: m.Message, caplog: pytest.LogCaptureFixture
+) -> None:
+    with wire(client) as server:
+        client.poll()
+        tell(client, server, m.frame(READY))
+        assert client.lookup(KEYS, DIGESTS) == 1
+        tell(client, server, m.frame(message))
+    assert client.generation == 1 and not client.is_ready
+    assert "cache session lost" in caplog.text
+
+
+def test_a_flood_is_bounded(client: SchedulerClient) -> None:
+    with wire(client) as server:
+        client.poll()
+        tell(client, server, m.frame(READY))
+        for _ in range(60):
+            tell(client, server, m.frame(m.Moved(0, True, bytes(2 << 20))))
+            assert sum(len(moved.keys) for moved in client.moves) <= MOVES_BYTES_MAX + (2 << 20)
+        assert client.generation == 0
+        grant = m.frame(m.Credits(list(range(300_000))))
+        for _ in range(4):
+            tell(client, server, grant)
+    assert client.generation == 1 and client.credit_count == 0
+
+
+def test_a_long_refusal_is_shown_short_and_on_one_line(
+    client: SchedulerClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with wire(client) as server:
+        client.poll()
+        tell(client, server, m.frame(m.Refused("unavailable", "no\n2026 ERROR forged\x1b[2J" * 100_000)))
+    (record,) = (r for r in caplog.records if "cache session lost" in r.message)
+    assert len(record.message) < 3000 and record.message.isprintable()
+
+
+# -- shaking hands, and the worker's client --------------------------------------------------------------------------
+
+
+def test_shaking_hands_survives_any_answer() -> None:
+    source = random.Random(seed())
+    kinds = types_of(m.FromServer)
+    hello = m.Hello(m.PROTOCOL, "v", "worker", os.getpid())
+    before, outcomes = descriptors(os.getpid()), set()
+    for _ in range(count("SERVER_FUZZ", 3000) // 3):
+        ours, theirs = socket.socketpair()
+        data = source.choice((hostile_frame(source, (m.Welcome,)), hostile_frame(source, kinds), welcome()))
+        data += b"".join(hostile_frame(source, source.choice(((m.Slabs,), kinds))) for _ in range(2))
+        sender = threading.Thread(target=_send, args=(theirs, data)) if len(data) > 100_000 else None
+        with ours, theirs:
+            sender.start() if sender else _send(theirs, data)
+            try:
+                answer = shake_hands(ours, hello, 5.0)
+                assert answer.server_id.isalnum() and answer.slab_count >= 0
+                for fd in _receive_slabs(ours, answer.slab_count):
+                    os.close(fd)
+                outcomes.add("welcome")
+            except (TieredKVError, OSError) as exc:
+                outcomes.add(type(exc).__name__)
+                assert len(str(exc)) < 3000
+            if sender:
+                ours.close()
+                sender.join()
+    assert {"ProtocolError", "ConfigError"} <= outcomes
+    assert descriptors(os.getpid()) == before
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+
+
+Answers = Callable[[socket.socket], None]
+
+
+@pytest.fixture
+def imposter(tmp_path: Path, runtime_directory: Path) -> Iterator[Callable[[Answers], Path]]:
+    """Something else that listens where the directory's description says: gives the directory."""
+    listener = socket.socket(socket.AF_UNIX)
+    path = runtime_directory / "imposter.sock"
+    listener.bind(str(path))
+    listener.listen()
+    root = tmp_path / "cache"
+    root.mkdir(0o700)
+    write_info(root, ServerInfo(str(path), 1, "v", m.PROTOCOL, ID, "x"))
+
+    def serve(answers: Answers) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    sock.recv(4096)  # Hello, and perhaps more
+                    answers(sock)
+
+    def start(answers: Answers) -> Path:
+        threading.Thread(target=serve, args=(answers,), daemon=True).start()
+        return root
+
+    yield start
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    path.unlink()
+
+
+def slabs(sock: socket.socket, descriptors: list[int], said: int | None = None) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    sock.sendmsg([m.frame(m.Slabs(len(descriptors) if said is None else said))], rights)
+    for fd in descriptors:
+        os.close(fd)
+
+
+def memfd(size_bytes: int) -> int:
+    fd = os.memfd_create("imposter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    return fd
+
+
+def endless(sock: socket.socket) -> None:
+    sock.sendall(welcome(slab_count=4))
+    while True:
+        slabs(sock, [])
+
+
+def then(first: bytes, more: Callable[[socket.socket], None]) -> Answers:
+    def answer(sock: socket.socket) -> None:
+        sock.sendall(first)
+        more(sock)
+
+    return answer
+
+
+IMPOSTERS: dict[str, tuple[Answers, str]] = {
+    "no frame": (lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "frame too long"),
+    "no message": (lambda sock: sock.sendall(m.LENGTH.pack(3) + b"\xff\xff\xff"), "not a message"),
+    "no welcome": (lambda sock: sock.sendall(m.frame(READY)), "expected Welcome, got Ready"),
+    "another protocol": (lambda sock: sock.sendall(welcome(protocol=99, version="9" * 100_000)), "speaks protocol 99"),
+    "an id that is a path": (lambda sock: sock.sendall(welcome(server_id="../../../tmp/owned")), "not 16 hex digits"),
+    "no id": (lambda sock: sock.sendall(welcome(server_id="")), "not 16 hex digits"),
+    "slabs below zero": (lambda sock: sock.sendall(welcome(slab_count=-1)), "slabs out of range"),
+    "a petabyte of slabs": (lambda sock: sock.sendall(welcome(slab_count=1 << 40)), "slabs out of range"),
+    "slabs without end": (endless, "expected slabs, got Slabs with 0 descriptors"),
+    "a slab that is not there": (then(welcome(), lambda sock: slabs(sock, [], 1)), "got Slabs with 0 descriptors"),
+    "a slab too few": (
+        then(welcome(), lambda sock: slabs(sock, [memfd(SLAB_BYTES)], 2)),
+        "got Slabs with 1 descriptors",
+    ),
+    "a small slab": (then(welcome(), lambda sock: slabs(sock, [memfd(4096)])), "not a slab: size_bytes=4096"),
+    "a slab that may shrink": (
+        then(welcome(), lambda sock: slabs(sock, [memfd(SLAB_BYTES)])),
+        "not a slab: .* seals=0x0",
+    ),
+    "a device": (then(welcome(), lambda sock: slabs(sock, [os.open("/dev/zero", os.O_RDWR)])), "not a slab"),
+    "a long refusal": (
+        then(welcome(), lambda sock: sock.sendall(m.frame(m.Refused("config", "x\n" * 100_000)))),
+        "refused: x x",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSTERS)
+def test_a_worker_is_told_what_is_wrong_with_its_server(
+    imposter: Callable[[Answers], Path], case: str, tmp_path: Path
+) -> None:
+    answers, expected = IMPOSTERS[case]
+    root = imposter(answers)
+    before = descriptors(os.getpid())
+    with pytest.raises((ProtocolError, ConfigError), match=expected) as caught:
+        WorkerClient(settings(root), "e", 0, worker_part(pages=PAGES))
+    assert len(str(caught.value)) < 3000
+    wait_for(lambda: descriptors(os.getpid()) <= before, "the imposter's end of the connection to close")
+    assert {path.name for path in tmp_path.iterdir()} == {"cache"}
+    assert {path.name for path in root.iterdir()} <= {"server.json", f"arena-{ID}.lock"}
+
+
+def test_a_slab_cannot_be_cut_shorter_by_its_maker() -> None:
+    (fd,) = create_slabs(1)
+    theirs = os.dup(fd)
+    arena = Arena([fd])
+    with pytest.raises(PermissionError):
+        os.ftruncate(theirs, 0)
+    assert arena.view(0, SLAB_BYTES - 1, 1).tobytes() == b"\0"  # SIGBUS, were it gone
+    arena.close()
+    os.close(theirs)
