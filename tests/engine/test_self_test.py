@@ -17,7 +17,7 @@ from tiered_kv.testing.memory import MemoryTier
 from tiered_kv.testing.stepping import FakeClock
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
-MAY_DELETE, PUT, GET, DELETE = 0, 1, 2, 3
+PUT, GET, DELETE = 0, 1, 2
 
 
 def run(memory, faults, clock=None, on_operation=None):
@@ -40,7 +40,6 @@ def test_a_tier_that_works_is_measured_and_left_as_it_was():
         ({PUT: Fault.VANISH}, "is not there"),
         ({PUT: Fault.TORN_WRITE}, "payload_xxh3 mismatch"),
         ({GET: Fault.ERROR}, "operation=get"),
-        ({MAY_DELETE: Fault.ERROR}, "operation=delete number=0"),
         ({DELETE: Fault.ERROR}, "operation=delete"),
         ({GET: Fault.ERROR, DELETE: Fault.ERROR}, "operation=get"),
     ],
@@ -57,7 +56,7 @@ def test_a_tier_without_room_can_still_be_read_and_passes_unmeasured():
 
 
 def test_a_tier_without_room_that_does_not_answer_fails():
-    result = run(MemoryTier(TEST_BYTES // 2), {2: Fault.ERROR})
+    result = run(MemoryTier(TEST_BYTES // 2), {1: Fault.ERROR})
     assert "operation=get" in (result.failure or "")
 
 
@@ -93,13 +92,24 @@ def test_a_server_starts_on_a_disk_that_fails_and_knows_what_it_will_hold(tmp_pa
         engine.close()
 
 
-def test_a_tier_that_may_not_delete_is_told_and_nothing_is_left_behind():
+def test_a_tier_that_may_not_delete_gets_one_blob_and_no_more():
     """A policy without the right to delete fails every trial, one in half a minute: each would leave 4 MiB."""
 
-    class Undeletable(MemoryTier):
-        def delete(self, name):
-            raise TierUnavailable("AccessDenied")
+    class Strict(MemoryTier):
+        may_delete = False
 
-    memory = Undeletable()
-    assert self_test(memory, SystemClock()).failure == "AccessDenied"
+        def delete(self, name):
+            if not self.may_delete:
+                raise TierUnavailable("AccessDenied")
+            return super().delete(name)
+
+    memory = Strict()
+    left = None
+    for _ in range(3):
+        result = self_test(memory, SystemClock(), left)
+        left = result.left
+        assert result.failure == "AccessDenied"
+        assert memory.names == [left]
+    memory.may_delete = True
+    assert self_test(memory, SystemClock(), left).failure is None
     assert memory.names == []

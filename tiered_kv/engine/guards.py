@@ -13,7 +13,7 @@ from tiered_kv.engine.executor import Executor, Pool
 from tiered_kv.engine.self_test import SelfTest, self_test
 from tiered_kv.engine.stalls import STALL_S, Stalls
 from tiered_kv.hierarchy.hierarchy import Hierarchy
-from tiered_kv.tiers.base import Tier
+from tiered_kv.tiers.base import BlobName, Tier
 from tiered_kv.tiers.wrappers.breaker import Breaker
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ class _Guarded:
     breaker: Breaker
     trial: Tier
     is_out: bool = False
+    left: BlobName | None = None
+    """By the last trial, which could not delete it."""
 
 
 class Guards:
@@ -80,5 +82,7 @@ class Guards:
         self._hierarchy.set_readable(one.number, not one.is_out)
 
     def _try(self, one: _Guarded) -> None:
-        self._ended.append((one, self_test(one.trial, self._clock)))
+        result = self_test(one.trial, self._clock, one.left)
+        one.left = result.left
+        self._ended.append((one, result))
         self._executor.notify()
