@@ -80,7 +80,9 @@ SECTIONS = (
         },
     ),
     Section(
-        "corruptions", ("-m", "pytest", "-q", "-s", "tests/faults/test_corruptions.py"), {"CORRUPTIONS": 1_000_000}
+        "corruptions",
+        ("-m", "pytest", "-q", "-s", "-o", "faulthandler_timeout=7100", "tests/faults/test_corruptions.py"),
+        {"CORRUPTIONS": 1_000_000},
     ),
     Section(
         "syscalls",
@@ -90,7 +92,7 @@ SECTIONS = (
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
     pytest_section("unit", "not vllm and not slow", **FULL),
     pytest_section("slow", "slow and not vllm", **FULL),
-    pytest_section("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1),
+    pytest_section("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
     Section("demo", ("demo/run.py",), result="build/demo.json"),
 )
 

@@ -1,6 +1,6 @@
-"""What one engine stored, a later one loads: after losses on disk, and over losses of the server in between.
+"""Losses of the cache server under a running engine: misses at once, hits again with the server that follows.
 
-A plain restart, byte for byte, is the first and the last step of ``test_identity_matrix.py``.
+Restarts of the engine are in ``test_identity_matrix.py``, damage on disk in ``test_disk_faults.py``.
 """
 
 import os
@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cache_probe import figures, server_pid, wait_ended, wait_for, wait_written
+from cache_probe import server_pid, wait_for, wait_written
 from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from counts import seed
 from vllm_harness import drain, generate, random_prompt, running
@@ -17,49 +17,6 @@ from vllm_harness import drain, generate, random_prompt, running
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 
 pytestmark = pytest.mark.vllm
-
-
-def test_files_removed_behind_the_server_are_a_miss_and_stored_again(tiny_model: Path, tmp_path: Path) -> None:
-    prompt = random_prompt(2, 1100)
-    with cached_engine(tiny_model, tmp_path) as engine:
-        (cold,) = engine.ask(prompt)
-        wait_written(tmp_path)
-    wait_ended(tmp_path)
-
-    with cached_engine(tiny_model, tmp_path) as engine:
-        for blob in tmp_path.glob("blobs/*/*/*.safetensors"):
-            blob.unlink()
-        (gone,) = engine.ask(prompt)
-        (stored_again,) = engine.ask(prompt)
-
-    assert gone.cached_tokens == 0
-    assert stored_again.cached_tokens == 4 * CHUNK
-    assert gone.tokens == stored_again.tokens == cold.tokens
-
-
-def test_flipped_bytes_on_disk_are_a_miss_and_never_an_answer(tiny_model: Path, tmp_path: Path) -> None:
-    prompt = random_prompt(3, 1100)
-    with cached_engine(tiny_model, tmp_path) as engine:
-        (cold,) = engine.ask(prompt)
-        wait_written(tmp_path)
-    wait_ended(tmp_path)
-    source = random.Random(seed())
-    for blob in tmp_path.glob("blobs/*/*/*.safetensors"):
-        data = bytearray(blob.read_bytes())
-        data[source.randrange(len(data))] ^= 1 << source.randrange(8)
-        blob.write_bytes(data)
-
-    with cached_engine(tiny_model, tmp_path) as engine:
-        (flipped,) = engine.ask(prompt)
-        counters = figures(tmp_path)["counters"]
-        (stored_again,) = engine.ask(prompt)
-
-    assert flipped.cached_tokens == 0
-    assert flipped.tokens == cold.tokens
-    assert sum(n for name, n in counters.items() if name.startswith("read_failed_corrupt")) >= 1 or not list(
-        tmp_path.glob("blobs/*/*/*.safetensors")
-    )
-    assert stored_again.cached_tokens == 4 * CHUNK
 
 
 def test_idle_engine_lets_go_of_a_dead_servers_memory(tiny_model: Path, tmp_path: Path) -> None:
