@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from cache_probe import figures, wait_ended, wait_for
 from cached_engine import CHUNK, TAIL, assert_same, cached_engine, settings
+from counts import only_in_proofs
 from object_nodes import FOUND_S, Place, blob_paths, s3_place, wait_uploaded
 from s3 import S3
 from vllm_harness import Answer, kv_fingerprint, random_prompt
@@ -56,6 +57,7 @@ def test_an_engine_on_an_empty_machine_loads_from_the_bucket_byte_for_byte(
     assert len(blob_paths(s3, prefix)) == 5
 
 
+@only_in_proofs  # test_disaggregated.py has a producer and a consumer on one bucket, the demo an engine after another
 @pytest.mark.timeout(300)
 def test_two_engines_with_servers_of_their_own_share_while_both_run(
     tiny_model: Path, s3: S3, prefix: str, tmp_path: Path
