@@ -31,8 +31,9 @@ class Pool(Enum):
     UPKEEP = "upkeep"
 
 
-LOCAL_THREADS: Mapping[Pool, int] = {Pool.LOAD: 4, Pool.STORE: 4, Pool.UPKEEP: 2}
-"""Of an engine without a shared tier."""
+LOCAL_THREADS: Mapping[Pool, int] = {Pool.LOAD: 4, Pool.STORE: 4, Pool.UPKEEP: 4}
+"""Of an engine without a shared tier. A local disk that hangs takes up to three of UPKEEP: a flush, a trial, a look at
+``server.json``; what keeps a bucket's grants alive must not wait behind them."""
 
 
 class Executor(Protocol):
