@@ -7,7 +7,7 @@ The cache lies on a file system in user space (bindfs, a Debian package; needs /
     none       it works
     dead       its process is killed: every system call answers ENOTCONN
     stalled    its process is stopped: every system call hangs, the server's own included
-    slow       it reads 200 kB/s
+    slow       it reads 2 MB/s
 
 Every request is for a prefix that only the disk has. Its added latency is the time from its arrival until the scheduler
 side answers how many tokens it may load; asked once a millisecond. Requests that came while the breaker was open, or
@@ -50,7 +50,7 @@ PREFILL = {"fast": 1000.0, "slow": 50.0}
 FAULTS = ("none", "dead", "stalled", "slow")
 PAUSE_S = {"none": 0.0, "dead": 0.0, "stalled": 0.05, "slow": 0.0}
 """Between requests: a stall is noticed after ten seconds."""
-SLOW_RATE = "200k"
+SLOW_RATE = "2M"
 GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK, is_windowed=False)])
 ABILITIES = Abilities(may_load=True, may_store=False, has_prefix_caching=False)
 

@@ -45,9 +45,11 @@ from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 from tiered_kv.vllm.extras import Adapters  # noqa: E402
+from tiered_kv.vllm.groups import CacheGroup, CacheGroups  # noqa: E402
 from tiered_kv.vllm.scheduler import Abilities, SchedulerSide  # noqa: E402
 
 STEP_S = 0.001
+GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK, is_windowed=False)])
 PREFILL = {"fast": 1000.0, "slow": 50.0, "patient": 1000.0}
 """Rules, and the tokens per second that the engine is said to compute."""
 
@@ -140,7 +142,7 @@ def measure(run: Run, fault: str, wait: str, count: int) -> list[Sample]:
         engine.config,
         engine.client,
         Adapters(""),
-        BLOCK,
+        GROUPS,
         Abilities(may_load=True, may_store=False, has_prefix_caching=False),
     )
     side.prefill._tokens_per_s = PREFILL[wait]

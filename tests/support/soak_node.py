@@ -32,6 +32,8 @@ RESERVE_BYTES = 64 << 20
 ROOM_BYTES = 16 << 20
 BUCKET_BYTES = 64 << 20
 FILE_SYSTEM_BYTES = 48 << 20
+OVERTAKEN = ("no chunk here has a key", "no server is running that enforces one")
+"""What a verb may answer because a chunk was evicted, or a server killed, since it was chosen."""
 OPERATOR_CODES = (0, 1, 3, 4)
 """What a verb may end with here: done, the store does not answer, another command is at it, something bad was found."""
 
@@ -220,8 +222,8 @@ class Node:
             env=self._store.cli_environment,
         )
         said = done.stdout + done.stderr
-        is_gone = "no chunk here has a key" in said  # it was evicted since it was chosen
-        if (done.returncode not in OPERATOR_CODES and not is_gone) or any(word in said for word in FAILED):
+        is_overtaken = any(words in said for words in OVERTAKEN)
+        if (done.returncode not in OPERATOR_CODES and not is_overtaken) or any(word in said for word in FAILED):
             self.problems.append(f"{self.name}: tiered-kv {verb} ended with {done.returncode}: {said[-500:]}")
         return True
 
