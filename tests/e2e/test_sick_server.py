@@ -209,13 +209,13 @@ def test_an_engine_outlives_a_server_that_answers_nonsense(
     monkeypatch.setattr(client, "_take", take_garbled)
     stored = prompts(400, 4)
     with impatient(engine):
-        for number in range(count("GARBLED_PROMPTS", 8)):
+        for number in range(count("GARBLED_PROMPTS", 12)):
             answers = asked(engine, stored[number % 4], random_prompt(500 + number, LENGTH))
             assert [len(answer.tokens) for answer in answers] == [8, 8]  # any: the server is trusted with bytes
             if not client.is_ready:
                 client.wait_ready(2.0)
     monkeypatch.setattr(client, "_take", take)
-    assert told["Updated"] > 3 and client.generation > 0
+    assert told["Updated"] > 1 and client.generation > 0
     drain(engine.llm)
     if client._sock is not None:
         client._lose(ProtocolError("what was told is forgotten: slots that nobody granted"))

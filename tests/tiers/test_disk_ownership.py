@@ -87,3 +87,18 @@ def test_close_waits_for_calls_in_flight_before_it_unlocks(tmp_path):
     user.join()
     closer.join()
     open_disk(tmp_path).close()
+
+
+def test_a_close_that_fails_releases_the_directory_all_the_same(tmp_path, monkeypatch):
+    """The last call of a cache's life (tests/faults/test_syscall_faults.py)."""
+    tier, close = open_disk(tmp_path), os.close
+
+    def failing(descriptor):
+        close(descriptor)
+        raise OSError(5, "input/output error")
+
+    monkeypatch.setattr(tier, "_index", None)  # nothing else is closed
+    monkeypatch.setattr(os, "close", failing)
+    tier.close()
+    monkeypatch.undo()
+    open_disk(tmp_path).close()

@@ -4,6 +4,7 @@ Owns ``server.lock``. Reads, but never writes, ``server.json``, in which the hol
 by ``disk.py``.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -62,7 +63,8 @@ class DirectoryLock:
             self._held = False
             # Explicitly, not by the close alone: a forked child may hold a copy of the descriptor.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
+            with contextlib.suppress(OSError):  # unlocked, and the descriptor is gone whatever close answers
+                os.close(self._descriptor)
 
 
 def _holder(root: Path) -> str:
