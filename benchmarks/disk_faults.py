@@ -34,15 +34,15 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support")]
+sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
 
-from cache_clients import BLOCK, CHUNK, SmallEngine, settings  # noqa: E402  # shared with the tests
+from cache_clients import CHUNK, SmallEngine, settings  # noqa: E402  # shared with the tests
 from cache_probe import server_pid, wait_for, wait_written  # noqa: E402
+from object_faults import GROUPS, percentile  # noqa: E402  # beside this script
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 from tiered_kv.vllm.extras import Adapters  # noqa: E402
-from tiered_kv.vllm.groups import CacheGroup, CacheGroups  # noqa: E402
 from tiered_kv.vllm.scheduler import Abilities, SchedulerSide  # noqa: E402
 
 STEP_S = 0.001
@@ -51,7 +51,6 @@ FAULTS = ("none", "dead", "stalled", "slow")
 PAUSE_S = {"none": 0.0, "dead": 0.0, "stalled": 0.05, "slow": 0.0}
 """Between requests: a stall is noticed after ten seconds."""
 SLOW_RATE = "2M"
-GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK, is_windowed=False)])
 ABILITIES = Abilities(may_load=True, may_store=False, has_prefix_caching=False)
 
 
@@ -157,12 +156,6 @@ def is_out(engine: SmallEngine) -> bool:
     said = engine.client.figures
     breaker = json.loads(said)["tiers"][0]["breaker"] if said else "closed"
     return engine.client.is_silent or breaker != "closed"
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that ``share`` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
 
 
 def row(fault: str, rule: str, samples: list[Sample]) -> dict[str, Any]:

@@ -26,21 +26,13 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests" / "support")]
 
+from disk_io import drop  # noqa: E402  # beside this script
 from disk_probe import blob_path, open_disk  # noqa: E402  # shared with the tests
 
 from tiered_kv.testing.blobs import SampleChain  # noqa: E402
 from tiered_kv.tiers.wrappers.verified import VerifiedTier  # noqa: E402
 
 BLOBS = 12
-
-
-def drop(paths: list[Path]) -> None:
-    """Write back and forget the pages of these files."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def timed(work: Callable[[], object]) -> float:

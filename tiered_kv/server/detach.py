@@ -48,8 +48,9 @@ def raise_descriptor_limit() -> None:
 def share_malloc_arenas() -> None:
     """Have all threads take their memory from two heaps of glibc, where each of some 45 threads had its own.
 
-    What a thread frees stays in its heap, so a server's resident memory crept up with every burst that another thread
-    happened to handle, while live objects took a few MB. Before any thread; other C libraries have no such heaps.
+    What a thread frees stays in its heap, so bursts that different threads happen to handle add up. Its part in the
+    growth that the soak sees was not measured alone (docs/decisions/0012). Before any thread; other C libraries have no
+    such heaps.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
