@@ -13,6 +13,7 @@ from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import (
     MAX_HEADER_BYTES,
     PEEK_BYTES,
+    BlobCheck,
     BlobFormat,
     SealFields,
     check_blob,
@@ -324,3 +325,31 @@ def test_flipped_version_is_corrupt_not_another_version():
     blob[f.FORMAT.offset + 3] ^= 2
     with pytest.raises(ChunkCorrupt, match="header_xxh3"):
         verify(blob)
+
+
+# --- while it is read ------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_a_blob_checked_by_pieces_is_judged_as_one_checked_at_once(data):
+    """Whatever the pieces and whatever the damage: the same verdict, word for word."""
+    blob = sealed_blob(FORMAT)
+    for _ in range(data.draw(st.integers(0, 2), label="flips")):
+        blob[data.draw(st.integers(0, len(blob) - 1), label="at")] ^= 1 << data.draw(st.integers(0, 7), label="bit")
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(blob)), max_size=6), label="cuts"))
+    key = data.draw(st.sampled_from([KEY, bytes(16)]), label="key")
+    buffer = bytearray(len(blob))
+    check, done = BlobCheck(FORMAT, memoryview(buffer)), 0
+    for cut in cuts:
+        buffer[done:cut], done = blob[done:cut], cut
+        check.advance(cut)
+    buffer[done:] = blob[done:]
+    assert verdict(lambda: check.finish(key, PREFIX)) == verdict(lambda: verify(blob, key=key))
+
+
+def verdict(work):
+    try:
+        work()
+    except (ChunkCorrupt, ChunkMismatch) as exc:
+        return type(exc), str(exc)
+    return None

@@ -1,16 +1,17 @@
-"""100,000 damaged headers through every reader: only the declared errors, and no memory beyond the declared bound."""
+"""Damaged headers through every reader: only the declared errors, and no memory beyond the declared bound."""
 
 import random
 import tracemalloc
 from collections.abc import Callable
 
+from counts import count
 from format_samples import GOLDEN_FIELDS, GOLDEN_NAMESPACE, chosen_seed, golden_geometry, sealed_blob
 
 from tiered_kv.chunks import fields as f
 from tiered_kv.chunks.header import MAX_HEADER_BYTES, PEEK_BYTES, BlobFormat, peek, read_header
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
 
-MUTATIONS = 100_000
+MUTATIONS = count("FUZZ", 25_000)
 ALLOCATION_BOUND = 16 * MAX_HEADER_BYTES
 
 FORMAT = BlobFormat(GOLDEN_NAMESPACE, golden_geometry())

@@ -19,7 +19,7 @@ from tiered_kv.errors import (
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk import DiskTier, metadata_reserve
-from tiered_kv.tiers.disk_io import is_aligned
+from tiered_kv.tiers.disk_io import READ_PIECE_BYTES, is_aligned
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain()
@@ -365,4 +365,52 @@ def test_a_blob_of_another_namespace_and_any_size_is_foreign_to_a_get(tmp_path, 
         VerifiedTier(tier, {CHAIN.namespace: CHAIN.form}.get).get_into(
             CHAIN.name(0), memoryview(bytearray(CHAIN.form.blob_bytes))
         )
+    tier.close()
+
+
+def test_a_blob_of_several_pieces_is_read_in_order_and_checked_while_it_comes(tmp_path):
+    chain = SampleChain(payload_bytes=2 * READ_PIECE_BYTES + 4096)
+    tier = open_disk(tmp_path)
+    blob = chain.blob(0)
+    tier.put(blob.name, blob.view())
+    buffer, seen = bytearray(len(blob.data)), []
+    assert tier.get_into_by_pieces(blob.name, memoryview(buffer), seen.append)
+    assert bytes(buffer) == blob.data
+    assert seen == [READ_PIECE_BYTES, 2 * READ_PIECE_BYTES, len(blob.data)]
+    verified = VerifiedTier(tier, {chain.namespace: chain.form}.get)
+    buffer[:] = bytes(len(buffer))
+    assert verified.get_into(blob.name, memoryview(buffer))
+    assert bytes(buffer) == blob.data
+    path = blob_path(tmp_path, blob.name)
+    for at in (0, 5000, READ_PIECE_BYTES - 1, READ_PIECE_BYTES, 2 * READ_PIECE_BYTES, len(blob.data) - 1):
+        damaged = bytearray(blob.data)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ChunkCorrupt):
+            verified.get_into(blob.name, memoryview(buffer))
+    path.write_bytes(blob.data)
+    assert verified.get_into(blob.name, memoryview(buffer))
+    tier.close()
+
+
+def test_what_a_first_read_got_wrong_is_forgotten_by_the_second(tmp_path, monkeypatch):
+    """The hash of a read that failed must not go into the next one's."""
+    chain = SampleChain(payload_bytes=READ_PIECE_BYTES)
+    tier = open_disk(tmp_path)
+    blob = chain.blob(0)
+    tier.put(blob.name, blob.view())
+    real, reads = os.preadv, []
+
+    def wrong_once(descriptor, buffers, offset):
+        count = real(descriptor, buffers, offset)
+        if not reads:
+            buffers[0][4096] ^= 1
+        reads.append(offset)
+        return count
+
+    monkeypatch.setattr(os, "preadv", wrong_once)
+    buffer = bytearray(len(blob.data))
+    assert VerifiedTier(tier, {chain.namespace: chain.form}.get).get_into(blob.name, memoryview(buffer))
+    assert bytes(buffer) == blob.data
+    assert reads == [0, READ_PIECE_BYTES] * 2
     tier.close()

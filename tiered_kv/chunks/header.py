@@ -3,9 +3,11 @@
 Owns what makes a blob trustworthy (docs/format.md): the header's template, the two hashes and the order in which they
 are checked. Must not read or write media. ``BlobFormat`` is the hot path and compares bytes at fixed offsets; ``peek``
 serves scans; ``read_header`` and ``check_blob`` serve the CLI, which does not know the geometry. Nothing here copies a
-payload; xxh3 of more than 100 KiB runs without the GIL, so blobs are hashed in parallel by several threads.
+payload; a whole payload is hashed without the GIL, in parallel by several threads (a piece of one with it: 20 us for
+512 KiB).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
@@ -21,6 +23,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MAX_HEADER_BYTES",
     "PEEK_BYTES",
+    "BlobCheck",
     "BlobFormat",
     "BlobHeader",
     "ParsedHeader",
@@ -98,11 +101,14 @@ class BlobFormat:
         header[f.HEADER_XXH3.slice] = f.header_hash(header).encode("ascii")
         blob[: self.header_bytes] = header
 
-    def verify(self, blob: memoryview, key: bytes, prefix_sha256: bytes | None) -> None:
+    def verify(
+        self, blob: memoryview, key: bytes, prefix_sha256: bytes | None, hasher: Callable[[], str] | None = None
+    ) -> None:
         """Check that ``blob`` is, byte for byte, what was sealed under ``key`` in this namespace.
 
         Args:
             prefix_sha256: The digest of the tokens asked for; None where they are not known (warming, the CLI).
+            hasher: Gives the payload's xxh3-128 in hexadecimal, where it is on its way already (``BlobCheck``).
 
         Raises:
             ChunkMismatch: A well-formed blob of another namespace or format version.
@@ -118,7 +124,7 @@ class BlobFormat:
             raise ChunkCorrupt(_difference("key", key.hex(), metadata.key.hex()))
         if prefix_sha256 is not None and metadata.prefix_sha256 != prefix_sha256:
             raise ChunkCorrupt(_difference("prefix_sha256", prefix_sha256.hex(), metadata.prefix_sha256.hex()))
-        _check_payload(metadata, blob)
+        _check_payload(metadata, hasher() if hasher else _payload_hash(blob, self.header_bytes))
 
     def _check_constant_part(self, header: bytes) -> None:
         constant = bytearray(header)
@@ -128,6 +134,39 @@ class BlobFormat:
             at = next(i for i, (x, y) in enumerate(zip(constant, self._template, strict=True)) if x != y)
             expected, observed = f.text_of(self._template[at : at + 32]), f.text_of(constant[at : at + 32])
             raise ChunkCorrupt(f"{_difference('header template', expected, observed)} offset={at}")
+
+
+class BlobCheck:
+    """``BlobFormat.verify`` for a blob that is just being read: hashes what is there while more is coming.
+
+    A piece that was read a moment ago is still in the processor's cache, and the kernel reads ahead meanwhile
+    (benchmarks/verification.py). Threads: one.
+    """
+
+    __slots__ = ("_blob", "_done_bytes", "_form", "_hasher")
+
+    def __init__(self, form: BlobFormat, blob: memoryview) -> None:
+        """Begin with nothing of ``blob`` read."""
+        self._form = form
+        self._blob = blob
+        self._done_bytes = form.header_bytes
+        self._hasher = xxhash.xxh3_128()
+
+    def advance(self, upto_bytes: int) -> None:
+        """Hash up to this byte of the blob; it is final up to there."""
+        if upto_bytes > self._done_bytes:
+            self._hasher.update(self._blob[self._done_bytes : upto_bytes])
+            self._done_bytes = upto_bytes
+
+    def finish(self, key: bytes, prefix_sha256: bytes | None) -> None:
+        """Check the blob, which is all there; raises what ``BlobFormat.verify`` does."""
+        self._form.verify(self._blob, key, prefix_sha256, self._payload_hash)
+
+    def _payload_hash(self) -> str:
+        if self._done_bytes == self._form.header_bytes:  # nothing was told: all of it at once, without the GIL
+            return _payload_hash(self._blob, self._form.header_bytes)
+        self.advance(len(self._blob))
+        return self._hasher.hexdigest()
 
 
 def peek(first: bytes | memoryview) -> BlobHeader:
@@ -186,7 +225,7 @@ def check_blob(blob: memoryview) -> ParsedHeader:
     parsed = read_header(blob)
     if len(blob) != parsed.blob_bytes:
         raise ChunkCorrupt(_difference("blob size", parsed.blob_bytes, len(blob)))
-    _check_payload(parsed.header, blob)
+    _check_payload(parsed.header, _payload_hash(blob, parsed.header.header_bytes))
     return parsed
 
 
@@ -206,8 +245,7 @@ def _check_version(frame: f.Frame) -> None:
         raise ChunkMismatch(_difference("format version", FORMAT_VERSION, frame.format_version))
 
 
-def _check_payload(metadata: BlobHeader, blob: memoryview) -> None:
-    observed = _payload_hash(blob, metadata.header_bytes)
+def _check_payload(metadata: BlobHeader, observed: str) -> None:
     if observed != metadata.payload_xxh3.hex():
         raise ChunkCorrupt(
             f"{_difference('payload_xxh3', metadata.payload_xxh3.hex(), observed)} key={metadata.key.hex()}"

@@ -6,7 +6,7 @@ never starts a thread, never retries and never logs per blob: verification, retr
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.keys.naming import BlobName
@@ -89,6 +89,20 @@ class Tier(ABC):
             TierUnavailable: The medium failed. The buffer's content is undefined.
         """
 
+    def get_into_by_pieces(
+        self,
+        name: BlobName,
+        buffer: memoryview,
+        on_piece: Callable[[int], None],  # noqa: ARG002  # for media that read in order
+    ) -> bool:
+        """``get_into`` that tells how far it is, so that what was read can be worked on while it is in the cache.
+
+        Args:
+            on_piece: Called with the number of bytes, from the buffer's start, that will not change any more; ever
+                more, in the calling thread. A medium that fills a buffer otherwise never calls it.
+        """
+        return self.get_into(name, buffer)
+
     @abstractmethod
     def contains(self, name: BlobName) -> bool:
         """Whether a blob of that name is there now.
@@ -140,6 +154,7 @@ class Tier(ABC):
         """Keep the namespace's readable record (canonical JSON) beside its blobs, once.
 
         Raises:
+            CapacityExceeded: There is no room for it.
             TierUnavailable: The medium failed.
         """
         del namespace, record

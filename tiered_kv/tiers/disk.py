@@ -32,7 +32,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -249,10 +249,13 @@ class DiskTier(Tier):
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         """Read the blob into ``buffer``; see ``Tier.get_into``."""
+        return self.get_into_by_pieces(name, buffer, lambda _: None)
+
+    def get_into_by_pieces(self, name: BlobName, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
         path = self._path(name)
         with self._operation(), mapped_errors("get", path):
             try:
-                found = read_file(path, buffer)
+                found = read_file(path, buffer, on_piece)
             except ChunkCorrupt:
                 with contextlib.suppress(OSError):  # gone by now, or no file: damaged is all that can be said
                     refuse_foreign(read_head(path, PEEK_BYTES), name.namespace)

@@ -28,12 +28,17 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tiered_kv.chunks.geometry import ALIGNMENT_BYTES
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, TierUnavailable
+
+READ_PIECE_BYTES = 512 << 10
+"""Bytes of one read. Files are read by pieces that stay in a core's cache until they are hashed, and so small that the
+kernel's read-ahead works on the next one meanwhile: a verified read takes less than a plain read of the whole file in
+one call, which the kernel serves request by request (benchmarks/verification.py; docs/decisions/0014)."""
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -179,8 +184,11 @@ def _write_all(descriptor: int, blob: memoryview, direct: bool) -> None:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
-def read_file(path: Path, buffer: memoryview) -> bool:
-    """Fill ``buffer`` from the file; False when there is none.
+def read_file(path: Path, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
+    """Fill ``buffer`` from the file, piece by piece; False when there is none.
+
+    Args:
+        on_piece: Called with the bytes read so far, after each piece.
 
     Raises:
         ChunkCorrupt: The file's size is not the buffer's.
@@ -193,19 +201,20 @@ def read_file(path: Path, buffer: memoryview) -> bool:
         found = os.fstat(descriptor).st_size
         if found != buffer.nbytes:
             raise ChunkCorrupt(f"blob has the wrong size. path={path} observed={found} expected={buffer.nbytes}")
-        _read_all(descriptor, buffer.cast("B"), path)
+        _read_all(descriptor, buffer.cast("B"), path, on_piece)
     finally:
         os.close(descriptor)
     return True
 
 
-def _read_all(descriptor: int, buffer: memoryview, path: Path) -> None:
+def _read_all(descriptor: int, buffer: memoryview, path: Path, on_piece: Callable[[int], None]) -> None:
     offset = 0
     while offset < len(buffer):
-        count = os.preadv(descriptor, [buffer[offset:]], offset)
+        count = os.preadv(descriptor, [buffer[offset : offset + READ_PIECE_BYTES]], offset)
         if count == 0:
             raise ChunkCorrupt(f"blob was cut while it was read. path={path} observed={offset} expected={len(buffer)}")
         offset += count
+        on_piece(offset)
 
 
 def replace_small_file(path: Path, temp: Path, content: bytes, *, is_lasting: bool = False) -> None:

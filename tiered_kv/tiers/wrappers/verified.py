@@ -6,7 +6,7 @@ Owns no state. Must not delete or heal anything: the hierarchy decides what a co
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, peek
+from tiered_kv.chunks.header import PEEK_BYTES, BlobCheck, BlobFormat, peek
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
 
@@ -60,9 +60,10 @@ class VerifiedTier(Tier):
             return self._read(form, name, buffer)
 
     def _read(self, form: BlobFormat, name: BlobName, buffer: memoryview) -> bool:
-        if not self._inner.get_into(name, buffer):
+        check = BlobCheck(form, buffer)
+        if not self._inner.get_into_by_pieces(name, buffer, check.advance):
             return False
-        form.verify(buffer, name.key, None)
+        check.finish(name.key, None)
         return True
 
     def contains(self, name: BlobName) -> bool:
