@@ -81,6 +81,8 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ("promotion_wait_ms", -1, 'expected "auto" or a number'),
         ("promotion_deadline_ms", 0, "expected a number from 1 to 600000"),
         ("lease_s", 0, "expected a number from 1 to 3600"),
+        ("eviction", "LRU", "expected multi-queue or lru, got 'LRU'"),
+        ("eviction", ["lru"], "expected multi-queue or lru"),
         ("drain_s", -1, "expected a number from 0 to 3600"),
         ("drain_s", True, "expected a number from 0 to 3600"),
         ("start_timeout_s", 0.5, "expected a number from 1 to 600"),

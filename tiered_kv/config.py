@@ -89,6 +89,12 @@ def _positive_int(value: object) -> int:
     return value
 
 
+def _eviction(value: object) -> str:
+    if value not in ("multi-queue", "lru"):
+        raise ValueError("expected multi-queue or lru")
+    return str(value)
+
+
 def _options(value: object) -> dict[str, object]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ValueError("expected a mapping of option names to values")
@@ -188,6 +194,7 @@ class Config:
     min_free_bytes: int = _setting(
         parse_size, "free space to leave on the disk tier's file system", MIN_FREE_BYTES_DEFAULT, shown="1GiB"
     )
+    eviction: str = _setting(_eviction, "what leaves host memory and disk first: multi-queue or lru", "multi-queue")
     chunk_tokens: int = _setting(_positive_int, "tokens in one chunk; a multiple of vLLM's block size", 256)
     save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)

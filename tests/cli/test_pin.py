@@ -1,6 +1,7 @@
 """`tiered-kv pin` and `unpin`: what a pin says, and that it keeps a prefix from a running server's own evictions."""
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from cache_clients import SmallEngine, settings
 from cache_probe import figures, wait_for, wait_written
 from stock import Model, tokens
 from verbs import Tier, complaint, directory_tier, report, run, s3_tier
+
+from tiered_kv.hierarchy.multi_queue import LEVELS
 
 PROMPT = tokens(1, 4)
 NAMES = Model().names(PROMPT)
@@ -90,28 +93,34 @@ def test_what_cannot_be_pinned_is_said(tmp_path: Path, verb: str, arguments: lis
 
 
 def test_a_pinned_prefix_outlives_what_a_full_server_stores_until_it_is_unpinned(root: Path) -> None:
-    """The disk holds about 60 chunks and host memory fewer; twice as many are stored behind each other."""
-    engine = SmallEngine.start(settings(root, host_bytes="2MiB", disk_bytes=(64 << 20) + 60 * 40960))
-    uri, key = f"file://{root}", engine.keys(5).keys[2].hex()
-    engine.store(5)
-    engine.wait_hits(5)
-    wait_written(root)
-    report("pin", uri, key)
-    flushes = flush_count(root)
-    wait_for(lambda: flush_count(root) >= flushes + 2, "the pins to be read")  # the first may have begun before
-    fill(engine, root, 1_000_000)
-    assert engine.hits(5) == 3, "the pinned chunk and those before it; what was behind it has gone"
-    report("unpin", uri, key)
-    rounds = iter(range(2, 100))
-    wait_for(lambda: (fill(engine, root, next(rounds) * 1_000_000), engine.hits(5) == 0)[1], "the prefix's end")
-    engine.close()
-
-
-def fill(engine: SmallEngine, root: Path, first_token: int) -> None:
-    """Store 120 chunks of other prompts, and let their writes end."""
-    for number in range(12):
-        engine.store(10, first_token=first_token + 10_000 * number)
+    """The disk holds about 60 chunks and host memory fewer; many more are stored behind each other."""
+    with closing(SmallEngine.start(settings(root, host_bytes="2MiB", disk_bytes=(64 << 20) + 60 * 40960))) as engine:
+        uri, key = f"file://{root}", engine.keys(5).keys[2].hex()
+        engine.store(5)
+        engine.wait_hits(5)
         wait_written(root)
+        report("pin", uri, key)
+        wait_for_flushes(root)
+        outlast(engine, root, 1)
+        assert engine.hits(5) == 3, "the pinned chunk and those before it; what was behind it has gone"
+        report("unpin", uri, key)
+        wait_for_flushes(root)
+        outlast(engine, root, 2)
+        assert engine.hits(5) == 0, "the prefix stays although it is not pinned any more"
+
+
+def outlast(engine: SmallEngine, root: Path, part: int) -> None:
+    """Store 120 chunks of other prompts as often as what was asked for may lie unused (an age for each level)."""
+    for number in range(2 * LEVELS):
+        for prompt in range(6):
+            engine.store(20, first_token=part * 100_000_000 + number * 1_000_000 + 10_000 * prompt)
+            wait_written(root)
+
+
+def wait_for_flushes(root: Path) -> None:
+    """Until the server has read the pins as they are now."""
+    before = flush_count(root)
+    wait_for(lambda: flush_count(root) >= before + 2, "the pins to be read")  # the first may have begun before
 
 
 def flush_count(root: Path) -> int:

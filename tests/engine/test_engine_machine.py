@@ -150,5 +150,5 @@ def foreign_blob():
 
 FOREIGN = foreign_blob()
 
-EngineHistories.TestCase.settings = settings(max_examples=3 * count("EXAMPLES", 50), stateful_step_count=40)
+EngineHistories.TestCase.settings = settings(max_examples=3 * count("EXAMPLES", 30), stateful_step_count=40)
 TestEngineHistories = EngineHistories.TestCase

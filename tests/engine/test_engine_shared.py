@@ -192,5 +192,5 @@ class SharedHistories(RuleBasedStateMachine):
             world.abandon()
 
 
-SharedHistories.TestCase.settings = settings(max_examples=count("EXAMPLES", 50) // 2, stateful_step_count=40)
+SharedHistories.TestCase.settings = settings(max_examples=count("EXAMPLES", 30) // 2, stateful_step_count=40)
 TestSharedHistories = SharedHistories.TestCase

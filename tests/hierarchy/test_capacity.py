@@ -1,7 +1,7 @@
 """Capacity of a lower tier: reserved before the write, given back after the deletion, leaves first."""
 
 import pytest
-from hierarchy_world import SMALL, Story, chunks_of
+from hierarchy_world import SMALL, LruStory, Story, chunks_of
 
 from tiered_kv.hierarchy.plan import Delete, Outcome, Read, Seal, Write
 
@@ -18,7 +18,7 @@ def test_a_write_waits_for_the_deletion_that_makes_its_room():
 
 
 def test_the_least_recently_used_leaf_goes_first():
-    story = Story(capacities=(4 * SIZE,), found=[(1,), (1, 2), (3,), (4,)])
+    story = LruStory(capacities=(4 * SIZE,), found=[(1,), (1, 2), (3,), (4,)])
     story.release(story.ask((1, 2)))
     story.release(story.ask((3,)))
     story.finish_all()
@@ -26,6 +26,26 @@ def test_the_least_recently_used_leaf_goes_first():
         assert story.is_below(gone)
         story.store((90 + number,))
         assert not story.is_below(gone)
+
+
+def test_a_leaf_that_was_asked_for_goes_after_younger_ones_but_goes():
+    story = Story(capacities=(4 * SIZE,), found=[(1,), (2,), (3,), (4,)])
+    story.release(story.ask((1,)))
+    for number, gone in enumerate([(2,), (3,), (4,), (90,), (91,)]):
+        assert story.is_below(gone)
+        story.store((90 + number,))
+        assert not story.is_below(gone)
+    assert story.is_below((1,))
+    for number in range(4):
+        story.store((95 + number,))
+    assert not story.is_below((1,))
+
+
+def test_a_prefix_that_was_evicted_and_comes_back_counts_as_asked_for():
+    story = Story(host_bytes=60, capacities=(4 * SIZE,), found=[(1,), (2,), (3,), (4,)])
+    for number in (5, 1, 6, 7, 8):
+        story.store((number,))
+    assert story.is_below((1,)) and not story.is_below((5,))
 
 
 def test_a_chain_goes_from_its_end_however_its_chunks_were_found():

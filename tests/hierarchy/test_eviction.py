@@ -1,4 +1,4 @@
-"""The order of eviction by itself: least recently used first, a chunk before its parent."""
+"""The order of eviction by itself: LRU, and what every policy promises, a chunk before its parent."""
 
 import random
 
@@ -45,10 +45,11 @@ def test_an_empty_order_ends_at_once():
     assert list(policy) == [] and len(policy) == 0
 
 
+@pytest.mark.parametrize("eviction", ["multi-queue", "lru"])
 @pytest.mark.parametrize("number", range(seed(), seed() + count("SEEDS", 20)))
-def test_chunks_go_before_their_parents_whatever_comes_and_goes(number):
+def test_chunks_go_before_their_parents_whatever_comes_and_goes(number, eviction):
     source = random.Random(number)
-    index, order, entries = Index(0), None, []
+    index, order, entries = Index(0, eviction), None, []
     order = Order(0, index)
     for place in range(30):
         parent = source.choice(entries).record if entries and source.random() < 0.8 else None
@@ -64,6 +65,8 @@ def test_chunks_go_before_their_parents_whatever_comes_and_goes(number):
         entry = source.choice(entries)
         action = source.random()
         if action < 0.3:
+            if action < 0.2:
+                index.count_use(index.prefix(entry)[::-1])
             order.record_use(e.record.key for e in index.prefix(entry))
         elif entry in order:
             order.remove(entry)

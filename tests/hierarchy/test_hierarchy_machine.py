@@ -38,13 +38,15 @@ class Histories(RuleBasedStateMachine):
         host_bytes=st.sampled_from([60, 160, 200]),
         capacities=st.sampled_from([[], [None], [45], [100], [300], [100, None], [300, 100]]),
         is_shared=st.booleans(),
+        eviction=st.sampled_from(["multi-queue", "lru"]),
         stored=st.lists(st.tuples(PICK, PATHS), max_size=8),
     )
-    def start(self, host_bytes, capacities, is_shared, stored):
+    def start(self, host_bytes, capacities, is_shared, eviction, stored):
         self.is_shared = is_shared and bool(capacities)
         if self.is_shared:
             capacities = [*capacities[:-1], None]
-        self.world = World(Hierarchy(host_bytes, capacities, is_last_shared=self.is_shared), capacities)
+        hierarchy = Hierarchy(host_bytes, capacities, is_last_shared=self.is_shared, eviction=eviction)
+        self.world = World(hierarchy, capacities)
         for tier in range(len(capacities) - self.is_shared):
             for pick, path in {(pick % 3, path): None for pick, path in stored}:
                 self.world.restore(tier, SPACES[pick], path)
@@ -214,5 +216,5 @@ class Histories(RuleBasedStateMachine):
             self.accounts.check_flows()
 
 
-Histories.TestCase.settings = settings(max_examples=4 * count("EXAMPLES", 50), stateful_step_count=60)
+Histories.TestCase.settings = settings(max_examples=4 * count("EXAMPLES", 30), stateful_step_count=60)
 TestHistories = Histories.TestCase

@@ -1,6 +1,6 @@
 """Host memory: what is evicted first, how memory grows, and how slot sizes share it."""
 
-from hierarchy_world import LARGE, SMALL, Story, chunks_of
+from hierarchy_world import LARGE, SMALL, LruStory, Story, chunks_of
 
 from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import CreditRecall, Grow, Outcome, Seal, Write
@@ -9,7 +9,7 @@ SIZE = SMALL.slot_bytes
 
 
 def test_the_least_recently_used_chunk_is_evicted_first():
-    story = Story(host_bytes=160)
+    story = LruStory(host_bytes=160)
     for number in range(6):
         story.store((number,))
     story.release(story.ask((0,)))
@@ -172,3 +172,19 @@ def full_of_small_chunks(space_bytes=400):
         story.store((number,))
     assert story.hierarchy.usage()["host_assigned_bytes"] > space_bytes - SIZE
     return story
+
+
+def stores_until_gone(story: Story, path: tuple[int, ...]) -> int:
+    stores = 0
+    while story.is_in_host(path):
+        story.store((1000 + stores,))
+        stores += 1
+    return stores
+
+
+def test_a_lease_does_not_cost_a_chunk_its_uses():
+    leased, other = Story(capacities=()), Story(capacities=())
+    for story in (leased, other):
+        story.store((1,))
+    leased.release(leased.ask((1,)))  # out of the order of eviction and in again
+    assert stores_until_gone(leased, (1,)) > 1.5 * stores_until_gone(other, (1,))

@@ -108,3 +108,36 @@ def test_lookups_of_a_session_that_is_closed_have_ended():
     story.close(story.session)
     found = served(story)
     assert (found.lookups, found.asked, dict(found.hits)) == (2, 8, {None: 8})
+
+
+def decision(story: Story, lookup: int) -> str:
+    story.release(lookup)
+    (found,) = served(story).decisions.elements()
+    return found
+
+
+def test_what_became_of_a_lookup_is_counted():
+    story = Story()
+    assert decision(story, story.ask(PREFIX)) == "miss"
+    story.store(PREFIX)
+    assert decision(story, story.ask((*PREFIX, 9))) == "ready", "the last chunk is nowhere, and nothing to wait for"
+    story.keep_only_below(PREFIX)
+    assert decision(story, story.ask(PREFIX)) == "not_awaited"
+    story.end_every(Read)
+    story.keep_only_below(PREFIX)
+    partly = story.ask(PREFIX)
+    story.end(Read, PREFIX[:1])
+    assert decision(story, partly) == "took_what_arrived"
+    story.end_every(Read)
+    story.keep_only_below(PREFIX)
+    whole = story.ask(PREFIX)
+    story.end_every(Read)
+    assert decision(story, whole) == "awaited"
+    assert decision(story, story.ask(PREFIX)) == "ready"
+
+
+def test_a_lookup_that_asks_for_nothing_decides_nothing():
+    story = Story()
+    story.store(PREFIX)
+    story.release(story.ask(PREFIX, 4))
+    assert served(story).decisions.total() == 0

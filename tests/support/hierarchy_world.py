@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.limits import Limits
+from tiered_kv.hierarchy.multi_queue import LEVELS
 from tiered_kv.hierarchy.plan import Delete, Grow, Job, LookupUpdate, Outcome, Read, Seal, Write
 from tiered_kv.testing.oracle import World
 from tiered_kv.testing.spaces import Space
@@ -25,6 +26,8 @@ def chunks_of(path: Path) -> list[Path]:
 class Story(World):
     """A world in which one session of ``SMALL`` is open and memory has begun to grow."""
 
+    eviction = "multi-queue"
+
     def __init__(
         self,
         host_bytes: int = 400,
@@ -39,7 +42,8 @@ class Story(World):
 
         ``found_behind`` are those in the second.
         """
-        super().__init__(Hierarchy(host_bytes, capacities, limits, is_last_shared=is_last_shared), list(capacities))
+        hierarchy = Hierarchy(host_bytes, capacities, limits, is_last_shared=is_last_shared, eviction=self.eviction)
+        super().__init__(hierarchy, list(capacities))
         for tier, paths in enumerate((found, found_behind)):
             for path in paths:
                 self.restore(tier, SMALL, path)
@@ -85,9 +89,9 @@ class Story(World):
         self.flush_host(avoid=path)
 
     def flush_host(self, avoid: Path = ()) -> None:
-        """Store single chunks until the oldest of everything is out of host memory."""
+        """Store single chunks until the oldest of everything is out of host memory, also if it was asked for."""
         slots = self.hierarchy.slots.slot_count_max(SMALL.slot_bytes)
-        for number in range(slots):
+        for number in range(LEVELS * slots):
             self.store((1000 + number,))
         assert not any(self.is_in_host(chunk) for chunk in chunks_of(avoid))
 
@@ -148,3 +152,9 @@ class Story(World):
 
 def _key(job: Job) -> bytes | None:
     return job.record.key if isinstance(job, Seal | Read | Write | Delete) else None
+
+
+class LruStory(Story):
+    """The same with plain LRU, for tests of that order."""
+
+    eviction = "lru"

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, SlotId
 
-CREDITS_MAX = 64
-"""Empty slots a session holds ahead: two steps of 8k tokens in 256-token chunks."""
+CREDITS_MAX = 256
+"""Empty slots a session holds ahead: eight steps of 8k tokens in 256-token chunks, half a step in 16-token ones. Where
+chunks are large, the share of host memory is the narrower bound."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,7 @@
-"""Which chunk goes first when a tier is full. One policy object per tier; keys only, no sizes, no I/O."""
+"""Which chunk goes first when a tier is full. One policy object per tier; keys only, no sizes, no I/O, no clock.
+
+Plain LRU is here; what tells chunks apart by how often they were asked for is in ``multi_queue.py``.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -21,11 +24,17 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def record_use(self, prefix: Iterable[bytes]) -> None:
-        """Note one use of a prefix, given from its deepest chunk to its root; unknown keys are ignored."""
+        """Note one use of a prefix, given from its deepest chunk to its root; unknown keys are ignored.
+
+        Stores are uses, too: how often somebody asked for a chunk is counted by the index (``index.py``).
+        """
 
     @abstractmethod
     def __iter__(self) -> Iterator[bytes]:
-        """Keys in the order in which they should go. The policy must not change while this is walked."""
+        """Keys in the order in which they should go, children before parents, as far as these were added right.
+
+        The policy must not change while this is walked.
+        """
 
     @abstractmethod
     def __contains__(self, key: bytes) -> bool:

@@ -60,15 +60,17 @@ class Hierarchy:
         limits: Limits | None = None,
         *,
         is_last_shared: bool = False,
+        eviction: str = "multi-queue",
     ) -> None:
         """Start empty.
 
         Args:
             lower_capacities: Bytes of the tiers below host memory, highest first; None: not limited from here.
             is_last_shared: Others write and remove in the last of them, too, and keep it within its limits.
+            eviction: What goes first when a tier is full: the setting's name.
         """
         self.limits = limits or Limits()
-        self.index = Index(len(lower_capacities))
+        self.index = Index(len(lower_capacities), eviction)
         self.counters: Counter[str] = Counter()
         self._jobs: list[Job] = []
         self._host = HostMemory(host_bytes, self.index, self._jobs, self.counters)
@@ -164,6 +166,7 @@ class Hierarchy:
         """
         session = self._sessions[session_id]
         held = self.index.held_prefix(session.namespace, keys, digests)
+        self.index.count_use(held)
         self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, len(keys), start)
         self._promotions.start(lookup)

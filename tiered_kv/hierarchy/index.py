@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.hierarchy.flows import Flows
+from tiered_kv.hierarchy.gone import GoneUses
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 
 
@@ -51,6 +52,7 @@ class Entry:
         leases: Lookups that rely on the slot.
         holds: Leases and pending writes: what keeps a chunk in its slot.
         is_unwritten: Its write was put off: it is evicted only if there is nothing else.
+        uses: How often it was asked for after it came, also before it was evicted; never less than its children's.
         children: Index entries whose parent is this chunk; None until there is one (most memory is in leaves).
         lower_bytes: Bytes counted against each lower tier's capacity for this chunk.
         lower_children: Per lower tier, children in a CLAIMED state there.
@@ -72,6 +74,7 @@ class Entry:
     leases: int = 0
     holds: int = 0
     is_unwritten: bool = False
+    uses: int = 0
     children: set[Entry] | None = None
     source: int | None = None
     lookups: set[int] | None = None
@@ -91,15 +94,18 @@ class Index:
     Attributes:
         readable: Per lower tier, whether it can be read now; what lies only in others does not count as held.
         flows: What came into each tier and what left it.
+        eviction: Name of the policy that orders what may go from a tier.
     """
 
-    def __init__(self, tier_count: int) -> None:
+    def __init__(self, tier_count: int, eviction: str = "multi-queue") -> None:
         self._entries: dict[bytes, Entry] = {}
         # Children whose parent has no entry, by the parent's key and position.
         self._orphans: dict[tuple[bytes, int], set[Entry]] = {}
         self._tier_count = tier_count
         self.readable = [True] * tier_count
         self.flows = Flows(tier_count)
+        self.eviction = eviction
+        self._gone = GoneUses()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -109,6 +115,15 @@ class Index:
 
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
+
+    def count_use(self, prefix: Sequence[Entry]) -> None:
+        """Somebody asked for a prefix; once per request, given whole."""
+        for entry in prefix:
+            entry.uses += 1
+
+    def uses_of(self, key: bytes) -> int:
+        """How often a chunk that is known was asked for."""
+        return self._entries[key].uses
 
     def source(self, entry: Entry) -> int | None:
         """The highest lower tier that can give the chunk's bytes now; None if none can."""
@@ -152,7 +167,20 @@ class Index:
             parent.children = {entry}
         else:
             parent.children.add(entry)
+        self._set_uses(entry, parent)
         return entry
+
+    def _set_uses(self, entry: Entry, parent: Entry | None) -> None:
+        """A chunk that comes back was asked for once more; a chunk has no more uses than its parent."""
+        gone = self._gone.recall(entry.record.key)
+        entry.uses = 0 if gone is None else gone + 1
+        if parent is not None:
+            entry.uses = min(entry.uses, parent.uses)
+        if entry.children:
+            entry.uses = max(entry.uses, *(child.uses for child in entry.children))
+            while parent is not None and parent.uses < entry.uses:
+                parent.uses = entry.uses
+                parent = self.parent(parent)
 
     def set_lower(self, entry: Entry, tier: int, state: LowerState) -> None:
         """Change a tier's state, keeping the parent's count of children there."""
@@ -167,6 +195,8 @@ class Index:
             return
         record = entry.record
         del self._entries[record.key]
+        if self.eviction != "lru":
+            self._gone.remember(record.key, entry.uses, len(self._entries))
         if entry.children:
             self._orphans[record.key, record.chunk_index] = entry.children
         parent = self.parent(entry)
@@ -209,6 +239,7 @@ class Index:
         for entry in self._entries.values():
             for child in entry.children or ():
                 assert self.parent(child) is entry, "a child is linked to the wrong parent"
+                assert child.uses <= entry.uses, "a chunk was asked for without its parent"
                 linked.add((entry.record.key, child.record.key))
             for tier, count in enumerate(entry.lower_children):
                 claimed = sum(child.lower[tier] in CLAIMED for child in entry.children or ())

@@ -125,7 +125,8 @@ class Lookups:
     def close(self, lookup: Lookup) -> None:
         """End the lookup and its leases; only now is it known what it got."""
         sources = lookup.sources[: lookup.ready]
-        self._served.ended(lookup.session.namespace, lookup.length, lookup.start, sources)
+        has_more = not _is_done(lookup)
+        self._served.ended(lookup.session.namespace, lookup.length, lookup.start, sources, has_more=has_more)
         self.truncate(lookup, 0)
         del self._lookups[lookup.id]
         lookup.session.lookups.discard(lookup.id)
@@ -187,8 +188,6 @@ def _wait_no_more(entry: Entry, lookup: Lookup) -> None:
 def _describe(lookup: Lookup) -> LookupUpdate:
     slots = tuple(entry.slot for entry in lookup.entries if entry.slot is not None)
     assert len(slots) == len(lookup.entries), "a lookup wants a chunk that has no slot"
-    unknown = lookup.search.high - lookup.held if lookup.search is not None else 0
-    is_done = lookup.ready == len(slots) and unknown <= 0
     arriving = Counter(entry.source for entry in lookup.entries[lookup.ready :] if entry.source is not None)
     return LookupUpdate(
         lookup.session.id,
@@ -196,8 +195,16 @@ def _describe(lookup: Lookup) -> LookupUpdate:
         lookup.held,
         slots,
         lookup.ready,
-        is_done,
-        max(unknown, 0),
+        _is_done(lookup),
+        _unknown(lookup),
         arriving,
         tuple(lookup.sources),
     )
+
+
+def _unknown(lookup: Lookup) -> int:
+    return max(0, lookup.search.high - lookup.held) if lookup.search is not None else 0
+
+
+def _is_done(lookup: Lookup) -> bool:
+    return lookup.ready == len(lookup.entries) and not _unknown(lookup)

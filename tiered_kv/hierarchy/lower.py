@@ -287,7 +287,7 @@ class LowerTier(ABC):
         self._index.set_lower(entry, self.tier, state)
 
     def evict(self, size_bytes: int) -> int:
-        """Start deleting at least ``size_bytes``, least recently used leaves first; returns what was found."""
+        """Start deleting at least ``size_bytes``, leaves first, by the order of eviction; returns what was found."""
         found = 0
         victims: list[Entry] = []
         for entry in self.order if not self.is_shared else ():

@@ -1,7 +1,7 @@
 """The chunks of one tier that may be evicted, in the order in which they should go: suffix before prefix.
 
-Owns membership, and the rule that a chunk always goes before its parent; which one was used last is the policy's
-business (``eviction.py``). Called by ``host.py`` and ``lower.py``, each with its own orders.
+Owns membership, and the rule that a chunk always goes before its parent; which one is worth least is the policy's
+business (``eviction.py``, ``multi_queue.py``). Called by ``host.py`` and ``lower.py``, each with its own orders.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from tiered_kv.hierarchy.eviction import EvictionPolicy, LeastRecentlyUsed
 from tiered_kv.hierarchy.index import Entry, Index
+from tiered_kv.hierarchy.multi_queue import MultiQueue
 
 
 class Order:
@@ -18,11 +19,11 @@ class Order:
     Threads: one owner.
     """
 
-    def __init__(self, number: int, index: Index, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self, number: int, index: Index) -> None:
         """Start empty. A chunk is in at most one order of each ``number``: 0 host memory, 1 the first lower tier."""
         self._number = number
         self._index = index
-        self._policy = policy or LeastRecentlyUsed()
+        self._policy: EvictionPolicy = LeastRecentlyUsed() if index.eviction == "lru" else MultiQueue(index.uses_of)
 
     def add(self, entry: Entry) -> None:
         """Begin to order the chunk, as recently used as its parent, or as just used where its parent is not ordered.

@@ -7,8 +7,15 @@ tokens a chunk of a namespace has.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+DECISIONS: Final = ("ready", "awaited", "took_what_arrived", "not_awaited", "miss")
+"""What became of a lookup. ``ready``: all that was promised was in host memory. ``awaited``: some of it came up from a
+lower tier, and the client had it all. ``took_what_arrived``: the client was content with less than was on its way, or
+gave up what was still being looked for. ``not_awaited``: it took nothing of what was on its way. ``miss``: there was
+nothing."""
 
 
 @dataclass(slots=True)
@@ -24,12 +31,14 @@ class Chunks:
         asked: Chunks from ``start`` on.
         hits: Chunks that were ready, by the lower tier they were read from for this lookup; None: they were in host
             memory, or on their way into it from a client, when the lookup wanted them.
+        decisions: What became of the lookups that asked for anything, by ``DECISIONS``.
     """
 
     lookups: int = 0
     prefix: int = 0
     asked: int = 0
     hits: Counter[int | None] = field(default_factory=Counter)
+    decisions: Counter[str] = field(default_factory=Counter)
 
 
 class Served:
@@ -41,15 +50,32 @@ class Served:
     def __init__(self) -> None:
         self._by_namespace: dict[bytes, Chunks] = {}
 
-    def ended(self, namespace: bytes, prefix: int, start: int, sources: Iterable[int | None]) -> None:
-        """Count a lookup of ``prefix`` chunks, wanted from ``start`` on; ``sources`` gave those that were ready."""
+    def ended(
+        self, namespace: bytes, prefix: int, start: int, sources: Sequence[int | None], *, has_more: bool
+    ) -> None:
+        """Count a lookup of ``prefix`` chunks, wanted from ``start`` on.
+
+        Args:
+            sources: What gave those that were ready.
+            has_more: More was on its way, or being looked for.
+        """
         chunks = self._by_namespace.setdefault(namespace, Chunks())
         chunks.lookups += 1
         chunks.prefix += prefix
         chunks.asked += max(0, prefix - start)
         chunks.hits.update(sources)
+        if prefix > start:
+            chunks.decisions[_decision(sources, has_more=has_more)] += 1
 
     def take(self) -> Mapping[bytes, Chunks]:
         """The sums, which begin at zero again."""
         taken, self._by_namespace = self._by_namespace, {}
         return taken
+
+
+def _decision(sources: Sequence[int | None], *, has_more: bool) -> str:
+    if not sources:
+        return "not_awaited" if has_more else "miss"
+    if has_more:
+        return "took_what_arrived"
+    return "ready" if all(source is None for source in sources) else "awaited"

@@ -52,7 +52,7 @@ def build_engine(config: Config, recorder: Recorder) -> tuple[Engine, ObjectStor
         tiers = [one.tier for one in opened]
         for tier in tiers:
             undo.callback(tier.close)
-        hierarchy = Engine.build_hierarchy(config.resolved_host_bytes(), tiers)
+        hierarchy = Engine.build_hierarchy(config.resolved_host_bytes(), tiers, eviction=config.eviction)
         arena = Arena(create_slabs(hierarchy.slots.slab_count))
         undo.callback(arena.close)
         executor = ThreadExecutor(_threads(config, opened))
