@@ -14,29 +14,15 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NewType
 
 import xxhash
 
 from tiered_kv.keys.namespace import Namespace
 
-ChunkKey = NewType("ChunkKey", bytes)
-"""16 bytes that name a chunk within its namespace."""
-
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**32 - 1
 _UINT32 = "I"
 assert array(_UINT32).itemsize == TOKEN_BYTES
-
-
-def next_key(parent: bytes, body: bytes) -> ChunkKey:
-    """Key of a chunk from its parent's key and its own body: packed tokens, then encoded extras."""
-    return ChunkKey(xxhash.xxh3_128_digest(parent + body))
-
-
-def next_digest(parent: bytes, body: bytes) -> bytes:
-    """Prefix digest of a chunk from its parent's digest and its own body: packed tokens, then encoded extras."""
-    return hashlib.sha256(parent + body).digest()
 
 
 class PrefixKeys:
@@ -75,15 +61,16 @@ class PrefixKeys:
         # A view, not bytes: the copy's fresh pages would cost more than all the hashing.
         packed = memoryview(_pack(tokens, known * self._chunk_tokens, count * self._chunk_tokens)).cast("B")
         step = self._chunk_tokens * TOKEN_BYTES
-        key = self.parent(known)
+        key: bytes = self.parent(known)
         digest = self.digests[-1] if known else self._namespace.sha256
+        key_of, digest_of = xxhash.xxh3_128_digest, hashlib.sha256  # looked up once: 128k tokens are 512 chunks
         for index in range(known, count):
             start = (index - known) * step
             body = packed[start : start + step].tobytes()
             if extras_for is not None:
                 body += extras_for(index)
-            key = next_key(key, body)
-            digest = next_digest(digest, body)
+            key = key_of(key + body)
+            digest = digest_of(digest + body).digest()
             self.keys.append(key)
             self.digests.append(digest)
         return count
@@ -94,18 +81,29 @@ class PrefixKeys:
 
 
 def _pack(tokens: Sequence[int], start: int, stop: int) -> "array[int]":
-    """Copy ``tokens[start:stop]`` as little-endian uint32; array() takes a list twice as fast as struct.pack does."""
+    """Copy ``tokens[start:stop]``, and perhaps some that follow, as little-endian uint32.
+
+    array() takes a list twice as fast as struct.pack does. A list that is wanted but for a few tokens at its end is
+    taken whole: cutting them off first would copy it.
+    """
+    if start == 0 and isinstance(tokens, list) and len(tokens) - stop <= stop >> 4:
+        try:
+            return _little_endian(array(_UINT32, tokens))
+        except OverflowError:
+            pass  # perhaps behind stop, where it does not matter; otherwise told below
     part = tokens[start:stop]
     if isinstance(part, array) and part.typecode == _UINT32:
-        packed = part
-    else:
-        # By value, whatever the item size and byte order: array() would read bytes and buffers as raw memory.
-        values = part if isinstance(part, list) else part.tolist() if hasattr(part, "tolist") else list(part)
-        try:
-            packed = array(_UINT32, values)
-        except OverflowError:
-            position, token = next((i, t) for i, t in enumerate(values) if not 0 <= t <= MAX_TOKEN)
-            raise ValueError(f"token id is outside uint32. position={start + position} token={token}") from None
+        return _little_endian(part)
+    # By value, whatever the item size and byte order: array() would read bytes and buffers as raw memory.
+    values = part if isinstance(part, list) else part.tolist() if hasattr(part, "tolist") else list(part)
+    try:
+        return _little_endian(array(_UINT32, values))
+    except OverflowError:
+        position, token = next((i, t) for i, t in enumerate(values) if not 0 <= t <= MAX_TOKEN)
+        raise ValueError(f"token id is outside uint32. position={start + position} token={token}") from None
+
+
+def _little_endian(packed: "array[int]") -> "array[int]":
     if sys.byteorder == "big":
         packed.byteswap()
     return packed

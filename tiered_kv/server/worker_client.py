@@ -24,6 +24,9 @@ from tiered_kv.server.paths import server_directory
 
 logger = logging.getLogger(__name__)
 
+POPULATE_EVERY_MS = 250
+"""Between two looks for slabs that were given memory; the server has them grow before the last slot is taken."""
+
 
 class WorkerClient:
     """A worker's place in a session: the mapped arena.
@@ -72,10 +75,15 @@ class WorkerClient:
         return arena
 
     def wait_lost(self) -> None:
-        """Block until the server is gone or :meth:`leave` was called."""
+        """Block until the server is gone or :meth:`leave` was called; meanwhile map what memory the slabs have got."""
         watched = select.poll()
         watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
-        watched.poll()
+        while not watched.poll(0 if self._populate_some() else POPULATE_EVERY_MS):
+            pass
+
+    def _populate_some(self) -> bool:
+        with self._leaving:
+            return self._lock_fd >= 0 and self.arena.populate_some()
 
     def leave(self) -> None:
         """Unmap the arena and say so. No copy may be running. Idempotent."""

@@ -101,8 +101,7 @@ class RequestExtras:
                 _check_session(request, has_drafts=has_drafts)
             if request.lora_request is not None:
                 self._lora = Lora(adapters.identity(request.lora_request))
-            for index in range(request.num_tokens // chunk_tokens):
-                self._encoded.append(self._encode(index))
+            self._read_up_to(request.num_tokens // chunk_tokens)
         except Unaccountable as exc:
             self.reason = str(exc)
 
@@ -132,13 +131,29 @@ class RequestExtras:
         """
         if self.reason is not None:
             raise Unaccountable(self.reason)
-        try:
-            while len(self._encoded) <= chunk_index:
-                self._encoded.append(self._encode(len(self._encoded)))
-        except Unaccountable as exc:
-            self.reason = str(exc)
-            raise
+        if chunk_index >= len(self._encoded):
+            try:
+                self._read_up_to(chunk_index + 1)
+            except Unaccountable as exc:
+                self.reason = str(exc)
+                raise
         return self._encoded[chunk_index]
+
+    def _read_up_to(self, count: int) -> None:
+        """Encode the extras of the first ``count`` chunks. Most requests have none: asked once for all of them."""
+        known = len(self._encoded)
+        if count - known > 1 and self._is_plain(known * self._chunk_tokens, count * self._chunk_tokens):
+            self._encoded += [b""] * (count - known)
+            return
+        for index in range(known, count):
+            self._encoded.append(self._encode(index))
+
+    def _is_plain(self, start: int, stop: int) -> bool:
+        """Whether neither we nor vLLM know an extra of any of these tokens."""
+        if self._request.prompt_embeds is not None or any(True for _ in self._typed(start, stop)):
+            return False
+        theirs, _ = generate_block_hash_extra_keys(self._request, start, stop, 0)
+        return not theirs
 
     def _encode(self, index: int) -> bytes:
         start = index * self._chunk_tokens
