@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from counts import count, seed
 from disk_probe import blob_files
-from engine_world import BLOB_BYTES, SPACES
+from engine_world import BLOB_BYTES, NAMESPACES, SPACES
 from fault_scene import LIMIT_BYTES, OTHERS, PREFIX, Damage, FaultScene
 
 from tiered_kv.chunks import fields
@@ -166,14 +166,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", point], check=True)  # lazy: a failed test may still have files open
 
 
+def fill_up(disk: Path) -> Path:
+    """A file of somebody else's that leaves no room."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            continue
+    return ballast
+
+
 def test_a_full_disk_drops_stores_and_takes_them_again_when_there_is_room(small_disk: Path) -> None:
     """F6, with other files than ours filling it: our own limit is never reached."""
     scene = FaultScene(small_disk)
     scene.store(PREFIX)
-    ballast = small_disk / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            continue
+    ballast = fill_up(small_disk)
     before = len(blob_files(small_disk))
     scene.forget_host()
     assert scene.counter("write_failed_no_room") > 0
@@ -182,6 +188,24 @@ def test_a_full_disk_drops_stores_and_takes_them_again_when_there_is_room(small_
     ballast.unlink()
     scene.pass_time()
     scene.check("write_failed_no_room", r"outcome=no_room operation=write tier=disk blob=\S+ cause=.*ENOSPC path=\S+")
+    scene.end()
+
+
+def test_a_new_model_starts_on_a_full_disk(small_disk: Path) -> None:
+    """F6: not even its namespace.json finds room; it gets a cache in memory, and the disk when there is room."""
+    scene = FaultScene(small_disk)
+    scene.store(PREFIX)
+    ballast = fill_up(small_disk)
+    newcomer = scene.world.open("other")
+    scene.world.settle()
+    scene.world.store(newcomer, PREFIX)
+    assert scene.world.loaded(newcomer, PREFIX) == 3
+    assert any("namespace.json was not written. tier=disk" in line and "ENOSPC" in line for line in scene.log.lines)
+    ballast.unlink()
+    scene.world.store(newcomer, OTHERS[0])
+    scene.pass_time()
+    written = {path.parent.parent.name for path in blob_files(small_disk)}
+    assert NAMESPACES["other"].digest.hex() in written
     scene.end()
 
 

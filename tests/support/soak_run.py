@@ -2,7 +2,8 @@
 
 ::
 
-    faults    traffic and faults; at half time the last machine's server is killed no more
+    faults    traffic and faults; after a quarter of it the last machine's server is killed no more, and judged in the
+              second half
     recovery  traffic without faults
     rest      no traffic: nothing leased, nothing pending, accounts exact
     again     the engines end, the servers end by themselves; new ones under the same load have as many threads
@@ -24,7 +25,7 @@ from disk_probe import blob_files, du_bytes
 from prompt_traffic import EngineTraffic, Habits, Prompts, turn_until
 from server_processes import is_alive
 from soak_faults import Faults, Pace
-from soak_judgement import SAMPLES_MIN, SPAN_S, Trend, trend
+from soak_judgement import KNOWN_CHUNK_MIB, SAMPLES_MIN, SPAN_S, Trend, trend
 from soak_node import BUCKET_BYTES, RESERVE_BYTES, Node
 from soak_samples import ProcessSample, children, slab_holders
 from soak_stores import Store, problems
@@ -50,7 +51,7 @@ class Plan:
 
     Attributes:
         faults_s, recovery_s, again_s: Lengths of the phases that have one.
-        nodes: Machines; the server of the last one survives the second half.
+        nodes: Machines; the server of the last one lives from a quarter of the time on.
         clients: Engines of each.
         gap_s: Mean time between two requests of an engine.
     """
@@ -141,11 +142,12 @@ class Soak:
         faults = Faults(self.nodes, self.store, plan.pace, plan.seed)
         faults.start()
         try:
-            self._take_samples(plan.faults_s / 2, faults.check)
+            self._take_samples(plan.faults_s / 4, faults.check)
             faults.spared.add(survivor.name)
             time.sleep(SAMPLE_S)  # a kill that was just drawn
             wait_for(lambda: survivor.server_pid() is not None, "the server that stays", deadline_s=REST_S)
             survivor_pid = survivor.server_pid()
+            self._take_samples(plan.faults_s / 4, faults.check)  # what any server does once, it does here
             half = len(self.series[survivor.name].columns["t_s"])
             self._take_samples(plan.faults_s / 2, faults.check)
         finally:
@@ -153,7 +155,9 @@ class Soak:
         self.faults = faults.counts
         self._judge_memory(survivor, half)
         is_same = survivor_pid is not None and survivor.server_pid() == survivor_pid
-        self._judge("a server outlives all faults but its kill", is_same, f"pid {survivor_pid} from half time on")
+        self._judge(
+            "a server outlives all faults but its kill", is_same, f"pid {survivor_pid} from a quarter of the time on"
+        )
 
     def _wait_ready(self) -> None:
         for node in self.nodes:
@@ -190,7 +194,7 @@ class Soak:
         row |= _of_process("server", found.process) | _of_process("client", client)
         figures = found.figures
         if figures is None:
-            names = ("clients", "leased", "reserved", "pending", "disk", "uploads", "breaker")
+            names = ("clients", "leased", "reserved", "pending", "disk", "uploads", "breaker", "known")
             return row | dict.fromkeys(names)
         host, uploads = figures.hierarchy, found.of_tier("object")
         return row | {
@@ -201,6 +205,7 @@ class Soak:
             "disk": found.of_tier("disk").used_bytes,
             "uploads": uploads.backlog_chunks,
             "breaker": uploads.breaker,
+            "known": host["chunks"],
         }
 
     def _come_to_rest(self) -> None:
@@ -296,21 +301,26 @@ class Soak:
     # -- verdicts ------------------------------------------------------------------------------------------------
 
     def _judge_memory(self, node: Node, half: int) -> None:
+        """Of a server, without what it remembers by design: an entry for every chunk known, of a bounded number."""
         columns = {name: values[half:] for name, values in self.series[node.name].columns.items()}
         for who in ("server", "client"):
+            known = columns["known"] if who == "server" else [0] * len(columns["t_s"])
             rows = [
-                (time_s, size)
-                for time_s, size in zip(columns["t_s"], columns[f"{who}_anonymous_kib"], strict=True)
-                if size is not None
+                (time_s, size_kib / 1024 - chunks * KNOWN_CHUNK_MIB)
+                for time_s, size_kib, chunks in zip(columns["t_s"], columns[f"{who}_anonymous_kib"], known, strict=True)
+                if size_kib is not None and chunks is not None
             ]
             check = f"{who}: memory is flat in the second half"
             if len(rows) < SAMPLES_MIN:
                 self._judge(check, self.plan.faults_s < 2 * SPAN_S, f"{len(rows)} samples are too few")
                 continue
-            found = trend([row[0] for row in rows], [row[1] / 1024 for row in rows])
+            found = trend([row[0] for row in rows], [row[1] for row in rows])
             self.trends[who] = found
             slope = "not judged" if found.slope_mib_per_h is None else f"{found.slope_mib_per_h:.1f} MiB/h"
             seen = f"{found.middle_mib:.1f} then {found.last_mib:.1f} MiB, slope {slope}"
+            if who == "server":
+                counts = [chunks for chunks in known if chunks is not None]
+                seen += f"; besides {counts[0]} then {counts[-1]} chunks known"
             self._judge(check, found.is_flat, seen)
 
     def _end(self, others: set[int]) -> None:

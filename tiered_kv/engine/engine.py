@@ -29,7 +29,7 @@ from tiered_kv.engine.performer import Performer
 from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import Throughput
-from tiered_kv.errors import Closed, ConfigError, TierUnavailable
+from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import (
@@ -120,11 +120,13 @@ class Engine:
         self.guards = Guards(hierarchy, executor, clock, self._stalls)
 
     @staticmethod
-    def build_hierarchy(host_bytes: int, tiers: Sequence[Tier], limits: Limits | None = None) -> Hierarchy:
+    def build_hierarchy(
+        host_bytes: int, tiers: Sequence[Tier], limits: Limits | None = None, *, eviction: str = "multi-queue"
+    ) -> Hierarchy:
         """The hierarchy that fits these tiers; only the last may be shared."""
         capacities = [None if tier.traits.is_shared else tier.usage().capacity_bytes for tier in tiers]
         is_last_shared = bool(tiers) and tiers[-1].traits.is_shared
-        return Hierarchy(host_bytes, capacities, limits, is_last_shared=is_last_shared)
+        return Hierarchy(host_bytes, capacities, limits, is_last_shared=is_last_shared, eviction=eviction)
 
     def start(self) -> None:
         """Learn what this machine's tiers hold. Blocks for the time of the scans; a shared tier is not scanned."""
@@ -189,7 +191,7 @@ class Engine:
     def _describe(tier: Tier, namespace: Namespace) -> None:
         try:
             tier.describe(namespace.digest, namespace.record)
-        except (TierUnavailable, Closed) as exc:
+        except (TierUnavailable, CapacityExceeded, Closed) as exc:
             logger.warning("namespace.json was not written. tier=%s %s", tier.traits.name, exc)
 
     def has_memory(self, slot_bytes: int) -> bool:

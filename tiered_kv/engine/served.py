@@ -11,7 +11,8 @@ class Totals:
     """Sums over all ended lookups of all namespaces; see :class:`tiered_kv.hierarchy.served.Chunks`.
 
     Attributes:
-        tokens: As ``chunks``, each times the tokens of a chunk of its namespace. ``lookups`` is counted in ``chunks``.
+        tokens: As ``chunks``, each times the tokens of a chunk of its namespace. ``lookups`` and
+            ``decisions`` are counted in ``chunks``.
     """
 
     chunks: Chunks = field(default_factory=Chunks)
@@ -20,6 +21,7 @@ class Totals:
     def add(self, chunks: Chunks, chunk_tokens: int) -> None:
         """Take in what was served to one namespace."""
         self.chunks.lookups += chunks.lookups
+        self.chunks.decisions.update(chunks.decisions)
         for sums, factor in ((self.chunks, 1), (self.tokens, chunk_tokens)):
             sums.prefix += chunks.prefix * factor
             sums.asked += chunks.asked * factor

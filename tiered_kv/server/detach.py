@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 269}
 _MPOL_DEFAULT = 0
-_M_ARENA_MAX = -8
-_MALLOC_ARENAS = 2
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_HEAP = ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 128 << 10), (_M_TRIM_THRESHOLD, 128 << 10))
 _CPUS_MAX = 8192
 """Bits of the affinity mask; the kernel keeps those of processors that exist and that the cpuset allows."""
 
@@ -33,7 +33,7 @@ def detach() -> None:
 def use_whole_machine() -> None:
     """Give up the limits that were set for the process that started this one; what fails is logged."""
     raise_descriptor_limit()
-    share_malloc_arenas()
+    keep_heap_small()
     _use_all_processors()
     _use_all_memory()
 
@@ -45,16 +45,18 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def share_malloc_arenas() -> None:
-    """Have all threads take their memory from two heaps of glibc, where each of some 45 threads had its own.
+def keep_heap_small() -> None:
+    """Have glibc give memory back, which by default it keeps in ever more pieces.
 
-    What a thread frees stays in its heap, so bursts that different threads happen to handle add up. Its part in the
-    growth that the soak sees was not measured alone (docs/decisions/0012). Before any thread; other C libraries have no
-    such heaps.
+    Two heaps for some 45 threads, where each had its own: what a thread frees stays in its heap. And large blocks from
+    the kernel, always: glibc raises that threshold to the size of the largest block ever freed, and bodies and answers
+    of a megabyte then leave holes between what lives on (docs/decisions/0012 has the figures). Before any thread; other
+    C libraries have neither.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(ctypes.c_int(_M_ARENA_MAX), ctypes.c_int(_MALLOC_ARENAS))
+        for option, value in _HEAP:
+            mallopt(ctypes.c_int(option), ctypes.c_int(value))
 
 
 def _use_all_processors() -> None:
