@@ -32,6 +32,7 @@ def tokens(asked: int, **hits: int) -> TokenFigures:
         missed_chunks=(asked - hit) // 10,
         missed_tokens=asked - hit,
         hits=[HitFigures(tier=tier, chunks=count // 10, tokens=count) for tier, count in hits.items()],
+        decisions={"ready": hit // 10, "miss": (asked - hit) // 10},
     )
 
 

@@ -115,6 +115,8 @@ class FiguresCollector(Collector):
         yield _counter("prompt_tokens", "Tokens of prompts looked up, in whole chunks.", tokens.prompt_tokens)
         yield _counter("asked_tokens", "Of those, tokens the engine did not have itself.", tokens.asked_tokens)
         yield _counter("hit_tokens", "Asked tokens that were got, by the tier that gave them.", hits, ["tier"])
+        decisions = {(decision,): float(count) for decision, count in tokens.decisions.items()}
+        yield _counter("decisions", "Lookups by what became of them.", decisions, ["decision"])
         yield _counter("missed_tokens", "Asked tokens that were not got.", tokens.missed_tokens)
 
     def _tiers(self) -> Iterator[Metric]:

@@ -3,6 +3,8 @@
 Pure. Every count only grows while a server lives; a server that was started anew in between has no common past.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from tiered_kv.metrics.figures import HOST, ServerFigures, TierFigures, sum_operations
@@ -52,6 +54,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         lookups_per_s: Lookups that ended.
         asked_tokens_per_s, hit_tokens_per_s: What they asked for and got.
         hit_share: Of the tokens asked for in between, those that were got; null: none were asked for.
+        decisions_per_s: Lookups per second by what became of them; those without any are left out.
         drops_per_s: Chunks per second that were not written, by the reason; reasons without any are left out.
         tiers: Host memory first.
     """
@@ -66,6 +69,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     asked_tokens_per_s: float
     hit_tokens_per_s: float
     hit_share: float | None
+    decisions_per_s: dict[str, float]
     drops_per_s: dict[str, float]
     tiers: list[TierRates]
 
@@ -81,7 +85,6 @@ def rates(before: ServerFigures, after: ServerFigures) -> Rates:
         raise ValueError("figures of one server at two moments were expected")
     asked = after.tokens.asked_tokens - before.tokens.asked_tokens
     hit = after.tokens.hit_tokens - before.tokens.hit_tokens
-    past = before.drops()
     return Rates(
         pid=after.pid,
         uptime_s=after.uptime_s,
@@ -93,13 +96,15 @@ def rates(before: ServerFigures, after: ServerFigures) -> Rates:
         asked_tokens_per_s=asked / seconds,
         hit_tokens_per_s=hit / seconds,
         hit_share=hit / asked if asked else None,
-        drops_per_s={
-            reason: (count - past.get(reason, 0)) / seconds
-            for reason, count in after.drops().items()
-            if count > past.get(reason, 0)
-        },
+        decisions_per_s=_grown(before.tokens.decisions, after.tokens.decisions, seconds),
+        drops_per_s=_grown(before.drops(), after.drops(), seconds),
         tiers=[_host(before, after, seconds), *(_tier(tier, before, after, seconds) for tier in after.tiers)],
     )
+
+
+def _grown(before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> dict[str, float]:
+    gains = {name: count - before.get(name, 0) for name, count in after.items()}
+    return {name: gain / seconds for name, gain in gains.items() if gain > 0}
 
 
 def _host(before: ServerFigures, after: ServerFigures, seconds: float) -> TierRates:

@@ -1,5 +1,6 @@
 """Figures as people read them: counts, shares, rates, durations, and what a breaker or a bucket's keeper says."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tiered_kv.config import size_text
@@ -50,6 +51,11 @@ def tokens_text(tokens: "TokenFigures") -> str:
     shares = ", ".join(f"{share_text(hit.tokens, tokens.asked_tokens)} {hit.tier}" for hit in tokens.hits)
     share = share_text(tokens.hit_tokens, tokens.asked_tokens)
     return f"{count_text(tokens.asked_tokens)} asked, {count_text(tokens.hit_tokens)} hit ({share}): {shares}"
+
+
+def decisions_text(counts: Mapping[str, str]) -> str:
+    """What became of lookups in one line: ``12 ready, 3 not awaited``."""
+    return ", ".join(f"{count} {decision.replace('_', ' ')}" for decision, count in counts.items()) or "none yet"
 
 
 def state_text(tier: "TierFigures") -> str:

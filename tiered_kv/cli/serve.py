@@ -1,5 +1,6 @@
 """`tiered-kv serve`: a cache server in the foreground, for several engines of one machine."""
 
+import gc
 import logging
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,7 +54,7 @@ def serve(
         from tiered_kv.errors import ConfigError
         from tiered_kv.location import redact
         from tiered_kv.server.compose import serve as run
-        from tiered_kv.server.detach import raise_descriptor_limit, share_malloc_arenas
+        from tiered_kv.server.detach import keep_heap_small, raise_descriptor_limit
         from tiered_kv.server.paths import ServerInfo
         from tiered_kv.server.server import Server
 
@@ -71,10 +72,12 @@ def serve(
         if socket is not None and not socket.is_absolute():
             raise ConfigError(f"option --socket: expected an absolute path, got {str(socket)!r}")
         raise_descriptor_limit()
-        share_malloc_arenas()
+        keep_heap_small()
         metrics = None if metrics_port is None else _open_metrics(metrics_host, metrics_port, at_end)
 
         def on_ready(info: ServerInfo) -> None:
+            gc.collect()  # as in server/__main__.py
+            gc.freeze()
             if metrics is not None:
                 metrics.start(info.socket)
             shown = "" if metrics is None else f" metrics={metrics.url}"

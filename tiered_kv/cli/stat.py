@@ -10,6 +10,7 @@ from tiered_kv.cli.app import app
 from tiered_kv.cli.figure_text import (
     capacity_text,
     count_text,
+    decisions_text,
     rate_text,
     share_text,
     state_text,
@@ -125,6 +126,8 @@ def _report(uri: str | None, server: str | None, more: list[str] | None) -> Stat
 
 def _show_server(figures: ServerFigures) -> None:
     print(f"tokens    {tokens_text(figures.tokens)}")
+    counts = {name: count_text(count) for name, count in figures.tokens.decisions.items() if count}
+    print(f"lookups   {decisions_text(counts)}")
     print(f"server    pid {figures.pid}, version {figures.version}, up {age_text(figures.uptime_s)}, ", end="")
     print(f"{figures.clients} clients, {figures.hierarchy['lookups']} open lookups")
     print(f"directory {figures.directory}")

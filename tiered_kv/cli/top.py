@@ -13,7 +13,7 @@ import typer
 
 from tiered_kv.admin.rates import Rates, TierRates, rates
 from tiered_kv.cli.app import app
-from tiered_kv.cli.figure_text import BREAKER, capacity_text, count_text, rate_text, time_text
+from tiered_kv.cli.figure_text import BREAKER, capacity_text, count_text, decisions_text, rate_text, time_text
 from tiered_kv.cli.output import EXIT_CODES, Report, age_text, exit_codes, print_table
 from tiered_kv.cli.settings import Settings
 from tiered_kv.cli.stat import OptionalUri, ServerOption, connect
@@ -149,6 +149,7 @@ def _head(report: TopReport) -> list[str]:
         f"{clock}  {server}, {now.lookups} open lookups",
         f"directory {report.directory}",
         f"tokens/s  {asked} asked, {hit} hit{share}, in {count_text(now.lookups_per_s)} lookups/s",
+        f"lookups/s {decisions_text({name: count_text(rate) for name, rate in now.decisions_per_s.items()})}",
     ]
 
 

@@ -37,6 +37,9 @@ class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
         hit_chunks, hit_tokens: Of the asked ones, what it got.
         missed_chunks, missed_tokens: Of the asked ones, what it did not get.
         hits: What it got by tier, highest first.
+        decisions: How many lookups that asked for anything ended in which way: ``ready``, all that was held was in host
+            memory; ``awaited``, some of it came up from a lower tier; ``took_what_arrived``, the engine went on with
+            less than was on its way; ``not_awaited``, without any of it; ``miss``, nothing was held.
     """
 
     lookups: int
@@ -49,6 +52,7 @@ class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
     missed_chunks: int
     missed_tokens: int
     hits: list[HitFigures]
+    decisions: dict[str, int]
 
 
 class BucketFigures(msgspec.Struct, frozen=True, kw_only=True):

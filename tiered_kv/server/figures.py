@@ -13,6 +13,7 @@ from tiered_kv import __version__
 from tiered_kv.config import Config
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError
+from tiered_kv.hierarchy.served import DECISIONS
 from tiered_kv.metrics.figures import (
     HOST,
     BucketFigures,
@@ -123,6 +124,7 @@ class FigureSource:
             missed_chunks=chunks.asked - chunks.hits.total(),
             missed_tokens=tokens.asked - tokens.hits.total(),
             hits=[HitFigures(tier=name, chunks=chunks.hits[n], tokens=tokens.hits[n]) for n, name in sources],
+            decisions={decision: chunks.decisions[decision] for decision in DECISIONS},
         )
 
     def _tier(self, number: int, hierarchy: Mapping[str, int], operations: Iterable[OperationFigures]) -> TierFigures:

@@ -135,7 +135,7 @@ def _families() -> Iterator[Any]:
     host = dict.fromkeys(
         ("lookups", "leased_bytes", "host_assigned_bytes", "host_capacity_bytes", "host_ready_chunks"), 0
     )
-    no_tokens: dict[str, Any] = dict.fromkeys(TokenFigures.__struct_fields__, 0) | {"hits": []}
+    no_tokens: dict[str, Any] = dict.fromkeys(TokenFigures.__struct_fields__, 0) | {"hits": [], "decisions": {}}
     empty: dict[str, Any] = dict.fromkeys(ServerFigures.__struct_fields__, 0)
     empty |= {"version": "", "tokens": TokenFigures(**no_tokens), "hierarchy": host, "counters": {}}
     empty |= {name: [] for name in ("tiers", "flows", "sessions", "operations")}
