@@ -36,9 +36,10 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
 
+from bench_report import percentile  # noqa: E402  # beside this script
 from cache_clients import CHUNK, SmallEngine, settings  # noqa: E402  # shared with the tests
 from cache_probe import server_pid, wait_for, wait_written  # noqa: E402
-from object_faults import GROUPS, percentile  # noqa: E402  # beside this script
+from object_faults import GROUPS  # noqa: E402  # beside this script
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 

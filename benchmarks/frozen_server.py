@@ -15,8 +15,6 @@ Builds a model with seeded weights under build/. Prints a table and writes build
 import argparse
 import json
 import os
-import platform
-import shlex
 import signal
 import statistics
 import sys
@@ -26,6 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from bench_report import machine, percentile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests" / "support")]
@@ -144,12 +144,6 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [row("no cache", bare), row("live", live), row("frozen", still)]
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that ``share`` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
-
-
 def row(server: str, rounds: list[tuple[list[float], list[float], float]]) -> dict[str, Any]:
     step_s = [value for one, _, _ in rounds for value in one]
     hooks_s = [value for _, one, _ in rounds for value in one]
@@ -176,20 +170,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def machine(options: argparse.Namespace) -> dict[str, object]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load": round(os.getloadavg()[0], 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
-        "prompts": options.prompts,
-        "tokens": options.tokens,
-        "command": shlex.join(["python", "benchmarks/frozen_server.py", *sys.argv[1:]]),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
@@ -197,7 +177,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=600, help="per prompt")
     options = parser.parse_args()
     rows = measure(build_model(REPOSITORY / "build" / "models" / "tiny", shape=TINY), options)
-    facts = machine(options)
+    facts = machine(
+        "frozen_server", lookup_timeout_ms=LOOKUP_TIMEOUT_MS, prompts=options.prompts, tokens=options.tokens
+    )
     print("\n".join(table(rows)))
     target = REPOSITORY / "build" / "frozen_server.json"
     target.write_text(json.dumps({"machine": facts, "results": rows}, indent=1) + "\n")

@@ -19,9 +19,6 @@ tests in front of it. Prints a table and writes build/object_faults.json.
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -31,6 +28,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench_report import machine, percentile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
@@ -174,12 +173,6 @@ def is_left_alone(root: Path) -> bool:
     return any(tier["breaker"] != "closed" for tier in figures(root)["tiers"] if tier["name"] == "object")
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that ``share`` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
-
-
 def row(fault: str, wait: str, samples: list[Sample]) -> dict[str, Any]:
     waits = [sample.wait_s for sample in samples]
     losses = [sample.wait_s - sample.tokens / PREFILL[wait] for sample in samples]
@@ -213,20 +206,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def machine(options: argparse.Namespace) -> dict[str, object]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load": round(os.getloadavg()[0], 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "storage_timeout_s": options.timeout_s,
-        "prefill_tokens_per_s": PREFILL,
-        "prompt_tokens": options.chunks * CHUNK,
-        "command": shlex.join(["python", "benchmarks/object_faults.py", *sys.argv[1:]]),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs=3, default=[100, 30, 10], help="per fault: fast, slow, patient")
@@ -245,7 +224,12 @@ def main() -> None:
             for wait, count in zip(PREFILL, options.requests, strict=True):
                 rows.append(row(fault, wait, measure(run, fault, wait, count)))
                 print(table(rows)[-1], flush=True)
-        facts = machine(options)
+        facts = machine(
+            "object_faults",
+            storage_timeout_s=options.timeout_s,
+            prefill_tokens_per_s=PREFILL,
+            prompt_tokens=options.chunks * CHUNK,
+        )
     print("\nadded latency per request:\n")
     print("\n".join(table(rows)))
     target = REPOSITORY / "build" / "object_faults.json"

@@ -1,0 +1,275 @@
+"""What a lookup costs vLLM's scheduler thread, and when its answer is there: through the connector's own hooks.
+
+    python benchmarks/lookup.py [--quick] [--runs N] [--sizes N ...] [--tokens N ...] [--keep]
+
+Prompts of 1k to 128k tokens in chunks of 256, against servers whose index has 10k, 100k and 1M chunks (``--quick``: the
+first two). The blobs are of 8 KiB: the index is measured, not the arena. It is filled by ``Commit`` messages, with
+chains of 64 chunks whose first chunk is missing, which therefore stay off the disk. The servers run side by side, and
+prompts take turns among them and among three cases:
+
+    host    every chunk is in host memory
+    disk    every chunk is on disk only; read from there, warm, before the answer counts
+    miss    nothing is known of it
+
+``new`` is ``on_new_request``, which hashes the prompt and sends the lookup; ``first`` and ``second`` are calls of
+``get_num_new_matched_tokens``: at once, and when the answer has come; ``polls`` all calls until it is given (for the
+disk one every 5 ms, as of steps); ``end`` is what releasing takes. ``total`` is the sum of all of them, on the
+scheduler's thread, and ``cpu`` the CPU time of that thread in them. ``wall`` is the time from the request to the
+answer. ``hash`` is the roofline of the one part: token ids packed, xxh3 and sha256 per chunk, nothing else; ``ping`` of
+the other: as many bytes to another process and back as lookup and answer have. Medians, in milliseconds.
+"""
+
+import hashlib
+import random
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from bare_engine import BareEngine
+from bench_report import finish, machine, parser, table
+from cache_probe import figures, wait_for
+
+from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.server import messages as m
+from tiered_kv.server.handshake import read_message, say_hello
+
+CHUNK, BLOCK = 256, 16
+SHAPE = (1, 1, 4, BLOCK)
+SLOT_BYTES = 8192  # 4 KiB of header, 256 bytes for each of 16 blocks
+CHAIN = 64
+STEP_S = 0.005
+DISK_BYTES = 128 << 20
+LONGEST = 128 << 10
+ECHO = """
+import socket, sys
+far = socket.socket(fileno=int(sys.argv[1]))
+while head := far.recv(8, socket.MSG_WAITALL):
+    far.recv(int.from_bytes(head[:4], "little"), socket.MSG_WAITALL)
+    far.sendall(bytes(int.from_bytes(head[4:], "little")))
+"""
+COLUMNS = {
+    "chunks_in_index": "index", "tokens": "tokens", "case": "case", "new_ms": "new", "first_ms": "first",
+    "second_ms": "second", "polls_ms": "polls", "end_ms": "end", "total_ms": "total", "cpu_ms": "cpu",
+    "wall_ms": "wall", "hash_ms": "hash", "hash_cpu_ms": "hash cpu", "ping_ms": "ping",
+}  # fmt: skip
+
+
+class Node(BareEngine):
+    """A server whose index has so many chunks, and an engine behind it.
+
+    Attributes:
+        prompts: The longest prompt of the cases ``host`` and ``disk``; shorter ones are its beginnings.
+    """
+
+    def __init__(self, root: Path, chunks: int, longest: int = LONGEST) -> None:
+        # A lookup may lease 37.5 % of host memory: small indexes need more of it than their chunks take.
+        host_bytes = max(int(1.05 * chunks) * SLOT_BYTES, 64 << 20) + (64 << 20)
+        given = {"host_bytes": host_bytes, "disk_bytes": DISK_BYTES, "chunk_tokens": CHUNK, "drain_s": 0.0}
+        more = {"promotion_wait_ms": 60_000, "lookup_timeout_ms": 20_000, "start_timeout_s": 60.0}
+        super().__init__(root, given | more, SHAPE)
+        self.chunks = chunks
+        self.open(blocks=64)
+        self.prompts = {case: _tokens(f"{case} {chunks}", longest) for case in ("host", "disk")}
+        for tokens in self.prompts.values():
+            self._store(tokens)
+        wait_for(lambda: self._figure("tier0_pending_writes") == 0, "the disk")
+        self.leave_on_disk()
+        self._fill(chunks - self._figure("chunks"))
+
+    def _figure(self, name: str) -> int:
+        return int(figures(self.root)["hierarchy"][name])
+
+    def _keys(self, tokens: list[int]) -> PrefixKeys:
+        keys = PrefixKeys(self.client.namespace, CHUNK)
+        keys.extend(tokens)
+        return keys
+
+    def _store(self, tokens: list[int]) -> None:
+        keys, namespace = self._keys(tokens), self.client.namespace.digest
+        for index in range(len(keys.keys)):
+            record = ChunkRecord(namespace, keys.keys[index], keys.parent(index), index, keys.digests[index])
+            self.client.commit([(self._take_slots(1)[0], record)])
+
+    def _take_slots(self, most: int) -> list[int]:
+        while not self.client.credit_count:
+            select.select([self.client._sock], [], [])
+            self.client.poll()
+        return [self.client.take_slot() for _ in range(min(most, self.client.credit_count))]
+
+    def _fill(self, chunks: int) -> None:
+        namespace, rng = self.client.namespace.digest, random.Random(self.chunks)
+        while chunks > 0:
+            parent, batch = rng.randbytes(16), []
+            for depth, slot in enumerate(self._take_slots(min(CHAIN, chunks)), 1):
+                key = rng.randbytes(16)
+                batch.append((slot, ChunkRecord(namespace, key, parent, depth, rng.randbytes(32))))
+                parent = key
+            self.client.commit(batch)
+            chunks -= len(batch)
+        wait_for(lambda: self._figure("host_ready_chunks") + 512 >= self._figure("chunks"), "the last seals")
+
+    def leave_on_disk(self) -> None:
+        """Take the chunks of the case ``disk`` out of host memory."""
+        keys = b"".join(self._keys(self.prompts["disk"]).keys)
+        sock, _ = say_hello(self.scheduler._scheduler._config, "admin", "", 0)
+        with sock:
+            sock.sendall(m.frame(m.Evict("host", self.client.namespace.digest, keys, holes=True)))
+            told = read_message(sock)
+        if not isinstance(told, m.Evicted) or told.kept:
+            raise RuntimeError(f"chunks stayed in host memory: {told}")
+
+    def prompt(self, case: str, tokens: int, run: int) -> list[int]:
+        """The prompt and one more token, so that all of it may be loaded."""
+        known = self.prompts.get(case)
+        return [*(_tokens(f"miss {run} {tokens}", tokens) if known is None else known[:tokens]), 1]
+
+
+def _tokens(seed: str, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1 << 17) for _ in range(count)]
+
+
+def ask(node: Node, name: str, case: str, prompt: list[int]) -> dict[str, float]:
+    """One request from its arrival to its end, in seconds."""
+    request = node.request(name, prompt)
+    hooks = node.scheduler
+    node.scheduler.get_kv_connector_stats()
+    taken: dict[str, float] = {}
+    begun_s = time.perf_counter()
+    cpu_s = time.thread_time()
+    taken["new"] = _timed(lambda: hooks.on_new_request(request))
+    taken["cpu"] = time.thread_time() - cpu_s
+    polls = []
+    answer: Any = None
+    while answer is None:
+        if polls:
+            select.select([node.client._sock], [], [])
+        if len(polls) > 1:
+            time.sleep(STEP_S)
+        started_s, cpu_s = time.perf_counter(), time.thread_time()
+        answer, _ = hooks.get_num_new_matched_tokens(request, 0)
+        taken["cpu"] += time.thread_time() - cpu_s
+        polls.append(time.perf_counter() - started_s)
+    taken["wall"] = time.perf_counter() - begun_s
+    expected = 0 if case == "miss" else len(prompt) - 1
+    if answer != expected:
+        raise RuntimeError(f"wrong answer. case={case} tokens={len(prompt)} expected={expected} observed={answer}")
+    taken["first"], taken["polls"] = polls[0], sum(polls)
+    if len(polls) > 1:
+        taken["second"] = polls[1]
+    cpu_s = time.thread_time()
+    taken["end"] = _timed(lambda: node.finish(request))
+    taken["cpu"] += time.thread_time() - cpu_s
+    taken["total"] = taken["new"] + taken["polls"] + taken["end"]
+    return taken
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+def hash_only(tokens: list[int]) -> None:
+    """Roofline: what naming the chunks needs at least."""
+    packed = memoryview(array("I", tokens)).cast("B")
+    key, digest = b"\0" * 16, b"\0" * 32
+    for start in range(0, len(packed) - len(packed) % (4 * CHUNK), 4 * CHUNK):
+        body = packed[start : start + 4 * CHUNK].tobytes()
+        key = xxhash.xxh3_128_digest(key + body)
+        digest = hashlib.sha256(digest + body).digest()
+
+
+class Echo:
+    """Another process that answers so many bytes with so many; the ping-pong's other end."""
+
+    def __init__(self) -> None:
+        self.near, far = socket.socketpair()
+        with far:
+            command = [sys.executable, "-c", ECHO, str(far.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[far.fileno()])
+
+    def ping(self, chunks: int) -> None:
+        """As many bytes as a lookup of so many chunks, and its answer, have."""
+        size, back = 48 * chunks + 64, 4 * chunks + 64
+        self.near.sendall(size.to_bytes(4, "little") + back.to_bytes(4, "little") + bytes(size))
+        self.near.recv(back, socket.MSG_WAITALL)
+
+    def close(self) -> None:
+        """End it."""
+        self.near.close()
+        self._process.wait()
+
+
+def measure(nodes: list[Node], echo: Echo, lengths: list[int], runs: int) -> list[dict[str, Any]]:
+    """Rows by length, size of the index and case."""
+    numbers = count()
+    rows = []
+    for tokens in lengths:
+        taken: dict[tuple[int, str], list[dict[str, float]]] = {}
+        rooflines: dict[str, list[float]] = {"hash": [], "hash_cpu": [], "ping": []}
+        for run in range(runs + 1):  # the first is not counted
+            for node in nodes:
+                for case in ("host", "disk", "miss"):
+                    sample = ask(node, f"r{next(numbers)}", case, node.prompt(case, tokens, run))
+                    if run:
+                        taken.setdefault((node.chunks, case), []).append(sample)
+                    if case == "disk":
+                        wait_for(lambda node=node: node._figure("leased_bytes") == 0, "the end of the leases")
+                        node.leave_on_disk()
+                known = node.prompts["host"][:tokens]
+                cpu_s = time.thread_time()
+                rooflines["hash"].append(_timed(lambda known=known: hash_only(known)))
+                rooflines["hash_cpu"].append(time.thread_time() - cpu_s)
+                rooflines["ping"].append(_timed(lambda known=known: echo.ping(len(known) // CHUNK)))
+        for (chunks, case), samples in sorted(taken.items()):
+            row: dict[str, Any] = {"chunks_in_index": chunks, "tokens": tokens, "case": case, "requests": len(samples)}
+            for what in ("new", "first", "second", "polls", "end", "total", "cpu", "wall"):
+                values = [1e3 * sample[what] for sample in samples if what in sample]
+                row[f"{what}_ms"] = round(statistics.median(values), 4) if values else None
+                row[f"{what}_max_ms"] = round(max(values), 4) if values else None
+            row |= {f"{what}_ms": round(1e3 * statistics.median(values), 4) for what, values in rooflines.items()}
+            rows.append(row)
+            print(table([row], COLUMNS)[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="without the index of 1M chunks")
+    options.add_argument("--runs", type=int, default=11)
+    options.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="of the index")
+    options.add_argument("--tokens", type=int, nargs="+", default=[1 << 10, 4 << 10, 16 << 10, 64 << 10, LONGEST])
+    given = options.parse_args()
+    sizes = [size for size in given.sizes if not (given.quick and size >= 1_000_000)]
+    fill_s = {}
+    nodes: list[Node] = []
+    echo = Echo()
+    with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as work:
+        try:
+            for size in sizes:
+                started_s = time.monotonic()
+                nodes.append(Node(Path(work) / f"index-{size}", size, max(given.tokens)))
+                fill_s[size] = round(time.monotonic() - started_s, 1)
+            print("\n".join(table([], COLUMNS)), flush=True)
+            rows = measure(nodes, echo, given.tokens, given.runs)
+        finally:
+            echo.close()
+            for node in nodes:
+                node.close()
+    finish("lookup", rows, machine("lookup", runs=given.runs, fill_s=fill_s), is_kept=given.keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""vLLM as it is served, for benchmarks: an engine core in a process of its own, and a process that asks it and times.
+
+Parent side: :class:`ServedEngine`. Child side: ``python serving.py``, one JSON line per order on standard input and one
+per answer on a descriptor of its own. Several engines may be up at once; only the one that was asked works, so two of
+them can take turns within a run. Not a benchmark by itself.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL = REPOSITORY / "build" / "models" / "demo"
+VOCABULARY = 8_192
+RESERVED = 3
+WARM_UPS = 10
+FORGET_DEADLINE_S = 60.0
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    # "auto" would pin the engine, and the cache server that it starts, to single cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+    # A thread that waits for the other sleeps, rather than to keep a core from whoever is measured.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One request: seconds to its first token, and the prompt tokens that were not computed."""
+
+    ttft_s: float
+    cached_tokens: int
+
+
+def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
+    """Prompts of which no two share a block, nor one with those of another seed."""
+    draw = random.Random(f"prompts {seed}")
+    return [[draw.randrange(RESERVED, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+
+class ServedEngine:
+    """An engine and the process that asks it.
+
+    Threads: one.
+    """
+
+    def __init__(self, log: Path, connector: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Start it; returns when it answers.
+
+        Args:
+            connector: The connector's extra config; None: plain vLLM.
+            options: vLLM's own engine arguments.
+        """
+        self._log = log
+        reader, writer = os.pipe()
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(writer), json.dumps({"connector": connector, "options": options})],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[writer],
+                env=os.environ | ENVIRONMENT,
+            )
+        os.close(writer)
+        self._answers = os.fdopen(reader)
+        self._read()
+
+    def ttft(self, prompt: Sequence[int]) -> Timed:
+        """Answer one prompt with one token."""
+        return Timed(**self._call("ttft", prompt=prompt))
+
+    def batch_s(self, batch: Sequence[Sequence[int]], max_tokens: int) -> float:
+        """Seconds to answer all of these, handed over at once."""
+        seconds: float = self._call("batch", batch=batch, max_tokens=max_tokens)["seconds"]
+        return seconds
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, once no request and no store holds blocks."""
+        self._call("forget")
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(60)
+        self._answers.close()
+
+    def _call(self, order: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"order": order, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise RuntimeError(f"the engine's process ended. code={self._process.wait()} log={self._log}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def warm_up(engine: ServedEngine, tokens: int) -> None:
+    """Ask until a prompt comes back from the cache: its server is there, has memory, and the prefill rate is measured.
+
+    Raises:
+        RuntimeError: None of ``WARM_UPS`` prompts did.
+    """
+    for prompt in prompts(0, WARM_UPS, tokens):
+        engine.ttft(prompt)
+        engine.forget()
+        if engine.ttft(prompt).cached_tokens:
+            return
+    raise RuntimeError(f"the cache never answered. prompts={WARM_UPS}")
+
+
+@contextmanager
+def served(log: Path, connector: Mapping[str, Any] | None = None, **options: Any) -> Iterator[ServedEngine]:
+    """An engine for the length of a ``with`` block."""
+    engine = ServedEngine(log, connector, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def build_model_once() -> None:
+    """The demo's model, where the engines look for it."""
+    from tiered_kv.testing.model import DEMO, build_model
+
+    build_model(MODEL, shape=DEMO)
+
+
+class _Child:
+    """The process that asks."""
+
+    def __init__(self, connector: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        arguments: dict[str, Any] = {
+            "model": str(MODEL),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "max_model_len": 4_096,
+            "max_num_batched_tokens": 4_096,
+            "block_size": 32,
+            "disable_log_stats": True,
+            **options,
+        }
+        if connector is not None:
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="TieredKVConnector", kv_role="kv_both", kv_connector_extra_config=dict(connector)
+            )
+        self._llm = LLM(**arguments)
+        self._asked = 0
+
+    def ttft(self, prompt: list[int]) -> dict[str, Any]:
+        self._asked += 1
+        engine = self._llm.llm_engine
+        started_s = time.perf_counter()
+        engine.add_request(f"ask-{self._asked}", {"prompt_token_ids": prompt}, self._sampling(1))
+        while True:
+            for output in engine.step():
+                if output.outputs[0].token_ids:
+                    return {"ttft_s": time.perf_counter() - started_s, "cached_tokens": output.num_cached_tokens or 0}
+
+    def batch(self, batch: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in batch]
+        started_s = time.perf_counter()
+        self._llm.generate(inputs, self._sampling(max_tokens), use_tqdm=False)
+        return {"seconds": time.perf_counter() - started_s}
+
+    def forget(self) -> dict[str, Any]:
+        end_s = time.monotonic() + FORGET_DEADLINE_S
+        while self._llm.reset_prefix_cache() is not True:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"blocks are still held. deadline_s={FORGET_DEADLINE_S:g}")
+            time.sleep(0.005)
+        return {}
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    @staticmethod
+    def _sampling(max_tokens: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def main() -> None:
+    channel = int(sys.argv[1])
+    os.set_inheritable(channel, False)  # engine core and cache server must not hold the pipe open
+    given = json.loads(sys.argv[2])
+    with os.fdopen(channel, "w", buffering=1) as answers:
+        child = _Child(given["connector"], given["options"])
+        print(json.dumps({}), file=answers)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            print(json.dumps(getattr(child, asked.pop("order"))(**asked)), file=answers)
+        child.close()
+
+
+if __name__ == "__main__":
+    main()

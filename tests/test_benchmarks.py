@@ -1,0 +1,62 @@
+"""The benchmarks of the hot paths run and say what they measured; how fast they are is not asked here."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def run(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    import bench_report as report
+
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path)
+
+    def run(name: str, *arguments: str) -> list[dict[str, Any]]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        __import__(name).main()
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told == json.loads((tmp_path / "build" / f"{name}.json").read_text())
+        assert {"cores", "memory_gib", "python", "date", "command"} <= told["machine"].keys()
+        return told["results"]
+
+    return run
+
+
+def test_lookups_of_every_case_are_timed(run, tmp_path):
+    rows = run("lookup", "--runs", "2", "--sizes", "300", "--tokens", "512", "1024")
+    assert [(row["tokens"], row["case"]) for row in rows] == [
+        (tokens, case) for tokens in (512, 1024) for case in ("disk", "host", "miss")
+    ]
+    for row in rows:
+        assert row["requests"] == 2
+        assert row["total_ms"] >= row["new_ms"] > 0
+        assert row["hash_ms"] > 0 < row["ping_ms"]
+    draws("lookup", tmp_path)
+
+
+def test_copies_are_timed_beside_their_roofline(run, tmp_path):
+    tiny = ["--mib-per-run", "32", "--pool-mib", "96", "--host-mib", "256"]
+    rows = run("host_path", "--runs", "1", "--chunk-tokens", "16", "--styles", "flash", *tiny)
+    assert [(row["mib"], row["style"], row["blocks"]) for row in rows] == [
+        (2, "flash", "consecutive"),
+        (2, "flash", "random"),
+    ]
+    for row in rows:
+        assert min(row[f"{what}_gb_per_s"] for what in ("store", "load", "gather_copy", "scatter_copy", "seal")) > 0
+        assert row["store_ratio"] > 0 < row["load_ratio"]
+    draws("host_path", tmp_path)
+
+
+def draws(name: str, folder: Path) -> None:
+    """The chart of what was just measured can be drawn."""
+    pytest.importorskip("matplotlib")
+    import charts
+
+    charts.draw(name, folder / "build" / f"{name}.json", folder / f"{name}.png")
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
