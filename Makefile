@@ -34,7 +34,7 @@ serve: setup  ## vLLM's OpenAI-compatible server on CPU behind the cache, on 127
 
 test: setup s3-packages  ## every test, the ones on real vLLM engines and on a real S3 server included
 	@VENV=$(VENV) scripts/overlay 0.30.0 & overlaid=$$!; \
-		set -x; $(PYTHON) -m pytest -n 3 $(AT_ONCE) -m "not vllm"; passed=$$?; \
+		set -x; $(PYTHON) -m pytest -n 4 $(AT_ONCE) -m "not vllm"; passed=$$?; \
 		set +x; wait $$overlaid && exit $$passed
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(AT_ONCE) -m "vllm and not cores"
 	$(PYTHON) -m pytest -m cores
@@ -43,7 +43,7 @@ test-versions: setup s3-packages  ## the end-to-end tests on every vLLM of the s
 	@VENV=$(VENV) scripts/test-versions
 
 check: check-style s3-packages  ## style, types, layers and the tests that need no engine: before every commit
-	$(PYTHON) -m pytest -q -n 3 $(AT_ONCE) -m "not vllm"
+	$(PYTHON) -m pytest -q -n 4 $(AT_ONCE) -m "not vllm"
 
 check-style: setup  ## formatting, lint, types, layers
 	$(PYTHON) -m ruff format --check .
@@ -55,10 +55,10 @@ format: setup  ## put the code in the one format
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
-bench: setup  ## every script in benchmarks/, one after the other
-	@set -e; for script in benchmarks/*.py; do \
-		[ -e "$$script" ] || { echo "there is no benchmark in benchmarks/ yet"; exit 1; }; \
-		echo "== $$script"; $(PYTHON) "$$script"; done
+bench: s3-packages  ## the benchmarks of docs/performance.md, meant for 15 minutes; SECTIONS="host_path lookup" for some; KEEP=1
+	@$(PYTHON) -c "import matplotlib" 2>/dev/null \
+		|| $(PYTHON) -m pip install --quiet --constraint requirements/constraints.txt matplotlib
+	$(PYTHON) scripts/bench.py $(if $(KEEP),--keep) $(SECTIONS)
 
 simulate: setup  ## the cache's engine in virtual time under faults drawn from seeds: SEEDS=10000 FIRST=0
 	$(PYTHON) scripts/simulate.py --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)

@@ -17,7 +17,7 @@ ENGINE_PROCESSES = {"EngineProcess", "Replicas"}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the machine is shared, and no test here asserts on time. A failure prints what reproduces it.
-settings.register_profile("tiered_kv", max_examples=count("EXAMPLES", 50), deadline=None, print_blob=True)
+settings.register_profile("tiered_kv", max_examples=count("EXAMPLES", 30), deadline=None, print_blob=True)
 settings.load_profile("tiered_kv")
 
 
