@@ -79,11 +79,6 @@ ENGINE: dict[str, Any] = {
 CONNECTOR: dict[str, Any] = {"disk_bytes": "4GiB", "strict": True}
 """What a user would write besides the places; everything else is the default."""
 
-BUCKET_WAIT_MS = 5_000
-"""How long the third engine waits for the bucket. By default it would wait for a twentieth of the time that computing
-takes, beyond what has arrived: on a CPU that computes 1,700 tokens a second, 90 ms, in which a gateway on the same two
-cores delivers nothing."""
-
 _VOCABULARY = 8_192
 _RESERVED = 3
 _DOCUMENT_SEED, _WARM_UP_SEED, _QUESTION_SEED = 1, 100, 1_000
@@ -98,8 +93,7 @@ def connector(role: str, bucket_uri: str | None) -> dict[str, Any]:
     """An engine's settings: a bucket with a local disk in front of it, or without a bucket the local disk alone."""
     if bucket_uri is None:
         return {"storage_uri": cache(role).as_uri(), **CONNECTOR}
-    waits = {"promotion_wait_ms": BUCKET_WAIT_MS} if role == THIRD else {}
-    return {"storage_uri": bucket_uri, "disk_path": str(cache(role)), **CONNECTOR, **waits}
+    return {"storage_uri": bucket_uri, "disk_path": str(cache(role)), **CONNECTOR}
 
 
 def warm_up_prompt(role: str) -> list[int]:

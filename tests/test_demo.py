@@ -175,8 +175,7 @@ def test_settings_of_the_connector_are_a_users(scenario, uri):
 
         assert config.disk_root() == scenario.cache(role)
         assert config.strict
-        waits = uri is not None and role == scenario.THIRD  # for the bucket alone; scenario.py says why
-        assert config.promotion_wait_ms == (scenario.BUCKET_WAIT_MS if waits else None), "the demo helps to wait"
+        assert config.promotion_wait_ms is None, "the demo must not help the connector to wait"
         assert config.location().kind == ("disk" if uri is None else "object")
 
 

@@ -1,6 +1,7 @@
 """A real engine whose cache server stands still, or answers nonsense: its steps go on, and so do its requests."""
 
 import logging
+import math
 import os
 import random
 import signal
@@ -181,7 +182,9 @@ def garbled(source: random.Random, message: Any) -> Any:
             sources = bytes(drawn((0, len(few), len(few))))
             ready = drawn((0, len(few), len(few) + 1, drawn(INTEGERS)))
             held = drawn((0, 2, drawn(INTEGERS)))
-            return m.Updated(message.lookup, held, few, ready, source.random() < 0.7, None, drawn((0, 3)), sources)
+            parts = [(drawn(INTEGERS), drawn((None, 0.0, -1.0, math.nan, math.inf)))]
+            is_done, unknown = source.random() < 0.7, drawn((0, 3))
+            return m.Updated(message.lookup, held, few, ready, is_done, parts, unknown, drawn((None, -1.0)), sources)
         case m.Credits():
             return m.Credits(few)
         case m.Stat():

@@ -194,10 +194,11 @@ def test_without_samples_there_is_no_estimate_and_failures_make_none(memory):
     for number in range(20):
         world.store(session, (number,))
     is_broken.append(True)
-    assert world.engine.eta_s(SPACES["small"].namespace, {0: 1}) is None
+    assert world.engine.arrivals(SPACES["small"].namespace, [(0, 1)]) == [(1, None)]
     world.loaded(session, (0,))
     assert world.hierarchy.counters["read_failed_unavailable"] == 1
-    assert world.engine.eta_s(SPACES["small"].namespace, {0: 1}) is None and world.engine.read_bytes_per_s(0) is None
+    assert world.engine.arrivals(SPACES["small"].namespace, [(0, 1)]) == [(1, None)]
+    assert world.engine.read_bytes_per_s(0) is None
     world.close()
 
 
@@ -211,9 +212,13 @@ def test_promotions_give_the_estimate(world):
     world.settle()
     world.release(lookup)
     assert world.engine.read_bytes_per_s(0) == 2 * BLOB_BYTES
-    assert world.engine.eta_s(SPACES["small"].namespace, {0: 4}) == 2.0
-    world.engine.sample_read(0, 12 * BLOB_BYTES, 1.0)
-    assert world.engine.read_bytes_per_s(0) == 5 * BLOB_BYTES
+    assert world.engine.arrivals(SPACES["small"].namespace, [(0, 4)]) == [(4, 2.0)]
+    assert world.engine.arrivals(SPACES["small"].namespace, [(None, 2), (0, 1), (None, 3), (0, 3)]) == [
+        (2, 0.0),
+        (3, 0.5),
+        (6, 0.5),
+        (9, 2.0),
+    ], "what needs not be read is here with the chunk before it"
 
 
 def test_uses_reach_the_tier_so_that_a_restart_evicts_the_oldest(memory):

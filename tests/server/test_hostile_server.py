@@ -114,7 +114,9 @@ def test_a_scheduler_survives_every_message_with_any_content(client: SchedulerCl
                     drawn = source.choice
                     slots = [drawn(INTEGERS) for _ in range(drawn((0, 3)))]
                     frame = m.frame(
-                        m.Updated(drawn(ids), drawn(INTEGERS), slots, drawn((0, 1, 3, -1)), False, None, 0, bytes(3))
+                        m.Updated(
+                            drawn(ids), drawn(INTEGERS), slots, drawn((0, 1, 3, -1)), False, [], 0, None, bytes(3)
+                        )
                     )
                 tell(client, server, frame)
                 messages += 1
@@ -129,11 +131,11 @@ def test_a_scheduler_survives_every_message_with_any_content(client: SchedulerCl
 @pytest.mark.parametrize(
     "message",
     [
-        m.Updated(1, 3, [7], 3, True, None, 0, b"\0"),
-        m.Updated(1, 3, [7], 1, True, None, 0, b""),
-        m.Updated(1, -1, [], 0, True, None, 0, b""),
-        m.Updated(1, 1, [-7], 1, True, None, 0, b"\0"),
-        m.Updated(1, 0, [], 0, False, None, -1, b""),
+        m.Updated(1, 3, [7], 3, True, [], 0, None, b"\0"),
+        m.Updated(1, 3, [7], 1, True, [], 0, None, b""),
+        m.Updated(1, -1, [], 0, True, [], 0, None, b""),
+        m.Updated(1, 1, [-7], 1, True, [], 0, None, b"\0"),
+        m.Updated(1, 0, [], 0, False, [], -1, None, b""),
         m.Credits([-1]),
         m.Moved(2, True, bytes(16)),
         m.Moved(-1, True, bytes(16)),

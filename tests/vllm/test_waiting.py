@@ -1,73 +1,139 @@
-"""How long a request waits for a slower tier: never so long that no cache at all would have been faster."""
+"""How long a request waits for a slower tier: as long as it pays, and never long where no cache would be faster."""
+
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.vllm.waiting import PREFILL_TOKENS_PER_S_DEFAULT, UNPROVEN_SHARE, PrefillRate, Wait, is_worth_waiting
+from tiered_kv.vllm.waiting import (
+    PREFILL_TOKENS_PER_S_DEFAULT,
+    TRUSTED_SHARE,
+    UNPROVEN_SHARE,
+    Patience,
+    PrefillRate,
+    Wait,
+    is_worth_waiting,
+)
 
 RATE = 1000.0
-DEADLINE_S = 100.0
+CHUNK = 256
+STEP_S = 0.001
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "arrived", "wanted", "eta_s", "expected"),
+    ("waited_s", "arrived", "missing", "eta_s", "expected"),
     [
-        (0.0, 0, 1000, 0.1, True),  # nothing lost yet
-        (0.04, 0, 1000, 0.1, True),  # inside 5 % of one second
-        (0.06, 0, 1000, 0.1, False),  # nothing has arrived in the unproven share
-        (0.30, 400, 1000, 0.1, True),  # what arrived has saved 0.4 s
-        (0.50, 400, 1000, 0.1, False),  # and now it has not
-        (0.30, 400, 1000, 5.0, False),  # the rest would take longer than computing it
-        (0.02, 400, 1000, None, True),  # never measured: the unproven share only
-        (0.04, 400, 1000, None, False),
-        (0.00, 1000, 1000, 0.0, False),  # all here: nothing to wait for
+        (0.24, 0, 1000, 0.1, True),  # twice what it should need, and 5 % of a second
+        (0.26, 0, 1000, 0.1, False),
+        (0.54, 0, 1000, 0.4, True),  # never more than half of the second that computing takes, and 5 % of it
+        (0.56, 0, 1000, 0.4, False),
+        (0.04, 0, 1000, 0.6, True),  # hardly faster than computing: the unproven share alone
+        (0.06, 0, 1000, 0.6, False),
+        (0.44, 400, 1000, 0.6, True),  # but what arrived has saved 0.4 s
+        (0.46, 400, 1000, 0.6, False),
+        (0.64, 400, 1000, 0.1, True),
+        (0.66, 400, 1000, 0.1, False),
+        (0.00, 0, 1000, 1.1, False),  # slower than computing: not a moment
+        (0.00, 400, 1000, 1.1, False),  # nor is what arrived spent on it
+        (0.00, 400, 1000, math.inf, False),  # the tier delivers nothing
+        (0.04, 0, 1000, None, True),  # never measured: the unproven share
+        (0.06, 0, 1000, None, False),
+        (0.06, 400, 1000, None, False),
+        (0.00, 1000, 0, 0.0, False),  # all here: nothing to wait for
     ],
 )
-def test_waits_while_it_pays(waited_s: float, arrived: int, wanted: int, eta_s: float | None, expected: bool) -> None:
-    assert is_worth_waiting(Wait(waited_s, arrived, wanted, eta_s), RATE, DEADLINE_S) is expected
+def test_waits_while_it_pays(waited_s: float, arrived: int, missing: int, eta_s: float | None, expected: bool) -> None:
+    assert is_worth_waiting(Wait(waited_s, 0.0, arrived, [(missing, eta_s)]), RATE) is expected
+
+
+def test_a_fast_tiers_part_is_waited_for_although_the_rest_comes_from_a_slow_one() -> None:
+    """The disk has 1,000 tokens and the bucket 3,000 more, which would take longer than computing them."""
+    assert is_worth_waiting(Wait(0.2, 0.0, 0, [(1000, 0.1), (4000, 9.0)]), RATE)
+    assert not is_worth_waiting(Wait(0.2, 0.0, 0, [(4000, 9.0)]), RATE)
+    assert not is_worth_waiting(Wait(0.2, 0.0, 1000, [(3000, 8.9)]), RATE), "the disk's part is here"
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "arrived", "wanted", "unknown", "expected"),
+    ("waited_s", "arrived", "missing", "search_s", "expected"),
     [
-        (0.04, 0, 0, 1000, True),  # a search may cost 5 % of what it may find
-        (0.06, 0, 0, 1000, False),
-        (0.06, 500, 500, 1000, False),  # what is here already pays for no search
-        (0.54, 500, 600, 1000, True),  # but for what is on its way it does
-        (0.56, 500, 600, 1000, False),
+        (0.04, 0, 0, None, True),  # a search may cost 5 % of what it may find
+        (0.06, 0, 0, None, False),
+        (0.04, 0, 0, 0.04, True),
+        (0.00, 0, 0, 0.06, False),  # the first answer alone would take longer
+        (0.06, 500, 0, 0.01, False),  # what is here already pays for no search
+        (0.70, 500, 500, 0.01, True),  # but for what is on its way it does
     ],
 )
 def test_a_search_gets_the_unproven_share(
-    waited_s: float, arrived: int, wanted: int, unknown: int, expected: bool
+    waited_s: float, arrived: int, missing: int, search_s: float | None, expected: bool
 ) -> None:
-    assert is_worth_waiting(Wait(waited_s, arrived, wanted, 0.01, unknown), RATE, DEADLINE_S) is expected
+    wait = Wait(waited_s, 0.0, arrived, [(missing, 0.1)], unknown_tokens=1000, search_s=search_s)
+    assert is_worth_waiting(wait, RATE) is expected
 
 
-def test_deadline_ends_every_wait() -> None:
-    assert not is_worth_waiting(Wait(2.0, 90_000, 100_000, 0.1), RATE, deadline_s=1.0)
+def test_deadline_ends_every_wait_that_pays() -> None:
+    wait = Wait(2.0, 0.0, 90_000, [(10_000, 0.1)])
+    assert Patience(PrefillRate(), None, 2_000).lasts(wait)
+    assert not Patience(PrefillRate(), None, 1_000).lasts(wait)
 
 
-@given(
-    arrivals=st.lists(st.floats(0, 20), min_size=1, max_size=30).map(sorted),
-    rate=st.floats(100, 50_000),
-    eta_s=st.one_of(st.none(), st.floats(0, 30)),
-)
-def test_total_time_never_passes_recomputing_by_more_than_the_share(
+def test_a_fixed_wait_asks_no_measurement() -> None:
+    patience = Patience(PrefillRate(), 500, 100)
+    assert patience.lasts(Wait(0.5, 0.0, 0, [(256, math.inf)]))
+    assert not patience.lasts(Wait(0.51, 0.0, 0, [(100_000, 0.1)]))
+
+
+def played(arrivals: list[float], rate: float, eta_s: float | None) -> float:
+    """Seconds until the first token: wait for any schedule of arriving chunks as told, and compute the rest."""
+    now_s = told_s = 0.0
+    before = 0
+    while True:
+        arrived = CHUNK * sum(at <= now_s for at in arrivals)
+        missing = CHUNK * len(arrivals) - arrived
+        if arrived > before:
+            before, told_s = arrived, now_s
+        if not is_worth_waiting(Wait(now_s, told_s, arrived, [(missing, eta_s)]), rate):
+            return now_s + missing / rate
+        now_s += STEP_S
+
+
+ARRIVALS = st.lists(st.floats(0, 20), min_size=1, max_size=30).map(sorted)
+
+
+@given(arrivals=ARRIVALS, rate=st.floats(100, 50_000), eta_s=st.one_of(st.none(), st.floats(0, 30)))
+def test_whatever_arrives_when_the_request_is_late_by_no_more_than_the_shares(
     arrivals: list[float], rate: float, eta_s: float | None
 ) -> None:
-    """Play any schedule of arriving chunks at a step of 1 ms, stop when told to, and add the prefill of the rest."""
-    chunk, step_s = 256, 0.001
-    wanted = chunk * len(arrivals)
+    """Any prediction, any truth: a trusted one that is wrong costs the trusted share, any other one the unproven."""
+    computed_s = CHUNK * len(arrivals) / rate
+    is_trusted = eta_s is not None and eta_s <= computed_s  # for a part of the chunks it may be, later
+    share = UNPROVEN_SHARE + (TRUSTED_SHARE if is_trusted else 0.0)
+    assert played(arrivals, rate, eta_s) <= (1 + share) * computed_s + 2 * STEP_S
+
+
+@given(arrivals=ARRIVALS, rate=st.floats(100, 50_000))
+def test_a_true_prediction_never_costs_more_than_the_unproven_share(arrivals: list[float], rate: float) -> None:
+    computed_s = CHUNK * len(arrivals) / rate
     now_s = 0.0
     while True:
-        arrived = chunk * sum(at <= now_s for at in arrivals)
-        if not is_worth_waiting(Wait(now_s, arrived, wanted, eta_s), rate, DEADLINE_S):
+        arrived = CHUNK * sum(at <= now_s for at in arrivals)
+        missing = CHUNK * len(arrivals) - arrived
+        if not is_worth_waiting(Wait(now_s, now_s, arrived, [(missing, arrivals[-1] - now_s)]), rate):
             break
-        now_s += step_s
+        now_s += STEP_S
+    assert now_s + missing / rate <= (1 + UNPROVEN_SHARE) * computed_s + 2 * STEP_S
 
-    with_cache = now_s + (wanted - arrived) / rate
-    assert with_cache <= (1 + UNPROVEN_SHARE) * wanted / rate + 2 * step_s
+
+@given(chunks=st.integers(4, 30), rate=st.floats(100, 50_000), share=st.floats(0.0, 0.5), late=st.floats(0.5, 1.9))
+def test_a_tier_that_is_twice_as_fast_as_computing_gives_its_full_benefit(
+    chunks: int, rate: float, share: float, late: float
+) -> None:
+    """All chunks come at once, as a store with a high latency gives them, and up to 1.9 times as late as predicted."""
+    computed_s = CHUNK * chunks / rate
+    eta_s = share * computed_s
+    came_s = min(late * eta_s, TRUSTED_SHARE * computed_s)
+    assert played([came_s] * chunks, rate, eta_s) <= came_s + 2 * STEP_S
 
 
 def test_prefill_rate_comes_from_busy_prefill_steps_only() -> None:

@@ -4,8 +4,8 @@ Called by the server's loop, by the in-process cache and, with a stepping execut
 except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one small file) and :meth:`Engine.close`.
 
     field                                         owner
-    hierarchy, guards, _throughput, _geometries,
-    _served, _jobs                                the caller of ``step``
+    hierarchy, guards, _throughput, _probe_times,
+    _geometries, _served, _jobs                   the caller of ``step``
     tiers, arena                                  executor threads; the owner asks for usage and notes recency
     _finished                                     appended by executor threads, emptied by the owner (both are atomic)
     _flushing                                     a tier's number is added by the owner, removed by the flushing thread
@@ -15,7 +15,7 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
 
 import logging
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -28,11 +28,12 @@ from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.performer import Performer
 from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
-from tiered_kv.engine.throughput import Throughput
+from tiered_kv.engine.throughput import ProbeTimes, Throughput
 from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import (
+    Arriving,
     ChunkRecord,
     Copy,
     Delete,
@@ -105,6 +106,7 @@ class Engine:
         self.clock = clock
         self._performer = Performer(self.tiers, arena, clock, formats)
         self._throughput = [Throughput() for _ in self.tiers]
+        self._probe_times = ProbeTimes()
         self._geometries: dict[bytes, ChunkGeometry] = {}
         self._served = Totals()
         self._jobs: Counter[tuple[int, str]] = Counter()
@@ -242,15 +244,34 @@ class Engine:
             self._absent_due_s = now_s + ABSENT_S / 2
             self.hierarchy.age_absences()
 
-    def eta_s(self, namespace: bytes, arriving: Mapping[int, int]) -> float | None:
-        """Seconds until chunks that are being read, by tier, should be here; None if one tier was never measured."""
-        total_s = 0.0
-        for tier, chunks in arriving.items():
-            rate = self._throughput[tier].bytes_per_s
-            if not rate:
-                return None
-            total_s += chunks * self._performer.formats[namespace].blob_bytes / rate
-        return total_s
+    def arrivals(self, namespace: bytes, runs: Arriving) -> list[tuple[int, float | None]]:
+        """For chunks that arrive: those up to the end of each run, and the seconds until they should be here.
+
+        The time is None from the first tier on that was never measured. Tiers are read at the same time.
+        """
+        blob_bytes = self._performer.formats[namespace].blob_bytes
+        now_s = self.clock.monotonic()
+        own = Counter[int]()
+        for tier, chunks in runs:
+            if tier is not None:
+                own[tier] += chunks * blob_bytes
+        parts: list[tuple[int, float | None]] = []
+        until, eta_s = 0, 0.0
+        read = Counter[int]()
+        for tier, chunks in runs:
+            until += chunks
+            if tier is not None:
+                read[tier] += chunks * blob_bytes
+                part_s = self._throughput[tier].eta_s(read[tier], own[tier], now_s)
+                if part_s is None:
+                    return [*parts, (sum(chunks for _, chunks in runs), None)]
+                eta_s = max(eta_s, part_s)
+            parts.append((until, eta_s))
+        return parts
+
+    def search_s(self) -> float | None:
+        """Seconds that a question to a shared tier takes; None without samples."""
+        return self._probe_times.slow_s
 
     def read_bytes_per_s(self, tier: int) -> float | None:
         """How fast promotions from a tier run; None without samples."""
@@ -271,7 +292,9 @@ class Engine:
             if not isinstance(job, Seal | Grow):
                 self._jobs[job.tier, _KINDS[type(job)]] += 1
             if isinstance(job, Read):
-                self._throughput[job.tier].started(self.clock.monotonic())
+                self._throughput[job.tier].started(self.clock.monotonic(), self._blob_bytes(job))
+            if isinstance(job, Probe):
+                self._probe_times.started(job.record.key, self.clock.monotonic())
             is_remote = not isinstance(job, Seal | Grow) and self.tiers[job.tier].traits.is_shared
             pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
             self.executor.submit(pool, priority, partial(self._run, job))
@@ -294,22 +317,21 @@ class Engine:
             case Write():
                 self.hierarchy.written(job, outcome)
             case Read():
-                self._throughput[job.tier].finished(self.clock.monotonic(), self._bytes_read(job, outcome))
+                now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
+                self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
                 self.hierarchy.read(job, outcome)
             case Copy():
                 self.hierarchy.copied(job, outcome)
             case Probe():
+                self._probe_times.finished(job.record.key, self.clock.monotonic())
                 self.hierarchy.probed(job, outcome)
             case Delete():
                 self.hierarchy.deleted(job.tier, job.record, outcome)
             case Grow():
                 self.hierarchy.grown(job, outcome)
 
-    def _bytes_read(self, job: Read, outcome: Outcome) -> int | None:
-        """What a read moved: all of the blob even if it was bad, nothing if it failed, None if there was no blob."""
-        if outcome is Outcome.MISSING:
-            return None
-        return 0 if outcome is Outcome.UNAVAILABLE else self._performer.formats[job.record.namespace].blob_bytes
+    def _blob_bytes(self, job: Read) -> int:
+        return self._performer.formats[job.record.namespace].blob_bytes
 
     def _persist_uses(self, now_s: float) -> None:
         uses = [BlobName(r.namespace, r.key, r.parent, r.chunk_index) for r in self.hierarchy.take_uses()]
@@ -337,3 +359,10 @@ class Engine:
             for tier in self.tiers:
                 closing.callback(tier.close)
             self.executor.close()
+
+
+def _arrived(size_bytes: int, outcome: Outcome) -> int | None:
+    """What a read moved: all of the blob even if it was bad, nothing if it failed, None if there was no blob."""
+    if outcome is Outcome.MISSING:
+        return None
+    return 0 if outcome is Outcome.UNAVAILABLE else size_bytes

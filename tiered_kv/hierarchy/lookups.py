@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from tiered_kv.hierarchy.credits import Session
 from tiered_kv.hierarchy.host import HostMemory
@@ -188,7 +189,7 @@ def _wait_no_more(entry: Entry, lookup: Lookup) -> None:
 def _describe(lookup: Lookup) -> LookupUpdate:
     slots = tuple(entry.slot for entry in lookup.entries if entry.slot is not None)
     assert len(slots) == len(lookup.entries), "a lookup wants a chunk that has no slot"
-    arriving = Counter(entry.source for entry in lookup.entries[lookup.ready :] if entry.source is not None)
+    sources = groupby(entry.source for entry in lookup.entries[lookup.ready :])
     return LookupUpdate(
         lookup.session.id,
         lookup.id,
@@ -197,7 +198,7 @@ def _describe(lookup: Lookup) -> LookupUpdate:
         lookup.ready,
         _is_done(lookup),
         _unknown(lookup),
-        arriving,
+        tuple((source, sum(1 for _ in run)) for source, run in sources),
         tuple(lookup.sources),
     )
 

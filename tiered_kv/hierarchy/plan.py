@@ -4,8 +4,8 @@ Pure values. The engine turns jobs into calls of tiers and of the arena, and out
 :class:`~tiered_kv.hierarchy.hierarchy.Hierarchy`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 SlotId = int
@@ -108,6 +108,9 @@ class Probe:
 
 Job = Seal | Write | Read | Delete | Grow | Copy | Probe
 
+Arriving = Sequence[tuple[int | None, int]]
+"""Chunks of a prefix in runs of ``(tier, chunks)``; see :class:`LookupUpdate`."""
+
 
 @dataclass(frozen=True, slots=True)
 class LookupUpdate:
@@ -120,7 +123,8 @@ class LookupUpdate:
         slots: Slots granted to the lookup, from the chunk it starts at. Only the first ``ready`` may be read.
         ready: Chunks from the start that are verified in host memory and leased to this lookup.
         is_done: Nothing more will arrive.
-        arriving: Chunks that are being read, by the lower tier they come from.
+        arriving: Chunks from ``ready`` on, as runs of ``(tier, chunks)``: the lower tier they are being read from, or
+            None where they need not be read.
         sources: Per slot, the lower tier it was read from for this lookup; None: it needed not be read.
     """
 
@@ -131,7 +135,7 @@ class LookupUpdate:
     ready: int
     is_done: bool
     unknown: int = 0
-    arriving: Mapping[int, int] = field(default_factory=dict)
+    arriving: Arriving = ()
     sources: tuple[int | None, ...] = ()
 
 

@@ -14,8 +14,9 @@ class LookupAnswer:
     slots: Sequence[SlotId] = ()
     ready: int = 0
     is_done: bool = False
-    eta_s: float | None = None
+    parts: Sequence[tuple[int, float | None]] = ()
     unknown: int = 0
+    search_s: float | None = None
     sources: bytes = b""
     is_answered: bool = False
 

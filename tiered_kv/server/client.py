@@ -228,11 +228,12 @@ class SchedulerClient:
 
     def _take(self, message: object) -> None:
         match message:
-            case m.Updated(lookup, held, slots, ready, is_done, eta_s, unknown, sources):
+            case m.Updated(lookup, held, slots, ready, is_done, parts, unknown, search_s, sources):
                 check_updated(message)
                 if lookup in self.lookups:
-                    answer = LookupAnswer(held, slots, ready, is_done, eta_s, unknown, sources, is_answered=True)
-                    self.lookups[lookup] = answer
+                    self.lookups[lookup] = LookupAnswer(
+                        held, slots, ready, is_done, parts, unknown, search_s, sources, is_answered=True
+                    )
             case m.Moved():
                 check_moved(message, len(self.tiers))
                 self._note_moves(message)

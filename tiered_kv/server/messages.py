@@ -13,7 +13,7 @@ import msgspec
 
 from tiered_kv.errors import ProtocolError
 
-PROTOCOL = 4
+PROTOCOL = 5
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -239,7 +239,9 @@ class Updated(Message, frozen=True):
     """See :class:`tiered_kv.hierarchy.plan.LookupUpdate`.
 
     Attributes:
-        eta_s: Time until what arrives is here, if known.
+        parts: For what arrives, cut where its source changes: chunks behind ``ready`` up to there, and the time until
+            they are here, if known.
+        search_s: What one question to the shared tier takes, if known; 0 when nothing is looked for.
         sources: Per slot one byte: the place of the tier its chunk was read from for this lookup.
     """
 
@@ -248,8 +250,9 @@ class Updated(Message, frozen=True):
     slots: list[int]
     ready: int
     is_done: bool
-    eta_s: float | None
+    parts: list[tuple[int, float | None]]
     unknown: int
+    search_s: float | None
     sources: bytes
 
 

@@ -51,8 +51,9 @@ def tell_lookup(engine: Engine, group: Group, update: LookupUpdate) -> None:
             slots=list(update.slots),
             ready=update.ready,
             is_done=update.is_done,
-            eta_s=None if update.is_done else engine.eta_s(group.namespace.digest, update.arriving),
+            parts=[] if update.is_done else engine.arrivals(group.namespace.digest, update.arriving),
             unknown=update.unknown,
+            search_s=engine.search_s() if update.unknown else 0.0,
             sources=bytes(_place(source) for source in update.sources),
         )
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.server.answers import LookupAnswer
 from tiered_kv.vllm.controls import NO_CONTROLS, Controls
 from tiered_kv.vllm.extras import RequestExtras
 from tiered_kv.vllm.storable import final_tokens
@@ -19,6 +20,7 @@ class Lookup:
         start: First chunk that is leased; those before it were in the GPU's prefix cache when it was sent.
         given_up: The request was answered without it; it only tells what need not be stored.
         is_counted: What it gave was counted.
+        answer, told_s: As it was looked at last, and when it was first.
     """
 
     id: int
@@ -28,6 +30,14 @@ class Lookup:
     answered_s: float | None = None
     given_up: bool = False
     is_counted: bool = False
+    answer: LookupAnswer | None = None
+    told_s: float = 0.0
+
+    def waits_s(self, answer: LookupAnswer, now_s: float) -> tuple[float, float]:
+        """How long it has been waited for, now and when this answer came."""
+        if answer is not self.answer:
+            self.answer, self.told_s = answer, now_s
+        return now_s - self.sent_s, self.told_s - self.sent_s
 
 
 @dataclass(slots=True)

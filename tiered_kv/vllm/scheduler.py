@@ -23,7 +23,7 @@ from tiered_kv.vllm.requests import Lookup, RequestState
 from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.storable import storable_tokens
 from tiered_kv.vllm.stores import Stores
-from tiered_kv.vllm.waiting import PrefillRate, Wait, is_worth_waiting
+from tiered_kv.vllm.waiting import Patience, PrefillRate, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class SchedulerSide:
         self._resets = 0
         self._block_pool: Any = None
         self.prefill = PrefillRate()
+        self._patience = Patience(self.prefill, config.promotion_wait_ms, config.promotion_deadline_ms)
         self.counters: Counter[str] = Counter()
         self.stores = Stores(config, client, groups, self.counters, monotonic)
         self._controls = ControlReader(self.counters, monotonic)
@@ -121,12 +122,17 @@ class SchedulerSide:
     def _offer(self, state: RequestState, lookup: Lookup, answer: LookupAnswer, computed: int) -> int | None:
         held = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
         limit = self._groups.loadable_tokens(held, state.request.num_tokens, self._chunk_tokens)
-        arrived = min((lookup.start + answer.ready) * self._chunk_tokens, limit) - computed
-        promised = min((lookup.start + len(answer.slots)) * self._chunk_tokens, limit) - computed
+
+        def beyond(chunks: int) -> int:
+            return min((lookup.start + chunks) * self._chunk_tokens, limit) - computed
+
+        arrived, promised = beyond(answer.ready), beyond(len(answer.slots))
         unknown = answer.unknown * self._chunk_tokens
-        is_missing = not answer.is_done and promised + unknown > max(arrived, 0)
-        if is_missing and self._should_wait(lookup, answer, arrived, promised):
-            return None
+        if not answer.is_done and promised + unknown > max(arrived, 0):
+            parts = [(beyond(answer.ready + chunks) - max(arrived, 0), eta_s) for chunks, eta_s in answer.parts]
+            times = lookup.waits_s(answer, self._monotonic())
+            if self._patience.lasts(Wait(*times, max(arrived, 0), parts, unknown, answer.search_s)):
+                return None
         if arrived <= 0:
             if promised + unknown > 0:
                 self.counters["promotion_not_awaited"] += 1
@@ -138,14 +144,6 @@ class SchedulerSide:
             return None  # another request is loading it: soon it is a GPU prefix cache hit
         state.offer = (computed, arrived)
         return arrived
-
-    def _should_wait(self, lookup: Lookup, answer: LookupAnswer, arrived: int, promised: int) -> bool:
-        waited_s = self._monotonic() - lookup.sent_s
-        if self._config.promotion_wait_ms is not None:
-            return waited_s * 1e3 <= self._config.promotion_wait_ms
-        unknown = answer.unknown * self._chunk_tokens
-        wait = Wait(waited_s, max(arrived, 0), max(arrived, promised, 0), answer.eta_s, unknown)
-        return is_worth_waiting(wait, self.prefill.tokens_per_s, self._config.promotion_deadline_ms / 1e3)
 
     def _answer(self, state: RequestState, lookup: Lookup) -> LookupAnswer | None:
         answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None

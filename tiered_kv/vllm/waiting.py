@@ -4,10 +4,16 @@ Pure arithmetic over what was measured; the scheduler side owns the clock. DESIG
 top of recomputing what did not arrive.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 UNPROVEN_SHARE = 0.05
-"""Of the time the missing prefill would take: what may be lost on chunks that never arrive."""
+"""Of the time the missing prefill would take: what may be lost on chunks from a tier of unknown speed, or one that is
+hardly faster than prefill."""
+
+TRUSTED_SHARE = 0.5
+"""A tier that should need at most this share of the prefill is waited for, and for at most so long if it is late."""
 
 PREFILL_TOKENS_PER_S_DEFAULT = 20_000.0
 """Assumed until a prefill was measured: fast enough that nothing slow is waited for."""
@@ -52,30 +58,66 @@ class Wait:
 
     Attributes:
         waited_s: Since the lookup was sent.
+        told_s: The same when ``parts`` were told.
         arrived_tokens: Verified in host memory, beyond what the GPU has.
-        wanted_tokens: Held by the hierarchy, beyond what the GPU has; includes those that arrived.
-        eta_s: Predicted time until the rest is here; None without samples of the tier.
-        unknown_tokens: Behind them, being looked for in a shared tier: they may be held or not.
+        parts: Prefixes of what is on its way behind them: their tokens, and the predicted time until all of these are
+            here; None without samples of a tier, ``math.inf`` while a tier delivers nothing.
+        unknown_tokens: Behind those, being looked for in a shared tier: they may be held or not.
+        search_s: What one question to that tier takes; None without samples.
     """
 
     waited_s: float
+    told_s: float
     arrived_tokens: int
-    wanted_tokens: int
-    eta_s: float | None
+    parts: Sequence[tuple[int, float | None]] = ()
     unknown_tokens: int = 0
+    search_s: float | None = None
 
 
-def is_worth_waiting(wait: Wait, tokens_per_s: float, deadline_s: float) -> bool:
-    """Whether to answer "ask again" rather than to take what arrived.
+class Patience:
+    """How long this engine's requests wait, by its prefill rate and its settings."""
 
-    What arrived has saved its own prefill time, so that much may be spent on the rest without a loss; beyond it only
-    ``UNPROVEN_SHARE`` of what is still missing. A tier that is slower than prefill, or was never measured, gets no more
-    than that share, and neither does a search.
+    def __init__(self, prefill: PrefillRate, fixed_ms: float | None, deadline_ms: float) -> None:
+        """Take the settings.
+
+        Args:
+            fixed_ms: Wait so long whatever was measured; None: as long as it pays.
+            deadline_ms: Never longer than this while it pays.
+        """
+        self._prefill = prefill
+        self._fixed_s = None if fixed_ms is None else fixed_ms / 1e3
+        self._deadline_s = deadline_ms / 1e3
+
+    def lasts(self, wait: Wait) -> bool:
+        """Whether to answer "ask again" rather than to take what arrived."""
+        if self._fixed_s is not None:
+            return wait.waited_s <= self._fixed_s
+        return wait.waited_s <= self._deadline_s and is_worth_waiting(wait, self._prefill.tokens_per_s)
+
+
+def is_worth_waiting(wait: Wait, tokens_per_s: float) -> bool:
+    """Whether waiting pays for one of the parts, or for what is still being looked for."""
+    saved_s = wait.arrived_tokens / tokens_per_s
+    for tokens, eta_s in wait.parts:
+        if wait.waited_s <= saved_s + _unpaid_s(tokens / tokens_per_s, eta_s, wait.told_s, saved_s):
+            return True
+    unproven_s = UNPROVEN_SHARE * wait.unknown_tokens / tokens_per_s
+    return wait.unknown_tokens > 0 and max(wait.waited_s, wait.search_s or 0.0) <= unproven_s
+
+
+def _unpaid_s(prefill_s: float, eta_s: float | None, told_s: float, saved_s: float) -> float:
+    """How long to wait for a part that takes ``prefill_s`` to compute, beyond the prefill that was saved already.
+
+    What arrived has saved ``saved_s``, so that much may be spent on a tier that is faster than prefill without a loss.
+    A tier that is much faster gets twice the time it should need: it is usually right, and where it is not (a medium
+    has just become slow) the request is late by at most ``TRUSTED_SHARE`` of what it then computes, and the next one
+    knows.
     """
-    missing = wait.wanted_tokens - wait.arrived_tokens
-    if missing + wait.unknown_tokens <= 0 or wait.waited_s > deadline_s:
-        return False
-    unproven_s = UNPROVEN_SHARE * (missing + wait.unknown_tokens) / tokens_per_s
-    if missing <= 0 or wait.eta_s is None or wait.eta_s > missing / tokens_per_s:
-        return wait.waited_s <= unproven_s
-    return wait.waited_s <= wait.arrived_tokens / tokens_per_s + unproven_s
+    unproven_s = UNPROVEN_SHARE * prefill_s
+    if eta_s is None:
+        return unproven_s - saved_s  # what arrived is not spent on it
+    if eta_s > prefill_s or prefill_s <= 0:
+        return -math.inf  # computing is faster
+    if eta_s > TRUSTED_SHARE * prefill_s:
+        return unproven_s
+    return unproven_s + min(told_s + 2 * eta_s, TRUSTED_SHARE * prefill_s)
