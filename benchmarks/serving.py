@@ -80,9 +80,9 @@ class ServedEngine:
         self._answers = os.fdopen(reader)
         self._read()
 
-    def ttft(self, prompt: Sequence[int]) -> Timed:
-        """Answer one prompt with one token."""
-        return Timed(**self._call("ttft", prompt=prompt))
+    def ttft(self, prompt: Sequence[int], **controls: Any) -> Timed:
+        """Answer one prompt with one token; ``controls`` are its ``kv_transfer_params``, without their prefix."""
+        return Timed(**self._call("ttft", prompt=prompt, controls=controls))
 
     def batch_s(self, batch: Sequence[Sequence[int]], max_tokens: int) -> float:
         """Seconds to answer all of these, handed over at once."""
@@ -171,11 +171,11 @@ class _Child:
         self._llm = LLM(**arguments)
         self._asked = 0
 
-    def ttft(self, prompt: list[int]) -> dict[str, Any]:
+    def ttft(self, prompt: list[int], controls: Mapping[str, Any]) -> dict[str, Any]:
         self._asked += 1
         engine = self._llm.llm_engine
         started_s = time.perf_counter()
-        engine.add_request(f"ask-{self._asked}", {"prompt_token_ids": prompt}, self._sampling(1))
+        engine.add_request(f"ask-{self._asked}", {"prompt_token_ids": prompt}, self._sampling(1, controls))
         while True:
             for output in engine.step():
                 if output.outputs[0].token_ids:
@@ -199,10 +199,14 @@ class _Child:
         self._llm.llm_engine.engine_core.shutdown()
 
     @staticmethod
-    def _sampling(max_tokens: int) -> Any:
+    def _sampling(max_tokens: int, controls: Mapping[str, Any] | None = None) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = {f"tiered_kv.{name}": value for name, value in (controls or {}).items()}
+        extra = {"kv_transfer_params": params} if params else None
+        return SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        )
 
 
 def main() -> None:

@@ -151,6 +151,19 @@ def test_prefill_rate_comes_from_busy_prefill_steps_only() -> None:
     assert rate.tokens_per_s == pytest.approx(1000.0)
 
 
+def test_prefill_rate_comes_from_first_tokens_where_nothing_is_decoded() -> None:
+    """A prefill engine: each request ends with the step that computed its prompt, and the next comes at any time."""
+    rate = PrefillRate()
+    rate.step(0.0, {"a": 1000}, prefill_tokens=1000)
+    rate.finished(0.1, "b")
+    assert rate.tokens_per_s == PREFILL_TOKENS_PER_S_DEFAULT, "of another step"
+    rate.finished(2.0, "a")
+    assert rate.tokens_per_s == pytest.approx(500.0)
+    rate.finished(9.0, "a")
+    rate.step(60.0, {"a": 1}, prefill_tokens=0)
+    assert rate.tokens_per_s == pytest.approx(500.0), "a step counts once"
+
+
 def test_prefill_rate_follows_changes() -> None:
     rate = PrefillRate()
     for second in range(40):

@@ -348,6 +348,8 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return
+        if request.num_output_tokens:  # not one that was aborted while its first step ran
+            self.prefill.finished(self._monotonic(), request.request_id)
         if self._abilities.may_store and self._client.is_ready and not state.is_loading:
             self._queue_request(state, request.num_computed_tokens, tables)
         if state.controls.pin_ttl_s is not None:

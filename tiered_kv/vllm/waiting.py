@@ -22,7 +22,7 @@ MOSTLY = 0.8
 
 
 class PrefillRate:
-    """The engine's prefill rate, from steps that were mostly prefill and were followed by another busy step.
+    """The engine's prefill rate, from steps that were mostly prefill, until the next busy step or their answer.
 
     Threads: one owner. Units: tokens per second.
     """
@@ -44,12 +44,25 @@ class PrefillRate:
         if self._previous is not None:
             then_s, tokens, requests = self._previous
             # Without a common request the engine may have been idle in between, and idle time is not prefill time.
-            if requests & scheduled.keys() and now_s > then_s:
-                rate = tokens / (now_s - then_s)
-                old = self._tokens_per_s
-                self._tokens_per_s = rate if old is None else old + self.WEIGHT * (rate - old)
+            if requests & scheduled.keys():
+                self._sample(tokens, now_s - then_s)
         is_prefill = total > 0 and prefill_tokens >= MOSTLY * total and prefill_tokens >= 64
         self._previous = (now_s, prefill_tokens, frozenset(scheduled)) if is_prefill else None
+
+    def finished(self, now_s: float, request_id: str) -> None:
+        """Note that a request has ended: with its first token, where it is the step noted last that answered it.
+
+        On an engine that only prefills, for others to decode, no step is ever followed by one with the same request.
+        """
+        if self._previous is not None and request_id in self._previous[2]:
+            then_s, tokens, _ = self._previous
+            self._sample(tokens, now_s - then_s)
+            self._previous = None
+
+    def _sample(self, tokens: int, seconds: float) -> None:
+        if seconds > 0:
+            rate, old = tokens / seconds, self._tokens_per_s
+            self._tokens_per_s = rate if old is None else old + self.WEIGHT * (rate - old)
 
 
 @dataclass(frozen=True, slots=True)
