@@ -1,78 +1,14 @@
-"""A server's figures for Prometheus, over HTTP.
-
-Runs in threads of the serving process and asks the server through its own socket, as ``tiered-kv stat`` does, so it
-shares no state with the loop and cannot hold it up. What each metric means is told in docs/operations.md, which a test
-compares with a scrape.
+"""A server's figures as Prometheus metrics. What each means is told in docs/operations.md, which a test compares with a
+scrape. Who answers scrapes is ``operations_port.py``.
 """
 
-import logging
-import socket
-import socketserver
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, Final
+from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tiered_kv.admin.server_link import ServerLink
-from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.metrics.figures import HOST, ServerFigures, TierFigures
-
-logger = logging.getLogger(__name__)
-
-PATH: Final = "/metrics"
-ASK_S: Final = 2.0
-"""How long a scrape waits for a server that is busy."""
-
-STALE_S: Final = 60.0
-"""How long the last figures are told instead."""
-
-FRESH_S: Final = 0.2
-"""Scrapes that come together share one question to the server."""
-
-HTTP_S: Final = 10.0
-"""A client that does not send its request for this long is left."""
-
-
-class LastFigures:
-    """Asks a server; remembers its last answer for when it is busy.
-
-    Threads: any; one asks at a time, under the lock that guards every field.
-    """
-
-    def __init__(self, ask: Callable[[], ServerFigures], clock: Callable[[], float] = time.monotonic) -> None:
-        self._ask = ask
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._last: ServerFigures | None = None
-        self._asked_at = 0.0
-
-    def get(self) -> tuple[ServerFigures, float]:
-        """The figures and their age in seconds.
-
-        Raises:
-            TierUnavailable: The server does not answer, and has not for a while.
-        """
-        with self._lock:
-            age_s = self._clock() - self._asked_at
-            if self._last is not None and age_s < FRESH_S:
-                return self._last, age_s
-            try:
-                self._last = self._ask()
-            except TieredKVError as exc:
-                age_s = self._clock() - self._asked_at
-                if self._last is None or age_s > STALE_S:
-                    raise TierUnavailable(f"the cache server does not answer: {exc}") from exc
-                return self._last, age_s
-            self._asked_at = self._clock()
-            return self._last, 0.0
 
 
 class FiguresCollector(Collector):
@@ -196,100 +132,3 @@ def _fill(family: Any, value: Any) -> Metric:
         family.add_metric(labels, number)
     filled: Metric = family
     return filled
-
-
-# -- HTTP -------------------------------------------------------------------------------------------------------------
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Answers GET /metrics."""
-
-    server: "_Listener"
-    timeout = HTTP_S
-    server_version = "tiered-kv"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != PATH:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", f"there is only {PATH} here\n".encode())
-            return
-        try:
-            figures, age_s = self.server.figures.get()
-        except TierUnavailable as exc:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{exc}\n".encode())
-            return
-        registry = CollectorRegistry()
-        registry.register(FiguresCollector(figures, age_s))
-        encode, content_type = choose_encoder(self.headers.get("Accept") or "")
-        self._answer(HTTPStatus.OK, content_type, encode(registry))
-
-    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - named by http.server
-        logger.debug(format, *args)
-
-
-class _Listener(socketserver.ThreadingMixIn, HTTPServer):
-    """One thread per connection."""
-
-    daemon_threads = True
-    figures: LastFigures
-
-    def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # not HTTPServer's, which asks DNS for its own name
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        del request
-        logger.debug("a scrape was cut off. client=%s: %r", client_address, sys.exception())
-
-
-class MetricsServer:
-    """Listens from its construction on; answers from :meth:`start` on.
-
-    Attributes:
-        url: Where to scrape.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        """Take the port; 0: any that is free.
-
-        Raises:
-            ConfigError: It cannot be had.
-        """
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            kind = type("_Listener", (_Listener,), {"address_family": family})
-            self._http: _Listener = kind(address, _Handler)
-        except (OSError, OverflowError, UnicodeError) as exc:
-            raise ConfigError(
-                f"option --metrics-port: nothing can listen at {host} port {port}: {exc}. Name another port, or 0 for "
-                "any that is free"
-            ) from exc
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._http.server_port}{PATH}"
-        self._thread: threading.Thread | None = None
-
-    def start(self, socket_path: str) -> None:
-        """Answer scrapes with the figures of the server that listens there."""
-
-        def ask() -> ServerFigures:
-            with ServerLink.of_socket(f"unix://{socket_path}", ASK_S) as link:
-                return link.stat()
-
-        self._http.figures = LastFigures(ask)
-        self._thread = threading.Thread(target=self._http.serve_forever, name="tiered_kv-metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Give the port back. Idempotent."""
-        if self._thread is not None:
-            self._http.shutdown()
-            self._thread.join()
-            self._thread = None
-        self._http.server_close()

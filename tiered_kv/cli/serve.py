@@ -1,7 +1,6 @@
 """`tiered-kv serve`: a cache server in the foreground, for several engines of one machine."""
 
 import gc
-import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiered_kv.cli.app import app
+from tiered_kv.cli.logs import set_up
 from tiered_kv.cli.output import EXIT_CODES, exit_codes
 from tiered_kv.cli.settings import Settings, parse_settings
 
 if TYPE_CHECKING:
-    from tiered_kv.admin.exposition import MetricsServer
+    from tiered_kv.admin.operations_port import OperationsPort
 
 
 @app.command(epilog=EXIT_CODES)
@@ -34,13 +34,14 @@ def serve(
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Serve metrics for Prometheus at this port; 0: any that is free."),
+        typer.Option(min=0, max=65535, help="Serve /metrics, /healthz and /readyz at this port; 0: any that is free."),
     ] = None,
-    metrics_host: Annotated[str, typer.Option(help="Address to serve metrics at. Anybody there may read them.")] = (
+    metrics_host: Annotated[str, typer.Option(help="Address to serve them at. Anybody there may read them.")] = (
         "127.0.0.1"
     ),
     more: Settings = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Serve a directory until SIGTERM or SIGINT; then write what is held and end.
 
@@ -49,7 +50,7 @@ def serve(
     to standard error.
     """
     with exit_codes(), ExitStack() as at_end:
-        _set_log_level(log_level)
+        set_up(log_level, log_format)
         from tiered_kv.config import Config
         from tiered_kv.errors import ConfigError
         from tiered_kv.location import redact
@@ -86,21 +87,10 @@ def serve(
         run(settings, until_idle=False, on_ready=on_ready, on_server=Server.install_signal_handlers, listen_at=socket)
 
 
-def _open_metrics(host: str, port: int, at_end: ExitStack) -> "MetricsServer":
+def _open_metrics(host: str, port: int, at_end: ExitStack) -> "OperationsPort":
     """Take the port before the cache starts, which may take long; ``at_end`` gives it back."""
-    from tiered_kv.admin.exposition import MetricsServer
+    from tiered_kv.admin.operations_port import OperationsPort
 
-    metrics = MetricsServer(host, port)
+    metrics = OperationsPort(host, port)
     at_end.callback(metrics.close)
     return metrics
-
-
-def _set_log_level(name: str) -> None:
-    from tiered_kv.errors import ConfigError
-
-    level = logging.getLevelNamesMapping().get(name.upper())
-    if level is None:
-        raise ConfigError(f"option --log-level: expected debug, info, warning or error, got {name!r}")
-    # Not below INFO for other libraries: what they say of their requests holds access keys and session tokens.
-    logging.basicConfig(level=max(level, logging.INFO), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("tiered_kv").setLevel(level)
