@@ -10,10 +10,12 @@ from counts import count
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from touches import TouchedWorld
 
+from tiered_kv.hierarchy.admission import ALL, SECOND_TOUCH
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.plan import Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
-from tiered_kv.testing.oracle import Blob, World
+from tiered_kv.testing.oracle import Blob
 from tiered_kv.testing.spaces import Space
 
 SPACES = [Space(b"A" * 16, 10), Space(b"B" * 16, 15), Space(b"C" * 16, 10)]
@@ -39,14 +41,17 @@ class Histories(RuleBasedStateMachine):
         capacities=st.sampled_from([[], [None], [45], [100], [300], [100, None], [300, 100]]),
         is_shared=st.booleans(),
         eviction=st.sampled_from(["multi-queue", "lru"]),
+        admissions=st.lists(st.sampled_from([ALL, SECOND_TOUCH]), min_size=2, max_size=2),
         stored=st.lists(st.tuples(PICK, PATHS), max_size=8),
     )
-    def start(self, host_bytes, capacities, is_shared, eviction, stored):
+    def start(self, host_bytes, capacities, is_shared, eviction, admissions, stored):
         self.is_shared = is_shared and bool(capacities)
         if self.is_shared:
             capacities = [*capacities[:-1], None]
-        hierarchy = Hierarchy(host_bytes, capacities, is_last_shared=self.is_shared, eviction=eviction)
-        self.world = World(hierarchy, capacities)
+        hierarchy = Hierarchy(
+            host_bytes, capacities, is_last_shared=self.is_shared, eviction=eviction, admissions=admissions
+        )
+        self.world = TouchedWorld(hierarchy, capacities, admissions)
         for tier in range(len(capacities) - self.is_shared):
             for pick, path in {(pick % 3, path): None for pick, path in stored}:
                 self.world.restore(tier, SPACES[pick], path)
@@ -114,6 +119,20 @@ class Histories(RuleBasedStateMachine):
             for number in range(8):
                 self.world.commit(session, (100 * first + number,))
                 self.world.step()
+
+    @rule(pick=PICK, path=PATHS)
+    def want(self, pick, path):
+        """A request's pin, or another engine that is to go on with it."""
+        if (session := self.session(pick)) is not None:
+            self.world.want(session, path)
+
+    @precondition(lambda self: self.world.media)
+    @rule(pick=PICK, path=PATHS)
+    def pin(self, pick, path):
+        """An operator's pin, that ends with the next one."""
+        if (session := self.session(pick)) is not None:
+            self.world.want(session, path)
+            self.world.hierarchy.set_pinned(pick % len(self.world.media), [self.world.spaces[session].key(path)])
 
     @rule(pick=PICK)
     def give_back(self, pick):

@@ -187,18 +187,16 @@ def test_a_parent_that_comes_back_unknown_has_the_uses_of_its_children():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=200), st.integers(2, 10))
 def test_what_is_remembered_is_bounded_and_the_last_is_known(steps, chunks):
-    gone, last = GoneUses(), {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiered_kv.hierarchy.gone.GENERATION_MIN", 1)
-        for is_back, number in steps:
-            key = bytes([number])
-            if is_back:
-                recalled = gone.recall(key)
-                assert recalled is None or recalled == last[key]
-                assert gone.recall(key) is None
-            else:
-                last[key] = last.get(key, 0) + 1
-                gone.remember(key, last[key], chunks)
-                assert len(gone) < 2 * chunks
-                assert gone.recall(key) == last[key]
-                gone.remember(key, last[key], chunks)
+    gone, last = GoneUses(1), {}
+    for is_back, number in steps:
+        key = bytes([number])
+        if is_back:
+            recalled = gone.recall(key)
+            assert recalled is None or recalled == last[key]
+            assert gone.recall(key) is None
+        else:
+            last[key] = last.get(key, 0) + 1
+            gone.remember(key, last[key], chunks)
+            assert len(gone) < 2 * chunks
+            assert gone.recall(key) == last[key]
+            gone.remember(key, last[key], chunks)

@@ -5,6 +5,7 @@ Builds on the shipped oracle, so every step in every test also checks everything
 
 from collections.abc import Sequence
 
+from tiered_kv.hierarchy.admission import SECOND_TOUCH
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.multi_queue import LEVELS
@@ -27,6 +28,7 @@ class Story(World):
     """A world in which one session of ``SMALL`` is open and memory has begun to grow."""
 
     eviction = "multi-queue"
+    admissions: Sequence[str] = ()
 
     def __init__(
         self,
@@ -42,7 +44,14 @@ class Story(World):
 
         ``found_behind`` are those in the second.
         """
-        hierarchy = Hierarchy(host_bytes, capacities, limits, is_last_shared=is_last_shared, eviction=self.eviction)
+        hierarchy = Hierarchy(
+            host_bytes,
+            capacities,
+            limits,
+            is_last_shared=is_last_shared,
+            eviction=self.eviction,
+            admissions=self.admissions,
+        )
         super().__init__(hierarchy, list(capacities))
         for tier, paths in enumerate((found, found_behind)):
             for path in paths:
@@ -152,6 +161,12 @@ class Story(World):
 
 def _key(job: Job) -> bytes | None:
     return job.record.key if isinstance(job, Seal | Read | Write | Delete) else None
+
+
+class SelectiveStory(Story):
+    """The same where every lower tier takes only what was asked for or stored a second time."""
+
+    admissions = (SECOND_TOUCH, SECOND_TOUCH)
 
 
 class LruStory(Story):

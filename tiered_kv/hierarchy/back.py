@@ -49,13 +49,17 @@ class BackTier(LowerTier):
         return super().takes_writes and self._index.readable[self._above.tier]
 
     def claim(self, entry: Entry) -> None:
-        """Queue the upload of a chunk, and of the prefix before it that the tier above has."""
+        """Queue the upload of a chunk, and of the prefix before it that the tier above has, if it is admitted."""
+        if not self.admission.admits(entry):
+            self.admission.declined += entry.lower[self.tier] is LowerState.ABSENT
+            return
         self._claim_after_delete(entry)
         self._claim_prefix(entry, is_asked_first=False)
 
     def claim_known(self, entry: Entry) -> None:
         """The same for a chunk that was in the tier above before: its blob may be here already."""
-        self._claim_prefix(entry, is_asked_first=True)
+        if self.admission.admits(entry):
+            self._claim_prefix(entry, is_asked_first=True)
 
     def _claim_prefix(self, entry: Entry, *, is_asked_first: bool) -> None:
         prefix = []
@@ -65,6 +69,7 @@ class BackTier(LowerTier):
             node = self._index.parent(node)
         if not prefix:
             return
+        self.admission.admitted += len(prefix)
         if prefix[-1].record.chunk_index and (node is None or node.lower[self.tier] not in CLAIMED):
             self._counters["upload_dropped_no_parent"] += 1
             return

@@ -45,6 +45,14 @@ class FrontTier(LowerTier):
     def claim(self, entry: Entry) -> None:
         if entry.host is HostState.ABSENT:
             return
+        is_new = entry.lower[self.tier] is LowerState.ABSENT and entry not in self._deferred
+        if not self.admission.admits(entry):
+            self.admission.declined += is_new
+            return
+        self.admission.admitted += is_new
+        self._queue_or_defer(entry)
+
+    def _queue_or_defer(self, entry: Entry) -> None:
         self._claim_after_delete(entry)
         if entry.lower[self.tier] is not LowerState.ABSENT:
             return
@@ -92,7 +100,7 @@ class FrontTier(LowerTier):
                 if self.queued_bytes + entry.slot_bytes > self.queue_limit_bytes:
                     return
                 self._undefer(entry)
-                self.claim(entry)
+                self._queue_or_defer(entry)
             else:
                 self._undefer(entry)
                 self._counters["write_dropped_evicted"] += 1
@@ -139,4 +147,5 @@ class FrontTier(LowerTier):
         assert self.queued_bytes == sum(entry.slot_bytes for entry in pending), "queued bytes drifted"
         assert all(entry.slot is not None for entry in pending), "a pending write has no slot"
         known = {entry for entry in self._deferred if self._index.get(entry.record.key) is entry}
+        assert all(map(self.admission.admits, known)), "a write is put off that was not admitted"
         assert known == {entry for entry in entries if entry.is_unwritten}, "a put-off write is forgotten"

@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
+from tiered_kv.hierarchy.admission import SECOND_TOUCH
 from tiered_kv.hierarchy.credits import Credits, Session
 from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import Entry, HostState, Index, LowerState
+from tiered_kv.hierarchy.integrity import check_hierarchy
 from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.lookups import Lookups
 from tiered_kv.hierarchy.plan import (
@@ -61,6 +63,7 @@ class Hierarchy:
         *,
         is_last_shared: bool = False,
         eviction: str = "multi-queue",
+        admissions: Sequence[str] = (),
     ) -> None:
         """Start empty.
 
@@ -68,17 +71,17 @@ class Hierarchy:
             lower_capacities: Bytes of the tiers below host memory, highest first; None: not limited from here.
             is_last_shared: Others write and remove in the last of them, too, and keep it within its limits.
             eviction: What goes first when a tier is full: the setting's name.
+            admissions: What is worth a write to each lower tier: the settings' names; those left out take everything.
         """
         self.limits = limits or Limits()
-        self.index = Index(len(lower_capacities), eviction)
+        self.index = Index(len(lower_capacities), eviction, is_selective=SECOND_TOUCH in admissions)
         self.counters: Counter[str] = Counter()
         self._jobs: list[Job] = []
         self._host = HostMemory(host_bytes, self.index, self._jobs, self.counters)
         self.slots = self._host.slots
         self._lower = LowerTiers(self.index, self._host, self._jobs, self.counters)
-        self._lower.open(
-            lower_capacities, int(host_bytes * self.limits.write_queue_share), is_last_shared=is_last_shared
-        )
+        queue_limit_bytes = int(host_bytes * self.limits.write_queue_share)
+        self._lower.open(lower_capacities, admissions, queue_limit_bytes, is_last_shared=is_last_shared)
         self._credits = Credits(self._host, self.limits.credit_share)
         self._sessions: dict[int, Session] = {}
         self.served = Served()
@@ -184,6 +187,8 @@ class Hierarchy:
         assert self._lower.searches is not None
         self._lower.searches.advance(search)
         found = self._take_found(search)
+        if found:
+            self._lower.want(found[-1])  # stored by another machine, and asked for here
         lookup = self._lookups.get(search.lookup)
         if lookup is None or lookup.search is not search:
             return
@@ -235,7 +240,10 @@ class Hierarchy:
             self.counters["store_duplicate"] += 1
             self.index.flows.tell_again(entry, self.index.places(entry))
             self._host.give(slot)
+            self._lower.want(entry)
         else:
+            if entry is not None:  # it is known to a lower tier and stored again
+                self._lower.want(entry)
             entry = entry or self.index.add(record)
             self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
             self._jobs.append(Seal(record, slot))
@@ -259,7 +267,13 @@ class Hierarchy:
 
     def set_pinned(self, tier: int, keys: Iterable[bytes]) -> None:
         """What an operator wants kept in a lower tier."""
-        self._lower[tier].set_pinned(keys)
+        self._lower.set_pinned(tier, keys)
+
+    def want(self, namespace: bytes, key: bytes) -> None:
+        """Somebody will ask for a chunk: it and the prefix before it are worth a write to every lower tier now."""
+        entry = self.index.get(key)
+        if entry is not None and entry.record.namespace == namespace:
+            self._lower.want(entry)
 
     def touch_prefix(self, key: bytes) -> None:
         """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
@@ -380,16 +394,4 @@ class Hierarchy:
 
     def check_integrity(self) -> None:
         """Assert every invariant that ties the parts together; for tests and for an idle server in debug mode."""
-        sessions = self._sessions.values()
-        reserved = [slot for session in sessions for slot in session.reserved]
-        assert len(reserved) == len(set(reserved)), "a slot was granted twice"
-        assert self._credits.reserved_bytes == sum(len(s.reserved) * s.slot_bytes for s in sessions), "credits drifted"
-        entries = self.index.entries()
-        for entry in entries:
-            pending = sum(state in (LowerState.QUEUED, LowerState.WRITING) for state in entry.lower[:1])
-            assert entry.holds == entry.leases + pending, "holds do not match leases and writes"
-            assert not entry.is_gone, "an entry nobody holds"
-        self.index.check_integrity()
-        self._host.check_integrity(set(reserved))
-        self._lookups.check_integrity(entries)
-        self._lower.check_integrity()
+        check_hierarchy(self)

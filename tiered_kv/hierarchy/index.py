@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.hierarchy.flows import Flows
-from tiered_kv.hierarchy.gone import GoneUses
+from tiered_kv.hierarchy.gone import GENERATION_MIN, SELECTIVE_GENERATION_MIN, GoneUses
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 
 
@@ -95,9 +95,10 @@ class Index:
         readable: Per lower tier, whether it can be read now; what lies only in others does not count as held.
         flows: What came into each tier and what left it.
         eviction: Name of the policy that orders what may go from a tier.
+        is_selective: Some tier takes only what was used (``admission.py``).
     """
 
-    def __init__(self, tier_count: int, eviction: str = "multi-queue") -> None:
+    def __init__(self, tier_count: int, eviction: str = "multi-queue", *, is_selective: bool = False) -> None:
         self._entries: dict[bytes, Entry] = {}
         # Children whose parent has no entry, by the parent's key and position.
         self._orphans: dict[tuple[bytes, int], set[Entry]] = {}
@@ -105,7 +106,8 @@ class Index:
         self.readable = [True] * tier_count
         self.flows = Flows(tier_count)
         self.eviction = eviction
-        self._gone = GoneUses()
+        self.is_selective = is_selective
+        self._gone = GoneUses(SELECTIVE_GENERATION_MIN if is_selective else GENERATION_MIN)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -120,6 +122,20 @@ class Index:
         """Somebody asked for a prefix; once per request, given whole."""
         for entry in prefix:
             entry.uses += 1
+
+    def want(self, entry: Entry) -> list[Entry]:
+        """A chunk is wanted again, though no lookup says so: with its prefix it counts as asked for at least once.
+
+        Returns those for which that is new, root first. Does nothing where no tier goes by it.
+        """
+        wanted: list[Entry] = []
+        node: Entry | None = entry if self.is_selective else None
+        while node is not None and not node.uses:
+            wanted.append(node)
+            node = self.parent(node)
+        for chunk in wanted:
+            chunk.uses = 1
+        return wanted[::-1]
 
     def uses_of(self, key: bytes) -> int:
         """How often a chunk that is known was asked for."""
@@ -195,7 +211,7 @@ class Index:
             return
         record = entry.record
         del self._entries[record.key]
-        if self.eviction != "lru":
+        if self.eviction != "lru" or self.is_selective:
             self._gone.remember(record.key, entry.uses, len(self._entries))
         if entry.children:
             self._orphans[record.key, record.chunk_index] = entry.children

@@ -22,6 +22,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tiered_kv.hierarchy.admission import Admission
 from tiered_kv.hierarchy.index import CLAIMED, Entry, HostState, Index, LowerState
 from tiered_kv.hierarchy.lower_check import check_lower
 from tiered_kv.hierarchy.order import Order
@@ -44,6 +45,7 @@ class LowerTier(ABC):
         is_shared: Others write and remove there, too; see the module's text.
         is_paused: No write is begun until :meth:`resume`: the last one found no room or no answer.
         behind: The tier that takes its bytes from this one, if there is one.
+        admission: What is worth a write; set by the hierarchy.
         queued_bytes: Host memory that pending writes hold.
         reserved_bytes: Bytes on the medium that are not ours to evict (foreign files found at start).
 
@@ -56,6 +58,7 @@ class LowerTier(ABC):
         self.is_shared = False
         self.is_paused = False
         self.behind: BackTier | None = None
+        self.admission = Admission()
         self.order = Order(1 + tier, index)  # blobs that may be evicted or forgotten: PRESENT or CORRUPT
         self.used_bytes = 0
         self.reserved_bytes = 0
@@ -103,7 +106,7 @@ class LowerTier(ABC):
 
     @abstractmethod
     def claim(self, entry: Entry) -> None:
-        """Queue the entry's write if its parent is or will be here; otherwise it is not written."""
+        """Queue the entry's write if it is admitted and its parent is or will be here; otherwise it is not written."""
 
     @abstractmethod
     def _has_source(self, entry: Entry) -> bool:

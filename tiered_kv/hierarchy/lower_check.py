@@ -20,6 +20,7 @@ def check_lower(lower: LowerTier) -> None:
         by_state[entry.lower[lower.tier]].add(entry)
     entries = lower._index.entries()
     queued, writing = by_state[LowerState.QUEUED], by_state[LowerState.WRITING]
+    assert all(map(lower.admission.admits, queued | writing)), "a chunk is written that was not admitted"
     assert lower.used_bytes == sum(entry.lower_bytes[lower.tier] for entry in entries), "used bytes drifted"
     assert queued == set(lower._queue), "the queue and the states disagree"
     assert lower._writing == len(writing), "writing count drifted"

@@ -114,6 +114,8 @@ class Promotions:
             chunk = stack.pop()
             if chunk.host is not HostState.READY or chunk.lower[0] is not LowerState.ABSENT:
                 continue
+            if not self._lower.front.admission.admits(chunk):
+                continue
             parent = self._index.parent(chunk)
             if chunk.record.chunk_index == 0 or (parent is not None and parent.lower[0] in CLAIMED):
                 self._lower.front.claim(chunk)

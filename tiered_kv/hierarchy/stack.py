@@ -6,8 +6,9 @@ Owns how they are tied together and what concerns all of them. Called by the hie
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from tiered_kv.hierarchy.admission import Admission
 from tiered_kv.hierarchy.back import BackTier
 from tiered_kv.hierarchy.front import FrontTier
 from tiered_kv.hierarchy.host import HostMemory
@@ -41,7 +42,14 @@ class LowerTiers:
         self._jobs = jobs
         self._counters = counters
 
-    def open(self, capacities: Sequence[int | None], queue_limit_bytes: int, *, is_last_shared: bool) -> None:
+    def open(
+        self,
+        capacities: Sequence[int | None],
+        admissions: Sequence[str],
+        queue_limit_bytes: int,
+        *,
+        is_last_shared: bool,
+    ) -> None:
         """Start with empty tiers; see :class:`~tiered_kv.hierarchy.hierarchy.Hierarchy`."""
         for number, capacity in enumerate(capacities):
             if number == 0:
@@ -51,6 +59,8 @@ class LowerTiers:
             else:
                 self._back.append(BackTier(self._all[-1], capacity, self._index, self._jobs, self._counters))
                 self._all.append(self._back[-1])
+        for lower, rule in zip(self._all, admissions, strict=False):  # what is not named takes everything
+            lower.admission = Admission(rule)
         if is_last_shared:
             last = self._all[-1]
             last.is_shared, last.capacity_bytes = True, None
@@ -73,16 +83,34 @@ class LowerTiers:
     def claim_again(self, prefix: Sequence[Entry]) -> None:
         """A prefix is used, given root first: a write that was dropped gets another chance."""
         for entry in prefix:
-            if self.front is not None and entry.host is HostState.READY:
+            if self.front is not None and entry.host in (HostState.READY, HostState.SEALING):
                 self.front.claim(entry)
             for back in self._back:
                 back.claim_known(entry)
 
+    def want(self, entry: Entry) -> None:
+        """A chunk is wanted again, though no lookup says so: it and the prefix before it are admitted now.
+
+        One that was found at start is claimed when its namespace's first session opens (:meth:`claim_found`).
+        """
+        wanted = self._index.want(entry)
+        if entry.record.namespace in self._opened:
+            self.claim_again(wanted)
+
+    def set_pinned(self, tier: int, keys: Iterable[bytes]) -> None:
+        """Keep these chunks, and the prefixes before them, in a tier; what is pinned is worth a write everywhere."""
+        pins = list(keys)
+        self._all[tier].set_pinned(pins)
+        for entry in filter(None, map(self._index.get, pins)):
+            self.want(entry)
+
     def claim_found(self, namespace: bytes) -> None:
         """Queue again what an earlier life did not upload: the size of a namespace's blobs is known from now on."""
-        if not self._back or namespace in self._opened:
+        if namespace in self._opened:
             return
         self._opened.add(namespace)
+        if not self._back:
+            return
         self._to_claim.extend(entry for entry in self._index.entries() if entry.record.namespace == namespace)
 
     def claim_some(self) -> None:
@@ -112,6 +140,8 @@ class LowerTiers:
             figures[f"tier{tier}_pending_writes"] = lower.pending
             figures[f"tier{tier}_backlog"] = lower.backlog
             figures[f"tier{tier}_chunks"] = lower.blob_count
+            figures[f"tier{tier}_admitted"] = lower.admission.admitted
+            figures[f"tier{tier}_declined"] = lower.admission.declined
         return figures
 
     def check_integrity(self) -> None:
