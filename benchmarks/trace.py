@@ -10,6 +10,7 @@ second quarter: the first fills the caches), and of the second half are counted 
 - ``neighbours``: ours with other parameters, relative to LRU.
 - ``hierarchy``: the product's hierarchy with a disk of so many chunks, of whole blocks only, as vLLM stores them:
   tokens found of tokens asked for, and bytes written per byte that was found.
+- ``admission``: the same with and without admission by the second touch, for two sizes of host memory.
 - ``cost``: time per operation and memory per key of the product's two policies, in turns, medians of 5.
 
 Prints tables, then JSON on the last line. Passes run on two processes; nothing but ``cost`` is a time.
@@ -28,10 +29,11 @@ from typing import Any
 
 import bench_report as report
 from trace_candidates import QUEUES  # beside this script
-from trace_hierarchy import Replay
+from trace_hierarchy import HOST_CHUNKS, Replay
 from trace_policies import Cache, Lru, MultiQueue, Optimum, replay
 from trace_ranked import RANKED
 
+from tiered_kv.hierarchy.admission import ALL, SECOND_TOUCH
 from tiered_kv.hierarchy.eviction import EvictionPolicy, LeastRecentlyUsed
 from tiered_kv.hierarchy.gone import GoneUses
 from tiered_kv.hierarchy.multi_queue import MultiQueue as ProductMultiQueue
@@ -45,7 +47,9 @@ NEIGHBOURS = [
     *[(levels, 1.0) for levels in (1, 2, 3, 4, 6, 8)],
     *[(4, generations) for generations in (0.25, 0.5, 2.0)],
 ]
-SECTIONS = ("policies", "neighbours", "hierarchy", "cost")
+SECTIONS = ("policies", "neighbours", "hierarchy", "admission", "cost")
+HOSTS = (HOST_CHUNKS, 1_000)
+"""Chunks of host memory: next to none, and one that holds a first touch for a while."""
 
 _requests: list[list[int]] = []
 _lengths: list[int] = []
@@ -85,13 +89,24 @@ def simulate(job: tuple[str, int]) -> dict[str, Any]:
 def through_hierarchy(job: tuple[str, int | None]) -> dict[str, Any]:
     """Tokens found, and chunks written per chunk found in the second half."""
     name, size = job
+    return replayed(name, size, Replay(size, "lru" if name == "LRU" else "multi-queue"))
+
+
+def admitted(job: tuple[str, int, int | None]) -> dict[str, Any]:
+    """The same with a rule of admission and so many chunks of host memory."""
+    rule, host_chunks, size = job
+    return replayed(f"{rule}, {host_chunks}", size, Replay(size, "multi-queue", rule, host_chunks))
+
+
+def replayed(name: str, size: int | None, replay: Replay) -> dict[str, Any]:
+    """What the trace's whole blocks come to."""
     whole = [blocks[: length // BLOCK_TOKENS] for blocks, length in zip(_requests, _lengths, strict=True)]
-    served = Replay(size, "lru" if name == "LRU" else "multi-queue").run(whole)
+    served = replay.run(whole)
     half = len(whole) // 2
     written = served.written[-1] - served.written[half - 1]
     found = sum(served.hits[half:])
     rates = shares([hits * BLOCK_TOKENS for hits in served.hits], _lengths)
-    return {"policy": name, "blocks": size, **rates, "written_per_found": written / found}
+    return {"policy": name, "blocks": size, **rates, "written": written, "written_per_found": written / found}
 
 
 class PolicyCost:
@@ -194,6 +209,13 @@ def run_section(section: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]
         jobs: list[tuple[str, int | None]] = [(name, size) for size in SIZES[1:] for name in ("LRU", "ours")]
         rows = list(pool.map(through_hierarchy, [*jobs, ("infinite", None)]))
         show("the product's hierarchy: tokens found, in % of those asked for, second half", rows, "second")
+        show("bytes written to the disk tier per byte found, second half", rows, "written_per_found")
+    elif section == "admission":
+        many = 1 << 20  # more than the trace has: a disk without a limit that fits the table
+        cases = [(rule, host, size) for host in HOSTS for rule in (ALL, SECOND_TOUCH) for size in (*SIZES[1:], many)]
+        rows = list(pool.map(admitted, cases))
+        show("admission and chunks of host memory: tokens found, in % of those asked for, second half", rows, "second")
+        show("chunks written to the disk tier, second half", rows, "written")
         show("bytes written to the disk tier per byte found, second half", rows, "written_per_found")
     else:
         rows = costs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tiered_kv.hierarchy.admission import ALL
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.plan import ChunkRecord, CreditGrant, Delete, Grow, LookupUpdate, Outcome, Seal, SlotId, Write
 
@@ -28,9 +29,11 @@ class Served:
 class Replay:
     """A hierarchy with a disk of so many chunks, and one client that sends one request after the other."""
 
-    def __init__(self, disk_chunks: int | None, eviction: str) -> None:
+    def __init__(
+        self, disk_chunks: int | None, eviction: str, admission: str = ALL, host_chunks: int = HOST_CHUNKS
+    ) -> None:
         capacity = None if disk_chunks is None else disk_chunks * CHUNK
-        self.hierarchy = Hierarchy(HOST_CHUNKS * CHUNK, [capacity], eviction=eviction)
+        self.hierarchy = Hierarchy(host_chunks * CHUNK, [capacity], eviction=eviction, admissions=[admission])
         self.hierarchy.restored(0)
         self._credits: list[SlotId] = []
         self._held = 0
