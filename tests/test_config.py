@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.config import Config, memory_limit_bytes, parse_size, parse_time_s, size_text
+from tiered_kv.config import Config, parse_size, parse_time_s, size_text
 from tiered_kv.errors import ConfigError
 from tiered_kv.location import redact
+from tiered_kv.machine import memory_limit_bytes
 from tiered_kv.server.paths import server_directory
 
 URI = "file:///var/cache/tiered_kv"
@@ -83,6 +84,8 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ("lease_s", 0, "expected a number from 1 to 3600"),
         ("eviction", "LRU", "expected multi-queue or lru, got 'LRU'"),
         ("eviction", ["lru"], "expected multi-queue or lru"),
+        ("disk_admission", "tinylfu", "expected all or second-touch, got 'tinylfu'"),
+        ("storage_admission", True, "expected all or second-touch"),
         ("drain_s", -1, "expected a number from 0 to 3600"),
         ("drain_s", True, "expected a number from 0 to 3600"),
         ("start_timeout_s", 0.5, "expected a number from 1 to 600"),
@@ -116,7 +119,7 @@ def test_an_unknown_name_is_told_with_the_nearest_known_one(name: str, near: str
     with pytest.raises(ConfigError, match=f"unknown setting {name!r}") as caught:
         Config.from_mapping({name: 1})
     assert (f"did you mean {near}?" in str(caught.value)) == (near is not None)
-    assert "known settings: chunk_tokens, disk_bytes" in str(caught.value)
+    assert "known settings: chunk_tokens, disk_admission, disk_bytes" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,18 @@ def test_the_uri_is_required() -> None:
 def test_a_disk_path_beside_a_local_uri_is_refused() -> None:
     with pytest.raises(ConfigError, match="disk_path is only for object stores"):
         config(disk_path="/x")
+
+
+def test_admission_is_set_for_each_tier_that_is_there() -> None:
+    assert config().admissions() == {"disk": "all", "object": "all"}
+    assert config(disk_admission="second-touch").admissions()["disk"] == "second-touch"
+    bucket = {"storage_uri": "s3://bucket/prefix", "storage_admission": "second-touch"}
+    assert Config.from_mapping(bucket).admissions() == {"disk": "all", "object": "second-touch"}
+    with pytest.raises(ConfigError, match="with file:// it is disk_admission"):
+        config(storage_admission="second-touch")
+    with pytest.raises(ConfigError, match="set disk_path, or storage_admission"):
+        Config.from_mapping(bucket | {"disk_admission": "second-touch"})
+    assert Config.from_mapping(bucket | {"disk_admission": "second-touch", "disk_path": "/d"}).disk_path
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.location import EXAMPLE, Location, parse_location, redact
+from tiered_kv.machine import memory_limit_bytes
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -92,6 +93,12 @@ def _positive_int(value: object) -> int:
 def _eviction(value: object) -> str:
     if value not in ("multi-queue", "lru"):
         raise ValueError("expected multi-queue or lru")
+    return str(value)
+
+
+def _admission(value: object) -> str:
+    if value not in ("all", "second-touch"):
+        raise ValueError("expected all or second-touch")
     return str(value)
 
 
@@ -195,6 +202,10 @@ class Config:
         parse_size, "free space to leave on the disk tier's file system", MIN_FREE_BYTES_DEFAULT, shown="1GiB"
     )
     eviction: str = _setting(_eviction, "what leaves host memory and disk first: multi-queue or lru", "multi-queue")
+    disk_admission: str = _setting(
+        _admission, "what is written to disk: all, or second-touch: only what is asked for or stored again", "all"
+    )
+    storage_admission: str = _setting(_admission, "the same for the object store: all or second-touch", "all")
     chunk_tokens: int = _setting(_positive_int, "tokens in one chunk; a multiple of vLLM's block size", 256)
     save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
@@ -255,12 +266,22 @@ class Config:
                 raise ConfigError(
                     "disk_bytes is the limit of a local disk tier: set disk_path, or storage_bytes instead"
                 )
+            if self.disk_path is None and self.disk_admission != "all":
+                raise ConfigError(
+                    "disk_admission is of a local disk tier: set disk_path, or storage_admission for the bucket"
+                )
             return
         if self.disk_path is not None:
             raise ConfigError("disk_path is only for object stores: with file:// the URI itself is the disk tier")
+        if self.storage_admission != "all":
+            raise ConfigError("storage_admission is only for object stores: with file:// it is disk_admission")
         for name in BUCKET_SETTINGS:
             if getattr(self, name):
                 raise ConfigError(f"{name} is only for object stores: with file:// the limit is disk_bytes")
+
+    def admissions(self) -> dict[str, str]:
+        """What each lower tier takes, by its name."""
+        return {"disk": self.disk_admission, "object": self.storage_admission}
 
     def disk_root(self) -> Path | None:
         """The directory of the local disk tier: what file:// names, or ``disk_path``; None without a disk tier."""
@@ -362,39 +383,3 @@ def size_text(size_bytes: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(size_bytes.bit_length() - 1, 0) // 10, len(units) - 1)
     return f"{size_bytes / (1 << 10 * power):.1f}".removesuffix(".0") + f" {units[power]}"
-
-
-def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Memory this process may use: the machine's, or less where its cgroup or one above it says so."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _limit_files(cgroup, membership):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue  # the other version of cgroups, or no limit file at the root: the machine's memory holds
-        if text.isdigit():
-            limit = min(limit, int(text))
-    return limit
-
-
-def _limit_files(cgroup: Path, membership: Path) -> list[Path]:
-    """Where limits of this process may stand; lines of ``membership`` are ``id:controllers:/path``."""
-    result = [cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"]
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return result  # no cgroups here
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            root, name = cgroup, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = cgroup / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        place = root / path.lstrip("/")
-        while place != root and root in place.parents:
-            result.append(place / name)
-            place = place.parent
-    return result

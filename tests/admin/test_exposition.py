@@ -12,7 +12,10 @@ def test_values_are_those_of_the_figures():
         tokens=tokens(1000, host=500, disk=100, object=50),
         counters={"host_evicted": 3, "lower_evicted": 2, "write_dropped_for_load": 7, "written": 11},
         operations=[operation("disk", "get", "ok", 4, 4000, 0.5), operation("disk", "get", "corrupt", 1, 0, 0.1)],
-        tiers=[tier("disk", breaker="open", corrupt=1, breaker_opened=2, backlog_chunks=9), *server(1.0).tiers[1:]],
+        tiers=[
+            tier("disk", breaker="open", corrupt=1, breaker_opened=2, backlog_chunks=9, declined_chunks=6),
+            *server(1.0).tiers[1:],
+        ],
     )
     registry = CollectorRegistry()
     registry.register(FiguresCollector(figures, 1.5))
@@ -29,6 +32,7 @@ def test_values_are_those_of_the_figures():
     assert [value("breaker_open", tier=name) for name in ("disk", "object")] == [1, 0]
     assert (value("breaker_opened_total", tier="disk"), value("corrupt_reads_total", tier="disk")) == (2, 1)
     assert value("queue_chunks", tier="disk") == 9
+    assert [value("admissions_total", tier="disk", decision=one) for one in ("admitted", "declined")] == [0, 6]
     assert value("operations_total", tier="disk", operation="get", outcome="corrupt") == 1
     assert value("operation_seconds_total", tier="disk", operation="get", outcome="ok") == 0.5
     assert value("operation_bytes_total", tier="disk", operation="get") == 4000

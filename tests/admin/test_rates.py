@@ -40,6 +40,13 @@ def test_bytes_and_times_are_those_of_the_interval():
     assert (store.reads_per_s, store.read_s, store.failures_per_s) == (0.0, None, 3.0)
 
 
+def test_admissions_are_told_by_tier():
+    before = server(10.0, tiers=[tier("disk", admitted_chunks=5, declined_chunks=10)])
+    after = server(12.0, tiers=[tier("disk", admitted_chunks=9, declined_chunks=40)])
+    (disk,) = [one for one in rates(before, after).tiers if one.tier == "disk"]
+    assert (disk.admitted_per_s, disk.declined_per_s) == (2.0, 15.0)
+
+
 def test_drops_are_told_by_reason_and_only_while_they_happen():
     before = server(1.0, counters={"write_dropped_for_load": 5, "write_dropped_no_room": 1, "written": 9})
     after = server(

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from cache_clients import CHUNK, SmallEngine, payload_bytes, settings
-from cache_probe import figures, is_serving, wait_ended, wait_written
+from cache_probe import figures, is_serving, wait_ended, wait_for, wait_written
 from object_nodes import CHUNK as NODE_CHUNK
 from object_nodes import Place, load, node, s3_place, store, wait_loaded, wait_uploaded
 from stock import CHUNK as STOCK_CHUNK
@@ -82,6 +85,28 @@ def test_it_shows_what_a_server_holds(engine: SmallEngine, root: Path) -> None:
     assert text.startswith("tokens    ")
     for word in ("host", "8 MiB", "disk", "in use", "Operations", "Counters", "pending_writes", "e/0", str(found.pid)):
         assert word in text
+
+
+def test_what_was_not_worth_a_write_is_told_by_stat_and_top(root: Path) -> None:
+    engine = SmallEngine.start(settings(root, disk_admission="second-touch"))
+    engine.store(5)
+    engine.wait_hits(5)
+    wait_written(root)
+    engine.store(2, first_token=100_000)
+    wait_for(lambda: figures(root)["tiers"][0]["declined_chunks"] == 7, "what came once")
+    assert figures(root)["tiers"][0]["admitted_chunks"] == 5
+    assert "5 chunks admitted, 7 declined" in run("stat", f"file://{root}").stdout
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tiered_kv.cli", "top", f"file://{root}", "--interval", "1", "--count", "2"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()  # it has polled
+    engine.store(3, first_token=200_000)
+    text, _ = process.communicate(timeout=20)
+    assert re.search(r"^disk +0 chunks/s admitted, [0-9.]+/s not$", text, flags=re.MULTILINE)
+    engine.close()
 
 
 def test_tokens_add_up_and_a_load_from_disk_is_the_disks(root: Path) -> None:

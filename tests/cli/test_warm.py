@@ -219,6 +219,14 @@ def test_a_server_in_front_of_a_bucket_takes_what_is_warmed(tmp_path: Path, root
     end_server(old)
 
 
+def test_a_server_that_takes_only_second_touches_takes_what_is_warmed(source: Tier, root: Path) -> None:
+    engine = SmallEngine.start(settings(root, disk_admission="second-touch"))
+    done = warm(root, source)
+    assert (done["copied"], done["dropped"]) == (36, 0)
+    assert len(list((root / "blobs").glob("*/*/*.safetensors"))) == 36
+    engine.close()
+
+
 def test_an_engine_that_starts_on_a_warmed_directory_hits(source: Tier, root: Path) -> None:
     assert warm(root, source, "--set", "disk_bytes=160MiB")["copied"] == 36
     engine = SmallEngine.start(settings(root))

@@ -117,7 +117,29 @@ def test_pins_that_cannot_be_written_cost_a_warning(engine: EngineStarter, root:
     wait_for(lambda: bool(read_pins(root)), "pins.json")
 
 
-@pytest.mark.parametrize("pin", [m.Pin(b"short", 60), m.Pin(bytes(16), 0), m.Pin(bytes(16), float("nan"))])
+def test_what_is_wanted_or_pinned_is_written_at_once_where_only_second_touches_are(
+    engine: EngineStarter, root: Path
+) -> None:
+    one = engine(**HOST, disk_admission="second-touch")
+
+    def tier() -> dict[str, int]:
+        state: dict[str, int] = figures(root)["tiers"][0]
+        return state
+
+    one.store(4)
+    wait_for(lambda: tier()["declined_chunks"] == 4, "4 chunks that came once")
+    assert (tier()["blobs"], tier()["admitted_chunks"], figures(root)["pending_writes"]) == (0, 0, 0)
+    assert one.client.pin(name_of(one, 2).key, 0)
+    wait_for(lambda: tier()["blobs"] == 2, "what is handed over, on disk")
+    assert one.client.pin(name_of(one, 3).key, 600)
+    wait_for(lambda: tier()["blobs"] == 3, "what is pinned, on disk")
+    wait_for(lambda: len(read_pins(root)) == 1, "the one pin that keeps anything")
+    assert one.hits(4) == 4
+    wait_for(lambda: tier()["blobs"] == 4, "what was asked for, on disk")
+    assert tier()["admitted_chunks"] == 4
+
+
+@pytest.mark.parametrize("pin", [m.Pin(b"short", 60), m.Pin(bytes(16), -1), m.Pin(bytes(16), float("nan"))])
 def test_a_bad_pin_ends_the_connection_with_the_reason(served: Path, pin: m.Pin) -> None:
     with hello(settings(served), "scheduler", "bad") as sock:
         tell(sock, m.JoinScheduler(1), pin)

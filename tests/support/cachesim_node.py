@@ -6,7 +6,7 @@ Owns what dies with a server. The wrappers are stacked by ``tiers/open.py`` and 
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -60,6 +60,7 @@ class Machine:
     disk_speed: Speed | None
     bucket_speed: Speed | None
     remote_threads: int
+    admissions: Mapping[str, str]
 
 
 class Errors(logging.Handler):
@@ -131,7 +132,7 @@ class Node:
         try:
             opened = self._open_tiers(formats.get)
             tiers = [one.tier for one in opened]
-            hierarchy = Engine.build_hierarchy(self.machine.host_bytes, tiers)
+            hierarchy = Engine.build_hierarchy(self.machine.host_bytes, tiers, admissions=self.machine.admissions)
             self._listen_to_pins(hierarchy)
             self.arena = SimArena(create_slabs(hierarchy.slots.slab_count))
             self._engine = Engine(tiers, self.arena, hierarchy, self.executor, self.clock, formats)

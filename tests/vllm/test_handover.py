@@ -27,11 +27,15 @@ class Side:
     counters: Counter[str] = field(default_factory=Counter)
     prefill: Any = field(default_factory=lambda: SimpleNamespace(tokens_per_s=RATE))
     released: list[int] = field(default_factory=list)
+    pinned: list[tuple[RequestState, float]] = field(default_factory=list)
     is_ready: bool = True
     generation: int = 0
 
     def state(self, request_id: str) -> RequestState | None:
         return self.requests.get(request_id)
+
+    def pin(self, state: RequestState, ttl_s: float) -> None:
+        self.pinned.append((state, ttl_s))
 
     def release(self, lookup_id: int) -> None:
         self.released.append(lookup_id)
@@ -61,6 +65,16 @@ def test_producer_tells_the_whole_chunks_it_dealt_with():
     world.request(5 * CHUNK + 10)
     world.state.stored = 5
     assert world.handover.told(world.state) == {"tiered_kv.stored_tokens": 5 * CHUNK}
+
+
+def test_what_is_told_is_said_to_the_server_once_so_that_it_is_written_at_once():
+    world = World(is_producer=True)
+    world.request(5 * CHUNK)
+    assert world.handover.told(world.state) is None and not world.side.pinned
+    world.state.stored = 5
+    world.handover.told(world.state)
+    world.handover.told(world.state)
+    assert world.side.pinned == [(world.state, 0)]
 
 
 def test_nothing_is_told_twice_nor_by_who_loads_nor_of_what_was_not_stored():

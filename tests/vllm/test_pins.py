@@ -92,3 +92,13 @@ def test_waiting_pins_are_bounded() -> None:
     for _ in range(WAITING_MAX + 7):
         pins.want(KEYS, 0, 60)
     assert around.counters == {"pins_dropped": 7}
+
+
+def test_what_another_engine_goes_on_with_is_told_in_the_same_way_and_counted_apart() -> None:
+    around = Around(stored={KEYS[3]}, under_way={KEYS[4]})
+    pins = around.pins()
+    pins.want(KEYS, 2, 0)
+    assert not around.pinned, "a copy that runs may still be dropped"
+    around.under_way.clear()
+    pins.send()
+    assert around.pinned == [(KEYS[3], 0)] and around.counters == {"handovers_sent": 1}

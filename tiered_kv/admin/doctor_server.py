@@ -10,8 +10,9 @@ from typing import Final
 
 from tiered_kv.admin.findings import Finding, error, ok, warning
 from tiered_kv.admin.server_link import ServerLink
-from tiered_kv.config import Config, memory_limit_bytes, size_text
+from tiered_kv.config import Config, size_text
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.machine import memory_limit_bytes
 from tiered_kv.metrics.figures import ServerFigures
 from tiered_kv.server.handshake import hello_of
 from tiered_kv.server.paths import check_private, read_info, socket_place

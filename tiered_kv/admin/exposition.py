@@ -3,12 +3,14 @@ scrape. Who answers scrapes is ``operations_port.py``.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tiered_kv.metrics.figures import HOST, ServerFigures, TierFigures
+
+_ADMISSIONS: Final = ["tier", "decision"]
 
 
 class FiguresCollector(Collector):
@@ -77,6 +79,9 @@ class FiguresCollector(Collector):
         opened = each(lambda tier: tier.breaker_opened)
         yield _counter("breaker_opened", "How often the tier was left out.", opened, ["tier"])
         yield _counter("corrupt_reads", "Reads whose bytes were damaged.", each(lambda t: t.corrupt), ["tier"])
+        admissions = {(tier.name, "admitted"): float(tier.admitted_chunks) for tier in tiers}
+        admissions |= {(tier.name, "declined"): float(tier.declined_chunks) for tier in tiers}
+        yield _counter("admissions", "Chunks that came, by whether they were to be written.", admissions, _ADMISSIONS)
         leads = each(lambda tier: None if tier.bucket is None else tier.bucket.role == "leader")
         yield _gauge("bucket_leader", "1 where this server keeps the bucket within its limits.", leads, ["tier"])
 

@@ -24,6 +24,7 @@ class TierRates(msgspec.Struct, frozen=True, kw_only=True):
         jobs: Operations handed to threads that have not ended, as of the second poll.
         backlog_chunks, queued_bytes: Chunks that wait to be written there, and the host memory they hold.
         breaker: ``closed``: in use; null for host memory.
+        admitted_per_s, declined_per_s: Chunks that were to be written there, and chunks that came once and were not.
     """
 
     tier: str
@@ -42,6 +43,8 @@ class TierRates(msgspec.Struct, frozen=True, kw_only=True):
     backlog_chunks: int = 0
     queued_bytes: int = 0
     breaker: str | None = None
+    admitted_per_s: float = 0.0
+    declined_per_s: float = 0.0
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +128,7 @@ def _tier(tier: TierFigures, before: ServerFigures, after: ServerFigures, second
         new = sum_operations(after.operations, name, operation, outcome)
         return new.calls - old.calls, new.bytes - old.bytes, new.seconds - old.seconds
 
+    old = next((one for one in before.tiers if one.name == name), tier)
     (reads, read_bytes, read_s), (writes, written_bytes, write_s) = grown("get"), grown("put")
     return TierRates(
         tier=name,
@@ -143,6 +147,8 @@ def _tier(tier: TierFigures, before: ServerFigures, after: ServerFigures, second
         backlog_chunks=tier.backlog_chunks,
         queued_bytes=tier.queued_bytes,
         breaker=tier.breaker,
+        admitted_per_s=(tier.admitted_chunks - old.admitted_chunks) / seconds,
+        declined_per_s=(tier.declined_chunks - old.declined_chunks) / seconds,
     )
 
 

@@ -101,6 +101,7 @@ class Session:
             view[:] = blob[info.payload_offset :]
         record = ChunkRecord(name.namespace, name.key, name.parent, name.chunk_index, parsed.header.prefix_sha256)
         client.commit([(slot, record)])
+        client.pin(name.key, 0)  # an operator wants it there, whatever the server takes from engines
 
     def _take_slot(self, client: SchedulerClient) -> tuple[SlotId, SessionInfo]:
         until_s = time.monotonic() + SLOT_WITHIN_S

@@ -58,6 +58,13 @@ def decisions_text(counts: Mapping[str, str]) -> str:
     return ", ".join(f"{count} {decision.replace('_', ' ')}" for decision, count in counts.items()) or "none yet"
 
 
+def admission_text(tier: "TierFigures") -> str:
+    """How much of what came was worth a write; empty where everything is."""
+    if not tier.declined_chunks:
+        return ""
+    return f"{count_text(tier.admitted_chunks)} chunks admitted, {count_text(tier.declined_chunks)} declined"
+
+
 def state_text(tier: "TierFigures") -> str:
     """What the breaker says, and who keeps a shared bucket within its limits."""
     parts = [BREAKER.get(tier.breaker or "", ""), tier.breaker_reason or ""]

@@ -8,6 +8,7 @@ import typer
 from tiered_kv.admin.survey import StorageFigures, survey
 from tiered_kv.cli.app import app
 from tiered_kv.cli.figure_text import (
+    admission_text,
     capacity_text,
     count_text,
     decisions_text,
@@ -176,7 +177,7 @@ def _host_row(figures: ServerFigures) -> tuple[object, ...]:
 
 def _tier_row(figures: ServerFigures, tier: TierFigures) -> tuple[object, ...]:
     moved = [sum_operations(figures.operations, tier.name, operation).bytes for operation in ("get", "put")]
-    state = [state_text(tier), f"{tier.corrupt} damaged chunks read" if tier.corrupt else ""]
+    state = [state_text(tier), f"{tier.corrupt} damaged chunks read" if tier.corrupt else "", admission_text(tier)]
     return (
         tier.name,
         size_text(tier.used_bytes),

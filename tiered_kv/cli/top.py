@@ -196,4 +196,9 @@ def _some(value: float) -> str:
 
 
 def _drops(now: Rates) -> list[str]:
-    return [f"dropped   {count_text(rate)}/s {reason}" for reason, rate in sorted(now.drops_per_s.items())]
+    admissions = [
+        f"{tier.tier:<9} {count_text(tier.admitted_per_s)} chunks/s admitted, {count_text(tier.declined_per_s)}/s not"
+        for tier in now.tiers
+        if tier.declined_per_s
+    ]
+    return admissions + [f"dropped   {count_text(rate)}/s {reason}" for reason, rate in sorted(now.drops_per_s.items())]

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena
 from tiered_kv.chunks.geometry import ChunkGeometry
@@ -30,6 +31,7 @@ from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import ProbeTimes, Throughput
 from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
+from tiered_kv.hierarchy.admission import ALL
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.limits import Limits
 from tiered_kv.hierarchy.plan import (
@@ -123,12 +125,20 @@ class Engine:
 
     @staticmethod
     def build_hierarchy(
-        host_bytes: int, tiers: Sequence[Tier], limits: Limits | None = None, *, eviction: str = "multi-queue"
+        host_bytes: int,
+        tiers: Sequence[Tier],
+        limits: Limits | None = None,
+        *,
+        eviction: str = "multi-queue",
+        admissions: Mapping[str, str] = MappingProxyType({}),
     ) -> Hierarchy:
-        """The hierarchy that fits these tiers; only the last may be shared."""
+        """The hierarchy that fits these tiers; only the last may be shared. ``admissions`` are by their names."""
         capacities = [None if tier.traits.is_shared else tier.usage().capacity_bytes for tier in tiers]
         is_last_shared = bool(tiers) and tiers[-1].traits.is_shared
-        return Hierarchy(host_bytes, capacities, limits, is_last_shared=is_last_shared, eviction=eviction)
+        rules = [admissions.get(tier.traits.name, ALL) for tier in tiers]
+        return Hierarchy(
+            host_bytes, capacities, limits, is_last_shared=is_last_shared, eviction=eviction, admissions=rules
+        )
 
     def start(self) -> None:
         """Learn what this machine's tiers hold. Blocks for the time of the scans; a shared tier is not scanned."""

@@ -103,6 +103,9 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
         queued_bytes: Host memory that pending writes hold.
         jobs: Operations handed to threads and not ended, by kind: ``get``, ``put``, ``contains``, ``delete``.
         corrupt: Reads whose bytes were damaged.
+        admitted_chunks: Chunks that were to be written here; each was written, dropped, or waits.
+        declined_chunks: Chunks that came and were not to be: they were asked for or stored once only. Those that were
+            admitted later, when they were asked for again, are counted there, too.
         breaker: ``closed``: in use. ``open``, ``half_open``: left out until a trial succeeds.
         breaker_opened: How often it opened.
         breaker_reason: Why it is open.
@@ -119,6 +122,8 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
     queued_bytes: int
     jobs: dict[str, int]
     corrupt: int
+    admitted_chunks: int = 0
+    declined_chunks: int = 0
     breaker: str | None = None
     breaker_opened: int = 0
     breaker_reason: str | None = None

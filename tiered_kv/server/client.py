@@ -149,7 +149,10 @@ class SchedulerClient:
         return self.is_ready and self._send(m.StatRequest())
 
     def pin(self, key: bytes, ttl_s: float) -> bool:
-        """Keep a stored chunk and the prefix before it; False when it could not be said, and then nobody does."""
+        """Keep a stored chunk and the prefix before it; False when it could not be said, and then nobody does.
+
+        For 0 seconds: only have them written to the lower tiers, whatever these take otherwise.
+        """
         return self.is_ready and self._send(m.Pin(key, ttl_s))
 
     def take_slot(self) -> SlotId | None:

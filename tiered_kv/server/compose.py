@@ -11,12 +11,13 @@ from pathlib import Path
 
 from tiered_kv import __version__
 from tiered_kv.chunks.arena import Arena, create_slabs
-from tiered_kv.config import Config, memory_limit_bytes
+from tiered_kv.config import Config
 from tiered_kv.engine.clock import Clock, SystemClock
 from tiered_kv.engine.engine import Engine
 from tiered_kv.engine.executor import LOCAL_THREADS, Pool, ThreadExecutor
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test, self_test_format
 from tiered_kv.errors import ConfigError, TierUnavailable
+from tiered_kv.machine import memory_limit_bytes
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 from tiered_kv.server.epochs import Epochs
@@ -52,7 +53,9 @@ def build_engine(config: Config, recorder: Recorder) -> tuple[Engine, ObjectStor
         tiers = [one.tier for one in opened]
         for tier in tiers:
             undo.callback(tier.close)
-        hierarchy = Engine.build_hierarchy(config.resolved_host_bytes(), tiers, eviction=config.eviction)
+        hierarchy = Engine.build_hierarchy(
+            config.resolved_host_bytes(), tiers, eviction=config.eviction, admissions=config.admissions()
+        )
         arena = Arena(create_slabs(hierarchy.slots.slab_count))
         undo.callback(arena.close)
         executor = ThreadExecutor(_threads(config, opened))

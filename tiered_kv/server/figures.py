@@ -141,6 +141,8 @@ class FigureSource:
             queued_bytes=hierarchy[f"tier{number}_queued_bytes"],
             jobs=self._engine.jobs(number),
             corrupt=sum(row.calls for row in operations if (row.tier, row.outcome) == (name, "corrupt")),
+            admitted_chunks=hierarchy[f"tier{number}_admitted"],
+            declined_chunks=hierarchy[f"tier{number}_declined"],
             breaker=None if breaker is None else breaker.state.value,
             breaker_opened=0 if breaker is None else breaker.opened_count,
             breaker_reason=breaker.reason if breaker is not None and breaker.is_open else None,

@@ -154,7 +154,10 @@ class Reset(Message, frozen=True):
 
 
 class Pin(Message, frozen=True):
-    """A request wants a chunk, and the prefix before it, kept from eviction for so many seconds; nothing answers."""
+    """A request wants a chunk, and the prefix before it, kept from eviction for so many seconds; nothing answers.
+
+    For 0 seconds: not kept, but written to the lower tiers at once, whatever these take otherwise (``admission``).
+    """
 
     key: bytes
     ttl_s: float

@@ -93,12 +93,17 @@ class Pinning:
     def pin(self, namespace: Namespace | None, pin: m.Pin) -> None:
         """Keep a chunk and the prefix before it, if there is room for that; the loop only.
 
+        What is granted, or asked to be kept for no time, is worth a write to every lower tier at once.
+
         Raises:
             ProtocolError: The key has another length, or the time is none.
         """
-        if len(pin.key) != m.KEY_BYTES or not 0 < pin.ttl_s <= TTL_MAX_S:  # NaN is not between them either
+        if len(pin.key) != m.KEY_BYTES or not 0 <= pin.ttl_s <= TTL_MAX_S:  # NaN is not between them either
             raise ProtocolError(f"bad pin. key_bytes={len(pin.key)} ttl_s={pin.ttl_s!r:.40}")
         assert namespace is not None, "an open session without a namespace"
+        if not pin.ttl_s:
+            self._engine.hierarchy.want(namespace.digest, pin.key)
+            return
         counters, now_s = self._engine.hierarchy.counters, self._wall()
         name = BlobName(namespace.digest, pin.key)
         if self._pins.get(name, 0.0) >= now_s + pin.ttl_s:
@@ -118,6 +123,7 @@ class Pinning:
             counters["request_pins_refused"] += 1
             return
         counters["request_pins"] += 1
+        self._engine.hierarchy.want(namespace.digest, pin.key)
         self._keep(name, dict.fromkeys(prefix, blob_bytes), until_s)
         with self._lock:
             self._wanted[name] = until_s

@@ -56,6 +56,7 @@ class Handover:
         if getattr(state.request, "tiered_kv_is_told", False):
             return None  # by another of ours below MultiConnector, which ends the engine where two tell the same name
         state.request.tiered_kv_is_told = True
+        self._side.pin(state, 0)  # where only second touches are written, the other engine's would come too late
         whole = min(state.stored, state.request.num_prompt_tokens // self._config.chunk_tokens)
         return {STORED_TOKENS: whole * self._config.chunk_tokens}
 

@@ -1,4 +1,4 @@
-"""Pins that requests ask for: told to the server once the chunks they are about are stored.
+"""Pins that requests ask for, and prompts that another engine goes on with: told to the server once they are stored.
 
 A pin names one chunk and keeps the prefix before it, so of a prompt only the deepest chunk that is held is pinned. A
 chunk that is still being copied may yet be dropped; the pin waits until that is known, which takes seconds at most.
@@ -24,12 +24,18 @@ class _Wanted:
     Attributes:
         held_key: The deepest chunk that the hierarchy said it holds.
         deeper: Keys of the chunks behind it, the deepest first.
+        ttl_s: 0: it need not be kept, only be written at once where the other engine may read it.
     """
 
     generation: int
     held_key: bytes | None
     deeper: Sequence[bytes]
     ttl_s: float
+
+    @property
+    def kind(self) -> str:
+        """What it is counted as."""
+        return "pins" if self.ttl_s else "handovers"
 
 
 class PinRequests:
@@ -59,7 +65,7 @@ class PinRequests:
         for _ in range(len(self._waiting)):
             wanted = self._waiting.popleft()
             if wanted.generation != self._client.generation or not self._client.is_ready:
-                self._counters["pins_dropped"] += 1  # keys of another session name nothing in this one
+                self._counters[f"{wanted.kind}_dropped"] += 1  # keys of another session name nothing in this one
             elif any(map(self._stores.is_under_way, wanted.deeper)):
                 self._waiting.append(wanted)
             else:
@@ -73,8 +79,8 @@ class PinRequests:
     def _tell(self, wanted: _Wanted) -> None:
         key = next(filter(self._stores.is_stored, wanted.deeper), wanted.held_key)
         if key is None:
-            self._counters["pins_of_nothing"] += 1
+            self._counters[f"{wanted.kind}_of_nothing"] += 1
         elif self._client.pin(key, wanted.ttl_s):
-            self._counters["pins_sent"] += 1
+            self._counters[f"{wanted.kind}_sent"] += 1
         else:
-            self._counters["pins_dropped"] += 1
+            self._counters[f"{wanted.kind}_dropped"] += 1

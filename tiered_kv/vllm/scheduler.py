@@ -353,13 +353,13 @@ class SchedulerSide:
         if self._abilities.may_store and self._client.is_ready and not state.is_loading:
             self._queue_request(state, request.num_computed_tokens, tables)
         if state.controls.pin_ttl_s is not None:
-            self._pin(state, state.controls.pin_ttl_s)
+            self.pin(state, state.controls.pin_ttl_s)
         self._drop_lookup(state)
         state.is_finished = True
         if not state.is_loading:
             del self._requests[request.request_id]
 
-    def _pin(self, state: RequestState, ttl_s: float) -> None:
+    def pin(self, state: RequestState, ttl_s: float) -> None:
         keys = self._keys(state) if state.resets == self._resets else None
         if keys is None:
             self.counters["pins_dropped"] += 1
