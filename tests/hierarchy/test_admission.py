@@ -184,6 +184,25 @@ def test_a_blob_found_at_start_counts_as_unused_and_a_child_of_it_waits_for_its_
     assert story.is_below((1, 2))
 
 
+def test_what_a_lookup_itself_pushes_out_of_memory_is_not_called_held():
+    """Else its client would not store it again, and nobody would have it."""
+    story = SelectiveStory(host_bytes=60, limits=Limits(leased_share=1.0, request_share=0.17, credit_share=0.1))
+    story.store((1,))
+    story.release(story.ask((1,)))
+    story.finish_all()
+    push_out(story, (1,))
+    story.commit(story.session, (1, 2))
+    story.finish_all()
+    for number in range(1000, 1020):
+        if story.is_in_host((number,)):
+            story.ask((number,))
+    story.finish_all()
+    assert story.is_in_host((1, 2)) and not story.is_in_host((1,))
+    lookup = story.ask((1, 2))
+    assert not story.is_in_host((1, 2)), "the only slot that could be had"
+    assert story.answer(lookup).held == 1
+
+
 # -- a bucket behind a disk --------------------------------------------------------------------------------------------
 
 

@@ -172,11 +172,14 @@ class Hierarchy:
         self.index.count_use(held)
         self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, len(keys), start)
+        evicted = self.counters["host_evicted"]
         self._promotions.start(lookup)
+        if self.counters["host_evicted"] != evicted:  # reading some may push out others that were nowhere else
+            lookup.held = next((n for n, e in enumerate(held) if not self.index.is_held(e)), len(held))
         self._lookups.wait(lookup)
         self._lower.claim_again(held)
         if self._lower.searches is not None:
-            search = self._lower.searches.begin(session.namespace, keys, digests, len(held))
+            search = self._lower.searches.begin(session.namespace, keys, digests, lookup.held)
             if search is not None:
                 lookup.search, search.lookup = search, lookup.id
                 self._go_on(search)
