@@ -15,7 +15,7 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
 
 import logging
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
