@@ -1,0 +1,44 @@
+"""Server and client without privileges: run by test_containers.py as a user of a namespace. Prints one JSON line."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from cache_clients import SmallEngine, settings
+from cache_probe import wait_ended, wait_written
+
+CHUNKS = 20
+
+
+def main() -> None:
+    root = Path(sys.argv[1]) / "kv"
+    config = settings(root)
+    with closing(SmallEngine.start(config)) as engine:  # starts a server by itself
+        engine.store(CHUNKS)
+        engine.wait_hits(CHUNKS)
+        hits = engine.hits(CHUNKS)
+        wait_written(root)
+    wait_ended(root)
+    serve = [sys.executable, "-m", "tiered_kv.cli", "serve", f"file://{root}"]
+    serve += ["--host-bytes", "8MiB", "--disk-bytes", "160MiB"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline().startswith("serving ")
+        with closing(SmallEngine.start(config)) as engine:
+            again = engine.hits(CHUNKS)
+        server.terminate()
+    (capabilities,) = [
+        int(line.split()[1], 16)
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("CapEff:")
+    ]
+    seen = {"uid": os.getuid(), "capabilities": capabilities, "hits": hits, "hits_after_restart": again}
+    print(json.dumps(seen), flush=True)
+
+
+if __name__ == "__main__":
+    main()

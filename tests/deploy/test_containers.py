@@ -1,0 +1,161 @@
+"""A server as containers run it: a small /dev/shm, other process numbers, no privileges, a memory limit.
+
+Namespaces and control groups are what containers are made of; there is no Docker engine here. Where this machine lets a
+test have none, it is skipped with the reason, and ``CI`` does not make it fail: it is the machine's rule, not ours.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_clients import SmallEngine, payload_bytes, settings
+from cache_probe import figures, wait_for
+
+SHM_BYTES = 64 << 20
+CHUNKS_PER_PROMPT = 20
+NOT_ROOT = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
+OWN_SHM = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c")
+SMALL_SHM = f'mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm && exec "$@"'
+
+
+def allowed(*command: str) -> bool:
+    """Whether this machine lets us have such namespaces."""
+    return subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0
+
+
+Serve = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def serve_in() -> Iterator[Serve]:
+    """Start `tiered-kv serve` behind a command that puts it somewhere; it is ready when this returns."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(before: tuple[str, ...], *arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*before, sys.executable, "-m", "tiered_kv.cli", "serve", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("serving "), process.communicate()[1]
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            terminate(process)
+
+
+def terminate(process: subprocess.Popen[str]) -> str:
+    """End a server with SIGTERM, as its init would: behind ``unshare`` it is its child, with process number 1."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]) if children else process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return errors
+
+
+def client(root: Path, socket: Path) -> SmallEngine:
+    """An engine of this machine, which knows the server by its socket alone."""
+    return SmallEngine.start(settings(root, server=f"unix://{socket}", host_bytes=None, disk_bytes=None))
+
+
+def test_an_arena_four_times_as_large_as_dev_shm_from_another_process_namespace(serve_in: Serve, root: Path) -> None:
+    if not allowed(*OWN_SHM, SMALL_SHM, "sh"):
+        pytest.skip("this machine gives out no mount and process namespaces")
+    root.mkdir()
+    socket = root / "s.sock"
+    limits = ("--host-bytes", "256MiB", "--disk-bytes", "1GiB", "--socket", socket)
+    serve_in((*OWN_SHM, SMALL_SHM, "sh"), f"file://{root}/kv", *limits)
+    prompts = 3 * SHM_BYTES // (CHUNKS_PER_PROMPT * payload_bytes())
+    with closing(client(root / "kv", socket)) as engine:
+        for number in range(prompts):
+            engine.store(CHUNKS_PER_PROMPT, first_token=10_000 * number)
+        engine.wait_hits(CHUNKS_PER_PROMPT, first_token=10_000 * (prompts - 1))
+        held = figures_of(socket)["hierarchy"]["host_assigned_bytes"]
+        assert held > 2 * SHM_BYTES, "it is in host memory, all of it"
+        assert all(  # compares the bytes
+            engine.hits(CHUNKS_PER_PROMPT, first_token=10_000 * number) == CHUNKS_PER_PROMPT
+            for number in range(prompts)
+        )
+
+
+def figures_of(socket: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tiered_kv.cli", "stat", "--server", f"unix://{socket}", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    figures_: dict[str, Any] = json.loads(done.stdout)["server"]
+    return figures_
+
+
+def test_without_privileges_and_without_a_name_for_the_user(root: Path) -> None:
+    """Server and client as a user that is in no passwd file and has no capabilities, as ``runAsUser: 1000`` gives."""
+    if not allowed(*NOT_ROOT):
+        pytest.skip("this machine gives out no user namespaces")
+    root.mkdir()
+    script = Path(__file__).with_name("contained.py")
+    environment = os.environ | {"HOME": "/nonexistent", "TMPDIR": str(root)}
+    done = subprocess.run(
+        [*NOT_ROOT, sys.executable, str(script), str(root)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen == {"uid": 1000, "capabilities": 0, "hits": CHUNKS_PER_PROMPT, "hits_after_restart": CHUNKS_PER_PROMPT}
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of our own below this process's, version 1 or 2, with 256 MiB."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    found = [re.fullmatch(r"\d+:([^:]*):(.*)", line) for line in lines]
+    places = {match[1]: match[2].lstrip("/") for match in found if match}
+    if "memory" in places:
+        group, limit = Path("/sys/fs/cgroup/memory") / places["memory"], "memory.limit_in_bytes"
+    else:
+        group, limit = Path("/sys/fs/cgroup") / places.get("", ""), "memory.max"
+    own = group / f"tiered-kv-test-{os.getpid()}"
+    try:
+        own.mkdir()
+    except OSError as exc:
+        pytest.skip(f"this machine lets us make no control group: {exc}")
+    try:
+        if not (own / limit).exists():
+            pytest.skip("the memory controller is not given to groups here")
+        (own / limit).write_text(str(256 << 20))
+        yield own
+    finally:
+        wait_for(lambda: not (own / "cgroup.procs").read_text(), "the group's processes to end")
+        own.rmdir()
+
+
+IN_GROUP = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"')
+
+
+def test_host_memory_is_a_tenth_of_the_groups_limit(memory_group: Path, serve_in: Serve, root: Path) -> None:
+    server = serve_in((*IN_GROUP, str(memory_group)), f"file://{root}", "--disk-bytes", "1GiB")
+    assert figures(root)["hierarchy"]["host_capacity_bytes"] <= (256 << 20) // 10
+    with closing(SmallEngine.start(settings(root, host_bytes=None, disk_bytes=None))) as engine:
+        for number in range(20):  # 14 MiB a round; more than the arena, and with the page cache more than the group
+            engine.store(CHUNKS_PER_PROMPT, first_token=10_000 * number)
+        engine.wait_hits(CHUNKS_PER_PROMPT, first_token=10_000 * 19)
+    assert terminate(server) == ""
