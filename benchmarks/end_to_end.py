@@ -7,12 +7,14 @@ connector over disk and a real S3 server. They take turns.
 
 ``ttft``     prompts of ``--tokens`` tokens that nobody saw: computed (by either engine), then from the GPU's prefix
              cache (on this machine: vLLM's paged KV in memory), from host memory, from disk (pages dropped before),
-             from the bucket. Each repeat takes a new prompt through all of them. Before every one the tiers above are
-             emptied with ``tiered-kv evict``.
+             from the bucket. Each repeat takes a new prompt through all of them; each hit is paired with one of plain's
+             prefix cache, right before or after it. Before every one the tiers above are emptied with ``tiered-kv
+             evict``.
 ``nothing``  batches of prompts that never come again, one after the other on each engine, in pairs of which every
              other one begins with the connector. The ratio is plain's seconds / the connector's, so above 1 the
              connector was faster. After a batch of the connector's its server is waited for, so that its writes do not
-             fall into plain's time; how long is in the table.
+             fall into plain's time; how long is in the table. With the disk tier alone: a bucket's server would have to
+             run on the same cores, where no user has it.
 
 The roofline of a hit is vLLM's own prefix cache: the time of a request that computes only the end of its prompt. Prints
 two tables, then JSON.
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +70,21 @@ def measure_ttft(plain: ServedEngine, cached: ServedEngine, root: Path, repeats:
         taken[name].append(1e3 * timed.ttft_s)
         hits[name].add(timed.cached_tokens)
 
+    turns = count()
     for prompt in prompts(1, repeats, tokens):
         plain.forget()
         note("plain", plain, prompt)
-        note("plain gpu", plain, prompt)
         note("computed", cached, prompt)
-        note("gpu", cached, prompt)
         wait_written(root)
-        for tier, above in (("host", ()), ("disk", ("host",)), ("object", ("host", "disk"))):
-            cached.forget()
+        for tier, above in (("gpu", ()), ("host", ()), ("disk", ("host",)), ("object", ("host", "disk"))):
+            if tier != "gpu":
+                cached.forget()
             for name in above:
                 evict(root, name)
             drop(list(blob_files(root)))
-            note(tier, cached, prompt)
+            pair = [("plain gpu", plain), (tier, cached)]
+            for name, engine in reversed(pair) if next(turns) % 2 else pair:
+                note(name, engine, prompt)
             wait_written(root)
     return {
         name: {
@@ -128,8 +133,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return medians[RESAMPLES // 40], medians[-RESAMPLES // 40]
 
 
-def show(ttft: dict[str, Any], nothing: dict[str, Any] | None) -> None:
-    """The tables."""
+def show_ttft(ttft: dict[str, Any]) -> None:
+    """The table of first tokens."""
     print(
         "| where the prefix was | TTFT ms, median | least | most | tokens not computed | x plain's own prefix cache |"
     )
@@ -138,13 +143,16 @@ def show(ttft: dict[str, Any], nothing: dict[str, Any] | None) -> None:
         ratio = row["ttft_ms"] / ttft["plain gpu"]["ttft_ms"]
         tokens = ", ".join(map(str, row["cached_tokens"]))
         print(f"| {name} | {row['ttft_ms']} | {row['least_ms']} | {row['most_ms']} | {tokens} | {ratio:.2f} |")
-    if nothing is not None:
-        print("\n| nothing to hit, pairs | plain s | connector s | its writes after s | plain / connector | 95 % |")
-        print("|---|---|---|---|---|---|")
-        print(
-            f"| {nothing['pairs']} | {nothing['plain_s']} | {nothing['cached_s']} | {nothing['writes_after_s']} | "
-            f"{nothing['ratio']} | {nothing['ratio_low']} to {nothing['ratio_high']} |"
-        )
+
+
+def show_nothing(nothing: dict[str, Any]) -> None:
+    """The table of batches that hit nothing."""
+    print("\n| nothing to hit, pairs | plain s | connector s | its writes after s | plain / connector | 95 % |")
+    print("|---|---|---|---|---|---|")
+    print(
+        f"| {nothing['pairs']} | {nothing['plain_s']} | {nothing['cached_s']} | {nothing['writes_after_s']} | "
+        f"{nothing['ratio']} | {nothing['ratio_low']} to {nothing['ratio_high']} |"
+    )
 
 
 def main() -> None:
@@ -167,13 +175,32 @@ def main() -> None:
                     plain.ttft(prompt)
                 warm_up(cached, options.tokens)
                 ttft = measure_ttft(plain, cached, root, options.repeats, options.tokens)
-                nothing = measure_nothing(plain, cached, root, options.pairs) if options.pairs else None
         except BaseException:
             sys.stderr.write(log.read_text()[-4000:])
             raise
-    show(ttft, nothing)
+    show_ttft(ttft)
+    nothing = None
+    if options.pairs:
+        nothing = with_nothing_to_hit(options.pairs)
+        show_nothing(nothing)
     facts = report.machine("end_to_end", prompt_tokens=options.tokens)
     report.finish("end_to_end", {"ttft": ttft, "nothing": nothing}, facts, is_kept=options.keep)
+
+
+def with_nothing_to_hit(pairs: int) -> dict[str, Any]:
+    """Both engines anew, the connector over host memory and disk."""
+    with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as directory:
+        root, log = Path(directory) / "cache", Path(directory) / "engines.log"
+        connector = {"storage_uri": root.as_uri(), "disk_bytes": "4GiB", "host_bytes": "2GiB", "strict": True}
+        try:
+            with served(log) as plain, served(log, connector) as cached:
+                warm_up(cached, BATCH_TOKENS)
+                for engine in (plain, cached):
+                    engine.batch_s(prompts(4, BATCH, BATCH_TOKENS), ANSWER_TOKENS)
+                return measure_nothing(plain, cached, root, pairs)
+        except BaseException:
+            sys.stderr.write(log.read_text()[-4000:])
+            raise
 
 
 if __name__ == "__main__":

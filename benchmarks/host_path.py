@@ -79,7 +79,9 @@ class Case:
         self.chunks = run_bytes // REQUESTS // (TOKEN_BYTES * chunk_tokens)  # of one request
         self.run_bytes = REQUESTS * self.chunks * TOKEN_BYTES * chunk_tokens
         chunk = (LAYERS, self.per_chunk, TOKEN_BYTES // LAYERS * block_tokens)
-        self.buffers = torch.ones((-(-(given.pool_mib << 20) // (TOKEN_BYTES * chunk_tokens)), *chunk), dtype=torch.uint8)
+        self.buffers = torch.ones(
+            (-(-(given.pool_mib << 20) // (TOKEN_BYTES * chunk_tokens)), *chunk), dtype=torch.uint8
+        )
         self._turn = 0
         self.pages = self.engine.kv.view(torch.uint8).view(LAYERS, self.blocks, -1)
         self._numbers = count()

@@ -207,6 +207,10 @@ def test_the_image_passes_its_linter() -> None:
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
     bad = subprocess.run(
-        [str(hadolint), "-"], input="FROM x:latest\nRUN sudo pip install y\n", capture_output=True, text=True, check=False
+        [str(hadolint), "-"],
+        input="FROM x:latest\nRUN sudo pip install y\n",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert bad.returncode == 1 and "DL3004" in bad.stdout, "the linter finds what is wrong"

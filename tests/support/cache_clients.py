@@ -16,7 +16,7 @@ from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.config import Config
 from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
-from tiered_kv.keys.namespace import REQUIRED_FIELDS
+from tiered_kv.keys.namespace import FORMAT_VERSION, REQUIRED_FIELDS
 from tiered_kv.keys.rolling import PrefixKeys
 from tiered_kv.server import messages as m
 from tiered_kv.server.client import LookupAnswer, SchedulerClient
@@ -46,7 +46,7 @@ def namespace_fields(weights: str = "w") -> bytes:
     """What all workers of an engine say of their model."""
     skipped = ("geometry", "epoch", "block_tokens", "chunk_tokens")
     fields: dict[str, Any] = {name: None for name in REQUIRED_FIELDS if name not in skipped}
-    return json.dumps(fields | {"format_version": 1, "weights": weights}).encode()
+    return json.dumps(fields | {"format_version": FORMAT_VERSION, "weights": weights}).encode()
 
 
 def worker_part(
