@@ -1,7 +1,7 @@
 """Upgrade and rollback: a directory that version 1 wrote, and two format versions that share a disk and a bucket.
 
-``tests/golden/cache_v1.tar.xz`` is a cache directory as this package wrote it at format version 1, kept for ever: a later
-version reads it, or leaves it alone. It holds the first six chunks of ``SmallEngine``'s prompt 0 and was made by
+``tests/golden/cache_v1.tar.xz`` is a cache directory as this package wrote it at format version 1, kept for ever: a
+later version reads it, or leaves it alone. It holds the first six chunks of ``SmallEngine``'s prompt 0 and was made by
 ``PYTHONPATH=tests/support python tests/deploy/test_upgrade.py``.
 """
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from cache_clients import SmallEngine, settings
 from cache_probe import wait_ended
 

@@ -212,8 +212,9 @@ def test_promotions_give_the_estimate(world):
     world.settle()
     world.release(lookup)
     assert world.engine.read_bytes_per_s(0) == 2 * BLOB_BYTES
-    assert world.engine.arrivals(SPACES["small"].namespace, [(0, 4)]) == [(4, 2.0)]
+    assert world.engine.arrivals(SPACES["small"].namespace, [(0, 4)]) == [(1, 0.5), (4, 2.0)]
     assert world.engine.arrivals(SPACES["small"].namespace, [(None, 2), (0, 1), (None, 3), (0, 3)]) == [
+        (1, 0.0),
         (2, 0.0),
         (3, 0.5),
         (6, 0.5),

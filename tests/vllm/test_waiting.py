@@ -44,7 +44,15 @@ STEP_S = 0.001
     ],
 )
 def test_waits_while_it_pays(waited_s: float, arrived: int, missing: int, eta_s: float | None, expected: bool) -> None:
-    assert is_worth_waiting(Wait(waited_s, 0.0, arrived, [(missing, eta_s)]), RATE) is expected
+    first = (1, None if eta_s is None else min(eta_s, 0.05))
+    parts = [first, (missing, eta_s)] if missing else []
+    assert is_worth_waiting(Wait(waited_s, 0.0, arrived, parts), RATE) is expected
+
+
+def test_a_tier_that_is_hardly_faster_is_not_waited_for_if_its_first_chunk_takes_too_long() -> None:
+    assert is_worth_waiting(Wait(0.04, 0.0, 0, [(250, 0.05), (1000, 0.6)]), RATE)
+    assert not is_worth_waiting(Wait(0.00, 0.0, 0, [(250, 0.3), (1000, 0.6)]), RATE)
+    assert is_worth_waiting(Wait(0.40, 0.0, 400, [(250, 0.3), (1000, 0.6)]), RATE), "what arrived pays for it"
 
 
 def test_a_fast_tiers_part_is_waited_for_although_the_rest_comes_from_a_slow_one() -> None:

@@ -255,10 +255,14 @@ class Engine:
             self.hierarchy.age_absences()
 
     def arrivals(self, namespace: bytes, runs: Arriving) -> list[tuple[int, float | None]]:
-        """For chunks that arrive: those up to the end of each run, and the seconds until they should be here.
+        """For chunks that arrive: the first alone, then those up to the end of each run, and the seconds until they
+        should be here.
 
         The time is None from the first tier on that was never measured. Tiers are read at the same time.
         """
+        if runs and runs[0][1] > 1:
+            (tier, chunks), *rest = runs
+            runs = [(tier, 1), (tier, chunks - 1), *rest]
         blob_bytes = self._performer.formats[namespace].blob_bytes
         now_s = self.clock.monotonic()
         own = Counter[int]()

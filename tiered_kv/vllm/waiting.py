@@ -4,7 +4,6 @@ Pure arithmetic over what was measured; the scheduler side owns the clock. DESIG
 top of recomputing what did not arrive.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,8 +72,9 @@ class Wait:
         waited_s: Since the lookup was sent.
         told_s: The same when ``parts`` were told.
         arrived_tokens: Verified in host memory, beyond what the GPU has.
-        parts: Prefixes of what is on its way behind them: their tokens, and the predicted time until all of these are
-            here; None without samples of a tier, ``math.inf`` while a tier delivers nothing.
+        parts: Prefixes of what is on its way behind them, shortest first, of which the first is one chunk: their
+            tokens, and the predicted time until all of these are here; None without samples of a tier, ``math.inf``
+            while a tier delivers nothing.
         unknown_tokens: Behind those, being looked for in a shared tier: they may be held or not.
         search_s: What one question to that tier takes; None without samples.
     """
@@ -109,28 +109,29 @@ class Patience:
 
 
 def is_worth_waiting(wait: Wait, tokens_per_s: float) -> bool:
-    """Whether waiting pays for one of the parts, or for what is still being looked for."""
-    saved_s = wait.arrived_tokens / tokens_per_s
-    for tokens, eta_s in wait.parts:
-        if wait.waited_s <= saved_s + _unpaid_s(tokens / tokens_per_s, eta_s, wait.told_s, saved_s):
-            return True
-    unproven_s = UNPROVEN_SHARE * wait.unknown_tokens / tokens_per_s
-    return wait.unknown_tokens > 0 and max(wait.waited_s, wait.search_s or 0.0) <= unproven_s
+    """Whether waiting pays for one of the parts, or for what is still being looked for.
 
-
-def _unpaid_s(prefill_s: float, eta_s: float | None, told_s: float, saved_s: float) -> float:
-    """How long to wait for a part that takes ``prefill_s`` to compute, beyond the prefill that was saved already.
-
-    What arrived has saved ``saved_s``, so that much may be spent on a tier that is faster than prefill without a loss.
+    What arrived has saved prefill time, so that much may be spent on a tier that is faster than prefill without a loss.
     A tier that is much faster gets twice the time it should need: it is usually right, and where it is not (a medium
     has just become slow) the request is late by at most ``TRUSTED_SHARE`` of what it then computes, and the next one
     knows.
     """
-    unproven_s = UNPROVEN_SHARE * prefill_s
-    if eta_s is None:
-        return unproven_s - saved_s  # what arrived is not spent on it
-    if eta_s > prefill_s or prefill_s <= 0:
-        return -math.inf  # computing is faster
-    if eta_s > TRUSTED_SHARE * prefill_s:
-        return unproven_s
-    return unproven_s + min(told_s + 2 * eta_s, TRUSTED_SHARE * prefill_s)
+    saved_s = wait.arrived_tokens / tokens_per_s
+    next_s = wait.parts[0][1] if wait.parts else None
+    for tokens, eta_s in wait.parts:
+        prefill_s = tokens / tokens_per_s
+        unproven_s = UNPROVEN_SHARE * prefill_s
+        if eta_s is None:
+            longest_s = unproven_s  # what arrived is not spent on it
+        elif eta_s > prefill_s or prefill_s <= 0:
+            continue  # computing is faster
+        elif eta_s <= TRUSTED_SHARE * prefill_s:
+            longest_s = saved_s + unproven_s + min(wait.told_s + 2 * eta_s, TRUSTED_SHARE * prefill_s)
+        elif saved_s > 0 or (next_s or 0.0) <= unproven_s:
+            longest_s = saved_s + unproven_s
+        else:
+            continue  # nothing would be here in the time that may be lost
+        if wait.waited_s <= longest_s:
+            return True
+    unproven_s = UNPROVEN_SHARE * wait.unknown_tokens / tokens_per_s
+    return wait.unknown_tokens > 0 and max(wait.waited_s, wait.search_s or 0.0) <= unproven_s
