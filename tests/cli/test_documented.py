@@ -1,8 +1,8 @@
 """Every `tiered-kv` command that docs/operations.md shows does what it says: run here, on a directory and on a bucket.
 
 In place of what stands in the page: /var/cache/tiered_kv, /mnt/... and s3://my-bucket/kv are filled with two models and
-a few prompts; keys and namespaces are ones that are there; files named are in the current directory; a socket is that
-of a running server.
+a few prompts; keys and namespaces are ones that are there; files and the model named are in the current directory; a
+socket is that of a running server.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from cache_clients import SmallEngine, settings
+from model_configs import KNOWN
 from stock import CHUNK, Model, tokens
 
 from tiered_kv.admin.open import open_storage
@@ -24,6 +25,7 @@ from tiered_kv.server.paths import read_info
 PAGE = Path(__file__).parent.parent.parent / "docs" / "operations.md"
 DIRECTORY, BUCKET, SOCKET = "/var/cache/tiered_kv", "s3://my-bucket/kv", "unix:///run/tiered_kv.sock"
 DIGITS = re.compile(r"(?<![0-9a-z/.:_-])[0-9a-f]{4,32}(?![0-9a-z/.:_-])")
+MODEL = "Llama-3.1-8B"
 ENDLESS = ("serve", "top")
 
 
@@ -63,6 +65,8 @@ def place(tmp_path: Path) -> Path:
         "kv_connector_extra_config": {"storage_uri": f"file://{tmp_path}/cache", "host_bytes": "64MiB"},
     }
     (tmp_path / "vllm.json").write_text(json.dumps(config))
+    (tmp_path / MODEL).mkdir()
+    (tmp_path / MODEL / "config.json").write_text(json.dumps(KNOWN[MODEL]))
     return tmp_path
 
 
@@ -101,6 +105,8 @@ def with_real_names(text: str) -> list[str]:
     model = Model()
     name = model.names(tokens(1, 6))[4]
     words = shlex.split(text, comments=True)
+    if words[1] == "size":
+        return words  # its numbers are numbers
     for number, word in enumerate(words):
         if DIGITS.fullmatch(word):
             is_namespace = words[number - 1] in ("--namespace", "-n")

@@ -22,6 +22,7 @@ VERBS: Final = {
     "stat": "Show what a cache holds, serves and drops: from its server if one runs, else from the tier itself.",
     "top": "Show what a running server does, live: tokens asked for and hit, bytes moved, queues, drops, per second.",
     "explain": "Say why a prompt is a hit in this tier, or where and why it stops being one.",
+    "size": "Say what a model's KV takes: bytes per token and chunk, what fits into a tier, what prompts need.",
     "doctor": "Check whether a configuration would work here, and say what it comes to.",
     "verify": "Read blobs and check every byte of them; name what is bad, and remove what is corrupt if asked to.",
     "gc": "Remove what nobody can use any more: orphans, temp files and dead namespaces, after showing and asking.",

@@ -1,0 +1,98 @@
+"""The sizes that `tiered-kv size` tells are those of vLLM's own specs and of the pages a worker registers.
+
+No engine is started: vLLM's configuration classes read the same config.json, its specs give the page sizes.
+"""
+
+import json
+
+import pytest
+import torch
+from model_configs import KNOWN
+
+from tiered_kv.admin.model_config import DEFAULTS, WINDOW_PATTERNS, shape_of
+from tiered_kv.admin.sizing import LAYER_NAME, Run, geometry_of
+from tiered_kv.chunks.geometry import ChunkGeometry
+from tiered_kv.vllm.geometry import rank_pages
+from tiered_kv.vllm.groups import CacheGroups
+
+pytestmark = pytest.mark.vllm
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_vllm_reads_the_same_heads_and_layers(name, tmp_path):
+    """Of a model for images the language model alone: the rest of its file is not kept here."""
+    from vllm.config import ModelConfig, ParallelConfig
+
+    config = KNOWN[name].get("text_config", KNOWN[name])
+    shape = shape_of(config)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [ARCHITECTURES[shape.model_type]]}))
+    theirs = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=2048)
+    assert theirs.get_total_num_hidden_layers() == len(shape.windows)
+    assert theirs.get_num_kv_heads(ParallelConfig()) == shape.kv_heads
+    assert theirs.get_head_size() * (1 if shape.is_mla else 2) == shape.head_values
+    assert theirs.use_mla is shape.is_mla
+
+
+@pytest.mark.parametrize(("block", "windows"), [(16, (None, 100)), (32, (100, None)), (16, (None, None)), (64, (500,))])
+def test_a_chunk_is_the_one_that_a_worker_registers(block, windows):
+    """Specs of vLLM, tensors of their sizes, and what the connector makes of both."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    names = [LAYER_NAME.format(number) for number in range(len(windows))]
+    sizes = {"block_size": block, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    specs = [SlidingWindowSpec(**sizes, sliding_window=w) if w else FullAttentionSpec(**sizes) for w in windows]
+    of_kind = {}
+    for name, spec, window in zip(names, specs, windows, strict=True):
+        of_kind.setdefault(window, ([], spec))[0].append(name)
+    groups = [KVCacheGroupSpec(layers, spec) for layers, spec in of_kind.values()]
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    tensors = {name: torch.zeros(4, 2, block, 128, dtype=torch.bfloat16) for name in names}
+    pages = rank_pages(tensors, config, CacheGroups.of(config, 256))
+    theirs = ChunkGeometry(block, 256, (tuple(page for of_group in pages for page in of_group),))
+    shape = shape_of(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": len(windows),
+            "num_attention_heads": 4,
+            "head_dim": 64,
+            "num_key_value_heads": 2,
+            "torch_dtype": "bfloat16",
+            "sliding_window": next((w for w in windows if w), None),
+            "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
+        }
+    )
+    ours = geometry_of(shape, Run(block_tokens=block))
+    assert ours.data_bytes == theirs.data_bytes
+    assert {p.layer: ours.stored_blocks(p) * p.page_bytes for p in ours.ranks[0]} == {
+        p.layer: theirs.stored_blocks(p) * p.page_bytes for p in theirs.ranks[0]
+    }
+    assert ours.ranks[0][0].page_bytes == specs[0].page_size_bytes
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_defaults_are_those_of_transformers(model_type):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    theirs = CONFIG_MAPPING[model_type]()
+    assert {name: getattr(theirs, name) for name in DEFAULTS[model_type]} == DEFAULTS[model_type]
+
+
+@pytest.mark.parametrize("model_type", WINDOW_PATTERNS)
+def test_patterns_of_windows_are_those_of_transformers(model_type):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    theirs = CONFIG_MAPPING[model_type](num_hidden_layers=13, sliding_window=64)
+    fields = {"model_type": model_type, "num_hidden_layers": 13, "sliding_window": 64, "hidden_size": 64}
+    assert [w is None for w in shape_of(fields).windows] == [kind == "full_attention" for kind in theirs.layer_types]
