@@ -5,11 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from tiered_kv.admin.doctor_config import CONNECTOR, check_settings, read_text
+from tiered_kv.admin.findings import has_error
 from tiered_kv.config import Config
 from tiered_kv.keys.naming import BlobName, object_path
 from tiered_kv.tiers.bucket import layout
@@ -18,6 +21,8 @@ from tiered_kv.tiers.object_store import OWN
 
 BY_CI = {"make demo", "make test"}
 """Commands that .ci/run runs on a fresh clone."""
+
+SKIP_LOAD = "tiered_kv.skip_load"
 
 NOT_HERE = {
     "pip install 'tiered-kv[vllm]'": "the package is not on an index yet",
@@ -29,15 +34,22 @@ NOT_HERE = {
 }
 
 
+NOT_RUN = re.compile(r"<!-- not run here: (.*?) -->\n```console\n.*?```", flags=re.DOTALL)
+"""A block of commands that is shown and not run, with the reason in the page."""
+
+GUIDES = ("quickstart-gpu", "migration")
+PAGES = (*GUIDES, "sizing", "troubleshooting")
+
+
 def documents(repository: Path) -> list[Path]:
     return [repository / "README.md", *sorted((repository / "docs").rglob("*.md"))]
 
 
 def commands(text: str) -> list[str]:
-    """Commands of ``console`` blocks, continuation lines joined, comments dropped."""
-    found = []
+    """Commands of ``console`` blocks, continuation lines joined, comments dropped; without blocks that say why not."""
+    found, text = [], NOT_RUN.sub("", text)
     for block in re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL):
-        shown = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+        shown = re.split(r"^\$ ", textwrap.dedent(block), flags=re.MULTILINE)[1:]
         found += [c.strip() if "'" in c else " ".join(shlex.split(c, comments=True)) for c in shown]
     return found
 
@@ -54,6 +66,60 @@ def test_every_command_shown_is_run_somewhere(repository: Path) -> None:
 
     assert "make demo" in shown
     assert unknown == []
+
+
+def test_what_is_not_run_says_why(repository: Path) -> None:
+    for document in documents(repository):
+        text = document.read_text()
+        reasons = NOT_RUN.findall(text)
+        assert len(reasons) == text.count("not run here:"), f"a comment stands before no block in {document.name}"
+        assert all(len(reason.split()) > 3 for reason in reasons), document.name
+        hidden = "".join(found[0] for found in NOT_RUN.finditer(text))
+        assert "$ tiered-kv " not in hidden, f"this can be run: {document.name}"
+
+
+def test_configurations_of_the_guides_would_work(repository: Path) -> None:
+    for name in GUIDES:
+        text = (repository / "docs" / f"{name}.md").read_text()
+        shown = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
+        shown += re.findall(r"--kv-transfer-config '(\{.*?\})'\n```", text, flags=re.DOTALL)
+        ours = [block for block in shown if json.loads(block)["kv_connector"] == CONNECTOR]
+        assert ours, name
+        for block in ours:
+            given = read_text(block)
+            assert given.settings is not None
+            config, findings = check_settings(given.settings)
+            assert config is not None and not has_error([*given.findings, *findings]), (name, findings)
+
+
+def test_settings_of_the_guides_exist(repository: Path) -> None:
+    """The second column of the tables of docs/migration.md is ours."""
+    text = (repository / "docs" / "migration.md").read_text()
+    known = {f.name for f in fields(Config)} | {"endpoint_url", "region", "verify", "key", "secret", "token"}
+    known |= {
+        "storage_options",
+        "kv_connector_extra_config",
+        "kv_role",
+        "kv_producer",
+        "kv_consumer",
+        "multi-queue",
+        "lru",
+    }
+    known |= {"file:///dir", "s3://bucket/prefix", "shared+file:///dir", "stat", "top", "serve --metrics-port"}
+    known |= {"--kv-events-config", SKIP_LOAD}
+    tables = text[: text.index("## What names the stored KV")]
+    cells = re.findall(r"^\| [^|]* \| ([^|]*) \| [^|]*\|$", tables, flags=re.MULTILINE)
+    named = {word for cell in cells for word in re.findall(r"`([^`]+)`", cell)}
+    assert len(named) > 15
+    assert named - known == set()
+
+
+def test_metrics_of_the_quickstart_exist(repository: Path) -> None:
+    listed = (repository / "docs" / "metrics.md").read_text()
+    for name in GUIDES:
+        text = (repository / "docs" / f"{name}.md").read_text()
+        for metric in re.findall(r"`(vllm:\w+)`", text):
+            assert f"`{metric}" in listed, metric
 
 
 def test_ci_runs_what_the_readme_promises(repository: Path) -> None:
@@ -111,7 +177,10 @@ def test_settings_table_names_settings_that_exist(repository: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", *(f"docs/{page}.md" for page in ("architecture", "format", "glossary", "operations", "versions"))],
+    [
+        "README.md",
+        *(f"docs/{page}.md" for page in ("architecture", "format", "glossary", "operations", "versions", *PAGES)),
+    ],
 )
 def test_links_lead_somewhere(repository: Path, name: str) -> None:
     document = repository / name

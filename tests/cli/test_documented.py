@@ -1,6 +1,6 @@
-"""Every `tiered-kv` command that docs/operations.md shows does what it says: run here, on a directory and on a bucket.
+"""Every `tiered-kv` command that the documents show does what it says: run here, on a directory and on a bucket.
 
-In place of what stands in the page: /var/cache/tiered_kv, /mnt/... and s3://my-bucket/kv are filled with two models and
+In place of what stands in a page: /var/cache/tiered_kv, /mnt/... and s3://my-bucket/kv are filled with two models and
 a few prompts; keys and namespaces are ones that are there; files and the model named are in the current directory; a
 socket is that of a running server.
 """
@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -25,21 +26,27 @@ from tiered_kv.server.paths import read_info
 PAGE = Path(__file__).parent.parent.parent / "docs" / "operations.md"
 DIRECTORY, BUCKET, SOCKET = "/var/cache/tiered_kv", "s3://my-bucket/kv", "unix:///run/tiered_kv.sock"
 DIGITS = re.compile(r"(?<![0-9a-z/.:_-])[0-9a-f]{4,32}(?![0-9a-z/.:_-])")
+NUMBERS = ("--tokens", "--prompts", "--max-model-len", "--chunk-tokens", "--tp")
+"""Options whose numbers are numbers, and not the beginning of a key."""
+
 MODEL = "Llama-3.1-8B"
 ENDLESS = ("serve", "top")
 
 
-def commands() -> list[str]:
-    text = PAGE.read_text()
-    text = text[text.index("## The command line") :]
+GUIDES = ("sizing", "quickstart-gpu", "migration", "troubleshooting")
+"""Pages beside operations.md whose `tiered-kv` commands are run, too."""
+
+
+def commands(text: str) -> list[str]:
     found = []
     for block in re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL):
-        lines = re.sub(r"\\\n\s*", " ", block).splitlines()
-        found += [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        lines = textwrap.dedent(re.sub(r"\\\n\s*", " ", block)).splitlines()
+        found += [line.removeprefix("$ ") for line in lines if line.startswith("$ tiered-kv ")]
     return found
 
 
-COMMANDS = commands()
+COMMANDS = commands(PAGE.read_text().partition("## The command line")[2])
+OF_GUIDES = [c for name in GUIDES for c in commands(PAGE.with_name(f"{name}.md").read_text())]
 
 
 def test_every_verb_has_an_example_and_a_section() -> None:
@@ -77,7 +84,7 @@ def stock(uri: str, more: dict[str, object]) -> None:
         Model(weights="hf:fedcba9876543210fedcba9876543210fedcba98").store(storage, tokens(1, 2))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", dict.fromkeys([*COMMANDS, *OF_GUIDES]))
 def test_a_command_of_the_page_runs(command: str, place: Path, request: pytest.FixtureRequest) -> None:
     environment = os.environ | {"COLUMNS": "200"}
     text = command.replace(DIRECTORY, f"{place}/cache").replace("/mnt/", f"{place}/mnt-")
@@ -105,10 +112,8 @@ def with_real_names(text: str) -> list[str]:
     model = Model()
     name = model.names(tokens(1, 6))[4]
     words = shlex.split(text, comments=True)
-    if words[1] == "size":
-        return words  # its numbers are numbers
     for number, word in enumerate(words):
-        if DIGITS.fullmatch(word):
+        if DIGITS.fullmatch(word) and words[number - 1] not in NUMBERS:
             is_namespace = words[number - 1] in ("--namespace", "-n")
             words[number] = (model.namespace.digest if is_namespace else name.key).hex()
     return words

@@ -1,15 +1,35 @@
 """What ``doctor`` says of one check: a status, what was found, what to do.
 
-No check prints, or raises for what it finds. Called by the ``doctor_*`` modules.
+No check prints, or raises for what it finds. Called by the ``doctor_*`` modules. Owns also which section of
+docs/troubleshooting.md a finding belongs to.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 Status = Literal["ok", "warning", "error"]
 
 TEXT_MAX: Final = 400
+
+TROUBLESHOOTING: Final = "docs/troubleshooting.md"
+
+NO_HITS: Final = f"{TROUBLESHOOTING}#no-hits"
+SECTIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("chunks", "disk content", "object content", "limits"), NO_HITS),
+    **dict.fromkeys(("round trip", "O_DIRECT"), f"{TROUBLESHOOTING}#slow-hits"),
+    **dict.fromkeys(("directory", "room", "inodes", "disk test"), f"{TROUBLESHOOTING}#disk-full"),
+    **dict.fromkeys(
+        ("credentials", "endpoint", "object store", "object test", "conditional writes", "clock"),
+        f"{TROUBLESHOOTING}#s3-403",
+    ),
+    **dict.fromkeys(
+        ("json", "connector", "role", "load failures", "settings"), f"{TROUBLESHOOTING}#the-engine-does-not-start"
+    ),
+    **dict.fromkeys(("server", "socket"), f"{TROUBLESHOOTING}#the-server-is-gone"),
+    **dict.fromkeys(("memory", "descriptors"), f"{TROUBLESHOOTING}#memory"),
+}
+"""Where each check's warnings and errors are explained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +47,11 @@ class Finding:
     status: Status
     text: str
     hint: str = ""
+
+    @property
+    def see(self) -> str:
+        """The section that says more; empty where nothing is to be done."""
+        return "" if self.status == "ok" else SECTIONS.get(self.check, TROUBLESHOOTING)
 
 
 @dataclass(frozen=True, slots=True)

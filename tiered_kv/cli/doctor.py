@@ -28,12 +28,14 @@ class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
         status: ``ok``; ``warning``: it works, with less than one might expect; ``error``: it would not work.
         text: What was found.
         hint: What to do about it; empty where nothing is to be done.
+        see: Where the documentation says more of warnings and errors; empty where nothing is to be done.
     """
 
     check: str
     status: str
     text: str
     hint: str
+    see: str
 
 
 class DoctorMeasurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +173,8 @@ def _report(found: "Examination") -> DoctorReport:
         errors=_count(found, "error"),
         warnings=_count(found, "warning"),
         findings=[
-            DoctorFinding(check=one.check, status=one.status, text=one.text, hint=one.hint) for one in found.findings
+            DoctorFinding(check=one.check, status=one.status, text=one.text, hint=one.hint, see=one.see)
+            for one in found.findings
         ],
         measurements=[
             DoctorMeasurement(
@@ -206,3 +209,5 @@ def _show(found: "Examination") -> None:
     verdict = "It would work" if found.works else "It would not work"
     counts = [f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
     print(f"\n{verdict}{': ' + ', '.join(counts) if counts else ''}.")
+    if sections := dict.fromkeys(one.see for one in found.findings if one.see):
+        print(f"More: {', '.join(sections)}")

@@ -97,6 +97,7 @@ class ExplainReport(Report, frozen=True, kw_only=True):
         runs: The prompt, chunk by chunk.
         others: Other namespaces with some of the prompt, the longest part first.
         notes: What may make the answer incomplete.
+        see: Where the documentation tells what to do about a miss; null without one.
     """
 
     uri: str
@@ -113,6 +114,7 @@ class ExplainReport(Report, frozen=True, kw_only=True):
     runs: list[ChunkRun]
     others: list[OtherNamespace]
     notes: list[str]
+    see: str | None
 
 
 @app.command(epilog=EXIT_CODES)
@@ -211,7 +213,14 @@ def _report(uri: str, found: "Explanation") -> ExplainReport:
         ],
         others=[_other(chosen, other) for other in found.others] if chosen else [],
         notes=found.notes,
+        see=_see(found),
     )
+
+
+def _see(found: "Explanation") -> str | None:
+    from tiered_kv.admin.findings import NO_HITS
+
+    return None if found.chosen is not None and 0 < found.chunk_count == found.hit_chunks else NO_HITS
 
 
 def _other(chosen: "Candidate", other: "Candidate") -> OtherNamespace:
@@ -239,6 +248,7 @@ def _show(found: "Explanation") -> None:
     chosen = found.chosen
     if chosen is None:
         print("Nothing of this prompt is here: the tier holds no namespace with a record that can be read.")
+        print(f"\nMore: {_see(found)}")
         return
     size = chosen.chunk_tokens
     print(f"namespace {chosen.namespace.digest.hex()} ({found.reason}; {_used(chosen)})")
@@ -260,6 +270,8 @@ def _show(found: "Explanation") -> None:
         print(f"\nThe last {_count(found.tail_tokens)} no full chunk and never stored.")
     for other in found.others:
         _show_other(chosen, other)
+    if see := _see(found):
+        print(f"\nMore: {see}")
 
 
 def _count(tokens: int) -> str:
