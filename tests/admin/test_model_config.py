@@ -133,6 +133,8 @@ def test_a_dtype_that_is_named_wins() -> None:
         (changed("Llama-3.1-8B", cross_attention_layers=[3, 8]), "cross-attention"),
         (changed("Llama-3.1-8B", multi_query=True), "several shapes.*field=multi_query"),
         (changed("Llama-3.1-8B", v_head_dim=64), "v_head_dim"),
+        (changed("Llama-3.1-8B", model_type="qwen3_next"), "a state .*model_type=qwen3_next"),
+        (changed("Llama-3.1-8B", model_type="gemma4_text"), "several shapes"),
         (changed("DeepSeek-V3", index_topk=2048), "field=index_topk"),
         (changed("DeepSeek-V3", model_type="minicpm3"), "kv_lora_rank says MLA.*deepseek_v3.*minicpm3"),
         (changed("Llama-3.1-8B", sliding_window=4096), "which layers it holds for.*layer_types.*model_type=llama"),
@@ -148,6 +150,9 @@ def test_what_is_not_cached_or_not_known_is_refused_by_name(config: dict[str, An
     [
         ({}, "has no num_hidden_layers.*save_pretrained"),
         (without("Llama-3.1-8B", "num_attention_heads"), "has no num_attention_heads"),
+        (without("Qwen2.5-7B", "num_key_value_heads"), "has no num_key_value_heads"),
+        (changed("Llama-3.1-8B", model_type="glm4"), "has no head_dim"),
+        (changed("Llama-3.1-8B", model_type="olmo3"), "has no sliding_window"),
         (without("Llama-3.1-8B", "hidden_size"), "has no hidden_size"),
         (changed("Llama-3.1-8B", num_key_value_heads=[8, 4]), r"expected num_key_value_heads from 1 .* got '\[8, 4\]'"),
         (changed("Llama-3.1-8B", num_key_value_heads=True), "got 'True'"),

@@ -1,6 +1,7 @@
 """How the command line starts: with little imported, every verb named, and shells able to complete it."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -62,6 +63,12 @@ def test_looking_at_a_directory_imports_only_what_that_takes(tmp_path: Path) -> 
     modules = imported("ls", f"file://{tmp_path}")
     assert not modules & set(LOOKS)
     assert "tiered_kv.cli.ls" in modules and "tiered_kv.cli.du" not in modules
+
+
+def test_sizes_are_worked_out_with_little_imported(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert not imported("size", str(tmp_path)) & set(LOOKS)
 
 
 def test_a_heavy_import_would_be_noticed() -> None:

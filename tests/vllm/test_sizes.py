@@ -9,7 +9,16 @@ import pytest
 import torch
 from model_configs import KNOWN
 
-from tiered_kv.admin.model_config import DEFAULTS, WINDOW_PATTERNS, shape_of
+from tiered_kv.admin.model_config import shape_of
+from tiered_kv.admin.model_types import (
+    ALL_HEADS,
+    DEFAULTS,
+    MLA_TYPES,
+    OWN_HEAD_DIM,
+    OWN_WINDOW,
+    REFUSED_TYPES,
+    WINDOW_PATTERNS,
+)
 from tiered_kv.admin.sizing import LAYER_NAME, Run, geometry_of
 from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.vllm.geometry import rank_pages
@@ -96,3 +105,47 @@ def test_patterns_of_windows_are_those_of_transformers(model_type):
     theirs = CONFIG_MAPPING[model_type](num_hidden_layers=13, sliding_window=64)
     fields = {"model_type": model_type, "num_hidden_layers": 13, "sliding_window": 64, "hidden_size": 64}
     assert [w is None for w in shape_of(fields).windows] == [kind == "full_attention" for kind in theirs.layer_types]
+
+
+LAYERS, HEADS, QUOTIENT = 4, 40, 48
+
+
+def class_defaults():
+    """What classes of transformers make of a file that has sizes and heads only, by model type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    served = " ".join(ModelRegistry.get_supported_archs()).lower()
+    for model_type in CONFIG_MAPPING:
+        if model_type.removesuffix("_text").replace("_", "") not in served or model_type in REFUSED_TYPES:
+            continue
+        try:
+            made = CONFIG_MAPPING[model_type](
+                hidden_size=QUOTIENT * HEADS, num_attention_heads=HEADS, num_hidden_layers=LAYERS
+            )
+            if made.num_attention_heads == HEADS and not getattr(made, "is_encoder_decoder", False):
+                yield model_type, made
+        except Exception:  # noqa: BLE001, S112 - classes that name their fields in another way, which files show
+            continue
+
+
+def field(made, name):
+    try:
+        return getattr(made, name, None)
+    except Exception as exc:  # noqa: BLE001 - a class of transformers says that it differs by layer
+        return type(exc).__name__
+
+
+def test_no_type_that_vllm_serves_has_a_default_that_would_be_guessed_wrong():
+    """A type that is new to transformers fails here: add it to the tables of ``admin.model_types``."""
+    wrong = []
+    for model_type, made in class_defaults():
+        known = DEFAULTS.get(model_type, {})
+        head_dim, window = field(made, "head_dim"), field(made, "sliding_window")
+        if head_dim not in (None, QUOTIENT) and "head_dim" not in known and model_type not in OWN_HEAD_DIM | MLA_TYPES:
+            wrong.append((model_type, "head_dim", head_dim))
+        if window and "sliding_window" not in known and model_type not in OWN_WINDOW:
+            wrong.append((model_type, "sliding_window", window))
+        if model_type in ALL_HEADS and getattr(made, "num_key_value_heads", HEADS) not in (None, HEADS):
+            wrong.append((model_type, "num_key_value_heads", made.num_key_value_heads))
+    assert not wrong, " ".join(map(str, wrong))

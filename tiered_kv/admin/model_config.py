@@ -10,6 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tiered_kv.admin.model_types import (
+    ALL_HEADS,
+    DEFAULTS,
+    MLA_TYPES,
+    OTHER_SHAPES,
+    OWN_HEAD_DIM,
+    OWN_WINDOW,
+    REFUSED_FIELDS,
+    REFUSED_TYPES,
+    STATE,
+    WINDOW_EVERYWHERE,
+    WINDOW_PATTERNS,
+)
 from tiered_kv.errors import ConfigError, UnsupportedModel
 
 CONFIG_FILE: Final = "config.json"
@@ -19,52 +32,6 @@ LAYERS_MAX: Final = 1000
 
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
 """Where configs of models for images and speech keep their language model."""
-
-DEFAULTS: Final[Mapping[str, Mapping[str, int]]] = {
-    "gemma": {"head_dim": 256},
-    "gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8},
-    "qwen3": {"head_dim": 128},
-}
-"""What transformers' class of a model type fills in where its files leave a field out, and the general rule is not it.
-A test compares this with the classes."""
-
-WINDOW_PATTERNS: Final[Mapping[str, int]] = {"gemma2": 2, "gemma3_text": 6}
-"""Every so manieth layer has no window, where the file does not list ``layer_types``."""
-
-WINDOW_EVERYWHERE: Final = frozenset({"ministral", "mistral", "mixtral", "phi3", "starcoder2"})
-"""Model types whose ``sliding_window`` holds for every layer."""
-
-MLA_TYPES: Final = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe"})
-"""Model types with a ``kv_lora_rank`` that vLLM serves as MLA: one latent per token and layer."""
-
-STATE: Final = "it has layers with a state (Mamba, linear attention, convolution), which tiered_kv does not cache"
-OTHER_SHAPES: Final = "its layers keep KV of several shapes, or caches beside the KV, which this does not compute"
-REFUSED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        (
-            *("mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "state_size", "ssm_cfg", "conv_L_cache"),
-            *("linear_num_key_heads", "linear_conv_kernel_dim", "linear_attn_config", "full_attention_interval"),
-            *("hybrid_override_pattern", "layers_block_type", "attn_layer_period", "attn_layer_indices"),
-            *("attn_type_list", "rwkv_version", "lru_width", "block_types"),
-        ),
-        STATE,
-    ),
-    **dict.fromkeys(
-        (
-            *("index_topk", "index_head_dim", "compress_ratios", "global_head_dim", "num_global_key_value_heads"),
-            *("attention_k_eq_v", "block_configs", "per_layer_config", "v_head_dim_per_layer", "attn_config"),
-            *("multi_query", "new_decoder_architecture", "num_kv_heads", "multi_query_group_num", "n_head_kv"),
-            *("num_attention_groups", "hidden_size_per_head", "attention_head_dim"),
-        ),
-        OTHER_SHAPES,
-    ),
-    "cross_attention_layers": "cross-attention KV belongs to an image and not to the prompt's tokens; it is not cached",
-}
-"""Fields that stand for something else than one K and one V vector per token, layer and KV head."""
 
 DTYPES: Final[Mapping[str, str]] = {
     "bfloat16": "BF16",
@@ -165,7 +132,9 @@ def shape_of(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelSha
     if is_mla:
         kv_heads, values = 1, _latent(fields, model_type)
     else:
-        kv_heads, values = _number(fields, "num_key_value_heads", default=heads), 2 * _head_dim(fields, heads)
+        rule = heads if model_type in ALL_HEADS else None
+        kv_heads = _number(fields, "num_key_value_heads", default=rule)
+        values = 2 * _head_dim(fields, model_type, heads)
         if fields.get("v_head_dim") not in (None, values // 2):
             raise UnsupportedModel(f"this model's KV is not computed: {OTHER_SHAPES}. field=v_head_dim")
     if fields.get("num_nextn_predict_layers"):
@@ -188,7 +157,10 @@ def _refuse(config: Mapping[str, Any], fields: Mapping[str, Any], model_type: st
     architectures = config.get("architectures")
     if isinstance(architectures, list) and any(str(name).endswith("ForMaskedLM") for name in architectures):
         raise UnsupportedModel(f"an encoder keeps no KV cache. architectures={architectures[:3]}")
-    for name, reason in REFUSED.items():
+    if model_type in REFUSED_TYPES:
+        reason = REFUSED_TYPES[model_type]
+        raise UnsupportedModel(f"this model's KV is not computed: {reason}. model_type={model_type}")
+    for name, reason in REFUSED_FIELDS.items():
         if fields.get(name) not in (None, False):
             raise UnsupportedModel(f"this model's KV is not computed: {reason}. model_type={model_type} field={name}")
 
@@ -209,8 +181,8 @@ def _number(fields: Mapping[str, Any], name: str, most: int = NUMBER_MAX, defaul
     return value
 
 
-def _head_dim(fields: Mapping[str, Any], heads: int) -> int:
-    if fields.get("head_dim") is not None:
+def _head_dim(fields: Mapping[str, Any], model_type: str, heads: int) -> int:
+    if fields.get("head_dim") is not None or model_type in OWN_HEAD_DIM:
         return _number(fields, "head_dim")
     hidden = _number(fields, "hidden_size")
     if hidden % heads:
@@ -233,6 +205,8 @@ def _latent(fields: Mapping[str, Any], model_type: str) -> int:
 def _windows(fields: Mapping[str, Any], model_type: str, layers: int, notes: list[str]) -> tuple[int | None, ...]:
     """The window of each layer, None for those that attend to everything."""
     window = fields.get("sliding_window")
+    if "sliding_window" not in fields and model_type in OWN_WINDOW:
+        _number(fields, "sliding_window")
     if not window or fields.get("use_sliding_window") is False:
         window = None
     else:
