@@ -17,11 +17,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 BENCHMARKS = REPOSITORY / "benchmarks"
 
 PERFORMANCE: dict[str, tuple[str, ...]] = {
-    "host_path": (),
+    "host_path": ("--runs", "5"),
     "disk_path": (),
     "lookup": (),
-    "end_to_end": (),
-    "never_slower": ("--repeats", "3", "--rates", "10", "200", "0", "--latencies", "0.001", "0.2", "2"),
+    "end_to_end": ("--repeats", "5", "--pairs", "10"),
+    "never_slower": ("--repeats", "2", "--latencies", "0.001", "0.2", "2"),
     "trace": (),
 }
 """What docs/performance.md shows, with arguments meant to keep all of it under 15 minutes."""
