@@ -12,8 +12,8 @@ the server knows of the medium's speed is from the cell before, so the first req
 just changed; it is counted like the others and shown apart.
 
 The promise: TTFT at most 1.05 x recomputing + 10 ms in every cell, by medians. The engine computes on one core, so that
-the other is left for the cache and the bucket's gateway, as a GPU would leave it; on both, computing alone scatters by a
-tenth. A cell that misses the bound is measured twice more, and all of its pairs count. Prints a table, then JSON.
+the other is left for the cache and the bucket's gateway, as a GPU would leave it; on both, computing alone scatters by
+a tenth. A cell that misses the bound is measured twice more, and all of its pairs count. Prints a table, then JSON.
 """
 
 import json
