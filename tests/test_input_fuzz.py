@@ -62,6 +62,7 @@ uris = st.builds(
 @example({"storage_options": {"secret": {SECRET: SECRET}}}, "s3://b")
 @example({"storage_options": [SECRET]}, "s3://b")
 @example({"storage_options": SECRET}, "s3://b")
+@example({"storage_uri": {"account_key": SECRET}}, "s3://b")
 def test_settings_are_taken_or_refused_by_name(given_: dict[str, Any], uri: str) -> None:
     given_.setdefault("storage_uri", uri)
     try:

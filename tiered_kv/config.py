@@ -367,6 +367,8 @@ def _safe(name: str, value: object) -> object:
     """A value as it may be shown: of URIs no user and query, of options the names alone."""
     if name == "storage_uri" and isinstance(value, str):
         return redact(value)
+    if name == "storage_uri" and isinstance(value, Mapping | list):  # options in its place
+        return f"<{type(value).__name__}>"
     if name == "storage_options":
         return dict.fromkeys(value, "***") if isinstance(value, Mapping) else "***"
     return value

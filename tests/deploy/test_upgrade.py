@@ -80,7 +80,7 @@ def engine_of(place: Path | None, given: Config) -> int:
     wanted = {name: value for name, value in asdict(given).items() if value is not None}
     parents = [str(SUPPORT)] if place is None else [str(place), str(SUPPORT)]
     done = subprocess.run(
-        [sys.executable, "-c", SERVE_ONE_ENGINE, json.dumps(wanted)],
+        [sys.executable, "-c", SERVE_ONE_ENGINE, json.dumps(wanted, default=str)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(parents)},
@@ -150,17 +150,17 @@ def test_two_versions_live_beside_each_other_in_one_bucket(tmp_path: Path, next_
     assert len(blobs) == 2 * CHUNKS
     assert [engine_of(None, node("c")), engine_of(next_version, node("d"))] == [CHUNKS, CHUNKS]
     uri = f"shared+file://{bucket}"
-    verified = cli("verify", uri, "--json")
-    assert verified["damaged"] == [] and verified["checked"] == CHUNKS, verified
-    assert cli("gc", uri, "--yes", "--json")["removed"] == 0
+    verified = cli("verify", uri, "--repair", "--yes", "--json", code=4)
+    assert [bad["reason"] for bad in verified["bad"]] == ["version"] * CHUNKS, "the other's are named, and left alone"
+    assert cli("gc", uri, "--yes", "--json")["items"] == []
     assert {name for name in files(bucket) if name.endswith(".safetensors")} == blobs
 
 
-def cli(*arguments: str) -> dict[str, Any]:
+def cli(*arguments: str, code: int = 0) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tiered_kv.cli", *arguments], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 
