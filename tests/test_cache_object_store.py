@@ -116,13 +116,18 @@ def test_uploads_that_were_not_made_are_made_after_a_restart(
 ) -> None:
     settings = s3_place(s3, prefix, proxy.url).settings(tmp_path / "a", drain_s=0.5, storage_timeout_s=2)
     proxy.set(NO_UPLOADS)
+
+    def wait_on_disk() -> None:
+        wait_for(lambda: figures(tmp_path / "a")["tiers"][0]["blobs"] == 10, "the writes to disk")
+
     if end == "close":
         with node(settings) as first:
             assert store(first, 1, 10) == 10
+            wait_on_disk()  # which a busy machine may not do within drain_s
     else:
         killed = NodeProcess(settings)
         assert killed.store(1, 10) == 10
-        wait_for(lambda: figures(tmp_path / "a")["tiers"][0]["blobs"] == 10, "the writes to disk")
+        wait_on_disk()
         killed.kill()
     assert blob_paths(s3, prefix) == []
 

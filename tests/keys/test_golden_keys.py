@@ -42,6 +42,7 @@ def test_golden_files_are_the_ones_written_for_version_1():
     assert digests == {
         "keys_v1.json": "98c1c7b0c3a78891c3e1cede530697030ce501c155a6f0b6067052923b2d0000",
         "blob_v1.safetensors": "790ee0f5d8ee302c60fa5e53f7d8044a6028308035fb03adf241ed81fb149e6a",
+        "cache_v1.tar.xz": "989b3ba990f62349c881e4e87ba05702f2e2940fa05921a6800bba3396e0f3fd",
     }
 
 
