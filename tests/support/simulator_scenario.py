@@ -4,6 +4,7 @@ A seed fixes the engine, the requests and what happens to them. Copy threads, so
 when things happen relative to each other differs between runs of one seed.
 """
 
+import faulthandler
 import os
 import random
 import signal
@@ -27,6 +28,7 @@ from vllm.v1.request import RequestStatus
 IDLE_S = 0.0005
 """vLLM's busy loop sleeps a millisecond after a step without work."""
 RUN_MAX_S = 90.0
+HELD_BACK_S = 10.0
 TRUNKS = 3
 PROMPT_MAX = 130
 ANSWER_MAX = 48
@@ -155,6 +157,7 @@ class _World:
         never_load: Requests for which nothing may be loaded.
         sessions: Turns that open sessions have still to come.
         thaw_at: Turn at which a frozen server goes on.
+        held_back_s: Since when vLLM has kept requests whose loads have ended from running.
         is_reset_durable: No weights were replaced while there was no server to remember it.
     """
 
@@ -167,6 +170,7 @@ class _World:
     sent: int = 0
     turn: int = 0
     thaw_at: int | None = None
+    held_back_s: float | None = None
     is_reset_durable: bool = True
     aborted: set[str] = field(default_factory=set)
     limits: Counter[str] = field(default_factory=Counter)
@@ -206,6 +210,7 @@ def _wave(world: _World, requests: int) -> None:
     end = world.sent + requests
     while world.sent < end or world.engine.has_work or world.sessions:
         if time.monotonic() > deadline_s:
+            faulthandler.dump_traceback()
             raise TimeoutError(f"still at work: {_state(world.engine)}")
         world.turn += 1
         world.note("turns")
@@ -213,10 +218,35 @@ def _wave(world: _World, requests: int) -> None:
             _send(world)
         _move(world)
         _continue_sessions(world)
-        if not world.engine.step():
+        if world.engine.step():
+            world.held_back_s = None
+        else:
             time.sleep(IDLE_S)
+            _let_go_if_held_back(world)
         _check_loading(world)
     _thaw(world)
+
+
+def _let_go_if_held_back(world: _World) -> None:
+    """Abort a request that vLLM's scheduler keeps others behind for ever, as its client would after a time-out.
+
+    Not ours, and counted (docs/simulator.md): a request whose load has ended finds no room for the rest of its prompt,
+    and the scheduler stops there, in front of others whose loads have ended, too, and who hold the blocks it lacks.
+    Nothing runs, so nothing is preempted.
+    """
+    scheduler = world.engine.scheduler
+    loading = [one for one in scheduler.kv_holding_waiting if one.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
+    arrived = all(one.request_id in scheduler.finished_recving_kv_req_ids for one in loading)
+    if scheduler.running or not loading or not arrived:
+        world.held_back_s = None
+        return
+    world.held_back_s = world.held_back_s or time.monotonic()
+    if time.monotonic() - world.held_back_s > HELD_BACK_S:
+        head = scheduler.kv_holding_waiting.peek_request()
+        world.note("held_back_by_vllm")
+        world.aborted.add(head.request_id)
+        world.engine.abort(head.request_id)
+        world.held_back_s = None
 
 
 def _check_loading(world: _World) -> None:
@@ -228,7 +258,25 @@ def _check_loading(world: _World) -> None:
 
 def _state(engine: SimulatedEngine) -> dict[str, Any]:
     requests = engine.scheduler.requests
-    return {"requests": {name: str(request.status) for name, request in requests.items()}, "groups": engine.groups}
+    return {
+        "requests": {name: str(request.status) for name, request in requests.items()},
+        "groups": engine.groups,
+        "received": sorted(engine.scheduler.finished_recving_kv_req_ids),
+        "free_blocks": engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "has_pins": engine.connector._scheduler.stores.has_pins,
+        "scheduler": _side(engine.connector._scheduler, "_client", "_loads", "_loading"),
+        "workers": [
+            _side(worker.connector._worker, "_client", "_joining_generation", "_is_joining", "_early", "_running")
+            for worker in engine.workers
+        ],
+    }
+
+
+def _side(side: Any, *names: str) -> dict[str, Any]:
+    """What a side of the connector holds; of its client the generation and whether the session is open."""
+    shown = {name: getattr(side, name) for name in names}
+    client = shown.pop("_client")
+    return shown | {name: getattr(client, name, None) for name in ("generation", "is_ready", "is_silent")}
 
 
 def _send(world: _World) -> None:
@@ -330,7 +378,11 @@ def _replace_weights(world: _World) -> None:
     _thaw(world)
     engine = world.engine
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    wait_for(lambda: _is_quiet(engine), "loads in flight", deadline_s=RUN_MAX_S)
+    try:
+        wait_for(lambda: _is_quiet(world), "loads in flight", deadline_s=RUN_MAX_S)
+    except TimeoutError:
+        faulthandler.dump_traceback()
+        raise TimeoutError(f"loads do not end: {_state(engine)}") from None
     if engine.connector._scheduler.stores.has_work:
         world.note("weight_updates_while_storing")
     engine.replace_weights()
@@ -339,9 +391,12 @@ def _replace_weights(world: _World) -> None:
     world.note("weight_updates")
 
 
-def _is_quiet(engine: SimulatedEngine) -> bool:
-    engine.step()
+def _is_quiet(world: _World) -> bool:
+    engine = world.engine
+    if engine.step():
+        world.held_back_s = None
     engine.finish_steps()
+    _let_go_if_held_back(world)
     return not (engine.scheduler.kv_holding_waiting or engine.scheduler.has_finished_requests())
 
 
