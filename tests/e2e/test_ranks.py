@@ -162,7 +162,7 @@ def test_kv_that_both_ranks_hold_is_stored_once_and_loaded_by_both(
     model, root = build_kind(repository / "build" / "models", "deepseek_v2"), tmp_path / "cache"
     with operator_server(root) as server:
         # Blocks of 16, and no prefix cache of its own: what vLLM's CPU backend can do with MLA.
-        engine = start(model, root, server, **TENSOR, block_size=16, dtype="float32")
+        engine = start(model, root, server, **TENSOR, block_size=16, dtype="float32", attention_backend="CPU_MLA")
         cold, from_host = asked_twice(engine, root)
         engine.close()
 
