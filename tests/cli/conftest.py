@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server_processes import end_server
+from server_processes import end_server, start_serve
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -49,15 +49,9 @@ def serve() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object) -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tiered_kv.cli", "serve", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process, line = start_serve(*arguments)
         started.append(process)
-        assert process.stdout is not None
-        return process, process.stdout.readline()
+        return process, line
 
     yield start
     for process in started:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from cache_clients import SmallEngine, settings
 from cache_probe import wait_ended, wait_written
+from server_processes import start_serve
 
 CHUNKS = 20
 
@@ -24,13 +24,12 @@ def main() -> None:
         hits = engine.hits(CHUNKS)
         wait_written(root)
     wait_ended(root)
-    serve = [sys.executable, "-m", "tiered_kv.cli", "serve", f"file://{root}"]
-    serve += ["--host-bytes", "8MiB", "--disk-bytes", "160MiB"]
-    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None and server.stdout.readline().startswith("serving ")
-        with closing(SmallEngine.start(config)) as engine:
-            again = engine.hits(CHUNKS)
-        server.terminate()
+    server, line = start_serve(f"file://{root}", "--host-bytes", "8MiB", "--disk-bytes", "160MiB")
+    assert line.startswith("serving "), server.communicate()[1]
+    with closing(SmallEngine.start(config)) as engine:
+        again = engine.hits(CHUNKS)
+    server.terminate()
+    server.communicate()
     (capabilities,) = [
         int(line.split()[1], 16)
         for line in Path("/proc/self/status").read_text().splitlines()

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cache_clients import SmallEngine, payload_bytes, settings
 from cache_probe import figures, wait_for
+from server_processes import start_serve
 
 SHM_BYTES = 64 << 20
 CHUNKS_PER_PROMPT = 20
@@ -40,15 +40,8 @@ def serve_in() -> Iterator[Serve]:
     started: list[subprocess.Popen[str]] = []
 
     def start(before: tuple[str, ...], *arguments: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tiered_kv.cli", "serve", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process, line = start_serve(*arguments, before=before)
         started.append(process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
         assert line.startswith("serving "), process.communicate()[1]
         return process
 
@@ -84,23 +77,12 @@ def test_an_arena_four_times_as_large_as_dev_shm_from_another_process_namespace(
         for number in range(prompts):
             engine.store(CHUNKS_PER_PROMPT, first_token=10_000 * number)
         engine.wait_hits(CHUNKS_PER_PROMPT, first_token=10_000 * (prompts - 1))
-        held = figures_of(socket)["hierarchy"]["host_assigned_bytes"]
+        held = figures(root / "kv")["hierarchy"]["host_assigned_bytes"]
         assert held > 2 * SHM_BYTES, "it is in host memory, all of it"
         assert all(  # compares the bytes
             engine.hits(CHUNKS_PER_PROMPT, first_token=10_000 * number) == CHUNKS_PER_PROMPT
             for number in range(prompts)
         )
-
-
-def figures_of(socket: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tiered_kv.cli", "stat", "--server", f"unix://{socket}", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    figures_: dict[str, Any] = json.loads(done.stdout)["server"]
-    return figures_
 
 
 def test_without_privileges_and_without_a_name_for_the_user(root: Path) -> None:

@@ -2,7 +2,6 @@
 
 import configparser
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -20,6 +19,7 @@ import yaml
 from cache_clients import CHUNK, SmallEngine
 from object_nodes import wait_uploaded
 from s3 import S3
+from server_processes import start_serve
 
 from tiered_kv.admin.operations_port import ASK_S
 from tiered_kv.config import Config
@@ -119,16 +119,8 @@ def run_directory() -> Iterator[Path]:
 
 def started_here(command: list[str], environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
     """`tiered-kv` with these words; the process and the line it prints when engines can join."""
-    assert Path(command[0]).name == "tiered-kv"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tiered_kv.cli", *command[1:]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
+    assert (Path(command[0]).name, command[1]) == ("tiered-kv", "serve")
+    process, line = start_serve(*command[2:], environment=environment)
     assert line.startswith("serving "), process.communicate()[1]
     return process, line
 

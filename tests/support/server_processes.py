@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cache_probe import server_pid, wait_for
@@ -38,6 +39,21 @@ def kill_server(root: Path) -> None:
     pid = server_pid(root)
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(pid), "the server's end")
+
+
+def start_serve(
+    *arguments: object, before: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[str], str]:
+    """Start `tiered-kv serve`, behind the command ``before``; the process and its line, empty if it could not start."""
+    process = subprocess.Popen(
+        [*before, sys.executable, "-m", "tiered_kv.cli", "serve", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | (environment or {}),
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline()
 
 
 def start_worker(root: Path, engine_id: str, generation: int = 0) -> WorkerProcess:
