@@ -34,9 +34,12 @@ from trace_policies import Cache, Lru, MultiQueue, Optimum, replay
 from trace_ranked import RANKED
 
 from tiered_kv.hierarchy.admission import ALL, SECOND_TOUCH
-from tiered_kv.hierarchy.eviction import EvictionPolicy, LeastRecentlyUsed
 from tiered_kv.hierarchy.gone import GoneUses
+from tiered_kv.hierarchy.index import Index, LowerState
 from tiered_kv.hierarchy.multi_queue import MultiQueue as ProductMultiQueue
+from tiered_kv.hierarchy.order import Order
+from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.hierarchy.shares import Share
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRACE = REPOSITORY.parent / "shared" / "data" / "conversation_trace.jsonl"
@@ -50,6 +53,8 @@ NEIGHBOURS = [
 SECTIONS = ("policies", "neighbours", "hierarchy", "admission", "cost")
 HOSTS = (HOST_CHUNKS, 1_000)
 """Chunks of host memory: next to none, and one that holds a first touch for a while."""
+NAMESPACES = ((1, 0), (300, 0), (300, 1), (300, 4), (300, 20))
+"""Of a tier, and how many of them have a share."""
 
 _requests: list[list[int]] = []
 _lengths: list[int] = []
@@ -112,7 +117,7 @@ def replayed(name: str, size: int | None, replay: Replay) -> dict[str, Any]:
 class PolicyCost:
     """Prefixes of 64 chunks in one policy, as many as there are keys for."""
 
-    def __init__(self, make: Callable[[], EvictionPolicy], key_count: int) -> None:
+    def __init__(self, make: Callable[[], ProductMultiQueue], key_count: int) -> None:
         self.policy = make()
         keys = [number.to_bytes(16, "big") for number in range(key_count)]
         self.prefixes = [keys[start : start + 64][::-1] for start in range(0, key_count, 64)]
@@ -143,8 +148,8 @@ class PolicyCost:
 
 
 def costs(key_count: int = 1 << 17) -> list[dict[str, Any]]:
-    makes: dict[str, Callable[[], EvictionPolicy]] = {
-        "LRU": LeastRecentlyUsed,
+    makes: dict[str, Callable[[], ProductMultiQueue]] = {
+        "LRU": partial(ProductMultiQueue, lambda _: 0, levels=1),
         "ours": partial(ProductMultiQueue, {n.to_bytes(16, "big"): n // 64 % 5 for n in range(key_count)}.__getitem__),
     }
     policies = {name: PolicyCost(make, key_count) for name, make in makes.items()}
@@ -168,6 +173,29 @@ def costs(key_count: int = 1 << 17) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def eviction_us(namespace_count: int, share_count: int, chunk_count: int = 1 << 15) -> float:
+    """Find, remove and add one chunk of a tier with so many namespaces, in the product's order; some have a share."""
+    index = Index(1)
+    for number in range(share_count):
+        index.shares.set(number.to_bytes(16, "big"), Share(at_least=0.001))
+    order = Order(1, index)
+    for number in range(chunk_count):
+        namespace = (number % namespace_count).to_bytes(16, "big")
+        record = ChunkRecord(namespace, (1 << 20 | number).to_bytes(16, "big"), namespace, 0, bytes(32))
+        entry = index.add(record)
+        index.set_lower(entry, 0, LowerState.PRESENT)
+        order.add(entry)
+    times_s = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        for _ in range(2000):
+            entry = next(iter(order))
+            order.remove(entry)
+            order.add(entry)
+        times_s.append((time.perf_counter() - start_s) / 2000)
+    return statistics.median(times_s) * 1e6
 
 
 def gone_bytes(key_count: int = 1 << 17) -> float:
@@ -224,6 +252,9 @@ def run_section(section: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]
                 f"\n{row['policy']}: {row['use_us']:.2f} us per key used, {row['exchange_us']:.2f} us to find, remove "
                 f"and add one, {row['bytes_per_key']:.0f} bytes per key"
             )
+        for names, shares in NAMESPACES:
+            rows.append({"policy": f"{names} namespaces, {shares} shares", "exchange_us": eviction_us(names, shares)})
+            print(f"\n{rows[-1]['policy']}: {rows[-1]['exchange_us']:.2f} us to find, remove and add one chunk")
         rows.append({"policy": "gone", "bytes_per_key": gone_bytes()})
         print(f"\n{rows[-1]['bytes_per_key']:.0f} bytes per key that is gone and remembered")
     return rows

@@ -32,7 +32,7 @@ class Cache(ABC):
 
 
 class Lru(Cache):
-    """Least recently used; exactly ``LeastRecentlyUsed`` of the product. Without a limit it is the infinite cache."""
+    """Least recently used; exactly the product's of one level. Without a limit it is the infinite cache."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)

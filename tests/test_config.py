@@ -84,6 +84,8 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ("lease_s", 0, "expected a number from 1 to 3600"),
         ("eviction", "LRU", "expected multi-queue or lru, got 'LRU'"),
         ("eviction", ["lru"], "expected multi-queue or lru"),
+        ("min_share", 1.5, "expected a number from 0 to 1, got 1.5"),
+        ("max_share", 0, "expected a number from 0.001 to 1, got 0"),
         ("disk_admission", "tinylfu", "expected all or second-touch, got 'tinylfu'"),
         ("storage_admission", True, "expected all or second-touch"),
         ("drain_s", -1, "expected a number from 0 to 3600"),
@@ -154,6 +156,12 @@ def test_the_uri_is_required() -> None:
 def test_a_disk_path_beside_a_local_uri_is_refused() -> None:
     with pytest.raises(ConfigError, match="disk_path is only for object stores"):
         config(disk_path="/x")
+
+
+def test_what_a_model_keeps_is_part_of_what_it_may_take() -> None:
+    with pytest.raises(ConfigError, match=r"min_share=0.5 is more than max_share=0.4"):
+        config(min_share=0.5, max_share=0.4)
+    assert (config(min_share=0.5, max_share=0.5).min_share, config().min_share, config().max_share) == (0.5, 0.0, 1.0)
 
 
 def test_admission_is_set_for_each_tier_that_is_there() -> None:

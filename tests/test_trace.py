@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conversations import conversations
 
-from tiered_kv.hierarchy.eviction import LeastRecentlyUsed
+from tiered_kv.hierarchy.multi_queue import MultiQueue as ProductMultiQueue
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -51,7 +51,7 @@ def test_the_policies_differ_where_conversations_come_back() -> None:
 
 
 def test_the_fast_lru_is_the_policy_of_the_product(requests: list[list[int]]) -> None:
-    fast, real = Lru(SIZE), LeastRecentlyUsed()
+    fast, real = Lru(SIZE), ProductMultiQueue(lambda _: 0, levels=1)
     for blocks in requests:
         keys = [block.to_bytes(4, "big") for block in blocks]
         parent = None

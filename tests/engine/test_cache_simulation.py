@@ -102,7 +102,7 @@ def without_disk_limit(patch):
         self._reserved += size_bytes
 
     patch(DiskLedger, "reserve", reserve)
-    patch(LowerTier, "_has_room", lambda self, entry: True)
+    patch(LowerTier, "_make_room", lambda self, entry: None)
 
 
 def without_host_limit(patch):

@@ -5,10 +5,15 @@ import random
 import pytest
 from counts import count, seed
 
-from tiered_kv.hierarchy.eviction import LeastRecentlyUsed
 from tiered_kv.hierarchy.index import Index
+from tiered_kv.hierarchy.multi_queue import MultiQueue
 from tiered_kv.hierarchy.order import Order
 from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.hierarchy.shares import Share
+
+
+def lru():
+    return MultiQueue(lambda _: 9, levels=1)
 
 
 def ordered(policy):
@@ -16,7 +21,7 @@ def ordered(policy):
 
 
 def test_keys_go_in_the_order_in_which_they_were_used():
-    policy = LeastRecentlyUsed()
+    policy = lru()
     for key in (b"a", b"b", b"c", b"d"):
         policy.add(key, None)
     policy.record_use([b"b", b"x", b"a"])
@@ -25,21 +30,21 @@ def test_keys_go_in_the_order_in_which_they_were_used():
 
 
 def test_a_key_is_added_right_before_its_parent():
-    policy = LeastRecentlyUsed()
+    policy = lru()
     for key, parent in [(b"a", None), (b"z", None), (b"b", b"a"), (b"c", b"b"), (b"d", b"gone")]:
         policy.add(key, parent)
     assert ordered(policy) == "cbazd"
 
 
 def test_a_key_added_twice_is_our_bug():
-    policy = LeastRecentlyUsed()
+    policy = lru()
     policy.add(b"a", None)
     with pytest.raises(AssertionError, match="twice"):
         policy.add(b"a", None)
 
 
 def test_an_empty_order_ends_at_once():
-    policy = LeastRecentlyUsed()
+    policy = lru()
     policy.add(b"a", None)
     policy.remove(b"a")
     assert list(policy) == [] and len(policy) == 0
@@ -53,8 +58,9 @@ def test_chunks_go_before_their_parents_whatever_comes_and_goes(number, eviction
     order = Order(0, index)
     for place in range(30):
         parent = source.choice(entries).record if entries and source.random() < 0.8 else None
+        namespace = bytes([source.randrange(3)]) * 16  # also where its parent is of another: somebody made that up
         record = ChunkRecord(
-            bytes(16),
+            namespace,
             bytes([place]) * 16,
             parent.key if parent else bytes(16),
             parent.chunk_index + 1 if parent else 0,
@@ -67,10 +73,34 @@ def test_chunks_go_before_their_parents_whatever_comes_and_goes(number, eviction
         if action < 0.3:
             if action < 0.2:
                 index.count_use(index.prefix(entry)[::-1])
-            order.record_use(e.record.key for e in index.prefix(entry))
+            order.record_use(entry.record.namespace, [e.record.key for e in index.prefix(entry)])
+        elif action < 0.4:
+            index.shares.set(entry.record.namespace, Share(at_most=source.choice([0.5, 1.0])))
         elif entry in order:
             order.remove(entry)
         else:
             order.add(entry)
         order.check_integrity()
         index.check_integrity()
+
+
+def test_a_walk_stops_a_namespace_that_keeps_the_rest_and_goes_on_with_the_others():
+    index = Index(0)
+    order = Order(0, index)
+    keeps, others = b"k" * 16, b"o" * 16
+    index.shares.set(keeps, Share(0.5))
+    for number in range(6):
+        namespace = others if number % 2 else keeps
+        order.add(index.add(ChunkRecord(namespace, bytes([number]) * 16, namespace, 0, bytes(32))))
+    left = [2]
+
+    def may_go(entry):
+        if entry.record.namespace == keeps:
+            left[0] -= 1
+        return entry.record.namespace == others or left[0] >= 0
+
+    assert [entry.record.key[0] for entry in order.walk(may_go)] == [0, 1, 2, 3, 5]
+    assert [entry.record.key[0] for entry in order.walk(only=keeps)] == [0, 2, 4]
+    assert [entry.record.key[0] for entry in order.walk(only=others)] == [1, 3, 5]
+    index.shares.drop(keeps)
+    assert [entry.record.key[0] for entry in order] == list(range(6)) and len(order) == 6

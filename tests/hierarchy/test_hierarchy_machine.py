@@ -15,6 +15,7 @@ from touches import TouchedWorld
 from tiered_kv.hierarchy.admission import ALL, SECOND_TOUCH
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.plan import Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
+from tiered_kv.hierarchy.shares import Share
 from tiered_kv.testing.oracle import Blob
 from tiered_kv.testing.spaces import Space
 
@@ -134,6 +135,11 @@ class Histories(RuleBasedStateMachine):
             self.world.want(session, path)
             self.world.hierarchy.set_pinned(pick % len(self.world.media), [self.world.spaces[session].key(path)])
 
+    @rule(space=st.sampled_from(SPACES), shares=st.lists(st.sampled_from([0.0, 0.2, 0.5, 1.0]), min_size=2, max_size=2))
+    def share(self, space, shares):
+        """An engine states what its namespace keeps and may take."""
+        self.world.hierarchy.index.shares.set(space.namespace, Share(*sorted(shares), space.slot_bytes))
+
     @rule(pick=PICK)
     def give_back(self, pick):
         if (session := self.session(pick)) is not None:
@@ -231,6 +237,8 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "world"):
+            for space in SPACES:  # a share of less than a few chunks, which a server refuses, lets nobody go on
+                self.world.hierarchy.index.shares.drop(space.namespace)
             self.world.wind_down()
             self.accounts.check_flows()
 

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.hierarchy.eviction import LeastRecentlyUsed
 from tiered_kv.hierarchy.gone import GoneUses
 from tiered_kv.hierarchy.index import Index
-from tiered_kv.hierarchy.multi_queue import LEVELS, MultiQueue
+from tiered_kv.hierarchy.multi_queue import LEVELS, Clock, MultiQueue
 from tiered_kv.hierarchy.plan import ChunkRecord
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(bytes)
@@ -97,19 +96,22 @@ def test_a_policy_keeps_nothing_of_keys_that_were_removed(steps):
 
 
 @given(STEPS)
-def test_without_uses_the_order_is_that_of_lru(steps):
-    policy, lru = MultiQueue(lambda _: 0), LeastRecentlyUsed()
+def test_one_level_is_lru_whatever_was_asked_for(steps):
+    """Against the simplest LRU there is: a dict in the order of use."""
+    policy, lru = MultiQueue(lambda _: 3, levels=1), {}
     for step, path in steps:
-        if step == "add" and path not in policy:
-            for one in (policy, lru):  # as the hierarchy does it: what is stored was used
-                one.add(path, path[:-1] or None)
-                one.record_use(prefix(path))
-        elif step == "remove" and path in policy:
-            policy.remove(path)
-            lru.remove(path)
-        elif step == "use":
-            policy.record_use(prefix(path))
-            lru.record_use(prefix(path))
+        if step == "remove":
+            if path in lru:
+                policy.remove(path)
+                del lru[path]
+            continue
+        if step == "add" and path not in lru:  # as the hierarchy does it: what is stored was used
+            policy.add(path, path[:-1] or None)
+            lru[path] = None
+        used = [key for key in prefix(path) if key in lru]
+        policy.record_use(prefix(path))
+        for key in used:
+            lru[key] = lru.pop(key)
         assert list(policy) == list(lru)
 
 
@@ -133,6 +135,40 @@ def test_children_go_first_even_if_the_counts_of_their_parents_are_lost(steps):
         for key in policy:
             gone.add(key)
             assert all(child in gone or child not in policy for child in (key + b"\0", key + b"\1"))
+
+
+@given(STEPS, STEPS, st.sampled_from([1, LEVELS]))
+def test_keys_that_are_moved_away_and_back_stand_where_they_stood(steps, more, levels):
+    uses, clock = {}, Clock()
+    whole = MultiQueue(lambda key: uses.get(key, 0), levels=levels)
+    one, other = (MultiQueue(lambda key: uses.get(key, 0), clock, levels) for _ in range(2))
+
+    def is_moved(key):
+        return key[0] == 1
+
+    def play(steps, policy_of):
+        for step, path in steps:
+            for policy in (whole, policy_of(path)):
+                if step == "add" and path not in policy:
+                    policy.add(path, path[:-1] or None)
+                elif step == "remove" and path in policy:
+                    policy.remove(path)
+                elif step.startswith("use"):
+                    policy.record_use(prefix(path))
+            if step == "use":
+                uses.update((key, uses.get(key, 0) + 1) for key in prefix(path))
+
+    play(steps, lambda _: one)
+    one.move(other, is_moved)
+    assert sorted(map(is_moved, one)) == [False] * len(one) and all(map(is_moved, other))
+    play(more, lambda path: other if is_moved(path) else one)
+    ranks = {key: rank for policy in (one, other) for rank, key in policy.aged()}
+    assert ranks == {key: rank for rank, key in whole.aged()}
+    other.move(one, lambda _: True)
+    assert list(one.aged()) == list(whole.aged()) and list(other) == []
+    for key in list(one):
+        one.remove(key)
+    assert all(end.newer is end and end.older is end for end in (*one._queues, *other._queues))
 
 
 def test_a_chunk_that_was_asked_for_stays_longer_but_not_for_ever():

@@ -95,6 +95,7 @@ def server(uptime_s: float, **changes: Any) -> ServerFigures:
         "counters": {},
         "flows": [flow("host", 5), flow("disk", 10), flow("object", 10)],
         "tiers": [tier("disk"), tier("object", capacity_bytes=None, bucket=bucket("leader"))],
+        "namespaces": [],
         "sessions": [SessionFigures(engine="e/0", namespace=None, workers=1, declined=0, state="ready")],
         "operations": [],
     }

@@ -141,6 +141,20 @@ def _show_server(figures: ServerFigures) -> None:
         [(one.engine, one.namespace or "", one.workers, one.state) for one in figures.sessions],
     )
     _show_part(
+        "Namespaces",
+        ("namespace", "host memory", "disk", "keeps", "may take"),
+        [
+            (
+                one.namespace,
+                size_text(one.host_bytes),
+                size_text(one.disk_bytes),
+                f"{one.min_share:.0%}" if one.min_share else "",
+                f"{one.max_share:.0%}" if one.max_share < 1 else "",
+            )
+            for one in figures.namespaces
+        ],
+    )
+    _show_part(
         "Operations",
         ("tier", "operation", "outcome", "calls", "bytes", "mean time", "rate"),
         [

@@ -125,11 +125,11 @@ class BackTier(LowerTier):
 
     def _put_off(self, entry: Entry) -> None:
         if not self._has_source(entry):
-            self._forget(entry, LowerState.ABSENT)
+            self.forget(entry, LowerState.ABSENT)
             self._drop_descendants(entry)
             self._end(entry)
             return
-        self._forget(entry, LowerState.QUEUED)
+        self.forget(entry, LowerState.QUEUED)
         self._queue[entry] = None
         self._queue.move_to_end(entry, last=False)
         self._ready.appendleft(entry)

@@ -62,16 +62,18 @@ class Credits:
         for session in sessions:
             size = session.slot_bytes
             others = self.reserved_bytes - len(session.reserved) * size
-            wanted = min(CREDITS_MAX, max(least, (cap - others) // (2 * size)))
+            own_cap = min(cap - others, int(self._host.taken.most_bytes(session.namespace) * self._share))
+            wanted = min(CREDITS_MAX, max(least, own_cap // (2 * size)))
             while not session.is_suspended and len(session.reserved) < wanted:
                 if self.reserved_bytes + size > (cap if session.reserved else 2 * cap):
                     break
-                slot = self._host.take_for_store(size)
+                slot = self._host.take_for_store(size, session.namespace)
                 if slot is None:
                     break
                 session.reserved.add(slot)
                 session.untold.append(slot)
                 self.reserved_bytes += size
+                self._host.taken.add(session.namespace, size)
 
     def take_grants(self, sessions: Iterable[Session]) -> list[CreditGrant]:
         """One message per session that was granted slots since the last call."""
@@ -90,6 +92,7 @@ class Credits:
         """
         session.reserved.remove(slot)
         self.reserved_bytes -= session.slot_bytes
+        self._host.taken.remove(session.namespace, session.slot_bytes)
 
     def take_back(self, session: Session, slots: Iterable[SlotId]) -> None:
         """Nobody will fill these slots of the session."""

@@ -134,7 +134,7 @@ class FrontTier(LowerTier):
         self._host.let_go(entry)
 
     def _put_off(self, entry: Entry) -> None:
-        self._forget(entry, LowerState.ABSENT)
+        self.forget(entry, LowerState.ABSENT)
         behind = self._drop_descendants(entry)
         self._end(entry)
         for chunk in (entry, *behind):

@@ -42,6 +42,7 @@ from tiered_kv.hierarchy.promotions import Promotions
 from tiered_kv.hierarchy.removal import remove
 from tiered_kv.hierarchy.searches import Search
 from tiered_kv.hierarchy.served import Served
+from tiered_kv.hierarchy.shares import Taken
 from tiered_kv.hierarchy.stack import LowerTiers
 
 
@@ -51,6 +52,7 @@ class Hierarchy:
     Attributes:
         counters: What happened how often, since the start.
         served: What lookups asked for and got, until somebody takes it.
+        taken: What namespaces take, by lower tier; None: host memory.
 
     Threads: one owner. Units: bytes.
     """
@@ -82,6 +84,7 @@ class Hierarchy:
         self._lower = LowerTiers(self.index, self._host, self._jobs, self.counters)
         queue_limit_bytes = int(host_bytes * self.limits.write_queue_share)
         self._lower.open(lower_capacities, admissions, queue_limit_bytes, is_last_shared=is_last_shared)
+        self.taken: dict[int | None, Taken] = {None: self._host.taken} | {one.tier: one.taken for one in self._lower}
         self._credits = Credits(self._host, self.limits.credit_share)
         self._sessions: dict[int, Session] = {}
         self.served = Served()
@@ -100,7 +103,7 @@ class Hierarchy:
         Also shares out what became free since the last call; updates are complete only after it.
         """
         self._share_out()
-        jobs = list(self._jobs)
+        jobs = self._jobs[:]
         self._jobs.clear()
         return jobs
 
@@ -115,8 +118,7 @@ class Hierarchy:
 
     def take_uses(self) -> list[ChunkRecord]:
         """Chunks used since the last call, oldest use first: what tiers persist as recency."""
-        uses = list(self._used)
-        self._used.clear()
+        uses, self._used = list(self._used), deque()
         return uses
 
     def _share_out(self) -> None:
@@ -221,8 +223,7 @@ class Hierarchy:
 
     def release(self, session_id: int, lookup_id: int) -> None:
         """End a lookup and its leases. Unknown ids are ignored: the session may have been told late."""
-        lookup = self._lookups.get(lookup_id)
-        if lookup is not None and lookup.session.id == session_id:
+        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
             self._lookups.close(lookup)
 
     # -- stores ------------------------------------------------------------------------------------------------
@@ -274,14 +275,12 @@ class Hierarchy:
 
     def want(self, namespace: bytes, key: bytes) -> None:
         """Somebody will ask for a chunk: it and the prefix before it are worth a write to every lower tier now."""
-        entry = self.index.get(key)
-        if entry is not None and entry.record.namespace == namespace:
+        if (entry := self.index.get(key)) is not None and entry.record.namespace == namespace:
             self._lower.want(entry)
 
     def touch_prefix(self, key: bytes) -> None:
         """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
-        entry = self.index.get(key)
-        if entry is not None:
+        if (entry := self.index.get(key)) is not None:
             self._record_use(self.index.prefix(entry)[::-1], entry.slot_bytes)
 
     def sealed(self, job: Seal, outcome: Outcome) -> None:
@@ -372,8 +371,9 @@ class Hierarchy:
     def _record_use(self, prefix: Sequence[Entry], slot_bytes: int) -> None:
         """Touch a prefix, given root first, in every tier: deepest chunk first, so that suffixes age first."""
         keys = [entry.record.key for entry in reversed(prefix)]
-        self._host.record_use(slot_bytes, keys)
-        self._lower.record_use(keys)
+        namespace = prefix[0].record.namespace if prefix else b""
+        self._host.record_use(slot_bytes, namespace, keys)
+        self._lower.record_use(namespace, keys)
         self._used.extend(entry.record for entry in reversed(prefix))
 
     def usage(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from itertools import islice
 from tiered_kv.hierarchy.index import Entry, HostState, Index, LowerState
 from tiered_kv.hierarchy.order import Order
 from tiered_kv.hierarchy.plan import Grow, Job, Outcome, SlotId
+from tiered_kv.hierarchy.shares import Taken
 from tiered_kv.hierarchy.slots import SlotPool, slab_of
 
 VICTIMS_LOOKED_AT = 32
@@ -29,12 +30,14 @@ class HostMemory:
     Attributes:
         leased_bytes: Slots that lookups rely on now.
         ready_count, sealing_count: Chunks in these states.
+        taken: What each namespace takes: slots with its chunks, and empty ones its sessions hold.
 
     Units: bytes. Threads: one owner, the hierarchy.
     """
 
     def __init__(self, host_bytes: int, index: Index, jobs: list[Job], counters: Counter[str]) -> None:
         self.slots = SlotPool(host_bytes)
+        self.taken = Taken(index.shares, host_bytes)
         self.leased_bytes = 0
         self.ready_count = 0
         self.sealing_count = 0
@@ -62,16 +65,20 @@ class HostMemory:
 
     # -- slots -------------------------------------------------------------------------------------------------
 
-    def take_for_store(self, slot_bytes: int) -> SlotId | None:
+    def take_for_store(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
         """A free slot, else that of an idle chunk; none is evicted while memory is on its way."""
+        if self.taken.excess_bytes(namespace, slot_bytes) > 0:
+            return self._take_idle(slot_bytes, namespace, only_own=True)
         slot = self.slots.take(slot_bytes)
         is_growing = self._grow_ahead(slot_bytes)
         if slot is None and not is_growing:
-            slot = self._take_idle(slot_bytes)
+            slot = self._take_idle(slot_bytes, namespace)
         return slot
 
-    def take_for_load(self, slot_bytes: int) -> SlotId | None:
+    def take_for_load(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
         """A free slot, else one of memory that is on its way (the read follows it), else that of an idle chunk."""
+        if self.taken.excess_bytes(namespace, slot_bytes) > 0:
+            return self._take_idle(slot_bytes, namespace, only_own=True)
         slot = self.slots.take(slot_bytes)
         self._grow_ahead(slot_bytes)
         if slot is None:
@@ -79,32 +86,43 @@ class HostMemory:
         if slot is None and self._grow(slot_bytes):
             slot = self.slots.take_early(slot_bytes)
         if slot is None:
-            slot = self._take_idle(slot_bytes)
+            slot = self._take_idle(slot_bytes, namespace)
         return slot
 
     def give(self, slot: SlotId) -> None:
         """Return a slot that no chunk lies in."""
         self.slots.give(slot)
 
-    def _take_idle(self, slot_bytes: int) -> SlotId | None:
-        while (entry := self._victim(slot_bytes)) is not None:
+    def _take_idle(self, slot_bytes: int, namespace: bytes, *, only_own: bool = False) -> SlotId | None:
+        while (entry := self._victim(slot_bytes, namespace, only_own=only_own)) is not None:
             slot = self.evict(entry)
             if not self.slots.is_draining(slot):
                 return slot
             self.slots.give(slot)
         return None
 
-    def _victim(self, slot_bytes: int) -> Entry | None:
-        """The idle chunk to evict next: the first whose children lose nothing by it, else simply the first."""
+    def _victim(self, slot_bytes: int, namespace: bytes, *, only_own: bool) -> Entry | None:
+        """The idle chunk to evict next: the first whose children lose nothing by it, else simply the first.
+
+        The namespace that needs the slot gives one of its own where all the others are at their minima.
+        """
         for is_unwritten in (False, True):
-            first: Entry | None = None
-            for entry in islice(self._orders[slot_bytes, is_unwritten], VICTIMS_LOOKED_AT):
-                if LowerState.PRESENT in entry.lower or not any(map(self._index.is_held, entry.children or ())):
-                    return entry
-                first = first or entry
-            if first is not None:
-                return first
+            order = self._orders[slot_bytes, is_unwritten]
+            walks = (
+                [order.walk(only=namespace)] if only_own else [order.walk(self._is_spare), order.walk(only=namespace)]
+            )
+            for walk in walks:
+                first: Entry | None = None
+                for entry in islice(walk, VICTIMS_LOOKED_AT):
+                    if LowerState.PRESENT in entry.lower or not any(map(self._index.is_held, entry.children or ())):
+                        return entry
+                    first = first or entry
+                if first is not None:
+                    return first
         return None
+
+    def _is_spare(self, entry: Entry) -> bool:
+        return not self.taken.keeps(entry.record.namespace, entry.slot_bytes)
 
     # -- chunks in slots ---------------------------------------------------------------------------------------
 
@@ -113,6 +131,7 @@ class HostMemory:
         assert entry.host is HostState.ABSENT
         entry.host, entry.slot, entry.slot_bytes = state, slot, slot_bytes
         self._tenants[slot] = entry
+        self.taken.add(entry.record.namespace, slot_bytes)
         self.sealing_count += state is HostState.SEALING
 
     def now_ready(self, entry: Entry) -> None:
@@ -136,6 +155,7 @@ class HostMemory:
                 self._not_idle(entry)
         self.sealing_count -= entry.host is HostState.SEALING
         del self._tenants[slot]
+        self.taken.remove(entry.record.namespace, entry.slot_bytes)
         entry.host, entry.slot, entry.source = HostState.ABSENT, None, None
         return slot
 
@@ -195,12 +215,12 @@ class HostMemory:
         self.let_go(entry)
         self._index.remove_if_gone(entry)
 
-    def record_use(self, slot_bytes: int, keys: Sequence[bytes]) -> None:
+    def record_use(self, slot_bytes: int, namespace: bytes, keys: Sequence[bytes]) -> None:
         """Note the use of a prefix, deepest chunk first."""
         for is_unwritten in (False, True):
             order = self._orders.get((slot_bytes, is_unwritten))
             if order is not None and len(order):
-                order.record_use(keys)
+                order.record_use(namespace, keys)
 
     def _now_idle(self, entry: Entry) -> None:
         assert entry.slot is not None
@@ -254,8 +274,7 @@ class HostMemory:
 
         A drain may yield less than another size needs for one slot; what it yielded is left alone until there is more.
         """
-        own = self.slots.assigned_to(slot_bytes)
-        if any(self.slots.assigned_to(waiting) < own for waiting in self._drains):
+        if any(self._wealth(waiting) < self._wealth(slot_bytes) for waiting in self._drains):
             return False
         job = self.slots.grow(slot_bytes)
         if job is None:
@@ -268,10 +287,10 @@ class HostMemory:
         """Begin to take a slab from a slot size that nobody uses or that has more memory than this one."""
         if slot_bytes in self._drains:
             return
-        own = self.slots.assigned_to(slot_bytes)
+        own = self._wealth(slot_bytes)
         for other in self.slots.sizes:
-            spare = self.slots.assigned_to(other) - self.slots.slab_bytes(other)
-            if other == slot_bytes or (self._users[other] and spare <= own):
+            is_needed = self._users[other] or self._floor_bytes(other)
+            if other == slot_bytes or (is_needed and self._wealth(other, self.slots.slab_bytes(other)) <= own):
                 continue
             slabs = list(self.slots.slabs(other))
             if slabs:
@@ -281,16 +300,31 @@ class HostMemory:
                 self._has_new_drains = True
                 return
 
+    def _wealth(self, slot_bytes: int, less_bytes: int = 0) -> tuple[bool, int]:
+        """By what slot sizes are compared: has it what its namespaces keep, and how much; ``less_bytes`` taken off."""
+        assigned_bytes = self.slots.assigned_to(slot_bytes) - less_bytes
+        return assigned_bytes >= self._floor_bytes(slot_bytes), assigned_bytes
+
+    def _floor_bytes(self, slot_bytes: int) -> int:
+        return self._index.shares.floor_bytes(slot_bytes, self.slots.host_bytes)
+
     # -- tests -------------------------------------------------------------------------------------------------
 
-    def check_integrity(self, reserved: set[SlotId]) -> None:
-        """Assert that slots, states and orders of eviction fit; ``reserved`` are the slots sessions hold empty."""
+    def check_integrity(self, reserved: dict[SlotId, bytes]) -> None:
+        """Assert that slots, states and orders of eviction fit.
+
+        Args:
+            reserved: The slots that sessions hold empty, with the session's namespace.
+        """
         entries = [entry for entry in self._index.entries() if entry.slot is not None]
         tenants = {entry.slot: entry for entry in entries}
         assert len(tenants) == len(entries), "a slot holds two chunks"
         assert tenants == self._tenants, "tenants drifted"
-        assert not reserved & set(self._tenants), "a granted slot holds a chunk"
-        self.slots.check_integrity(reserved | set(self._tenants))
+        assert not set(reserved) & set(self._tenants), "a granted slot holds a chunk"
+        self.slots.check_integrity({*reserved, *self._tenants})
+        held = [(e.record.namespace, e.slot_bytes) for e in entries]
+        held += [(namespace, self.slots.slot_bytes(slot)) for slot, namespace in reserved.items()]
+        self.taken.check_integrity(held)
         states = Counter(entry.host for entry in entries)
         assert self.ready_count == states[HostState.READY], "ready count drifted"
         ready_bytes = sum(entry.slot_bytes for entry in entries if entry.host is HostState.READY)

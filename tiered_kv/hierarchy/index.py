@@ -13,6 +13,7 @@ from enum import Enum
 from tiered_kv.hierarchy.flows import Flows
 from tiered_kv.hierarchy.gone import GENERATION_MIN, SELECTIVE_GENERATION_MIN, GoneUses
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
+from tiered_kv.hierarchy.shares import Shares
 
 
 class HostState(Enum):
@@ -88,25 +89,27 @@ class Entry:
 class Index:
     """Entries by key, linked to their children.
 
-    A chunk and its parent are linked only if their positions follow each other: what a client sends can then form no
-    cycle. Threads: one owner.
+    A chunk and its parent are linked only if they are of one namespace and their positions follow each other: what a
+    client sends can then form no cycle, and join no two models. Threads: one owner.
 
     Attributes:
         readable: Per lower tier, whether it can be read now; what lies only in others does not count as held.
         flows: What came into each tier and what left it.
         eviction: Name of the policy that orders what may go from a tier.
         is_selective: Some tier takes only what was used (``admission.py``).
+        shares: What namespaces keep and take of every tier.
     """
 
     def __init__(self, tier_count: int, eviction: str = "multi-queue", *, is_selective: bool = False) -> None:
         self._entries: dict[bytes, Entry] = {}
         # Children whose parent has no entry, by the parent's key and position.
-        self._orphans: dict[tuple[bytes, int], set[Entry]] = {}
+        self._orphans: dict[tuple[bytes, bytes, int], set[Entry]] = {}
         self._tier_count = tier_count
         self.readable = [True] * tier_count
         self.flows = Flows(tier_count)
         self.eviction = eviction
         self.is_selective = is_selective
+        self.shares = Shares()
         self._gone = GoneUses(SELECTIVE_GENERATION_MIN if is_selective else GENERATION_MIN)
 
     def __len__(self) -> int:
@@ -162,7 +165,7 @@ class Index:
         parent = self._entries.get(entry.record.parent)
         if parent is None or parent.record.chunk_index != entry.record.chunk_index - 1:
             return None
-        return parent
+        return parent if parent.record.namespace == entry.record.namespace else None
 
     def add(self, record: ChunkRecord) -> Entry:
         """Make the entry of a key that has none."""
@@ -171,14 +174,14 @@ class Index:
         states = [LowerState.ABSENT] * count
         entry = Entry(record, states, [0] * count, [0] * count, [False] * (count + 1), [0] * (count + 1))
         self._entries[record.key] = entry
-        children = self._orphans.pop((record.key, record.chunk_index), None)
+        children = self._orphans.pop((record.namespace, record.key, record.chunk_index), None)
         if children is not None:
             entry.children = children
             entry.lower_children = [sum(child.lower[t] in CLAIMED for child in children) for t in range(count)]
             entry.ordered_children = [sum(child.ordered[n] for child in children) for n in range(count + 1)]
         parent = self.parent(entry)
         if parent is None:
-            self._orphans.setdefault((record.parent, record.chunk_index - 1), set()).add(entry)
+            self._orphans.setdefault((record.namespace, record.parent, record.chunk_index - 1), set()).add(entry)
         elif parent.children is None:
             parent.children = {entry}
         else:
@@ -214,13 +217,13 @@ class Index:
         if self.eviction != "lru" or self.is_selective:
             self._gone.remember(record.key, entry.uses, len(self._entries))
         if entry.children:
-            self._orphans[record.key, record.chunk_index] = entry.children
+            self._orphans[record.namespace, record.key, record.chunk_index] = entry.children
         parent = self.parent(entry)
         if parent is not None:
             assert parent.children is not None
             parent.children.remove(entry)
             return
-        place = (record.parent, record.chunk_index - 1)
+        place = (record.namespace, record.parent, record.chunk_index - 1)
         siblings = self._orphans[place]
         siblings.remove(entry)
         if not siblings:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def check_hierarchy(hierarchy: Hierarchy) -> None:
     """Assert every invariant that ties the parts together, and those of each part."""
     sessions = hierarchy._sessions.values()
-    reserved = [slot for session in sessions for slot in session.reserved]
-    assert len(reserved) == len(set(reserved)), "a slot was granted twice"
+    reserved = {slot: session.namespace for session in sessions for slot in session.reserved}
+    assert len(reserved) == sum(len(session.reserved) for session in sessions), "a slot was granted twice"
     reserved_bytes = sum(len(s.reserved) * s.slot_bytes for s in sessions)
     assert hierarchy._credits.reserved_bytes == reserved_bytes, "credits drifted"
     entries = hierarchy.index.entries()
@@ -27,6 +27,6 @@ def check_hierarchy(hierarchy: Hierarchy) -> None:
         assert entry.holds == entry.leases + pending, "holds do not match leases and writes"
         assert not entry.is_gone, "an entry nobody holds"
     hierarchy.index.check_integrity()
-    hierarchy._host.check_integrity(set(reserved))
+    hierarchy._host.check_integrity(reserved)
     hierarchy._lookups.check_integrity(entries)
     hierarchy._lower.check_integrity()

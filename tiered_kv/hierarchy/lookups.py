@@ -85,7 +85,7 @@ class Lookups:
         """More of the prefix is held: lease it, too, as far as the limits allow."""
         slot_bytes = lookup.session.slot_bytes
         limit_bytes = int(self._host.slots.limit_bytes * self._shares[0])
-        length = int(self._host.slots.host_bytes * self._shares[1]) // slot_bytes
+        length = int(self._host.taken.most_bytes(lookup.session.namespace) * self._shares[1]) // slot_bytes
         wanted = found[max(0, lookup.start - lookup.held) :]
         lookup.held += len(found)
         self._dirty[lookup.id] = None

@@ -12,7 +12,7 @@ Life of a write::
                 +----------------------> ABSENT <--------------------+
 
 What a shared tier holds is only partly known here, because others write and remove there, too: PRESENT is what was
-written or found, it is forgotten after ``HINTS_MAX`` others, and nothing is evicted from here.
+written or found, most of them are forgotten some day (``hints.py``), and nothing is evicted from here.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tiered_kv.hierarchy.admission import Admission
+from tiered_kv.hierarchy.hints import forget_oldest
 from tiered_kv.hierarchy.index import CLAIMED, Entry, HostState, Index, LowerState
 from tiered_kv.hierarchy.lower_check import check_lower
 from tiered_kv.hierarchy.order import Order
 from tiered_kv.hierarchy.plan import Delete, Job, Outcome
+from tiered_kv.hierarchy.shares import Taken
 
 if TYPE_CHECKING:
     from tiered_kv.hierarchy.back import BackTier
 
 WRITING_MAX = 16
 """Writes handed out at once: enough for every thread to have the next one; the rest can still be dropped."""
-
-HINTS_MAX = 1 << 18
-"""Blobs of a shared tier that are remembered: 4 TiB of 16 MiB chunks; what is forgotten is found again by a search."""
 
 
 class LowerTier(ABC):
@@ -46,6 +45,7 @@ class LowerTier(ABC):
         is_paused: No write is begun until :meth:`resume`: the last one found no room or no answer.
         behind: The tier that takes its bytes from this one, if there is one.
         admission: What is worth a write; set by the hierarchy.
+        taken: What each namespace takes, without what is being deleted.
         queued_bytes: Host memory that pending writes hold.
         reserved_bytes: Bytes on the medium that are not ours to evict (foreign files found at start).
 
@@ -60,6 +60,7 @@ class LowerTier(ABC):
         self.behind: BackTier | None = None
         self.admission = Admission()
         self.order = Order(1 + tier, index)  # blobs that may be evicted or forgotten: PRESENT or CORRUPT
+        self.taken = Taken(index.shares, capacity_bytes)
         self.used_bytes = 0
         self.reserved_bytes = 0
         self.queued_bytes = 0
@@ -159,29 +160,36 @@ class LowerTier(ABC):
             if not self._may_write(entry):  # dropped meanwhile; if it was claimed again, it is queued behind again
                 self._ready.popleft()
                 continue
-            if not self._has_room(entry):
+            if (lack := self._make_room(entry)) is not None:
                 if self._deleting_bytes:
                     return
-                self.drop(entry, "no_room")
+                self.drop(entry, lack)
                 continue
             self._ready.popleft()
             self._index.set_lower(entry, self.tier, LowerState.WRITING)
             del self._queue[entry]
             self._writing += 1
-            entry.lower_bytes[self.tier] = self._size_bytes(entry)
-            self.used_bytes += entry.lower_bytes[self.tier]
+            self._count(entry, self._size_bytes(entry))
             self._begin(entry)
 
-    def _has_room(self, entry: Entry) -> bool:
-        """Whether the write fits now; otherwise starts to delete what is in its way, if that can help."""
+    def _count(self, entry: Entry, size_bytes: int) -> None:
+        entry.lower_bytes[self.tier] = size_bytes
+        self.used_bytes += size_bytes
+        self.taken.add(entry.record.namespace, size_bytes)
+
+    def _make_room(self, entry: Entry) -> str | None:
+        """Start to delete what is in a write's way, if that can help; says what is lacking, None where it fits now."""
         if self.capacity_bytes is None:
-            return True
-        size = self._size_bytes(entry)
+            return None
+        size, namespace = self._size_bytes(entry), entry.record.namespace
+        own = self.taken.excess_bytes(namespace, size)
+        if own > 0 and self._evict(own, self.order.walk(only=namespace)) < own:
+            return "over_share"
         limit = self.capacity_bytes - self.reserved_bytes
         excess = self.used_bytes + size - limit
         if excess > self._deleting_bytes and size <= limit:
-            self.evict(excess - self._deleting_bytes)
-        return excess <= 0
+            self.evict(excess - self._deleting_bytes, namespace)
+        return "no_room" if excess > 0 else None
 
     def written(self, entry: Entry, outcome: Outcome) -> None:
         """A write ended."""
@@ -193,7 +201,7 @@ class LowerTier(ABC):
             self._counters["written" if self.tier == 0 else "uploaded"] += 1
             self._end(entry)
             self._release(self._waiting.pop(entry, []))
-            self._forget_oldest()
+            forget_oldest(self, self._index)
             if self.behind is not None:
                 self.behind.claim(entry)
         elif self.is_shared and outcome in (Outcome.UNAVAILABLE, Outcome.NO_ROOM):
@@ -202,10 +210,11 @@ class LowerTier(ABC):
             self._put_off(entry)
         else:
             self._counters[f"write_failed_{outcome.value}"] += 1
-            self._forget(entry, LowerState.FOREIGN if outcome is Outcome.FOREIGN else LowerState.ABSENT)
+            self.forget(entry, LowerState.FOREIGN if outcome is Outcome.FOREIGN else LowerState.ABSENT)
             self._drop_descendants(entry)
             if outcome is Outcome.NO_ROOM:
-                self.evict(self._size_bytes(entry))  # the medium is fuller than we thought: room for the next one
+                # The medium is fuller than we thought: room for the next one.
+                self.evict(self._size_bytes(entry), entry.record.namespace)
             self._end(entry)
         self._pump()
 
@@ -248,18 +257,7 @@ class LowerTier(ABC):
             self._index.set_lower(entry, self.tier, LowerState.PRESENT)
             self.order.add(entry)
             self._index.flows.came(entry, self.tier, "found")
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        """Keep the number of remembered blobs of a shared tier bounded: leaves first, as everywhere."""
-        while self.is_shared and len(self.order) > HINTS_MAX:
-            entry = next((e for e in self.order if not e.lower_children[self.tier] and not self._is_used(e)), None)
-            if entry is None:
-                return
-            self.order.remove(entry)
-            self._index.flows.left(entry, self.tier, "forgotten")
-            self._forget(entry, LowerState.ABSENT)
-            self._index.remove_if_gone(entry)
+            forget_oldest(self, self._index)
 
     def read_failed(self, entry: Entry, outcome: Outcome) -> None:
         """What a failed promotion leaves behind (DESIGN rule 4)."""
@@ -270,7 +268,7 @@ class LowerTier(ABC):
         self.order.remove(entry)
         self._index.flows.left(entry, self.tier, outcome.value)
         if outcome is Outcome.MISSING:
-            self._forget(entry, LowerState.ABSENT)
+            self.forget(entry, LowerState.ABSENT)
         elif outcome is Outcome.CORRUPT:
             self._corrupt.add(entry)
             self._delete(entry)
@@ -284,19 +282,35 @@ class LowerTier(ABC):
         if self.behind is not None:
             self.behind.source_lost(entry)
 
-    def _forget(self, entry: Entry, state: LowerState) -> None:
+    def forget(self, entry: Entry, state: LowerState) -> None:
         self.used_bytes -= entry.lower_bytes[self.tier]
+        if entry.lower[self.tier] is not LowerState.DELETING:
+            self.taken.remove(entry.record.namespace, entry.lower_bytes[self.tier])
         entry.lower_bytes[self.tier] = 0
         self._index.set_lower(entry, self.tier, state)
 
-    def evict(self, size_bytes: int) -> int:
-        """Start deleting at least ``size_bytes``, leaves first, by the order of eviction; returns what was found."""
+    def evict(self, size_bytes: int, namespace: bytes | None = None) -> int:
+        """Start deleting at least ``size_bytes``, leaves first, by the order of eviction; returns what was found.
+
+        Args:
+            namespace: Who needs the room: its own chunks go where all the others are at their minima. None: nobody,
+                the medium is too full, and minima give way.
+        """
+        found = self._evict(size_bytes, self.order.walk(self._is_spare))
+        if found < size_bytes:
+            found += self._evict(size_bytes - found, self.order.walk(only=namespace))
+        return found
+
+    def _is_spare(self, entry: Entry) -> bool:
+        return not self.taken.keeps(entry.record.namespace, entry.lower_bytes[self.tier])
+
+    def _evict(self, size_bytes: int, candidates: Iterable[Entry]) -> int:
         found = 0
         victims: list[Entry] = []
-        for entry in self.order if not self.is_shared else ():
+        for entry in candidates if not self.is_shared else ():
             if found >= size_bytes:
                 break
-            if entry.lower_children[self.tier] or self._is_used(entry) or entry.record.key in self._pinned:
+            if entry.lower_children[self.tier] or self.is_used(entry) or entry.record.key in self._pinned:
                 continue
             found += entry.lower_bytes[self.tier]
             victims.append(entry)
@@ -311,7 +325,7 @@ class LowerTier(ABC):
         """Delete a blob because somebody said so; False: it is in use or needed by others, None: it is not here."""
         if entry not in self.order:
             return False if entry.lower[self.tier] in CLAIMED else None
-        if self._is_used(entry) or (entry.lower_children[self.tier] and not leaves_hole):
+        if self.is_used(entry) or (entry.lower_children[self.tier] and not leaves_hole):
             return False
         self.order.remove(entry)
         self._index.flows.left(entry, self.tier, "removed")
@@ -325,7 +339,7 @@ class LowerTier(ABC):
             e.record.key for pin in filter(None, map(self._index.get, keys)) for e in self._index.prefix(pin)
         }
 
-    def _is_used(self, entry: Entry) -> bool:
+    def is_used(self, entry: Entry) -> bool:
         """Whether the blob is being read, into host memory or into the tier behind."""
         is_copied = self.behind is not None and entry.lower[self.behind.tier] is LowerState.WRITING
         return is_copied or entry.host is HostState.PROMOTING
@@ -333,6 +347,7 @@ class LowerTier(ABC):
     def _delete(self, entry: Entry) -> None:
         size = entry.lower_bytes[self.tier]
         self._deleting_bytes += size
+        self.taken.remove(entry.record.namespace, size)
         self._index.set_lower(entry, self.tier, LowerState.DELETING)
         self._jobs.append(Delete(self.tier, entry.record, size))
         self._tell_behind(entry)
@@ -344,7 +359,7 @@ class LowerTier(ABC):
         self._claims_after_delete.discard(entry)
         if outcome in (Outcome.OK, Outcome.MISSING):
             self._corrupt.discard(entry)
-            self._forget(entry, LowerState.ABSENT)
+            self.forget(entry, LowerState.ABSENT)
             if is_claimed:
                 self.claim(entry)
             self._index.remove_if_gone(entry)
@@ -352,6 +367,7 @@ class LowerTier(ABC):
             self._counters["delete_failed"] += 1
             state = LowerState.CORRUPT if entry in self._corrupt else LowerState.PRESENT
             self._index.set_lower(entry, self.tier, state)
+            self.taken.add(entry.record.namespace, entry.lower_bytes[self.tier])
             self.order.add(entry)
             self._index.flows.came(entry, self.tier, "kept", is_usable=state is LowerState.PRESENT)
             if self._ready:
@@ -361,8 +377,7 @@ class LowerTier(ABC):
     def restore(self, entry: Entry, size_bytes: int) -> None:
         """A blob found at start."""
         self._index.set_lower(entry, self.tier, LowerState.PRESENT)
-        entry.lower_bytes[self.tier] = size_bytes
-        self.used_bytes += size_bytes
+        self._count(entry, size_bytes)
         self.order.add(entry)
         self._index.flows.came(entry, self.tier, "found")
 

@@ -22,6 +22,8 @@ def check_lower(lower: LowerTier) -> None:
     queued, writing = by_state[LowerState.QUEUED], by_state[LowerState.WRITING]
     assert all(map(lower.admission.admits, queued | writing)), "a chunk is written that was not admitted"
     assert lower.used_bytes == sum(entry.lower_bytes[lower.tier] for entry in entries), "used bytes drifted"
+    kept = (e for e in entries if e.lower[lower.tier] is not LowerState.DELETING)
+    lower.taken.check_integrity((e.record.namespace, e.lower_bytes[lower.tier]) for e in kept)
     assert queued == set(lower._queue), "the queue and the states disagree"
     assert lower._writing == len(writing), "writing count drifted"
     here = by_state[LowerState.PRESENT] | by_state[LowerState.CORRUPT]

@@ -13,14 +13,14 @@ the last use, which keeps every queue in order. docs/decisions/0015-eviction.md 
 
 A chunk never goes before its children: it is as young and has been asked for as often as the youngest and the most used
 of them, whatever is added. A queue is a list of groups, linked both ways: what was used at one time, root first.
+
+With one level it is LRU. Keys only: no sizes, no I/O. Queues that share a :class:`Clock` can be merged by age.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from math import lcm
-
-from tiered_kv.hierarchy.eviction import EvictionPolicy
 
 LEVELS = 4
 """More make no difference on the trace that was measured; two already give most of what there is."""
@@ -41,47 +41,97 @@ class _Group:
         self.newer = self.older = self
 
 
-class MultiQueue(EvictionPolicy):
-    """Order by age and uses. Time is a count of uses of prefixes, and of keys that came without a parent.
+class Clock:
+    """Time as a count of uses of prefixes, and of keys that came without a parent."""
 
-    Every operation takes constant time per key, but for a key that is added behind a parent of a lower age: its place
-    is looked for among the groups that were used since.
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def tick(self) -> int:
+        """The next moment."""
+        self.now += 1
+        return self.now
+
+
+class MultiQueue:
+    """Order by age and uses. Every key is added once before it is used and removed once.
+
+    Every operation takes constant time per key, but for a key that is added behind a parent of a lower age and a higher
+    level: its place is looked for among the groups that were used since. Threads: one owner.
     """
 
-    def __init__(self, uses: Callable[[bytes], int]) -> None:
-        """Start empty; ``uses`` tells how often a chunk was asked for, and at least as much for its parent."""
+    def __init__(self, uses: Callable[[bytes], int], clock: Clock | None = None, levels: int = LEVELS) -> None:
+        """Start empty.
+
+        Args:
+            uses: Tells how often a chunk was asked for, and at least as much for its parent.
+            clock: Time shared with others, to merge with them; its own by default.
+            levels: At most ``LEVELS``; 1 is LRU.
+        """
         self._uses = uses
-        self._now = 0
+        self._clock = clock or Clock()
         self._groups: dict[bytes, _Group] = {}
-        self._queues = [_Group(level, 0) for level in range(LEVELS)]  # each stands before its oldest group
+        self._queues = [_Group(level, 0) for level in range(levels)]  # each stands before its oldest group
 
     def add(self, key: bytes, parent: bytes | None) -> None:
+        """Start to order ``key``: right before ``parent`` if that is ordered, else as just used."""
         assert key not in self._groups, "a key was added twice"
-        level = min(self._uses(key), LEVELS - 1)
+        level = self._level(key)
         before = self._groups.get(parent) if parent is not None else None
         if before is None:
-            self._now += 1
-            self._put(key, level, self._now)
+            self._put(key, level, self._clock.tick())
+        elif before.level <= level:
+            before.keys[key] = None
+            self._groups[key] = before
         else:
-            self._put(key, min(level, before.level), before.time)
+            self._put(key, level, before.time)
+
+    def _level(self, key: bytes) -> int:
+        return min(self._uses(key), len(self._queues) - 1)
 
     def remove(self, key: bytes) -> None:
+        """Forget ``key``."""
         group = self._groups.pop(key)
         del group.keys[key]
         if not group.keys:
             group.older.newer, group.newer.older = group.newer, group.older
 
     def record_use(self, prefix: Iterable[bytes]) -> None:
-        self._now += 1
+        """Note one use of a prefix, given from its deepest chunk to its root; unknown keys are ignored.
+
+        Stores are uses, too: how often somebody asked for a chunk is counted by the index (``index.py``).
+        """
+        now = self._clock.tick()
         level = 0
         found = []
         for key in prefix:
             if key in self._groups:
-                level = max(level, min(self._uses(key), LEVELS - 1))  # no lower than the chunks behind it
+                level = max(level, self._level(key))  # no lower than the chunks behind it
                 found.append((key, level))
         for key, level in reversed(found):
             self.remove(key)
-            self._put(key, level, self._now)
+            self._put(key, level, now)
+
+    def move(self, to: MultiQueue, is_moved: Callable[[bytes], bool]) -> None:
+        """Give keys to another of the same clock and levels, each at its place there. Takes time for all keys of both.
+
+        What was used at one time goes as a whole.
+        """
+        for end, to_end in zip(self._queues, to._queues, strict=True):
+            group, newer = end.newer, to_end.newer
+            while group is not end:
+                following = group.newer
+                if is_moved(next(iter(group.keys))):
+                    while newer is not to_end and newer.time < group.time:
+                        newer = newer.newer
+                    for key in group.keys:
+                        to._groups[key] = self._groups.pop(key)
+                    group.older.newer, group.newer.older = group.newer, group.older
+                    group.older, group.newer = newer.older, newer
+                    newer.older.newer = newer.older = group
+                group = following
 
     def _put(self, key: bytes, level: int, time: int) -> None:
         """Place a key behind all others of its group, which go after it."""
@@ -98,11 +148,20 @@ class MultiQueue(EvictionPolicy):
         self._groups[key] = group
 
     def __iter__(self) -> Iterator[bytes]:
-        now = self._now + 1
+        return (key for _, key in self.aged())
+
+    def aged(self) -> Iterator[tuple[int, bytes]]:
+        """Keys in the order in which they should go, children before parents, each with what it goes by.
+
+        The largest goes first; queues of one clock and as many levels merge by it. Nothing may change meanwhile.
+        """
+        now = self._clock.now + 1
         oldest = [end.newer for end in self._queues if end.newer is not end]
         while oldest:
             group = max(oldest, key=lambda group: (now - group.time) * _FACTORS[group.level])
-            yield from reversed(group.keys)
+            rank = (now - group.time) * _FACTORS[group.level]
+            for key in reversed(group.keys):
+                yield rank, key
             place = oldest.index(group)
             if group.newer is self._queues[group.level]:
                 del oldest[place]

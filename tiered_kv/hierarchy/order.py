@@ -1,16 +1,17 @@
 """The chunks of one tier that may be evicted, in the order in which they should go: suffix before prefix.
 
 Owns membership, and the rule that a chunk always goes before its parent; which one is worth least is the policy's
-business (``eviction.py``, ``multi_queue.py``). Called by ``host.py`` and ``lower.py``, each with its own orders.
+business (``multi_queue.py``). A namespace with a share (``shares.py``) has a policy of its own, by the same clock, so
+that what it keeps is never walked over. Called by ``host.py`` and ``lower.py``, each with its own orders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from heapq import merge
 
-from tiered_kv.hierarchy.eviction import EvictionPolicy, LeastRecentlyUsed
 from tiered_kv.hierarchy.index import Entry, Index
-from tiered_kv.hierarchy.multi_queue import MultiQueue
+from tiered_kv.hierarchy.multi_queue import LEVELS, Clock, MultiQueue
 
 
 class Order:
@@ -23,7 +24,25 @@ class Order:
         """Start empty. A chunk is in at most one order of each ``number``: 0 host memory, 1 the first lower tier."""
         self._number = number
         self._index = index
-        self._policy: EvictionPolicy = LeastRecentlyUsed() if index.eviction == "lru" else MultiQueue(index.uses_of)
+        self._clock = Clock()
+        self._common = self._new_policy()
+        self._own: dict[bytes, MultiQueue] = {}
+        for namespace in index.shares.namespaces():
+            self._own[namespace] = self._new_policy()
+        index.shares.watch(self._regroup)
+
+    def _new_policy(self) -> MultiQueue:
+        return MultiQueue(self._index.uses_of, self._clock, 1 if self._index.eviction == "lru" else LEVELS)
+
+    def _regroup(self, namespace: bytes, has_share: bool) -> None:
+        if has_share:
+            policy = self._own[namespace] = self._new_policy()
+            self._common.move(policy, lambda key: self._entry(key).record.namespace == namespace)
+        else:
+            self._own.pop(namespace).move(self._common, lambda _: True)
+
+    def _policy(self, entry: Entry) -> MultiQueue:
+        return self._own.get(entry.record.namespace, self._common)
 
     def add(self, entry: Entry) -> None:
         """Begin to order the chunk, as recently used as its parent, or as just used where its parent is not ordered.
@@ -31,38 +50,60 @@ class Order:
         If chunks behind it are ordered already, it and the prefix before it count as just used: chunks come in any
         order, and it has to go after the ones and before the other.
         """
-        parent = self._index.parent(entry)
+        policy, parent = self._policy(entry), self._index.parent(entry)
         if entry.ordered_children[self._number]:
-            self._policy.add(entry.record.key, None)
-            self._policy.record_use(e.record.key for e in self._index.prefix(entry)[1:])
+            policy.add(entry.record.key, None)
+            policy.record_use(e.record.key for e in self._index.prefix(entry)[1:])
         else:
-            self._policy.add(entry.record.key, entry.record.parent if parent else None)
+            policy.add(entry.record.key, entry.record.parent if parent else None)
         entry.ordered[self._number] = True
         if parent is not None:
             parent.ordered_children[self._number] += 1
 
     def remove(self, entry: Entry) -> None:
         """Order the chunk no more."""
-        self._policy.remove(entry.record.key)
+        self._policy(entry).remove(entry.record.key)
         entry.ordered[self._number] = False
         if (parent := self._index.parent(entry)) is not None:
             parent.ordered_children[self._number] -= 1
 
-    def record_use(self, prefix: Iterable[bytes]) -> None:
+    def record_use(self, namespace: bytes, prefix: Iterable[bytes]) -> None:
         """Note the use of a prefix, from its deepest chunk to its root; chunks that are not ordered are ignored."""
-        self._policy.record_use(prefix)
+        self._own.get(namespace, self._common).record_use(prefix)
 
     def __iter__(self) -> Iterator[Entry]:
-        for key in self._policy:
-            entry = self._index.get(key)
-            assert entry is not None, "a chunk is ordered that nobody knows"
-            yield entry
+        return self.walk()
+
+    def walk(self, may_go: Callable[[Entry], bool] | None = None, only: bytes | None = None) -> Iterator[Entry]:
+        """Chunks, first to go first; the order must not change while it is walked.
+
+        Args:
+            may_go: Asked right before a chunk is given, after what was done with the chunks before it: once it says no,
+                nothing more of that chunk's namespace is given. It must not say no to a namespace without a share.
+            only: Of this namespace alone; if it has no share, of all that have none.
+        """
+        policies = [self._common, *self._own.values()] if only is None else [self._own.get(only, self._common)]
+        streams = [self._stream(policy, may_go) for policy in policies]
+        merged = streams[0] if len(streams) == 1 else merge(*streams, key=lambda one: -one[0])
+        return (entry for _, entry in merged)
+
+    def _stream(self, policy: MultiQueue, may_go: Callable[[Entry], bool] | None) -> Iterator[tuple[int, Entry]]:
+        for rank, key in policy.aged():
+            entry = self._entry(key)
+            if may_go is not None and not may_go(entry):
+                return
+            yield rank, entry
+
+    def _entry(self, key: bytes) -> Entry:
+        entry = self._index.get(key)
+        assert entry is not None, "a chunk is ordered that nobody knows"
+        return entry
 
     def __contains__(self, entry: Entry) -> bool:
-        return entry.ordered[self._number] and entry.record.key in self._policy
+        return entry.ordered[self._number] and entry.record.key in self._policy(entry)
 
     def __len__(self) -> int:
-        return len(self._policy)
+        return len(self._common) + sum(map(len, self._own.values()))
 
     def check_integrity(self) -> None:
         """Assert that chunks go before their parents."""
@@ -71,3 +112,6 @@ class Order:
             gone.add(entry)
             for child in entry.children or ():
                 assert child not in self or child in gone, "a chunk goes before its child"
+        assert len(gone) == len(self), "ordered chunks were miscounted"
+        for namespace, policy in self._own.items():
+            assert {self._entry(key).record.namespace for key in policy} <= {namespace}, "a chunk is in another's order"

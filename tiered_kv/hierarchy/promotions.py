@@ -44,8 +44,8 @@ class Promotions:
         for position, entry in enumerate(lookup.entries):
             if entry.host is not HostState.ABSENT:
                 continue
-            slot = self._host.take_for_load(slot_bytes)
-            if slot is None:
+            slot = self._host.take_for_load(slot_bytes, lookup.session.namespace)
+            if slot is None and self._host.taken.excess_bytes(lookup.session.namespace, slot_bytes) <= 0:
                 slot = self._take_from_stores(slot_bytes)
             if slot is None:
                 self._counters["promotion_without_slot"] += 1

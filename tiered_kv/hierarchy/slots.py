@@ -79,6 +79,10 @@ class SlotPool:
         """Slot sizes that memory was ever assigned to."""
         return list(self._sizes)
 
+    def slot_bytes(self, slot: SlotId) -> int:
+        """Size of a slot that was handed out."""
+        return self._slabs[slab_of(slot)].slot_bytes
+
     def slot_count(self, slot_bytes: int) -> int:
         """Slots of this size that exist now."""
         size = self._sizes.get(slot_bytes)

@@ -63,7 +63,7 @@ class LowerTiers:
             lower.admission = Admission(rule)
         if is_last_shared:
             last = self._all[-1]
-            last.is_shared, last.capacity_bytes = True, None
+            last.is_shared, last.capacity_bytes, last.taken.capacity_bytes = True, None, None
             self.searches = Searches(last, self._index, self._jobs, self._counters)
 
     def __getitem__(self, tier: int) -> LowerTier:
@@ -126,10 +126,10 @@ class LowerTiers:
         for lower in self._all:
             lower.resume()
 
-    def record_use(self, keys: Sequence[bytes]) -> None:
+    def record_use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """Note the use of a prefix, deepest chunk first."""
         for lower in self._all:
-            lower.order.record_use(keys)
+            lower.order.record_use(namespace, keys)
 
     def figures(self) -> dict[str, int]:
         """Bytes and counts per tier."""

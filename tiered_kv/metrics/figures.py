@@ -169,6 +169,23 @@ class SessionFigures(msgspec.Struct, frozen=True, kw_only=True):
     state: str
 
 
+class NamespaceFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one namespace takes of this machine's tiers, and what its engines stated.
+
+    Attributes:
+        namespace: Hex digits.
+        host_bytes: Of host memory, with the empty slots that its engines hold ahead.
+        disk_bytes: Of the disk tier, without what is being deleted.
+        min_share, max_share: Of each tier's limit, what it keeps and the most it may take.
+    """
+
+    namespace: str
+    host_bytes: int
+    disk_bytes: int
+    min_share: float
+    max_share: float
+
+
 class OperationFigures(msgspec.Struct, frozen=True, kw_only=True):
     """All calls of one kind to a tier.
 
@@ -205,6 +222,7 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
         tiers: Below host memory, highest first.
         flows: What came and went, from host memory downwards.
         sessions: Engines that take part.
+        namespaces: Who takes how much: first those with a share, then the largest, a thousand at most.
         operations: Calls to tiers by tier, kind and outcome.
     """
 
@@ -223,6 +241,7 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierFigures]
     flows: list[FlowFigures]
     sessions: list[SessionFigures]
+    namespaces: list[NamespaceFigures]
     operations: list[OperationFigures]
 
     def drops(self) -> dict[str, int]:

@@ -333,7 +333,13 @@ class SchedulerClient:
         while not self._is_closed.wait(backoff_s):
             try:
                 sock, _ = say_hello(self._config, "scheduler", self._engine_id, generation)
-                join = m.JoinScheduler(self.world_size, is_watching=self._is_watching, epoch=self._private_epoch)
+                join = m.JoinScheduler(
+                    self.world_size,
+                    self._is_watching,
+                    self._private_epoch,
+                    self._config.min_share,
+                    self._config.max_share,
+                )
                 sock.sendall(m.frame(join))
                 sock.setblocking(False)
                 self._joined.append((generation, sock))

@@ -14,11 +14,13 @@ from tiered_kv.config import Config
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError
 from tiered_kv.hierarchy.served import DECISIONS
+from tiered_kv.hierarchy.shares import Share
 from tiered_kv.metrics.figures import (
     HOST,
     BucketFigures,
     FlowFigures,
     HitFigures,
+    NamespaceFigures,
     OperationFigures,
     ServerFigures,
     SessionFigures,
@@ -27,6 +29,9 @@ from tiered_kv.metrics.figures import (
 )
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import messages as m
+
+NAMESPACES_SHOWN = 1000
+"""A directory may hold blobs of many more, and an answer has to fit a frame."""
 
 
 def check_limits(hello: m.Hello, config: Config, disk_bytes: int | None) -> None:
@@ -90,6 +95,7 @@ class FigureSource:
             tiers=[self._tier(number, usage, operations) for number in range(len(self._engine.tiers))],
             flows=self._flows(usage),
             sessions=list(sessions),
+            namespaces=self._namespaces(),
             operations=operations,
         )
 
@@ -108,6 +114,26 @@ class FigureSource:
             )
             for number, name in names
         ]
+
+    def _namespaces(self) -> list[NamespaceFigures]:
+        hierarchy, shares = self._engine.hierarchy, self._engine.hierarchy.index.shares
+        host = hierarchy.taken[None].by_namespace()
+        disks = [n for n, tier in enumerate(self._engine.tiers) if not tier.traits.is_shared]
+        disk = hierarchy.taken[disks[0]].by_namespace() if disks else {}
+        rows = []
+        for namespace in {*host, *disk, *shares.namespaces()}:
+            share = shares.get(namespace) or Share()
+            rows.append(
+                NamespaceFigures(
+                    namespace=namespace.hex(),
+                    host_bytes=host.get(namespace, 0),
+                    disk_bytes=disk.get(namespace, 0),
+                    min_share=share.at_least,
+                    max_share=share.at_most,
+                )
+            )
+        rows.sort(key=lambda row: (row.min_share == 0, row.max_share == 1, -row.host_bytes - row.disk_bytes))
+        return rows[:NAMESPACES_SHOWN]
 
     def _tokens(self) -> TokenFigures:
         served = self._engine.served()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.errors import ConfigError, ProtocolError
 from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.hierarchy.shares import Share
 from tiered_kv.keys.namespace import DIGEST_BYTES, MAX_RECORD_BYTES, Namespace
 from tiered_kv.metrics.figures import SessionFigures
 from tiered_kv.server import messages as m
@@ -50,6 +51,7 @@ class Group:
         granted: Slots the scheduler holds empty, per session.
         lookups: The scheduler's lookup id -> (engine session, engine lookup id).
         is_watching: The scheduler is told which chunks come and go.
+        share: What the engine's namespace keeps and may take; its slot size once the geometry is known.
         decliners: Connections of workers that cannot take part, until their processes exit.
     """
 
@@ -71,6 +73,7 @@ class Group:
     decliners: set[Connection] = field(default_factory=set)
     declined: str = ""
     is_watching: bool = False
+    share: Share = Share()
     is_ready: bool = False
     is_lost: bool = False
 
@@ -97,6 +100,7 @@ class Group:
         geometry = geometry_of(self.joins)
         self.rank_offsets = [geometry.rank_segments(part)[0].offset_bytes for part in parts_of(self.joins)]
         self.geometry = geometry
+        self.share = replace(self.share, slot_bytes=BlobFormat(bytes(DIGEST_BYTES), geometry).blob_bytes)
 
     def describe(self) -> SessionFigures:
         """Figures for ``stat``."""
@@ -113,16 +117,19 @@ class Group:
         return not self.granted[session] and all(owner != session for owner, _ in self.lookups.values())
 
 
-def check_scheduler(join: m.JoinScheduler) -> None:
-    """Check a scheduler's part.
+def check_scheduler(join: m.JoinScheduler) -> Share:
+    """Check a scheduler's part; returns the share it states.
 
     Raises:
-        ProtocolError: The world is out of range, or the epoch is no private one.
+        ProtocolError: The world or a share is out of range, or the epoch is no private one.
     """
     if not 0 < join.world_size <= m.RANKS_MAX:
         raise ProtocolError(f"world out of range. world_size={join.world_size} max={m.RANKS_MAX}")
+    if not 0 <= join.min_share <= join.max_share <= 1 or join.max_share == 0:
+        raise ProtocolError(f"shares out of range. min_share={join.min_share} max_share={join.max_share}")
     if join.epoch and not is_private_epoch(join.epoch):
         raise ProtocolError(f"an engine may name no epoch but its private one. epoch={join.epoch[:100]!a}")
+    return Share(join.min_share, join.max_share)
 
 
 def check_join(join: m.JoinWorker) -> None:
@@ -294,6 +301,22 @@ def chunk_record(group: Group, chunk: m.Chunk) -> ChunkRecord:
     if not 0 <= chunk.chunk_index <= CHUNK_INDEX_MAX or is_first != (chunk.chunk_index == 0):
         raise ProtocolError(f"a committed chunk is not where its parent says. chunk_index={chunk.chunk_index}")
     return ChunkRecord(group.namespace.digest, chunk.key, chunk.parent, chunk.chunk_index, chunk.prefix_sha256)
+
+
+def keys_of(lookup: m.Lookup) -> tuple[list[bytes], list[bytes]]:
+    """A lookup's keys and digests.
+
+    Raises:
+        ProtocolError: Their lengths do not match, or the lookup starts behind them.
+    """
+    count, rest = divmod(len(lookup.keys), m.KEY_BYTES)
+    if rest or len(lookup.digests) != count * m.DIGEST_BYTES or not 0 <= lookup.start <= count:
+        raise ProtocolError(
+            f"bad lookup. id={lookup.lookup} keys={len(lookup.keys)} digests={len(lookup.digests)} start={lookup.start}"
+        )
+    keys = [lookup.keys[i : i + m.KEY_BYTES] for i in range(0, len(lookup.keys), m.KEY_BYTES)]
+    digests = [lookup.digests[i : i + m.DIGEST_BYTES] for i in range(0, len(lookup.digests), m.DIGEST_BYTES)]
+    return keys, digests
 
 
 def other_world(group: Group, workers_say: int) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from tiered_kv.errors import ProtocolError
 
-PROTOCOL = 5
+PROTOCOL = 6
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -96,11 +96,14 @@ class JoinScheduler(Message, frozen=True):
     Attributes:
         epoch: The private epoch that a reset gave this engine in an earlier session; empty before any.
         is_watching: Tell it by ``Moved`` which chunks of its namespace come into tiers and leave them.
+        min_share, max_share: Of the limits of host memory and disk, what its namespace keeps and how much it may take.
     """
 
     world_size: int
     is_watching: bool = False
     epoch: str = ""
+    min_share: float = 0.0
+    max_share: float = 1.0
 
 
 class Decline(Message, frozen=True):

@@ -23,11 +23,13 @@ from tiered_kv.server.groups import (
     check_same_engine,
     check_scheduler,
     chunk_record,
+    keys_of,
     namespace_of,
     other_world,
 )
 from tiered_kv.server.pinning import Pinning
 from tiered_kv.server.shared_epochs import SharedEpochs
+from tiered_kv.server.shares import ServerShares
 from tiered_kv.server.telling import ready_message, tell_lookup, tell_moves
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Sessions:
         self._engine = engine
         self.pinning = pinning
         self._epochs = epochs
+        self._shares = ServerShares(engine)
         self._groups: dict[tuple[str, int], Group] = {}
         self._by_session: dict[int, Group] = {}
 
@@ -112,13 +115,13 @@ class Sessions:
                 f"engine {group.name} has a scheduler already, pid {group.scheduler.pid}: two engines must not share "
                 "an engine id"
             )
-        check_scheduler(join)
+        share = check_scheduler(join)
         for member in group.members.values():
             if member.join.world_size != join.world_size:
                 group.world_size = join.world_size
                 raise ConfigError(other_world(group, member.join.world_size))
         group.scheduler, group.world_size, group.private_epoch = connection, join.world_size, join.epoch
-        group.is_watching = join.is_watching
+        group.is_watching, group.share = join.is_watching, share
         self._keep(group, connection)
 
     def _find(self, connection: Connection) -> Group:
@@ -135,6 +138,7 @@ class Sessions:
     def open_complete(self) -> None:
         """Open every session whose members are all in."""
         self._epochs.turn()
+        self._shares.turn()
         for group in self.groups:
             if group.scheduler is None or group.is_ready or group.is_lost:
                 continue
@@ -164,11 +168,14 @@ class Sessions:
         group.base_digest = base.digest
         epoch = group.private_epoch or self._epochs.base(base.digest)
         if epoch is not None:
-            self._start(group, namespace_of(group.joins, epoch))
+            namespace = namespace_of(group.joins, epoch)
+            self._shares.check(namespace.digest, group.share)
+            self._start(group, namespace)
 
     def _start(self, group: Group, namespace: Namespace) -> None:
         assert group.geometry is not None
         session, _ = self._engine.open_session(namespace, group.geometry)
+        self._shares.opened(session, namespace.digest, group.share)
         group.sessions.append(session)
         group.granted[session] = set()
         group.namespace = namespace
@@ -207,8 +214,7 @@ class Sessions:
         """
         group = self.owned(connection)
         epoch = self._epochs.retire(group.base_digest)
-        old, untold = group.sessions[-1], group.early_credits
-        group.early_credits = []
+        old, untold, group.early_credits = group.sessions[-1], group.early_credits, []
         self._engine.hierarchy.suspend_session(old)
         self._start(group, namespace_of(group.joins, epoch))
         for slot in untold:
@@ -219,6 +225,7 @@ class Sessions:
         """End the sessions from before a reset whose slots and leases are all back."""
         for session in [s for s in group.sessions[:-1] if group.is_drained(s)]:
             self._engine.hierarchy.close_session(session)
+            self._shares.closed(session, is_reset=True)
             group.sessions.remove(session)
             del group.granted[session], self._by_session[session]
 
@@ -235,13 +242,9 @@ class Sessions:
             ProtocolError: Lengths do not match, or the id is in use.
         """
         group = self.owned(connection)
-        count, rest = divmod(len(lookup.keys), m.KEY_BYTES)
-        if rest or len(lookup.digests) != count * m.DIGEST_BYTES or lookup.lookup in group.lookups:
-            raise ProtocolError(f"bad lookup. id={lookup.lookup} keys={len(lookup.keys)} digests={len(lookup.digests)}")
-        keys = [lookup.keys[i : i + m.KEY_BYTES] for i in range(0, len(lookup.keys), m.KEY_BYTES)]
-        digests = [lookup.digests[i : i + m.DIGEST_BYTES] for i in range(0, len(lookup.digests), m.DIGEST_BYTES)]
-        if not 0 <= lookup.start <= count:
-            raise ProtocolError(f"bad lookup. id={lookup.lookup} start={lookup.start} chunks={count}")
+        keys, digests = keys_of(lookup)
+        if lookup.lookup in group.lookups:
+            raise ProtocolError(f"bad lookup. id={lookup.lookup} is in use")
         if len(group.lookups) >= LOOKUPS_MAX:
             raise ProtocolError(f"too many lookups at once. max={LOOKUPS_MAX}")
         session = group.sessions[-1]
@@ -392,5 +395,6 @@ class Sessions:
             return
         for session in group.sessions:
             self._engine.hierarchy.close_session(session)
+            self._shares.closed(session)
             del self._by_session[session]
         del self._groups[group.engine_id, group.generation]

@@ -24,12 +24,13 @@ def ready_message(engine: Engine, group: Group, blob_format: BlobFormat) -> m.Re
     """The session is open."""
     assert group.namespace is not None
     hierarchy = engine.hierarchy
+    own_bytes = hierarchy.taken[None].most_bytes(group.namespace.digest)
     return m.Ready(
         record=group.namespace.record,
         slot_bytes=blob_format.blob_bytes,
         payload_offset=blob_format.header_bytes,
         rank_offsets=group.rank_offsets,
-        chunks_leased_max=int(hierarchy.slots.host_bytes * hierarchy.limits.request_share) // blob_format.blob_bytes,
+        chunks_leased_max=int(own_bytes * hierarchy.limits.request_share) // blob_format.blob_bytes,
         tiers=[HOST, *(tier.traits.name for tier in engine.tiers)],
     )
 

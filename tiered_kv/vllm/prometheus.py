@@ -138,7 +138,7 @@ def _families() -> Iterator[Any]:
     no_tokens: dict[str, Any] = dict.fromkeys(TokenFigures.__struct_fields__, 0) | {"hits": [], "decisions": {}}
     empty: dict[str, Any] = dict.fromkeys(ServerFigures.__struct_fields__, 0)
     empty |= {"version": "", "tokens": TokenFigures(**no_tokens), "hierarchy": host, "counters": {}}
-    empty |= {name: [] for name in ("tiers", "flows", "sessions", "operations")}
+    empty |= {name: [] for name in ("tiers", "flows", "sessions", "namespaces", "operations")}
     return FiguresCollector(ServerFigures(**empty), 0.0).collect()
 
 

@@ -1,0 +1,233 @@
+"""Shares of namespaces: nobody pushes another below its minimum, nobody passes its maximum, whatever comes and goes."""
+
+import random
+
+import pytest
+from counts import count, seed
+from hierarchy_world import SMALL, Story
+
+from tiered_kv.hierarchy.plan import Delete, Outcome
+from tiered_kv.hierarchy.shares import Share, Shares, Taken
+from tiered_kv.testing.spaces import Space
+
+SIZE = SMALL.slot_bytes
+OTHER = Space(b"other-namespace-", SIZE)
+THIRD = Space(b"third-namespace-", SIZE)
+LARGE = Space(b"large-namespace-", 15)
+
+
+class SharedStory(Story):
+    """Namespaces with shares, each with one session."""
+
+    def join(self, space: Space, at_least: float = 0.0, at_most: float = 1.0) -> int:
+        """Open a session that states a share."""
+        self.hierarchy.index.shares.set(space.namespace, Share(at_least, at_most, space.slot_bytes))
+        if space == SMALL:
+            return self.session
+        return self.open_space(space.namespace, space.slot_bytes)
+
+    def taken(self, space: Space, tier: int | None) -> int:
+        return self.hierarchy.taken[tier].by_namespace().get(space.namespace, 0)
+
+    def in_host(self, space: Space, number: int) -> int:
+        """How many of the first chunks of prompts 0 to ``number`` are in host memory."""
+        return sum(self.is_in_host((one,), space) for one in range(number))
+
+    def below(self, space: Space, number: int) -> int:
+        return sum(space.key((one,)) in self.media[0] for one in range(number))
+
+
+def test_a_minimum_is_kept_in_every_tier_however_much_others_store() -> None:
+    story = SharedStory(host_bytes=20 * SIZE, capacities=(30 * SIZE,))
+    story.join(SMALL, at_least=0.5)
+    other = story.join(OTHER)
+    for number in range(15):
+        story.store((number,))
+    for number in range(200):
+        story.store((number,), other)
+    assert story.taken(SMALL, 0) == 15 * SIZE == 15 * story.below(SMALL, 15) * SIZE // 15
+    assert 9 * SIZE <= story.taken(SMALL, None) <= 10 * SIZE + SIZE
+    assert story.taken(OTHER, 0) == 15 * SIZE, "the rest is the other's, all of it"
+
+
+def test_without_a_minimum_the_same_traffic_pushes_everything_out() -> None:
+    story = SharedStory(host_bytes=20 * SIZE, capacities=(30 * SIZE,))
+    other = story.join(OTHER)
+    for number in range(15):
+        story.store((number,))
+    for number in range(200):
+        story.store((number,), other)
+    assert story.below(SMALL, 15) == 0 and story.in_host(SMALL, 15) == 0
+
+
+def test_what_a_minimum_does_not_take_is_everybodys_until_its_namespace_stores() -> None:
+    story = SharedStory(host_bytes=20 * SIZE, capacities=(20 * SIZE,))
+    story.join(SMALL, at_least=0.5)
+    other = story.join(OTHER)
+    for number in range(50):
+        story.store((number,), other)
+    assert story.taken(OTHER, 0) == 20 * SIZE
+    for number in range(10):
+        story.store((number,))
+    assert story.taken(SMALL, 0) == story.taken(OTHER, 0) == 10 * SIZE
+    assert story.below(SMALL, 10) == 10
+
+
+def test_above_its_minimum_a_namespace_loses_what_is_oldest_to_others() -> None:
+    story = SharedStory(host_bytes=100 * SIZE, capacities=(20 * SIZE,))
+    story.join(SMALL, at_least=0.25)
+    other = story.join(OTHER)
+    for number in range(20):
+        story.store((number,))
+    for number in range(15):
+        story.store((number,), other)
+    assert story.below(SMALL, 20) == 5 and all(SMALL.key((n,)) in story.media[0] for n in range(15, 20))
+    story.store((15,), other)
+    assert story.below(SMALL, 20) == 5, "now the other's own go"
+
+
+def test_who_is_at_its_minimum_replaces_its_own_when_all_is_kept() -> None:
+    story = SharedStory(host_bytes=100 * SIZE, capacities=(20 * SIZE,))
+    story.join(SMALL, at_least=0.5)
+    other = story.join(OTHER, at_least=0.5)
+    for number in range(10):
+        story.store((number,))
+        story.store((number,), other)
+    story.store((10,))
+    assert story.below(OTHER, 10) == 10
+    assert SMALL.key((0,)) not in story.media[0] and SMALL.key((10,)) in story.media[0]
+
+
+def test_a_maximum_is_not_passed_though_there_is_room() -> None:
+    story = SharedStory(host_bytes=40 * SIZE, capacities=(50 * SIZE,))
+    story.join(SMALL, at_most=0.2)
+    for number in range(60):
+        story.store((number,))
+        assert story.taken(SMALL, 0) <= 10 * SIZE
+        assert story.taken(SMALL, None) <= 8 * SIZE
+    assert story.below(SMALL, 60) == 10 and all(SMALL.key((n,)) in story.media[0] for n in range(50, 60))
+    assert story.in_host(SMALL, 60) >= 4, "what its sessions hold empty is a part of it, not all"
+
+
+def test_a_lookup_gets_what_fits_its_maximum_and_the_rest_is_a_miss() -> None:
+    story = SharedStory(host_bytes=40 * SIZE, capacities=(None,), found=[tuple(range(d)) for d in range(1, 31)])
+    story.join(SMALL, at_most=0.5)
+    lookup = story.ask(tuple(range(30)))
+    story.finish_all()
+    held, promised, ready, is_done = story.figures(lookup)
+    assert held == 30 and is_done and 1 <= ready == promised <= 7
+    story.release(lookup)
+    story.finish_all()
+
+
+def test_a_write_that_fits_no_share_is_dropped_and_counted() -> None:
+    story = SharedStory(host_bytes=40 * SIZE, capacities=(50 * SIZE,))
+    story.join(SMALL, at_most=0.1)
+    story.store((1, 2, 3, 4, 5))
+    story.hierarchy.set_pinned(0, [SMALL.key((1, 2, 3, 4, 5))])
+    story.store((9,))
+    assert story.counted("write_dropped_over_share") == 1 and story.below(SMALL, 10) == 1
+    story.hierarchy.set_pinned(0, [])
+    story.store((10,))
+    assert SMALL.key((10,)) in story.media[0]
+
+
+def test_a_maximum_that_was_passed_because_a_deletion_failed_is_made_good_by_the_next_write() -> None:
+    story = SharedStory(host_bytes=40 * SIZE, capacities=(50 * SIZE,))
+    story.join(SMALL, at_most=0.1)
+    for number in range(5):
+        story.store((number,))
+    story.commit_prefix((7,))
+    while not story.waiting(Delete):
+        story.finish(0)
+    story.end(Delete, fault=Outcome.UNAVAILABLE)
+    story.finish_all()
+    assert story.taken(SMALL, 0) == 6 * SIZE
+    story.store((8,))
+    assert story.taken(SMALL, 0) == 5 * SIZE
+
+
+def test_a_medium_that_is_too_full_takes_from_minima_too() -> None:
+    story = SharedStory(host_bytes=40 * SIZE, capacities=(20 * SIZE,))
+    story.join(SMALL, at_least=1.0)
+    for number in range(20):
+        story.store((number,))
+    story.hierarchy.restored(0, unlisted_bytes=5 * SIZE)
+    story.finish_all()
+    assert story.below(SMALL, 20) == 15
+
+
+def test_a_slot_size_below_what_it_keeps_gets_memory_of_one_that_has_more() -> None:
+    story = SharedStory(host_bytes=1600, capacities=())
+    story.join(SMALL)
+    for number in range(200):
+        story.store((number,))
+    large = story.join(LARGE, at_least=0.75)
+    for number in range(200):
+        story.store((number,), large)
+    assert story.taken(LARGE, None) >= 0.75 * 1600 - 200, "eight slabs: less one that is not worth a drain"
+    for number in range(300, 600):
+        story.store((number,))
+    assert story.taken(LARGE, None) >= 0.75 * 1600 - 200
+
+
+def test_without_a_minimum_two_slot_sizes_share_memory_equally() -> None:
+    story = SharedStory(host_bytes=1600, capacities=())
+    for number in range(200):
+        story.store((number,))
+    large = story.join(LARGE)
+    for number in range(200):
+        story.store((number,), large)
+    assert story.taken(LARGE, None) <= 0.5 * 1600 + 200
+
+
+@pytest.mark.parametrize("number", range(seed(), seed() + count("SEEDS", 20)))
+def test_minima_and_maxima_hold_in_any_history_of_stores_and_lookups(number: int) -> None:
+    source = random.Random(number)
+    spaces = [SMALL, OTHER, THIRD]
+    story = SharedStory(host_bytes=source.choice([200, 400]), capacities=(source.choice([150, 300, 600]),))
+    minima = [source.choice([0.0, 0.1, 0.3]) for _ in spaces]
+    shares = [Share(least, max(least, source.choice([0.2, 0.5, 1.0]))) for least in minima]
+    sessions = [story.join(space, one.at_least, one.at_most) for space, one in zip(spaces, shares, strict=True)]
+    most_empty = dict.fromkeys(spaces, 0)
+    reached: set[tuple[bytes, int | None]] = set()
+    for _ in range(150):
+        pick = source.randrange(3)
+        path = tuple(source.randrange(4) for _ in range(source.randrange(1, 4)))
+        if source.random() < 0.3:
+            story.release(story.ask(path, session=sessions[pick]))
+            story.finish_all()
+        else:
+            for depth in range(1, len(path) + 1):
+                story.commit(sessions[pick], path[:depth])
+                story.finish_all()
+        for space, session in zip(spaces, sessions, strict=True):  # they count, and come and go
+            empty_bytes = len(story.credits[session]) * SIZE
+            most_empty[space] = max(most_empty[space], empty_bytes)
+        for space, share in zip(spaces, shares, strict=True):
+            for tier, taken in story.hierarchy.taken.items():
+                size_bytes, capacity_bytes = story.taken(space, tier), taken.capacity_bytes
+                assert capacity_bytes is not None
+                assert size_bytes <= share.at_most * capacity_bytes, "more than its maximum"
+                slack = SIZE if tier == 0 else SIZE + most_empty[space]
+                if size_bytes >= share.at_least * capacity_bytes - slack:
+                    reached.add((space.namespace, tier))
+                else:
+                    assert (space.namespace, tier) not in reached, "others pushed it below its minimum"
+
+
+def test_taken_counts_and_forgets() -> None:
+    shares = Shares()
+    taken = Taken(shares, 100)
+    taken.add(b"a", 30)
+    taken.add(b"a", 0)
+    assert not taken.keeps(b"a", 30) and taken.excess_bytes(b"a", 1000) < 0, "no share, no rule"
+    shares.set(b"a", Share(0.3, 0.4))
+    assert taken.keeps(b"a", 1) and taken.excess_bytes(b"a", 10) == 0 and taken.excess_bytes(b"a", 20) == 10
+    taken.remove(b"a", 30)
+    assert taken.by_namespace() == {}
+    shares.set(b"a", Share())
+    assert shares.get(b"a") is None
+    with pytest.raises(KeyError):
+        taken.remove(b"a", 1)
+    Taken(shares, None).check_integrity([(b"a", 0)])
