@@ -28,7 +28,7 @@ from vllm.v1.request import RequestStatus
 IDLE_S = 0.0005
 """vLLM's busy loop sleeps a millisecond after a step without work."""
 RUN_MAX_S = 90.0
-HELD_BACK_S = 10.0
+STANDSTILL_S = 10.0
 TRUNKS = 3
 PROMPT_MAX = 130
 ANSWER_MAX = 48
@@ -157,7 +157,7 @@ class _World:
         never_load: Requests for which nothing may be loaded.
         sessions: Turns that open sessions have still to come.
         thaw_at: Turn at which a frozen server goes on.
-        held_back_s: Since when vLLM has kept requests whose loads have ended from running.
+        still_since_s: Since when loads have ended and nothing runs.
         is_reset_durable: No weights were replaced while there was no server to remember it.
     """
 
@@ -170,7 +170,7 @@ class _World:
     sent: int = 0
     turn: int = 0
     thaw_at: int | None = None
-    held_back_s: float | None = None
+    still_since_s: float | None = None
     is_reset_durable: bool = True
     aborted: set[str] = field(default_factory=set)
     limits: Counter[str] = field(default_factory=Counter)
@@ -219,34 +219,28 @@ def _wave(world: _World, requests: int) -> None:
         _move(world)
         _continue_sessions(world)
         if world.engine.step():
-            world.held_back_s = None
+            world.still_since_s = None
         else:
             time.sleep(IDLE_S)
-            _let_go_if_held_back(world)
+            _notice_standstill(world)
         _check_loading(world)
     _thaw(world)
 
 
-def _let_go_if_held_back(world: _World) -> None:
-    """Abort a request that vLLM's scheduler keeps others behind for ever, as its client would after a time-out.
+def _notice_standstill(world: _World) -> None:
+    """End the run where vLLM's scheduler keeps requests behind one that finds no room (docs/simulator.md).
 
-    Not ours, and counted (docs/simulator.md): a request whose load has ended finds no room for the rest of its prompt,
-    and the scheduler stops there, in front of others whose loads have ended, too, and who hold the blocks it lacks.
-    Nothing runs, so nothing is preempted.
+    Loads have ended, nothing runs, so nothing is preempted, and nobody lets go of the blocks it lacks.
     """
     scheduler = world.engine.scheduler
     loading = [one for one in scheduler.kv_holding_waiting if one.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
     arrived = all(one.request_id in scheduler.finished_recving_kv_req_ids for one in loading)
     if scheduler.running or not loading or not arrived:
-        world.held_back_s = None
+        world.still_since_s = None
         return
-    world.held_back_s = world.held_back_s or time.monotonic()
-    if time.monotonic() - world.held_back_s > HELD_BACK_S:
-        head = scheduler.kv_holding_waiting.peek_request()
-        world.note("held_back_by_vllm")
-        world.aborted.add(head.request_id)
-        world.engine.abort(head.request_id)
-        world.held_back_s = None
+    world.still_since_s = world.still_since_s or time.monotonic()
+    if time.monotonic() - world.still_since_s > STANDSTILL_S:
+        raise TimeoutError(f"vLLM stands still: {_state(world.engine)}")
 
 
 def _check_loading(world: _World) -> None:
@@ -325,7 +319,10 @@ def _continue_sessions(world: _World) -> None:
         more = [source.randrange(VOCAB) for _ in range(source.choice([1, 5, 20]))]
         answer_max = source.choice([1, 3, 8])
         parameters = SamplingParams(max_tokens=answer_max, temperature=0.0, ignore_eos=True, detokenize=False)
-        if turns and len(request.all_token_ids) + len(more) + answer_max + ANSWER_MAX < MAX_MODEL_LEN:
+        waiting = sum(
+            len(one.prompt_token_ids or ()) + one.max_tokens for one in filter(None, request.streaming_queue or ())
+        )
+        if turns and len(request.all_token_ids) + waiting + len(more) + answer_max + ANSWER_MAX < MAX_MODEL_LEN:
             world.sessions[request_id] = turns - 1
             world.limits[request_id] += answer_max
             world.note("session_turns")
@@ -394,9 +391,9 @@ def _replace_weights(world: _World) -> None:
 def _is_quiet(world: _World) -> bool:
     engine = world.engine
     if engine.step():
-        world.held_back_s = None
+        world.still_since_s = None
     engine.finish_steps()
-    _let_go_if_held_back(world)
+    _notice_standstill(world)
     return not (engine.scheduler.kv_holding_waiting or engine.scheduler.has_finished_requests())
 
 

@@ -19,7 +19,7 @@ from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
 
 pytestmark = pytest.mark.vllm
 
-GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK, is_windowed=False)])
+GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
 BOTH = Abilities(may_load=True, may_store=False, has_prefix_caching=False)
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCKS = 200
 PER_CHUNK = 4
-GROUPS = CacheGroups([CacheGroup(16, PER_CHUNK, PER_CHUNK, is_windowed=False)])
+GROUPS = CacheGroups([CacheGroup(16, PER_CHUNK, PER_CHUNK)])
 NAMESPACE = Namespace.from_fields(dict.fromkeys(REQUIRED_FIELDS, "test") | {"format_version": 1})
 
 

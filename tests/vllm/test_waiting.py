@@ -148,33 +148,33 @@ def test_prefill_rate_comes_from_busy_prefill_steps_only() -> None:
     rate = PrefillRate()
     assert rate.tokens_per_s == PREFILL_TOKENS_PER_S_DEFAULT
 
-    rate.step(0.0, {"a": 1000}, prefill_tokens=1000)
-    rate.step(60.0, {"b": 500}, prefill_tokens=500)  # another request: the engine may have been idle for a minute
+    rate.note(0.0, {"a": 1000}, prefill_tokens=1000)
+    rate.note(60.0, {"b": 500}, prefill_tokens=500)  # another request: the engine may have been idle for a minute
     assert rate.tokens_per_s == PREFILL_TOKENS_PER_S_DEFAULT
 
-    rate.step(60.5, {"b": 1, "c": 7}, prefill_tokens=7)
+    rate.note(60.5, {"b": 1, "c": 7}, prefill_tokens=7)
     assert rate.tokens_per_s == pytest.approx(1000.0)
 
-    rate.step(70.5, {"b": 1, "c": 1}, prefill_tokens=0)  # the step before was mostly decode
+    rate.note(70.5, {"b": 1, "c": 1}, prefill_tokens=0)  # the step before was mostly decode
     assert rate.tokens_per_s == pytest.approx(1000.0)
 
 
 def test_prefill_rate_comes_from_first_tokens_where_nothing_is_decoded() -> None:
     """A prefill engine: each request ends with the step that computed its prompt, and the next comes at any time."""
     rate = PrefillRate()
-    rate.step(0.0, {"a": 1000}, prefill_tokens=1000)
+    rate.note(0.0, {"a": 1000}, prefill_tokens=1000)
     rate.finished(0.1, "b")
     assert rate.tokens_per_s == PREFILL_TOKENS_PER_S_DEFAULT, "of another step"
     rate.finished(2.0, "a")
     assert rate.tokens_per_s == pytest.approx(500.0)
     rate.finished(9.0, "a")
-    rate.step(60.0, {"a": 1}, prefill_tokens=0)
+    rate.note(60.0, {"a": 1}, prefill_tokens=0)
     assert rate.tokens_per_s == pytest.approx(500.0), "a step counts once"
 
 
 def test_prefill_rate_follows_changes() -> None:
     rate = PrefillRate()
     for second in range(40):
-        rate.step(float(second), {"a": 2000}, prefill_tokens=2000)
+        rate.note(float(second), {"a": 2000}, prefill_tokens=2000)
 
     assert rate.tokens_per_s == pytest.approx(2000.0, rel=0.01)

@@ -38,13 +38,25 @@ class CacheGroup:
         block_tokens: Tokens of one block.
         chunk_blocks: Blocks of a chunk.
         stored_blocks: How many of them are stored, its last ones.
-        is_windowed: Whether vLLM frees blocks in front of a window.
+        window_tokens: vLLM frees the blocks in front of so many tokens; None: it keeps all.
     """
 
     block_tokens: int
     chunk_blocks: int
     stored_blocks: int
-    is_windowed: bool
+    window_tokens: int | None = None
+
+    @property
+    def is_windowed(self) -> bool:
+        return self.window_tokens is not None
+
+    def peak_blocks(self, tokens: int, computed_tokens: int, step_tokens: int) -> int:
+        """Most blocks a request of ``tokens`` holds while it computes, step by step, what follows those computed."""
+        every = -(-tokens // self.block_tokens)
+        if self.window_tokens is None:
+            return every
+        kept, new = self.window_tokens - 1, min(tokens - computed_tokens, step_tokens)
+        return min(every, -(-kept // self.block_tokens) + -(-new // self.block_tokens) + 1)
 
     def stored_range(self, chunk: int) -> range:
         """Places in the block table of a chunk's blocks that are stored."""
@@ -71,7 +83,7 @@ class CacheGroups(tuple[CacheGroup, ...]):
             window = window_tokens(spec)
             per_chunk = chunk_tokens // block
             stored = per_chunk if window is None else min(per_chunk, max(1, -(-(window - 1) // block)))
-            groups.append(CacheGroup(block, per_chunk, stored, window is not None))
+            groups.append(CacheGroup(block, per_chunk, stored, window))
         result = cls(groups)
         if chunk_tokens % (block := result.block_tokens):
             raise ConfigError(
@@ -95,6 +107,10 @@ class CacheGroups(tuple[CacheGroup, ...]):
     def stored_blocks(self) -> int:
         """Blocks of one chunk over all groups: what a store pins."""
         return sum(group.stored_blocks for group in self)
+
+    def peak_blocks(self, tokens: int, computed_tokens: int, step_tokens: int) -> int:
+        """The same over all groups."""
+        return sum(group.peak_blocks(tokens, computed_tokens, step_tokens) for group in self)
 
     def loadable_tokens(self, held_tokens: int, request_tokens: int, chunk_tokens: int) -> int:
         """How much of a held prefix may be loaded.

@@ -21,6 +21,7 @@ from tiered_kv.vllm.metadata import LoadJob, SaveReport, StepMetadata
 from tiered_kv.vllm.pins import PinRequests
 from tiered_kv.vllm.requests import Lookup, RequestState
 from tiered_kv.vllm.resets import wait_until_durable
+from tiered_kv.vllm.room import LoadRoom
 from tiered_kv.vllm.storable import storable_tokens
 from tiered_kv.vllm.stores import Stores
 from tiered_kv.vllm.waiting import Patience, PrefillRate, Wait
@@ -30,12 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What this engine does with the cache, from its ``kv_role``, its own prefix caching and speculative decoding."""
+    """What this engine does with the cache, from its ``kv_role`` and its own settings."""
 
     may_load: bool
     may_store: bool
     has_prefix_caching: bool
     has_drafts: bool = False
+    step_tokens: int = 8192
 
 
 class SchedulerSide:
@@ -71,10 +73,12 @@ class SchedulerSide:
         self.stores = Stores(config, client, groups, self.counters, monotonic)
         self._controls = ControlReader(self.counters, monotonic)
         self._pins = PinRequests(client, self.stores, self.counters)
+        self._room = LoadRoom(groups, abilities.step_tokens, self.counters)
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, whose blocks stores pin."""
         self._block_pool = block_pool
+        self._room.set_pool(block_pool.num_gpu_blocks - 1)  # less the null block
         self.stores.bind_block_pool(block_pool)
 
     def state(self, request_id: str) -> RequestState | None:
@@ -142,6 +146,8 @@ class SchedulerSide:
         first = state.keys.keys[computed // self._chunk_tokens] if state.keys else b""
         if self._loading[first] and self._abilities.has_prefix_caching:
             return None  # another request is loading it: soon it is a GPU prefix cache hit
+        if not self._room.admits(state.request.request_id, state.request.num_tokens, computed + arrived):
+            return None
         state.offer = (computed, arrived)
         return arrived
 
@@ -242,6 +248,7 @@ class SchedulerSide:
         state.loading_keys = state.keys.keys[first:last] if state.keys else ()
         state.loading_lookup, state.lookup = lookup, None
         self._loading.update(state.loading_keys)
+        self._room.begin(request.request_id, request.num_tokens, end)
         self._loads.append(LoadJob(request.request_id, lookup.generation, copies or ()))
         self.counters["loads"] += 1
         self.counters["load_tokens"] += external_tokens
@@ -270,6 +277,7 @@ class SchedulerSide:
             if request_id in failed_ids:
                 # vLLM asks again for a request whose load failed; without this memory it would load and fail for ever.
                 state.is_load_failed = True
+                self._room.begin(request_id, state.request.num_tokens, 0)
                 self.counters["loads_failed"] += 1
             if state.is_finished:
                 del self._requests[request_id]
@@ -280,7 +288,8 @@ class SchedulerSide:
     def plan_step(self, output: Any) -> StepMetadata:
         """Work for the workers in this step."""
         self.poll()
-        self._note_prefill(output)
+        self.prefill.step(self._monotonic(), output.num_scheduled_tokens, self._requests)
+        self._room.leave(*output.num_scheduled_tokens)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
         if self._abilities.may_store and self._client.is_ready:
@@ -288,15 +297,6 @@ class SchedulerSide:
         saves = self.stores.start_jobs()
         loads, self._loads = tuple(self._loads), []
         return StepMetadata(self._client.generation, self._client.info, loads, saves)
-
-    def _note_prefill(self, output: Any) -> None:
-        scheduled = output.num_scheduled_tokens
-        prefill = 0
-        for request_id, tokens in scheduled.items():
-            state = self._requests.get(request_id)
-            if state is not None and state.request.num_computed_tokens + tokens <= state.request.num_prompt_tokens:
-                prefill += tokens
-        self.prefill.step(self._monotonic(), scheduled, prefill)
 
     def _preempted(self, request_id: str) -> None:
         """vLLM took the request's blocks away; when it comes back, it loads what was stored of it meanwhile."""
@@ -310,8 +310,7 @@ class SchedulerSide:
 
     def _queue_stores(self, output: Any) -> None:
         for request_id, tokens in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is None:
+            if (state := self._requests.get(request_id)) is None:
                 continue
             computed = state.request.num_computed_tokens + tokens
             if self._storable_chunks(state, computed) > state.stored:
@@ -355,6 +354,7 @@ class SchedulerSide:
         if state.controls.pin_ttl_s is not None:
             self.pin(state, state.controls.pin_ttl_s)
         self._drop_lookup(state)
+        self._room.leave(request.request_id)
         state.is_finished = True
         if not state.is_loading:
             del self._requests[request.request_id]

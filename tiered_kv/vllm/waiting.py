@@ -4,8 +4,9 @@ Pure arithmetic over what was measured; the scheduler side owns the clock. DESIG
 top of recomputing what did not arrive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 UNPROVEN_SHARE = 0.05
 """Of the time the missing prefill would take: what may be lost on chunks from a tier of unknown speed, or one that is
@@ -37,8 +38,22 @@ class PrefillRate:
         """The moving estimate, or the default before the first sample."""
         return self._tokens_per_s or PREFILL_TOKENS_PER_S_DEFAULT
 
-    def step(self, now_s: float, scheduled: dict[str, int], prefill_tokens: int) -> None:
-        """Note a step at the moment it is planned; ``scheduled`` is tokens per request."""
+    def step(self, now_s: float, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> None:
+        """Note a step of vLLM at the moment it is planned.
+
+        Args:
+            scheduled: Tokens per request.
+            requests: What is known of requests, by their ids; each has vLLM's own as ``request``.
+        """
+        prefill = 0
+        for request_id, tokens in scheduled.items():
+            state = requests.get(request_id)
+            if state is not None and state.request.num_computed_tokens + tokens <= state.request.num_prompt_tokens:
+                prefill += tokens
+        self.note(now_s, scheduled, prefill)
+
+    def note(self, now_s: float, scheduled: Mapping[str, int], prefill_tokens: int) -> None:
+        """Note a step of which so many tokens are prefill."""
         total = sum(scheduled.values())
         if self._previous is not None:
             then_s, tokens, requests = self._previous

@@ -1,0 +1,49 @@
+"""A vLLM engine that states a share finds its prompts again, with the same answers, however busy its neighbour is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cache_clients import SmallEngine
+from cache_clients import settings as neighbour_settings
+from cache_probe import figures, wait_written
+from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
+from vllm_harness import random_prompt
+
+from tiered_kv.admin.server_link import ServerLink
+
+pytestmark = pytest.mark.vllm
+
+LIMITS = {"host_bytes": "32MiB", "disk_bytes": "96MiB"}
+PROMPTS = [random_prompt(seed, 2 * CHUNK + TAIL) for seed in range(4)]
+NEIGHBOURS_PROMPTS = 500
+"""Of 8 chunks of 36 KiB each: more than the disk tier and host memory hold."""
+
+
+@pytest.fixture(params=[0.25, 0.0], ids=["with-a-minimum", "without"])
+def engine(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> Iterator[CachedEngine]:
+    with cached_engine(tiny_model, tmp_path / "cache", LIMITS | {"min_share": request.param}) as made:
+        yield made
+
+
+def test_a_busy_neighbour_pushes_out_what_is_not_kept(engine: CachedEngine, request: pytest.FixtureRequest) -> None:
+    is_kept = request.node.callspec.params["engine"] > 0
+    computed = engine.ask(*PROMPTS)
+    wait_written(engine.root)
+    neighbour = SmallEngine.start(neighbour_settings(engine.root, **LIMITS), "neighbour", weights="other")
+    try:
+        for prompt in range(NEIGHBOURS_PROMPTS):
+            neighbour.store(8, first_token=prompt * 1_000_000)
+        wait_written(engine.root)
+        assert figures(engine.root)["counters"]["lower_evicted"] > 200, "nobody was pressed"
+        with ServerLink.of_directory(engine.root) as link:  # which sizes of chunk share equally, whoever is busy
+            link.evict("host", b"", None, holes=True)
+    finally:
+        neighbour.close()
+
+    again = engine.ask(*PROMPTS)
+
+    assert [answer.cached_tokens for answer in computed] == [0] * len(PROMPTS)
+    assert [answer.cached_tokens for answer in again] == [2 * CHUNK if is_kept else 0] * len(PROMPTS)
+    for ours, theirs in zip(again, computed, strict=True):
+        assert_same(ours, theirs)
