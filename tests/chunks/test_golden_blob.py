@@ -1,4 +1,4 @@
-"""A blob written down once from docs/format.md, without this package's code, and kept for ever."""
+"""Blobs written down once from docs/format.md, without this package's code, and kept for ever: one of each version."""
 
 from pathlib import Path
 
@@ -7,9 +7,11 @@ import pytest
 from format_samples import GOLDEN_FIELDS, GOLDEN_NAMESPACE, golden_geometry
 from safetensors import safe_open
 
-from tiered_kv.chunks.header import BlobFormat, BlobHeader, check_blob, peek, read_header
+from tiered_kv.chunks.header import BlobFormat, BlobHeader, check_blob, peek, read_header, refuse_foreign
+from tiered_kv.errors import ChunkMismatch
 
-PATH = Path(__file__).parents[1] / "golden" / "blob_v1.safetensors"
+GOLDEN = Path(__file__).parents[1] / "golden"
+PATH = GOLDEN / "blob_v2.safetensors"
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def test_golden_blob_verifies(golden):
 
 def test_golden_header_is_read_from_its_first_4096_bytes(golden):
     assert peek(golden[:4096]) == BlobHeader(
-        format_version=1,
+        format_version=2,
         namespace=GOLDEN_NAMESPACE,
         key=GOLDEN_FIELDS.key,
         parent=GOLDEN_FIELDS.parent,
@@ -41,6 +43,7 @@ def test_golden_header_is_read_from_its_first_4096_bytes(golden):
         prefix_sha256=GOLDEN_FIELDS.prefix_sha256,
         payload_xxh3=read_header(golden).header.payload_xxh3,
         created_unix_s=1_700_000_000,
+        tag=bytes(range(0x60, 0x70)),
         header_bytes=4096,
     )
 
@@ -49,7 +52,8 @@ def test_safetensors_opens_the_golden_blob():
     with safe_open(PATH, framework="np") as opened:
         metadata = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
-    assert metadata["tiered_kv_format"] == "0001"
+    assert metadata["tiered_kv_format"] == "0002"
+    assert metadata["tag"] == GOLDEN_FIELDS.tag.hex()
     assert metadata["key"] == GOLDEN_FIELDS.key.hex()
     assert {name: (t.dtype.name, t.shape) for name, t in tensors.items()} == {
         "rank0/model.layers.0.attn": ("float16", (2, 2, 4, 8)),
@@ -63,3 +67,17 @@ def test_safetensors_opens_the_golden_blob():
         offset = golden_geometry().data_bytes if name == "_pad" else offsets[name.partition("/")[2]]
         assert tensor.tobytes() == payload[offset : offset + tensor.nbytes]
     assert not np.any(tensors["_pad"])
+
+
+def test_a_blob_of_version_1_is_somebody_elses_and_never_a_damaged_one_of_ours():
+    old = memoryview((GOLDEN / "blob_v1.safetensors").read_bytes())
+    ours = BlobFormat(GOLDEN_NAMESPACE, golden_geometry())
+    for read in (
+        lambda: peek(old[:4096]),
+        lambda: read_header(old),
+        lambda: check_blob(old),
+        lambda: ours.verify(old, GOLDEN_FIELDS.key, GOLDEN_FIELDS.prefix_sha256),
+        lambda: refuse_foreign(old[:4096], GOLDEN_NAMESPACE),
+    ):
+        with pytest.raises(ChunkMismatch, match="format version mismatch. expected=2 observed=1"):
+            read()

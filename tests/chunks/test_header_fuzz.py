@@ -117,7 +117,7 @@ def test_damaged_headers_raise_declared_errors_only():
         if ended[2] == "ok":
             assert ended[:2] == ("ok", "ok")
             # What verify lets through differs at most in fields that a lookup does not know.
-            for field in (f.HEADER_XXH3, f.PARENT, f.CHUNK_INDEX, f.CREATED_UNIX_S):
+            for field in (f.HEADER_XXH3, f.PARENT, f.CHUNK_INDEX, f.CREATED_UNIX_S, f.TAG):
                 blob[field.slice] = GOOD[field.slice]
             assert bytes(blob) == GOOD
     # The mutations must reach every outcome of every reader, else they prove little.

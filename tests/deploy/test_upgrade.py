@@ -1,6 +1,6 @@
-"""Upgrade and rollback: a directory that version 1 wrote, and two format versions that share a disk and a bucket.
+"""Upgrade and rollback: directories that each version wrote, and two format versions that share a disk and a bucket.
 
-``tests/golden/cache_v1.tar.xz`` is a cache directory as this package wrote it at format version 1, kept for ever: a
+``tests/golden/cache_v<n>.tar.xz`` is a cache directory as this package wrote it at format version n, kept for ever: a
 later version reads it, or leaves it alone. It holds the first six chunks of ``SmallEngine``'s prompt 0 and was made by
 ``PYTHONPATH=tests/support python tests/deploy/test_upgrade.py``.
 """
@@ -20,14 +20,20 @@ from typing import Any
 
 import pytest
 from cache_clients import SmallEngine, settings
-from cache_probe import wait_ended
+from cache_probe import figures, wait_ended, wait_written
+from old_index import write_old_index
 
 import tiered_kv
+from tiered_kv.chunks import fields as f
 from tiered_kv.config import Config
 from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.keys.naming import parse_path
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server.messages import PROTOCOL
+from tiered_kv.tiers.disk_index import IndexRow, Shard
+from tiered_kv.tiers.disk_io import allocated_bytes
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "cache_v1.tar.xz"
+GOLDEN = Path(__file__).parents[1] / "golden"
 CHUNKS = 6
 SUPPORT = Path(__file__).parents[1] / "support"
 PACKAGE = Path(tiered_kv.__file__).parent
@@ -78,7 +84,7 @@ def engine_of(place: Path | None, given: Config) -> int:
         How many chunks it hit before it stored. It has compared their bytes.
     """
     wanted = {name: value for name, value in asdict(given).items() if value is not None}
-    parents = [str(SUPPORT)] if place is None else [str(place), str(SUPPORT)]
+    parents = [str(place or PACKAGE.parent), str(SUPPORT)]
     done = subprocess.run(
         [sys.executable, "-c", SERVE_ONE_ENGINE, json.dumps(wanted, default=str)],
         capture_output=True,
@@ -107,17 +113,70 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_directory_of_version_1_is_read(tmp_path: Path) -> None:
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(tmp_path, filter="data")
-    root = tmp_path / "cache"
+def unpack(version: int, place: Path) -> Path:
+    """The golden directory of a version."""
+    with tarfile.open(GOLDEN / f"cache_v{version}.tar.xz") as archive:
+        archive.extractall(place, filter="data")
+    assert sum(name.endswith(".safetensors") for name in files(place / "cache")) == CHUNKS
+    return place / "cache"
+
+
+def test_a_directory_of_this_version_is_read(tmp_path: Path) -> None:
+    root = unpack(FORMAT_VERSION, tmp_path)
     before = files(root)
-    assert sum(name.endswith(".safetensors") for name in before) == CHUNKS
     with closing(SmallEngine.start(settings(root))) as engine:
         engine.wait_hits(CHUNKS)  # promoted from disk; compares the bytes
         assert engine.hits(CHUNKS + 2) == CHUNKS
     wait_ended(root)
     assert files(root) == before
+
+
+def rows_of(root: Path) -> dict[Shard, list[IndexRow]]:
+    """What a server knows of a directory's blobs, whatever their version: all of them have these fields there."""
+    shards: dict[Shard, list[IndexRow]] = {}
+    for path in (root / "blobs").rglob("*.safetensors"):
+        name, data = parse_path(str(path.relative_to(root / "blobs"))), path.read_bytes()[:4096]
+        assert name is not None
+        parent, digest = (bytes.fromhex(data[field.slice].decode()) for field in (f.PARENT, f.PREFIX_SHA256))
+        index, size = int(data[f.CHUNK_INDEX.slice]), allocated_bytes(path.stat())
+        row = IndexRow(name.key, parent, digest, index, size, NO_TAG, 100 - index, 0)
+        shards.setdefault(Shard.of(name), []).append(row)
+    return shards
+
+
+def test_what_version_1_wrote_makes_room_as_it_did_before(tmp_path: Path) -> None:
+    """A full disk after an upgrade: the old chunks are in the old index, so they count as chunks and go."""
+    root = unpack(1, tmp_path)
+    old = set(files(root))
+    write_old_index(root, rows_of(root))
+    room = sum(row.size_bytes for rows in rows_of(root).values() for row in rows)
+    with closing(SmallEngine.start(settings(root, disk_bytes=(65 << 20) + room))) as engine:
+        assert engine.hits(CHUNKS) == 0, "keys of another version are others"
+        used = next(tier for tier in figures(root)["tiers"] if tier["name"] == "disk")
+        assert used["blobs"] == CHUNKS
+        for first_token in range(0, 4000, 100):  # 240 chunks of 40 KiB, where the limit has room for 1 MiB and six
+            engine.store(CHUNKS, first_token)
+            wait_written(root)
+    wait_ended(root)
+    left = set(files(root))
+    assert not {name for name in old & left if name.endswith(".safetensors")} and len(left) > 2 * CHUNKS
+    assert not list(root.glob("index.damaged-*"))
+
+
+def test_without_its_index_what_version_1_wrote_is_counted_and_left_alone(tmp_path: Path) -> None:
+    root = unpack(1, tmp_path)
+    before = files(root)
+    with closing(SmallEngine.start(settings(root))) as engine:
+        assert engine.hits(CHUNKS) == 0
+        engine.store(CHUNKS)
+        engine.wait_hits(CHUNKS)
+        wait_written(root)
+    wait_ended(root)
+    after = files(root)
+    assert before.items() <= after.items() and len(after) == 2 * len(before)
+    listed = cli("ls", f"file://{root}", "--json")
+    assert listed["chunk_count"] == CHUNKS
+    assert [bad["reason"] for bad in cli("verify", f"file://{root}", "--json", code=4)["bad"]] == ["version"] * CHUNKS
 
 
 def test_an_upgrade_and_a_rollback_on_one_disk(tmp_path: Path, next_version: Path) -> None:
@@ -171,7 +230,7 @@ def write_golden() -> None:
         root = Path(directory) / "cache"
         assert engine_of(None, settings(root)) == 0
         wait_ended(root)
-        with tarfile.open(GOLDEN, "x:xz") as archive:
+        with tarfile.open(GOLDEN / f"cache_v{FORMAT_VERSION}.tar.xz", "x:xz") as archive:
             for name in files(root):
                 archive.add(root / name, arcname=f"cache/{name}")
 

@@ -12,8 +12,9 @@ from tiered_kv.keys.extras import Embeds, Lora, Multimodal, Salt, encode
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.rolling import PrefixKeys
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "keys_v1.json").read_text(encoding="utf-8"))
-CASES = GOLDEN["cases"]
+PLACE = Path(__file__).parents[1] / "golden"
+GOLDEN = {version: json.loads((PLACE / f"keys_{version}.json").read_text(encoding="utf-8")) for version in ("v1", "v2")}
+CASES = [(version, case) for version, golden in GOLDEN.items() for case in golden["cases"]]
 KINDS = {
     "lora": Lora,
     "salt": Salt,
@@ -26,39 +27,53 @@ def extras_of(case):
     return lambda index: encode([KINDS[kind](*args) for kind, *args in case["extras"].get(str(index), [])])
 
 
+def named(given):
+    version, case = given
+    return f"{version} {case['name']}"
+
+
 def test_there_are_twenty_different_cases():
-    assert len({case["name"] for case in CASES}) == 20
-    firsts = [case["keys"][0] for case in CASES if case["keys"]]
-    # Four cases start with the same chunk; everything else that the cases vary changes the first key.
-    assert len(firsts) == 18
-    assert len(set(firsts)) == 15
+    for golden in GOLDEN.values():
+        assert len({case["name"] for case in golden["cases"]}) == 20
+        firsts = [case["keys"][0] for case in golden["cases"] if case["keys"]]
+        # Four cases start with the same chunk; everything else that the cases vary changes the first key.
+        assert len(firsts) == 18
+        assert len(set(firsts)) == 15
 
 
-def test_golden_files_are_the_ones_written_for_version_1():
-    digests = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in (Path(__file__).parents[1] / "golden").glob("*_v1.*")
-    }
+def test_a_version_changes_every_key():
+    """So two versions never meet: the number is part of the namespace's record, and the derivation is the same."""
+    old, new = (
+        {key for case in golden["cases"] for key in (*case["keys"], *case["digests"])} for golden in GOLDEN.values()
+    )
+    assert not old & new
+
+
+def test_golden_files_are_the_ones_written_for_their_version():
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in PLACE.glob("*_v[0-9].*")}
     assert digests == {
         "keys_v1.json": "98c1c7b0c3a78891c3e1cede530697030ce501c155a6f0b6067052923b2d0000",
         "blob_v1.safetensors": "790ee0f5d8ee302c60fa5e53f7d8044a6028308035fb03adf241ed81fb149e6a",
         "cache_v1.tar.xz": "989b3ba990f62349c881e4e87ba05702f2e2940fa05921a6800bba3396e0f3fd",
+        "keys_v2.json": "883c344411c1e567195d8896d69d4a8c9668d706baf3238e8baaaf818b3bd1e4",
+        "blob_v2.safetensors": "b55c1600b9f462d1a9d6bcb56368de037a2987534606580c4cbc2994a7118fb3",
+        "cache_v2.tar.xz": "9edb47a2fecdfa0469a24e76c20282a1a5bc7abc06c5b049788d1b46c589a6b8",
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_keys_and_digests_are_the_golden_ones(case):
-    namespace = Namespace.from_record(GOLDEN["namespaces"][case["namespace"]].encode("ascii"))
+@pytest.mark.parametrize(("version", "case"), CASES, ids=map(named, CASES))
+def test_keys_and_digests_are_the_golden_ones(version, case):
+    namespace = Namespace.from_record(GOLDEN[version]["namespaces"][case["namespace"]].encode("ascii"))
     keys = PrefixKeys(namespace, case["chunk_tokens"])
     keys.extend(case["tokens"], extras_of(case))
     assert [key.hex() for key in keys.keys] == case["keys"]
     assert [digest.hex() for digest in keys.digests] == case["digests"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_golden_keys_follow_from_the_description_alone(case):
+@pytest.mark.parametrize(("version", "case"), CASES, ids=map(named, CASES))
+def test_golden_keys_follow_from_the_description_alone(version, case):
     size = case["chunk_tokens"]
-    digest = hashlib.sha256(GOLDEN["namespaces"][case["namespace"]].encode("ascii")).digest()
+    digest = hashlib.sha256(GOLDEN[version]["namespaces"][case["namespace"]].encode("ascii")).digest()
     key = digest[:16]
     for index, (golden_key, golden_digest) in enumerate(zip(case["keys"], case["digests"], strict=True)):
         tokens = case["tokens"][index * size : (index + 1) * size]

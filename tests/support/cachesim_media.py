@@ -127,7 +127,7 @@ class SimDisk(Tier):
             data = first + bytes(blob[size // 2 :])
             del disk.temps[temp]
             self._publish(name, data)
-            self._ledger.commit(BlobInfo(name, size, header.parent, header.chunk_index, header.prefix_sha256), size)
+            self._ledger.commit(BlobInfo.of(name, size, header), size)
             self._hub.note(f"disk put {label(name)}")
         except Killed:
             raise  # its temp file stays until the sweep
@@ -211,7 +211,7 @@ def _read_row(name: BlobName, data: bytes, old: IndexRow | None) -> IndexRow:
     if header.key != name.key:
         raise ChunkCorrupt(f"another key. observed={header.key.hex()}")
     use_seq = 0 if old is None else old.use_seq
-    return IndexRow(name.key, header.parent, header.prefix_sha256, header.chunk_index, len(data), use_seq, 0)
+    return IndexRow.of(header, len(data), use_seq, 0)
 
 
 # -- the bucket --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 from tiered_kv.chunks.fields import HEADER_XXH3, SealFields, header_hash, read_frame
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
-from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.namespace import FORMAT_VERSION, Namespace
 
 GOLDEN_NAMESPACE = bytes(range(16))
 GOLDEN_FIELDS = SealFields(
@@ -15,13 +15,14 @@ GOLDEN_FIELDS = SealFields(
     chunk_index=3,
     prefix_sha256=bytes(range(0x40, 0x60)),
     created_unix_s=1_700_000_000,
+    tag=bytes(range(0x60, 0x70)),
 )
 
 
 def namespace_fields(**changes: object) -> dict[str, Any]:
     """All required fields of a namespace, with ``changes``."""
     fields: dict[str, Any] = {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "weights": "hf:0123456789abcdef0123456789abcdef01234567",
         "text_config": {"hidden_size": 1024, "rope_theta": "10000.0", "rope_scaling": None},
         "kv_dtype": "bfloat16",

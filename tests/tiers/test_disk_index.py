@@ -9,7 +9,9 @@ import sys
 
 import pytest
 from disk_probe import blob_files, open_disk
+from old_index import packed, write_old_index
 
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.disk_index import DiskIndex, IndexDamaged, IndexRow, Shard, is_on_network, pack_rows, unpack_rows
 
@@ -18,7 +20,8 @@ CHAIN = SampleChain()
 
 def rows(*numbers):
     return [
-        IndexRow(bytes([n]) * 16, bytes([n + 1]) * 16, bytes([n]) * 32, n, 4096 * n, n << 40, n << 20) for n in numbers
+        IndexRow(bytes([n]) * 16, bytes([n + 1]) * 16, bytes([n]) * 32, n, 4096 * n, bytes([n]) * 16, n << 40, n << 20)
+        for n in numbers
     ]
 
 
@@ -70,10 +73,44 @@ def test_a_value_with_one_flipped_bit_is_refused(position):
         unpack_rows(bytes(value))
 
 
-@pytest.mark.parametrize("length", [0, 3, 11, 13, 95, 97])
+@pytest.mark.parametrize("length", [0, 3, 11, 13, 100, 111, 117])
 def test_a_cut_value_is_refused(length):
     with pytest.raises(IndexDamaged):
         unpack_rows(pack_rows(rows(1, 2))[:length])
+
+
+# -- other versions ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_version_1_are_read_as_rows_without_a_tag(tmp_path, caplog):
+    shard, other = Shard(bytes(16), 0xAB), Shard(b"\xff" * 16, 0)
+    write_old_index(tmp_path, {shard: rows(1, 2)})
+    DiskIndex(tmp_path).write({other: rows(3)})  # as a flush does that finds one directory changed
+    untagged = {row.key: row._replace(tag=NO_TAG) for row in rows(1, 2)}
+    assert DiskIndex(tmp_path).load() == {shard: untagged, other: {row.key: row for row in rows(3)}}
+    assert not caplog.records and not damaged_copies(tmp_path)
+
+
+def test_a_flipped_bit_in_the_magic_does_not_make_rows_of_the_other_version():
+    """Eleven rows of this one have the length of thirteen of that one."""
+    ours, theirs = bytearray(pack_rows(rows(*range(11)))), bytearray(packed(rows(*range(13))))
+    assert len(ours) == len(theirs)
+    ours[3] ^= 1
+    theirs[3] ^= 1
+    for value in (ours, theirs):
+        with pytest.raises(IndexDamaged, match="checksum"):
+            unpack_rows(bytes(value))
+
+
+def test_an_index_of_a_later_version_is_no_damage_and_rebuilt_by_a_scan(tmp_path, caplog):
+    names = stored(tmp_path)
+    found = DiskIndex(tmp_path).load()
+    write_old_index(tmp_path, {shard: list(of.values()) for shard, of in found.items()}, magic=b"TKX4")
+    with caplog.at_level(logging.INFO, "tiered_kv"):
+        assert set(scanned(tmp_path)) == set(names)
+    assert "of another version: rebuilding it by a scan" in caplog.text
+    assert not warnings(caplog) and not damaged_copies(tmp_path)
+    assert {key for of in DiskIndex(tmp_path).load().values() for key in of} == {name.key for name in names}
 
 
 # -- recency ----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class StoredBlob(NamedTuple):
         size_bytes: What it takes of the tier's capacity (allocated bytes where the medium has blocks).
         written_s, used_s: Seconds since 1970; a blob that was never read since counts as used when it was written.
         pinned_until_s: ``FOR_GOOD`` for a pin without an end; 0 while it is not pinned.
+        tag: Digest of whose it is (``keys/tags.py``); None where only its header tells, and nobody has read that.
     """
 
     name: BlobName
@@ -42,6 +43,7 @@ class StoredBlob(NamedTuple):
     written_s: float
     used_s: float
     pinned_until_s: float
+    tag: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ class Session:
         start, size_bytes = index * info.slot_bytes + info.payload_offset, info.slot_bytes - info.payload_offset
         with self._workers[0].arena.view(slab, start, size_bytes) as view:
             view[:] = blob[info.payload_offset :]
-        record = ChunkRecord(name.namespace, name.key, name.parent, name.chunk_index, parsed.header.prefix_sha256)
+        told = parsed.header
+        record = ChunkRecord(name.namespace, name.key, name.parent, name.chunk_index, told.prefix_sha256, told.tag)
         client.commit([(slot, record)])
         client.pin(name.key, 0)  # an operator wants it there, whatever the server takes from engines
 

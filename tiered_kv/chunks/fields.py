@@ -19,6 +19,7 @@ import xxhash
 from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, align_up
 from tiered_kv.errors import ChunkCorrupt
 from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.keys.tags import NO_TAG, TAG_BYTES, shared_tag
 
 MAX_HEADER_BYTES: Final = 1 << 20
 """About 8,000 tensors. A header that claims more is damaged; nothing is ever allocated for it."""
@@ -73,6 +74,7 @@ FIELDS: Final = _lay_out(
         ("prefix_sha256", 64, True),
         ("payload_xxh3", 32, True),
         ("created_unix_s", 12, False),
+        ("tag", 32, True),
     )
 )
 (
@@ -86,9 +88,10 @@ FIELDS: Final = _lay_out(
     PREFIX_SHA256,
     PAYLOAD_XXH3,
     CREATED_UNIX_S,
+    TAG,
 ) = FIELDS
 
-TABLE_OFFSET: Final = CREATED_UNIX_S.offset + CREATED_UNIX_S.width + len('"}')
+TABLE_OFFSET: Final = TAG.offset + TAG.width + len('"}')
 """Where the metadata ends and the tensor table begins, with the comma before its first name."""
 
 assert TABLE_OFFSET <= PEEK_BYTES
@@ -110,6 +113,7 @@ class SealFields:
 
     Attributes:
         created_unix_s: Wall clock when the chunk was sealed; for people and for eviction by age.
+        tag: Digest of whose it is (``keys/tags.py``); the namespace digest and the key do not depend on it.
     """
 
     key: bytes
@@ -117,12 +121,15 @@ class SealFields:
     chunk_index: int
     prefix_sha256: bytes
     created_unix_s: int
+    tag: bytes = NO_TAG
 
     def __post_init__(self) -> None:
         if len(self.key) != DIGEST_BYTES or len(self.parent) != DIGEST_BYTES:
             raise ValueError(f"key and parent have {DIGEST_BYTES} bytes. observed={len(self.key)},{len(self.parent)}")
         if len(self.prefix_sha256) != SHA256_BYTES:
             raise ValueError(f"prefix_sha256 has {SHA256_BYTES} bytes. observed={len(self.prefix_sha256)}")
+        if len(self.tag) != TAG_BYTES:
+            raise ValueError(f"tag has {TAG_BYTES} bytes. observed={len(self.tag)}")
         if not 0 <= self.chunk_index < 10**CHUNK_INDEX.width:
             raise ValueError(f"chunk_index is out of range. observed={self.chunk_index}")
         if not 0 <= self.created_unix_s < 10**CREATED_UNIX_S.width:
@@ -147,6 +154,7 @@ class BlobHeader:
     prefix_sha256: bytes
     payload_xxh3: bytes
     created_unix_s: int
+    tag: bytes
     header_bytes: int
 
 
@@ -186,7 +194,7 @@ def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
     found = _METADATA.match(data, LENGTH_BYTES)
     if found is None:
         raise ChunkCorrupt(_first_bad_field(data))
-    (version, _, namespace, key, parent, chunk_index, token_count, prefix_sha256, payload_xxh3, created) = (
+    (version, _, namespace, key, parent, chunk_index, token_count, prefix_sha256, payload_xxh3, created, tag) = (
         text.decode("ascii") for text in found.groups()
     )
     return BlobHeader(
@@ -199,6 +207,7 @@ def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
         prefix_sha256=bytes.fromhex(prefix_sha256),
         payload_xxh3=bytes.fromhex(payload_xxh3),
         created_unix_s=int(created),
+        tag=shared_tag(bytes.fromhex(tag)),
         header_bytes=header_bytes,
     )
 

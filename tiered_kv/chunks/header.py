@@ -34,7 +34,16 @@ __all__ = [
     "read_header",
 ]
 
-_SEALED_FIELDS = (f.HEADER_XXH3, f.KEY, f.PARENT, f.CHUNK_INDEX, f.PREFIX_SHA256, f.PAYLOAD_XXH3, f.CREATED_UNIX_S)
+_SEALED_FIELDS = (
+    f.HEADER_XXH3,
+    f.KEY,
+    f.PARENT,
+    f.CHUNK_INDEX,
+    f.PREFIX_SHA256,
+    f.PAYLOAD_XXH3,
+    f.CREATED_UNIX_S,
+    f.TAG,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,7 @@ class BlobFormat:
         header[f.CHUNK_INDEX.slice] = f.CHUNK_INDEX.encode(fields.chunk_index)
         header[f.PREFIX_SHA256.slice] = f.PREFIX_SHA256.encode(fields.prefix_sha256)
         header[f.CREATED_UNIX_S.slice] = f.CREATED_UNIX_S.encode(fields.created_unix_s)
+        header[f.TAG.slice] = f.TAG.encode(fields.tag)
         header[f.PAYLOAD_XXH3.slice] = _payload_hash(blob, self.header_bytes).encode("ascii")
         header[f.HEADER_XXH3.slice] = f.header_hash(header).encode("ascii")
         blob[: self.header_bytes] = header

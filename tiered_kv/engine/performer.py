@@ -46,6 +46,11 @@ class Performer:
         slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
         return self._arena.view(slab, index * size_bytes, size_bytes)
 
+    def tag_in(self, job: Read) -> bytes:
+        """Whose the chunk is that was read."""
+        with self._blob(job.record, job.slot) as blob:
+            return peek(blob[:PEEK_BYTES]).tag
+
     def perform(self, job: Job) -> Outcome:
         """Do the job; never raises."""
         try:
@@ -88,7 +93,7 @@ class Performer:
         match job:
             case Seal(record, slot):
                 fields = SealFields(
-                    record.key, record.parent, record.chunk_index, record.prefix_sha256, self._clock.wall()
+                    record.key, record.parent, record.chunk_index, record.prefix_sha256, self._clock.wall(), record.tag
                 )
                 with self._blob(record, slot) as blob:
                     self.formats[record.namespace].seal(blob, fields)

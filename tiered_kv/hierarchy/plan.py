@@ -5,8 +5,10 @@ Pure values. The engine turns jobs into calls of tiers and of the arena, and out
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+from tiered_kv.keys.tags import NO_TAG
 
 SlotId = int
 """Place of one blob in the arena: slab number and index in the slab (see ``slots.py``)."""
@@ -32,6 +34,7 @@ class ChunkRecord:
     Attributes:
         namespace: Digest of the namespace, 16 bytes.
         parent: Key of the chunk before it; the namespace digest for chunk 0.
+        tag: Digest of whose it is (``keys/tags.py``). No part of what it is: a chunk that two ask for is one chunk.
     """
 
     namespace: bytes
@@ -39,6 +42,7 @@ class ChunkRecord:
     parent: bytes
     chunk_index: int
     prefix_sha256: bytes
+    tag: bytes = field(default=NO_TAG, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

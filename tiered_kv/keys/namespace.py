@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from tiered_kv.errors import ConfigError
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 """Version of the blob, of the key derivation and of the record, together: a change to any of them is a new one."""
 
 DIGEST_BYTES: Final = 16

@@ -126,4 +126,4 @@ def _info(name: BlobName, data: bytes, size_bytes: int) -> BlobInfo | None:
         header = peek(data[:PEEK_BYTES])
     except (ChunkCorrupt, ChunkMismatch):
         return None
-    return BlobInfo(name, size_bytes, header.parent, header.chunk_index, header.prefix_sha256)
+    return BlobInfo.of(name, size_bytes, header)

@@ -8,7 +8,9 @@ never starts a thread, never retries and never logs per blob: verification, retr
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
+from tiered_kv.chunks.header import BlobHeader
 from tiered_kv.keys.naming import BlobName
 
 __all__ = ["BlobInfo", "BlobName", "Tier", "TierTraits", "Usage"]
@@ -23,6 +25,7 @@ class BlobInfo:
         parent: Key of the chunk before this one; the namespace digest for the first chunk of a prefix.
         chunk_index: Position of the chunk in its prefix, 0 for the first.
         prefix_sha256: Rolling SHA-256 of the whole prefix up to and including this chunk.
+        tag: Digest of whose it is (``keys/tags.py``).
     """
 
     name: BlobName
@@ -30,6 +33,12 @@ class BlobInfo:
     parent: bytes
     chunk_index: int
     prefix_sha256: bytes
+    tag: bytes
+
+    @classmethod
+    def of(cls, name: BlobName, size_bytes: int, header: BlobHeader) -> Self:
+        """What a blob's header tells."""
+        return cls(name, size_bytes, header.parent, header.chunk_index, header.prefix_sha256, header.tag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ class DiskTier(Tier):
                         self._ledger.reserve(allocated - reserved, available)
                         reserved = allocated
                     # The reservation, not a smaller allocation: ZFS and btrfs tell the final one seconds later.
-                    info = BlobInfo(name, reserved, header.parent, header.chunk_index, header.prefix_sha256)
+                    info = BlobInfo.of(name, reserved, header)
                     self._publish(temp, info, reserved)
             except BaseException:
                 self._abandon(temp, reserved)

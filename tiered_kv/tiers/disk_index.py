@@ -7,13 +7,16 @@ path and never pickles: a value is bytes in our own format with a checksum. Call
 One database row per fan-out directory, not per blob: a start reads 256 values per namespace instead of every blob's
 own row, and a flush writes only the directories that changed (figures: docs/decisions/0002-disk-index.md). A value::
 
-    0   4   magic "TKX2"
-    4   8   xxh3_64 of the rest, little-endian
-    12  88  one blob: key 16 | parent 16 | prefix_sha256 32 | chunk_index u32 | size u64 | use_seq u64 | used_s u32
-    100 88  the next blob ...
+    0   4    magic "TKX3"
+    4   8    xxh3_64 of the rest with seed 3, little-endian
+    12  104  one blob: key 16 | parent 16 | prefix_sha256 32 | chunk_index u32 | size u64 | tag 16 | use_seq u64 |
+             used_s u32
+    116 104  the next blob ...
 
-A damaged or locked database is moved aside and rebuilt by a scan. On a network mount there is no index at all: SQLite's
-locks and its shared-memory file do not work there.
+"TKX2", of format version 1, had no tag and no seed. Its rows are read, because a scan could not tell them: blobs of
+another version are left alone, and these were counted, and evicted, as what they are. An index of any other version is
+emptied and rebuilt by a scan; a damaged or locked database is moved aside before that. On a network mount there is no
+index at all: SQLite's locks and its shared-memory file do not work there.
 """
 
 import contextlib
@@ -31,7 +34,9 @@ from typing import Any, NamedTuple
 import diskcache
 import xxhash
 
+from tiered_kv.chunks.header import BlobHeader
 from tiered_kv.errors import TierUnavailable
+from tiered_kv.keys.tags import NO_TAG, shared_tag
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk_io import make_directories
 
@@ -39,9 +44,12 @@ logger = logging.getLogger(__name__)
 
 INDEX_DIRECTORY = "index"
 _DAMAGED_PREFIX = "index.damaged-"
-_MAGIC = b"TKX2"
+_MAGIC = b"TKX3"
+_MAGIC_BEFORE_TAGS = b"TKX2"
+_SEED = 3  # a magic that a flipped bit made the other one fails its checksum
 _HEAD = struct.Struct("<4sQ")
-_ROW = struct.Struct("<16s16s32sIQQI")
+_ROW = struct.Struct("<16s16s32sIQ16sQI")
+_ROW_BEFORE_TAGS = struct.Struct("<16s16s32sIQQI")
 _UNBOUNDED = 1 << 62
 _LOCK_WAIT_S = 5.0
 """Bound on waiting for another process (someone's sqlite3 shell); after it the rows stay dirty for the next flush."""
@@ -53,10 +61,15 @@ class IndexDamaged(Exception):
     """The database does not hold what we wrote; it is disposable."""
 
 
+class IndexOfAnotherVersion(IndexDamaged):
+    """The database holds what another version wrote; nothing is wrong with it."""
+
+
 class IndexRow(NamedTuple):
     """One blob as the index remembers it.
 
     Attributes:
+        tag: Digest of whose it is (``keys/tags.py``).
         use_seq: Counts uses across restarts: the order of eviction, which no clock may turn around.
         used_s: When it was last used, seconds since 1970: for people. 0 where it is not known.
     """
@@ -66,8 +79,15 @@ class IndexRow(NamedTuple):
     prefix_sha256: bytes
     chunk_index: int
     size_bytes: int
+    tag: bytes
     use_seq: int
     used_s: int
+
+    @classmethod
+    def of(cls, header: BlobHeader, size_bytes: int, use_seq: int, used_s: int) -> "IndexRow":
+        """What a blob's header tells, and what it does not."""
+        told = header.key, header.parent, header.prefix_sha256, header.chunk_index
+        return cls(*told, size_bytes, header.tag, use_seq, used_s)
 
 
 class Shard(NamedTuple):
@@ -141,10 +161,18 @@ class DiskIndex:
         with self._lock:
             try:
                 with self._open() as cache:
-                    return dict(_read_shards(cache))
+                    return self._read(cache)
             except (sqlite3.Error, diskcache.Timeout, IndexDamaged, OSError) as exc:
                 self._move_aside(exc)
                 return {}
+
+    def _read(self, cache: Any) -> ShardRows:
+        try:
+            return dict(_read_shards(cache))
+        except IndexOfAnotherVersion as exc:
+            logger.info("disk index is of another version: rebuilding it by a scan. path=%s %s", self._directory, exc)
+            cache.clear()
+            return {}
 
     def write(self, shards: Mapping[Shard, Sequence[IndexRow]]) -> bool:
         """Replace these shards' rows in one transaction; an empty shard is removed.
@@ -292,23 +320,32 @@ def pack_rows(rows: Sequence[IndexRow]) -> bytes:
     """One shard's value; see the module's drawing."""
     pack = _ROW.pack
     body = b"".join([pack(*row) for row in rows])
-    return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body
+    return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body, seed=_SEED)) + body
 
 
 def unpack_rows(value: bytes) -> dict[bytes, IndexRow]:
     """Read one shard's value.
 
     Raises:
-        IndexDamaged: It is not what ``pack_rows`` makes.
+        IndexOfAnotherVersion: Its magic is one that another version may give.
+        IndexDamaged: It is not what ``pack_rows`` makes or made.
     """
     body = memoryview(value)[_HEAD.size :]
-    if len(value) < _HEAD.size or len(body) % _ROW.size:
+    if len(value) < _HEAD.size:
         raise IndexDamaged(f"a shard has an impossible length. observed={len(value)}")
     magic, digest = _HEAD.unpack_from(value)
-    if magic != _MAGIC or digest != xxhash.xxh3_64_intdigest(body):
+    if magic not in (_MAGIC, _MAGIC_BEFORE_TAGS):
+        kind = IndexOfAnotherVersion if magic[:3] == _MAGIC[:3] and magic[3:].isdigit() else IndexDamaged
+        raise kind(f"expected={_MAGIC!r} observed={magic!r}")
+    has_tags = magic == _MAGIC
+    if len(body) % (_ROW if has_tags else _ROW_BEFORE_TAGS).size:
+        raise IndexDamaged(f"a shard has an impossible length. observed={len(value)}")
+    if digest != xxhash.xxh3_64_intdigest(body, seed=_SEED if has_tags else 0):
         raise IndexDamaged(f"a shard fails its checksum. length={len(value)}")
     make = IndexRow._make
-    return {fields[0]: make(fields) for fields in _ROW.iter_unpack(body)}
+    if has_tags:  # one object for each tag, not for each row: there may be a million rows
+        return {row[0]: make((*row[:5], shared_tag(row[5]), *row[6:])) for row in _ROW.iter_unpack(body)}
+    return {row[0]: make((*row[:5], NO_TAG, *row[5:])) for row in _ROW_BEFORE_TAGS.iter_unpack(body)}
 
 
 def _damaged_number(path: Path) -> int:

@@ -97,6 +97,7 @@ class DiskLedger:
                 info.prefix_sha256,
                 info.chunk_index,
                 info.size_bytes,
+                info.tag,
                 self._next_seq,
                 self._now(),
             )
@@ -123,7 +124,7 @@ class DiskLedger:
                 rows = self._shards.get(shard, {})
                 row = rows.get(name.key)
                 if row is not None:
-                    rows[name.key] = IndexRow(*row[:5], self._next_seq, now)
+                    rows[name.key] = IndexRow(*row[:6], self._next_seq, now)
                     self._next_seq += 1
                     self._dirty.add(shard)
 
@@ -155,6 +156,7 @@ class DiskLedger:
                 row.parent,
                 row.chunk_index,
                 row.prefix_sha256,
+                row.tag,
             )
             for space, row in rows
         )

@@ -112,7 +112,7 @@ def _read_row(
         content.removed_count += 1
         return None
     use_seq, used_s = (0, 0) if old is None else (old.use_seq, old.used_s)
-    return IndexRow(name.key, header.parent, header.prefix_sha256, header.chunk_index, size_bytes, use_seq, used_s)
+    return IndexRow.of(header, size_bytes, use_seq, used_s)
 
 
 def read_named_header(name: BlobName, path: Path | str) -> BlobHeader:

@@ -181,7 +181,7 @@ class ObjectTier(Tier):
         said = (header.namespace, header.key, header.parent, header.chunk_index)
         if said != (name.namespace, name.key, name.parent, name.chunk_index):
             return None
-        return BlobInfo(name, info.size_bytes, header.parent, header.chunk_index, header.prefix_sha256)
+        return BlobInfo.of(name, info.size_bytes, header)
 
     def usage(self) -> Usage:
         """The whole bucket's use as the keeper knows it; without one, what this tier changed since it was opened."""

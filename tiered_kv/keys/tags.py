@@ -1,0 +1,50 @@
+"""Whose a chunk is: the tag a request was given, kept as a digest so that what was stored for it can be erased later.
+
+A tag is the operator's own name for a tenant, a user or a contract. Nothing here or below keeps its text: headers,
+indexes and messages hold the first half of its SHA-256, which is enough to ask "is it this one's?" and tells nobody who
+there is. It is no secret either: who guesses a name can compute its digest.
+
+Called by the vLLM door, which is given tags, and by the command line, which erases by them.
+"""
+
+import hashlib
+from typing import Final
+
+TAG_BYTES: Final = 16
+TAG_CHARS_MAX: Final = 256
+
+NO_TAG: Final = bytes(TAG_BYTES)
+"""Of a chunk that was stored for nobody in particular."""
+
+_SHARED_MAX: Final = 1 << 14
+_shared: dict[bytes, bytes] = {NO_TAG: NO_TAG}
+
+
+def tag_digest(text: str) -> bytes:
+    """What is kept of a tag.
+
+    Raises:
+        ValueError: It is empty, too long, or no text; says what a tag is, and not what was given.
+    """
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate
+        data = b""
+    if not data or len(text) > TAG_CHARS_MAX:
+        raise ValueError(f"1 to {TAG_CHARS_MAX} characters that UTF-8 can encode")
+    return hashlib.sha256(data).digest()[:TAG_BYTES]
+
+
+def shared_tag(tag: bytes) -> bytes:
+    """The same bytes, in the same object for every chunk: an index of a million chunks has few tags.
+
+    Threads: any.
+    """
+    if len(_shared) > _SHARED_MAX:  # somebody has more: what is in use stays, where it is used
+        _shared.clear()
+    return _shared.setdefault(tag, tag)
+
+
+def tag_text(tag: bytes | None) -> str | None:
+    """A digest as people and JSON get to see it; None where there is none."""
+    return None if tag is None or tag == NO_TAG else tag.hex()
