@@ -16,12 +16,16 @@ MESSAGES = [
     m.Decline("no"),
     m.Lookup(1, 0, bytes(32), bytes(64)),
     m.Release(1),
-    m.Commit([m.Chunk(1, bytes(16), bytes(16), 0, bytes(32))]),
+    m.Commit(
+        [m.Chunk(1, bytes(16), bytes(16), 0, bytes(32)), m.Chunk(2, bytes(16), bytes(16), 1, bytes(32), b"t" * 16)]
+    ),
     m.GiveBack([1, 2]),
     m.Reset(),
     m.Pin(bytes(16), 60.0),
     m.Unmapped(),
     m.StatRequest(),
+    m.Evict("disk", bytes(16), bytes(32), True),
+    m.Evict("host", b"", b"", False, b"t" * 16),
 ]
 
 

@@ -87,6 +87,11 @@ def test_an_empty_namespace_means_every_one(engine: EngineStarter, root: Path) -
         (m.Evict("host", bytes(16), bytes(15), False), "keys have 16 bytes each. observed=15"),
         (m.Evict("host", bytes(15), b"", False), "a namespace has 16 bytes. observed=15"),
         (m.Evict("host", b"", bytes(16), False), "a namespace has 16 bytes. observed=0"),
+        (m.Evict("host", b"", b"", False, b"t" * 15), "a tag has 16 bytes"),
+        (m.Evict("host", b"", b"", False, b"t" * 500), "a tag has 16 bytes"),
+        (m.Evict("host", b"", b"", False, bytes(16)), "a tag has 16 bytes, not all zero"),
+        (m.Evict("host", bytes(16), b"k" * 16, False, b"t" * 16), "goes without keys. keys=1"),
+        (m.Evict("tape", b"", b"", False, b"t" * 16), "no tier 'tape'"),
     ],
 )
 def test_orders_that_mean_nothing_are_refused(served: Path, order: m.Evict, expected: str) -> None:

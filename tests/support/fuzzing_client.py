@@ -75,7 +75,9 @@ def _senseless(source: random.Random) -> bytes:
     """Well-formed orders that mean nothing, about slots and lookups that may be somebody's."""
     number = source.choice(INTEGERS[:8])
     keys = source.randrange(4)
-    chunk = m.Chunk(source.randrange(64), bytes(16), source.randbytes(16), source.choice((0, 1, 1 << 20)), bytes(32))
+    tag = bytes([source.randrange(3)]) * source.choice((0, 15, 16, 16))
+    place = source.randrange(64), bytes(16), source.randbytes(16), source.choice((0, 1, 1 << 20))
+    chunk = m.Chunk(*place, bytes(32), tag)
     messages = (
         m.Lookup(number, source.randrange(5), source.randbytes(16 * keys), source.randbytes(32 * keys)),
         m.Release(number),
@@ -85,6 +87,7 @@ def _senseless(source: random.Random) -> bytes:
         m.Reset(),
         m.Unmapped(),
         m.Evict(source.choice(("host", "disk", "moon")), bytes(source.choice((0, 16))), bytes(16 * keys), True),
+        m.Evict(source.choice(("host", "disk")), b"", bytes(16 * (keys // 3)), False, tag),
         m.StatRequest(),
         m.Decline("no\n" * 100),
     )

@@ -99,6 +99,15 @@ class ServerLink:
             removed, kept, missing = removed + answer.removed, kept + answer.kept, missing + answer.missing
         return removed, kept, missing
 
+    def erase(self, tier: str, namespace: bytes, tag: bytes) -> tuple[int, int, int]:
+        """Have what was stored under a tag, and all behind it, removed from one tier; returns what ``evict`` does.
+
+        Args:
+            namespace: Empty: of every namespace.
+        """
+        answer = self._ask(m.Evict(tier, namespace, b"", holes=False, tag=tag), m.Evicted)
+        return answer.removed, answer.kept, answer.missing
+
     def _ask(self, question: m.Message, kind: type[Answer]) -> Answer:
         try:
             self._sock.sendall(m.frame(question))

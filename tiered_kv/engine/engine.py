@@ -150,7 +150,7 @@ class Engine:
             count = size_bytes = 0
             for info in tier.scan():
                 record = ChunkRecord(
-                    info.name.namespace, info.name.key, info.parent, info.chunk_index, info.prefix_sha256
+                    info.name.namespace, info.name.key, info.parent, info.chunk_index, info.prefix_sha256, info.tag
                 )
                 self.hierarchy.restore(number, record, info.size_bytes)
                 count += 1
@@ -333,7 +333,8 @@ class Engine:
             case Read():
                 now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
                 self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
-                self.hierarchy.read(job, outcome)
+                tag = self._performer.tag_in(job) if outcome is Outcome.OK else None
+                self.hierarchy.read(job, outcome, tag)
             case Copy():
                 self.hierarchy.copied(job, outcome)
             case Probe():

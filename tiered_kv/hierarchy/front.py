@@ -92,6 +92,12 @@ class FrontTier(LowerTier):
         del self._deferred[entry]
         self._host.set_unwritten(entry, False)
 
+    def disclaim(self, entry: Entry) -> None:
+        if entry in self._deferred:
+            self._undefer(entry)
+            self._counters["write_dropped_erased"] += 1
+        super().disclaim(entry)
+
     def refill(self) -> None:
         """Claim what was put off, oldest first, as far as the queue has room again."""
         while self._deferred and self.takes_writes:

@@ -39,11 +39,13 @@ from tiered_kv.hierarchy.plan import (
     Write,
 )
 from tiered_kv.hierarchy.promotions import Promotions
-from tiered_kv.hierarchy.removal import remove
+from tiered_kv.hierarchy.removal import erase, remove
 from tiered_kv.hierarchy.searches import Search
 from tiered_kv.hierarchy.served import Served
 from tiered_kv.hierarchy.shares import Taken
 from tiered_kv.hierarchy.stack import LowerTiers
+from tiered_kv.hierarchy.usage import usage
+from tiered_kv.keys.tags import NO_TAG
 
 
 class Hierarchy:
@@ -249,8 +251,10 @@ class Hierarchy:
             if entry is not None:  # it is known to a lower tier and stored again
                 self._lower.want(entry)
             entry = entry or self.index.add(record)
+            if entry.record.tag == NO_TAG:  # else it stays whose it was: the tag it was stored with first
+                entry.set_tag(record.tag)
             self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
-            self._jobs.append(Seal(record, slot))
+            self._jobs.append(Seal(entry.record, slot))
             if self._lower.front is not None:
                 self._lower.front.claim(entry)
 
@@ -268,6 +272,10 @@ class Hierarchy:
         """Remove chunks from one tier because an operator said so; see :func:`removal.remove`."""
         medium = self._host if tier is None else self._lower[tier]
         return remove(self.index, medium, namespace, keys, leaves_holes=leaves_holes)
+
+    def erase(self, tier: int | None, namespace: bytes, tag: bytes) -> tuple[int, int, int]:
+        """Remove what was stored under a tag, and all behind it, from one tier; see :func:`removal.erase`."""
+        return erase(self.index, self._host if tier is None else self._lower[tier], self._lower, namespace, tag)
 
     def set_pinned(self, tier: int, keys: Iterable[bytes]) -> None:
         """What an operator wants kept in a lower tier."""
@@ -298,9 +306,11 @@ class Hierarchy:
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
-    def read(self, job: Read, outcome: Outcome) -> None:
-        """A promotion ended."""
-        self._promotions.ended(job, self._entry(job.record), outcome)
+    def read(self, job: Read, outcome: Outcome, tag: bytes | None = None) -> None:
+        """A promotion ended; ``tag`` is what the header says, which nobody knew of a chunk that a search found."""
+        entry = self._entry(job.record)
+        entry.set_tag(entry.record.tag if tag is None else tag)
+        self._promotions.ended(job, entry, outcome)
 
     def written(self, job: Write, outcome: Outcome) -> None:
         """A write to a lower tier ended."""
@@ -378,17 +388,7 @@ class Hierarchy:
 
     def usage(self) -> dict[str, int]:
         """Figures for ``stat``: bytes and counts now."""
-        return {
-            "chunks": len(self.index),
-            "host_assigned_bytes": self.slots.assigned_bytes,
-            "host_capacity_bytes": self.slots.host_bytes,
-            "host_ready_chunks": self._host.ready_count,
-            "leased_bytes": self._host.leased_bytes,
-            "lookups": len(self._lookups),
-            "reserved_slots": sum(len(s.reserved) for s in self._sessions.values()),
-            "sessions": len(self._sessions),
-            **self._lower.figures(),
-        }
+        return usage(self.index, self._host, self._lower, self._sessions.values()) | {"lookups": len(self._lookups)}
 
     @property
     def pending_writes(self) -> int:

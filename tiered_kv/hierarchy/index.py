@@ -7,13 +7,14 @@ while some tier holds, or is about to hold, the chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from tiered_kv.hierarchy.flows import Flows
 from tiered_kv.hierarchy.gone import GENERATION_MIN, SELECTIVE_GENERATION_MIN, GoneUses
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.hierarchy.shares import Shares
+from tiered_kv.keys.tags import shared_tag
 
 
 class HostState(Enum):
@@ -84,6 +85,17 @@ class Entry:
     def is_gone(self) -> bool:
         """Whether nothing is left to know about the chunk."""
         return self.host is HostState.ABSENT and all(state is LowerState.ABSENT for state in self.lower)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody uses the chunk now: it is leased, sealed, read or written."""
+        is_moving = self.host in (HostState.SEALING, HostState.PROMOTING) or LowerState.WRITING in self.lower
+        return is_moving or self.holds > 0
+
+    def set_tag(self, tag: bytes) -> None:
+        """Whose the chunk is, as its header says."""
+        if tag != self.record.tag:
+            self.record = replace(self.record, tag=shared_tag(tag))
 
 
 class Index:

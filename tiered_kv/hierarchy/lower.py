@@ -333,6 +333,11 @@ class LowerTier(ABC):
         self._drop_descendants(entry)
         return True
 
+    def disclaim(self, entry: Entry) -> None:
+        """Nothing of the chunk is written any more that was not begun; nor of those behind it."""
+        self._claims_after_delete.discard(entry)
+        self.drop(entry, "erased")
+
     def set_pinned(self, keys: Iterable[bytes]) -> None:
         """Keep these chunks, and the prefixes before them, from eviction from now on, and no others."""
         self._pinned = {

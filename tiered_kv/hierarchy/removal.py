@@ -5,10 +5,10 @@ Pure, like the hierarchy that calls it. What is in use stays, and what was remov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tiered_kv.hierarchy.host import HostMemory
-from tiered_kv.hierarchy.index import Index
+from tiered_kv.hierarchy.index import CLAIMED, Entry, HostState, Index
 from tiered_kv.hierarchy.lower import LowerTier
 
 
@@ -33,3 +33,57 @@ def remove(
         removed += is_going is True
         kept += is_going is False
     return removed, kept, 0 if keys is None else len(found) - removed - kept
+
+
+def erase(
+    index: Index, tier: HostMemory | LowerTier, lower: Iterable[LowerTier], namespace: bytes, tag: bytes
+) -> tuple[int, int, int]:
+    """Remove what was stored under a tag, and everything behind it, from host memory or from one lower tier.
+
+    In no tier is any of it written that was not begun. A chunk stays while one behind it is in use, in whatever tier:
+    without it that one could not be found by the tag any more.
+
+    Args:
+        lower: All lower tiers.
+        namespace: Empty: of every namespace.
+
+    Returns:
+        How many are going, how many stay because they or some behind them are in use, and 0: none was named.
+    """
+    doomed = _behind(e for e in index.entries() if e.record.tag == tag and namespace in (b"", e.record.namespace))
+    for entry in doomed:
+        for one in lower:
+            one.disclaim(entry)
+    removed = kept = 0
+    staying: set[Entry] = set()
+    for entry in sorted(doomed, key=lambda entry: -entry.record.chunk_index):
+        is_needed = any(child in staying for child in entry.children or ())
+        if is_needed:
+            is_going = False if _is_in(tier, entry) else None
+        elif isinstance(tier, HostMemory):
+            is_going = tier.remove(entry)
+        else:
+            is_going = tier.remove(entry, leaves_hole=False)
+        if is_needed or is_going is False or entry.is_busy:
+            staying.add(entry)
+        removed += is_going is True
+        kept += is_going is False
+    return removed, kept, 0
+
+
+def _behind(entries: Iterable[Entry]) -> set[Entry]:
+    """These chunks and all that depend on them."""
+    found: set[Entry] = set()
+    pending = list(entries)
+    while pending:
+        entry = pending.pop()
+        if entry not in found:
+            found.add(entry)
+            pending.extend(entry.children or ())
+    return found
+
+
+def _is_in(tier: HostMemory | LowerTier, entry: Entry) -> bool:
+    if isinstance(tier, HostMemory):
+        return entry.host is not HostState.ABSENT
+    return entry.lower[tier.tier] in CLAIMED

@@ -17,6 +17,7 @@ from tiered_kv.errors import ConfigError, ProtocolError
 from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.hierarchy.shares import Share
 from tiered_kv.keys.namespace import DIGEST_BYTES, MAX_RECORD_BYTES, Namespace
+from tiered_kv.keys.tags import TAG_BYTES, shared_tag
 from tiered_kv.metrics.figures import SessionFigures
 from tiered_kv.server import messages as m
 from tiered_kv.server.connection import Connection
@@ -294,13 +295,14 @@ def chunk_record(group: Group, chunk: m.Chunk) -> ChunkRecord:
         ProtocolError: It is no chunk of the group's namespace.
     """
     assert group.namespace is not None
-    lengths = (len(chunk.key), len(chunk.parent), len(chunk.prefix_sha256))
-    if lengths != (m.KEY_BYTES, m.KEY_BYTES, m.DIGEST_BYTES):
-        raise ProtocolError(f"a committed chunk has a key or digest of the wrong length. lengths={lengths}")
+    lengths = (len(chunk.key), len(chunk.parent), len(chunk.prefix_sha256), len(chunk.tag))
+    if lengths != (m.KEY_BYTES, m.KEY_BYTES, m.DIGEST_BYTES, TAG_BYTES):
+        raise ProtocolError(f"a committed chunk has a key, digest or tag of the wrong length. lengths={lengths}")
     is_first = chunk.parent == group.namespace.digest
     if not 0 <= chunk.chunk_index <= CHUNK_INDEX_MAX or is_first != (chunk.chunk_index == 0):
         raise ProtocolError(f"a committed chunk is not where its parent says. chunk_index={chunk.chunk_index}")
-    return ChunkRecord(group.namespace.digest, chunk.key, chunk.parent, chunk.chunk_index, chunk.prefix_sha256)
+    place = group.namespace.digest, chunk.key, chunk.parent, chunk.chunk_index
+    return ChunkRecord(*place, chunk.prefix_sha256, shared_tag(chunk.tag))
 
 
 def keys_of(lookup: m.Lookup) -> tuple[list[bytes], list[bytes]]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tiered_kv.errors import ProtocolError
+from tiered_kv.keys.tags import NO_TAG
 
 PROTOCOL = 6
 FRAME_BYTES_MAX = 4 << 20
@@ -131,13 +132,18 @@ class Release(Message, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A filled slot."""
+    """A filled slot.
+
+    Attributes:
+        tag: Digest of whose it is (``keys/tags.py``), 16 bytes.
+    """
 
     slot: int
     key: bytes
     parent: bytes
     chunk_index: int
     prefix_sha256: bytes
+    tag: bytes = NO_TAG
 
 
 class Commit(Message, frozen=True):
@@ -182,12 +188,15 @@ class Evict(Message, frozen=True):
         namespace: Empty: every namespace; then without keys.
         keys: 16 bytes each, joined; empty: all of the namespace.
         holes: Also chunks on which others depend that stay in the tier.
+        tag: Then without keys: only what was stored under this digest of a tag, and all behind it, whoever pinned it.
+            Empty: whatever the tag.
     """
 
     tier: str
     namespace: bytes
     keys: bytes
     holes: bool
+    tag: bytes = b""
 
 
 # -- server to client ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ProtocolError
+from tiered_kv.keys.tags import NO_TAG, TAG_BYTES
 from tiered_kv.server import messages as m
 
 
@@ -9,7 +10,7 @@ def evict(engine: Engine, order: m.Evict) -> m.Evicted:
     """Remove chunks from one tier of this machine; the server's loop only.
 
     Raises:
-        ProtocolError: There is no such tier here, or the namespace or keys are cut.
+        ProtocolError: There is no such tier here, or the namespace, the keys or the tag are cut.
     """
     names = ["host", *(tier.traits.name for tier in engine.tiers if not tier.traits.is_shared)]
     if order.tier not in names:
@@ -19,8 +20,9 @@ def evict(engine: Engine, order: m.Evict) -> m.Evicted:
     if len(order.namespace) != m.KEY_BYTES and (order.namespace or order.keys):
         raise ProtocolError(f"a namespace has {m.KEY_BYTES} bytes. observed={len(order.namespace)}")
     keys = [order.keys[i : i + m.KEY_BYTES] for i in range(0, len(order.keys), m.KEY_BYTES)]
-    tier = names.index(order.tier) - 1
-    counts = engine.hierarchy.remove(
-        None if tier < 0 else tier, order.namespace, keys or None, leaves_holes=order.holes
-    )
-    return m.Evicted(*counts)
+    if order.tag and (len(order.tag) != TAG_BYTES or order.tag == NO_TAG or order.keys):
+        raise ProtocolError(f"a tag has {TAG_BYTES} bytes, not all zero, and goes without keys. keys={len(keys)}")
+    tier = None if order.tier == names[0] else names.index(order.tier) - 1
+    if order.tag:
+        return m.Evicted(*engine.hierarchy.erase(tier, order.namespace, order.tag))
+    return m.Evicted(*engine.hierarchy.remove(tier, order.namespace, keys or None, leaves_holes=order.holes))
