@@ -14,12 +14,13 @@ from touches import TouchedWorld
 
 from tiered_kv.hierarchy.admission import ALL, SECOND_TOUCH
 from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.hierarchy.index import CLAIMED, HostState, LowerState
 from tiered_kv.hierarchy.plan import Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
 from tiered_kv.hierarchy.shares import Share
 from tiered_kv.testing.oracle import Blob
 from tiered_kv.testing.spaces import Space
 
-SPACES = [Space(b"A" * 16, 10), Space(b"B" * 16, 15), Space(b"C" * 16, 10)]
+SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=True), Space(b"C" * 16, 10)]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 PICK = st.integers(0, 1 << 16)
 
@@ -139,6 +140,23 @@ class Histories(RuleBasedStateMachine):
     def share(self, space, shares):
         """An engine states what its namespace keeps and may take."""
         self.world.hierarchy.index.shares.set(space.namespace, Share(*sorted(shares), space.slot_bytes))
+
+    @rule(pick=PICK, tenant=st.integers(0, 1), namespace=st.sampled_from([b"", b"A" * 16]))
+    def erase(self, pick, tenant, namespace):
+        """Nothing of it waits to be written afterwards; what nobody uses is gone, and what stays is told."""
+        tiers = [None, *range(len(self.world.media) - self.is_shared)]
+        tier, tag = tiers[pick % len(tiers)], SPACES[0].tag((tenant,))
+        _, kept, _ = self.world.hierarchy.erase(tier, namespace, tag)
+        index = self.world.hierarchy.index
+        mine = [e for e in index.entries() if e.record.tag == tag and namespace in (b"", e.record.namespace)]
+        assert not any(LowerState.QUEUED in e.lower or e.is_unwritten for e in mine)
+        here = [
+            e
+            for e in mine
+            if (e.host is not HostState.ABSENT if tier is None else e.lower[tier] in (*CLAIMED, LowerState.CORRUPT))
+        ]
+        assert len(here) <= kept
+        assert not here or any(e.is_busy for e in index.entries())
 
     @rule(pick=PICK)
     def give_back(self, pick):

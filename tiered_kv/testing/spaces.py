@@ -4,19 +4,28 @@ import hashlib
 from dataclasses import dataclass
 
 from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.keys.tags import NO_TAG
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A namespace: its digest and the bytes one of its blobs takes."""
+    """A namespace: its digest and the bytes one of its blobs takes.
+
+    Attributes:
+        is_tagged: A chunk is that tenant's whose number ends its path.
+    """
 
     namespace: bytes
     slot_bytes: int
+    is_tagged: bool = False
 
     def record(self, path: tuple[int, ...]) -> ChunkRecord:
         """The chunk that ends a prefix; ``path`` names every chunk of it."""
         parent = self.key(path[:-1]) if len(path) > 1 else self.namespace
-        return ChunkRecord(self.namespace, self.key(path), parent, len(path) - 1, self.digest(path))
+        return ChunkRecord(self.namespace, self.key(path), parent, len(path) - 1, self.digest(path), self.tag(path))
+
+    def tag(self, path: tuple[int, ...]) -> bytes:
+        return bytes([1 + path[-1] % 255]) * len(NO_TAG) if self.is_tagged else NO_TAG
 
     def key(self, path: tuple[int, ...]) -> bytes:
         return hashlib.md5(self.namespace + repr(path).encode(), usedforsecurity=False).digest()

@@ -1,0 +1,196 @@
+"""Erasing what was stored under a tag: all behind it goes with it, nothing of it is written later, what stays is told."""
+
+from dataclasses import replace
+
+import pytest
+from hierarchy_world import Story, chunks_of
+
+from tiered_kv.hierarchy.plan import Copy, Outcome, Read, Seal, Write
+from tiered_kv.keys.tags import NO_TAG
+from tiered_kv.testing.spaces import Space
+
+HOST, DISK, BUCKET = None, 0, 1
+SPACE = Space(b"small-namespace-", 10, is_tagged=True)
+
+
+class Tenants(Story):
+    """A story in which a chunk is that tenant's whose number ends its path."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.spaces[self.session] = SPACE
+
+    def restore(self, tier, space, path):
+        super().restore(tier, SPACE, path)
+
+
+def erase(story, tier, tenant, namespace=b""):
+    """Erase a tenant's chunks; then let jobs wait, and check everything."""
+    counts = story.hierarchy.erase(tier, namespace, SPACE.tag((tenant,)))
+    story.step()
+    story.check()
+    return counts
+
+
+def test_a_tag_goes_from_memory_and_disk_with_all_behind_it_and_nothing_else():
+    story = Tenants()
+    story.store((1, 7, 2))  # 7 is asked for after 1, and 2 after 7
+    story.store((1, 3))
+    assert erase(story, HOST, 7) == (2, 0, 0)
+    assert erase(story, DISK, 7) == (2, 0, 0)
+    story.finish_all()
+    assert story.is_in_host((1,)) and story.is_below((1,)) and story.is_below((1, 3))
+    assert not any(story.is_in_host(chunk) or story.is_below(chunk) for chunk in ((1, 7), (1, 7, 2)))
+    assert erase(story, DISK, 7) == erase(story, HOST, 7) == (0, 0, 0)
+
+
+def test_another_namespace_stays_if_one_is_named():
+    story = Tenants()
+    story.store((7,))
+    assert erase(story, DISK, 7, b"another-namespac") == (0, 0, 0)
+    assert erase(story, DISK, 7, SPACE.namespace) == (1, 0, 0)
+
+
+def test_the_first_tag_stays_and_is_no_part_of_what_a_chunk_is():
+    story = Tenants()
+    story.store((7,))
+    assert erase(story, HOST, 7) == (1, 0, 0)
+    slot = story.credits[story.session].pop(0)
+    record = SPACE.record((7,))
+    changed = replace(record, tag=SPACE.tag((8,)))
+    assert changed == record and hash(changed) == hash(record)
+    story.hierarchy.commit(story.session, slot, changed)
+    assert story.counted("store_collision") == 0
+    (seal,) = [job for job in story.hierarchy._jobs if isinstance(job, Seal)]
+    assert seal.record.tag == SPACE.tag((7,)), "it is on disk under the first tag"
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_waits_to_be_written_is_dropped_and_not_written_later(is_sealed):
+    story = Tenants(capacities=(None,))
+    story.store((1,))
+    for chunk in ((1, 7), (1, 7, 2)):
+        story.commit(story.session, chunk)
+    story.step()
+    while is_sealed and story.waiting(Seal):
+        story.end(Seal)
+    writing = len(story.waiting(Write))
+    assert writing == is_sealed, "the child waits for its parent"
+    removed, kept, _ = erase(story, DISK, 7)
+    assert (removed, kept) == (0, writing)
+    story.finish_all()
+    assert story.is_below((1, 7)) == bool(writing) and not story.is_below((1, 7, 2))
+    assert story.counted("write_dropped_erased") >= 1
+    erase(story, DISK, 7)
+    erase(story, HOST, 7)
+    story.finish_all()
+    assert not story.is_below((1, 7)) and not story.is_in_host((1, 7))
+
+
+def test_a_write_that_was_put_off_is_forgotten():
+    story = Tenants()
+    story.hierarchy.set_readable(DISK, False)
+    story.store((7,))
+    assert story.counted("write_deferred") == 1
+    lookup = story.ask((7,))
+    assert erase(story, HOST, 7) == (0, 1, 0), "leased"
+    story.hierarchy.set_readable(DISK, True)
+    story.finish_all()
+    assert not story.is_below((7,)) and story.hierarchy.pending_writes == 0
+    story.release(lookup)
+    assert erase(story, HOST, 7) == (1, 0, 0)
+
+
+def test_a_chunk_that_is_stored_again_while_it_is_deleted_is_not_written():
+    story = Tenants(found=[(7,)])
+    assert erase(story, DISK, 7) == (1, 0, 0)
+    story.commit(story.session, (7,))
+    story.step()
+    story.end(Seal)
+    assert erase(story, HOST, 7) == (1, 0, 0)
+    story.finish_all()
+    assert not story.is_below((7,)) and not story.is_in_host((7,))
+
+
+def test_uploads_that_wait_are_dropped_and_the_one_that_runs_is_told():
+    story = Tenants(capacities=(None, None))
+    for number in (7, 8):
+        story.commit(story.session, (number,))
+    story.step()
+    while story.waiting(Seal):
+        story.end(Seal)
+    while story.waiting(Write):
+        story.end(Write)
+    assert len(story.waiting(Copy)) == 2
+    assert erase(story, DISK, 7) == (0, 1, 0), "it is being read for the upload"
+    story.finish_all()
+    assert erase(story, DISK, 7) == (1, 0, 0)
+    assert story.is_below((8,))
+
+
+def test_an_upload_that_did_not_begin_is_never_made():
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    story.hierarchy.set_readable(BUCKET, False)
+    story.store((7,))
+    assert story.is_below((7,)) and not story.media[BUCKET]
+    assert erase(story, DISK, 7) == (1, 0, 0) and erase(story, HOST, 7) == (1, 0, 0)
+    story.hierarchy.set_readable(BUCKET, True)
+    story.finish_all()
+    assert not story.media[BUCKET]
+
+
+def test_chunks_before_one_in_use_stay_with_it_so_that_it_can_be_found_again():
+    story = Tenants()
+    story.store((7, 1, 2))
+    lookup = story.ask((7, 1, 2))
+    assert erase(story, HOST, 7) == (0, 3, 0)
+    assert erase(story, DISK, 7) == (1, 2, 0), "the last has no chunk behind it that stays"
+    story.finish_all()
+    story.release(lookup)
+    assert erase(story, HOST, 7) == (3, 0, 0) and erase(story, DISK, 7) == (2, 0, 0)
+    story.finish_all()
+    assert not any(story.is_below(chunk) or story.is_in_host(chunk) for chunk in chunks_of((7, 1, 2)))
+
+
+def test_a_chunk_that_is_being_read_stays_and_so_does_what_is_before_it():
+    story = Tenants(found=chunks_of((7, 1)))
+    lookup = story.ask((7, 1))
+    assert story.waiting(Read)
+    assert erase(story, DISK, 7) == (0, 2, 0)
+    story.finish_all()
+    story.release(lookup)
+    assert erase(story, DISK, 7) == (2, 0, 0) and erase(story, HOST, 7) == (2, 0, 0)
+
+
+def test_pins_do_not_hold_an_erasure_up():
+    story = Tenants(found=chunks_of((7, 1)))
+    story.hierarchy.set_pinned(DISK, [SPACE.key((7, 1))])
+    assert erase(story, DISK, 7) == (2, 0, 0)
+    story.finish_all()
+    assert not story.is_below((7,))
+
+
+def test_a_damaged_blob_that_could_not_be_deleted_goes_too():
+    story = Tenants(found=[(7,)])
+    assert erase(story, DISK, 7) == (1, 0, 0)
+    story.finish(0, Outcome.UNAVAILABLE)
+    story.check()
+    assert story.is_below((7,))
+    assert erase(story, DISK, 7) == (1, 0, 0)
+    story.finish_all()
+    assert not story.is_below((7,))
+
+
+def test_what_came_from_a_bucket_is_whose_its_header_says():
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    story.others_store(SPACE, (7,))
+    lookup = story.ask((7,))
+    while story.jobs and not story.waiting(Read):
+        story.finish(0)
+    (place,) = story.waiting(Read)
+    (entry,) = story.hierarchy.index.entries()
+    assert entry.record.tag == NO_TAG, "its name does not tell"
+    job = story.jobs.pop(place)
+    story.hierarchy.read(job, Outcome.OK, SPACE.tag((7,)))
+    assert entry.record.tag == SPACE.tag((7,)) and entry.record == job.record
+    del lookup
