@@ -11,6 +11,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from tiered_kv.keys.tags import tag_digest
 from tiered_kv.vllm.controls import NO_CONTROLS, PIN_TTL_MAX_S, WARNINGS_EVERY_S, WARNINGS_MAX, ControlReader, Controls
 
 pytestmark = pytest.mark.vllm
@@ -39,6 +40,35 @@ def test_controls_are_read() -> None:
     assert reading.read(given) == Controls(skips_save=True, skips_load=False, pin_ttl_s=90.0)
     assert reading.read({"tiered_kv.pin_ttl_s": PIN_TTL_MAX_S}).pin_ttl_s == PIN_TTL_MAX_S
     assert not reading.counters
+
+
+def test_of_a_tag_its_digest_is_kept() -> None:
+    reading = Reading()
+    assert reading.read({"tiered_kv.tag": "tenant-a"}) == Controls(tag=tag_digest("tenant-a"))
+    assert reading.read({"tiered_kv.tag": "é" * 256}).tag == tag_digest("é" * 256)
+    assert reading.read({"tiered_kv.tag": None}) == NO_CONTROLS
+    assert not reading.counters
+
+
+@pytest.mark.parametrize("value", ["", "secret" * 50, "secret-\ud800", 7, b"secret", ["secret"], {"secret": 1}, True])
+def test_a_request_whose_tag_cannot_be_read_is_not_stored(caplog: pytest.LogCaptureFixture, value: Any) -> None:
+    """Stored without it, nobody could erase it. The warning names the control and not what was given: it is a name."""
+    reading = Reading()
+    with caplog.at_level(logging.DEBUG, "tiered_kv"):
+        assert reading.read({"tiered_kv.tag": value, "tiered_kv.skip_save": False}) == Controls(skips_save=True)
+    assert reading.counters == {"control_refused": 1}
+    text = caplog.text
+    assert "bad value of control 'tiered_kv.tag', nothing of the request is stored" in text
+    assert "1 to 256 characters" in text and "secret" not in text
+
+
+@pytest.mark.parametrize("name", ["tiered_kv.tags", "tiered_kv.Tag", "tiered_kv.tag_"])
+def test_a_misspelled_tag_is_a_tag_that_cannot_be_read(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    reading = Reading()
+    with caplog.at_level(logging.DEBUG, "tiered_kv"):
+        assert reading.read({name: "secret"}) == Controls(skips_save=True)
+    assert "did you mean tiered_kv.tag?" in caplog.text and "nothing of the request is stored" in caplog.text
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True, "skip_save": True, 3: 4}, [1], "text"])
@@ -101,7 +131,7 @@ def test_the_page_shows_controls_that_are_read(repository: Path) -> None:
     shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)]
     (params,) = [block["kv_transfer_params"] for block in shown if "kv_transfer_params" in block]
     reading = Reading()
-    assert reading.read(params) == Controls(pin_ttl_s=3600.0)
+    assert reading.read(params) == Controls(pin_ttl_s=3600.0, tag=tag_digest("tenant-a"))
     assert not reading.counters
     assert set(params) == set(re.findall(r"^\| `(tiered_kv\.\w+)` \|", page, flags=re.MULTILINE))
     assert f"from 1 to {PIN_TTL_MAX_S}:" in page

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tiered_kv.config import Config
+from tiered_kv.keys.tags import tag_digest
 from tiered_kv.vllm.controls import Controls
 from tiered_kv.vllm.handover import ASK_AGAIN_S, Handover
 from tiered_kv.vllm.requests import Lookup, RequestState
@@ -97,6 +98,15 @@ def test_engine_that_does_both_tells_where_the_router_said_that_the_request_goes
     world.request(2 * CHUNK).kv_transfer_params = params
     world.state.stored = 2
     assert (world.handover.told(world.state) is not None) is is_told
+
+
+def test_the_tag_goes_with_it_so_that_the_consumer_stores_under_it() -> None:
+    world = World(is_producer=True)
+    world.request(5 * CHUNK)
+    world.state.stored = 5
+    world.state.request.kv_transfer_params = {"tiered_kv.tag": "tenant-a"}
+    world.state.controls = Controls(tag=tag_digest("tenant-a"))
+    assert world.handover.told(world.state) == {"tiered_kv.stored_tokens": 5 * CHUNK, "tiered_kv.tag": "tenant-a"}
 
 
 @pytest.mark.parametrize("controls", [{}, {"stored_tokens": 0}])

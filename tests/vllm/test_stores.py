@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 from tiered_kv.config import Config
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.vllm.groups import CacheGroup, CacheGroups
 from tiered_kv.vllm.metadata import BlockRun, SaveReport
 from tiered_kv.vllm.stores import QUEUED_MAX_S, Stores
@@ -29,6 +30,7 @@ class Server:
 
     credits: deque[int] = field(default_factory=deque)
     committed: list[int] = field(default_factory=list)
+    tags: list[bytes] = field(default_factory=list)
     given_back: list[int] = field(default_factory=list)
     generation: int = 0
     world_size: int = 1
@@ -40,6 +42,7 @@ class Server:
 
     def commit(self, chunks: Any) -> None:
         self.committed += [slot for slot, _ in chunks]
+        self.tags += [record.tag for _, record in chunks]
 
     def give_back(self, slots: list[int]) -> None:
         self.given_back += slots
@@ -76,7 +79,7 @@ def test_blocks_stay_pinned_until_every_rank_has_copied() -> None:
     keys, ids = world.prompt(3)
     world.server.credits.extend([10, 11, 12])
 
-    assert world.stores.queue(keys, (ids,), 0, 3, held=0) == 3
+    assert world.stores.queue(keys, (ids,), range(3), held=0, tag=NO_TAG) == 3
     (job,) = world.stores.start_jobs()
     world.free(ids)
     assert world.free_blocks == BLOCKS - 1 - 3 * PER_CHUNK
@@ -95,7 +98,7 @@ def test_job_that_failed_on_one_rank_is_never_committed() -> None:
     world = World(world_size=2)
     keys, ids = world.prompt(2)
     world.server.credits.extend([10, 11])
-    world.stores.queue(keys, (ids,), 0, 2, held=0)
+    world.stores.queue(keys, (ids,), range(2), held=0, tag=NO_TAG)
     (job,) = world.stores.start_jobs()
 
     world.stores.finished(SaveReport({job.job_id: 1}, failed={job.job_id}))
@@ -111,27 +114,39 @@ def test_held_and_stored_chunks_are_not_queued_again() -> None:
     world = World()
     keys, ids = world.prompt(4)
     world.server.credits.extend(range(10))
-    world.stores.queue(keys, (ids,), 0, 4, held=2)
+    world.stores.queue(keys, (ids,), range(4), held=2, tag=NO_TAG)
     (job,) = world.stores.start_jobs()
     assert len(job.copies) == 2
-    world.stores.queue(keys, (ids,), 0, 4, held=2)
+    world.stores.queue(keys, (ids,), range(4), held=2, tag=NO_TAG)
     assert world.stores.start_jobs() == ()  # still being copied
 
     world.stores.finished(SaveReport({job.job_id: 1}))
-    world.stores.queue(keys, (ids,), 0, 4, held=2)
+    world.stores.queue(keys, (ids,), range(4), held=2, tag=NO_TAG)
     assert world.stores.start_jobs() == ()  # stored
 
     world.stores.not_held(keys.keys[3:])
-    world.stores.queue(keys, (ids,), 0, 4, held=2)
+    world.stores.queue(keys, (ids,), range(4), held=2, tag=NO_TAG)
     (again,) = world.stores.start_jobs()
     assert len(again.copies) == 1
+
+
+def test_what_is_stored_has_the_tag_of_the_request_that_stored_it_first() -> None:
+    world = World()
+    keys, ids = world.prompt(3)
+    world.server.credits.extend(range(10))
+    one, other = tag_digest("one"), tag_digest("other")
+    world.stores.queue(keys, (ids,), range(2), held=0, tag=one)
+    world.stores.queue(keys, (ids,), range(3), held=0, tag=other)
+    (job,) = world.stores.start_jobs()
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    assert world.server.tags == [one, one, other]
 
 
 def test_pins_stay_below_their_share_of_the_pool() -> None:
     world = World(pinned_share=0.1)
     keys, ids = world.prompt(8)
 
-    reached = world.stores.queue(keys, (ids,), 0, 8, held=0)
+    reached = world.stores.queue(keys, (ids,), range(8), held=0, tag=NO_TAG)
 
     assert reached == BLOCKS // 10 // PER_CHUNK
     assert world.counters["store_deferred_pins"] == 1
@@ -141,10 +156,10 @@ def test_chunk_without_a_slot_is_dropped_with_its_descendants() -> None:
     world = World()
     keys, ids = world.prompt(3)
     other, other_ids = world.prompt(1, first=1)
-    world.stores.queue(keys, (ids,), 0, 1, held=0)
+    world.stores.queue(keys, (ids,), range(1), held=0, tag=NO_TAG)
     world.now_s = QUEUED_MAX_S * 0.75
-    world.stores.queue(keys, (ids,), 1, 3, held=0)
-    world.stores.queue(other, (other_ids,), 0, 1, held=0)
+    world.stores.queue(keys, (ids,), range(1, 3), held=0, tag=NO_TAG)
+    world.stores.queue(other, (other_ids,), range(1), held=0, tag=NO_TAG)
     world.now_s = QUEUED_MAX_S * 1.25
 
     assert world.stores.start_jobs() == ()
@@ -161,7 +176,7 @@ def test_lost_session_lets_go_of_queued_blocks_and_waits_for_running_copies() ->
     world = World()
     keys, ids = world.prompt(2)
     world.server.credits.append(10)
-    world.stores.queue(keys, (ids,), 0, 2, held=0)
+    world.stores.queue(keys, (ids,), range(2), held=0, tag=NO_TAG)
     (job,) = world.stores.start_jobs()
     world.free(ids)
 
@@ -178,7 +193,7 @@ def test_copies_from_before_a_reset_are_given_back() -> None:
     world = World()
     keys, ids = world.prompt(1)
     world.server.credits.append(10)
-    world.stores.queue(keys, (ids,), 0, 1, held=0)
+    world.stores.queue(keys, (ids,), range(1), held=0, tag=NO_TAG)
     (job,) = world.stores.start_jobs()
 
     world.stores.reset()
@@ -192,7 +207,7 @@ def test_a_pool_that_only_copies_hold_can_be_emptied_and_what_they_bring_is_thro
     world = World(world_size=2)
     keys, ids = world.prompt(4)
     world.server.credits.extend([10, 11])
-    world.stores.queue(keys, (ids,), 0, 4, held=0)  # two chunks get slots, two wait for some
+    world.stores.queue(keys, (ids,), range(4), held=0, tag=NO_TAG)  # two chunks get slots, two wait for some
     (job,) = world.stores.start_jobs()
     world.stores.finished(SaveReport({job.job_id: 1}))
     world.free(ids)
@@ -215,7 +230,7 @@ def test_copies_go_on_where_requests_hold_blocks_anyway() -> None:
         world = World()
         keys, ids = world.prompt(1)
         world.server.credits.append(10)
-        world.stores.queue(keys, (ids,), 0, 1, held=0)
+        world.stores.queue(keys, (ids,), range(1), held=0, tag=NO_TAG)
         (job,) = world.stores.start_jobs()
         if not is_shared:
             world.free(ids)

@@ -2,11 +2,13 @@
 
 ::
 
-    {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.pin_ttl_s": 3600}}
+    {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.pin_ttl_s": 3600,
+                            "tiered_kv.tag": "tenant-a"}}
 
 Owns their names and kinds. A control that is unknown or has a bad value is left out, counted and told of in a warning;
-the request goes on without it. Names that do not begin with ``tiered_kv.`` are other connectors'. Called by the
-scheduler side, once per request.
+the request goes on without it. But a request whose tag cannot be read is not stored: nobody could erase it later. No
+tag's text goes further than this module and a producer's answer (``handover.py``), nor into a warning. Names that do
+not begin with ``tiered_kv.`` are other connectors'. Called by the scheduler side, once per request.
 """
 
 import difflib
@@ -17,12 +19,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tiered_kv.keys.tags import NO_TAG, tag_digest
+
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "tiered_kv."
 SKIP_SAVE: Final = f"{PREFIX}skip_save"
 SKIP_LOAD: Final = f"{PREFIX}skip_load"
 PIN_TTL_S: Final = f"{PREFIX}pin_ttl_s"
+TAG: Final = f"{PREFIX}tag"
 STORED_TOKENS: Final = f"{PREFIX}stored_tokens"
 """Not a user's: a producer's answer carries it, and a router passes it on to the consumer (``handover.py``)."""
 
@@ -45,12 +50,14 @@ class Controls:
         skips_load: Nothing is loaded for it.
         pin_ttl_s: Its prompt's chunks are kept from eviction for so long.
         stored_tokens: Another engine has stored so many tokens of its prompt, or is about to.
+        tag: Digest of whose its chunks are (``keys/tags.py``).
     """
 
     skips_save: bool = False
     skips_load: bool = False
     pin_ttl_s: float | None = None
     stored_tokens: int = 0
+    tag: bytes = NO_TAG
 
 
 NO_CONTROLS: Final = Controls()
@@ -75,10 +82,15 @@ def _count(value: object) -> int:
     return value
 
 
+def _tag(value: object) -> bytes:
+    return tag_digest(value if isinstance(value, str) else "")
+
+
 _KNOWN: Final[Mapping[str, tuple[str, Callable[[object], Any]]]] = {
     SKIP_SAVE: ("skips_save", _boolean),
     SKIP_LOAD: ("skips_load", _boolean),
     PIN_TTL_S: ("pin_ttl_s", _ttl),
+    TAG: ("tag", _tag),
     STORED_TOKENS: ("stored_tokens", _count),
 }
 
@@ -102,6 +114,7 @@ class ControlReader:
         if not isinstance(params, Mapping):
             return NO_CONTROLS  # none; what is not a mapping vLLM itself stumbles over
         found: dict[str, Any] = {}
+        is_tag_lost = False
         for name, value in params.items():
             if not isinstance(name, str) or not name.startswith(PREFIX) or value is None:
                 continue
@@ -109,16 +122,21 @@ class ControlReader:
                 known = [one.removeprefix(PREFIX) for one in _KNOWN]
                 near = difflib.get_close_matches(name[len(PREFIX) :][:SHOWN_CHARS], known, n=1)
                 hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known: {', '.join(_KNOWN)}"
-                self._refuse(request, "unknown control", name, hint)
+                is_tag_lost |= near == ["tag"]
+                self._refuse(request, "unknown control", name, hint, is_tag=near == ["tag"])
                 continue
             field, parse = _KNOWN[name]
             try:
                 found[field] = parse(value)
             except ValueError as exc:
-                self._refuse(request, f"bad value {_shown(value)} of control", name, f"expected {exc}")
+                is_tag_lost |= name == TAG
+                shown = "" if name == TAG else f"{_shown(value)} "  # a tag is somebody's name
+                self._refuse(request, f"bad value {shown}of control", name, f"expected {exc}", is_tag=name == TAG)
+        if is_tag_lost:
+            found["skips_save"] = True
         return Controls(**found) if found else NO_CONTROLS
 
-    def _refuse(self, request: Any, what: str, name: str, hint: str) -> None:
+    def _refuse(self, request: Any, what: str, name: str, hint: str, *, is_tag: bool) -> None:
         self._counters["control_refused"] += 1
         now_s = self._monotonic()
         if now_s - self._since_s >= WARNINGS_EVERY_S:
@@ -128,9 +146,12 @@ class ControlReader:
             return
         more = "; more of these are only counted for a while" if self._warnings == WARNINGS_MAX else ""
         logger.warning(
-            "%s %s, the request goes on without it (%s). request=%s%s",
+            "%s %s, %s (%s). request=%s%s",
             what,
             _shown(name),
+            "nothing of the request is stored, because nobody could erase it"
+            if is_tag
+            else "the request goes on without it",
             hint,
             _shown(request.request_id),
             more,

@@ -6,6 +6,8 @@ committed after the engine's next step. A router can hand the request to the con
 
     producer: answer {"kv_transfer_params": {"tiered_kv.stored_tokens": 1024}} ---> router ---> consumer: request
 
+With it goes the request's tag, because what the consumer stores of the request is the same one's.
+
 Owns what is told and how long is waited. Called by the connector around the scheduler side, in vLLM's scheduler thread;
 never blocks: waiting is answering "ask again".
 """
@@ -15,8 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tiered_kv.config import Config
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.vllm.controls import STORED_TOKENS
+from tiered_kv.vllm.controls import STORED_TOKENS, TAG
 from tiered_kv.vllm.requests import RequestState
 from tiered_kv.vllm.scheduler import SchedulerSide
 from tiered_kv.vllm.stores import ALL_DONE
@@ -48,7 +51,7 @@ class Handover:
         self._monotonic = monotonic
 
     def told(self, state: RequestState | None) -> dict[str, Any] | None:
-        """What a finished request's answer carries: the tokens of its prompt that are stored or on their way."""
+        """What a finished request's answer carries: the tokens of its prompt stored or on their way, and its tag."""
         if state is None or not (self._is_producer or _goes_on(state.request)):
             return None
         if not 0 < state.stored < ALL_DONE:  # nothing, or a part that is not known any more
@@ -58,7 +61,8 @@ class Handover:
         state.request.tiered_kv_is_told = True
         self._side.pin(state, 0)  # where only second touches are written, the other engine's would come too late
         whole = min(state.stored, state.request.num_prompt_tokens // self._config.chunk_tokens)
-        return {STORED_TOKENS: whole * self._config.chunk_tokens}
+        tag = {} if state.controls.tag == NO_TAG else {TAG: state.request.kv_transfer_params[TAG]}
+        return {STORED_TOKENS: whole * self._config.chunk_tokens, **tag}
 
     def matched(self, request: Any, computed_tokens: int, matched: int | None) -> int | None:
         """What to answer where ``matched`` tokens beyond ``computed_tokens`` are there: less than was told may be."""

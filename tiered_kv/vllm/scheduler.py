@@ -320,13 +320,13 @@ class SchedulerSide:
 
     def _queue_request(self, state: RequestState, computed_tokens: int, tables: BlockTables) -> None:
         """Queue the chunks that are whole once this step has run (DESIGN rule 9)."""
-        keys = self._keys(state)
-        end = self._storable_chunks(state, computed_tokens)
+        keys, end = self._keys(state), self._storable_chunks(state, computed_tokens)
         if keys is None or state.resets != self._resets or end <= state.stored:
             return
         if state.lookup is not None:
             self._answer(state, state.lookup)
-        state.stored = self.stores.queue(keys, tables, state.stored, end, held=state.held)
+        chunks = range(state.stored, end)
+        state.stored = self.stores.queue(keys, tables, chunks, held=state.held, tag=state.controls.tag)
 
     def _storable_chunks(self, state: RequestState, computed_tokens: int) -> int:
         if state.controls.skips_save:

@@ -89,11 +89,12 @@ class Stores:
         """Whether blocks are pinned."""
         return self._pinned > 0
 
-    def queue(self, keys: PrefixKeys, tables: BlockTables, start: int, end: int, *, held: int) -> int:
-        """Queue chunks [start, end) of a request that are not known to be stored; pins their blocks.
+    def queue(self, keys: PrefixKeys, tables: BlockTables, chunks: range, *, held: int, tag: bytes) -> int:
+        """Queue chunks of a request that are not known to be stored; pins their blocks.
 
         Args:
             tables: The request's blocks, per KV cache group.
+            tag: Whose they are.
 
         Returns the first chunk that was not dealt with, because too many blocks are pinned already; or ``ALL_DONE``
         when a chunk's window has passed, so that no later chunk of the request could be found either.
@@ -102,7 +103,7 @@ class Stores:
         assert namespace is not None
         per_chunk = self._groups.stored_blocks
         pinned_max = max(per_chunk, int(self._block_pool.num_gpu_blocks * self._config.pinned_share))
-        for index in range(start, min(end, len(keys.keys))):
+        for index in range(chunks.start, min(chunks.stop, len(keys.keys))):
             key = keys.keys[index]
             if index < held or key in self._stored or key in self._in_flight:
                 continue
@@ -116,10 +117,10 @@ class Stores:
             blocks = tuple(self._block_pool.blocks[i] for of_group in ids for i in of_group)
             self._block_pool.touch(blocks)
             self._pinned += len(blocks)
-            record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index])
+            record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index], tag)
             self._queue.append(_Chunk(record, blocks, ids, self._monotonic()))
             self._in_flight.add(key)
-        return end
+        return chunks.stop
 
     def is_stored(self, key: bytes) -> bool:
         """Whether a chunk was stored through here and is not known to be gone."""
