@@ -1,4 +1,4 @@
-"""Erasing what was stored under a tag: all behind it goes with it, nothing of it is written later, what stays is told."""
+"""Erasing what was stored under a tag: all behind it goes along, nothing of it is written later, what stays is told."""
 
 from dataclasses import replace
 
