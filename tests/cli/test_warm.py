@@ -19,7 +19,9 @@ from tiered_kv.admin.open import open_storage
 from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.keys.tags import tag_digest
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.paths import read_info
 from tiered_kv.server.worker_client import WorkerClient
 
 ONE, TWO = Model(), Model(weights="two")
@@ -267,6 +269,29 @@ def test_a_retired_epoch_is_left_out_with_a_word(filled: Path, root: Path) -> No
     assert "was left out: the server uses epoch base-1 of this model, and these chunks are of epoch base-0" in str(done)
     assert engine.hits(6) == 0
     engine.close()
+
+
+@pytest.mark.parametrize("has_server", [False, True])
+def test_a_copy_is_whose_its_source_was(tmp_path: Path, root: Path, has_server: bool) -> None:
+    filled = tmp_path / "filled"
+    engine = SmallEngine.start(settings(filled))
+    engine.store(3, tag="tenant-a")
+    engine.store(2, first_token=100_000)
+    wait_written(filled)
+    engine.close()
+    end_server(filled)
+    other = SmallEngine.start(settings(root)) if has_server else None
+    if other is None:
+        root.mkdir()
+    assert warm(root, Tier(f"file://{filled}"))["copied"] == 5
+    listed = report("ls", f"file://{root}", "--tag", "tenant-a")["chunks"]
+    assert len(listed) == 3 and {chunk["tag"] for chunk in listed} == {tag_digest("tenant-a").hex()}
+    if other is not None:
+        info = read_info(root)
+        assert info is not None
+        done = report("evict", "--server", f"unix://{info.socket}", "--tag", "tenant-a", "--yes")
+        assert [tier["removed"] for tier in done["tiers"]] == [3, 3]
+        other.close()
 
 
 def test_a_record_without_geometry_is_left_out_with_a_word(tmp_path: Path, root: Path) -> None:

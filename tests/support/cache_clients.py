@@ -18,6 +18,7 @@ from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.keys.namespace import FORMAT_VERSION, REQUIRED_FIELDS
 from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.server import messages as m
 from tiered_kv.server.client import LookupAnswer, SchedulerClient
 from tiered_kv.server.handshake import read_message, say_hello
@@ -136,8 +137,8 @@ class SmallEngine:
         assert slot is not None
         return slot
 
-    def store(self, count: int, first_token: int = 0, *, start: int = 0) -> None:
-        """Fill and commit chunks [start, count) of a prompt."""
+    def store(self, count: int, first_token: int = 0, *, start: int = 0, tag: str = "") -> None:
+        """Fill and commit chunks [start, count) of a prompt, as a request with this tag would."""
         assert self.client.namespace is not None
         keys = self.keys(count, first_token)
         for index in range(start, count):
@@ -145,7 +146,8 @@ class SmallEngine:
             with self.payload(slot) as view:
                 view[:] = content(index, first_token)
             digest = self.client.namespace.digest
-            record = ChunkRecord(digest, keys.keys[index], keys.parent(index), index, keys.digests[index])
+            whose = tag_digest(tag) if tag else NO_TAG
+            record = ChunkRecord(digest, keys.keys[index], keys.parent(index), index, keys.digests[index], whose)
             self.client.commit([(slot, record)])
 
     def look_up(self, count: int, first_token: int = 0) -> tuple[int, LookupAnswer]:

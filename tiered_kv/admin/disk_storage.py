@@ -192,15 +192,50 @@ class DiskStorage(Storage):
             ordered += taken
             result.kept += kept
             result.missing += missing
-        left, until_s = list(blobs), time.monotonic() + REMOVAL_WAIT_S
-        while len(left) > result.kept + result.missing and time.monotonic() < until_s:
-            left = [b for b in left if (now := self._file_of(b.name)) is not None and now == before[b.name]]
-            progress(len(blobs) - len(left), len(blobs))
-            time.sleep(0.02)
+        left = self._wait_gone(blobs, before, result.kept + result.missing, progress)
         result.removed = min(ordered, len(blobs) - len(left))
         gone_bytes = sum(blob.size_bytes for blob in blobs) - sum(blob.size_bytes for blob in left)
         result.removed_bytes = gone_bytes if result.removed else 0
         return result
+
+    def erase(
+        self, blobs: Sequence[StoredBlob], tag: bytes, namespace: bytes | None, progress: Progress = no_progress
+    ) -> Removal:
+        """See ``Storage.erase``. A server that runs drops what it has not written yet, too."""
+        link = self.server() if self._tier is None else None
+        if link is None:
+            return super().erase(blobs, tag, namespace, progress)
+        with link:
+            self.unpin([blob.name for blob in blobs if blob.pinned_until_s])
+            before = {blob.name: self._file_of(blob.name) for blob in blobs}
+            removed, kept, _ = link.erase("disk", namespace or b"", tag)
+            left = self._wait_gone(blobs, before, kept, progress)
+            # What the server has under another tag than its file says, and what somebody has put there behind its back;
+            # once nothing stays for its own sake, which would go with it.
+            for blob in sorted(left, key=lambda blob: -blob.name.chunk_index) if not kept else ():
+                taken, used, missing = link.evict("disk", blob.name.namespace, [blob.name.key], holes=False)
+                removed, kept = removed + taken, kept + used
+                if missing:
+                    self.discard([blob.name])
+            left = self._wait_gone(left, before, kept, progress)
+        result = Removal(max(removed, len(blobs) - len(left)), kept=max(kept, len(left)))
+        result.removed_bytes = sum(blob.size_bytes for blob in blobs) - sum(blob.size_bytes for blob in left)
+        return result
+
+    def _wait_gone(
+        self,
+        blobs: Sequence[StoredBlob],
+        before: Mapping[BlobName, tuple[int, int] | None],
+        staying: int,
+        progress: Progress,
+    ) -> list[StoredBlob]:
+        """Watch a server's deletions arrive, until no more than ``staying`` are left; returns those."""
+        left, until_s = list(blobs), time.monotonic() + REMOVAL_WAIT_S
+        while len(left) > staying and time.monotonic() < until_s:
+            left = [b for b in left if (now := self._file_of(b.name)) is not None and now == before[b.name]]
+            progress(len(blobs) - len(left), len(blobs))
+            time.sleep(0.02)
+        return left
 
     def _file_of(self, name: BlobName) -> tuple[int, int] | None:
         """What tells a blob's file from one that is stored under its name later; None: there is none."""

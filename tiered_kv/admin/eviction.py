@@ -36,6 +36,7 @@ def make_criteria(
     amount: Amount,
     *,
     place: tuple[bytes | None, StoredBlob | None],
+    tag: bytes | None,
     is_all: bool,
 ) -> Criteria:
     """What an operator's words mean for what was found.
@@ -57,7 +58,9 @@ def make_criteria(
     used_before_s = None
     if amount.older_than is not None:
         used_before_s = time.time() - option_value("--older-than", parse_time_s, amount.older_than)
-    return Criteria(free_bytes=free_bytes, used_before_s=used_before_s, key=key, is_all=is_all, namespace=namespace)
+    return Criteria(
+        free_bytes=free_bytes, used_before_s=used_before_s, key=key, tag=tag, is_all=is_all, namespace=namespace
+    )
 
 
 def used_bytes(storage: Storage, content: Content) -> int:
@@ -93,6 +96,12 @@ def open_namespaces(link: ServerLink) -> set[bytes]:
 def lower_tiers(link: ServerLink) -> list[str]:
     """Names of the server's tiers below host memory."""
     return [tier.name for tier in link.stat().tiers]
+
+
+def erase_host(link: ServerLink, namespace: bytes | None, tag: bytes) -> Removal:
+    """Have a server remove what was stored under a tag, and all behind it, from its memory; what is in use stays."""
+    removed, kept, missing = link.erase(HOST, namespace or b"", tag)
+    return Removal(removed=removed, kept=kept, missing=missing)
 
 
 def evict_host(link: ServerLink, namespace: bytes | None, keys: Iterable[bytes] | None) -> Removal:

@@ -76,6 +76,7 @@ class ObjectStorage(Storage):
         """
         self.kind = "object"
         self.uri = str(location)
+        self.readers = concurrency
         self.store = ObjectStore(location, timeout_s=timeout_s, concurrency=concurrency)
 
     # -- looking ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Which chunks go when an operator wants room: the least recently used first, a parent only after its children.
 
-Pure. Pinned chunks and the prefixes before them never go; what was asked for and stays because of a pin is told, so
-that nobody wonders. Called by ``cli/evict.py``.
+Pure. Pinned chunks and the prefixes before them go only where a tag is erased; what was asked for and stays because of
+a pin is told, so that nobody wonders. Called by ``cli/evict.py``.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,13 @@ from tiered_kv.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criteria:
-    """What shall go: one of ``free_bytes``, ``used_before_s``, ``key`` and ``is_all``, or a namespace alone.
+    """What shall go: one of ``free_bytes``, ``used_before_s``, ``key``, ``tag`` and ``is_all``, or a namespace alone.
 
     Attributes:
         free_bytes: The least recently used, until at least so many bytes go. What no request can reach goes first.
         used_before_s: What was not used since then.
         key: This chunk, with everything behind it.
+        tag: What was stored under this digest of a tag, with everything behind it, pinned or not.
         is_all: Everything.
         namespace: Only there; with nothing else: everything there.
     """
@@ -27,6 +28,7 @@ class Criteria:
     free_bytes: int | None = None
     used_before_s: float | None = None
     key: StoredBlob | None = None
+    tag: bytes | None = None
     is_all: bool = False
     namespace: bytes | None = None
 
@@ -36,11 +38,14 @@ class Criteria:
         Raises:
             ConfigError: None is, or several that contradict each other.
         """
-        ways = [self.free_bytes is not None, self.used_before_s is not None, self.key is not None, self.is_all]
-        if sum(ways) > 1:
-            raise ConfigError("say one of --bytes, --to, --older-than, --key and --all: they contradict each other")
-        if not any(ways) and self.namespace is None:
-            raise ConfigError("say what shall go: --bytes, --to, --older-than, --namespace, --key or --all")
+        values = self.free_bytes, self.used_before_s, self.key, self.tag
+        ways = sum(value is not None for value in values) + self.is_all
+        if ways > 1:
+            raise ConfigError(
+                "say one of --bytes, --to, --older-than, --key, --tag and --all: they contradict each other"
+            )
+        if not ways and self.namespace is None:
+            raise ConfigError("say what shall go: --bytes, --to, --older-than, --namespace, --key, --tag or --all")
         if self.key is not None and self.namespace not in (None, self.key.name.namespace):
             raise ConfigError(
                 f"the chunk of --key lies in namespace {self.key.name.namespace.hex()}, and --namespace names another"
@@ -79,7 +84,11 @@ class Selection:
 def select(forest: Forest, criteria: Criteria) -> Selection:
     """Choose what goes; whatever goes leaves no chunk behind it that stays, pinned ones beyond a gap excepted."""
     used = forest.last_uses()
-    wanted = forest.behind([criteria.key]) if criteria.key is not None else list(forest.blobs.values())
+    wanted = list(forest.blobs.values())
+    if criteria.tag is not None:
+        wanted = forest.behind(blob for blob in wanted if blob.tag == criteria.tag)
+    elif criteria.key is not None:
+        wanted = forest.behind([criteria.key])
     wanted = [
         blob
         for blob in wanted
@@ -87,7 +96,7 @@ def select(forest: Forest, criteria: Criteria) -> Selection:
         and (criteria.used_before_s is None or used[ident(blob)] < criteria.used_before_s)
     ]
     ordered = _ordered(forest, wanted, used)
-    kept = forest.pinned()
+    kept = forest.pinned() if criteria.tag is None else set()
     free = [blob for blob in ordered if ident(blob) not in kept]
     pinned = [blob for blob in ordered if ident(blob) in kept]
     return Selection(free if criteria.free_bytes is None else _first(free, criteria.free_bytes), pinned)

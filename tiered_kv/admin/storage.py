@@ -129,10 +129,12 @@ class Storage(ABC):
     Attributes:
         uri: As it may be shown.
         kind: ``disk`` or ``object``.
+        readers: How many reads at once the medium profits from.
     """
 
     uri: str
     kind: str
+    readers: int = 4
 
     @abstractmethod
     def look(self, progress: Progress = no_progress) -> Content:
@@ -201,6 +203,22 @@ class Storage(ABC):
         Raises:
             DirectoryLocked: Another command works on the directory.
         """
+
+    def erase(
+        self, blobs: Sequence[StoredBlob], tag: bytes, namespace: bytes | None, progress: Progress = no_progress
+    ) -> Removal:
+        """Remove what was stored under a tag and all behind it, also what nobody has listed; end the pins on it.
+
+        Args:
+            blobs: What of it was listed, with all behind it.
+            namespace: Only there; None: everywhere.
+
+        Raises:
+            DirectoryLocked: Another command works on the directory.
+        """
+        del tag, namespace  # what was listed is all there is
+        self.unpin([blob.name for blob in blobs if blob.pinned_until_s])
+        return self.remove(blobs, progress)
 
     @abstractmethod
     def discard(self, names: Sequence[BlobName]) -> None:

@@ -1,4 +1,4 @@
-"""`tiered-kv evict`: remove chunks by age, by size, by name; never pinned ones."""
+"""`tiered-kv evict`: remove chunks by age, by size, by name, never pinned ones; erase by tag, those as well."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -6,8 +6,19 @@ import msgspec
 import typer
 
 from tiered_kv.cli.app import app
+from tiered_kv.cli.looking import look, look_for_tags
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Yes, find_chunk, find_namespace, open_uri
-from tiered_kv.cli.output import EXIT_CODES, Report, confirm, exit_codes, note, print_json, print_table, progress
+from tiered_kv.cli.output import (
+    EXIT_CODES,
+    EXIT_FOUND,
+    Report,
+    confirm,
+    exit_codes,
+    note,
+    print_json,
+    print_table,
+    progress,
+)
 
 if TYPE_CHECKING:
     from tiered_kv.admin.selection import Selection
@@ -18,6 +29,12 @@ EXAMPLES_SHOWN = 5
 
 KeyOption = Annotated[
     str | None, typer.Option(metavar="DIGITS", help="This chunk and everything behind it: its key, or how it begins.")
+]
+TagOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="T", help="What requests with this tiered_kv.tag stored, and everything behind it, pinned or not."
+    ),
 ]
 
 
@@ -59,6 +76,7 @@ class EvictReport(Report, frozen=True, kw_only=True):
     Attributes:
         uri: The tier that was named, null with ``--server``.
         server: The server that was named, null without.
+        tag: Digest of the tag that was named, null without.
         is_dry_run: Whether nothing was changed because of ``--dry-run``.
         selected: Chunks that were chosen to go from the listed tier; 0 where only host memory was meant.
         selected_bytes: What they take.
@@ -71,6 +89,7 @@ class EvictReport(Report, frozen=True, kw_only=True):
 
     uri: str | None
     server: str | None
+    tag: str | None
     is_dry_run: bool
     selected: int
     selected_bytes: int
@@ -92,6 +111,7 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True):
     older_than: str | None
     namespace: str | None
     key: str | None
+    tag: bytes | None
     is_all: bool
     is_dry_run: bool
     is_confirmed: bool
@@ -121,6 +141,7 @@ def evict(
     ] = None,
     namespace: NamespaceOption = None,
     key: KeyOption = None,
+    tag: TagOption = None,
     is_all: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; change nothing.")] = False,
     yes: Yes = False,
@@ -129,20 +150,19 @@ def evict(
 ) -> None:
     """Remove chunks, the end of a prefix before its beginning, after showing what goes and asking.
 
-    Say what shall go by one of --bytes, --to, --older-than, --key and --all; --namespace alone takes all of that
+    Say what shall go by one of --bytes, --to, --older-than, --key, --tag and --all; --namespace alone takes all of that
     namespace, and beside another limits it to that namespace. Pinned chunks and the prefixes before them stay, also
-    with --all: unpin them first. A running server is told, keeps what it is using at the moment, and goes on; what was
-    removed is computed again when it is asked for.
+    with --all: unpin them first. But --tag erases: pinned chunks go, too, and their pins with them, and in a bucket
+    every object's header is read, because nothing else tells whose it is. If some of it is in use at the moment, the
+    command ends with 4: say it again. A running server is told, keeps what it is using at the moment, and goes on; what
+    was removed is computed again when it is asked for.
 
     --server acts on what a running server holds: its disk tier, where pins count, and its host memory, where they do
-    not. It goes with --namespace, --key or --all.
+    not. It goes with --namespace, --key, --tag or --all.
     """
     with exit_codes():
-        from tiered_kv.admin.server_link import ServerLink
-        from tiered_kv.errors import ConfigError
+        from tiered_kv.admin.tags import parse_tag
 
-        if (uri is None) == (server is None):
-            raise ConfigError("name either the storage URI or --server")
         order = _Order(
             uri=uri,
             server=server,
@@ -152,31 +172,40 @@ def evict(
             older_than=older_than,
             namespace=namespace,
             key=key,
+            tag=None if tag is None else parse_tag(tag),
             is_all=is_all,
             is_dry_run=dry_run,
             is_confirmed=yes,
             as_json=as_json,
         )
-        if server is not None:
-            with ServerLink.of_socket(server) as link:
-                report = _evict_server(link, order)
-        else:
-            assert uri is not None
-            if tier is not None:
-                raise ConfigError("option --tier goes with --server: the URI names the tier already")
-            with open_uri(uri, more) as storage:
-                content = _look(storage)
-                report = _evict_tier(storage, content, order)
+        report = _carry_out(order, more)
         if as_json:
             print_json(report)
+        if tag is not None and any(done.kept for done in report.tiers):
+            raise typer.Exit(EXIT_FOUND)
 
 
-def _look(storage: "Storage") -> "Content":
-    with progress("listing") as tick:
-        content = storage.look(tick)
-    for text in content.notes:
-        note(text)
-    return content
+def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
+    from tiered_kv.admin.server_link import ServerLink
+    from tiered_kv.errors import ConfigError
+
+    if order.server is not None and order.uri is None:
+        with ServerLink.of_socket(order.server) as link:
+            return _evict_server(link, order)
+    if order.uri is None or order.server is not None:
+        raise ConfigError("name either the storage URI or --server")
+    if order.tier is not None:
+        raise ConfigError("option --tier goes with --server: the URI names the tier already")
+    with open_uri(order.uri, more) as storage:
+        return _evict_tier(storage, look(storage), order)
+
+
+def _look_for_tag(storage: "Storage", content: "Content", order: _Order) -> None:
+    """Learn whose everything is, and say what may be missing."""
+    look_for_tags(storage, content, find_namespace(content, order.namespace))
+    if order.server is None and storage.is_served():
+        content.notes.append("the memory of this directory's server may hold more of it: say it with --server, too")
+        note(content.notes[-1])
 
 
 def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictReport:
@@ -184,17 +213,24 @@ def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictR
     from tiered_kv.admin.forest import Forest
     from tiered_kv.admin.selection import select
 
+    if order.tag is not None:
+        _look_for_tag(storage, content, order)
     forest = Forest(content.blobs)
     place = find_namespace(content, order.namespace), None if order.key is None else find_chunk(forest, order.key)
     amount = Amount(order.free, order.to, order.older_than)
-    selection = select(forest, make_criteria(storage, content, amount, place=place, is_all=order.is_all))
+    criteria = make_criteria(storage, content, amount, place=place, tag=order.tag, is_all=order.is_all)
+    selection = select(forest, criteria)
     if not order.as_json:
         _show_selection(selection, storage.uri)
     tiers: list[TierRemoval] = []
-    if selection.blobs and not order.is_dry_run:
+    is_any = selection.blobs or (order.tag is not None and storage.is_served())  # which may be about to write some
+    if is_any and not order.is_dry_run:
         confirm(f"{_chunks(len(selection.blobs))} go from {storage.uri}. Go on?", is_confirmed=order.is_confirmed)
         with progress("evicting") as tick:
-            removal = storage.remove(selection.blobs, tick)
+            if order.tag is not None:
+                removal = storage.erase(selection.blobs, order.tag, criteria.namespace, tick)
+            else:
+                removal = storage.remove(selection.blobs, tick)
         tiers.append(_done(storage.kind, removal, removal.removed_bytes, as_json=order.as_json))
     return _report(order, selection, tiers, content.notes)
 
@@ -209,7 +245,9 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
     from tiered_kv.errors import ConfigError
 
     if order.free or order.to or order.older_than:
-        raise ConfigError("--server goes with --namespace, --key or --all; for the rest name the directory's URI")
+        raise ConfigError(
+            "--server goes with --namespace, --key, --tag or --all; for the rest name the directory's URI"
+        )
     there = [HOST, *(name for name in lower_tiers(link) if name == DISK)]
     if order.tier not in (None, *there):
         raise ConfigError(f"option --tier: expected {' or '.join(there)}, got {order.tier!r}")
@@ -217,14 +255,16 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
     if order.key is not None and DISK not in there:
         raise ConfigError("option --key: only a disk tier tells what is behind a chunk; say --namespace or --all")
     with DiskStorage(link.directory) as storage:
-        content = _look(storage)
+        content = look(storage)
         for digest in open_namespaces(link):
             content.records.setdefault(digest, NamespaceRecord(digest, None))
         forest = Forest(content.blobs)
         namespace = find_namespace(content, order.namespace)
         chunk = None if order.key is None else find_chunk(forest, order.key)
-        Criteria(namespace=namespace, key=chunk, is_all=order.is_all)  # says what is missing or contradicts
+        Criteria(namespace=namespace, key=chunk, tag=order.tag, is_all=order.is_all)  # says what contradicts
         report = _report(order, Selection([], []), [], content.notes)
+        if order.tag is not None and HOST in tiers:
+            return _erase_server(link, storage, content, order, tiers)
         if DISK in tiers:
             report = _evict_tier(storage, content, order)
     if HOST in tiers and not order.is_dry_run:
@@ -239,12 +279,34 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
     return report
 
 
+def _erase_server(
+    link: "ServerLink", storage: "Storage", content: "Content", order: _Order, tiers: list[str]
+) -> EvictReport:
+    """The server's memory, then its disk tier, which what is in memory might be written to again."""
+    from tiered_kv.admin.eviction import DISK, HOST, erase_host
+    from tiered_kv.admin.selection import Selection
+
+    assert order.tag is not None
+    done: list[TierRemoval] = []
+    if not order.is_dry_run:
+        where = " and disk" if DISK in tiers else ""
+        confirm(f"all of this tag goes from the server's memory{where}. Go on?", is_confirmed=order.is_confirmed)
+        removal = erase_host(link, find_namespace(content, order.namespace), order.tag)
+        done.append(_done(HOST, removal, None, as_json=order.as_json))
+    report = _report(order, Selection([], []), [], content.notes)
+    if DISK in tiers:
+        report = _evict_tier(storage, content, msgspec.structs.replace(order, is_confirmed=True))
+    return msgspec.structs.replace(report, tiers=[*done, *report.tiers])
+
+
 def _report(order: _Order, selection: "Selection", tiers: list[TierRemoval], notes: list[str]) -> EvictReport:
+    from tiered_kv.keys.tags import tag_text
     from tiered_kv.location import redact
 
     return EvictReport(
         uri=None if order.uri is None else redact(order.uri),
         server=order.server,
+        tag=tag_text(order.tag),
         is_dry_run=order.is_dry_run,
         selected=len(selection.blobs),
         selected_bytes=selection.size_bytes,

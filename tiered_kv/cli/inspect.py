@@ -57,6 +57,7 @@ class InspectReport(Report, frozen=True, kw_only=True):
         tokens: Its tokens, by the header; null if that is not sound.
         prefix_sha256: Digest of all tokens up to its end, by the header; null if that is not sound.
         created_s: When it was computed, by the header; null if that is not sound.
+        tag: Digest of the tag it was stored with, by the header; null where it has none, or if that is not sound.
         header_bytes: Length of the header; null if that is not sound.
         payload_bytes: Length of the payload, by the header; null if that is not sound.
         blob_bytes: Length of the whole blob.
@@ -89,6 +90,7 @@ class InspectReport(Report, frozen=True, kw_only=True):
     tokens: int | None
     prefix_sha256: str | None
     created_s: float | None
+    tag: str | None
     header_bytes: int | None
     payload_bytes: int | None
     blob_bytes: int
@@ -147,6 +149,7 @@ def _report(
 ) -> InspectReport:
     from tiered_kv.admin.forest import ident
     from tiered_kv.admin.inspection import is_complete, path_of
+    from tiered_kv.keys.tags import tag_text
 
     chain = forest.prefix(blob)
     children = forest.children.get(ident(blob), [])
@@ -169,6 +172,7 @@ def _report(
         tokens=None if header is None else header.token_count,
         prefix_sha256=None if header is None else header.prefix_sha256.hex(),
         created_s=None if header is None else float(header.created_unix_s),
+        tag=None if header is None else tag_text(header.tag),
         header_bytes=None if header is None else header.header_bytes,
         payload_bytes=None if parsed is None else parsed.payload_bytes,
         blob_bytes=len(finding.data),
@@ -235,6 +239,7 @@ def _facts(report: InspectReport, now_s: float) -> list[tuple[str, object]]:
         ("blob", f"{size_text(report.blob_bytes)} ({report.blob_bytes} bytes)"),
         ("header bytes", "-" if report.header_bytes is None else report.header_bytes),
         ("takes", size_text(report.size_bytes)),
+        ("tag", report.tag or "-"),
         ("computed", _time(report.created_s, now_s)),
         ("written", _time(report.written_s, now_s)),
         ("last use", _time(report.used_s, now_s)),

@@ -23,6 +23,17 @@ def look(storage: "Storage") -> "Content":
     return content
 
 
+def look_for_tags(storage: "Storage", content: "Content", namespace: bytes | None) -> None:
+    """Learn whose the chunks are, which takes a request for each object of a bucket; says what nobody can know."""
+    from tiered_kv.admin.tags import read_tags
+
+    said = len(content.notes)
+    with progress("reading headers") as tick:
+        read_tags(storage, content, namespace, tick)
+    for text in content.notes[said:]:
+        note(text)
+
+
 def shortened(digits: str) -> str:
     """A key or digest: whole where a program may read it, its beginning on a terminal."""
     return digits[:KEY_DIGITS] if sys.stdout.isatty() else digits

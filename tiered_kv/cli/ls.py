@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import ago, end_of, look, pin_text, shortened
+from tiered_kv.cli.looking import ago, end_of, look, look_for_tags, pin_text, shortened
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Uri, find_namespace, open_uri
 from tiered_kv.cli.output import EXIT_CODES, Report, exit_codes, note, print_json, print_table
 
@@ -58,6 +58,8 @@ class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
         tier: ``disk`` or ``object``.
         is_pinned: Whether a pin keeps it, its own or that of a chunk behind it.
         pinned_until_s: When its own pin ends; null where it has none, or one without an end.
+        tag: Digest of the tag it was stored with; null where it has none, and in a bucket without ``--tag``, because no
+            header is read there.
     """
 
     key: str
@@ -70,6 +72,7 @@ class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
     tier: str
     is_pinned: bool
     pinned_until_s: float | None
+    tag: str | None
 
 
 class LsReport(Report, frozen=True, kw_only=True):
@@ -120,6 +123,9 @@ def ls(
     older_than: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only chunks that were not used for so long: 90m, 12h, 7d.")
     ] = None,
+    tag: Annotated[
+        str | None, typer.Option(metavar="T", help="Only chunks that requests with this tiered_kv.tag stored.")
+    ] = None,
     more: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -131,17 +137,23 @@ def ls(
     before it.
 
     Nothing is locked and no chunk is read, so this works beside a running server, and in a bucket by listing it once.
+    But --tag reads the header of every object of a bucket: nothing else tells whose it is.
     On a terminal keys are shortened; in a pipe and in JSON they are whole. Any verb takes the beginning of a key.
     """
     with exit_codes():
+        from tiered_kv.admin.tags import parse_tag
         from tiered_kv.admin.words import option_value
         from tiered_kv.config import parse_time_s
 
+        digest = None if tag is None else parse_tag(tag)
         now_s = time.time()
         used_before_s = None if older_than is None else now_s - option_value("--older-than", parse_time_s, older_than)
         with open_uri(uri, more) as storage:
             content = look(storage)
-        wish = _Wish(find_namespace(content, namespace), used_before_s, sort, is_reversed, limit or None)
+            space = find_namespace(content, namespace)
+            if digest is not None:
+                look_for_tags(storage, content, space)
+        wish = _Wish(space, used_before_s, sort, is_reversed, limit or None, digest)
         report = _report(storage, content, wish, now_s)
         if as_json:
             print_json(report)
@@ -157,6 +169,7 @@ class _Wish(NamedTuple):
     sort: Sort
     is_reversed: bool
     limit: int | None
+    tag: bytes | None
 
 
 def _report(storage: "Storage", content: "Content", wish: _Wish, now_s: float) -> LsReport:
@@ -166,6 +179,8 @@ def _report(storage: "Storage", content: "Content", wish: _Wish, now_s: float) -
     forest = Forest(content.blobs)
     used = forest.last_uses()
     chosen = matching(forest, used, wish.namespace, wish.used_before_s)
+    if wish.tag is not None:
+        chosen = [blob for blob in chosen if blob.tag == wish.tag]
     usage = sum_up(content.records, forest, used, now_s, wish.namespace)
     shown = first(chosen, orders(used)[wish.sort], wish.limit, is_reversed=wish.is_reversed)
     return LsReport(
@@ -199,6 +214,7 @@ def _chunks(
     blobs: "Sequence[StoredBlob]", tier: str, content: "Content", forest: "Forest", used: "Mapping[Ident, float]"
 ) -> list[LsChunk]:
     from tiered_kv.admin.forest import ident
+    from tiered_kv.keys.tags import tag_text
 
     kept = forest.pinned()
     tokens = {digest: record.chunk_tokens for digest, record in content.records.items()}
@@ -214,6 +230,7 @@ def _chunks(
             tier=tier,
             is_pinned=ident(blob) in kept,
             pinned_until_s=end_of(blob.pinned_until_s),
+            tag=tag_text(blob.tag),
         )
         for blob in blobs
     ]

@@ -1,0 +1,283 @@
+"""`tiered-kv evict --tag`: a tenant's chunks go from a directory, a bucket and a running server, and nobody else's."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from cache_clients import SmallEngine, poll_until, settings
+from cache_probe import figures, wait_for, wait_written
+from server_processes import end_server
+from stock import Model, tokens
+from verbs import Tier, complaint, directory_tier, report, run, s3_tier
+
+from tiered_kv.admin.storage import FOR_GOOD
+from tiered_kv.config import Config
+from tiered_kv.keys.naming import BlobName, relative_path
+from tiered_kv.keys.tags import tag_digest
+from tiered_kv.server.paths import read_info
+
+ONE, TWO = Model(), Model(weights="two")
+MINE, THEIRS, SHARED = tokens(1, 4), tokens(2, 3), tokens(1, 2) + tokens(3, 1)
+TAG = "tenant-a GmbH"
+DIGEST = tag_digest(TAG).hex()
+
+
+@pytest.fixture(params=["disk", "s3"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+    """A tenant's prompt, one that another asked for behind its beginning, others, and some of nobody."""
+    made = s3_tier(request.getfixturevalue("s3")) if request.param == "s3" else directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        ONE.store(storage, MINE, tag=TAG)
+        ONE.store(storage, SHARED, tag="tenant-b")  # two chunks of it are there
+        ONE.store(storage, THEIRS, tag="tenant-b")
+        TWO.store(storage, MINE, tag=TAG)
+        TWO.store(storage, THEIRS)
+    return made
+
+
+def there(tier: Tier, model: Model, prompt: list[int]) -> list[bool]:
+    """Which chunks of a prompt are there."""
+    with tier.open() as storage:
+        return storage.contains(model.names(prompt))
+
+
+def evict(tier: Tier, *arguments: object, code: int = 0) -> dict:
+    done = run("evict", tier.uri, *tier.sets(), *arguments, "--json")
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def test_a_tag_goes_with_everything_behind_it_and_nothing_else(tier: Tier) -> None:
+    done = evict(tier, "--tag", TAG, "--yes")
+    assert (done["tag"], done["selected"], done["pinned"], done["tiers"][0]["kept"]) == (DIGEST, 9, 0, 0)
+    assert done["tiers"][0]["removed"] == 9
+    assert not any(there(tier, ONE, MINE) + there(tier, ONE, SHARED) + there(tier, TWO, MINE))
+    assert all(there(tier, ONE, THEIRS) + there(tier, TWO, THEIRS))
+    again = evict(tier, "--tag", TAG, "--yes")
+    assert (again["selected"], again["tiers"], again["notes"]) == (0, [], [])
+    assert "nothing to remove" in run("evict", tier.uri, *tier.sets(), "--tag", TAG, "--yes").stdout
+
+
+def test_a_namespace_limits_it_and_a_dry_run_changes_nothing(tier: Tier) -> None:
+    space = TWO.namespace.digest.hex()
+    assert evict(tier, "--tag", TAG, "--namespace", space[:8], "--dry-run")["selected"] == 4
+    assert evict(tier, "--tag", TAG, "--dry-run")["selected"] == 9
+    assert "Say --yes" in complaint("evict", tier.uri, *tier.sets(), "--tag", TAG, code=5)
+    assert all(there(tier, ONE, MINE) + there(tier, TWO, MINE))
+    assert evict(tier, "--tag", TAG, "--namespace", space, "--yes")["tiers"][0]["removed"] == 4
+    assert all(there(tier, ONE, MINE)) and not any(there(tier, TWO, MINE))
+
+
+def test_pins_do_not_hold_it_up_and_go_with_it(tier: Tier) -> None:
+    with tier.open() as storage:
+        storage.pin([ONE.names(MINE)[3], ONE.names(SHARED)[2], ONE.names(THEIRS)[0]], FOR_GOOD)
+    done = evict(tier, "--tag", TAG, "--yes")
+    assert (done["pinned"], done["tiers"][0]["removed"]) == (0, 9)
+    with tier.open() as storage:
+        assert dict(storage.pins()) == {ONE.names(THEIRS)[0]: FOR_GOOD}
+
+
+def test_ls_and_inspect_show_the_digest(tier: Tier) -> None:
+    listed = report("ls", tier.uri, *tier.sets(), "--tag", TAG)
+    assert listed["chunk_count"] == 8 and {chunk["tag"] for chunk in listed["chunks"]} == {DIGEST}
+    plain = {chunk["tag"] for chunk in report("ls", tier.uri, *tier.sets(), "--limit", 0)["chunks"]}
+    is_disk = tier.uri.startswith("file:")
+    assert plain == ({DIGEST, tag_digest("tenant-b").hex(), None} if is_disk else {None}), "a listing reads no header"
+    assert report("ls", tier.uri, *tier.sets(), "--tag", "nobody")["chunks"] == []
+    key = ONE.names(MINE)[0].key.hex()
+    assert report("inspect", tier.uri, *tier.sets(), key)["tag"] == DIGEST
+    assert DIGEST in run("inspect", tier.uri, *tier.sets(), key).stdout
+    key = TWO.names(THEIRS)[0].key.hex()
+    assert report("inspect", tier.uri, *tier.sets(), key)["tag"] is None
+
+
+def test_what_nobody_can_judge_is_told(s3, tmp_path: Path) -> None:
+    tier = s3_tier(s3)
+    with tier.open() as storage:
+        damaged, other = ONE.store(storage, MINE, tag=TAG)[1:3]
+        storage.discard([damaged, other])
+        blobs = dict(ONE.blobs(MINE, TAG))
+        storage.write(damaged, memoryview(bytes(8192)))
+        storage.write(other, memoryview(blobs[other].replace(b'"0002"', b'"0001"')))
+    done = evict(tier, "--tag", TAG, "--yes")
+    assert done["selected"] == 4, "behind what is the tenant's everything goes, whatever it is"
+    with tier.open() as storage:
+        storage.write(damaged, memoryview(bytes(8192)))
+        storage.write(other, memoryview(blobs[other].replace(b'"0002"', b'"0001"')))
+    first, second = evict(tier, "--tag", TAG, "--yes")["notes"]
+    assert first.startswith("1 chunks of another format version") and second.startswith(
+        "1 chunks have a damaged header"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--tag", ""], "option --tag: expected 1 to 256 characters"),
+        (["--tag", "secret" * 50], "option --tag: expected 1 to 256 characters"),
+        (["--tag", "secret", "--all"], "contradict each other"),
+        (["--tag", "secret", "--bytes", "1GiB"], "contradict each other"),
+        (["--tag", "secret", "--key", ONE.names(MINE)[0].key.hex()], "contradict each other"),
+        (["--tag", "secret", "--namespace", "abcdabcd"], "no namespace here begins"),
+    ],
+)
+def test_orders_that_mean_nothing_are_refused(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    made = directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        ONE.store(storage, MINE, tag=TAG)
+    said = complaint("evict", made.uri, *arguments, "--yes")
+    assert expected in said and "secret" not in said
+    assert all(there(made, ONE, MINE))
+
+
+def test_no_tag_text_is_in_a_directory_or_a_report(tmp_path: Path) -> None:
+    made = directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        ONE.store(storage, MINE, tag=TAG)
+        storage.pin([ONE.names(MINE)[3]], FOR_GOOD)
+    said = run("evict", made.uri, *made.sets(), "--tag", TAG, "--dry-run").output
+    said += run("ls", made.uri, "--tag", TAG, "--json").output + run("stat", made.uri, "--json").output
+    assert TAG not in said
+    for path in (tmp_path / "kv").rglob("*"):
+        assert TAG not in str(path) and (not path.is_file() or TAG.encode() not in path.read_bytes())
+
+
+def test_a_directory_without_its_index_tells_whose_a_chunk_is_by_its_header(tmp_path: Path) -> None:
+    made = directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        ONE.store(storage, MINE, tag=TAG)
+        ONE.store(storage, THEIRS)
+    for path in (tmp_path / "kv" / "index").iterdir():
+        path.unlink()
+    assert evict(made, "--tag", TAG, "--yes")["tiers"][0]["removed"] == 4
+    assert all(there(made, ONE, THEIRS))
+
+
+# -- while a server runs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(root: Path):
+    one = SmallEngine.start(settings(root))
+    one.store(6, tag=TAG)
+    one.store(4, first_token=100_000, tag="tenant-b")
+    one.wait_hits(6)
+    wait_written(root)
+    yield one
+    one.close()
+
+
+def socket_of(root: Path) -> str:
+    info = read_info(root)
+    assert info is not None
+    return f"unix://{info.socket}"
+
+
+def files(root: Path) -> int:
+    return len(list((root / "blobs").rglob("*.safetensors")))
+
+
+def test_memory_and_disk_of_a_running_server_lose_a_tag(engine: SmallEngine, root: Path) -> None:
+    report("pin", f"file://{root}", engine.keys(6).keys[5].hex())
+    dry = report("evict", "--server", socket_of(root), "--tag", TAG, "--dry-run")
+    assert (dry["selected"], dry["tiers"]) == (6, [])
+    done = report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
+    assert [(t["tier"], t["removed"], t["kept"]) for t in done["tiers"]] == [("host", 6, 0), ("disk", 6, 0)]
+    assert (done["tag"], done["selected"], files(root)) == (DIGEST, 6, 4)
+    assert engine.hits(6) == 0 and engine.hits(4, first_token=100_000) == 4
+    assert report("ls", f"file://{root}", "--tag", TAG)["chunks"] == []
+    again = report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
+    assert [t["removed"] + t["kept"] for t in again["tiers"]] == [0, 0]
+    engine.store(6, tag=TAG)
+    engine.wait_hits(6)
+
+
+def test_by_its_uri_the_disk_is_meant_and_the_memory_named(engine: SmallEngine, root: Path) -> None:
+    tier = Tier(f"file://{root}")
+    done = evict(tier, "--tag", TAG, "--yes")
+    assert done["tiers"][0]["removed"] == 6 and files(root) == 4
+    assert done["notes"] == ["the memory of this directory's server may hold more of it: say it with --server, too"]
+    assert engine.hits(6) == 6, "from memory"
+
+
+def test_one_tier_alone_may_be_named(engine: SmallEngine, root: Path) -> None:
+    done = report("evict", "--server", socket_of(root), "--tag", TAG, "--tier", "host", "--yes")
+    assert [(t["tier"], t["removed"]) for t in done["tiers"]] == [("host", 6)] and files(root) == 10
+    done = report("evict", "--server", socket_of(root), "--tag", TAG, "--tier", "disk", "--yes")
+    assert [(t["tier"], t["removed"]) for t in done["tiers"]] == [("disk", 6)] and files(root) == 4
+
+
+def test_what_is_in_use_stays_is_told_and_ends_with_4(engine: SmallEngine, root: Path) -> None:
+    lookup, answer = engine.look_up(3)
+    assert answer.ready == 3
+    done = run("evict", "--server", socket_of(root), "--tag", TAG, "--yes", "--json")
+    assert done.exit_code == 4, done.output
+    host, disk = json.loads(done.stdout)["tiers"]
+    assert (host["removed"], host["kept"]) == (3, 3)
+    assert (disk["removed"], disk["kept"]) == (4, 2), "the chunks before one that is in use"
+    text = run("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
+    assert text.exit_code == 4 and "stay because they are in use; say it again later" in text.stdout
+    engine.client.release(lookup)
+    poll_until(engine.client, lambda: figures(root)["hierarchy"]["leased_bytes"] == 0, "the lease's end")
+    done = report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
+    assert [(t["removed"], t["kept"]) for t in done["tiers"]] == [(3, 0), (2, 0)]
+    assert engine.hits(6) == 0 and files(root) == 4
+
+
+def test_a_server_without_a_disk_tier_loses_it_from_its_memory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    uri = f"shared+file://{tmp_path / 'bucket'}"
+    config = Config.from_mapping({"storage_uri": uri, "host_bytes": "8MiB", "chunk_tokens": 64, "drain_s": 5.0})
+    engine = SmallEngine.start(config)
+    try:
+        engine.store(4, tag=TAG)
+        engine.store(2, first_token=100_000)
+        engine.wait_hits(4)
+        wait_written(config.server_directory())
+        address = socket_of(config.server_directory())
+        done = report("evict", "--server", address, "--tag", TAG, "--yes")
+        assert [(t["tier"], t["removed"], t["kept"]) for t in done["tiers"]] == [("host", 4, 0)]
+        done = report("evict", uri, "--tag", TAG, "--yes")
+        assert [(t["tier"], t["removed"]) for t in done["tiers"]] == [("object", 4)]
+        assert engine.hits(4) == 0 and engine.hits(2, first_token=100_000) == 2
+        engine.store(4, tag="tenant-c")  # what a server learns from a bucket, it knows by its header
+        engine.wait_hits(4)
+        wait_written(config.server_directory())
+        report("evict", "--server", address, "--all", "--tier", "host", "--yes")
+        engine.wait_hits(4)
+        done = report("evict", "--server", address, "--tag", "tenant-c", "--yes")
+        assert done["tiers"][0]["removed"] == 4
+    finally:
+        engine.close()
+        end_server(config.server_directory())
+
+
+def test_a_file_that_the_server_does_not_know_goes_too(engine: SmallEngine, root: Path) -> None:
+    """Restored from a backup while it runs: to the server it is not there, and to the next one it would be."""
+    name = BlobName(engine.client.namespace.digest, engine.keys(6).keys[5])
+    path = root / "blobs" / relative_path(name)
+    data = path.read_bytes()
+    report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
+    assert not path.exists()
+    path.write_bytes(data)
+    done = evict(Tier(f"file://{root}"), "--tag", TAG, "--yes")
+    assert (done["tiers"][0]["removed"], done["tiers"][0]["kept"]) == (1, 0) and not path.exists()
+
+
+def test_what_waits_to_be_written_is_never_written(tmp_path: Path, root: Path) -> None:
+    """A disk that stands still holds writes up; they are dropped, and nothing of the tag is on it once it is back."""
+    engine = SmallEngine.start(settings(root))
+    engine.store(40, tag=TAG)  # more than are written at once
+    wait_for(lambda: figures(root)["pending_writes"] > 0 or files(root) > 30, "writes")
+    deadline_s = time.monotonic() + 30
+    while True:
+        done = run("evict", "--server", socket_of(root), "--tag", TAG, "--yes", "--json")
+        assert done.exit_code in (0, 4), done.output
+        counts = [t["removed"] + t["kept"] for t in json.loads(done.stdout)["tiers"]]
+        if done.exit_code == 0 and not any(counts):
+            break
+        assert time.monotonic() < deadline_s
+    wait_written(root)
+    assert files(root) == 0 and engine.hits(40) == 0
+    engine.close()
