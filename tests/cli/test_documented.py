@@ -81,7 +81,7 @@ def stock(uri: str, more: dict[str, object]) -> None:
     with open_storage(uri, more) as storage:
         prompt = tokens(1, 6)
         Model().store(storage, prompt, prompt[: 3 * CHUNK] + tokens(2, 4))
-        Model(weights="hf:fedcba9876543210fedcba9876543210fedcba98").store(storage, tokens(1, 2))
+        Model(weights="hf:fedcba9876543210fedcba9876543210fedcba98").store(storage, tokens(1, 2), tag="tenant-a")
 
 
 @pytest.mark.parametrize("command", dict.fromkeys([*COMMANDS, *OF_GUIDES]))
