@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat, SealFields
+from tiered_kv.keys.tags import TAG_BYTES
 from tiered_kv.tiers.base import BlobName
 
 
@@ -20,6 +21,7 @@ class SampleBlob:
     parent: bytes
     chunk_index: int
     prefix_sha256: bytes
+    tag: bytes
     data: bytes
 
     def view(self) -> memoryview:
@@ -53,6 +55,10 @@ class SampleChain:
             return self.namespace
         return hashlib.md5(b"key %d %d" % (self._seed, index), usedforsecurity=False).digest()
 
+    def tag(self, index: int) -> bytes:
+        """Whose chunk ``index`` is: nobody's, one's or another's."""
+        return bytes([index % 3]) * TAG_BYTES
+
     def name(self, index: int) -> BlobName:
         return BlobName(self.namespace, self.key(index), self.key(index - 1), index)
 
@@ -63,6 +69,6 @@ class SampleChain:
         start = self.form.header_bytes
         data[start : start + len(payload)] = payload
         digest = hashlib.sha256(b"prefix %d %d" % (self._seed, index)).digest()
-        fields = SealFields(self.key(index), self.key(index - 1), index, digest, 1_700_000_000)
+        fields = SealFields(self.key(index), self.key(index - 1), index, digest, 1_700_000_000, self.tag(index))
         self.form.seal(memoryview(data), fields)
-        return SampleBlob(self.name(index), fields.parent, index, digest, bytes(data))
+        return SampleBlob(self.name(index), fields.parent, index, digest, fields.tag, bytes(data))
