@@ -12,7 +12,7 @@ import pytest
 from tiered_kv import Cache
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import Closed, ConfigError
-from tiered_kv.keys.namespace import REQUIRED_FIELDS
+from tiered_kv.keys.namespace import FORMAT_VERSION, REQUIRED_FIELDS
 
 PAGES = [LayerPage(f"layer.{i}", "BF16", (2, 16, 64), "HNC") for i in range(3)]
 CHUNK = 64
@@ -107,6 +107,18 @@ def load_all(cache: Cache, tokens: list[int], seed: int, count: int) -> bool:
     with cache.load(tokens) as prefix:
         assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i, seed) for i in range(len(prefix.chunks))]
         return len(prefix.chunks) == count
+
+
+def test_the_format_version_is_ours_whatever_a_caller_wrote_down(tmp_path: Path) -> None:
+    """Else a caller's old number would name the blobs of that version, which nobody can read or replace."""
+    tokens = list(range(3 * CHUNK))
+    with Cache(settings(tmp_path), NAMESPACE | {"format_version": 1}, PAGES) as cache:
+        cache.store(tokens, lambda i: payload(cache, i))
+    without = {name: value for name, value in NAMESPACE.items() if name != "format_version"}
+    with Cache(settings(tmp_path), without, PAGES) as cache, cache.load(tokens) as prefix:
+        assert prefix.tokens == 3 * CHUNK
+    (record,) = (tmp_path / "blobs").glob("*/namespace.json")
+    assert f'"format_version": {FORMAT_VERSION}' in record.read_text()
 
 
 def test_chunks_of_another_size_get_their_share_of_a_full_arena(tmp_path: Path) -> None:

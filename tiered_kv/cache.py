@@ -22,6 +22,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import Closed, ConfigError, DirectoryLocked, TieredKVError, TierUnavailable
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.keys.rolling import PrefixKeys
 from tiered_kv.server import messages as m
 from tiered_kv.server.client import LookupAnswer, SchedulerClient
@@ -62,6 +63,7 @@ class Cache:
             settings: As in vLLM's ``kv_connector_extra_config``; ``storage_uri`` at least.
             namespace: Everything that must be equal for two payloads to be interchangeable
                 (``keys.namespace.REQUIRED_FIELDS`` less geometry and epoch; ``block_tokens`` at least one).
+                ``format_version`` is ours: whatever is given, it is that of the blobs that are written.
             pages: The layers of one block, in payload order.
 
         Raises:
@@ -77,9 +79,9 @@ class Cache:
         self._lock = threading.Lock()
         self._server = None if config.server is not None else _ServerThread.start(config)
         engine_id = f"cache-{uuid.uuid4().hex}"
-        join = m.JoinWorker(
-            0, 1, block_tokens, config.chunk_tokens, msgspec.json.encode(dict(namespace)), pages_on_the_wire(pages)
-        )
+        # A caller that wrote an older one down would look for old blobs, and find names taken by what it cannot read.
+        fields = msgspec.json.encode({**namespace, "format_version": FORMAT_VERSION})
+        join = m.JoinWorker(0, 1, block_tokens, config.chunk_tokens, fields, pages_on_the_wire(pages))
         self._worker: WorkerClient | None = None
         self._client: SchedulerClient | None = None
         try:
