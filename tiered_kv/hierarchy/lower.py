@@ -213,8 +213,7 @@ class LowerTier(ABC):
             self.forget(entry, LowerState.FOREIGN if outcome is Outcome.FOREIGN else LowerState.ABSENT)
             self._drop_descendants(entry)
             if outcome is Outcome.NO_ROOM:
-                # The medium is fuller than we thought: room for the next one.
-                self.evict(self._size_bytes(entry), entry.record.namespace)
+                self.evict(self._size_bytes(entry), entry.record.namespace)  # fuller than we thought: room for the next
             self._end(entry)
         self._pump()
 
@@ -292,17 +291,14 @@ class LowerTier(ABC):
     def evict(self, size_bytes: int, namespace: bytes | None = None) -> int:
         """Start deleting at least ``size_bytes``, leaves first, by the order of eviction; returns what was found.
 
-        Args:
-            namespace: Who needs the room: its own chunks go where all the others are at their minima. None: nobody,
-                the medium is too full, and minima give way.
+        The ``namespace`` that needs the room gives its own where all others are at their minima; None: minima give way.
         """
-        found = self._evict(size_bytes, self.order.walk(self._is_spare))
+        tier = self.tier
+        spare = self.order.walk(lambda one: not self.taken.keeps(one.record.namespace, one.lower_bytes[tier]))
+        found = self._evict(size_bytes, spare)
         if found < size_bytes:
             found += self._evict(size_bytes - found, self.order.walk(only=namespace))
         return found
-
-    def _is_spare(self, entry: Entry) -> bool:
-        return not self.taken.keeps(entry.record.namespace, entry.lower_bytes[self.tier])
 
     def _evict(self, size_bytes: int, candidates: Iterable[Entry]) -> int:
         found = 0
@@ -394,11 +390,9 @@ class LowerTier(ABC):
 
     def evict_to_capacity(self) -> None:
         """Start deleting what passes the capacity: after a start, until the medium has really done it."""
-        if self.capacity_bytes is None:
-            return
-        excess = self.used_bytes + self.reserved_bytes - self.capacity_bytes - self._deleting_bytes
-        if excess > 0:
-            self.evict(excess)
+        if self.capacity_bytes is not None:
+            excess = self.used_bytes + self.reserved_bytes - self.capacity_bytes - self._deleting_bytes
+            self.evict(max(0, excess))
 
     def check_integrity(self) -> None:
         """Assert that counts match the entries and that no write waits for nothing."""
