@@ -107,8 +107,8 @@ class MultiQueue:
         level = 0
         found = []
         for key in prefix:
-            if key in self._groups:
-                level = max(level, self._level(key))  # no lower than the chunks behind it
+            if (group := self._groups.get(key)) is not None:
+                level = max(level, self._level(key), group.level)  # no lower than the chunks behind it, now or before
                 found.append((key, level))
         for key, level in reversed(found):
             self.remove(key)
