@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cache_clients import SmallEngine, hello, poll_until, refusal, settings, tell, worker_part
 from cache_probe import figures, wait_for, wait_written
-from engine_world import EngineWorld
+from engine_world import BLOB_BYTES, EngineWorld
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.hierarchy.shares import Share
@@ -97,7 +97,7 @@ def test_a_maximum_that_holds_next_to_nothing_is_refused(root: Path) -> None:
     client = SchedulerClient(config, "tiny", 1)
     try:
         assert not client.wait_ready(20)
-        assert client.refusal is not None and "max_share=0.01 of host memory is 81.9 KiB" in client.refusal
+        assert client.refusal is not None and "81.9 KiB of host memory, less than 4 chunks of 36 KiB" in client.refusal
     finally:
         client.close()
         worker.leave()
@@ -195,6 +195,21 @@ def test_those_that_are_gone_make_way_for_those_that_are_here(held: Held) -> Non
     assert [kept(name) for name in (b"a", b"b", b"c", b"d")] == [0.3, 0, 0.3, 0.3], "the longest gone went first"
     with pytest.raises(ConfigError, match=r"min_share=0.5 .* \(63 keeps 0.3, 64 keeps 0.3\)"):
         shares.check(b"e", Share(0.5))
+
+
+def test_who_would_be_left_with_nothing_is_refused_and_so_is_who_would_leave_nothing(held: Held) -> None:
+    shares, _, _ = held
+    shares.opened(1, b"a", Share(0.9, slot_bytes=BLOB_BYTES))
+    for newcomer in (Share(slot_bytes=BLOB_BYTES), Share(0.1, slot_bytes=BLOB_BYTES)):
+        with pytest.raises(
+            ConfigError, match=r"61 keeps 0.9\): that leaves 62 19.2 KiB of host memory, less than 4 chunks"
+        ):
+            shares.check(b"b", newcomer)
+    shares.opened(1, b"a", Share(0.3, slot_bytes=BLOB_BYTES))
+    shares.check(b"b", Share(slot_bytes=BLOB_BYTES))
+    shares.opened(2, b"b", Share(slot_bytes=BLOB_BYTES))
+    with pytest.raises(ConfigError, match="that leaves 62 19.2 KiB"):
+        shares.check(b"a", Share(0.9, slot_bytes=BLOB_BYTES))
 
 
 def test_a_reset_that_would_keep_too_much_keeps_nothing(held: Held, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,7 @@ from tiered_kv.errors import TierUnavailable
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.index import LowerState
 from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, SlotId
+from tiered_kv.hierarchy.shares import Share
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import compose
 from tiered_kv.testing.faults import FaultyTier
@@ -61,6 +62,7 @@ class Machine:
     bucket_speed: Speed | None
     remote_threads: int
     admissions: Mapping[str, str]
+    shares: Mapping[str, tuple[float, float]]
 
 
 class Errors(logging.Handler):
@@ -211,7 +213,9 @@ class Node:
     # -- clients -------------------------------------------------------------------------------------------------------
 
     def open(self, space: str) -> int:
-        session, _ = self.engine.open_session(NAMESPACES[space], GEOMETRIES[space])
+        session, form = self.engine.open_session(NAMESPACES[space], GEOMETRIES[space])
+        share = Share(*self.machine.shares[space], form.blob_bytes)
+        self.engine.hierarchy.index.shares.set(NAMESPACES[space].digest, share)
         self.credits[session], self.spaces[session] = [], space
         self.wake()
         return session

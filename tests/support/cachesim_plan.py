@@ -90,7 +90,8 @@ def draw_plan(seed: int) -> Plan:
     """The plan of a seed."""
     draw = random.Random(f"cache simulation {seed}")
     has_disk, has_bucket = draw.choice([(True, True), (True, True), (True, False), (False, True)])
-    rules = random.Random(f"admission {seed}")  # of its own: all else of a seed stays what it was
+    rules = random.Random(f"admission {seed}")  # of its own, as the next: all else of a seed stays what it was
+    fairness = random.Random(f"shares {seed}")
     nodes = draw.choice([1, 2]) if has_bucket else 1
     is_storm = draw.random() < 0.3
     active_s = draw.uniform(2.0, 6.0) if is_storm else draw.choice([1.0, 1.0, 1.0, 3.0]) * draw.uniform(4.0, 16.0)
@@ -106,7 +107,9 @@ def draw_plan(seed: int) -> Plan:
     )
     return Plan(
         seed=seed,
-        machines=tuple(_machine(draw, rules, has_disk=has_disk, has_bucket=has_bucket) for _ in range(nodes)),
+        machines=tuple(
+            _machine(draw, rules, _shares(fairness), has_disk=has_disk, has_bucket=has_bucket) for _ in range(nodes)
+        ),
         disk_bytes=disk_bytes,
         has_bucket=has_bucket,
         bucket_bytes=draw.choice([None, None, 12 * BLOB_MAX, 30 * BLOB_MAX]) if has_bucket else None,
@@ -119,13 +122,28 @@ def draw_plan(seed: int) -> Plan:
     )
 
 
-def _machine(draw: random.Random, rules: random.Random, *, has_disk: bool, has_bucket: bool) -> Machine:
+def _shares(draw: random.Random) -> dict[str, tuple[float, float]]:
+    """What each model keeps and may take; half of all machines have none."""
+    if draw.random() < 0.5:
+        return dict.fromkeys(NAMES, (0.0, 1.0))
+    return {name: draw.choice([(0.0, 1.0), (0.2, 1.0), (0.0, 0.8), (0.1, 0.8)]) for name in NAMES}
+
+
+def _machine(
+    draw: random.Random,
+    rules: random.Random,
+    shares: dict[str, tuple[float, float]],
+    *,
+    has_disk: bool,
+    has_bucket: bool,
+) -> Machine:
     return Machine(
         host_bytes=draw.choice([8, 12, 24]) * BLOB_MAX,
         disk_speed=draw.choice(DISK_SPEEDS) if has_disk else None,
         bucket_speed=draw.choice(BUCKET_SPEEDS) if has_bucket else None,
         remote_threads=draw.choice([2, 4, 16]),
         admissions={tier: rules.choice([ALL, ALL, SECOND_TOUCH]) for tier in ("disk", "object")},
+        shares=shares,
     )
 
 

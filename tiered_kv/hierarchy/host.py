@@ -274,7 +274,7 @@ class HostMemory:
 
         A drain may yield less than another size needs for one slot; what it yielded is left alone until there is more.
         """
-        if any(self._wealth(waiting) < self._wealth(slot_bytes) for waiting in self._drains):
+        if any(self._unkept_bytes(waiting) < self._unkept_bytes(slot_bytes) for waiting in self._drains):
             return False
         job = self.slots.grow(slot_bytes)
         if job is None:
@@ -284,13 +284,16 @@ class HostMemory:
         return True
 
     def _drain_for(self, slot_bytes: int) -> None:
-        """Begin to take a slab from a slot size that nobody uses or that has more memory than this one."""
+        """Begin to take a slab from a slot size that nobody uses or that has more memory than this one.
+
+        Beyond what their namespaces keep: of that nothing is taken.
+        """
         if slot_bytes in self._drains:
             return
-        own = self._wealth(slot_bytes)
+        own = self._unkept_bytes(slot_bytes)
         for other in self.slots.sizes:
-            is_needed = self._users[other] or self._floor_bytes(other)
-            if other == slot_bytes or (is_needed and self._wealth(other, self.slots.slab_bytes(other)) <= own):
+            left = self._unkept_bytes(other) - self.slots.slab_bytes(other)
+            if other == slot_bytes or (self._users[other] and left <= own) or (self._kept_bytes(other) and left < 0):
                 continue
             slabs = list(self.slots.slabs(other))
             if slabs:
@@ -300,12 +303,11 @@ class HostMemory:
                 self._has_new_drains = True
                 return
 
-    def _wealth(self, slot_bytes: int, less_bytes: int = 0) -> tuple[bool, int]:
-        """By what slot sizes are compared: has it what its namespaces keep, and how much; ``less_bytes`` taken off."""
-        assigned_bytes = self.slots.assigned_to(slot_bytes) - less_bytes
-        return assigned_bytes >= self._floor_bytes(slot_bytes), assigned_bytes
+    def _unkept_bytes(self, slot_bytes: int) -> int:
+        """What a slot size has beyond what its namespaces keep; negative: less than that."""
+        return self.slots.assigned_to(slot_bytes) - self._kept_bytes(slot_bytes)
 
-    def _floor_bytes(self, slot_bytes: int) -> int:
+    def _kept_bytes(self, slot_bytes: int) -> int:
         return self._index.shares.floor_bytes(slot_bytes, self.slots.host_bytes)
 
     # -- tests -------------------------------------------------------------------------------------------------

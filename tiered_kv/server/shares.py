@@ -46,22 +46,31 @@ class ServerShares:
         Raises:
             ConfigError: All minima would be more than there is, or the maximum holds next to nothing.
         """
-        others = {name: self._stated[name].at_least for name in set(self._sessions.values()) - {namespace}}
-        if sum(others.values()) + share.at_least > 1 + _ROUNDING:
-            shown = ", ".join(f"{name.hex()} keeps {least:g}" for name, least in sorted(others.items()) if least)
+        here = {name: self._stated[name] for name in self._sessions.values()} | {namespace: share}
+        if (lack := self._lack(here)) is not None:
+            others = ", ".join(f"{n.hex()} keeps {s.at_least:g}" for n, s in sorted(here.items()) if n != namespace)
             raise ConfigError(
-                f"min_share={share.at_least:g} is more than the other models on this server leave ({shown}): all of "
-                "them together may keep 1 at most"
+                f"min_share={share.at_least:g} max_share={share.at_most:g} does not go with what the other models on "
+                f"this server keep ({others or 'there are none'}): {lack}"
             )
-        for tier, taken in self._engine.hierarchy.taken.items():
-            if share.at_most < 1 and taken.capacity_bytes is not None:
-                most_bytes = int(taken.capacity_bytes * share.at_most)
-                if most_bytes < CHUNKS_MIN * share.slot_bytes:
-                    name = "host memory" if tier is None else f"the {self._engine.tiers[tier].traits.name} tier"
-                    raise ConfigError(
-                        f"max_share={share.at_most:g} of {name} is {size_text(most_bytes)}, less than {CHUNKS_MIN} "
-                        f"chunks of {size_text(share.slot_bytes)}: raise it, or set chunk_tokens to less"
-                    )
+
+    def _lack(self, stated: dict[bytes, Share]) -> str | None:
+        """Why these cannot share the tiers: each must be able to have some chunks in each."""
+        kept = sum(share.at_least for share in stated.values())
+        if kept > 1 + _ROUNDING:
+            return "all of them together may keep 1 at most"
+        for namespace, share in stated.items():
+            part = min(share.at_most, 1 - kept + share.at_least)  # what the others' minima leave
+            for tier, taken in self._engine.hierarchy.taken.items():
+                if taken.capacity_bytes is not None and (share.at_most < 1 or kept > 0):
+                    size_bytes = int(part * taken.capacity_bytes)
+                    if size_bytes < CHUNKS_MIN * share.slot_bytes:
+                        name = "host memory" if tier is None else f"the {self._engine.tiers[tier].traits.name} tier"
+                        return (
+                            f"that leaves {namespace.hex()} {size_text(size_bytes)} of {name}, less than {CHUNKS_MIN} "
+                            f"chunks of {size_text(share.slot_bytes)}"
+                        )
+        return None
 
     def opened(self, session: int, namespace: bytes, share: Share) -> None:
         """A session is open; what its engine states counts from now on, also for others of its namespace.
@@ -104,8 +113,8 @@ class ServerShares:
             self._drop(namespace)
 
     def _make_way(self) -> None:
-        """Those whose engines are gone keep only what those leave that are here; the longest gone loses first."""
-        while self._held_until_s and sum(share.at_least for share in self._stated.values()) > 1 + _ROUNDING:
+        """Those whose engines are gone keep only what those that are here leave; the longest gone loses first."""
+        while self._held_until_s and self._lack(self._stated) is not None:
             self._drop(next(iter(self._held_until_s)))
 
     def _drop(self, namespace: bytes) -> None:
