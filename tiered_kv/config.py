@@ -206,8 +206,12 @@ class Config:
         _admission, "what is written to disk: all, or second-touch: only what is asked for or stored again", "all"
     )
     storage_admission: str = _setting(_admission, "the same for the object store: all or second-touch", "all")
-    min_share: float = _setting(_number(0, 1), "share of host memory and disk that this model keeps from others", 0.0)
-    max_share: float = _setting(_number(0.001, 1), "share of host memory and disk that this model may take", 1.0)
+    min_share: float | None = _setting(
+        _number(0, 1), "share of host memory and disk that this model keeps from others", shown="0.0"
+    )
+    max_share: float | None = _setting(
+        _number(0.001, 1), "share of host memory and disk that this model may take", shown="1.0"
+    )
     chunk_tokens: int = _setting(_positive_int, "tokens in one chunk; a multiple of vLLM's block size", 256)
     save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
@@ -246,7 +250,7 @@ class Config:
                 raise ConfigError(f"setting {name}: {exc}, got {_safe(name, value)!r}") from exc
         config = cls(**values)
         config._check_storage()
-        if config.min_share > config.max_share:
+        if config.min_share and config.max_share and config.min_share > config.max_share:
             raise ConfigError(
                 f"min_share={config.min_share:g} is more than max_share={config.max_share:g}: what this model keeps is "
                 "part of what it may take"

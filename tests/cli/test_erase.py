@@ -281,3 +281,13 @@ def test_what_waits_to_be_written_is_never_written(tmp_path: Path, root: Path) -
     wait_written(root)
     assert files(root) == 0 and engine.hits(40) == 0
     engine.close()
+
+
+def test_what_a_crash_cut_off_is_told_because_nobody_knows_whose_it_is(tmp_path: Path) -> None:
+    made = directory_tier(tmp_path / "kv")
+    with made.open() as storage:
+        ONE.store(storage, THEIRS, tag=TAG)
+    (tmp_path / "kv" / "tmp").mkdir(exist_ok=True)
+    (tmp_path / "kv" / "tmp" / "123-1").write_bytes(b"K" * 8192)
+    (said,) = evict(made, "--tag", "somebody else", "--yes")["notes"]
+    assert said.startswith("1 writes were cut off") and "tiered-kv gc" in said

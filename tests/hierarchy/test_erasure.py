@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hierarchy_world import Story, chunks_of
 
+from tiered_kv.hierarchy import removal
 from tiered_kv.hierarchy.plan import Copy, Outcome, Read, Seal, Write
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.testing.spaces import Space
@@ -194,3 +195,17 @@ def test_what_came_from_a_bucket_is_whose_its_header_says():
     story.hierarchy.read(job, Outcome.OK, SPACE.tag((7,)))
     assert entry.record.tag == SPACE.tag((7,)) and entry.record == job.record
     del lookup
+
+
+def test_many_chunks_go_in_parts_the_deepest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "ERASED_AT_ONCE", 3)
+    story = Tenants()
+    story.store((1, 2, 3, 4, 5))
+    story.store((2, 7))
+    tag = SPACE.tag((1,))
+    counts, parts = [], True
+    while parts:
+        removed, kept, parts = story.hierarchy.erase(0, b"", tag)
+        counts.append((removed, kept))
+        story.finish_all()
+    assert counts == [(3, 0), (2, 0)] and story.is_below((2,)) and not story.is_below((1,))

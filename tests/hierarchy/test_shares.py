@@ -6,7 +6,8 @@ import pytest
 from counts import count, seed
 from hierarchy_world import SMALL, Story
 
-from tiered_kv.hierarchy.plan import Delete, Outcome
+from tiered_kv.hierarchy.limits import Limits
+from tiered_kv.hierarchy.plan import Delete, Grow, Outcome, Seal
 from tiered_kv.hierarchy.shares import Share, Shares, Taken
 from tiered_kv.testing.spaces import Space
 
@@ -169,6 +170,101 @@ def test_a_slot_size_below_what_it_keeps_gets_memory_of_one_that_has_more() -> N
     for number in range(300, 600):
         story.store((number,))
     assert story.taken(LARGE, None) >= 0.75 * 1600 - 200
+
+
+def test_a_slot_size_in_use_keeps_one_slab_whatever_others_keep() -> None:
+    """Memory moves by slabs, an eighth of all of it here: who may have a tenth gets one, or keeps the one it has."""
+    for is_first in (True, False):
+        story = SharedStory(host_bytes=1600, capacities=(None,))
+        large = story.join(LARGE) if is_first else 0
+        story.join(SMALL, at_least=0.9)
+        for number in range(200):
+            story.store((number,))
+        large = large or story.join(LARGE)
+        for number in range(200, 400):
+            story.store((number,))
+        assert story.credits[large] and story.hierarchy.slots.slot_count(LARGE.slot_bytes) == 13
+        assert story.taken(SMALL, None) >= 1600 - 200 - SIZE, "all but that slab"
+
+
+def test_three_slot_sizes_share_what_two_of_them_nearly_keep() -> None:
+    story = SharedStory(host_bytes=1600, capacities=())
+    story.join(SMALL, at_least=0.45)
+    large = story.join(LARGE, at_least=0.45)
+    for number in range(150):
+        story.store((number,))
+        story.store((number,), large)
+    third = story.join(Space(b"middl-namespace-", 12))
+    for number in range(150, 300):
+        story.store((number,))
+        story.store((number,), large)
+    assert story.credits[third]
+    assert min(story.taken(SMALL, None), story.taken(LARGE, None)) >= 0.45 * 1600 - 200
+
+
+def test_engines_of_one_model_hold_no_more_empty_slots_together_than_their_share_allows() -> None:
+    story = SharedStory(host_bytes=8000, capacities=(None,))
+    sessions = [story.join(OTHER, at_most=0.1), *(story.open_space(OTHER.namespace, SIZE) for _ in range(11))]
+    empty = [len(story.credits[session]) for session in sessions]
+    assert sum(empty) <= 0.5 * 0.1 * 8000 / SIZE and all(empty), "half of its share, and everybody has some"
+    for prompt in range(20):
+        story.store(tuple(range(100 * prompt, 100 * prompt + 8)), sessions[0])
+    lookup = story.ask(tuple(range(8)), session=sessions[-1])
+    story.finish_all()
+    assert story.figures(lookup) == (8, 8, 8, True)
+
+
+@pytest.mark.parametrize("is_at_maximum", [False, True])
+def test_a_load_drops_no_write_that_another_keeps(is_at_maximum: bool) -> None:
+    limits = Limits(write_queue_share=1.0)
+    story = SharedStory(host_bytes=200, capacities=(None,), limits=limits, found=[(1,), (2,), (3,)])
+    story.join(SMALL, at_most=0.3 if is_at_maximum else 1.0)
+    other = story.join(OTHER, at_least=0.8)
+    path: tuple[int, ...] = ()
+    while story.commit(other, (*path, 9)):
+        path = (*path, 9)
+        story.step()
+        story.end_every(Seal)
+        story.end_every(Grow)
+    before = story.taken(OTHER, None)
+    while story.commit(story.session, (50 + len(path),)):  # its own writes wait, too
+        path = (*path, 9)
+        story.step()
+        story.end_every(Seal)
+    for number in (1, 2, 3):
+        story.ask((number,))
+    assert story.taken(OTHER, None) >= min(before, 0.8 * 200)
+    assert story.taken(SMALL, None) <= (60 if is_at_maximum else 200)
+    assert story.counted("write_dropped_for_load") > 0, "its own went instead"
+    story.finish_all()
+
+
+def test_minima_are_of_the_memory_that_the_machine_gives() -> None:
+    story = SharedStory(host_bytes=1600, capacities=(None,))
+
+    def settle() -> None:
+        """The machine has 600 bytes to give."""
+        story.step()
+        while story.jobs:
+            is_refused = isinstance(story.jobs[0], Grow) and story.hierarchy.slots.assigned_bytes > 600
+            story.finish(0, Outcome.NO_ROOM if is_refused else None)
+            story.step()
+
+    story.join(SMALL, at_least=0.5)
+    for number in range(100):
+        story.commit(story.session, (number,))
+        settle()
+    assert story.hierarchy.slots.limit_bytes == 600
+    story.hierarchy.index.shares.set(OTHER.namespace, Share(0.5, 1.0, SIZE))
+    other = story.open(OTHER)
+    for number in range(200):
+        story.commit(other, (number,))
+        settle()
+        story.commit(story.session, (1000 + number,))
+        settle()
+    assert story.taken(OTHER, None) >= 0.5 * 600 - SIZE and story.taken(SMALL, None) >= 0.5 * 600 - SIZE
+    story.hierarchy.try_again()
+    assert story.hierarchy.taken[None].capacity_bytes == 1600
 
 
 def test_without_a_minimum_two_slot_sizes_share_memory_equally() -> None:

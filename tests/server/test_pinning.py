@@ -182,3 +182,13 @@ def test_pins_are_written_into_a_bucket_as_an_operator_would(tmp_path: Path, buc
     finally:
         one.close()
         end_server(root)
+
+
+def test_requests_may_pin_a_part_of_what_their_model_may_take(engine: EngineStarter, root: Path) -> None:
+    """A tenth of a quarter of 80 blobs; else pins could fill all of it, and nothing would be written any more."""
+    one = engine(**SMALL, max_share=0.25)
+    store_in_parts(one, root, 5, 0)
+    assert one.client.pin(name_of(one, 5).key, 600)
+    wait_counted(root, "request_pins_refused", 1)
+    assert one.client.pin(name_of(one, 1).key, 600)
+    wait_counted(root, "request_pins", 1)

@@ -125,6 +125,15 @@ def test_a_minimum_outlives_its_engine_for_a_while_and_not_a_reset(engine: Engin
     assert before.digest.hex() not in {row["namespace"] for row in figures(root)["namespaces"] if row["disk_bytes"]}
 
 
+def test_a_copy_into_the_running_server_leaves_its_engines_share(engine: EngineStarter, root: Path) -> None:
+    first = engine("first", min_share=0.3, max_share=0.9)
+    copy = engine("copy")
+    copy.store(2)
+    copy.close()
+    row = namespace_row(root, first)
+    assert (row["min_share"], row["max_share"]) == (0.3, 0.9)
+
+
 def test_engines_of_one_model_that_differ_go_by_the_newest(engine: EngineStarter, root: Path) -> None:
     first = engine("first", min_share=0.2)
     second = engine("second", min_share=0.3)
@@ -136,9 +145,11 @@ def test_engines_of_one_model_that_differ_go_by_the_newest(engine: EngineStarter
 
 
 @pytest.mark.parametrize(
-    "share", [(-0.1, 1.0), (0.0, 0.0), (0.6, 0.5), (0.0, 1.5), (float("nan"), 1.0), (0.0, float("inf"))]
+    "share", [(-0.1, 1.0), (None, 0.0), (0.6, 0.5), (0.0, 1.5), (float("nan"), 1.0), (0.0, float("inf")), (1.1, None)]
 )
-def test_shares_out_of_range_are_refused(shared: Path, engine_id: str, share: tuple[float, float]) -> None:
+def test_shares_out_of_range_are_refused(
+    shared: Path, engine_id: str, share: tuple[float | None, float | None]
+) -> None:
     with hello(settings(shared), "scheduler", engine_id) as sock:
         tell(sock, m.JoinScheduler(1, min_share=share[0], max_share=share[1]))
         assert "shares out of range" in refusal(sock)
@@ -157,7 +168,7 @@ def held() -> Iterator[Held]:
 def test_a_share_is_held_for_an_hour_after_the_last_session(held: Held) -> None:
     shares, kept, clock = held
     for session in (1, 2):
-        shares.opened(session, b"a", Share(0.5))
+        shares.opened(session, b"a", Share(0.5), BLOB_BYTES)
     shares.closed(1)
     clock.advance(10 * HOLD_S)
     shares.turn()
@@ -174,10 +185,10 @@ def test_a_share_is_held_for_an_hour_after_the_last_session(held: Held) -> None:
 
 def test_who_comes_back_in_time_keeps_its_share_for_good(held: Held) -> None:
     shares, kept, clock = held
-    shares.opened(1, b"a", Share(0.5))
+    shares.opened(1, b"a", Share(0.5), BLOB_BYTES)
     shares.closed(1)
     clock.advance(HOLD_S / 2)
-    shares.opened(2, b"a", Share(0.5))
+    shares.opened(2, b"a", Share(0.5), BLOB_BYTES)
     clock.advance(2 * HOLD_S)
     shares.turn()
     assert kept(b"a") == 0.5
@@ -186,38 +197,76 @@ def test_who_comes_back_in_time_keeps_its_share_for_good(held: Held) -> None:
 def test_those_that_are_gone_make_way_for_those_that_are_here(held: Held) -> None:
     shares, kept, clock = held
     for session, name in enumerate((b"a", b"b", b"c")):
-        shares.opened(session, name, Share(0.3))
+        shares.opened(session, name, Share(0.3), BLOB_BYTES)
     shares.closed(1)
     clock.advance(1)
     shares.closed(0)
-    shares.check(b"d", Share(0.7))
-    shares.opened(4, b"d", Share(0.3))
+    shares.check(b"d", Share(0.7), BLOB_BYTES)
+    shares.opened(4, b"d", Share(0.3), BLOB_BYTES)
     assert [kept(name) for name in (b"a", b"b", b"c", b"d")] == [0.3, 0, 0.3, 0.3], "the longest gone went first"
     with pytest.raises(ConfigError, match=r"min_share=0.5 .* \(63 keeps 0.3, 64 keeps 0.3\)"):
-        shares.check(b"e", Share(0.5))
+        shares.check(b"e", Share(0.5), BLOB_BYTES)
 
 
 def test_who_would_be_left_with_nothing_is_refused_and_so_is_who_would_leave_nothing(held: Held) -> None:
     shares, _, _ = held
-    shares.opened(1, b"a", Share(0.9, slot_bytes=BLOB_BYTES))
-    for newcomer in (Share(slot_bytes=BLOB_BYTES), Share(0.1, slot_bytes=BLOB_BYTES)):
+    shares.opened(1, b"a", Share(0.9), BLOB_BYTES)
+    for newcomer in (None, Share(0.1)):
         with pytest.raises(
             ConfigError, match=r"61 keeps 0.9\): that leaves 62 19.2 KiB of host memory, less than 4 chunks"
         ):
-            shares.check(b"b", newcomer)
-    shares.opened(1, b"a", Share(0.3, slot_bytes=BLOB_BYTES))
-    shares.check(b"b", Share(slot_bytes=BLOB_BYTES))
-    shares.opened(2, b"b", Share(slot_bytes=BLOB_BYTES))
+            shares.check(b"b", newcomer, BLOB_BYTES)
+    shares.opened(1, b"a", Share(0.3), BLOB_BYTES)
+    shares.check(b"b", Share(), BLOB_BYTES)
+    shares.opened(2, b"b", Share(), BLOB_BYTES)
     with pytest.raises(ConfigError, match="that leaves 62 19.2 KiB"):
-        shares.check(b"a", Share(0.9, slot_bytes=BLOB_BYTES))
+        shares.check(b"a", Share(0.9), BLOB_BYTES)
 
 
 def test_a_reset_that_would_keep_too_much_keeps_nothing(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     shares, kept, _ = held
     for session in (1, 2):
-        shares.opened(session, b"a", Share(0.6))
-    shares.opened(3, b"private", Share(0.6))
+        shares.opened(session, b"a", Share(0.6), BLOB_BYTES)
     shares.closed(1, is_reset=True)
+    shares.opened(3, b"private", Share(0.6), BLOB_BYTES)
     assert "share not kept after a reset" in caplog.text and (kept(b"a"), kept(b"private")) == (0.6, 0)
     shares.closed(2, is_reset=True)
     assert kept(b"a") == 0
+    shares.closed(2)
+    assert kept(b"a") == 0, "closed once, whoever says it again"
+
+
+def test_an_engine_alone_keeps_its_share_through_resets(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    shares, kept, _ = held
+    shares.opened(1, b"a", Share(0.9), BLOB_BYTES)
+    for session, name in ((2, b"b"), (3, b"c")):
+        shares.closed(session - 1, is_reset=True)
+        shares.opened(session, name, Share(0.9), BLOB_BYTES)
+    assert [kept(name) for name in (b"a", b"b", b"c")] == [0, 0, 0.9] and not caplog.records
+
+
+def test_who_says_nothing_changes_nothing(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    """A copy joins as an engine of the model would."""
+    shares, kept, clock = held
+    shares.opened(1, b"a", Share(0.5), BLOB_BYTES)
+    shares.opened(2, b"a", None, BLOB_BYTES)
+    assert kept(b"a") == 0.5
+    shares.closed(1)
+    clock.advance(HOLD_S - 1)
+    shares.closed(2)
+    shares.opened(3, b"a", None, BLOB_BYTES)
+    assert kept(b"a") == 0.5, "held for the one that went"
+    clock.advance(1)
+    shares.turn()
+    assert kept(b"a") == 0 and not caplog.records
+    shares.opened(4, b"a", Share(0.2), BLOB_BYTES)
+    assert kept(b"a") == 0.2 and not caplog.records
+
+
+def test_the_statement_before_counts_again_when_the_newest_goes(held: Held) -> None:
+    shares, kept, _ = held
+    shares.opened(1, b"a", Share(0.5), BLOB_BYTES)
+    shares.opened(2, b"a", Share(0.2), BLOB_BYTES)
+    assert kept(b"a") == 0.2
+    shares.closed(2)
+    assert kept(b"a") == 0.5

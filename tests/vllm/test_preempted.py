@@ -93,3 +93,29 @@ def test_controls_and_vllm_itself_can_forbid_loading(engine: SmallEngine) -> Non
         assert matched(side, asked) == expected, name
         side.finish_request(asked, ())
     assert not engine.client.lookups
+
+
+def test_a_load_that_fails_after_its_request_was_aborted_takes_no_room_from_others(engine: SmallEngine) -> None:
+    """vLLM reports such a load, too; nobody would ever take it from the count again."""
+    blocks = CHUNK // BLOCK
+    groups = CacheGroups([CacheGroup(BLOCK, blocks, blocks), CacheGroup(BLOCK, blocks, 1, window_tokens=BLOCK + 1)])
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), groups, BOTH)
+    side.bind_block_pool(SimpleNamespace(num_gpu_blocks=4 * blocks))
+    engine.store(3, first_token=30_000)
+    engine.wait_hits(3, first_token=30_000)
+    table = list(range(1, 3 * blocks + 1))
+    for name, is_aborted, failed in (
+        ("aborted", True, {"aborted"}),
+        ("failed", False, {"failed"}),
+        ("fine", False, set()),
+    ):
+        asked = request(name, 30_000)
+        side.add_request(asked)
+        assert matched(side, asked) == 3 * CHUNK, f"{name}: somebody before it left the count as it was"
+        side.allocated(asked, (table, [0] * (3 * blocks - 1) + [99]), 3 * CHUNK)
+        if is_aborted:
+            side.finish_request(asked, ())
+        side.loads_finished({name}, failed)
+        if not is_aborted:
+            side.plan_step(SimpleNamespace(preempted_req_ids=set(), num_scheduled_tokens={name: 5}))
+            side.finish_request(asked, ())

@@ -105,8 +105,12 @@ class ServerLink:
         Args:
             namespace: Empty: of every namespace.
         """
-        answer = self._ask(m.Evict(tier, namespace, b"", holes=False, tag=tag), m.Evicted)
-        return answer.removed, answer.kept, answer.missing
+        removed = 0
+        while True:
+            answer = self._ask(m.Evict(tier, namespace, b"", holes=False, tag=tag), m.Evicted)
+            removed += answer.removed
+            if not answer.has_more:
+                return removed, answer.kept, answer.missing
 
     def _ask(self, question: m.Message, kind: type[Answer]) -> Answer:
         try:

@@ -26,7 +26,7 @@ from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import Executor, Pool
 from tiered_kv.engine.guards import Guards
-from tiered_kv.engine.performer import Performer
+from tiered_kv.engine.performer import Ended, Performer
 from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import ProbeTimes, Throughput
@@ -112,7 +112,7 @@ class Engine:
         self._geometries: dict[bytes, ChunkGeometry] = {}
         self._served = Totals()
         self._jobs: Counter[tuple[int, str]] = Counter()
-        self._finished: deque[tuple[Job, Outcome]] = deque()
+        self._finished: deque[tuple[Job, Ended]] = deque()
         now_s = clock.monotonic()
         self._flush_due_s = [now_s + tier.traits.flush_interval_s for tier in self.tiers]
         self._flushing: set[int] = set()
@@ -230,8 +230,7 @@ class Engine:
         """
         self.executor.drain_notifications()
         while self._finished:
-            job, outcome = self._finished.popleft()
-            self._report(job, outcome)
+            self._report(*self._finished.popleft())
         for number, result in self.guards.step():
             if result.size_bytes:
                 self.sample_read(number, result.size_bytes, result.read_s)
@@ -315,14 +314,15 @@ class Engine:
 
     def _run(self, job: Job) -> None:
         if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client with deadlines
-            outcome = self._performer.perform(job)
+            ended = self._performer.perform(job)
         else:
             with self._stalls.running(job.tier):
-                outcome = self._performer.perform(job)
-        self._finished.append((job, outcome))
+                ended = self._performer.perform(job)
+        self._finished.append((job, ended))
         self.executor.notify()
 
-    def _report(self, job: Job, outcome: Outcome) -> None:
+    def _report(self, job: Job, ended: Ended) -> None:
+        outcome = ended.outcome
         if not isinstance(job, Seal | Grow):
             self._jobs[job.tier, _KINDS[type(job)]] -= 1
         match job:
@@ -333,8 +333,7 @@ class Engine:
             case Read():
                 now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
                 self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
-                tag = self._performer.tag_in(job) if outcome is Outcome.OK else None
-                self.hierarchy.read(job, outcome, tag)
+                self.hierarchy.read(job, outcome, ended.tag)
             case Copy():
                 self.hierarchy.copied(job, outcome)
             case Probe():

@@ -6,6 +6,7 @@ The only place where tier exceptions become outcomes. Called from the executor's
 import logging
 import mmap
 import threading
+from typing import NamedTuple
 
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, SealFields, peek
@@ -21,6 +22,16 @@ logger = logging.getLogger(__name__)
 WARN_INTERVAL_S = 10.0
 """Between two lines about the same outcome of the same tier: a dead medium fails thousands of times, and counters count
 them."""
+
+
+class Ended(NamedTuple):
+    """How a job ended; of a read also whose the chunk is, as its header says (``keys/tags.py``)."""
+
+    outcome: Outcome
+    tag: bytes | None = None
+
+
+_OK, _MISSING = Ended(Outcome.OK), Ended(Outcome.MISSING)
 
 
 class Performer:
@@ -46,12 +57,7 @@ class Performer:
         slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
         return self._arena.view(slab, index * size_bytes, size_bytes)
 
-    def tag_in(self, job: Read) -> bytes:
-        """Whose the chunk is that was read."""
-        with self._blob(job.record, job.slot) as blob:
-            return peek(blob[:PEEK_BYTES]).tag
-
-    def perform(self, job: Job) -> Outcome:
+    def perform(self, job: Job) -> Ended:
         """Do the job; never raises."""
         try:
             return self._perform(job)
@@ -65,9 +71,9 @@ class Performer:
             return self._failed(job, Outcome.UNAVAILABLE, exc)
         except Exception:  # a storage event may never end a thread; a miss is always right
             logger.exception("job failed in a way no tier declared. job=%s", type(job).__name__)
-            return Outcome.UNAVAILABLE
+            return Ended(Outcome.UNAVAILABLE)
 
-    def _failed(self, job: Job, outcome: Outcome, reason: Exception) -> Outcome:
+    def _failed(self, job: Job, outcome: Outcome, reason: Exception) -> Ended:
         """Say what failed, where and why: once in a while, because the medium may fail for thousands of blobs."""
         tier = -1 if isinstance(job, Seal | Grow) else job.tier
         now_s = self._clock.monotonic()
@@ -87,9 +93,9 @@ class Performer:
             # Its text, not the exception: a handler that keeps records would keep the traceback's views of the arena.
             str(reason) or type(reason).__name__,
         )
-        return outcome
+        return Ended(outcome)
 
-    def _perform(self, job: Job) -> Outcome:
+    def _perform(self, job: Job) -> Ended:
         match job:
             case Seal(record, slot):
                 fields = SealFields(
@@ -104,37 +110,37 @@ class Performer:
                 with self._blob(record, slot) as blob:
                     return self._read(tier, record, blob)
             case Delete(tier, record):
-                return Outcome.OK if self._tiers[tier].delete(_name(record)) else Outcome.MISSING
+                return _OK if self._tiers[tier].delete(_name(record)) else _MISSING
             case Copy():
                 return self._copy(job)
             case Probe(tier, record):
-                return Outcome.OK if self._tiers[tier].contains(_name(record)) else Outcome.MISSING
+                return _OK if self._tiers[tier].contains(_name(record)) else _MISSING
             case Grow(slab, size_bytes):
                 self._arena.allocate(slab, size_bytes)
-        return Outcome.OK
+        return _OK
 
-    def _read(self, tier: int, record: ChunkRecord, blob: memoryview) -> Outcome:
+    def _read(self, tier: int, record: ChunkRecord, blob: memoryview) -> Ended:
         if not self._tiers[tier].get_into(_name(record), blob):
-            return Outcome.MISSING
+            return _MISSING
         found = peek(blob[:PEEK_BYTES])
         if found.prefix_sha256 != record.prefix_sha256:
             raise ChunkCorrupt(f"prefix digest differs from the index. key={record.key.hex()}")
-        return Outcome.OK
+        return Ended(Outcome.OK, found.tag)
 
-    def _copy(self, job: Copy) -> Outcome:
+    def _copy(self, job: Copy) -> Ended:
         """Read from the tier above into memory of our own, verified, and put it below."""
         name, target = _name(job.record), self._tiers[job.tier]
         if job.is_asked_first and target.contains(name):
-            return Outcome.OK
+            return _OK
         with mmap.mmap(-1, self.formats[job.record.namespace].blob_bytes) as memory:  # page-aligned, as slots are
             with memoryview(memory) as blob:
                 try:
-                    if self._read(job.source, job.record, blob) is not Outcome.OK:
-                        return Outcome.NO_SOURCE
+                    if self._read(job.source, job.record, blob).outcome is not Outcome.OK:
+                        return Ended(Outcome.NO_SOURCE)
                 except (ChunkCorrupt, ChunkMismatch, TierUnavailable) as exc:
                     return self._failed(job, Outcome.NO_SOURCE, exc)
                 target.put(name, blob)
-        return Outcome.OK
+        return _OK
 
     def _blob(self, record: ChunkRecord, slot: SlotId) -> memoryview:
         return self.slot_view(slot, self.formats[record.namespace].blob_bytes)

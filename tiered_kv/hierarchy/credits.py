@@ -6,6 +6,7 @@ once per step rather than after every event.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -59,21 +60,27 @@ class Credits:
         """
         cap = int(self._host.slots.limit_bytes * self._share)
         least = 2 if len(sessions) == 1 else 1
+        held: Counter[bytes] = Counter()  # by namespace, whose maximum bounds it as host memory bounds all
         for session in sessions:
-            size = session.slot_bytes
-            others = self.reserved_bytes - len(session.reserved) * size
-            own_cap = min(cap - others, int(self._host.taken.most_bytes(session.namespace) * self._share))
-            wanted = min(CREDITS_MAX, max(least, own_cap // (2 * size)))
+            held[session.namespace] += len(session.reserved) * session.slot_bytes
+        for session in sessions:
+            size, name = session.slot_bytes, session.namespace
+            own_cap = int(self._host.taken.most_bytes(name) * self._share)
+            own_bytes = len(session.reserved) * size
+            left = min(cap - self.reserved_bytes, own_cap - held[name]) + own_bytes
+            wanted = min(CREDITS_MAX, max(least, left // (2 * size)))
             while not session.is_suspended and len(session.reserved) < wanted:
-                if self.reserved_bytes + size > (cap if session.reserved else 2 * cap):
+                factor = 1 if session.reserved else 2
+                if self.reserved_bytes + size > factor * cap or held[name] + size > factor * own_cap:
                     break
-                slot = self._host.take_for_store(size, session.namespace)
+                slot = self._host.take_for_store(size, name)
                 if slot is None:
                     break
                 session.reserved.add(slot)
                 session.untold.append(slot)
                 self.reserved_bytes += size
-                self._host.taken.add(session.namespace, size)
+                held[name] += size
+                self._host.taken.add(name, size)
 
     def take_grants(self, sessions: Iterable[Session]) -> list[CreditGrant]:
         """One message per session that was granted slots since the last call."""

@@ -8,6 +8,7 @@ Called by the hierarchy.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import CLAIMED, Entry, HostState, Index, LowerState
@@ -117,10 +118,11 @@ class FrontTier(LowerTier):
             self._start_or_wait(entry)
             self._pump()
 
-    def give_up_store(self, slot_bytes: int) -> Entry | None:
+    def give_up_store(self, slot_bytes: int, may_go: Callable[[Entry], bool]) -> Entry | None:
         """Drop the newest queued write whose slot a load can have; returns the chunk, which is idle then."""
         for entry in reversed(self._queue):
-            if entry.slot_bytes == slot_bytes and entry.host is HostState.READY and entry.holds == 1:
+            is_fit = entry.slot_bytes == slot_bytes and entry.host is HostState.READY and entry.holds == 1
+            if is_fit and may_go(entry):
                 self.drop(entry, "for_load")
                 return entry
         return None

@@ -273,7 +273,7 @@ class Hierarchy:
         medium = self._host if tier is None else self._lower[tier]
         return remove(self.index, medium, namespace, keys, leaves_holes=leaves_holes)
 
-    def erase(self, tier: int | None, namespace: bytes, tag: bytes) -> tuple[int, int, int]:
+    def erase(self, tier: int | None, namespace: bytes, tag: bytes) -> tuple[int, int, bool]:
         """Remove what was stored under a tag, and all behind it, from one tier; see :func:`removal.erase`."""
         return erase(self.index, self._host if tier is None else self._lower[tier], self._lower, namespace, tag)
 
@@ -342,7 +342,7 @@ class Hierarchy:
 
     def try_again(self) -> None:
         """The machine may have memory again, and media may delete again. Call it now and then, not at once."""
-        self.slots.allow_growth()
+        self._host.allow_growth()
         for lower in self._lower:
             lower.evict_to_capacity()
 

@@ -55,7 +55,8 @@ class HostMemory:
         """A session fills slots of this size from now on."""
         self._users[slot_bytes] += 1
         for is_unwritten in (False, True):
-            self._orders.setdefault((slot_bytes, is_unwritten), Order(0, self._index))
+            if (slot_bytes, is_unwritten) not in self._orders:
+                self._orders[slot_bytes, is_unwritten] = Order(0, self._index)
         if self.slots.slot_count(slot_bytes) == 0:
             self._grow(slot_bytes)
 
@@ -239,6 +240,12 @@ class HostMemory:
         if outcome is not Outcome.OK:
             self._counters["slab_refused"] += 1
         self.slots.grown(job.slab, succeeded=outcome is Outcome.OK)
+        self.taken.capacity_bytes = self.slots.limit_bytes
+
+    def allow_growth(self) -> None:
+        """The machine may have memory again."""
+        self.slots.allow_growth()
+        self.taken.capacity_bytes = self.slots.limit_bytes
 
     def finish_drains(self) -> None:
         """Pass on every drained slab in which nothing is held any more."""
@@ -286,29 +293,36 @@ class HostMemory:
     def _drain_for(self, slot_bytes: int) -> None:
         """Begin to take a slab from a slot size that nobody uses or that has more memory than this one.
 
-        Beyond what their namespaces keep: of that nothing is taken.
+        Beyond what their namespaces keep: of that nothing is taken, except for a size that has no slab at all.
         """
-        if slot_bytes in self._drains:
-            return
-        own = self._unkept_bytes(slot_bytes)
+        richer = None if slot_bytes in self._drains else self._richer_than(slot_bytes)
+        if richer is not None:
+            slabs = self.slots.slabs(richer)
+            slab = min(slabs, key=lambda index: self.slots.in_use(index) - self._idle_in_slab[index])
+            self.slots.drain(slab)
+            self._drains[slot_bytes] = slab
+            self._has_new_drains = True
+
+    def _richer_than(self, slot_bytes: int) -> int | None:
+        """The slot size that can best do without a slab, if there is one."""
+        own, has_none = self._unkept_bytes(slot_bytes), self.slots.assigned_to(slot_bytes) == 0
+        best, most = None, -self.slots.host_bytes
         for other in self.slots.sizes:
-            left = self._unkept_bytes(other) - self.slots.slab_bytes(other)
-            if other == slot_bytes or (self._users[other] and left <= own) or (self._kept_bytes(other) and left < 0):
-                continue
-            slabs = list(self.slots.slabs(other))
-            if slabs:
-                slab = min(slabs, key=lambda index: self.slots.in_use(index) - self._idle_in_slab[index])
-                self.slots.drain(slab)
-                self._drains[slot_bytes] = slab
-                self._has_new_drains = True
-                return
+            slab_bytes = self.slots.slab_bytes(other)
+            left = self._unkept_bytes(other) - slab_bytes
+            is_last = self._users[other] and self.slots.assigned_to(other) <= slab_bytes
+            is_poorer = (self._users[other] and left <= own) or (self._kept_bytes(other) and left < 0)
+            has_slabs = next(self.slots.slabs(other), None) is not None
+            if other != slot_bytes and has_slabs and not is_last and (has_none or not is_poorer) and left > most:
+                best, most = other, left
+        return best
 
     def _unkept_bytes(self, slot_bytes: int) -> int:
         """What a slot size has beyond what its namespaces keep; negative: less than that."""
         return self.slots.assigned_to(slot_bytes) - self._kept_bytes(slot_bytes)
 
     def _kept_bytes(self, slot_bytes: int) -> int:
-        return self._index.shares.floor_bytes(slot_bytes, self.slots.host_bytes)
+        return self._index.shares.floor_bytes(slot_bytes, self.slots.limit_bytes)
 
     # -- tests -------------------------------------------------------------------------------------------------
 

@@ -40,13 +40,13 @@ class Promotions:
 
     def start(self, lookup: Lookup) -> None:
         """Start reading what is not in host memory; takes slots that can be had now and never waits for more."""
-        slot_bytes = lookup.session.slot_bytes
+        slot_bytes, namespace = lookup.session.slot_bytes, lookup.session.namespace
         for position, entry in enumerate(lookup.entries):
             if entry.host is not HostState.ABSENT:
                 continue
-            slot = self._host.take_for_load(slot_bytes, lookup.session.namespace)
-            if slot is None and self._host.taken.excess_bytes(lookup.session.namespace, slot_bytes) <= 0:
-                slot = self._take_from_stores(slot_bytes)
+            slot = self._host.take_for_load(slot_bytes, namespace)
+            if slot is None:
+                slot = self._take_from_stores(slot_bytes, namespace)
             if slot is None:
                 self._counters["promotion_without_slot"] += 1
                 self._lookups.truncate(lookup, position)
@@ -64,9 +64,20 @@ class Promotions:
         else:
             self._early.setdefault(slab_of(slot), []).append(job)
 
-    def _take_from_stores(self, slot_bytes: int) -> SlotId | None:
-        """The slot of a chunk that waits for its write: under pressure stores are dropped first, loads never."""
-        while self._lower.front is not None and (entry := self._lower.front.give_up_store(slot_bytes)) is not None:
+    def _take_from_stores(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+        """The slot of a chunk that waits for its write: under pressure stores are dropped first, loads never.
+
+        What others keep stays, and who is at its maximum gives its own.
+        """
+
+        def may_go(entry: Entry) -> bool:
+            owner, taken = entry.record.namespace, self._host.taken
+            return owner == namespace or not (
+                taken.excess_bytes(namespace, slot_bytes) > 0 or taken.keeps(owner, slot_bytes)
+            )
+
+        front = self._lower.front
+        while front is not None and (entry := front.give_up_store(slot_bytes, may_go)) is not None:
             slot = self._host.evict(entry)
             if not self._host.slots.is_draining(slot):
                 return slot

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
@@ -52,7 +52,8 @@ class Group:
         granted: Slots the scheduler holds empty, per session.
         lookups: The scheduler's lookup id -> (engine session, engine lookup id).
         is_watching: The scheduler is told which chunks come and go.
-        share: What the engine's namespace keeps and may take; its slot size once the geometry is known.
+        share: What the engine says that its namespace keeps and may take, if it says anything.
+        slot_bytes: Size of its slots, once the geometry is known.
         decliners: Connections of workers that cannot take part, until their processes exit.
     """
 
@@ -74,7 +75,8 @@ class Group:
     decliners: set[Connection] = field(default_factory=set)
     declined: str = ""
     is_watching: bool = False
-    share: Share = Share()
+    share: Share | None = None
+    slot_bytes: int = 0
     is_ready: bool = False
     is_lost: bool = False
 
@@ -101,7 +103,7 @@ class Group:
         geometry = geometry_of(self.joins)
         self.rank_offsets = [geometry.rank_segments(part)[0].offset_bytes for part in parts_of(self.joins)]
         self.geometry = geometry
-        self.share = replace(self.share, slot_bytes=BlobFormat(bytes(DIGEST_BYTES), geometry).blob_bytes)
+        self.slot_bytes = BlobFormat(bytes(DIGEST_BYTES), geometry).blob_bytes
 
     def describe(self) -> SessionFigures:
         """Figures for ``stat``."""
@@ -118,19 +120,20 @@ class Group:
         return not self.granted[session] and all(owner != session for owner, _ in self.lookups.values())
 
 
-def check_scheduler(join: m.JoinScheduler) -> Share:
-    """Check a scheduler's part; returns the share it states.
+def check_scheduler(join: m.JoinScheduler) -> Share | None:
+    """Check a scheduler's part; returns the share it states, if it states one.
 
     Raises:
         ProtocolError: The world or a share is out of range, or the epoch is no private one.
     """
     if not 0 < join.world_size <= m.RANKS_MAX:
         raise ProtocolError(f"world out of range. world_size={join.world_size} max={m.RANKS_MAX}")
-    if not 0 <= join.min_share <= join.max_share <= 1 or join.max_share == 0:
+    least, most = join.min_share or 0.0, 1.0 if join.max_share is None else join.max_share
+    if not 0 <= least <= most <= 1 or most == 0:
         raise ProtocolError(f"shares out of range. min_share={join.min_share} max_share={join.max_share}")
     if join.epoch and not is_private_epoch(join.epoch):
         raise ProtocolError(f"an engine may name no epoch but its private one. epoch={join.epoch[:100]!a}")
-    return Share(join.min_share, join.max_share)
+    return None if join.min_share is None and join.max_share is None else Share(least, most)
 
 
 def check_join(join: m.JoinWorker) -> None:

@@ -98,13 +98,14 @@ class JoinScheduler(Message, frozen=True):
         epoch: The private epoch that a reset gave this engine in an earlier session; empty before any.
         is_watching: Tell it by ``Moved`` which chunks of its namespace come into tiers and leave them.
         min_share, max_share: Of the limits of host memory and disk, what its namespace keeps and how much it may take.
+            None: not said; if neither is, what others of its namespace said stays.
     """
 
     world_size: int
     is_watching: bool = False
     epoch: str = ""
-    min_share: float = 0.0
-    max_share: float = 1.0
+    min_share: float | None = None
+    max_share: float | None = None
 
 
 class Decline(Message, frozen=True):
@@ -303,11 +304,15 @@ class Stat(Message, frozen=True):
 
 
 class Evicted(Message, frozen=True):
-    """Chunks that are being removed, that stay because they are in use or needed, and that are not there."""
+    """Chunks that are being removed, that stay because they are in use or needed, and that are not there.
+
+    ``has_more``: only a part was done, so that others are answered meanwhile; say it again.
+    """
 
     removed: int
     kept: int
     missing: int
+    has_more: bool = False
 
 
 SLABS_PER_FRAME = 64

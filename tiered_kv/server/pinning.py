@@ -23,7 +23,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -85,8 +85,9 @@ class Pinning:
         self._is_writing = False
         self._write_due_s = self._forget_due_s = float("-inf")
         self._pins: dict[BlobName, float] = {}
-        self._kept: dict[bytes, tuple[float, int]] = {}  # chunk -> when the last pin that keeps it ends, its bytes
-        self._kept_bytes = 0
+        # chunk -> when the last pin that keeps it ends, its bytes and its namespace
+        self._kept: dict[bytes, tuple[float, int, bytes]] = {}
+        self._kept_bytes: Counter[bytes] = Counter()  # by namespace
         if disk_root is not None:
             self._adopt(disk_root)
 
@@ -119,7 +120,7 @@ class Pinning:
         blob_bytes = form.blob_bytes if form is not None else 0
         prefix = [one.record.key for one in self._engine.hierarchy.index.prefix(entry)]
         more_bytes = sum(blob_bytes for one in prefix if one not in self._kept)
-        if not self._has_room(more_bytes, len(prefix)):
+        if not self._has_room(namespace.digest, more_bytes, len(prefix)):
             counters["request_pins_refused"] += 1
             return
         counters["request_pins"] += 1
@@ -162,10 +163,10 @@ class Pinning:
         self._pins[name] = until_s
         for key, size_bytes in prefix.items():
             if key not in self._kept:
-                self._kept_bytes += size_bytes
-                self._kept[key] = (until_s, size_bytes)
+                self._kept_bytes[name.namespace] += size_bytes
+                self._kept[key] = (until_s, size_bytes, name.namespace)
             else:
-                self._kept[key] = (max(until_s, self._kept[key][0]), self._kept[key][1])
+                self._kept[key] = (max(until_s, self._kept[key][0]), *self._kept[key][1:])
 
     def _forget_ended(self, now_s: float) -> None:
         """Give the room of ended pins back; looked for only when a pin is asked for, and then at most once a second."""
@@ -174,13 +175,22 @@ class Pinning:
         self._forget_due_s = now_s + WRITE_EVERY_S
         self._pins = {name: until_s for name, until_s in self._pins.items() if until_s > now_s}
         self._kept = {key: kept for key, kept in self._kept.items() if kept[0] > now_s}
-        self._kept_bytes = sum(size_bytes for _, size_bytes in self._kept.values())
+        self._kept_bytes.clear()
+        for _, size_bytes, namespace in self._kept.values():
+            self._kept_bytes[namespace] += size_bytes
 
-    def _has_room(self, more_bytes: int, chunks: int) -> bool:
+    def _has_room(self, namespace: bytes, more_bytes: int, chunks: int) -> bool:
         if not self._share or len(self._pins) >= WRITTEN_MAX or len(self._kept) + chunks > KEPT_MAX:
             return False
         limits = [tier.usage().capacity_bytes for tier in self._engine.tiers]
-        return all(self._kept_bytes + more_bytes <= self._share * limit for limit in limits if limit is not None)
+        wanted = self._kept_bytes.total() + more_bytes, self._kept_bytes[namespace] + more_bytes
+        share = self._engine.hierarchy.index.shares.get(namespace)
+        most = 1.0 if share is None else share.at_most  # or its pins could fill all that it may have
+        return all(
+            wanted[0] <= self._share * limit and wanted[1] <= self._share * most * limit
+            for limit in limits
+            if limit is not None
+        )
 
     # -- the writing thread --------------------------------------------------------------------------------------------
 

@@ -169,13 +169,13 @@ class Sessions:
         epoch = group.private_epoch or self._epochs.base(base.digest)
         if epoch is not None:
             namespace = namespace_of(group.joins, epoch)
-            self._shares.check(namespace.digest, group.share)
+            self._shares.check(namespace.digest, group.share, group.slot_bytes)
             self._start(group, namespace)
 
     def _start(self, group: Group, namespace: Namespace) -> None:
         assert group.geometry is not None
         session, _ = self._engine.open_session(namespace, group.geometry)
-        self._shares.opened(session, namespace.digest, group.share)
+        self._shares.opened(session, namespace.digest, group.share, group.slot_bytes)
         group.sessions.append(session)
         group.granted[session] = set()
         group.namespace = namespace
@@ -216,6 +216,7 @@ class Sessions:
         epoch = self._epochs.retire(group.base_digest)
         old, untold, group.early_credits = group.sessions[-1], group.early_credits, []
         self._engine.hierarchy.suspend_session(old)
+        self._shares.closed(old, is_reset=True)  # before the next one states the same again
         self._start(group, namespace_of(group.joins, epoch))
         for slot in untold:
             self._take_back(group, old, slot)
@@ -225,7 +226,6 @@ class Sessions:
         """End the sessions from before a reset whose slots and leases are all back."""
         for session in [s for s in group.sessions[:-1] if group.is_drained(s)]:
             self._engine.hierarchy.close_session(session)
-            self._shares.closed(session, is_reset=True)
             group.sessions.remove(session)
             del group.granted[session], self._by_session[session]
 

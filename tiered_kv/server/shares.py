@@ -8,7 +8,7 @@ is in ``hierarchy/shares.py``; this file decides whose count. A server that ends
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tiered_kv.config import size_text
@@ -27,8 +27,20 @@ CHUNKS_MIN: Final = 4
 _ROUNDING: Final = 1e-9
 
 
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """What one session says of its namespace; ``is_made``: it says anything."""
+
+    namespace: bytes
+    share: Share
+    is_made: bool
+
+
 class ServerShares:
     """The shares of all sessions.
+
+    Of a namespace the newest statement counts of those whose sessions are open, then that of the last one that went. A
+    session that states nothing, as that of a copy, changes nothing.
 
     Threads: the server's loop only.
     """
@@ -36,23 +48,91 @@ class ServerShares:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._shares = engine.hierarchy.index.shares
-        self._stated: dict[bytes, Share] = {}  # by namespace; of those that have a session, or had one lately
-        self._sessions: dict[int, bytes] = {}
-        self._held_until_s: dict[bytes, float] = {}
+        self._sessions: dict[int, _Statement] = {}  # oldest first
+        self._held: dict[bytes, tuple[Share, float]] = {}  # until when; longest gone first
 
-    def check(self, namespace: bytes, share: Share) -> None:
+    def check(self, namespace: bytes, share: Share | None, slot_bytes: int) -> None:
         """Judge what a joining engine states.
 
         Raises:
-            ConfigError: All minima would be more than there is, or the maximum holds next to nothing.
+            ConfigError: With what the others keep, it or one of them would have next to nothing.
         """
-        here = {name: self._stated[name] for name in self._sessions.values()} | {namespace: share}
+        here = self._connected()
+        here[namespace] = replace(share or here.get(namespace) or self._held_share(namespace), slot_bytes=slot_bytes)
         if (lack := self._lack(here)) is not None:
-            others = ", ".join(f"{n.hex()} keeps {s.at_least:g}" for n, s in sorted(here.items()) if n != namespace)
+            mine = here.pop(namespace)
+            others = ", ".join(f"{name.hex()} keeps {one.at_least:g}" for name, one in sorted(here.items()))
             raise ConfigError(
-                f"min_share={share.at_least:g} max_share={share.at_most:g} does not go with what the other models on "
+                f"min_share={mine.at_least:g} max_share={mine.at_most:g} does not go with what the other models on "
                 f"this server keep ({others or 'there are none'}): {lack}"
             )
+
+    def opened(self, session: int, namespace: bytes, share: Share | None, slot_bytes: int) -> None:
+        """A session is open; what its engine states counts from now on, also for others of its namespace.
+
+        After a reset there may be more namespaces than minima were checked for: then the new one keeps nothing.
+        """
+        try:
+            self.check(namespace, share, slot_bytes)
+        except ConfigError as exc:
+            logger.warning("share not kept after a reset. namespace=%s reason=%s", namespace.hex(), exc)
+            share = None if share is None else replace(share, at_least=0.0)
+        statement = _Statement(namespace, replace(share or Share(), slot_bytes=slot_bytes), share is not None)
+        before = [one.share for one in self._sessions.values() if one.is_made and one.namespace == namespace]
+        if statement.is_made and before and before[-1] != statement.share:
+            logger.warning(
+                "engines of one model state other shares, and the newest count. namespace=%s min_share=%g max_share=%g",
+                namespace.hex(),
+                statement.share.at_least,
+                statement.share.at_most,
+            )
+        self._sessions[session] = statement
+        if statement.is_made:
+            self._held.pop(namespace, None)
+        self._apply(namespace)
+        while (
+            self._held and self._lack({n: held for n, (held, _) in self._held.items()} | self._connected()) is not None
+        ):
+            self._drop(next(iter(self._held)))
+
+    def closed(self, session: int, *, is_reset: bool = False) -> None:
+        """A session is over; one that a reset ended leaves nothing that is worth keeping. Idempotent."""
+        statement = self._sessions.pop(session, None)
+        if statement is None:
+            return
+        namespace = statement.namespace
+        is_last = not any(one.is_made and one.namespace == namespace for one in self._sessions.values())
+        if statement.is_made and is_last and not is_reset:
+            self._held[namespace] = (statement.share, self._engine.clock.monotonic() + HOLD_S)
+        self._apply(namespace)
+
+    def turn(self) -> None:
+        """End what was held long enough."""
+        now_s = self._engine.clock.monotonic()
+        for namespace in [name for name, (_, until_s) in self._held.items() if now_s >= until_s]:
+            self._drop(namespace)
+
+    def _drop(self, namespace: bytes) -> None:
+        del self._held[namespace]
+        self._apply(namespace)
+
+    def _apply(self, namespace: bytes) -> None:
+        self._shares.set(namespace, self._connected().get(namespace) or self._held_share(namespace))
+
+    def _held_share(self, namespace: bytes) -> Share:
+        held = self._held.get(namespace)
+        return Share() if held is None else held[0]
+
+    def _connected(self) -> dict[bytes, Share]:
+        """What counts of each namespace that has a session."""
+        found: dict[bytes, Share] = {}
+        made = {one.namespace for one in self._sessions.values() if one.is_made}
+        for one in self._sessions.values():
+            if one.is_made:
+                found[one.namespace] = one.share
+            elif one.namespace not in made:
+                found[one.namespace] = replace(self._held_share(one.namespace), slot_bytes=one.share.slot_bytes)
+        return found
 
     def _lack(self, stated: dict[bytes, Share]) -> str | None:
         """Why these cannot share the tiers: each must be able to have some chunks in each."""
@@ -61,63 +141,19 @@ class ServerShares:
             return "all of them together may keep 1 at most"
         for namespace, share in stated.items():
             part = min(share.at_most, 1 - kept + share.at_least)  # what the others' minima leave
-            for tier, taken in self._engine.hierarchy.taken.items():
-                if taken.capacity_bytes is not None and (share.at_most < 1 or kept > 0):
-                    size_bytes = int(part * taken.capacity_bytes)
-                    if size_bytes < CHUNKS_MIN * share.slot_bytes:
-                        name = "host memory" if tier is None else f"the {self._engine.tiers[tier].traits.name} tier"
-                        return (
-                            f"that leaves {namespace.hex()} {size_text(size_bytes)} of {name}, less than {CHUNKS_MIN} "
-                            f"chunks of {size_text(share.slot_bytes)}"
-                        )
+            for tier, limit_bytes in self._limits().items():
+                size_bytes = int(part * limit_bytes)
+                if (share.at_most < 1 or kept > 0) and size_bytes < CHUNKS_MIN * share.slot_bytes:
+                    return (
+                        f"that leaves {namespace.hex()} {size_text(size_bytes)} of {tier}, less than {CHUNKS_MIN} "
+                        f"chunks of {size_text(share.slot_bytes)}"
+                    )
         return None
 
-    def opened(self, session: int, namespace: bytes, share: Share) -> None:
-        """A session is open; what its engine states counts from now on, also for others of its namespace.
-
-        After a reset there may be more namespaces than minima were checked for: then the new one keeps nothing.
-        """
-        try:
-            self.check(namespace, share)
-        except ConfigError as exc:
-            logger.warning("share not kept after a reset. namespace=%s reason=%s", namespace.hex(), exc)
-            share = replace(share, at_least=0.0)
-        before = self._stated.get(namespace)
-        if before is not None and before != share and namespace in self._sessions.values():
-            logger.warning(
-                "engines of one model state other shares, and the newest count. namespace=%s min_share=%g max_share=%g",
-                namespace.hex(),
-                share.at_least,
-                share.at_most,
-            )
-        self._sessions[session] = namespace
-        self._held_until_s.pop(namespace, None)
-        self._stated[namespace] = share
-        self._shares.set(namespace, share)
-        self._make_way()
-
-    def closed(self, session: int, *, is_reset: bool = False) -> None:
-        """A session is over; one that a reset ended leaves nothing that is worth keeping."""
-        namespace = self._sessions.pop(session)
-        if namespace in self._sessions.values():
-            return
-        if is_reset:
-            self._drop(namespace)
-        else:
-            self._held_until_s[namespace] = self._engine.clock.monotonic() + HOLD_S
-
-    def turn(self) -> None:
-        """End what was held long enough."""
-        now_s = self._engine.clock.monotonic()
-        for namespace in [name for name, until_s in self._held_until_s.items() if now_s >= until_s]:
-            self._drop(namespace)
-
-    def _make_way(self) -> None:
-        """Those whose engines are gone keep only what those that are here leave; the longest gone loses first."""
-        while self._held_until_s and self._lack(self._stated) is not None:
-            self._drop(next(iter(self._held_until_s)))
-
-    def _drop(self, namespace: bytes) -> None:
-        self._held_until_s.pop(namespace, None)
-        del self._stated[namespace]
-        self._shares.drop(namespace)
+    def _limits(self) -> dict[str, int]:
+        """Bytes that shares are of, by tier; of memory also what the machine refuses at the moment."""
+        hierarchy, limits = self._engine.hierarchy, {"host memory": self._engine.hierarchy.slots.host_bytes}
+        for number, tier in enumerate(self._engine.tiers):
+            if (capacity_bytes := hierarchy.taken[number].capacity_bytes) is not None:
+                limits[f"the {tier.traits.name} tier"] = capacity_bytes
+        return limits

@@ -277,10 +277,11 @@ class SchedulerSide:
             if request_id in failed_ids:
                 # vLLM asks again for a request whose load failed; without this memory it would load and fail for ever.
                 state.is_load_failed = True
-                self._room.begin(request_id, state.request.num_tokens, 0)
                 self.counters["loads_failed"] += 1
             if state.is_finished:
                 del self._requests[request_id]
+            elif state.is_load_failed:
+                self._room.begin(request_id, state.request.num_tokens, 0)
         return stale
 
     # -- every step --------------------------------------------------------------------------------------------
@@ -300,8 +301,7 @@ class SchedulerSide:
 
     def _preempted(self, request_id: str) -> None:
         """vLLM took the request's blocks away; when it comes back, it loads what was stored of it meanwhile."""
-        state = self._requests.get(request_id)
-        if state is None:
+        if (state := self._requests.get(request_id)) is None:
             return
         state.stored = 0
         self._drop_lookup(state)
@@ -313,10 +313,10 @@ class SchedulerSide:
             if (state := self._requests.get(request_id)) is None:
                 continue
             computed = state.request.num_computed_tokens + tokens
-            if self._storable_chunks(state, computed) > state.stored:
-                tables = output.kv_connector_block_state.get_block_ids(request_id)
-                if tables is not None:
-                    self._queue_request(state, computed, tables)
+            if self._storable_chunks(state, computed) <= state.stored:
+                continue
+            if (tables := output.kv_connector_block_state.get_block_ids(request_id)) is not None:
+                self._queue_request(state, computed, tables)
 
     def _queue_request(self, state: RequestState, computed_tokens: int, tables: BlockTables) -> None:
         """Queue the chunks that are whole once this step has run (DESIGN rule 9)."""
