@@ -148,7 +148,7 @@ class Reader:
 
     def read(self, record: ChunkRecord, data: bytes) -> Outcome:
         self.memory.raw_put(BlobName(record.namespace, record.key), data)
-        return self.performer.perform(Read(0, record, 0))
+        return self.performer.perform(Read(0, record, 0)).outcome
 
     def slot(self, size_bytes: int) -> bytes:
         with self.performer.slot_view(0, size_bytes) as view:

@@ -6,7 +6,7 @@ import pytest
 from hierarchy_world import Story, chunks_of
 
 from tiered_kv.hierarchy import removal
-from tiered_kv.hierarchy.plan import Copy, Outcome, Read, Seal, Write
+from tiered_kv.hierarchy.plan import Copy, Delete, Outcome, Read, Seal, Write
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.testing.spaces import Space
 
@@ -203,9 +203,19 @@ def test_many_chunks_go_in_parts_the_deepest_first(monkeypatch: pytest.MonkeyPat
     story.store((1, 2, 3, 4, 5))
     story.store((2, 7))
     tag = SPACE.tag((1,))
-    counts, parts = [], True
-    while parts:
-        removed, kept, parts = story.hierarchy.erase(0, b"", tag)
-        counts.append((removed, kept))
+    counts = []
+    while not counts or counts[-1][2]:
+        counts.append(story.hierarchy.erase(0, b"", tag))
         story.finish_all()
-    assert counts == [(3, 0), (2, 0)] and story.is_below((2,)) and not story.is_below((1,))
+    assert counts == [(3, 0, 2), (2, 0, 0)] and story.is_below((2,)) and not story.is_below((1,))
+
+
+def test_what_cannot_be_deleted_is_told_to_be_there_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever says it again has to see that it does not become less."""
+    monkeypatch.setattr(removal, "ERASED_AT_ONCE", 3)
+    story = Tenants()
+    story.store((1, 2, 3, 4, 5))
+    for _ in range(3):
+        assert story.hierarchy.erase(0, b"", SPACE.tag((1,))) == (3, 0, 2)
+        story.step()
+        story.end_every(Delete, fault=Outcome.UNAVAILABLE)

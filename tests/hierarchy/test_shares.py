@@ -214,6 +214,17 @@ def test_engines_of_one_model_hold_no_more_empty_slots_together_than_their_share
     assert story.figures(lookup) == (8, 8, 8, True)
 
 
+def test_engines_of_a_small_maximum_take_turns() -> None:
+    story = SharedStory(host_bytes=800, capacities=(None,))
+    sessions = [story.join(OTHER, at_most=0.05), *(story.open_space(OTHER.namespace, SIZE) for _ in range(3))]
+    stored = dict.fromkeys(sessions, 0)
+    for number in range(40):
+        for session in sessions:
+            stored[session] += story.commit(session, (1000 * session + number,))
+        story.finish_all()
+    assert min(stored.values()) >= 10, "two slots for four engines"
+
+
 @pytest.mark.parametrize("is_at_maximum", [False, True])
 def test_a_load_drops_no_write_that_another_keeps(is_at_maximum: bool) -> None:
     limits = Limits(write_queue_share=1.0)

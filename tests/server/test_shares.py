@@ -263,10 +263,26 @@ def test_who_says_nothing_changes_nothing(held: Held, caplog: pytest.LogCaptureF
     assert kept(b"a") == 0.2 and not caplog.records
 
 
-def test_the_statement_before_counts_again_when_the_newest_goes(held: Held) -> None:
+def test_what_counted_goes_on_to_count_when_its_engine_goes(held: Held) -> None:
+    """An older statement was not checked beside what others were given since."""
     shares, kept, _ = held
-    shares.opened(1, b"a", Share(0.5), BLOB_BYTES)
-    shares.opened(2, b"a", Share(0.2), BLOB_BYTES)
-    assert kept(b"a") == 0.2
+    shares.opened(1, b"a", Share(0.6), BLOB_BYTES)
+    shares.opened(2, b"a", Share(0.1), BLOB_BYTES)
+    shares.opened(3, b"b", Share(0.5), BLOB_BYTES)
     shares.closed(2)
-    assert kept(b"a") == 0.5
+    assert (kept(b"a"), kept(b"b")) == (0.1, 0.5)
+    shares.check(b"b", Share(0.5), BLOB_BYTES)
+    shares.check(b"c", None, BLOB_BYTES)
+    shares.closed(1)
+    assert kept(b"a") == 0.1, "held as it counted"
+
+
+def test_a_copy_does_not_make_of_what_is_held_what_must_stay(held: Held) -> None:
+    shares, kept, _ = held
+    shares.opened(1, b"a", Share(0.6), BLOB_BYTES)
+    shares.closed(1)
+    shares.opened(2, b"a", None, BLOB_BYTES)
+    assert kept(b"a") == 0.6
+    shares.check(b"b", Share(0.6), BLOB_BYTES)
+    shares.opened(3, b"b", Share(0.6), BLOB_BYTES)
+    assert (kept(b"a"), kept(b"b")) == (0, 0.6)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self, TypeVar
@@ -105,12 +106,13 @@ class ServerLink:
         Args:
             namespace: Empty: of every namespace.
         """
-        removed = 0
+        removed, left = 0, sys.maxsize
         while True:
             answer = self._ask(m.Evict(tier, namespace, b"", holes=False, tag=tag), m.Evicted)
             removed += answer.removed
-            if not answer.has_more:
-                return removed, answer.kept, answer.missing
+            if not 0 < answer.left < left:  # no fewer than before: what goes comes back, because it cannot be deleted
+                return removed, answer.kept + answer.left, answer.missing
+            left = answer.left
 
     def _ask(self, question: m.Message, kind: type[Answer]) -> Answer:
         try:

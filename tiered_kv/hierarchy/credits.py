@@ -25,6 +25,7 @@ class Session:
     Attributes:
         reserved: Slots granted and neither committed nor given back.
         untold: The newest of them, which the client has not been told of yet.
+        granted: When it was granted one last, in grants.
         lookups: Ids of its lookups.
         is_suspended: The client is lost, but processes may still copy.
     """
@@ -34,6 +35,7 @@ class Session:
     slot_bytes: int
     reserved: set[SlotId] = field(default_factory=set)
     untold: list[SlotId] = field(default_factory=list)
+    granted: int = 0
     lookups: set[int] = field(default_factory=set)
     is_suspended: bool = False
 
@@ -49,6 +51,7 @@ class Credits:
 
     def __init__(self, host: HostMemory, share: float) -> None:
         self.reserved_bytes = 0
+        self._grants = 0
         self._host = host
         self._share = share
 
@@ -56,14 +59,15 @@ class Credits:
         """Grant what sessions may hold and memory allows.
 
         A session gets at most half of what the others leave, so that one more session finds something; one that has
-        nothing may even pass the share, because an idle session never gives its credits back by itself.
+        nothing may even pass the share, because an idle session never gives its credits back by itself. Those that
+        have none come first, and of those who waited longest.
         """
         cap = int(self._host.slots.limit_bytes * self._share)
         least = 2 if len(sessions) == 1 else 1
         held: Counter[bytes] = Counter()  # by namespace, whose maximum bounds it as host memory bounds all
         for session in sessions:
             held[session.namespace] += len(session.reserved) * session.slot_bytes
-        for session in sessions:
+        for session in sorted(sessions, key=lambda one: (bool(one.reserved), one.granted)):
             size, name = session.slot_bytes, session.namespace
             own_cap = int(self._host.taken.most_bytes(name) * self._share)
             own_bytes = len(session.reserved) * size
@@ -78,6 +82,8 @@ class Credits:
                     break
                 session.reserved.add(slot)
                 session.untold.append(slot)
+                self._grants += 1
+                session.granted = self._grants
                 self.reserved_bytes += size
                 held[name] += size
                 self._host.taken.add(name, size)

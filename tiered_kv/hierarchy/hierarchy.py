@@ -273,7 +273,7 @@ class Hierarchy:
         medium = self._host if tier is None else self._lower[tier]
         return remove(self.index, medium, namespace, keys, leaves_holes=leaves_holes)
 
-    def erase(self, tier: int | None, namespace: bytes, tag: bytes) -> tuple[int, int, bool]:
+    def erase(self, tier: int | None, namespace: bytes, tag: bytes) -> tuple[int, int, int]:
         """Remove what was stored under a tag, and all behind it, from one tier; see :func:`removal.erase`."""
         return erase(self.index, self._host if tier is None else self._lower[tier], self._lower, namespace, tag)
 

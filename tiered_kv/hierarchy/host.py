@@ -18,7 +18,7 @@ from tiered_kv.hierarchy.index import Entry, HostState, Index, LowerState
 from tiered_kv.hierarchy.order import Order
 from tiered_kv.hierarchy.plan import Grow, Job, Outcome, SlotId
 from tiered_kv.hierarchy.shares import Taken
-from tiered_kv.hierarchy.slots import SlotPool, slab_of
+from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX, SlotPool, slab_of
 
 VICTIMS_LOOKED_AT = 32
 """Idle chunks looked at for one whose going strands no chunk behind it; the order puts such chunks first."""
@@ -308,14 +308,17 @@ class HostMemory:
         own, has_none = self._unkept_bytes(slot_bytes), self.slots.assigned_to(slot_bytes) == 0
         best, most = None, -self.slots.host_bytes
         for other in self.slots.sizes:
-            slab_bytes = self.slots.slab_bytes(other)
-            left = self._unkept_bytes(other) - slab_bytes
-            is_last = self._users[other] and self.slots.assigned_to(other) <= slab_bytes
+            left = self._unkept_bytes(other) - self.slots.slab_bytes(other) * (1 + self._drained_from(other))
             is_poorer = (self._users[other] and left <= own) or (self._kept_bytes(other) and left < 0)
-            has_slabs = next(self.slots.slabs(other), None) is not None
-            if other != slot_bytes and has_slabs and not is_last and (has_none or not is_poorer) and left > most:
+            if other == slot_bytes or left <= most or (is_poorer and not has_none):
+                continue
+            if len(list(islice(self.slots.slabs(other), 2))) > bool(self._users[other]):  # not the last of one in use
                 best, most = other, left
         return best
+
+    def _drained_from(self, slot_bytes: int) -> int:
+        slabs = (slab * SLOTS_PER_SLAB_MAX for slab in self._drains.values())
+        return sum(self.slots.slot_bytes(first) == slot_bytes for first in slabs)
 
     def _unkept_bytes(self, slot_bytes: int) -> int:
         """What a slot size has beyond what its namespaces keep; negative: less than that."""

@@ -40,7 +40,7 @@ def remove(
 
 def erase(
     index: Index, tier: HostMemory | LowerTier, lower: Iterable[LowerTier], namespace: bytes, tag: bytes
-) -> tuple[int, int, bool]:
+) -> tuple[int, int, int]:
     """Remove what was stored under a tag, and everything behind it, from host memory or from one lower tier.
 
     In no tier is any of it written that was not begun. A chunk stays while one behind it is in use, in whatever tier:
@@ -51,8 +51,8 @@ def erase(
         namespace: Empty: of every namespace.
 
     Returns:
-        How many are going, how many stay because they or some behind them are in use, and whether there are more: then
-        ``ERASED_AT_ONCE`` are going, and it is to be said again; who stays is told by the last answer.
+        How many are going, how many stay because they or some behind them are in use, and how many were not looked at
+        because ``ERASED_AT_ONCE`` are going: then it is to be said again, and who stays is told by the last answer.
     """
     doomed = _behind(e for e in index.entries() if e.record.tag == tag and namespace in (b"", e.record.namespace))
     for entry in doomed:
@@ -60,9 +60,10 @@ def erase(
             one.disclaim(entry)
     removed = kept = 0
     staying: set[Entry] = set()
-    for entry in sorted(doomed, key=lambda entry: -entry.record.chunk_index):
+    deepest_first = sorted(doomed, key=lambda entry: -entry.record.chunk_index)
+    for number, entry in enumerate(deepest_first):
         if removed == ERASED_AT_ONCE:
-            return removed, kept, True
+            return removed, kept, sum(_is_in(tier, one) for one in deepest_first[number:])
         is_needed = any(child in staying for child in entry.children or ())
         if is_needed:
             is_going = False if _is_in(tier, entry) else None
@@ -74,7 +75,7 @@ def erase(
             staying.add(entry)
         removed += is_going is True
         kept += is_going is False
-    return removed, kept, False
+    return removed, kept, 0
 
 
 def _behind(entries: Iterable[Entry]) -> set[Entry]:

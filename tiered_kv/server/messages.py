@@ -306,13 +306,13 @@ class Stat(Message, frozen=True):
 class Evicted(Message, frozen=True):
     """Chunks that are being removed, that stay because they are in use or needed, and that are not there.
 
-    ``has_more``: only a part was done, so that others are answered meanwhile; say it again.
+    ``left``: so many were not looked at, so that others are answered meanwhile; say it again.
     """
 
     removed: int
     kept: int
     missing: int
-    has_more: bool = False
+    left: int = 0
 
 
 SLABS_PER_FRAME = 64

@@ -24,6 +24,6 @@ def evict(engine: Engine, order: m.Evict) -> m.Evicted:
         raise ProtocolError(f"a tag has {TAG_BYTES} bytes, not all zero, and goes without keys. keys={len(keys)}")
     tier = None if order.tier == names[0] else names.index(order.tier) - 1
     if order.tag:
-        removed, kept, has_more = engine.hierarchy.erase(tier, order.namespace, order.tag)
-        return m.Evicted(removed, kept, 0, has_more)
+        removed, kept, left = engine.hierarchy.erase(tier, order.namespace, order.tag)
+        return m.Evicted(removed, kept, 0, left)
     return m.Evicted(*engine.hierarchy.remove(tier, order.namespace, keys or None, leaves_holes=order.holes))

@@ -39,8 +39,8 @@ class _Statement:
 class ServerShares:
     """The shares of all sessions.
 
-    Of a namespace the newest statement counts of those whose sessions are open, then that of the last one that went. A
-    session that states nothing, as that of a copy, changes nothing.
+    Of a namespace the newest statement counts, until no session that made one is open, and an hour longer. A session
+    that states nothing, as that of a copy, changes nothing.
 
     Threads: the server's loop only.
     """
@@ -58,7 +58,7 @@ class ServerShares:
             ConfigError: With what the others keep, it or one of them would have next to nothing.
         """
         here = self._connected()
-        here[namespace] = replace(share or here.get(namespace) or self._held_share(namespace), slot_bytes=slot_bytes)
+        here[namespace] = replace(share or here.get(namespace) or Share(), slot_bytes=slot_bytes)
         if (lack := self._lack(here)) is not None:
             mine = here.pop(namespace)
             others = ", ".join(f"{name.hex()} keeps {one.at_least:g}" for name, one in sorted(here.items()))
@@ -90,9 +90,7 @@ class ServerShares:
         if statement.is_made:
             self._held.pop(namespace, None)
         self._apply(namespace)
-        while (
-            self._held and self._lack({n: held for n, (held, _) in self._held.items()} | self._connected()) is not None
-        ):
+        while self._held and self._lack(self._connected() | self._all_held()) is not None:
             self._drop(next(iter(self._held)))
 
     def closed(self, session: int, *, is_reset: bool = False) -> None:
@@ -100,9 +98,12 @@ class ServerShares:
         statement = self._sessions.pop(session, None)
         if statement is None:
             return
-        namespace = statement.namespace
-        is_last = not any(one.is_made and one.namespace == namespace for one in self._sessions.values())
-        if statement.is_made and is_last and not is_reset:
+        namespace, share = statement.namespace, self._shares.get(statement.namespace) or Share()
+        left = [n for n, one in self._sessions.items() if one.is_made and one.namespace == namespace]
+        for number in left:  # what counted goes on to count: an older statement was not checked beside the others
+            old = self._sessions[number]
+            self._sessions[number] = replace(old, share=replace(share, slot_bytes=old.share.slot_bytes))
+        if statement.is_made and not left and not is_reset:
             self._held[namespace] = (statement.share, self._engine.clock.monotonic() + HOLD_S)
         self._apply(namespace)
 
@@ -112,26 +113,23 @@ class ServerShares:
         for namespace in [name for name, (_, until_s) in self._held.items() if now_s >= until_s]:
             self._drop(namespace)
 
+    def _all_held(self) -> dict[bytes, Share]:
+        return {namespace: share for namespace, (share, _) in self._held.items()}
+
     def _drop(self, namespace: bytes) -> None:
         del self._held[namespace]
         self._apply(namespace)
 
     def _apply(self, namespace: bytes) -> None:
-        self._shares.set(namespace, self._connected().get(namespace) or self._held_share(namespace))
-
-    def _held_share(self, namespace: bytes) -> Share:
         held = self._held.get(namespace)
-        return Share() if held is None else held[0]
+        share = self._connected().get(namespace) if held is None else held[0]
+        self._shares.set(namespace, share or Share())
 
     def _connected(self) -> dict[bytes, Share]:
-        """What counts of each namespace that has a session."""
+        """What the sessions of each namespace state; what is only held for one makes way for those that state."""
         found: dict[bytes, Share] = {}
-        made = {one.namespace for one in self._sessions.values() if one.is_made}
-        for one in self._sessions.values():
-            if one.is_made:
-                found[one.namespace] = one.share
-            elif one.namespace not in made:
-                found[one.namespace] = replace(self._held_share(one.namespace), slot_bytes=one.share.slot_bytes)
+        for one in sorted(self._sessions.values(), key=lambda one: one.is_made):  # oldest first, then by what is said
+            found[one.namespace] = one.share
         return found
 
     def _lack(self, stated: dict[bytes, Share]) -> str | None:
@@ -151,7 +149,7 @@ class ServerShares:
         return None
 
     def _limits(self) -> dict[str, int]:
-        """Bytes that shares are of, by tier; of memory also what the machine refuses at the moment."""
+        """Bytes that shares are of, by tier; of memory all that may be had, though the machine may refuse some now."""
         hierarchy, limits = self._engine.hierarchy, {"host memory": self._engine.hierarchy.slots.host_bytes}
         for number, tier in enumerate(self._engine.tiers):
             if (capacity_bytes := hierarchy.taken[number].capacity_bytes) is not None:
