@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 from cache_clients import SmallEngine, settings
+from cache_probe import socket_of
 from model_configs import KNOWN
 from stock import CHUNK, Model, tokens
 
 from tiered_kv.admin.open import open_storage
-from tiered_kv.server.paths import read_info
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "operations.md"
 DIRECTORY, BUCKET, SOCKET = "/var/cache/tiered_kv", "s3://my-bucket/kv", "unix:///run/tiered_kv.sock"
@@ -98,9 +98,7 @@ def test_a_command_of_the_page_runs(command: str, place: Path, request: pytest.F
     engine = SmallEngine.start(settings(place / "cache")) if needs_server else None
     try:
         if engine is not None:
-            info = read_info(place / "cache")
-            assert info is not None
-            text = text.replace(SOCKET, f"unix://{info.socket}")
+            text = text.replace(SOCKET, socket_of(place / "cache"))
         run(with_real_names(text), place, environment)
     finally:
         if engine is not None:

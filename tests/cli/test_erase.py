@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cache_clients import SmallEngine, poll_until, settings
-from cache_probe import figures, wait_for, wait_written
+from cache_probe import figures, socket_of, wait_for, wait_written
 from server_processes import end_server
 from stock import Model, tokens
 from verbs import Tier, complaint, directory_tier, report, run, s3_tier
@@ -15,7 +15,6 @@ from tiered_kv.admin.storage import FOR_GOOD
 from tiered_kv.config import Config
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.tags import tag_digest
-from tiered_kv.server.paths import read_info
 
 ONE, TWO = Model(), Model(weights="two")
 MINE, THEIRS, SHARED = tokens(1, 4), tokens(2, 3), tokens(1, 2) + tokens(3, 1)
@@ -166,12 +165,6 @@ def engine(root: Path):
     wait_written(root)
     yield one
     one.close()
-
-
-def socket_of(root: Path) -> str:
-    info = read_info(root)
-    assert info is not None
-    return f"unix://{info.socket}"
 
 
 def files(root: Path) -> int:

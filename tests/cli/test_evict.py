@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from cache_clients import SmallEngine, settings
-from cache_probe import figures, wait_written
+from cache_probe import figures, socket_of, wait_written
 from stock import CHUNK, Model, tokens
 from verbs import Tier, complaint, directory_tier, report, run, s3_tier
 
 from tiered_kv.admin.storage import FOR_GOOD
 from tiered_kv.keys.naming import relative_path
-from tiered_kv.server.paths import read_info
 
 ONE, TWO = Model(), Model(weights="two")
 SIZE = 8192
@@ -144,12 +143,6 @@ def engine(root: Path):
     wait_written(root)
     yield one
     one.close()
-
-
-def socket_of(root: Path) -> str:
-    info = read_info(root)
-    assert info is not None
-    return f"unix://{info.socket}"
 
 
 def test_under_a_running_server_evicted_chunks_are_misses_and_nothing_else_changes(

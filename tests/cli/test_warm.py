@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cache_clients import CHUNK as SMALL_CHUNK
 from cache_clients import PAGES, SmallEngine, settings, worker_part
-from cache_probe import figures, wait_written
+from cache_probe import figures, socket_of, wait_written
 from server_processes import end_server
 from stock import Model, tokens
 from verbs import Tier, complaint, directory_tier, report, run, s3_tier
@@ -21,7 +21,6 @@ from tiered_kv.keys.naming import relative_path
 from tiered_kv.keys.rolling import PrefixKeys
 from tiered_kv.keys.tags import tag_digest
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.server.paths import read_info
 from tiered_kv.server.worker_client import WorkerClient
 
 ONE, TWO = Model(), Model(weights="two")
@@ -287,9 +286,7 @@ def test_a_copy_is_whose_its_source_was(tmp_path: Path, root: Path, has_server: 
     listed = report("ls", f"file://{root}", "--tag", "tenant-a")["chunks"]
     assert len(listed) == 3 and {chunk["tag"] for chunk in listed} == {tag_digest("tenant-a").hex()}
     if other is not None:
-        info = read_info(root)
-        assert info is not None
-        done = report("evict", "--server", f"unix://{info.socket}", "--tag", "tenant-a", "--yes")
+        done = report("evict", "--server", socket_of(root), "--tag", "tenant-a", "--yes")
         assert [tier["removed"] for tier in done["tiers"]] == [3, 3]
         other.close()
 

@@ -38,26 +38,27 @@ class SharedStory(Story):
         return sum(space.key((one,)) in self.media[0] for one in range(number))
 
 
-def test_a_minimum_is_kept_in_every_tier_however_much_others_store() -> None:
+def busy_neighbour(at_least: float) -> SharedStory:
+    """Fifteen prompts of one that may keep so much, then two hundred of another."""
     story = SharedStory(host_bytes=20 * SIZE, capacities=(30 * SIZE,))
-    story.join(SMALL, at_least=0.5)
+    story.join(SMALL, at_least=at_least)
     other = story.join(OTHER)
     for number in range(15):
         story.store((number,))
     for number in range(200):
         story.store((number,), other)
+    return story
+
+
+def test_a_minimum_is_kept_in_every_tier_however_much_others_store() -> None:
+    story = busy_neighbour(at_least=0.5)
     assert story.taken(SMALL, 0) == 15 * SIZE and story.below(SMALL, 15) == 15
     assert 9 * SIZE <= story.taken(SMALL, None) <= 11 * SIZE
     assert story.taken(OTHER, 0) == 15 * SIZE, "the rest is the other's, all of it"
 
 
 def test_without_a_minimum_the_same_traffic_pushes_everything_out() -> None:
-    story = SharedStory(host_bytes=20 * SIZE, capacities=(30 * SIZE,))
-    other = story.join(OTHER)
-    for number in range(15):
-        story.store((number,))
-    for number in range(200):
-        story.store((number,), other)
+    story = busy_neighbour(at_least=0.0)
     assert story.below(SMALL, 15) == 0 and story.in_host(SMALL, 15) == 0
 
 
@@ -325,7 +326,7 @@ def test_minima_and_maxima_hold_in_any_history_of_stores_and_lookups(number: int
 
 def test_taken_counts_and_forgets() -> None:
     shares = Shares()
-    taken = Taken(shares, 100)
+    taken = Taken(shares, lambda: 100)
     taken.add(b"a", 30)
     taken.add(b"a", 0)
     assert not taken.keeps(b"a", 30) and taken.excess_bytes(b"a", 1000) < 0, "no share, no rule"
@@ -337,4 +338,4 @@ def test_taken_counts_and_forgets() -> None:
     assert shares.get(b"a") is None
     with pytest.raises(KeyError):
         taken.remove(b"a", 1)
-    Taken(shares, None).check_integrity([(b"a", 0)])
+    Taken(shares, lambda: None).check_integrity([(b"a", 0)])

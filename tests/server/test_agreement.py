@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from cache_clients import hello, settings
+from cache_probe import socket_of
 
 from tiered_kv import __version__
 from tiered_kv.config import Config
@@ -111,9 +112,7 @@ def test_a_client_of_another_user_is_refused(
 
 
 def test_a_named_server_serves_its_directory_only(served: Path, tmp_path: Path) -> None:
-    info = read_info(served)
-    assert info is not None
-    name = f"unix://{info.socket}"
+    name = socket_of(served)
     assert welcome(settings(served, server=name)).directory == str(served)
     link = tmp_path / "the same by another path"
     link.symlink_to(served)

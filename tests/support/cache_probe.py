@@ -28,6 +28,13 @@ def wait_for(condition: Callable[[], bool], what: str, *, deadline_s: float = DE
         time.sleep(0.01)
 
 
+def socket_of(root: Path) -> str:
+    """The address of the directory's server, as ``--server`` and the setting take it."""
+    info = read_info(root)
+    assert info is not None, f"no server in {root}"
+    return f"unix://{info.socket}"
+
+
 def server_pid(root: Path) -> int:
     """The process that owns the directory."""
     info = read_info(root)

@@ -42,11 +42,8 @@ def read_tags(storage: Storage, content: Content, namespace: bytes | None, progr
     problems: Counter[str] = Counter()
     if unknown:
         tags = _read_all(storage, unknown, problems, progress)
-        blobs = [blob._replace(tag=tags.get(blob, blob.tag)) for blob in content.blobs]
-        wanted = set(unknown)
-        content.blobs = [
-            b for b, old in zip(blobs, content.blobs, strict=True) if b.tag is not None or old not in wanted
-        ]
+        still_there = (blob for blob in content.blobs if tags.get(blob, NO_TAG) is not None)
+        content.blobs = [blob._replace(tag=tags.get(blob, blob.tag)) for blob in still_there]
     problems["another version"] += sum(stray.kind == "foreign" for stray in content.strays)
     problems["damaged"] += sum(stray.kind == "damaged" for stray in content.strays)
     if count := problems["another version"]:

@@ -203,16 +203,17 @@ def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
 def _look_for_tag(storage: "Storage", content: "Content", order: _Order) -> None:
     """Learn whose everything is, and say what may be missing."""
     look_for_tags(storage, content, find_namespace(content, order.namespace))
-    unfinished = sum(stray.kind == "temp" for stray in content.strays)
-    if unfinished and not storage.is_served():
-        content.notes.append(
+    unfinished, is_served, text = sum(stray.kind == "temp" for stray in content.strays), storage.is_served(), None
+    if is_served and order.server is None:
+        text = "the memory of this directory's server may hold more of it: say it with --server, too"
+    elif unfinished and not is_served:
+        text = (
             f"{unfinished} writes were cut off when a server ended, and nobody knows whose they are: `tiered-kv gc` "
             "removes what they left"
         )
-        note(content.notes[-1])
-    if order.server is None and storage.is_served():
-        content.notes.append("the memory of this directory's server may hold more of it: say it with --server, too")
-        note(content.notes[-1])
+    if text is not None:
+        content.notes.append(text)
+        note(text)
 
 
 def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictReport:

@@ -45,7 +45,6 @@ from tiered_kv.hierarchy.served import Served
 from tiered_kv.hierarchy.shares import Taken
 from tiered_kv.hierarchy.stack import LowerTiers
 from tiered_kv.hierarchy.usage import usage
-from tiered_kv.keys.tags import NO_TAG
 
 
 class Hierarchy:
@@ -105,7 +104,7 @@ class Hierarchy:
         Also shares out what became free since the last call; updates are complete only after it.
         """
         self._share_out()
-        jobs = self._jobs[:]
+        jobs = list(self._jobs)
         self._jobs.clear()
         return jobs
 
@@ -251,8 +250,7 @@ class Hierarchy:
             if entry is not None:  # it is known to a lower tier and stored again
                 self._lower.want(entry)
             entry = entry or self.index.add(record)
-            if entry.record.tag == NO_TAG:  # else it stays whose it was: the tag it was stored with first
-                entry.set_tag(record.tag)
+            entry.stored_for(record.tag)
             self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
             self._jobs.append(Seal(entry.record, slot))
             if self._lower.front is not None:
@@ -309,7 +307,8 @@ class Hierarchy:
     def read(self, job: Read, outcome: Outcome, tag: bytes | None = None) -> None:
         """A promotion ended; ``tag`` is what the header says, which nobody knew of a chunk that a search found."""
         entry = self._entry(job.record)
-        entry.set_tag(entry.record.tag if tag is None else tag)
+        if tag is not None:
+            entry.set_tag(tag)
         self._promotions.ended(job, entry, outcome)
 
     def written(self, job: Write, outcome: Outcome) -> None:
@@ -342,7 +341,7 @@ class Hierarchy:
 
     def try_again(self) -> None:
         """The machine may have memory again, and media may delete again. Call it now and then, not at once."""
-        self._host.allow_growth()
+        self.slots.allow_growth()
         for lower in self._lower:
             lower.evict_to_capacity()
 

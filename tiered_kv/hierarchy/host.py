@@ -37,7 +37,7 @@ class HostMemory:
 
     def __init__(self, host_bytes: int, index: Index, jobs: list[Job], counters: Counter[str]) -> None:
         self.slots = SlotPool(host_bytes)
-        self.taken = Taken(index.shares, host_bytes)
+        self.taken = Taken(index.shares, lambda: self.slots.limit_bytes)
         self.leased_bytes = 0
         self.ready_count = 0
         self.sealing_count = 0
@@ -240,12 +240,6 @@ class HostMemory:
         if outcome is not Outcome.OK:
             self._counters["slab_refused"] += 1
         self.slots.grown(job.slab, succeeded=outcome is Outcome.OK)
-        self.taken.capacity_bytes = self.slots.limit_bytes
-
-    def allow_growth(self) -> None:
-        """The machine may have memory again."""
-        self.slots.allow_growth()
-        self.taken.capacity_bytes = self.slots.limit_bytes
 
     def finish_drains(self) -> None:
         """Pass on every drained slab in which nothing is held any more."""
@@ -281,7 +275,8 @@ class HostMemory:
 
         A drain may yield less than another size needs for one slot; what it yielded is left alone until there is more.
         """
-        if any(self._unkept_bytes(waiting) < self._unkept_bytes(slot_bytes) for waiting in self._drains):
+        own = self._unkept_bytes(slot_bytes)
+        if any(self._unkept_bytes(waiting) < own for waiting in self._drains):
             return False
         job = self.slots.grow(slot_bytes)
         if job is None:

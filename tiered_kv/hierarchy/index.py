@@ -14,7 +14,7 @@ from tiered_kv.hierarchy.flows import Flows
 from tiered_kv.hierarchy.gone import GENERATION_MIN, SELECTIVE_GENERATION_MIN, GoneUses
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.hierarchy.shares import Shares
-from tiered_kv.keys.tags import shared_tag
+from tiered_kv.keys.tags import NO_TAG, shared_tag
 
 
 class HostState(Enum):
@@ -96,6 +96,11 @@ class Entry:
         """Whose the chunk is, as its header says."""
         if tag != self.record.tag:
             self.record = replace(self.record, tag=shared_tag(tag))
+
+    def stored_for(self, tag: bytes) -> None:
+        """It was stored under this tag; it stays whose it was, if it was anybody's."""
+        if self.record.tag == NO_TAG:
+            self.set_tag(tag)
 
 
 class Index:

@@ -60,7 +60,7 @@ class LowerTier(ABC):
         self.behind: BackTier | None = None
         self.admission = Admission()
         self.order = Order(1 + tier, index)  # blobs that may be evicted or forgotten: PRESENT or CORRUPT
-        self.taken = Taken(index.shares, capacity_bytes)
+        self.taken = Taken(index.shares, lambda: self.capacity_bytes)
         self.used_bytes = 0
         self.reserved_bytes = 0
         self.queued_bytes = 0

@@ -41,8 +41,8 @@ class Order:
         else:
             self._own.pop(namespace).move(self._common, lambda _: True)
 
-    def _policy(self, entry: Entry) -> MultiQueue:
-        return self._own.get(entry.record.namespace, self._common)
+    def _policy(self, namespace: bytes) -> MultiQueue:
+        return self._own.get(namespace, self._common)
 
     def add(self, entry: Entry) -> None:
         """Begin to order the chunk, as recently used as its parent, or as just used where its parent is not ordered.
@@ -50,7 +50,7 @@ class Order:
         If chunks behind it are ordered already, it and the prefix before it count as just used: chunks come in any
         order, and it has to go after the ones and before the other.
         """
-        policy, parent = self._policy(entry), self._index.parent(entry)
+        policy, parent = self._policy(entry.record.namespace), self._index.parent(entry)
         if entry.ordered_children[self._number]:
             policy.add(entry.record.key, None)
             policy.record_use(e.record.key for e in self._index.prefix(entry)[1:])
@@ -62,14 +62,14 @@ class Order:
 
     def remove(self, entry: Entry) -> None:
         """Order the chunk no more."""
-        self._policy(entry).remove(entry.record.key)
+        self._policy(entry.record.namespace).remove(entry.record.key)
         entry.ordered[self._number] = False
         if (parent := self._index.parent(entry)) is not None:
             parent.ordered_children[self._number] -= 1
 
     def record_use(self, namespace: bytes, prefix: Iterable[bytes]) -> None:
         """Note the use of a prefix, from its deepest chunk to its root; chunks that are not ordered are ignored."""
-        self._own.get(namespace, self._common).record_use(prefix)
+        self._policy(namespace).record_use(prefix)
 
     def __iter__(self) -> Iterator[Entry]:
         return self.walk()
@@ -82,7 +82,7 @@ class Order:
                 nothing more of that chunk's namespace is given. It must not say no to a namespace without a share.
             only: Of this namespace alone; if it has no share, of all that have none.
         """
-        policies = [self._common, *self._own.values()] if only is None else [self._own.get(only, self._common)]
+        policies = [self._common, *self._own.values()] if only is None else [self._policy(only)]
         streams = [self._stream(policy, may_go) for policy in policies]
         merged = streams[0] if len(streams) == 1 else merge(*streams, key=lambda one: -one[0])
         return (entry for _, entry in merged)
@@ -100,7 +100,7 @@ class Order:
         return entry
 
     def __contains__(self, entry: Entry) -> bool:
-        return entry.ordered[self._number] and entry.record.key in self._policy(entry)
+        return entry.ordered[self._number] and entry.record.key in self._policy(entry.record.namespace)
 
     def __len__(self) -> int:
         return len(self._common) + sum(map(len, self._own.values()))

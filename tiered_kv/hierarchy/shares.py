@@ -72,16 +72,19 @@ class Shares:
 class Taken:
     """What each namespace takes of one tier.
 
-    Attributes:
-        capacity_bytes: What shares are of; None: the tier has no limit here, and shares mean nothing.
-
     Units: bytes. Threads: one owner, the tier.
     """
 
-    def __init__(self, shares: Shares, capacity_bytes: int | None) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(self, shares: Shares, capacity: Callable[[], int | None]) -> None:
+        """Nothing is taken yet; ``capacity`` tells the tier's limit as of now."""
+        self._capacity = capacity
         self._shares = shares
         self._bytes: dict[bytes, int] = {}
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What shares are of; None: the tier has no limit here, and shares mean nothing."""
+        return self._capacity()
 
     def add(self, namespace: bytes, size_bytes: int) -> None:
         """It takes more; nothing changes for a size of 0."""
@@ -98,9 +101,9 @@ class Taken:
     def keeps(self, namespace: bytes, size_bytes: int) -> bool:
         """Whether the namespace would be below its minimum without a chunk of this size."""
         share = self._shares.get(namespace)
-        if share is None or self.capacity_bytes is None:
+        if share is None or (capacity_bytes := self.capacity_bytes) is None:
             return False
-        return self._bytes.get(namespace, 0) - size_bytes < int(share.at_least * self.capacity_bytes)
+        return self._bytes.get(namespace, 0) - size_bytes < int(share.at_least * capacity_bytes)
 
     def excess_bytes(self, namespace: bytes, size_bytes: int) -> int:
         """How much of the namespace's own has to go before it takes so much more; negative: nothing."""
@@ -111,9 +114,9 @@ class Taken:
 
     def most_bytes(self, namespace: bytes) -> int:
         """The most it may take; call only where there is a limit."""
-        share = self._shares.get(namespace)
-        assert self.capacity_bytes is not None
-        return self.capacity_bytes if share is None else int(share.at_most * self.capacity_bytes)
+        share, capacity_bytes = self._shares.get(namespace), self.capacity_bytes
+        assert capacity_bytes is not None
+        return capacity_bytes if share is None else int(share.at_most * capacity_bytes)
 
     def by_namespace(self) -> dict[bytes, int]:
         """What each takes now."""

@@ -63,7 +63,7 @@ class LowerTiers:
             lower.admission = Admission(rule)
         if is_last_shared:
             last = self._all[-1]
-            last.is_shared, last.capacity_bytes, last.taken.capacity_bytes = True, None, None
+            last.is_shared, last.capacity_bytes = True, None
             self.searches = Searches(last, self._index, self._jobs, self._counters)
 
     def __getitem__(self, tier: int) -> LowerTier:
