@@ -47,15 +47,19 @@ class Prompts:
         documents, endings: How many there are; endings are counted per document.
         fresh: Share of prompts that share nothing with others.
         fresh_count: How many of those there are; so many that nobody asks one a second time, unless it is said.
+        new: Share of prompts that nobody asked before or asks again, whatever ``fresh_count`` says.
     """
 
     documents: int = 40
     endings: int = 30
     fresh: float = 0.3
     fresh_count: int = 1 << 20
+    new: float = 0.0
 
     def draw(self, draw: random.Random) -> list[int]:
         """The tokens of the next prompt, whole chunks."""
+        if self.new and draw.random() < self.new:
+            return [draw.randrange(_ENDINGS_FROM) for _ in range(draw.randint(1, DOCUMENT_CHUNKS) * CHUNK)]
         if draw.random() < self.fresh:
             first = _FRESH_FROM + draw.randrange(self.fresh_count) * 1024
             return list(range(first, first + (1 + first // 1024 % DOCUMENT_CHUNKS) * CHUNK))

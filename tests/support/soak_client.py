@@ -21,9 +21,9 @@ from prompt_traffic import EngineTraffic, Habits, Prompts
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
 
-PROMPTS = Prompts(documents=30, endings=20, fresh=0.2, fresh_count=300)
-"""About 2,500 chunks of each model, several times what a disk holds. Finite, because a server remembers what it knows
-to be in the bucket, up to 262,144 chunks: asked ever new prompts, its memory would grow for hours, as is meant."""
+PROMPTS = Prompts(documents=30, endings=20, fresh=0.2, fresh_count=300, new=0.15)
+"""About 2,500 chunks of each model that come again, several times what a disk holds, and beside them ever new ones: in
+an hour a server meets many more chunks than it may remember anything of."""
 
 TURN_S = 0.004
 REPORT_S = 0.5
