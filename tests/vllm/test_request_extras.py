@@ -14,7 +14,8 @@ from vllm.v1.request import Request
 
 from tiered_kv.keys.extras import Multimodal, Salt, encode
 from tiered_kv.vllm import extras as door
-from tiered_kv.vllm.extras import Adapters, RequestExtras, Unaccountable
+from tiered_kv.vllm.adapters import Adapters, Unaccountable
+from tiered_kv.vllm.extras import RequestExtras
 
 CHUNK = 64
 CHUNKS = 3
