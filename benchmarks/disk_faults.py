@@ -43,7 +43,7 @@ from object_faults import GROUPS  # noqa: E402  # beside this script
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
-from tiered_kv.vllm.extras import Adapters  # noqa: E402
+from tiered_kv.vllm.adapters import Adapters  # noqa: E402
 from tiered_kv.vllm.scheduler import Abilities, SchedulerSide  # noqa: E402
 
 STEP_S = 0.001

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedEngine]:
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[CachedEngine]:
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "enable_prompt_embeds": True}
     with cached_engine(tiny_model, tmp_path_factory.mktemp("cache"), **options) as made:
         yield made
@@ -92,6 +92,43 @@ def test_adapter_whose_files_change_is_left_alone_from_then_on(engine, tmp_path)
     assert engine.scheduler_side.counters["request_unaccountable"] - left_alone == 2
     # vLLM holds the weights it loaded first, so the hit that was refused would have been right; a restart's would not.
     assert {answer.tokens for answer in after} == {before[0].tokens}
+
+
+def test_adapter_is_what_was_loaded_not_what_lies_there_later(engine, tmp_path):
+    """``add_lora`` is what ``/v1/load_lora_adapter`` and ``--lora-modules`` call."""
+    folder = tmp_path / "latest"
+    first = adapter_named("v1", write_adapter(folder, seed=11))
+    assert engine.llm.llm_engine.add_lora(first)
+    write_adapter(folder, seed=12)
+
+    old = [ask(engine, tokens(6), first) for _ in range(2)]
+    second = adapter_named("v2", folder)
+    new = [ask(engine, tokens(6), second) for _ in range(2)]
+
+    assert [answer.cached_tokens for answer in old + new] == [0, 0, 0, HIT]
+    assert_same(new[1], new[0])
+    assert new[0].tokens != old[0].tokens, "both steps answer alike: this test proves nothing"
+
+
+def test_adapter_loaded_anew_under_one_id_is_left_alone(engine, tmp_path):
+    """``load_inplace``: what a running request computed before and after is of two adapters."""
+    from vllm.lora.request import LoRARequest
+
+    first = adapter_named("inplace", write_adapter(tmp_path / "1", seed=13))
+    before = [ask(engine, tokens(7), first) for _ in range(2)]
+    write_adapter(tmp_path / "2", seed=14)
+    assert engine.llm.llm_engine.add_lora(
+        LoRARequest("inplace", first.lora_int_id, str(tmp_path / "2"), load_inplace=True)
+    )
+    after = [ask(engine, tokens(7), first) for _ in range(2)]  # asks for the first and is answered by the second
+
+    assert [answer.cached_tokens for answer in before] == [0, HIT]
+    assert after[1].cached_tokens == 0
+    elsewhere = adapter_named("twin", write_adapter(tmp_path / "3", seed=13))
+    twin = [ask(engine, tokens(7), elsewhere) for _ in range(2)]
+    assert twin[1].cached_tokens == HIT
+    assert_same(twin[0], before[0])
+    assert_same(twin[1], before[0])
 
 
 def rows(seed: int) -> Any:

@@ -8,10 +8,12 @@ import ast
 import inspect
 
 import pytest
-from connector_api import declared, recorded, sources
+from connector_api import BASE, declared, recorded, sources
+from vllm.lora.worker_manager import WorkerLoRAManager
 
 from tiered_kv.vllm.connector import TieredKVConnector
 from tiered_kv.vllm.identity import FIRST_VERSION, REFUSED_FROM
+from tiered_kv.vllm.loads import watch_loaders, watched_loaders
 
 WINDOW = recorded()
 
@@ -76,6 +78,33 @@ def _parts(text: str) -> tuple[str, ast.arguments]:
     function = ast.parse(f"def f{parameters}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     return kind, function.args
+
+
+WATCHED = {
+    "vllm/model_executor/model_loader/default_loader.py": "DefaultModelLoader._prepare_weights",
+    "vllm/model_executor/model_loader/sharded_state_loader.py": "ShardedStateLoader._prepare_weights",
+    "vllm/lora/worker_manager.py": "WorkerLoRAManager._load_adapter",
+}
+"""What ``loads.py`` wraps. Where one is missing, weights need ``model_id`` and adapters are not cached."""
+
+
+@pytest.mark.parametrize("file", WATCHED)
+def test_what_is_watched_is_there_in_the_versions_here(file):
+    owner, method = WATCHED[file].split(".")
+    for version, base in sources().items():
+        if version not in WINDOW:
+            continue
+        tree = ast.parse((base.parents[len(BASE.parents) - 2].parent / file).read_text())
+        (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
+        names = [node.name for node in found.body if isinstance(node, ast.FunctionDef)]
+        assert method in names, f"vLLM {version} reads its files elsewhere: tiered_kv/vllm/loads.py"
+
+
+def test_every_loader_of_vllm_that_names_its_files_is_wrapped():
+    watch_loaders()
+    for loader in watched_loaders():
+        assert hasattr(loader._prepare_weights, "_tiered_kv_watched")
+    assert hasattr(WorkerLoRAManager._load_adapter, "_tiered_kv_watched")
 
 
 def test_every_version_of_the_window_is_recorded():

@@ -13,8 +13,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from tiered_kv.keys.extras import Multimodal, Salt, encode
+from tiered_kv.vllm import adapters as adapters_door
 from tiered_kv.vllm import extras as door
-from tiered_kv.vllm.extras import Adapters, RequestExtras, Unaccountable
+from tiered_kv.vllm.adapters import Adapters, Unaccountable
+from tiered_kv.vllm.extras import RequestExtras
 
 CHUNK = 64
 CHUNKS = 3
@@ -106,7 +108,7 @@ def test_adapter_that_changes_on_disk_is_left_alone_from_then_on(tmp_path):
 
 
 def test_adapters_remembered_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(door, "MAX_ADAPTERS", 1)
+    monkeypatch.setattr(adapters_door, "MAX_ADAPTERS", 1)
     adapters = Adapters("bfloat16")
     first, second = (lora(name, adapter(tmp_path / name, i)) for i, name in enumerate("ab"))
     assert extras(adapters, lora_request=first).is_accountable

@@ -14,7 +14,8 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.keys.rolling import PrefixKeys
 from tiered_kv.vllm import extras as door
-from tiered_kv.vllm.extras import SESSIONS_FROM, Adapters, RequestExtras, Unaccountable
+from tiered_kv.vllm.adapters import Adapters, Unaccountable
+from tiered_kv.vllm.extras import SESSIONS_FROM, RequestExtras
 from tiered_kv.vllm.requests import RequestState
 from tiered_kv.vllm.storable import final_tokens, storable_tokens
 

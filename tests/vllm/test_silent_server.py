@@ -13,7 +13,7 @@ from server_processes import end_server
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from tiered_kv.vllm.extras import Adapters
+from tiered_kv.vllm.adapters import Adapters
 from tiered_kv.vllm.groups import CacheGroup, CacheGroups
 from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
 

@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.vllm.adapters import Adapters
 from tiered_kv.vllm.events import Announcer, EventGroup
-from tiered_kv.vllm.extras import Adapters
 from tiered_kv.vllm.geometry import check_groups
 from tiered_kv.vllm.groups import CacheGroups
 from tiered_kv.vllm.handover import Handover
@@ -110,7 +110,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return SchedulerSide(
             config,
             client,
-            Adapters(str(lora.lora_dtype) if lora is not None else ""),
+            Adapters(str(lora.lora_dtype) if lora is not None else "", vllm_config.parallel_config.world_size),
             groups,
             Abilities(
                 may_load=self._kv_transfer_config.is_kv_consumer,

@@ -15,17 +15,8 @@ import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from tiered_kv.errors import TieredKVError
 from tiered_kv.keys.extras import Embeds, Extra, Lora, Multimodal, Salt, encode
-from tiered_kv.vllm.weights import FileStamp, digest_files, file_stamps, local_path
-
-ADAPTER_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".json")
-ADAPTER_CONFIG: Final = "adapter_config.json"
-ADAPTER_FULL_BYTES: Final = 256 << 20
-"""Adapters up to this size are hashed completely, once; vLLM reads them at the same moment anyway."""
-
-MAX_ADAPTERS: Final = 4096
-"""Adapters remembered; beyond it requests with new ones are left alone, so that a stream of them cannot fill memory."""
+from tiered_kv.vllm.adapters import Adapter, Adapters, Unaccountable
 
 SESSIONS_FROM: Final = (0, 31)
 """First vLLM whose streaming sessions are looked up and stored."""
@@ -37,54 +28,13 @@ _UNTAGGED: Final = {Lora: "str", Multimodal: "identifier,offset", Salt: "str", E
 """The same up to 0.30."""
 
 
-class Unaccountable(TieredKVError):
-    """A request depends on something its chunk keys would not say: do not look it up, do not store it, count it."""
-
-
-class Adapters:
-    """Identities of LoRA adapters by the content of their files.
-
-    An adapter whose files change after its first use has no identity any more: whether vLLM still holds the old weights
-    or has loaded the new ones cannot be told from here.
-
-    Threads: none; the scheduler's.
-    """
-
-    def __init__(self, lora_dtype: str) -> None:
-        """Take the dtype that vLLM casts adapters to."""
-        self._lora_dtype = lora_dtype
-        self._first_seen: dict[str, tuple[FileStamp, ...]] = {}
-
-    def identity(self, lora_request: Any) -> str:
-        """Name an adapter's weights, whatever it is called and wherever it lies.
-
-        Raises:
-            Unaccountable: Its files cannot be read here, or have changed since its first use.
-        """
-        name = str(lora_request.lora_path)
-        path = local_path(name, ADAPTER_CONFIG)
-        stamps = file_stamps(path, ADAPTER_SUFFIXES) if path is not None else ()
-        if not stamps:
-            raise Unaccountable(f"adapter's files cannot be read. adapter={lora_request.lora_name}")
-        if name not in self._first_seen and len(self._first_seen) >= MAX_ADAPTERS:
-            raise Unaccountable(f"too many adapters. limit={MAX_ADAPTERS}")
-        if self._first_seen.setdefault(name, stamps) != stamps:
-            raise Unaccountable(f"adapter's files changed while vLLM runs. adapter={lora_request.lora_name}")
-        try:
-            digest = digest_files(stamps, ADAPTER_FULL_BYTES)
-        except OSError as exc:
-            raise Unaccountable(f"adapter's files cannot be read. adapter={lora_request.lora_name}") from exc
-        fused = int(getattr(lora_request, "is_3d_lora_weight", False))
-        return f"sha256:{digest} dtype={self._lora_dtype} fused_experts={fused}"
-
-
 class RequestExtras:
     """Encoded extras of one request's chunks.
 
     Threads: none; the scheduler's.
     """
 
-    __slots__ = ("_chunk_tokens", "_encoded", "_lora", "_request", "reason")
+    __slots__ = ("_adapter", "_adapters", "_chunk_tokens", "_encoded", "_request", "reason")
 
     def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters, *, has_drafts: bool = False) -> None:
         """Read the request and check all of its prompt at once; trouble is told by ``is_accountable``, not raised.
@@ -94,13 +44,14 @@ class RequestExtras:
         self._request = request
         self._chunk_tokens = chunk_tokens
         self._encoded: list[bytes] = []
-        self._lora: Lora | None = None
+        self._adapters = adapters
+        self._adapter: Adapter | None = None
         self.reason: str | None = None
         try:
             if getattr(request, "resumable", False):
                 _check_session(request, has_drafts=has_drafts)
             if request.lora_request is not None:
-                self._lora = Lora(adapters.identity(request.lora_request))
+                self._adapter = adapters.identity(request.lora_request)
             self._read_up_to(request.num_tokens // chunk_tokens)
         except Unaccountable as exc:
             self.reason = str(exc)
@@ -122,6 +73,26 @@ class RequestExtras:
     def is_accountable(self) -> bool:
         """Whether our extras say everything vLLM's do, as far as the request was looked at."""
         return self.reason is None
+
+    @property
+    def may_look_up(self) -> bool:
+        """Whether the adapter, if there is one, is what ranks hold or will load; ask again whenever it matters."""
+        return self._adapter is None or self._adapters.may_look_up(self._adapter)
+
+    @property
+    def may_store(self) -> bool:
+        """Whether every rank has told that it computes with the very adapter the keys name, if they name one."""
+        return self._adapter is None or self._adapters.is_held(self._adapter)
+
+    def loses_adapter(self) -> bool:
+        """Whether the request has to be left alone from now on: ranks have told of loads that its keys do not name."""
+        if self._adapter is None or self.reason is not None:
+            return False
+        try:
+            self._adapters.check(self._adapter)
+        except Unaccountable as exc:
+            self.reason = str(exc)
+        return self.reason is not None
 
     def extras_for(self, chunk_index: int) -> bytes:
         """Encoded extras of a chunk, for ``PrefixKeys.extend``.
@@ -166,8 +137,8 @@ class RequestExtras:
 
     def _typed(self, start: int, stop: int) -> Iterator[Extra]:
         request = self._request
-        if self._lora is not None:
-            yield self._lora
+        if self._adapter is not None:
+            yield Lora(self._adapter.identity)
         if start == 0 and request.cache_salt:  # later chunks inherit it: keys are chained
             yield Salt(request.cache_salt)
         for feature in request.mm_features or ():

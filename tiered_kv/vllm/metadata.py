@@ -64,10 +64,17 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class SaveReport(KVConnectorWorkerMetadata):
-    """Save jobs that workers finished: how many ranks per job, and which jobs failed on some rank."""
+    """What workers have done since their last report.
+
+    Attributes:
+        ranks_done: How many ranks finished a save job.
+        failed: Save jobs that failed on some rank.
+        adapters: What each rank loaded last, by vLLM's id of the adapter and by rank: stamps of the files as text.
+    """
 
     ranks_done: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    adapters: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "SaveReport":
         """Add another worker's report."""
@@ -75,4 +82,6 @@ class SaveReport(KVConnectorWorkerMetadata):
         for job_id, ranks in other.ranks_done.items():
             self.ranks_done[job_id] = self.ranks_done.get(job_id, 0) + ranks
         self.failed |= other.failed
+        for number, by_rank in other.adapters.items():
+            self.adapters.setdefault(number, {}).update(by_rank)
         return self

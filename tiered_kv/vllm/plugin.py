@@ -4,9 +4,12 @@ NAME = "TieredKVConnector"
 
 
 def register() -> None:
-    """Register the connector; called by vLLM in every process. Idempotent."""
+    """Register the connector and watch what vLLM loads; called by vLLM in every process. Idempotent."""
     # vLLM loads plugins while it is still being imported: at the top this would be a circle.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 
+    from tiered_kv.vllm.loads import watch_loaders  # noqa: PLC0415
+
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "tiered_kv.vllm.connector", NAME)
+    watch_loaders()

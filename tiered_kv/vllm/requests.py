@@ -99,7 +99,9 @@ class RequestState:
     @property
     def may_read(self) -> bool:
         """Whether the request may be given what others computed; vLLM says no where it wants prompt logprobs."""
-        return not (self.request.skip_reading_prefix_cache or self.controls.skips_load)
+        if self.request.skip_reading_prefix_cache or self.controls.skips_load:
+            return False
+        return self.extras.may_look_up
 
     @property
     def has_new_input(self) -> bool:

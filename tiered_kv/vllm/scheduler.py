@@ -14,8 +14,9 @@ from typing import Any
 
 from tiered_kv.config import Config
 from tiered_kv.server.client import LookupAnswer, SchedulerClient
+from tiered_kv.vllm.adapters import Adapters, Unaccountable
 from tiered_kv.vllm.controls import ControlReader
-from tiered_kv.vllm.extras import Adapters, RequestExtras, Unaccountable
+from tiered_kv.vllm.extras import RequestExtras
 from tiered_kv.vllm.groups import BlockTables, CacheGroups
 from tiered_kv.vllm.metadata import LoadJob, SaveReport, StepMetadata
 from tiered_kv.vllm.pins import PinRequests
@@ -256,7 +257,8 @@ class SchedulerSide:
     def loads_finished(self, request_ids: set[str], failed_ids: set[str]) -> set[str]:
         """Every rank has reported these loads; nothing copies from their slots any more.
 
-        Returns those that vLLM must not hear of: a reset came while they ran. They are reported again, as failed.
+        Returns those that vLLM must not hear of: while they ran a reset came, or the request's adapter changed. They
+        are reported again, as failed.
         """
         stale: set[str] = set()
         for request_id in request_ids:
@@ -268,7 +270,8 @@ class SchedulerSide:
             if state.loading_lookup.generation == self._client.generation:
                 self._client.release(state.loading_lookup.id)
             state.loading_keys = ()
-            if state.is_load_stale and not state.is_finished and request_id not in failed_ids:
+            is_stale = state.is_load_stale or not state.extras.may_look_up
+            if is_stale and not state.is_finished and request_id not in failed_ids:
                 state.is_load_stale = False
                 stale.add(request_id)
                 self._loads.append(LoadJob(request_id, self._client.generation, ()))  # without copies: it fails
@@ -321,7 +324,7 @@ class SchedulerSide:
     def _queue_request(self, state: RequestState, computed_tokens: int, tables: BlockTables) -> None:
         """Queue the chunks that are whole once this step has run (DESIGN rule 9)."""
         keys, end = self._keys(state), self._storable_chunks(state, computed_tokens)
-        if keys is None or state.resets != self._resets or end <= state.stored:
+        if keys is None or state.resets != self._resets or end <= state.stored or not state.extras.may_store:
             return
         if state.lookup is not None:
             self._answer(state, state.lookup)
@@ -335,9 +338,19 @@ class SchedulerSide:
         return tokens // self._chunk_tokens
 
     def saves_finished(self, report: SaveReport) -> None:
-        """Save jobs ended on some ranks."""
+        """Save jobs ended on some ranks, or adapters were loaded, which is told with or before what they computed."""
+        if report.adapters:
+            if self._adapters.told(report.adapters):
+                self.stores.reset()  # copies under way may be of either
+            for state in self._requests.values():
+                self._check_adapter(state)
         self.stores.finished(report)
         self._pins.send()
+
+    def _check_adapter(self, state: RequestState) -> None:
+        if state.extras.loses_adapter():
+            self.counters["request_unaccountable"] += 1
+            logger.warning("request neither looked up nor stored from here on. reason=%s", state.extras.reason)
 
     def finish_request(self, request: Any, tables: BlockTables) -> None:
         """A request is over, for whatever reason; a load of it may still be running.

@@ -1,155 +1,107 @@
 """Weights identity: a short text that is equal for two models only if their weights are.
 
-Owns how files of weights are digested. Must not read whole models: a worker calls it while vLLM starts, so 100 GB have
-to take well under a second. Called by ``identity.py`` for the model and by ``extras.py`` for LoRA adapters.
+Owns which weights have a name and what it is. Must not guess what vLLM read: ``loads.py`` noted it at that moment.
+Called by ``identity.py`` in a worker, minutes after the model was loaded.
 
-What is hashed of a directory: names and sizes of its weight files, the complete safetensors headers (names, shapes and
-dtypes of all tensors), 64 pieces of 4 KiB spread over each file with its first and last bytes, and 256 bytes from the
-middle of every tensor. So a fine-tune, which changes whole tensors, gets another identity. Not seen is an edit of a
-few numbers inside one tensor; who patches weights like that names them by ``model_id``.
+A name is given to files that vLLM read in one of ``NAMED_FORMATS``, if they are still what they were then. Whatever
+else is served has to be named by the user, with ``model_id``. What is hashed of files is in ``files.py``.
 """
 
 import hashlib
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-
 from tiered_kv.errors import ConfigError
-
-WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-SAMPLE_BYTES: Final = 4096
-SAMPLES_PER_FILE: Final = 64
-TENSOR_SAMPLE_BYTES: Final = 256
-MAX_READS: Final = 16_384
-"""Pieces read of one model, at most, per kind: with more files or tensors there are fewer of each."""
-
-MAX_HEADER_BYTES: Final = 100 << 20
-"""What the safetensors library accepts as a header, too."""
+from tiered_kv.vllm.files import FileStamp, digest_files, stamps_of
+from tiered_kv.vllm.loads import readings_of, watched_loaders
 
 FULL_BYTES: Final = 64 << 20
 """Files up to this size in all are hashed completely: it takes about 50 ms."""
 
-_SNAPSHOT: Final = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
+NAMED_FORMATS: Final = frozenset({
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "sharded_state",
+})  # fmt: skip
+"""Formats of vLLM's own loaders that read their weights from the listed files and from nowhere else. Not npcache, which
+reads a copy it made of the listed files once."""
 
-FileStamp = tuple[str, int, int]
-"""Path, size and modification time in ns."""
+_SNAPSHOT: Final = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/(?P<below>.+))?")
+
+_ADVICE: Final = "Set model_id in kv_connector_extra_config to a name that changes whenever the weights do"
 
 
 def weights_identity(vllm_config: Any, model_id: str | None) -> str:
     """Name the weights of the model vLLM serves.
 
     Args:
-        vllm_config: vLLM's ``VllmConfig``.
+        vllm_config: vLLM's ``VllmConfig``, the one whose ``LoadConfig`` the model was loaded with.
         model_id: The setting of that name: the user's promise that models with this id have equal weights.
 
     Returns:
-        ``user:<model_id>``, ``dummy:<seed>``, ``hf:<commit>`` or ``sha256:<digest>``.
+        ``user:<model_id>``, ``dummy:<seed>``, ``hf2:<commit>:<folder>:<digest of the files' names>`` or
+        ``sha256v2:<digest of the files>``; joined with ``+`` where a model's weights lie at several places.
 
     Raises:
-        ConfigError: No weights can be read where the model is said to be; the user has to set ``model_id``.
+        ConfigError: What was loaded cannot be named; the user has to set ``model_id``.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if model_id is not None:
         return f"user:{model_id}"
-    if str(getattr(load.load_format, "value", load.load_format)) == "dummy":
-        return f"dummy:{model.seed}"
-    name = str(getattr(model, "model_weights", "") or model.model)
-    path = local_path(name, "config.json", revision=model.revision, cache_dir=load.download_dir)
-    if path is None:
-        raise ConfigError(f"weights cannot be identified: no local files. Set model_id. model={name}")
-    for spelling in (path.absolute(), path.resolve()):
-        if commit := _SNAPSHOT.search(spelling.as_posix()):
-            return f"hf:{commit[1]}"
-    stamps = file_stamps(path, WEIGHT_SUFFIXES)
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == "dummy" and not getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
+        return f"dummy:{model.seed}"  # elastic expert parallelism fills dummies with its peers' weights
+    if load_format not in NAMED_FORMATS:
+        raise ConfigError(
+            f"weights cannot be named: tiered_kv does not see what this format loads. {_ADVICE}. "
+            f"load_format={load_format} named={','.join(sorted(NAMED_FORMATS))} model={model.model}"
+        )
+    readings = readings_of(load)
+    if not readings:
+        raise ConfigError(
+            "weights cannot be named: they were loaded before tiered_kv's plugin was, or by a loader it does not know. "
+            f"Let VLLM_PLUGINS, if it is set, name tiered_kv too. Else: {_ADVICE}. model={model.model}"
+        )
+    vocabulary = int(getattr(model.hf_text_config, "vocab_size", 0))
+    names = []
+    for reading in readings:
+        if reading.loader not in watched_loaders():
+            raise ConfigError(
+                f"weights cannot be named: unknown loader. {_ADVICE}. loader={reading.loader.__qualname__}"
+            )
+        names.append(_name(reading.stamps, vocabulary, str(model.model)))
+    if pattern := (load.model_loader_extra_config or {}).get(
+        "pattern"
+    ):  # which of a folder's files sharded_state reads
+        names.append(f"pattern:{pattern}")
+    return "+".join(dict.fromkeys(names))
+
+
+def _name(stamps: tuple[FileStamp, ...], vocabulary: int, model: str) -> str:
     if not stamps:
-        raise ConfigError(f"weights cannot be identified: no {'|'.join(WEIGHT_SUFFIXES)}. Set model_id. model={name}")
+        raise ConfigError(f"weights cannot be named: their files cannot be read here. {_ADVICE}. model={model}")
     try:
-        return f"sha256:{digest_files(stamps, FULL_BYTES)}"
+        name = _hub_name(stamps) or digest_files(stamps, FULL_BYTES, vocabulary)
+        now = stamps_of(stamp.path for stamp in stamps)
     except OSError as exc:
-        raise ConfigError(f"weights cannot be read. Set model_id. model={name} reason={exc}") from exc
+        raise ConfigError(f"weights cannot be read. {_ADVICE}. model={model} reason={exc}") from exc
+    if now != stamps:
+        changed = next((old.path for old, new in zip(stamps, now, strict=False) if old != new), model)
+        raise ConfigError(
+            "weights changed on disk after vLLM had begun to load them, so which ones it holds cannot be told. Start "
+            f"the engine again, from a directory that is not written to any more. Or: {_ADVICE}. file={changed}"
+        )
+    return name
 
 
-def local_path(name: str, proof: str, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
-    """Find a model or adapter on this machine: a path as it stands, else the hub cache's snapshot that holds ``proof``.
+def _hub_name(stamps: tuple[FileStamp, ...]) -> str | None:
+    """The commit, if the hub's own cache laid these files out: as links to blobs that are never written again.
 
-    Never asks the network.
+    Which files of it counts: a commit may hold several checkpoints, or one in several formats. None for anything else
+    below a directory that is called like a snapshot.
     """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    try:
-        cached = try_to_load_from_cache(name, proof, cache_dir=cache_dir, revision=revision)
-    except HFValidationError:  # neither a path nor a repository: an s3:// URI, for instance
+    folders = {os.path.realpath(os.path.dirname(stamp.path)) for stamp in stamps}
+    found = _SNAPSHOT.fullmatch(folders.pop()) if len(folders) == 1 else None
+    if found is None or not all(stamp.resolved.startswith(found["repository"] + "/blobs/") for stamp in stamps):
         return None
-    return Path(cached).parent if isinstance(cached, str) else None
-
-
-def file_stamps(path: Path, suffixes: Sequence[str]) -> tuple[FileStamp, ...]:
-    """The files of ``path`` (a directory or one file) with these suffixes, sorted by name; () if it cannot be read."""
-    try:
-        files = [path] if path.is_file() else [x for x in path.iterdir() if x.suffix in suffixes and x.is_file()]
-        return tuple((str(x), s.st_size, s.st_mtime_ns) for x in sorted(files) for s in [x.stat()])
-    except OSError:
-        return ()
-
-
-@lru_cache(maxsize=64)
-def digest_files(stamps: tuple[FileStamp, ...], full_bytes: int) -> str:
-    """SHA-256 (hex) over names and contents; contents are sampled if all files together exceed ``full_bytes``.
-
-    Remembered per process; the stamps in the arguments see to it that changed files are read again.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    digest = hashlib.sha256()
-    sampled = sum(size for _, size, _ in stamps) > full_bytes
-    for name, size, _ in stamps:
-        _add(digest, Path(name).name.encode(), size.to_bytes(8, "little"))
-        with open(name, "rb", buffering=0) as file:
-            if sampled:
-                _add_samples(digest, file.fileno(), size, name, MAX_READS // len(stamps))
-            else:
-                _add(digest, hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _add(digest: Any, *parts: bytes) -> None:
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-
-
-def _add_samples(digest: Any, fd: int, size: int, name: str, reads: int) -> None:
-    if name.endswith(".safetensors"):
-        header = os.pread(fd, min(int.from_bytes(os.pread(fd, 8, 0), "little"), MAX_HEADER_BYTES), 8)
-        _add(digest, header)
-        _add(digest, *(os.pread(fd, TENSOR_SAMPLE_BYTES, at) for at in _tensor_middles(header, reads)))
-    samples = max(2, min(SAMPLES_PER_FILE, reads))
-    last = max(0, size - SAMPLE_BYTES)
-    _add(digest, *(os.pread(fd, SAMPLE_BYTES, last * i // (samples - 1)) for i in range(samples)))
-
-
-def _tensor_middles(header: bytes, reads: int) -> Iterator[int]:
-    """File offsets in the middle of the tensors; evenly chosen ones if there are more than ``reads``."""
-    try:
-        tensors = json.loads(header)
-        spans = sorted(entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise OSError(f"not a safetensors header. reason={exc}") from exc
-    start = 8 + len(header)
-    for begin, end in _evenly(spans, reads):
-        yield start + max(begin, (begin + end - TENSOR_SAMPLE_BYTES) // 2)
-
-
-def _evenly(items: Sequence[Any], limit: int) -> Iterable[Any]:
-    if len(items) <= limit:
-        return items
-    return (items[i * len(items) // limit] for i in range(limit))
+    names = hashlib.sha256("\0".join(sorted(os.path.basename(stamp.path) for stamp in stamps)).encode())
+    return f"hf2:{found['commit']}:{found['below'] or ''}:{names.hexdigest()[:16]}"

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -33,6 +34,7 @@ from tiered_kv.server.client import SessionInfo
 from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
 from tiered_kv.vllm.geometry import rank_pages
 from tiered_kv.vllm.identity import base_fields, cache_groups
+from tiered_kv.vllm.loads import adapter_loads
 from tiered_kv.vllm.metadata import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
 from tiered_kv.vllm.meter import CopyMeter
 
@@ -100,6 +102,7 @@ class WorkerSide:
         self._saves_done: deque[tuple[int, bool]] = deque()
         self._idle = threading.Condition()
         self._running = 0
+        self._adapters_told, _ = adapter_loads(sys.maxsize)  # engines before this one in the process
         self.copied = CopyMeter()
         self._closing = threading.Event()
         self._background = Background()
@@ -309,16 +312,19 @@ class WorkerSide:
         return finished, failed
 
     def take_finished_saves(self) -> SaveReport | None:
-        """Save jobs that ended since the last call; None when there are none."""
-        if not self._saves_done:
-            return None
+        """Save jobs that ended and adapters that were loaded since the last call; None when there are none.
+
+        Loads are looked at last: a copy of what an adapter computed ended after that adapter was loaded.
+        """
         report = SaveReport()
         while self._saves_done:
             job_id, succeeded = self._saves_done.popleft()
             report.ranks_done[job_id] = 1
             if not succeeded:
                 report.failed.add(job_id)
-        return report
+        self._adapters_told, loads = adapter_loads(self._adapters_told)
+        report.adapters = {number: {self._rank: stamps} for number, stamps in loads.items()}
+        return report if report.ranks_done or report.adapters else None
 
     def finish_copies(self) -> None:
         """Wait until no copy runs; blocks for milliseconds."""

@@ -1,0 +1,205 @@
+"""Which adapters have an identity, and when it may be looked up and stored: files on disk and what ranks told."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from vllm.lora.request import LoRARequest
+
+from tiered_kv.vllm import adapters as door
+from tiered_kv.vllm import loads
+from tiered_kv.vllm.adapters import Adapters, Unaccountable
+from tiered_kv.vllm.loads import adapter_stamps, stamps_text
+from tiered_kv.vllm.metadata import SaveReport
+
+
+def adapter(folder, seed):
+    folder.mkdir()
+    values = np.random.default_rng(seed).standard_normal((4, 8), dtype=np.float32)
+    save_file({"q_proj.lora_A.weight": values}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    return folder
+
+
+def lora(name, path, number=1):
+    return LoRARequest(name, number, str(path))
+
+
+def told(folder):
+    return stamps_text(adapter_stamps(str(folder)))
+
+
+def rewrite(folder):
+    """In place, with the same bytes and the old time, as rsync -t and tar do."""
+    time.sleep(0.02)  # a tick of the file system's clock
+    file = folder / "adapter_model.safetensors"
+    at = file.stat()
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return adapter(tmp_path / "a", 1)
+
+
+def started_later(adapters, seconds=3600):
+    """The engine as if it had started so much later: the files are older than it."""
+    adapters._started_ns += seconds * 10**9
+    return adapters
+
+
+def test_adapter_younger_than_the_engine_is_looked_up_once_every_rank_has_told(folder):
+    adapters = Adapters("bfloat16", world_size=2)
+    found = adapters.identity(lora("a", folder))
+    assert (adapters.may_look_up(found), adapters.is_held(found)) == (False, False)
+    adapters.told({1: {0: told(folder)}})
+    assert (adapters.may_look_up(found), adapters.is_held(found)) == (False, False)
+    adapters.told({1: {1: told(folder)}})
+    assert (adapters.may_look_up(found), adapters.is_held(found)) == (True, True)
+
+
+def test_adapter_older_than_the_engine_is_looked_up_at_once_and_stored_when_told(folder):
+    adapters = started_later(Adapters("bfloat16"))
+    found = adapters.identity(lora("a", folder))
+    assert (adapters.may_look_up(found), adapters.is_held(found)) == (True, False)
+    adapters.told({1: {0: told(folder)}})
+    assert (adapters.may_look_up(found), adapters.is_held(found)) == (True, True)
+
+
+def test_files_touched_since_the_keys_were_made_are_not_looked_up_and_not_read_again(folder):
+    adapters = started_later(Adapters("bfloat16"))
+    found = adapters.identity(lora("a", folder))
+    rewrite(folder)
+    assert not adapters.may_look_up(found)
+    with pytest.raises(Unaccountable, match=r"changed while vLLM runs.*directory of its own"):
+        adapters.identity(lora("a", folder))
+
+
+def test_files_written_after_vllm_loaded_them_have_no_identity(folder):
+    adapters = Adapters("bfloat16")
+    adapters.told({1: {0: told(folder)}})
+    rewrite(folder)
+    with pytest.raises(Unaccountable, match=r"not those that vLLM loaded.*directory of its own"):
+        adapters.identity(lora("a", folder))
+
+
+def test_adapter_that_changed_while_it_was_loaded_has_no_identity(folder):
+    adapters = Adapters("bfloat16")
+    adapters.told({1: {0: ""}})
+    with pytest.raises(Unaccountable, match="not those that vLLM loaded"):
+        adapters.identity(lora("a", folder))
+
+
+def test_adapter_that_left_vllm_and_came_back_the_same_goes_on(folder):
+    adapters = Adapters("bfloat16")
+    assert not adapters.told({1: {0: told(folder)}})
+    assert not adapters.told({1: {0: told(folder)}})
+    assert adapters.is_held(adapters.identity(lora("a", folder)))
+
+
+def test_adapter_replaced_under_its_id_is_left_alone_even_if_the_first_comes_back(folder, tmp_path):
+    adapters, other = Adapters("bfloat16"), adapter(tmp_path / "b", 2)
+    adapters.told({1: {0: told(folder)}})
+    found = adapters.identity(lora("a", folder))
+    assert adapters.told({1: {0: told(other)}})
+    assert adapters.told({1: {0: told(folder)}})
+    assert not adapters.is_held(found)
+    with pytest.raises(Unaccountable, match="replaced while vLLM runs"):
+        adapters.check(found)
+    assert adapters.told({2: {0: told(other)}}) is False
+    assert adapters.is_held(adapters.identity(lora("b", other, number=2)))
+
+
+def test_adapter_of_another_name_at_the_same_path_has_its_own_files(folder):
+    adapters = Adapters("bfloat16")
+    adapters.told({1: {0: told(folder)}})
+    first = adapters.identity(lora("v1", folder))
+    rewrite(folder)
+    adapters.told({2: {0: told(folder)}})
+    second = adapters.identity(lora("v2", folder, number=2))
+    assert adapters.is_held(second) and adapters.is_held(first)
+    assert not adapters.may_look_up(first), "vLLM may read it again, and would get the second"
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("0.30.2", False), ("0.31.0", True), ("0.32.0", True)])
+def test_name_pointed_elsewhere_is_new_where_vllms_own_cache_tells_paths_apart(
+    folder, tmp_path, monkeypatch, version, is_known
+):
+    monkeypatch.setattr(door.vllm, "__version__", version)
+    adapters, other = Adapters("bfloat16"), adapter(tmp_path / "b", 2)
+    adapters.identity(lora("a", folder))
+    if is_known:
+        assert adapters.identity(lora("a", other, number=2)).path == str(other)
+    else:
+        with pytest.raises(Unaccountable, match="changed while vLLM runs"):
+            adapters.identity(lora("a", other, number=2))
+
+
+def test_ranks_that_told_are_bounded(folder, monkeypatch):
+    monkeypatch.setattr(door, "MAX_ADAPTERS", 1)
+    adapters = Adapters("bfloat16")
+    adapters.told({7: {0: "x"}})
+    adapters.told({1: {0: told(folder)}})
+    assert not adapters.is_held(adapters.identity(lora("a", folder)))
+
+
+def test_reports_of_ranks_are_put_together():
+    report = SaveReport(adapters={1: {0: "a"}, 2: {0: "b"}})
+    report.aggregate(SaveReport(adapters={1: {1: "a"}, 3: {1: "c"}}))
+    assert report.adapters == {1: {0: "a", 1: "a"}, 2: {0: "b"}, 3: {1: "c"}}
+
+
+class Loader:
+    """The method of vLLM's that reads an adapter, with something that happens while it reads."""
+
+    def __init__(self):
+        self.meanwhile = lambda: None
+
+    def _load_adapter(self, lora_request):
+        self.meanwhile()
+        return "loaded"
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    monkeypatch.setattr(loads, "_adapter_loads", {})
+    monkeypatch.setattr(Loader, "_load_adapter", Loader._load_adapter)
+    loads._wrap(Loader, "_load_adapter", loads._noting_adapter)
+    loads._wrap(Loader, "_load_adapter", loads._noting_adapter)  # once is enough
+    return Loader()
+
+
+def test_a_load_is_noted_with_what_was_read_and_told_once(loader, folder):
+    assert loader._load_adapter(lora("a", folder, number=5)) == "loaded"
+    number, found = loads.adapter_loads(0)
+    assert (number, found) == (1, {5: told(folder)})
+    assert loads.adapter_loads(number) == (1, {})
+
+
+def test_a_load_during_which_files_change_is_noted_as_nothing(loader, folder):
+    loader.meanwhile = lambda: rewrite(folder)
+    loader._load_adapter(lora("a", folder))
+    assert loads.adapter_loads(0)[1] == {1: ""}
+
+
+def test_a_load_that_fails_leaves_what_was_there(loader, folder, tmp_path):
+    loader._load_adapter(lora("a", folder))
+
+    def fail():
+        raise ValueError("torn")
+
+    loader.meanwhile = fail
+    with pytest.raises(ValueError, match="torn"):
+        loader._load_adapter(lora("a", adapter(tmp_path / "b", 2)))
+    assert loads.adapter_loads(0) == (1, {1: told(folder)})
+
+
+def test_loads_remembered_are_bounded(loader, folder, monkeypatch):
+    monkeypatch.setattr(loads, "MAX_NOTES", 3)
+    for number in range(1, 6):
+        loader._load_adapter(lora("a", folder, number=number))
+    assert sorted(loads.adapter_loads(0)[1]) == [3, 4, 5]
+    assert loads.adapter_loads(0)[0] == 5
