@@ -22,7 +22,7 @@ from typing import Any, Final
 import vllm
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.vllm.files import FileStamp, digest_files
+from tiered_kv.vllm.files import FileStamp, digest_files, settle
 from tiered_kv.vllm.loads import adapter_stamps, stamps_text
 
 ADAPTER_FULL_BYTES: Final = 256 << 20
@@ -92,6 +92,8 @@ class Adapters:
         key = (name, path) if _release() >= PATHS_HASHED_FROM else (name,)
         if key not in self._first_seen and len(self._first_seen) >= MAX_ADAPTERS:
             raise Unaccountable(f"too many adapters. limit={MAX_ADAPTERS}")
+        if key not in self._first_seen:
+            settle(stamps)
         if self._first_seen.setdefault(key, stamps) != stamps:
             raise Unaccountable(f"adapter's files changed while vLLM runs. {_ADVICE}. adapter={name}")
         try:
