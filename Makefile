@@ -9,7 +9,7 @@ AT_ONCE := --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-packages s3-server demo serve test test-versions check check-style format bench simulate prove clean
+.PHONY: help setup s3-packages s3-server demo serve test test-versions check check-style format bench simulate prove mutate soak clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -65,6 +65,11 @@ simulate: setup  ## the cache's engine in virtual time under faults drawn from s
 
 prove: setup  ## the tests at full counts, hours; resumable; results with commit, seed and machine in docs/proofs/
 	$(PYTHON) scripts/prove.py
+
+mutate: setup  ## change the code in thousands of small ways: does a test notice? hours; resumable; SECTIONS=keys SHARE=0.1
+	@$(PYTHON) -c "import mutmut" 2>/dev/null \
+		|| $(PYTHON) -m pip install --quiet --constraint requirements/constraints.txt "mutmut>=3.8,<4"
+	$(PYTHON) scripts/mutate.py $(if $(SHARE),--share $(SHARE)) $(SECTIONS)
 
 MINUTES ?= 20
 soak: s3-packages  ## random traffic, kills and faults for MINUTES=20; flat memory, nothing left; build/soak.json

@@ -29,6 +29,15 @@ def test_a_vanished_blob_is_forgotten_and_stored_again():
     assert story.figures(story.ask(PREFIX)) == (3, 3, 3, True)
 
 
+def test_every_failed_read_is_counted():
+    story = Story(found=chunks_of((1, 2, 3)))
+    story.damage(0, SMALL.key((1, 2)), Blob.CORRUPT)
+    story.damage(0, SMALL.key((1, 2, 3)), Blob.CORRUPT)
+    story.ask((1, 2, 3))
+    story.end_every(Read)
+    assert story.counted("read_failed_corrupt") == 2
+
+
 def test_a_corrupt_blob_is_deleted_and_the_next_store_writes_again():
     story, lookup = promoted(Blob.CORRUPT)
     assert story.figures(lookup) == (1, 1, 1, True)

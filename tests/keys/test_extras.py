@@ -44,6 +44,10 @@ def test_salt_with_a_lone_surrogate_is_encoded():
     assert encode([Salt("\ud800")]) != encode([Salt("\ud801")])
 
 
+def test_the_largest_offset_is_encoded():
+    assert encode([Multimodal("m", 2**32 - 1)]) == b"\x03\x05\x00\x00\x00\xff\xff\xff\xffm"
+
+
 @pytest.mark.parametrize("offset", [-1, 2**32])
 def test_offset_outside_uint32_is_refused(offset):
     with pytest.raises(ValueError, match=f"offset={offset}"):

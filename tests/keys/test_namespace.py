@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.namespace import (
     ABSENT,
+    MAX_DEPTH,
     MAX_RECORD_BYTES,
     REQUIRED_FIELDS,
     FieldDifference,
@@ -76,7 +77,9 @@ def test_every_required_field_is_missed_and_changes_the_digest(name):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (1.5, r"pass repr.*field=extra observed=float"),
+        (1.5, r"list or dict \(pass repr\(value\)\)\. field=extra observed=float$"),
+        (complex(1), r"list or dict\. field=extra observed=complex$"),
+        (-(2**63) - 1, r"at most 64 bits\. field=extra$"),
         ({"a": [0, float("nan")]}, r"field=extra\.a\[1\] observed=float"),
         ({1: 2}, r"keys must be strings. field=extra key=1"),
         ({1, 2}, r"observed=set"),
@@ -103,6 +106,53 @@ def test_enum_of_strings_is_written_as_its_value():
         A = "a"
 
     assert sample_namespace(extra=Kind.A) == sample_namespace(extra="a")
+
+
+def nested(depth, inside):
+    for _ in range(depth):
+        inside = [inside]
+    return inside
+
+
+@pytest.mark.parametrize("value", [-(2**63), 2**64 - 1, nested(MAX_DEPTH - 1, 1), {"a": nested(MAX_DEPTH - 2, 1)}])
+def test_limits_themselves_are_accepted(value):
+    namespace = sample_namespace(extra=value)
+    assert namespace.fields["extra"] == value
+    assert Namespace.from_record(namespace.record) == namespace
+
+
+@pytest.mark.parametrize("value", [nested(MAX_DEPTH, 1), {"a": nested(MAX_DEPTH - 1, 1)}])
+def test_one_level_more_is_too_deep(value):
+    with pytest.raises(ConfigError, match=f"limit={MAX_DEPTH} field=extra"):
+        sample_namespace(extra=value)
+
+
+def test_a_record_of_the_largest_size_is_written_and_read_and_none_larger():
+    room = MAX_RECORD_BYTES - len(sample_namespace(extra="").record)
+    namespace = sample_namespace(extra="x" * room)
+    assert len(namespace.record) == MAX_RECORD_BYTES
+    assert Namespace.from_record(namespace.record) == namespace
+    with pytest.raises(ConfigError, match=f"too large. limit={MAX_RECORD_BYTES} observed={MAX_RECORD_BYTES + 1}$"):
+        sample_namespace(extra="x" * (room + 1))
+
+
+def test_every_missing_field_is_named():
+    with pytest.raises(ConfigError, match="missing=tp,pp$"):
+        Namespace.from_fields({name: value for name, value in namespace_fields().items() if name not in ("tp", "pp")})
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (b"x" * (MAX_RECORD_BYTES + 1), f"too large. limit={MAX_RECORD_BYTES} observed={MAX_RECORD_BYTES + 1}$"),
+        (b"{", "record is not JSON. reason=Expecting property name"),
+        (b"[]", "record is not an object. observed=list$"),
+        (sample_namespace().record + b" ", r"^namespace record is not canonical JSON \(order, spaces, escapes or a"),
+    ],
+)
+def test_a_refused_record_says_what_was_observed(record, message):
+    with pytest.raises(ConfigError, match=message):
+        Namespace.from_record(record)
 
 
 DAMAGES = {
@@ -142,6 +192,15 @@ def test_difference_names_path_and_both_values():
         FieldDifference("text_config.rope_theta", "10000.0", "500000.0"),
         FieldDifference("tp", 1, 2),
     ]
+
+
+def test_what_only_the_right_side_has_is_absent_on_the_left():
+    assert diff(sample_namespace(), sample_namespace(extra=1)) == [FieldDifference("extra", ABSENT, 1)]
+
+
+def test_a_list_and_a_dict_at_one_path_are_told_by_position_first_and_name_then():
+    found = diff(sample_namespace(extra=[1, 2]), sample_namespace(extra={"a": 1}))
+    assert [difference.path for difference in found] == ["extra[0]", "extra[1]", "extra.a"]
 
 
 def test_difference_tells_true_from_one_and_absent_from_its_text():

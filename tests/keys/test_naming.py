@@ -49,6 +49,19 @@ def test_name_of_another_length_has_no_path(name):
         relative_path(BlobName(*name))
 
 
+@pytest.mark.parametrize(
+    ("name", "observed"),
+    [
+        ((NAMESPACE[:15], KEY, PARENT), "15,16,16"),
+        ((NAMESPACE, KEY + b"x", PARENT), "16,17,16"),
+        ((NAMESPACE, KEY, b""), "16,16,0"),
+    ],
+)
+def test_every_part_of_an_object_path_has_its_length(name, observed):
+    with pytest.raises(ValueError, match=f"observed={observed}$"):
+        object_path(BlobName(*name))
+
+
 def test_names_are_equal_whatever_is_known_of_their_ancestry():
     assert BlobName(NAMESPACE, KEY) == BlobName(NAMESPACE, KEY, PARENT, 7)
     assert hash(BlobName(NAMESPACE, KEY)) == hash(BlobName(NAMESPACE, KEY, PARENT, 7))

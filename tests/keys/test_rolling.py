@@ -69,6 +69,17 @@ def test_tokens_that_arrive_bit_by_bit_give_the_same_keys(tokens, data):
     assert grown.digests == at_once.digests
 
 
+@pytest.mark.parametrize("cut", range(6))
+def test_chunks_of_one_token_that_arrive_in_two_parts_give_the_same_keys(cut):
+    """The shortest chunk there is: what is packed starts at the chunk and nowhere else."""
+    tokens = [7, 8, 9, 10, 11]
+    grown, at_once = PrefixKeys(NAMESPACE, 1), PrefixKeys(NAMESPACE, 1)
+    grown.extend(tokens[:cut])
+    grown.extend(tokens)
+    at_once.extend(tuple(tokens))
+    assert grown.keys == at_once.keys and len(grown.keys) == len(tokens)
+
+
 class ListView:
     """A sequence that is no list and gives lists for slices, as vLLM's ConstantList does."""
 
@@ -143,6 +154,11 @@ def test_token_outside_uint32_is_named_with_its_position(bad, form):
     with pytest.raises(ValueError, match=f"position=10 token={bad}$"):
         keys.extend(form(tokens))
     assert len(keys.keys) == len(keys.digests) == 2
+
+
+def test_the_largest_token_is_one_and_the_next_is_named():
+    with pytest.raises(ValueError, match=f"position=1 token={2**32}$"):
+        hashed([2**32 - 1, 2**32, 0, 0])
 
 
 def test_negative_token_in_a_numpy_array_is_refused():

@@ -1,101 +1,46 @@
 """Keepers over the real client: in memory, in a shared directory, on a real S3 server; a clock that tests own."""
 
 import logging
-import uuid
 from contextlib import suppress
 
 import pytest
+from bucket_keepers import (
+    CHAIN,
+    OTHER,
+    PACE,
+    SIZE,
+    SLACK,
+    Time,
+    blobs,
+    indexes_of,
+    keeper_of,
+    open_store,
+    put,
+    put_patiently,
+    turn,
+)
 
 from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
 from tiered_kv.keys.naming import object_path, parse_object_path
-from tiered_kv.location import parse_location
 from tiered_kv.testing.blobs import SampleChain
-from tiered_kv.tiers.bucket.keeper import BucketKeeper, KeeperConfig
 from tiered_kv.tiers.bucket.layout import Report, Term, decode, lease_path
 from tiered_kv.tiers.bucket.pace import Pace
 from tiered_kv.tiers.bucket.pins import PINS, pin_path
-from tiered_kv.tiers.object_store import ObjectStore
-
-CHAIN = SampleChain(1, payload_bytes=4096)
-OTHER = SampleChain(2, payload_bytes=4096)
-SIZE = len(CHAIN.blob(0).data)
-SLACK = SIZE // 2  # the keepers' own objects count, too
-PACE = Pace(hole_grace_s=0.0, epoch_s=1.0, slice_s=1e9, recency_s=10.0)
 
 
-class Time:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture(params=["memory", "directory", "s3"])
-def store(request, tmp_path):
-    if request.param == "memory":
-        location = parse_location(f"memory://{uuid.uuid4().hex}/prefix")
-    elif request.param == "directory":
-        location = parse_location(f"shared+file://{tmp_path}/root")
-    else:
-        s3 = request.getfixturevalue("s3")
-        location = parse_location(s3.uri(s3.new_prefix()), s3.options())
-    opened = ObjectStore(location)
-    yield opened
-    opened.close()
+@pytest.fixture(params=["memory", "directory", pytest.param("s3", marks=pytest.mark.s3)])
+def store(request):
+    yield from open_store(request.param, request)
 
 
 @pytest.fixture
-def memory():
-    opened = ObjectStore(parse_location(f"memory://{uuid.uuid4().hex}/prefix"))
-    yield opened
-    opened.close()
+def memory(request):
+    yield from open_store("memory", request)
 
 
 @pytest.fixture
 def clock():
     return Time()
-
-
-def keeper_of(store, clock, blobs=100, pace=PACE, **config):
-    limit = None if blobs is None else blobs * SIZE + SLACK
-    keeper = BucketKeeper(store, KeeperConfig(storage_bytes=limit, **config), pace, clock)
-    keeper.serve(CHAIN.namespace)
-    return keeper
-
-
-def put(store, keeper, chain, index):
-    blob = chain.blob(index)
-    keeper.reserve(len(blob.data))
-    stored = store.create(object_path(blob.name), blob.view())
-    keeper.finished(len(blob.data), stored)
-
-
-def put_patiently(store, clock, keepers, chain, index):
-    """Store a blob, letting everybody turn until there is room."""
-    for _ in range(60):
-        try:
-            put(store, keepers[0], chain, index)
-            return
-        except CapacityExceeded:
-            turn(clock, *keepers)
-    pytest.fail("nothing was granted in a minute")
-
-
-def turn(clock, *keepers, times=1):
-    for _ in range(times):
-        clock.now += 1
-        for keeper in keepers:
-            keeper.turn()
-
-
-def blobs(store):
-    return {info.path: info.size_bytes for info in store.list("") if parse_object_path(info.path)}
-
-
-def indexes_of(store):
-    """Positions of the chunks of ``CHAIN`` that are there."""
-    return sorted(i for i in range(20) if object_path(CHAIN.name(i)) in blobs(store))
 
 
 def warnings(caplog):
@@ -155,20 +100,6 @@ def test_a_server_that_is_gone_is_replaced_after_its_expiry_and_not_before(store
     turn(clock, first, second, times=4)
     assert first.figures()["role"] == "follower"
     put(store, first, CHAIN, 1)
-
-
-def test_what_was_used_lately_stays(store, clock):
-    """Uses are dated by the store's clock: on this one the test lasts less than one epoch."""
-    pace = Pace(hole_grace_s=0.0, epoch_s=1e6, slice_s=1e9, recency_s=1.0)
-    chains = [SampleChain(seed, payload_bytes=4096, namespace=CHAIN.namespace) for seed in (11, 12)]
-    keeper = keeper_of(store, clock, blobs=8, pace=pace)
-    for chain in chains:
-        for index in range(3):
-            put_patiently(store, clock, [keeper], chain, index)
-    keeper.record_use([chains[0].name(index) for index in range(3)])
-    turn(clock, keeper, times=3)
-    logs = [info.path for info in store.list("_tiered_kv/recency/")]
-    assert len(logs) == 1 and len(store.get(logs[0])) == 8 + 3 * 16
 
 
 def test_blobs_of_other_namespaces_and_foreign_objects_stay(store, clock, caplog):
@@ -341,11 +272,11 @@ def test_a_failing_store_is_logged_once_and_the_next_turn_goes_on(memory, clock,
     put(memory, keeper, CHAIN, 0)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff" * 50, b'{"holder":1}', b"null"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff" * 50, b'{"holder":1}', b"null", bytes(9 << 20)])
 def test_malformed_objects_count_as_absent(memory, clock, content):
     for path in (lease_path(7), "_tiered_kv/servers/other-1.1", "_tiered_kv/usage", "_tiered_kv/recency/x/1"):
         memory.put(path, content)
-    keeper = keeper_of(memory, clock)
+    keeper = keeper_of(memory, clock, blobs=100 + 4 * len(content) // SIZE)
     turn(clock, keeper, times=60)
     put(memory, keeper, CHAIN, 0)
     assert keeper.figures()["term"] == 8

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered_kv.tiers.bucket.layout import (
-    JSON_BYTES_MAX,
     NAMESPACES_MAX,
     SERVERS,
     Answer,
@@ -25,6 +24,7 @@ from tiered_kv.tiers.bucket.layout import (
     Report,
     decode,
     parse_session_path,
+    read_own,
     session_path,
 )
 from tiered_kv.tiers.bucket.pace import Pace
@@ -287,7 +287,7 @@ class Fleet:
         return session.report is not None and session.report.term == self.term
 
     def _read(self, name: str, stamp: tuple[float, int], asked: float) -> None:
-        data = self._store.get(session_path(name), JSON_BYTES_MAX)
+        data = read_own(self._store, session_path(name))
         if data is None:
             return  # it ended between LIST and GET: the next LIST tells
         now = self._clock()

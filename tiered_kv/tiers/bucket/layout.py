@@ -18,6 +18,8 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
+from tiered_kv.errors import ChunkCorrupt
+
 ROOT: Final = "_tiered_kv"
 LEASES: Final = f"{ROOT}/lease/"
 SERVERS: Final = f"{ROOT}/servers/"
@@ -47,7 +49,10 @@ class Info(Protocol):
 
 
 class Objects(Protocol):
-    """What the keepers ask of a store; ``object_store.ObjectStore``. Each call may raise TierUnavailable."""
+    """What the keepers ask of a store; ``object_store.ObjectStore``.
+
+    Each call may raise TierUnavailable, and ``get`` ChunkCorrupt for what is larger than ``size_max``.
+    """
 
     def get(self, path: str, size_max: int | None = None) -> bytes | None: ...
     def put(self, path: str, data: bytes | memoryview) -> None: ...
@@ -116,6 +121,18 @@ class UsageFigures(msgspec.Struct, frozen=True):
     used_bytes: int
     blob_count: int
     term: int = 0
+
+
+def read_own(store: Objects, path: str, size_max: int = JSON_BYTES_MAX) -> bytes | None:
+    """What one of these objects holds; None: it is not there.
+
+    An object that is larger than any of ours is somebody else's: it is like one that cannot be read (empty), or a
+    single such object would keep every server of the bucket from storing anything.
+    """
+    try:
+        return store.get(path, size_max)
+    except ChunkCorrupt:
+        return b""
 
 
 def encode(value: msgspec.Struct) -> bytes:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tiered_kv.tiers.bucket.layout import (
-    JSON_BYTES_MAX,
     LEASES,
     Answer,
     Objects,
@@ -21,6 +20,7 @@ from tiered_kv.tiers.bucket.layout import (
     encode,
     lease_path,
     parse_lease_path,
+    read_own,
 )
 from tiered_kv.tiers.bucket.pace import Pace
 
@@ -73,7 +73,7 @@ class Lease:
             self._seen = None
             return None
         term = max(terms)
-        data = self._store.get(lease_path(term), JSON_BYTES_MAX) or b""
+        data = read_own(self._store, lease_path(term)) or b""
         if self._seen is None or self._seen[:2] != (term, data):
             self._seen = (term, data, self._clock())
         return View(term, data, decode(data, Term), asked - self._seen[2])
@@ -98,7 +98,7 @@ class Lease:
         holder_is_gone = previous is None
         if previous is not None:
             # A renewal may have landed between our last look and the new term: then its sender may still be writing.
-            again = self._store.get(lease_path(previous.term), JSON_BYTES_MAX) or b""
+            again = read_own(self._store, lease_path(previous.term)) or b""
             holder_is_gone = again == previous.data and previous.unchanged_s >= self._pace.expiry_s
         self.term, self._counter = term, 0
         self._renewed_at = self.confirmed_at = sent

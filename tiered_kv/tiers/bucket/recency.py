@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from tiered_kv.keys.naming import NAME_BYTES, BlobName
 from tiered_kv.tiers.bucket.inventory import Inventory, seconds
-from tiered_kv.tiers.bucket.layout import BASES, RECENCY, Info, Objects
+from tiered_kv.tiers.bucket.layout import BASES, RECENCY, Info, Objects, read_own
 from tiered_kv.tiers.bucket.pace import Pace
 
 LOG_MAGIC: Final = b"TKVuse1\n"
@@ -104,7 +104,7 @@ class UseReader:
 
     def read(self, source: Info, inventory: UseSink) -> None:
         """Apply one of them."""
-        data = self._store.get(source.path, OBJECT_BYTES_MAX)
+        data = read_own(self._store, source.path, OBJECT_BYTES_MAX)
         if data is None:
             return
         magic, body = data[: len(LOG_MAGIC)], memoryview(data)[len(LOG_MAGIC) :]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tiered_kv.tiers.bucket.account import Account
 from tiered_kv.tiers.bucket.fleet import Fleet
-from tiered_kv.tiers.bucket.layout import JSON_BYTES_MAX, USAGE, Objects, UsageFigures, decode, encode
+from tiered_kv.tiers.bucket.layout import USAGE, Objects, UsageFigures, decode, encode, read_own
 from tiered_kv.tiers.bucket.pace import Pace
 
 
@@ -47,7 +47,7 @@ class UsageBoard:
                 self._written = self._known
         elif is_due:
             self._exchanged_at = now
-            found = decode(self._store.get(USAGE, JSON_BYTES_MAX), UsageFigures)
+            found = decode(read_own(self._store, USAGE), UsageFigures)
             if found is not None and found != self._known:
                 self._learn(found)
 

@@ -1,0 +1,139 @@
+"""The waiting rule as it is set by default, on a real engine: a fast tier is waited for, a slow one is not (rule 8).
+
+Everywhere else engines are told to wait for as long as it takes, so that a busy machine changes no outcome. Here the
+engine decides by what it measured; what it decided is read from counters and from the tokens that were not computed.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_probe import figures, wait_ended, wait_for
+from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from fault_proxy import Fault, FaultProxy, Mode
+from object_nodes import FOUND_S, object_figures, s3_place, wait_uploaded
+from s3 import S3
+from vllm_harness import Answer, close_llm, generate, make_llm, random_prompt, running
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+CHUNKS = 11
+PROMPTS = [random_prompt(seed, CHUNKS * CHUNK + 60) for seed in range(4)]
+MAX_TOKENS = 4
+DRIPPING = Fault(Mode.DRIP, kinds={"GET"}, path=".safetensors", bytes_per_s=50_000)
+"""A chunk takes ten seconds then: longer than any machine needs to compute all of a prompt."""
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> list[Answer]:
+    """What vLLM answers without any cache of ours."""
+    with running(tiny_model) as llm:
+        return generate(llm, PROMPTS, max_tokens=MAX_TOKENS)
+
+
+@pytest.fixture
+def proxy(s3: S3) -> Iterator[FaultProxy]:
+    with FaultProxy(s3.endpoint_url) as proxy:
+        yield proxy
+        proxy.set()
+
+
+def default_engine(model: Path, root: Path, storage: dict[str, Any]) -> CachedEngine:
+    """An engine whose operator said where and how much, and nothing about waiting."""
+    return CachedEngine(make_llm(model, {"host_bytes": "256MiB", "disk_bytes": "1GiB", "strict": True} | storage), root)
+
+
+def test_an_engine_with_default_settings_waits_for_its_disk(
+    tiny_model: Path, tmp_path: Path, plain: list[Answer]
+) -> None:
+    """Memory is empty after the restart, so every hit came from disk, and was waited for by the measured rule."""
+    storage = {"storage_uri": f"file://{tmp_path}"}
+    first = default_engine(tiny_model, tmp_path, storage)
+    try:
+        cold = first.ask(*PROMPTS, max_tokens=MAX_TOKENS)
+        assert [answer.cached_tokens for answer in cold] == [0] * len(PROMPTS)
+    finally:
+        close_llm(first.llm)
+    wait_ended(tmp_path)
+
+    second = default_engine(tiny_model, tmp_path, storage)
+    try:
+        assert second.scheduler_side._config.promotion_wait_ms is None
+        assert figures(tmp_path)["hierarchy"]["host_ready_chunks"] == 0
+        warm = [second.ask(prompt, max_tokens=MAX_TOKENS)[0] for prompt in PROMPTS]
+        counters = dict(second.scheduler_side.counters)
+        promoted = figures(tmp_path)["hierarchy"]["host_ready_chunks"]
+    finally:
+        close_llm(second.llm)
+
+    for ours, theirs in zip(warm, plain, strict=True):
+        assert_same(ours, theirs)
+    whole = [answer.cached_tokens == CHUNKS * CHUNK for answer in warm]
+    # One may lose to a disk that stood still just then: by the rule it is computed. All of them never do.
+    assert sum(whole) >= len(PROMPTS) - 1, f"{[answer.cached_tokens for answer in warm]} {counters}"
+    assert counters["load_tokens"] == sum(answer.cached_tokens for answer in warm)
+    assert promoted >= sum(whole) * CHUNKS
+
+
+def test_a_bucket_that_is_slower_than_prefill_is_not_waited_for(
+    tiny_model: Path, tmp_path: Path, s3: S3, proxy: FaultProxy, plain: list[Answer]
+) -> None:
+    """It is computed at once; what the bucket delivers in the end is a hit for the next request, from nearer by."""
+    prefix = s3.new_prefix()
+    near = s3_place(s3, prefix)
+    there = {"storage_uri": near.uri, "storage_options": near.options, "disk_path": str(tmp_path / "a")}
+    with cached_engine(tiny_model, tmp_path / "a", there) as other:
+        other.ask(PROMPTS[0], PROMPTS[1], max_tokens=1)
+        wait_uploaded(tmp_path / "a")
+    wait_ended(tmp_path / "a")
+
+    far = s3_place(s3, prefix, proxy.url)
+    storage = {
+        "storage_uri": far.uri,
+        "storage_options": far.options,
+        "disk_path": str(tmp_path / "b"),
+        "storage_timeout_s": 60,
+    }
+    engine = default_engine(tiny_model, tmp_path / "b", storage)
+    try:
+        proxy.set(DRIPPING)  # the server's own test of the bucket, at its start, was still quick
+        proxy.forget()
+        for number in (1, 0):  # the first meets a bucket that was trusted until then
+            (slow,) = engine.ask(PROMPTS[number], max_tokens=MAX_TOKENS)
+            assert_same(slow, plain[number])
+            assert slow.cached_tokens == 0
+        assert engine.scheduler_side.counters["promotion_not_awaited"] == 2, dict(engine.scheduler_side.counters)
+        assert engine.scheduler_side.counters["loads"] == 0
+        wait_for(lambda: proxy.count("GET", ".safetensors") > 0, "the bucket to be asked", deadline_s=FOUND_S)
+        assert object_figures(tmp_path / "b")["breaker"] == "closed", "slow is not out of order"
+
+        proxy.set()
+        (again,) = engine.ask(PROMPTS[0], max_tokens=MAX_TOKENS)
+        assert_same(again, plain[0])
+        assert again.cached_tokens == CHUNKS * CHUNK, "what was computed is held in memory"
+    finally:
+        proxy.set()
+        close_llm(engine.llm)
+
+
+def test_the_same_bucket_is_waited_for_where_the_operator_says_so(
+    tiny_model: Path, tmp_path: Path, s3: S3, proxy: FaultProxy, plain: list[Answer]
+) -> None:
+    """The control of the test above: it is the rule that does not wait, and the bytes do come."""
+    prefix = s3.new_prefix()
+    near = s3_place(s3, prefix)
+    there = {"storage_uri": near.uri, "storage_options": near.options, "disk_path": str(tmp_path / "a")}
+    with cached_engine(tiny_model, tmp_path / "a", there) as other:
+        other.ask(PROMPTS[0], max_tokens=1)
+        wait_uploaded(tmp_path / "a")
+    wait_ended(tmp_path / "a")
+
+    far = s3_place(s3, prefix, proxy.url)
+    storage = {"storage_uri": far.uri, "storage_options": far.options, "disk_path": str(tmp_path / "b")}
+    with cached_engine(tiny_model, tmp_path / "b", storage | {"storage_timeout_s": 60}) as engine:
+        proxy.set(DRIPPING)
+        (patient,) = engine.ask(PROMPTS[0], max_tokens=MAX_TOKENS)
+        proxy.set()
+    assert_same(patient, plain[0])
+    assert patient.cached_tokens == CHUNKS * CHUNK
