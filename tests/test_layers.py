@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 500  # 400 cut files where no reader would; the limit goes (DESIGN, section 12, and STYLE "Size")
 FUNCTION_LINES_MAX = 70
 PARAMETERS_MAX = 6
 

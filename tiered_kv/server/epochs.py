@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from tiered_kv.errors import TierUnavailable
-from tiered_kv.tiers.disk_io import read_small_file, replace_small_file
+from tiered_kv.tiers.disk_io import read_small_file, replace_small_file, write_new_file
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Epochs:
         try:
             # A copy: until the fresh file takes its place, the damaged one must stand, or a crash in between would
             # leave none, and with it the first epochs in force.
-            replace_small_file(damaged, damaged.with_suffix(".tmp"), read_small_file(self._path, BYTES_MAX))
+            write_new_file(damaged, read_small_file(self._path, BYTES_MAX), is_lasting=True)
         except OSError as exc:
             raise TierUnavailable(f"cannot keep the damaged epochs. path={damaged}: {exc}") from exc
         numbers = {"": secrets.randbits(48)}
@@ -134,10 +134,9 @@ class Epochs:
         return True
 
     def _save(self, numbers: dict[str, int]) -> None:
-        temporary = self._path.with_suffix(".tmp")
         try:
             # Lasting: unlike a blob, a lost epoch would serve stale KV.
-            replace_small_file(self._path, temporary, msgspec.json.encode(numbers), is_lasting=True)
+            replace_small_file(self._path, msgspec.json.encode(numbers), is_lasting=True)
             directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(directory)
