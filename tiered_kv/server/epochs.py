@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from tiered_kv.errors import TierUnavailable
+from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.tiers.disk_io import read_small_file, replace_small_file, write_new_file
 
 logger = logging.getLogger(__name__)
@@ -64,12 +64,18 @@ class Epochs:
         """Read the epochs; a damaged file retires every base epoch of the directory.
 
         Raises:
+            ConfigError: The file is sound and says something else: it is somebody's, and stays as it is.
             TierUnavailable: The file cannot be read, or a fresh one cannot be written.
         """
         self._path = root / EPOCHS_FILE
         self._numbers: dict[str, int] = {}
         try:
             self._numbers = read_epochs(root)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(
+                f"epochs.json in the cache directory is not what a cache server writes, so it stays: move it away. "
+                f"path={self._path}: {exc!s:.100}"
+            ) from exc
         except ValueError as exc:
             self._start_afresh(exc)
 

@@ -263,8 +263,9 @@ def write_new_file(path: Path, content: bytes, *, is_lasting: bool = False, like
 
 
 def is_own_file(status: os.stat_result, owners: Collection[int]) -> bool:
-    """Whether this is a plain file with one name that belongs to one of these users: what we make is no other."""
-    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid in owners
+    """Whether this is a plain file of one of these users: we make no other. It may have a second name, as in a backup
+    of hard links, which loses nothing by the removal of this one."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid in owners
 
 
 def read_head(path: Path | str, length: int) -> bytes:

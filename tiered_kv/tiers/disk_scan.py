@@ -7,7 +7,7 @@ ours and are certainly broken. Called by ``disk.py`` once, at open, before any w
     named right, in the index, same allocation      the index row stands, no read
     named right, not in the index                   row from its header, recency unknown
     named right, header corrupt or of another key   removed, and logged: no get could ever return it
-    the same, of another user or with a second name  foreign
+    the same, of another user                       foreign
     named right, another namespace or version       foreign: counted as used, never deleted
     named otherwise, not a regular file             foreign
     row without a file                              dropped

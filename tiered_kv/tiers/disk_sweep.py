@@ -1,8 +1,8 @@
 """What an open removes that a crash left behind, and what it says of that.
 
 Owns the names under which files of ours are written before they are renamed. A file goes only if four things say that
-it is ours: the marker in the root (``disk_marker.py``), the place, the name and the owner; and it must be a plain file
-with one name. Everything else stays and is named. Called by ``disk.py`` once, under the directory's lock.
+it is ours: the marker in the root (``disk_marker.py``), the place, the name and the owner; and it must be a plain file.
+Everything else stays and is named. Called by ``disk.py`` once, under the directory's lock.
 """
 
 import contextlib
