@@ -81,3 +81,26 @@ def test_doctor_says_it_first_and_leaves_the_directory_alone(tmp_path: Path) -> 
     assert first["status"] == "error" and "has no tiered_kv.json" in first["text"]
     assert first["see"].endswith("#not-our-directory") and "empty directory" in first["hint"]
     assert seen(root) == before
+
+
+def test_a_directory_of_an_earlier_version_works_as_before(source: Tier) -> None:
+    root = Path(source.uri.removeprefix("file://"))
+    (root / "tiered_kv.json").unlink()
+    done = run("doctor", source.uri, "--set", "host_bytes=64MiB", "--set", "disk_bytes=1GiB", "--json")
+    assert "marker" not in {finding["check"] for finding in json.loads(done.stdout)["findings"]}
+    assert not (root / "tiered_kv.json").exists(), "doctor leaves nothing behind"
+    done = run("evict", source.uri, "--all", "--yes")
+    assert done.exit_code == 0, done.output
+    assert (root / "tiered_kv.json").exists() and not list(root.rglob("*.safetensors"))
+
+
+def test_gc_takes_old_temp_files_of_ours_and_no_others(source: Tier) -> None:
+    root = Path(source.uri.removeprefix("file://"))
+    ours, theirs = root / "tmp" / "4711-3", root / "tmp" / "upload.part"
+    for path in (ours, theirs):
+        path.write_bytes(b"x" * 4096)
+        os.utime(path, (0, 0))
+    done = run("gc", source.uri, "--yes", "--json")
+    assert done.exit_code == 0, done.output
+    assert not ours.exists() and theirs.read_bytes() == b"x" * 4096
+    assert "upload.part" in run("verify", source.uri).output

@@ -56,6 +56,7 @@ _FILES = re.compile(
     r"|arena-[0-9a-f]{16}\.lock"
 )
 _DIRECTORIES = re.compile(r"blobs|tmp|index(\.damaged-\d+)?")
+_ARENA_LOCK = re.compile(r"arena-[0-9a-f]{16}\.lock")
 _LOCK_FILE = "server.lock"
 _DIGEST_NAME = re.compile(rf"[0-9a-f]{{{2 * NAME_BYTES}}}")
 
@@ -200,6 +201,8 @@ def _is_nothing(root: Path, name: str) -> bool:
     """What does not count as content: what a fresh file system has, and what is there for a moment before a marker."""
     if name == FRESH_FILE_SYSTEM or _SCRATCH_NAME.fullmatch(name):
         return _kind(root / name) == stat.S_IFDIR
+    if _ARENA_LOCK.fullmatch(name):  # of an engine whose server's directory was emptied
+        return _is_empty_file(root / name)
     return name.startswith(f"{MARKER_FILE}.") and SMALL_TEMP_NAME.fullmatch(name) is not None
 
 
