@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FILE_LINES_MAX = 500
-"""400 until the scheduler's side grew past it in its one concept; the limit is to go."""
+"""400 cut files where no reader would; the limit is to go."""
 FUNCTION_LINES_MAX = 70
 PARAMETERS_MAX = 6
 

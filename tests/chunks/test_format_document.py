@@ -8,6 +8,7 @@ from tiered_kv.chunks import fields as f
 from tiered_kv.chunks.geometry import ALIGNMENT_BYTES
 from tiered_kv.keys.extras import Embeds, Lora, Multimodal, Salt, encode
 from tiered_kv.keys.namespace import FORMAT_VERSION, MAX_DEPTH, MAX_RECORD_BYTES, REQUIRED_FIELDS
+from tiered_kv.tiers.disk_marker import CONTENT, MARKER_FILE
 
 
 @pytest.fixture
@@ -37,6 +38,11 @@ def test_text_between_the_values_is_what_a_seal_writes(page):
     assert header[f.TABLE_OFFSET - 2 : f.TABLE_OFFSET + 1] == end
     for before, after in zip(f.FIELDS, f.FIELDS[1:], strict=False):
         assert header[before.offset + before.width : after.offset] == between.replace("<name>", after.name)
+
+
+def test_the_marker_of_a_directory_is_written_as_documented(page):
+    assert f"`{CONTENT.decode().rstrip(chr(10))}` and a line feed" in page
+    assert f"| `{MARKER_FILE}` |" in page
 
 
 def test_blob_table_has_the_offsets_of_the_code(page):

@@ -18,7 +18,7 @@ from disk_probe import open_disk
 from verbs import run
 
 from tiered_kv.cli.exits import EXIT_UNAVAILABLE
-from tiered_kv.errors import TieredKVError
+from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.server.epochs import Epochs
 from tiered_kv.server.paths import ServerInfo, read_info, write_info
@@ -64,7 +64,7 @@ def huge(path: Path, head: bytes = b"") -> None:
 
 
 def names_of(file: str) -> list[str]:
-    """What it is written as before it is renamed."""
+    """What it was written as before it was renamed, by versions that gave it no random digits."""
     return {"epochs.json": ["epochs.tmp"]}.get(file, [f"{file}.{os.getpid()}"])
 
 
@@ -167,6 +167,9 @@ REFUSED = {"tmp is a link", "blobs is a link"} | {
 }
 """What no tier is opened over; everything else costs at most the chunks that it is about."""
 
+NO_SERVER = {f"server.json: {name}" for name in CONTENTS if not name.startswith("a temp file")}
+"""What no server replaces with its own."""
+
 
 def everything(directory: Path) -> dict[str, tuple[int, bytes]]:
     """All that lies below a directory, with its size and bytes."""
@@ -209,8 +212,8 @@ def use_tier(root: Path) -> bool:
     return True
 
 
-def use_files(root: Path) -> None:
-    """The small files beside the blobs, as the server and the command line use them."""
+def use_files(root: Path) -> bool:
+    """The small files beside the blobs, as the server and the command line use them; False: no server would start."""
     with suppress(TieredKVError):
         Epochs(root).retire(bytes(16))
     with suppress(TieredKVError), changing_pins(root) as pins:
@@ -218,8 +221,14 @@ def use_files(root: Path) -> None:
     with suppress(TieredKVError):
         DirectoryLock(root).release()
     assert read_info(root) is None or read_info(root).pid == 1
-    with suppress(OSError):
+    before = (root / "server.json").lstat() if os.path.lexists(root / "server.json") else None
+    try:
         write_info(root, ServerInfo("/nowhere", 1, "v", 1, "0" * 16, "x"))
+    except ConfigError as exc:
+        assert before is not None and os.path.samestat((root / "server.json").lstat(), before), "what is not ours went"
+        assert "is not what a cache server writes, so it stays" in str(exc) and len(str(exc)) < 2000
+        return False
+    return True
 
 
 def use_verbs(root: Path, *, all_of_them: bool) -> None:
@@ -256,7 +265,7 @@ def test_what_was_planted_reaches_nothing_beyond_the_directory(tmp_path: Path, c
     before, peak_kb = everything(outside), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     use_verbs(root, all_of_them=": " not in case)
     is_open = use_tier(root)
-    use_files(root)
+    assert use_files(root) == (case not in NO_SERVER)
     use_tier(root)
     assert everything(outside) == before
     assert is_open == (case not in REFUSED)

@@ -24,6 +24,7 @@ from tiered_kv.server.paths import read_info, socket_path
 from tiered_kv.server.spawn import bind, connect, find_server
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiers.disk_lock import DirectoryLock
+from tiered_kv.tiers.disk_marker import claim
 
 EngineStarter = Callable[..., SmallEngine]
 
@@ -177,6 +178,7 @@ def test_a_server_that_ends_without_a_word_is_quoted(root: Path, monkeypatch: py
 
 def test_a_directory_that_is_locked_without_a_server_is_waited_for_and_named(root: Path) -> None:
     root.mkdir()
+    claim(root)
     lock = DirectoryLock(root)
     try:
         with pytest.raises(TierUnavailable, match="no cache server answered.*another server owns the directory"):
@@ -188,6 +190,7 @@ def test_a_directory_that_is_locked_without_a_server_is_waited_for_and_named(roo
 
 def test_a_damaged_description_is_an_absent_one(root: Path) -> None:
     root.mkdir()
+    claim(root)
     for text in (b"", b"\xff\xfe", b"{}", b'{"socket":"a\\u0000b","pid":1,"version":"","protocol":1}'):
         (root / "server.json").write_bytes(text)
         assert read_info(root) is None
@@ -195,6 +198,39 @@ def test_a_damaged_description_is_an_absent_one(root: Path) -> None:
     (root / "server.json").write_text(json.dumps(info))
     assert connect("a\0b") is None
     hello(settings(root)).close()
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"{}", b'{"name": "web", "port": 8080}', b'{"socket": 1, "pid": 2}'])
+def test_a_description_of_somebody_else_is_neither_replaced_nor_removed(root: Path, text: bytes) -> None:
+    """In a directory of ours: whatever else may have been put there, a server does without it or not at all."""
+    root.mkdir()
+    claim(root)
+    (root / "server.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"server\.json in the cache directory is not what .* so it stays: move it"):
+        find_server(settings(root))
+    assert (root / "server.json").read_bytes() == text
+    (root / "server.json").unlink()
+    hello(settings(root)).close()
+
+
+def test_a_log_of_somebody_else_is_not_written_to(root: Path) -> None:
+    root.mkdir()
+    claim(root)
+    for name in ("server.log", "server.log.1"):
+        (root / name).write_bytes(b"127.0.0.1 - - GET / HTTP/1.1\n")
+        with pytest.raises(ConfigError, match="not a log file of ours, move it away"):
+            find_server(settings(root))
+        assert (root / name).read_bytes() == b"127.0.0.1 - - GET / HTTP/1.1\n"
+        (root / name).unlink()
+    hello(settings(root)).close()
+
+
+def test_a_directory_that_is_not_ours_is_refused_to_an_engine_and_not_even_logged_into(root: Path) -> None:
+    (root / "tmp").mkdir(parents=True)
+    (root / "tmp" / "x").touch()
+    with pytest.raises(ConfigError, match=r"the cache server cannot start: .* is not empty and has no tiered_kv\.json"):
+        find_server(settings(root))
+    assert sorted(path.name for path in root.rglob("*")) == ["tmp", "x"]
 
 
 # -- out of descriptors ------------------------------------------------------------------------------------------
@@ -230,7 +266,7 @@ def test_an_embedded_server_writes_what_it_holds_and_ends_with_its_last_client(r
     wait_for(lambda: not is_alive(pid), "the process's end")
     DirectoryLock(root).release()
     left = {path.name for path in root.iterdir()}
-    assert left == {"blobs", "index", "tmp", "server.lock", "server.log"}
+    assert left == {"tiered_kv.json", "blobs", "index", "tmp", "server.lock", "server.log"}
     two = SmallEngine.start(settings(root), "two")
     assert two.hits(40) == 40
     two.close()

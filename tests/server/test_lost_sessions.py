@@ -16,6 +16,7 @@ from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.server.arena_lock import hold_arena_lock
 from tiered_kv.server.client import BACKOFF_FIRST_S, OUTBOX_BYTES_MAX, SchedulerClient
 from tiered_kv.server.worker_client import WorkerClient
+from tiered_kv.tiers.disk_marker import claim
 
 EngineStarter = Callable[..., SmallEngine]
 WorkerStarter = Callable[..., WorkerProcess]
@@ -262,14 +263,18 @@ def test_a_new_server_waits_until_the_old_arena_is_unmapped(engine: EngineStarte
 
 def test_a_place_that_is_no_lock_of_ours_does_not_stop_the_server(engine: EngineStarter, root: Path) -> None:
     root.mkdir(0o700)
-    (root / "arena-link.lock").symlink_to("/nowhere")
-    (root / "arena-directory.lock").mkdir()
-    held = hold_arena_lock(root, "gone")
-    os.close(held)
+    claim(root)
+    (root / f"arena-{'1' * 16}.lock").symlink_to("/nowhere")
+    (root / f"arena-{'2' * 16}.lock").mkdir()
+    (root / f"arena-{'3' * 16}.lock").write_bytes(b"precious")
+    (root / "arena-somebody.lock").touch()
+    os.close(hold_arena_lock(root, "4" * 16))
     one = engine()
     one.store(1)
     one.wait_hits(1)
-    assert not (root / "arena-gone.lock").exists()
+    assert not (root / f"arena-{'4' * 16}.lock").exists()
+    assert (root / f"arena-{'3' * 16}.lock").read_bytes() == b"precious", "a lock is empty"
+    assert (root / "arena-somebody.lock").exists(), "a server's id is 16 digits"
 
 
 def test_an_engine_without_server_is_told_so(root: Path) -> None:

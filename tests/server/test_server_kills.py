@@ -95,7 +95,7 @@ BREAK = {
         disk.DiskTier._publish = _publish
         """,
     ),
-    "leaves temp files": ("full", "temp files after", "disk.DiskTier._sweep_temp_files = lambda self: None"),
+    "leaves temp files": ("full", "temp files after", "disk.sweep_temp_files = lambda *given: None"),
     "forgets its limit": ("full", "over the limit", "disk.MIN_METADATA_RESERVE_BYTES = 32 << 20"),
     "says that it wrote": (
         "roomy",

@@ -360,11 +360,11 @@ def test_a_reset_that_cannot_be_made_durable_ends_the_session_and_is_tried_again
     one = engine()
     one.store(2)
     one.wait_hits(2)
-    (root / "epochs.tmp").mkdir()  # as a directory that cannot be written
+    (root / "epochs.json").mkdir()  # which no file replaces
     one.client.reset()
     one.wait_lost()
     assert one.client.refusal is None, "it may pass"
-    (root / "epochs.tmp").rmdir()
+    (root / "epochs.json").rmdir()
     one.rejoin()
     assert one.client.namespace.fields["epoch"].startswith("private-")
     assert one.hits(2) == 0

@@ -43,13 +43,18 @@ def test_a_lock_held_by_another_process_ends_with_that_process(tmp_path):
 
 
 def test_a_lock_file_that_is_a_symbolic_link_is_refused(tmp_path):
+    root = tmp_path / "cache"
+    open_disk(root).close()
     (tmp_path / "elsewhere").touch()
-    (tmp_path / "server.lock").symlink_to(tmp_path / "elsewhere")
+    (root / "server.lock").unlink()
+    (root / "server.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(TierUnavailable, match="cannot open the lock file"):
-        open_disk(tmp_path)
+        open_disk(root)
 
 
 def test_a_failed_open_releases_the_directory(tmp_path):
+    open_disk(tmp_path).close()
+    (tmp_path / "blobs").rmdir()
     (tmp_path / "blobs").touch()
     with pytest.raises(TierUnavailable, match=r"operation=open errno=(EEXIST|ENOTDIR)"):
         open_disk(tmp_path)

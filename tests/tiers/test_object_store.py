@@ -461,14 +461,18 @@ def test_a_mount_that_is_not_there_is_not_made_up(tmp_path):
 def test_temporary_files_of_dead_writers_are_swept_by_age(tmp_path):
     place = tmp_path / "root" / TEMPORARY
     place.mkdir(parents=True)
-    (place / "old").write_bytes(b"half")
-    (place / "young").write_bytes(b"half")
+    old, young, foreign = f"host-7-{'a' * 32}", f"host-7-{'b' * 32}", "upload.part"
     past = time.time() - STALE_S - 60
-    os.utime(place / "old", (past, past))
+    for name in (old, young, foreign):
+        (place / name).write_bytes(b"half")
+    for name in (old, foreign):
+        os.utime(place / name, (past, past))
+    (place / ("c" * 32)).symlink_to("/nowhere")
+    os.utime(place / ("c" * 32), (past, past), follow_symlinks=False)
     store = open_store(f"shared+file://{tmp_path}/root")
     assert paths(store) == []
     store.put("x", b"1")
-    assert [path.name for path in place.iterdir()] == ["young"]
+    assert {path.name for path in place.iterdir()} == {young, foreign, "c" * 32}
     assert paths(store) == ["x"]
     store.close()
 

@@ -21,6 +21,7 @@ from tiered_kv.tiers.disk_index import INDEX_DIRECTORY, IndexRow, Shard, ShardRo
 from tiered_kv.tiers.disk_io import allocated_bytes
 from tiered_kv.tiers.disk_pins import read_pins
 from tiered_kv.tiers.disk_scan import NAMESPACE_FILE, read_named_header
+from tiered_kv.tiers.disk_sweep import TEMP_NAME
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -163,9 +164,11 @@ class _Look:
         for path in temp.iterdir() if temp.is_dir() else ():
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
-                reason = "a write that is going on, or was cut off"
+                kind, reason = "name", "not a name that a temp file of ours has"
+                if TEMP_NAME.fullmatch(path.name) is not None and stat.S_ISREG(status.st_mode):
+                    kind, reason = "temp", "a write that is going on, or was cut off"
                 self.content.strays.append(
-                    Stray(f"tmp/{path.name}", allocated_bytes(status), status.st_mtime, "temp", reason)
+                    Stray(f"tmp/{path.name}", allocated_bytes(status), status.st_mtime, kind, reason)
                 )
 
 

@@ -32,9 +32,10 @@ from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.server.paths import read_info
-from tiered_kv.tiers.disk_io import read_head, read_small_file
+from tiered_kv.tiers.disk_io import mapped_errors, read_head, read_small_file
 from tiered_kv.tiers.disk_pins import changing_pins, read_pins
 from tiered_kv.tiers.disk_scan import NAMESPACE_FILE, RECORD_BYTES_MAX
+from tiered_kv.tiers.disk_sweep import is_own_temp_file
 
 if TYPE_CHECKING:
     from tiered_kv.admin.server_link import ServerLink
@@ -271,10 +272,18 @@ class DiskStorage(Storage):
         return True
 
     def remove_strays(self, strays: Sequence[Stray]) -> int:
-        self._open()  # its sweep of temp files included
-        count = 0
+        """Remove temp files, those that the sweep of an open has left by then; what is not ours stays."""
+        self._open()
+        owners, count = self._claim(), 0
         for stray in strays:
-            count += _unlink(self.root / stray.path) or stray.kind == "temp"
+            path = self.root / stray.path
+            try:
+                is_ours = is_own_temp_file(path.name, path.lstat(), owners)
+            except FileNotFoundError:
+                count += 1
+                continue
+            if stray.kind == "temp" and is_ours:
+                count += _unlink(path)
         return count
 
     def _open(self) -> "DiskTier":
@@ -300,12 +309,21 @@ class DiskStorage(Storage):
         return {name: until_s or FOR_GOOD for name, until_s in read_pins(self.root).items()}
 
     def pin(self, names: Iterable[BlobName], until_s: float) -> None:
+        self._claim()
         with changing_pins(self.root) as pins:
             pins.update(dict.fromkeys(names, 0.0 if until_s == FOR_GOOD else until_s))
 
     def unpin(self, names: Iterable[BlobName]) -> int:
+        self._claim()
         with changing_pins(self.root) as pins:
             return sum(pins.pop(name, None) is not None for name in names)
+
+    def _claim(self) -> frozenset[int]:
+        """Make sure that the directory is ours before the first file is written without its tier."""
+        from tiered_kv.tiers.disk_marker import claim  # noqa: PLC0415 - for changes only
+
+        with mapped_errors("open", self.root):
+            return claim(self.root)
 
     def capacity_bytes(self) -> int | None:
         link = self.server()

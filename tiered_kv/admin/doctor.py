@@ -14,7 +14,7 @@ from typing import Final
 
 from tiered_kv.admin.disk_storage import DiskStorage
 from tiered_kv.admin.doctor_config import check_settings
-from tiered_kv.admin.doctor_disk import capacity_bytes, check_disk
+from tiered_kv.admin.doctor_disk import capacity_bytes, check_disk, check_marker
 from tiered_kv.admin.doctor_object import Listing, check_object, list_some
 from tiered_kv.admin.doctor_server import Running, check_descriptors, check_memory, check_socket, find_running
 from tiered_kv.admin.findings import Finding, Measurement, error, has_error, ok, warning
@@ -87,6 +87,8 @@ def examine(
     result.findings += findings
     if config is None:
         return result
+    refusals = check_marker(config.disk_root())
+    result.findings[:0] = refusals  # before everything else: nothing would be started there
     running, contents = find_running(config), _Contents()
     result.findings += [
         *check_memory(config, running),
@@ -94,7 +96,7 @@ def examine(
         *check_socket(config),
         *running.findings,
     ]
-    disk_bytes = _examine_disk(config, running, contents, result)
+    disk_bytes = config.disk_bytes if refusals else _examine_disk(config, running, contents, result)
     if config.location().kind == "object":
         _examine_object(config, contents, result)
     for name, listing in (("disk", contents.disk), ("object", contents.object)):

@@ -24,6 +24,7 @@ from tiered_kv.errors import CapacityExceeded, ConfigError
 from tiered_kv.tiers.disk import MIN_BLOB_SPACE_BYTES, MIN_METADATA_RESERVE_BYTES, DiskTier, metadata_reserve
 from tiered_kv.tiers.disk_index import is_on_network
 from tiered_kv.tiers.disk_io import DIRECTORY_MODE, free_bytes
+from tiered_kv.tiers.disk_marker import Standing, look_at
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 SCRATCH_BYTES: Final = 64 << 20
@@ -52,6 +53,20 @@ def check_disk(config: Config, running: Running, stored_bytes: int) -> tuple[lis
 
 
 # -- the directory ----------------------------------------------------------------------------------------------------
+
+
+def check_marker(root: Path | None) -> list[Finding]:
+    """Whether what is in the directory is ours; nothing is said of one that is, or that is empty."""
+    if root is None:
+        return []
+    try:
+        seen = look_at(Path(os.path.realpath(root)))
+    except OSError:  # said by the checks of the directory itself
+        return []
+    if seen.standing is not Standing.FOREIGN:
+        return []
+    text, _, hint = without_paths(seen.reason).rpartition(": ")
+    return [error("marker", text, hint)]
 
 
 def check_directory(root: Path) -> list[Finding]:

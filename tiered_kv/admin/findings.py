@@ -18,6 +18,7 @@ NO_HITS: Final = f"{TROUBLESHOOTING}#no-hits"
 SECTIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("chunks", "disk content", "object content", "limits"), NO_HITS),
     **dict.fromkeys(("round trip", "O_DIRECT"), f"{TROUBLESHOOTING}#slow-hits"),
+    "marker": f"{TROUBLESHOOTING}#not-our-directory",
     **dict.fromkeys(("directory", "room", "inodes", "disk test"), f"{TROUBLESHOOTING}#disk-full"),
     **dict.fromkeys(
         ("credentials", "endpoint", "object store", "object test", "conditional writes", "clock"),

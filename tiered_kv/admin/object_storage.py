@@ -4,6 +4,7 @@ Changes are made directly, as every server makes them: what is deleted behind a 
 and the leader's next LIST corrects its accounts. Leases, reports and logs of the servers are read and never written.
 """
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -43,11 +44,12 @@ from tiered_kv.tiers.bucket.pins import PINS, parse_pin_path, pin_path
 from tiered_kv.tiers.bucket.recency import UseReader
 from tiered_kv.tiers.disk_scan import NAMESPACE_FILE
 from tiered_kv.tiers.object_store import ObjectInfo, ObjectStore
-from tiered_kv.tiers.shared_directory import TEMPORARY
+from tiered_kv.tiers.shared_directory import TEMPORARY, is_own_temporary
 
 STRIDE: Final = 1000
 DELETE_AT_ONCE: Final = 1000
 CUT_OFF: Final = "left by a server or a command that was cut off, or in use at the moment"
+_PROBE = re.compile(rf"{ROOT}/probe/[0-9a-f]{{32}}")
 REPORT_VALID_S: Final = 600.0
 """A server that keeps a limit reports every few seconds; a report that is older was left by one that died."""
 
@@ -89,7 +91,7 @@ class ObjectStorage(Storage):
             if name is not None:
                 found.append((name, info))
                 spaces.setdefault(name.namespace, 0.0)
-            elif info.path.startswith(f"{ROOT}/probe/"):
+            elif _PROBE.fullmatch(info.path):
                 content.strays.append(Stray(info.path, info.size_bytes, info.modified_s, "temp", CUT_OFF))
             elif info.path.startswith(f"{ROOT}/"):
                 content.own_bytes += info.size_bytes
@@ -116,15 +118,15 @@ class ObjectStorage(Storage):
         """Of a directory that machines mount: its list leaves them out, and no other store has any."""
         if not self.uri.startswith("shared+file:"):
             return []
-        found = self.store.list(f"{TEMPORARY}/")
+        found = [info for info in self.store.list(f"{TEMPORARY}/") if is_own_temporary(info.path)]
         return [Stray(info.path, info.size_bytes, info.modified_s, "temp", CUT_OFF) for info in found]
 
     def _uses(self, content: Content) -> _Uses:
         uses, reader = _Uses(), UseReader(self.store)
         for source in self.store.list(RECENCY):
             reader.read(source, uses)
-        if reader.malformed_count:
-            content.notes.append(f"{reader.malformed_count} logs of use cannot be understood and were left out")
+        if reader.malformed:
+            content.notes.append(f"{len(reader.malformed)} logs of use cannot be understood and were left out")
         return uses
 
     def records(self) -> dict[bytes, NamespaceRecord]:

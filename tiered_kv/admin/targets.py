@@ -82,7 +82,7 @@ def opened_target(uri: str, settings: Mapping[str, object], source: Config) -> I
     location = config.location()
     if location.kind == "disk":
         _make_directory(Path(location.path))
-    with open_storage(uri, settings) as storage:
+    with open_storage(uri, settings, to_change=True) as storage:
         link = storage.server() if isinstance(storage, DiskStorage) else None
         if link is None:
             yield storage, StorageTarget(storage, _room_bytes(storage, config))

@@ -196,7 +196,7 @@ def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
         raise ConfigError("name either the storage URI or --server")
     if order.tier is not None:
         raise ConfigError("option --tier goes with --server: the URI names the tier already")
-    with open_uri(order.uri, more) as storage:
+    with open_uri(order.uri, more, to_change=True) as storage:
         return _evict_tier(storage, look(storage), order)
 
 

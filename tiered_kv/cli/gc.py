@@ -85,7 +85,7 @@ def gc(
             temp_s=option_value("--temp-older-than", parse_time_s, temp_older_than),
             dead_s=option_value("--dead-after", parse_time_s, dead_after),
         )
-        with open_uri(uri, more) as storage:
+        with open_uri(uri, more, to_change=True) as storage:
             with progress("listing") as tick:
                 content = storage.look(tick)
             garbage = find(storage, content, patience, time.time())

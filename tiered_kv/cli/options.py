@@ -38,15 +38,19 @@ DIGITS_MIN = 4
 """Fewest digits of a digest or key that may stand for it."""
 
 
-def open_uri(uri: str, more: list[str] | None) -> "Storage":
-    """The tier a URI names, with the settings of ``--set``. The caller closes it."""
+def open_uri(uri: str, more: list[str] | None, *, to_change: bool = False) -> "Storage":
+    """The tier a URI names, with the settings of ``--set``. The caller closes it.
+
+    Args:
+        to_change: The verb may write or remove something: a directory that is not ours is refused.
+    """
     import atexit
     import gc
 
     from tiered_kv.admin.open import open_storage
 
     atexit.register(gc.freeze)  # at its end Python would look for garbage once more, among a million objects
-    return open_storage(uri, parse_settings(more))
+    return open_storage(uri, parse_settings(more), to_change=to_change)
 
 
 def find_namespace(content: "Content", text: str | None) -> bytes | None:

@@ -95,7 +95,7 @@ def pin(
         if list_pins and ttl is not None:
             raise ConfigError("option --ttl goes with a KEY")
         until_s = FOR_GOOD if ttl is None else time.time() + option_value("--ttl", parse_time_s, ttl)
-        with open_uri(uri, more) as storage:
+        with open_uri(uri, more, to_change=key is not None) as storage:
             with progress("listing") as tick:
                 content = storage.look(tick)
             for text in content.notes:
@@ -127,7 +127,7 @@ def unpin(
 
     The chunk need not be there any more. Nothing is removed: `evict` does that. A chunk that is not pinned stays so.
     """
-    with exit_codes(), open_uri(uri, more) as storage:
+    with exit_codes(), open_uri(uri, more, to_change=True) as storage:
         from tiered_kv.admin.forest import Forest
 
         name = find_pin(storage.pins(), key)

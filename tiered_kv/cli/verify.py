@@ -126,7 +126,7 @@ def verify(
         from tiered_kv.admin import scrub as admin
 
         share = _share(sample)
-        with open_uri(uri, more) as storage:
+        with open_uri(uri, more, to_change=repair) as storage:
             content = _look(storage)
             choice = admin.Choice(namespace=find_namespace(content, namespace), share=share, seed=_seed(seed))
             with progress("verifying") as tick:

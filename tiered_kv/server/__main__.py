@@ -12,6 +12,7 @@ import io
 import logging
 import logging.handlers
 import os
+import re
 import stat
 import sys
 import time
@@ -26,18 +27,37 @@ from tiered_kv.server.detach import detach, use_whole_machine
 from tiered_kv.server.paths import ServerInfo, log_path, read_info, server_directory
 from tiered_kv.server.server import Server
 from tiered_kv.server.spawn import is_answering
-from tiered_kv.tiers.disk_io import make_root
+from tiered_kv.tiers.disk_io import make_root, read_head
+from tiered_kv.tiers.disk_marker import claim
 
 logger = logging.getLogger("tiered_kv.server")
 
 LOG_BYTES_MAX = 1 << 20
 RETRY_S = 0.05
+HEAD_BYTES = 64
+_RECORD = re.compile(rb"\0*\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \S")
 
 
 def _log_to(path: Path) -> None:
+    for place in (path, path.with_name(f"{path.name}.1")):  # what a rotation replaces
+        _refuse_foreign(place)
     handler = _PrivateLog(path, maxBytes=LOG_BYTES_MAX, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Check that a file which has the log's name begins as our log does.
+
+    Raises:
+        OSError: It does not, and so it is not written to.
+    """
+    try:
+        head = read_head(path, HEAD_BYTES)
+    except (FileNotFoundError, BlockingIOError):
+        return
+    if head.strip(b"\0") and _RECORD.match(head) is None:
+        raise OSError(errno.EEXIST, "not a log file of ours, move it away", str(path))
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):
@@ -92,6 +112,7 @@ def _main() -> int:
     try:
         root = server_directory(config)
         make_root(root)
+        claim(root, is_private=config.disk_root() is None)  # before the log, the first file of ours
         _log_to(log_path(root))
         use_whole_machine()
     except (TieredKVError, OSError) as exc:

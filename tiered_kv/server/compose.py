@@ -22,14 +22,16 @@ from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server.arena_lock import release_stale_arena_locks
 from tiered_kv.server.epochs import Epochs
 from tiered_kv.server.messages import PROTOCOL
-from tiered_kv.server.paths import ServerInfo, info_path, server_directory, socket_path
+from tiered_kv.server.paths import ServerInfo, info_path, refuse_foreign_info, server_directory, socket_path
 from tiered_kv.server.pinning import Pinning
 from tiered_kv.server.presence import Presence
 from tiered_kv.server.server import Server
 from tiered_kv.server.sessions import Sessions
 from tiered_kv.server.shared_epochs import SharedEpochs
 from tiered_kv.server.spawn import bind
+from tiered_kv.tiers.disk_io import mapped_errors
 from tiered_kv.tiers.disk_lock import DirectoryLock
+from tiered_kv.tiers.disk_marker import claim, require_ours
 from tiered_kv.tiers.object_store import ObjectStore
 from tiered_kv.tiers.open import OpenTier, open_tiers
 
@@ -127,8 +129,13 @@ def serve(
         logger.warning(warning)
     recorder = Recorder()
     with ExitStack() as at_end:
-        if config.disk_root() is None:  # no disk tier holds the lock
+        if config.disk_root() is None:  # no disk tier claims and locks it
+            with mapped_errors("open", root):
+                claim(root, is_private=True)
             at_end.callback(DirectoryLock(root).release)
+        else:
+            require_ours(root)
+        refuse_foreign_info(root)
         engine, store = build_engine(config, recorder)
         at_end.callback(engine.close)
         path = listen_at or socket_path(root)

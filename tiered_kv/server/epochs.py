@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from tiered_kv.errors import TierUnavailable
-from tiered_kv.tiers.disk_io import read_small_file, replace_small_file
+from tiered_kv.errors import ConfigError, TierUnavailable
+from tiered_kv.tiers.disk_io import read_small_file, replace_small_file, write_new_file
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +64,18 @@ class Epochs:
         """Read the epochs; a damaged file retires every base epoch of the directory.
 
         Raises:
+            ConfigError: The file is sound and says something else: it is somebody's, and stays as it is.
             TierUnavailable: The file cannot be read, or a fresh one cannot be written.
         """
         self._path = root / EPOCHS_FILE
         self._numbers: dict[str, int] = {}
         try:
             self._numbers = read_epochs(root)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(
+                f"epochs.json in the cache directory is not what a cache server writes, so it stays: move it away. "
+                f"path={self._path}: {exc!s:.100}"
+            ) from exc
         except ValueError as exc:
             self._start_afresh(exc)
 
@@ -79,7 +85,7 @@ class Epochs:
         try:
             # A copy: until the fresh file takes its place, the damaged one must stand, or a crash in between would
             # leave none, and with it the first epochs in force.
-            replace_small_file(damaged, damaged.with_suffix(".tmp"), read_small_file(self._path, BYTES_MAX))
+            write_new_file(damaged, read_small_file(self._path, BYTES_MAX), is_lasting=True)
         except OSError as exc:
             raise TierUnavailable(f"cannot keep the damaged epochs. path={damaged}: {exc}") from exc
         numbers = {"": secrets.randbits(48)}
@@ -134,10 +140,9 @@ class Epochs:
         return True
 
     def _save(self, numbers: dict[str, int]) -> None:
-        temporary = self._path.with_suffix(".tmp")
         try:
             # Lasting: unlike a blob, a lost epoch would serve stale KV.
-            replace_small_file(self._path, temporary, msgspec.json.encode(numbers), is_lasting=True)
+            replace_small_file(self._path, msgspec.json.encode(numbers), is_lasting=True)
             directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(directory)

@@ -4,6 +4,7 @@ The server's identity is its locked directory: that of its disk tier, or without
 ``server.json`` in it says who holds the lock.
 """
 
+import errno
 import hashlib
 import os
 import stat
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tiered_kv.config import Config
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.tiers.disk_io import make_root, read_small_file, replace_small_file
 
 SOCKET_PATH_MAX = 100
@@ -31,6 +32,17 @@ class ServerInfo(msgspec.Struct, frozen=True):
     protocol: int
     server_id: str
     config_digest: str
+
+
+class _AnyServerInfo(msgspec.Struct, frozen=True):
+    """What ``server.json`` says in every version."""
+
+    socket: str
+    pid: int
+    version: str
+
+
+_NOT_OURS = "server.json in the cache directory is not what a cache server writes, so it stays: move it away"
 
 
 def server_directory(config: Config) -> Path:
@@ -64,9 +76,38 @@ def read_info(root: Path) -> ServerInfo | None:
         return None  # absent, unreadable, or of another version: a server that is started will say what is wrong
 
 
+def refuse_foreign_info(root: Path) -> None:
+    """Check that what is called ``server.json`` in our directory is ours to replace: nothing, or some server's.
+
+    Raises:
+        ConfigError: It is somebody else's; it stays as it is.
+        TierUnavailable: It cannot be looked at.
+    """
+    path = info_path(root)
+    try:
+        data = read_small_file(path, INFO_BYTES_MAX)
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        if exc.errno == errno.EIO:
+            raise TierUnavailable(f"cannot look at who owns the directory. path={path}: {exc}") from exc
+        raise ConfigError(f"{_NOT_OURS}. path={path}: {exc.strerror}") from exc
+    if not data.strip(b"\0"):  # what a power failure leaves of it
+        return
+    try:
+        msgspec.json.decode(data, type=_AnyServerInfo)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{_NOT_OURS}. path={path}: {exc!s:.100}") from exc
+
+
 def write_info(root: Path, info: ServerInfo) -> None:
-    """Publish who owns the directory; readers see the old or the new file."""
-    replace_small_file(info_path(root), root / f"server.json.{info.pid}", msgspec.json.encode(info))
+    """Publish who owns the directory; readers see the old or the new file.
+
+    Raises:
+        ConfigError: The name is taken by a file of somebody else.
+    """
+    refuse_foreign_info(root)
+    replace_small_file(info_path(root), msgspec.json.encode(info))
 
 
 def socket_path(root: Path) -> Path:

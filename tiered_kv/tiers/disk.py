@@ -6,7 +6,8 @@ Owns one directory exclusively::
     server.json                                  who holds it; written by the server, read here
     blobs/<namespace>/<kk>/<key>.safetensors     one blob each; kk = first two hex digits of the key
     blobs/<namespace>/namespace.json             the namespace's readable record
-    tmp/                                         writes in flight; emptied at open
+    tiered_kv.json                               says whose it is, before anything else is written (``disk_marker.py``)
+    tmp/                                         writes in flight; ours are removed at open (``disk_sweep.py``)
     index/                                       sizes and recency (``disk_index.py``)
     pins.json                                    what must stay (``disk_pins.py``); read again by every flush
 
@@ -41,7 +42,7 @@ from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, Closed, ConfigError, TierUnavailable
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
-from tiered_kv.tiers.disk_index import DiskIndex, is_on_network
+from tiered_kv.tiers.disk_index import DiskIndex, foreign_index, is_on_network
 from tiered_kv.tiers.disk_io import (
     free_bytes,
     make_directories,
@@ -58,8 +59,10 @@ from tiered_kv.tiers.disk_io import (
 )
 from tiered_kv.tiers.disk_ledger import DiskLedger
 from tiered_kv.tiers.disk_lock import DirectoryLock
+from tiered_kv.tiers.disk_marker import claim
 from tiered_kv.tiers.disk_pins import read_pins
 from tiered_kv.tiers.disk_scan import NAMESPACE_FILE, RECORD_BYTES_MAX, DirectoryContent, reconcile
+from tiered_kv.tiers.disk_sweep import SweepLog, sweep_temp_files
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +98,7 @@ class DiskTier(Tier):
         metadata_reserve_bytes: int | None = None,
         direct_io: bool | None = None,
     ) -> None:
-        """Lock the directory, sweep temp files, load the index and reconcile it with the files.
+        """Claim and lock the directory, sweep temp files, load the index and reconcile it with the files.
 
         Args:
             capacity_bytes: Limit of blobs, temp files and the metadata reserve together.
@@ -104,7 +107,8 @@ class DiskTier(Tier):
             direct_io: Whether writes use O_DIRECT; None: where a probe succeeds.
 
         Raises:
-            ConfigError: The capacity is too small, or ``direct_io`` is demanded where it does not work.
+            ConfigError: The capacity is too small, ``direct_io`` is demanded where it does not work, or the directory
+                is somebody else's: then nothing in it was touched.
             DirectoryLocked: Another process owns the directory.
             TierUnavailable: The directory cannot be made, read or written.
         """
@@ -129,15 +133,18 @@ class DiskTier(Tier):
         self._temp_numbers = itertools.count()
         with mapped_errors("open", self._root):
             make_root(self._root)
+            owners = claim(self._root)
         self._lock = DirectoryLock(self._root)
         try:
             with mapped_errors("open", self._root):
                 make_directories(self._blobs, self._root)
                 make_directories(self._tmp, self._root)
-                self._sweep_temp_files()
+                log = SweepLog(self._root)
+                sweep_temp_files(self._root, self._tmp, owners, log)
                 self.direct_io = self._choose_direct_io(direct_io)
-                self._index = self._choose_index()
-                content = self._restore()
+                self._index = self._choose_index(owners)
+                content = self._restore(owners, log)
+                log.end()
                 self._read_pins()
                 self.unreadable_count = content.unreadable_count
                 self._log_open(content)
@@ -147,13 +154,6 @@ class DiskTier(Tier):
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
-    def _sweep_temp_files(self) -> None:
-        for path in self._tmp.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                logger.warning("a directory among the temp files is not ours and stays. path=%s", path)
-            else:
-                path.unlink()
-
     def _choose_direct_io(self, wanted: bool | None) -> bool:
         if wanted is False:
             return False
@@ -162,15 +162,18 @@ class DiskTier(Tier):
             raise ConfigError(f"direct_io was asked for, but the file system refuses it. path={self._root}")
         return works
 
-    def _choose_index(self) -> DiskIndex | None:
+    def _choose_index(self, owners: Collection[int]) -> DiskIndex | None:
         if is_on_network(self._root, Path("/proc/self/mounts").read_text("utf-8", "surrogateescape")):
             logger.warning("disk directory is on a network mount: no index, every start scans it. path=%s", self._root)
             return None
-        return DiskIndex(self._root)
+        if (what := foreign_index(self._root, owners)) is not None:
+            logger.warning("index/ is not ours and stays: no index, every start scans. path=%s %s", self._root, what)
+            return None
+        return DiskIndex(self._root, owners)
 
-    def _restore(self) -> DirectoryContent:
+    def _restore(self, owners: Collection[int], log: SweepLog) -> DirectoryContent:
         known = self._index.load() if self._index else {}
-        content = reconcile(self._blobs, known)
+        content = reconcile(self._blobs, known, owners, log.removed)
         self._ledger.restore(content.shards, content.dirty, content.foreign, content.foreign_bytes)
         return content
 
@@ -205,7 +208,7 @@ class DiskTier(Tier):
             with mapped_errors("statvfs", self._root):
                 available = free_bytes(self._root) - self._min_free_bytes
             self._ledger.reserve(reserved, available)
-            temp = self._tmp / f"{os.getpid()}-{next(self._temp_numbers)}"
+            temp = self._free_temp()
             try:
                 with mapped_errors("put", self._path(name)):
                     self._lock.check()
@@ -219,6 +222,12 @@ class DiskTier(Tier):
             except BaseException:
                 self._abandon(temp, reserved)
                 raise
+
+    def _free_temp(self) -> Path:
+        """A name in ``tmp`` that is free: what the sweep has left there is not overwritten, nor removed as ours."""
+        while os.path.lexists(temp := self._tmp / f"{os.getpid()}-{next(self._temp_numbers)}"):
+            pass
+        return temp
 
     def _write_temp(self, temp: Path, blob: memoryview) -> int:
         try:
@@ -335,6 +344,7 @@ class DiskTier(Tier):
         with self._flushing:
             dirty = self._ledger.take_dirty()
             try:
+                self._lock.check()
                 if dirty and not self._index.write(dirty):
                     self._ledger.mark_all_dirty()
                     dirty = self._ledger.take_dirty()
@@ -349,12 +359,12 @@ class DiskTier(Tier):
     def describe(self, namespace: bytes, record: bytes) -> None:
         """Write ``namespace.json`` unless it already says the same."""
         path = self._blobs / namespace.hex() / NAMESPACE_FILE
-        temp = self._tmp / f"{os.getpid()}-{next(self._temp_numbers)}"
         with self._operation(), mapped_errors("describe", path):
+            self._lock.check()
             make_directories(path.parent, self._root)
             if not _says_the_same(path, record):
                 text = json.dumps(json.loads(record), indent=2, sort_keys=True, ensure_ascii=False)
-                replace_small_file(path, temp, text.encode() + b"\n")
+                replace_small_file(path, text.encode() + b"\n", temp_in=self._tmp)
 
     def close(self) -> None:
         """Wait for calls in flight, persist the index and unlock the directory. Idempotent."""

@@ -16,18 +16,18 @@ own row, and a flush writes only the directories that changed (figures: docs/dec
 "TKX2", of format version 1, had no tag and no seed. Its rows are read, because a scan could not tell them: blobs of
 another version are left alone, and these were counted, and evicted, as what they are. An index of any other version is
 emptied and rebuilt by a scan; a damaged or locked database is moved aside before that. On a network mount there is no
-index at all: SQLite's locks and its shared-memory file do not work there.
+index at all: SQLite's locks and its shared-memory file do not work there. Nor is there one where ``index/`` holds what
+we do not write (:func:`foreign_index`): it stays as it is.
 """
 
 import contextlib
 import logging
 import os
-import shutil
 import sqlite3
 import stat
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 INDEX_DIRECTORY = "index"
 _DAMAGED_PREFIX = "index.damaged-"
+_FILES = {f"{diskcache.core.DBNAME}{end}" for end in ("", "-wal", "-shm", "-journal")}
+_TABLES = {"Cache", "Settings", "sqlite_sequence", "sqlite_stat1"}
+_DIGITS_MAX = 19
 _MAGIC = b"TKX3"
 _MAGIC_BEFORE_TAGS = b"TKX2"
 _SEED = 3  # a magic that a flipped bit made the other one fails its checksum
@@ -145,9 +148,14 @@ class DiskIndex:
     Threads: any; one lock serialises the calls, and each call ends with no open SQLite connection.
     """
 
-    def __init__(self, root: Path) -> None:
-        """Name the place; nothing is opened before ``load``. ``root`` must not be on a network mount."""
+    def __init__(self, root: Path, owners: Collection[int] | None = None) -> None:
+        """Name the place; nothing is opened before ``load``. ``root`` must not be on a network mount.
+
+        Args:
+            owners: Users whose damaged indexes of earlier times may be removed; None: this process's.
+        """
         self._root = root
+        self._owners = (os.geteuid(),) if owners is None else owners
         self._directory = root / INDEX_DIRECTORY
         self._lock = threading.Lock()
         self._cache: Any = None
@@ -213,16 +221,19 @@ class DiskIndex:
     def _move_aside(self, cause: Exception) -> None:
         self._cache = None
         try:
-            found = sorted(self._root.glob(_DAMAGED_PREFIX + "*"), key=_damaged_number)
-            number = _damaged_number(found[-1]) + 1 if found else 1
+            found = list(self._root.glob(_DAMAGED_PREFIX + "*"))
+            number = max(map(_damaged_number, found), default=0) + 1
             target = self._root / f"{_DAMAGED_PREFIX}{number}"
             if os.path.lexists(self._directory):
                 os.rename(self._directory, target)
             for old in found:
-                if old.is_symlink() or not old.is_dir():
-                    old.unlink()
-                else:
-                    shutil.rmtree(old)
+                if (what := _foreign(old, self._owners)) is not None or not _damaged_number(old):
+                    logger.warning("left alone: it is called as a damaged index is. path=%s %s", old, what or "")
+                    continue
+                for file in old.iterdir():
+                    file.unlink()
+                old.rmdir()
+                logger.warning("removed: a damaged index of earlier times. path=%s", old)
         except OSError as exc:
             raise TierUnavailable(f"cannot move the damaged disk index aside. path={self._directory}") from exc
         logger.warning(
@@ -231,6 +242,46 @@ class DiskIndex:
             cause,
             target.name,
         )
+
+
+def foreign_index(root: Path, owners: Collection[int]) -> str | None:
+    """Why ``index/`` is not one that we made, in words; None: it is ours, damaged or not, or there is none.
+
+    A damaged database is ours by its name, its place and its owner; one that works and has other tables is not.
+
+    Raises:
+        OSError: It cannot be looked at.
+    """
+    directory = root / INDEX_DIRECTORY
+    if not os.path.lexists(directory) or directory.is_symlink() or not directory.is_dir():
+        return None  # a link or a file in its place is moved aside as it is, and what it names is not touched
+    if (what := _foreign(directory, owners)) is not None:
+        return what
+    database = directory / diskcache.core.DBNAME
+    with contextlib.suppress(sqlite3.Error, OSError):  # damaged
+        if stat.S_ISREG(os.lstat(database).st_mode):
+            # "immutable": not even a reader's lock and its files beside the database.
+            uri = f"{database.absolute().as_uri()}?mode=ro&immutable=1"
+            with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=0)) as connection:
+                tables = {
+                    str(row[0]) for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
+                }
+            if others := sorted(tables - _TABLES):
+                return f"tables={', '.join(others)[:100]!a}"
+    return None
+
+
+def _foreign(directory: Path, owners: Collection[int]) -> str | None:
+    """What in a directory is no file of a database of ours, in words."""
+    if directory.is_symlink() or not directory.is_dir():
+        return "kind=no directory"
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name not in _FILES:
+                return f"found={entry.name[:40]!a}"
+            if entry.stat(follow_symlinks=False).st_uid not in owners:
+                return f"owner={entry.stat(follow_symlinks=False).st_uid} found={entry.name}"
+    return None
 
 
 def _open_cache(directory: Path) -> Any:
@@ -349,8 +400,9 @@ def unpack_rows(value: bytes) -> dict[bytes, IndexRow]:
 
 
 def _damaged_number(path: Path) -> int:
+    """Of an index that was moved aside; 0 for what is only called similarly."""
     number = path.name.removeprefix(_DAMAGED_PREFIX)
-    return int(number) if number.isdecimal() else 0
+    return int(number) if number.isascii() and number.isdecimal() and len(number) < _DIGITS_MAX else 0
 
 
 def is_on_network(path: Path, mounts: str) -> bool:

@@ -27,8 +27,9 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def supports_direct_io(directory: Path) -> bool:
     Asking by doing: tmpfs, overlay and network file systems differ by kernel, and some accept the flag at open and
     refuse the write.
     """
-    path = directory / f"probe-{os.getpid()}"
+    path = directory / f"probe-{os.getpid()}-{secrets.token_hex(4)}"
     page = mmap.mmap(-1, ALIGNMENT_BYTES)
     page.write(b"\xa5" * ALIGNMENT_BYTES)
     try:
@@ -143,6 +144,7 @@ def supports_direct_io(directory: Path) -> bool:
         raise
     finally:
         page.close()
+        # Some file systems make the file before they refuse the flag: the name, eight random digits, is ours alone.
         path.unlink(missing_ok=True)
 
 
@@ -217,24 +219,53 @@ def _read_all(descriptor: int, buffer: memoryview, path: Path, on_piece: Callabl
         on_piece(offset)
 
 
-def replace_small_file(path: Path, temp: Path, content: bytes, *, is_lasting: bool = False) -> None:
-    """Publish a small file under ``path`` by writing ``temp`` and renaming it.
+def replace_small_file(path: Path, content: bytes, *, is_lasting: bool = False, temp_in: Path | None = None) -> None:
+    """Publish a small file under ``path`` by writing another one and renaming it.
+
+    What stands under ``path`` is replaced, whatever it is: whoever calls knows that it is ours.
 
     Args:
         is_lasting: It must survive a power failure once it is there; fsync, then.
+        temp_in: Where to write it meanwhile; None: beside it. Its name has eight random digits, so that it is taken
+            by nobody else's file and can be told from one (``disk_sweep.py``).
     """
+    temp = (temp_in or path.parent) / f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
+    write_new_file(temp, content, is_lasting=is_lasting)
     try:
-        temp.unlink(missing_ok=True)  # left by a crash, or put there to be written through
-        descriptor = os.open(temp, os.O_WRONLY | _CREATE, FILE_MODE)
-        try:
-            _write_all(descriptor, memoryview(content), direct=False)
-            if is_lasting:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         os.replace(temp, path)
-    finally:
+    except BaseException:
         temp.unlink(missing_ok=True)
+        raise
+
+
+def write_new_file(path: Path, content: bytes, *, is_lasting: bool = False, like: os.stat_result | None = None) -> None:
+    """Create a small file, of which nothing is left behind when that fails.
+
+    Args:
+        is_lasting: Its bytes must survive a power failure; fsync, then.
+        like: Give it to the owner and the group of this.
+
+    Raises:
+        OSError: The name is taken, or the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | _CREATE, FILE_MODE)
+    try:
+        if like is not None:
+            os.fchown(descriptor, like.st_uid, like.st_gid)
+        _write_all(descriptor, memoryview(content), direct=False)
+        if is_lasting:
+            os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def is_own_file(status: os.stat_result, owners: Collection[int]) -> bool:
+    """Whether this is a plain file of one of these users: we make no other. It may have a second name, as in a backup
+    of hard links, which loses nothing by the removal of this one."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid in owners
 
 
 def read_head(path: Path | str, length: int) -> bytes:

@@ -79,10 +79,9 @@ def changing_pins(root: Path) -> Iterator[dict[BlobName, float]]:
 
 def _write(root: Path, pins: Mapping[BlobName, float]) -> None:
     content = _Content(VERSION, {f"{n.namespace.hex()}/{n.key.hex()}": until_s for n, until_s in pins.items()})
-    temporary = root / f"{PINS_FILE}.{os.getpid()}"
     try:
         # Lasting: unlike a blob, nothing gives a wish back.
-        replace_small_file(root / PINS_FILE, temporary, msgspec.json.encode(content), is_lasting=True)
+        replace_small_file(root / PINS_FILE, msgspec.json.encode(content), is_lasting=True)
     except OSError as exc:
         raise TierUnavailable(f"cannot write the pins. errno={exc.errno} path={root / PINS_FILE}") from exc
 

@@ -6,7 +6,8 @@ ours and are certainly broken. Called by ``disk.py`` once, at open, before any w
     file                                            what happens
     named right, in the index, same allocation      the index row stands, no read
     named right, not in the index                   row from its header, recency unknown
-    named right, header corrupt or of another key   removed: no get could ever return it
+    named right, header corrupt or of another key   removed, and logged: no get could ever return it
+    the same, of another user                       foreign
     named right, another namespace or version       foreign: counted as used, never deleted
     named otherwise, not a regular file             foreign
     row without a file                              dropped
@@ -14,7 +15,7 @@ ours and are certainly broken. Called by ``disk.py`` once, at open, before any w
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
 from tiered_kv.keys.naming import parse_path
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk_index import IndexRow, Shard, ShardRows
-from tiered_kv.tiers.disk_io import allocated_bytes, read_head
+from tiered_kv.tiers.disk_io import allocated_bytes, is_own_file, read_head
 
 NAMESPACE_FILE = "namespace.json"
 RECORD_BYTES_MAX = 16 << 20
@@ -40,7 +41,8 @@ class DirectoryContent:
         foreign: Names taken by files that are not ours to touch.
         foreign_bytes: Bytes of everything that is counted but is not a blob.
         unreadable_count: Files left out, for whatever reason.
-        removed_count: Those of them that were broken blobs and are gone now.
+        removed_count: Those of them that were broken blobs of ours and are gone now.
+        owners, on_removed: See ``reconcile``.
     """
 
     shards: ShardRows = field(default_factory=dict)
@@ -49,15 +51,23 @@ class DirectoryContent:
     foreign_bytes: int = 0
     unreadable_count: int = 0
     removed_count: int = 0
+    owners: Collection[int] = ()
+    on_removed: Callable[[str, str], None] | None = None
 
 
-def reconcile(blobs: Path, known: ShardRows) -> DirectoryContent:
+def reconcile(
+    blobs: Path, known: ShardRows, owners: Collection[int], on_removed: Callable[[str, str], None]
+) -> DirectoryContent:
     """Walk ``blobs`` and return what is really there.
+
+    Args:
+        owners: Users whose broken blobs may be removed (``disk_marker.claim``).
+        on_removed: Told of each that was: its path, and why.
 
     Raises:
         OSError: The directory cannot be read.
     """
-    content = DirectoryContent()
+    content = DirectoryContent(owners=owners, on_removed=on_removed)
     for prefix, entry in files(blobs):
         _take(content, known, prefix + entry.name, entry)
     content.dirty.update(shard for shard in known if len(known[shard]) != len(content.shards.get(shard, ())))
@@ -107,7 +117,13 @@ def _read_row(
         _leave(content, size_bytes)
         return None
     except ChunkCorrupt:
+        if not is_own_file(os.lstat(path), content.owners):
+            content.foreign.add(name)
+            _leave(content, size_bytes)
+            return None
         os.unlink(path)
+        if content.on_removed is not None:
+            content.on_removed(path, "its header is not that of the blob whose name it has")
         content.unreadable_count += 1
         content.removed_count += 1
         return None

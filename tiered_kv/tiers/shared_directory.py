@@ -5,6 +5,7 @@ reader never sees half of it. Files are 0600, directories 0700. Called by ``tier
 """
 
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -15,11 +16,21 @@ import uuid
 from collections.abc import Sequence
 from typing import Final
 
+from tiered_kv.tiers.disk_io import is_own_file
 from tiered_kv.tiers.object_media import CallRunner, ObjectInfo, Page, check_expected, check_size
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY: Final = "_tiered_kv/tmp"
 STALE_S: Final = 3600.0
 """Age of a temporary file whose writer is gone: no write takes that long, its deadline is seconds."""
+
+_NAME = re.compile(rf"{TEMPORARY}/([A-Za-z0-9_-]{{1,32}}-[0-9]{{1,10}}-)?[0-9a-f]{{32}}")
+
+
+def is_own_temporary(path: str) -> bool:
+    """Whether a path is that of a write in flight, or of the probe for the file system's clock."""
+    return _NAME.fullmatch(path) is not None
 
 
 class SharedDirectory:
@@ -125,7 +136,7 @@ class SharedDirectory:
                         os.mkdir(place, 0o700)
 
     def _sweep_now_and_then(self) -> None:
-        """Remove what dead writers left, at most once an hour."""
+        """Remove what dead writers of this user left, at most once an hour; what is called otherwise is not ours."""
         with self._sweep_lock:
             if time.monotonic() < self._next_sweep_s:
                 return
@@ -135,19 +146,23 @@ class SharedDirectory:
             names = os.listdir(directory)
             if not names:
                 return
-            now_s = self._clock_s(directory)
+            sample = self._sample(directory)
             for name in names:
                 place = f"{directory}/{name}"
                 with contextlib.suppress(FileNotFoundError):
-                    if now_s - os.stat(place).st_mtime > STALE_S:
+                    found = os.lstat(place)
+                    is_old = sample.st_mtime - found.st_mtime > STALE_S
+                    if is_old and is_own_temporary(f"{TEMPORARY}/{name}") and is_own_file(found, (sample.st_uid,)):
                         os.unlink(place)
+                        logger.info("removed: a write that was cut off. path=%s", place)
 
-    def _clock_s(self, directory: str) -> float:
-        """The time by the file system's clock: ours may be hours off the one that stamps the files."""
+    def _sample(self, directory: str) -> os.stat_result:
+        """A file that is written now: its time is that of the file system's clock, from which ours may be hours off,
+        and its owner is who we are there, which a mount may map."""
         probe = f"{directory}/{uuid.uuid4().hex}"
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:
-            return os.stat(probe).st_mtime
+            return os.lstat(probe)
         finally:
             os.unlink(probe)
 

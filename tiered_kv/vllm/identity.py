@@ -28,8 +28,8 @@ logger = logging.getLogger("vllm." + __name__)
 FIRST_VERSION: Final = (0, 30)
 UNTESTED_FROM: Final = (0, 33)
 REFUSED_FROM: Final = (0, 34)
-"""From ``UNTESTED_FROM`` on versions start with a warning, until they are refused. Of those before it CI runs the oldest
-and the newest; what lies between was run by hand (docs/versions.md)."""
+"""From ``UNTESTED_FROM`` on versions start with a warning, until they are refused. Of those before it CI runs the
+oldest and the newest; what lies between was run by hand (docs/versions.md)."""
 
 DRAFTLESS_METHODS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Speculation without a draft model of its own: no KV of other weights, and rejected tokens are only ever the last."""

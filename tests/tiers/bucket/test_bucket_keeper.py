@@ -23,9 +23,10 @@ from bucket_keepers import (
 from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
 from tiered_kv.keys.naming import object_path, parse_object_path
 from tiered_kv.testing.blobs import SampleChain
-from tiered_kv.tiers.bucket.layout import Report, Term, decode, lease_path
+from tiered_kv.tiers.bucket.layout import Report, Term, UsageFigures, decode, encode, lease_path
 from tiered_kv.tiers.bucket.pace import Pace
 from tiered_kv.tiers.bucket.pins import PINS, pin_path
+from tiered_kv.tiers.bucket.recency import LOG_MAGIC
 
 
 @pytest.fixture(params=["memory", "directory", pytest.param("s3", marks=pytest.mark.s3)])
@@ -272,15 +273,50 @@ def test_a_failing_store_is_logged_once_and_the_next_turn_goes_on(memory, clock,
     put(memory, keeper, CHAIN, 0)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff" * 50, b'{"holder":1}', b"null", bytes(9 << 20)])
-def test_malformed_objects_count_as_absent(memory, clock, content):
-    for path in (lease_path(7), "_tiered_kv/servers/other-1.1", "_tiered_kv/usage", "_tiered_kv/recency/x/1"):
+LARGE = b"[" + b"0," * (3 << 20) + b"0]"
+"""More than any small object of ours."""
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff" * 50, b'{"holder":1}', b"null", LARGE])
+def test_what_is_not_ours_below_our_names_counts_as_absent_and_stays(memory, clock, caplog, content):
+    """By its name each of these would be overwritten, merged or cleaned up: by its content it is somebody else's."""
+    ended = pin_path(CHAIN.name(5), 1)
+    paths = {lease_path(7), "_tiered_kv/servers/other-1.1", "_tiered_kv/usage", "_tiered_kv/recency/x/1"}
+    paths |= {"_tiered_kv/notes.txt", "_tiered_kv/tmp/draft", *([ended] if content else [])}
+    for path in paths:
         memory.put(path, content)
-    keeper = keeper_of(memory, clock, blobs=100 + 4 * len(content) // SIZE)
+    keeper = keeper_of(memory, clock, blobs=10_000)
     turn(clock, keeper, times=60)
     put(memory, keeper, CHAIN, 0)
-    assert keeper.figures()["term"] == 8
+    keeper.record_use([CHAIN.name(0)])
+    turn(clock, keeper, times=600)
+    assert keeper.figures()["term"] == 8 and keeper.figures()["passes"] > 1
     assert keeper.figures()["malformed"] > 0
+    keeper.close()
+    assert {path: memory.get(path) for path in paths} == dict.fromkeys(paths, content)
+    said = [text for text in warnings(caplog) if text.startswith("left alone: ")]
+    assert len(said) == 3, "a lease, the figures, and the logs of use: once each"
+
+
+def test_what_is_ours_and_over_is_cleaned_up_beside_what_is_not(memory, clock):
+    """The pair of the test above: of objects of the same names, with content of ours, nothing is left."""
+    ended = pin_path(CHAIN.name(5), 1)
+    old = {
+        lease_path(7): encode(Term("other-1", 3, is_closed=True)),
+        "_tiered_kv/servers/other-1.1": encode(Report(1, 7)),
+        "_tiered_kv/recency/x/1": LOG_MAGIC + CHAIN.key(0),
+        ended: b"",
+    }
+    for path, data in old.items():
+        memory.put(path, data)
+    memory.put("_tiered_kv/usage", encode(UsageFigures(1, 1, 7)))
+    keeper = keeper_of(memory, clock, blobs=10_000)
+    turn(clock, keeper, times=60)
+    put(memory, keeper, CHAIN, 0)
+    turn(clock, keeper, times=600)
+    keeper.close()
+    assert [path for path in old if memory.get(path) is not None] == []
+    assert decode(memory.get("_tiered_kv/usage"), UsageFigures).term == 8
 
 
 def test_unknown_fields_are_ignored():

@@ -23,8 +23,8 @@ from tiered_kv.tiers.bucket.layout import (
     Objects,
     Report,
     decode,
+    fetch,
     parse_session_path,
-    read_own,
     session_path,
 )
 from tiered_kv.tiers.bucket.pace import Pace
@@ -140,12 +140,15 @@ class Fleet:
             self._drop(name)
 
     def removable(self) -> list[str]:
-        """Paths of reports of the dead, long enough ago that nobody can be confused by their absence."""
+        """Paths of reports of the dead, long enough ago that nobody can be confused by their absence.
+
+        What was never understood as a report is not ours to remove.
+        """
         now = self._clock()
         return [
             session_path(name)
             for name, session in self._sessions.items()
-            if session.is_dead and now - session.changed_at > 10 * self._pace.expiry_s
+            if session.is_dead and session.report is not None and now - session.changed_at > 10 * self._pace.expiry_s
         ]
 
     def waits_for(self) -> list[str]:
@@ -287,7 +290,7 @@ class Fleet:
         return session.report is not None and session.report.term == self.term
 
     def _read(self, name: str, stamp: tuple[float, int], asked: float) -> None:
-        data = read_own(self._store, session_path(name))
+        data = fetch(self._store, session_path(name))
         if data is None:
             return  # it ended between LIST and GET: the next LIST tells
         now = self._clock()

@@ -17,7 +17,7 @@ from tiered_kv.errors import TierUnavailable
 from tiered_kv.keys.naming import object_path, parse_object_path
 from tiered_kv.tiers.bucket.fleet import Fleet
 from tiered_kv.tiers.bucket.inventory import Inventory
-from tiered_kv.tiers.bucket.layout import RECENCY, ROOT, Objects
+from tiered_kv.tiers.bucket.layout import RECENCY, ROOT, Info, Objects
 from tiered_kv.tiers.bucket.lease import Lease, Limits
 from tiered_kv.tiers.bucket.pace import Pace
 from tiered_kv.tiers.bucket.pins import parse_pin_path
@@ -75,6 +75,7 @@ class Janitor:
         self._ended_at = float("-inf")
         self._gap_s = 0.0
         self._number = 0
+        self._foreign: set[str] = set()
         self.evicts_all = False
         self.sweep = Sweep()
 
@@ -160,34 +161,41 @@ class Janitor:
         """Pinned keys; pins that have ended are deleted."""
         keys: list[bytes] = []
         ended: list[str] = []
-        for path in pins:
+        for path, size_bytes in pins.items():
             pin = parse_pin_path(path)
             if pin is not None and (pin[1] == 0 or pin[1] > now_s):
                 keys.append(pin[0].key)
-            else:
+            elif size_bytes == 0:  # a pin is empty; what has content is not ours to remove
                 ended.append(path)
         for start in range(0, len(ended), self._pace.delete_batch):
             part = ended[start : start + self._pace.delete_batch]
             if not self._still_leads():
                 break  # whoever leads now sees them in its own list
             self._store.delete(part)
-            self._fleet.own_changed(-sum(pins[path] for path in part))
         return keys
 
     def _merge_uses(self, inventory: Inventory, logs: dict[str, int]) -> Generator[bool, None, None]:
         reader = UseReader(self._store)
-        sources = reader.sources()
-        for source in sources:
-            reader.read(source, inventory)
+        sources: list[Info] = []
+        for source in reader.sources():
+            if reader.read(source, inventory):
+                sources.append(source)
             yield False
         inventory.use_prefixes()
-        self.sweep.malformed_logs += reader.malformed_count
+        self._note_foreign(reader.malformed)
         if any(not self._is_own_base(source.path) for source in sources) and self._still_leads():
             self._number += 1
             label = f"{self._fleet.term:020d}-{self._number}"
             written_bytes, merged = reader.merge(label, inventory, sources, self._pace.epoch_s)
             self._fleet.own_changed(written_bytes - sum(logs.get(path, 0) for path in merged))
             self.sweep.merged_logs += len(merged)
+
+    def _note_foreign(self, paths: list[str]) -> None:
+        """Count what is no log of use, once each, and say that it stays."""
+        if found := set(paths) - self._foreign:
+            self._foreign |= found
+            self.sweep.malformed_logs += len(found)
+            _log.warning("left alone: %d objects have names of logs of use and are none. path=%s", len(found), RECENCY)
 
     def _is_own_base(self, path: str) -> bool:
         return f"/base/{self._fleet.term:020d}-" in path

@@ -8,8 +8,9 @@
     _tiered_kv/recency/base/<term>-<n>-<m>   what the leader made of merged logs: magic, then 16 + 4 bytes each
     _tiered_kv/usage                         the leader's last figures
 
-JSON unless said otherwise; unknown fields are ignored, and content that cannot be read counts as absent. Owns paths and
-encodings; must not decide anything. Called by the other modules of this package.
+JSON unless said otherwise; unknown fields are ignored. Content that cannot be read counts as absent, and is somebody
+else's or a later version's: whoever finds it leaves it as it is. Owns paths and encodings; must not decide anything.
+Called by the other modules of this package.
 """
 
 import re
@@ -123,18 +124,6 @@ class UsageFigures(msgspec.Struct, frozen=True):
     term: int = 0
 
 
-def read_own(store: Objects, path: str, size_max: int = JSON_BYTES_MAX) -> bytes | None:
-    """What one of these objects holds; None: it is not there.
-
-    An object that is larger than any of ours is somebody else's: it is like one that cannot be read (empty), or a
-    single such object would keep every server of the bucket from storing anything.
-    """
-    try:
-        return store.get(path, size_max)
-    except ChunkCorrupt:
-        return b""
-
-
 def encode(value: msgspec.Struct) -> bytes:
     """The bytes of a small object."""
     return msgspec.json.encode(value)
@@ -148,6 +137,18 @@ def decode(data: bytes | None, kind: type[T]) -> T | None:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError:  # ValidationError is one
         return None
+
+
+def fetch(store: Objects, path: str, bytes_max: int = JSON_BYTES_MAX) -> bytes | None:
+    """An object of the keepers; None: it is not there. One that is larger than any of ours reads as empty.
+
+    Raises:
+        TierUnavailable: The store failed.
+    """
+    try:
+        return store.get(path, bytes_max)
+    except ChunkCorrupt:
+        return b""
 
 
 def lease_path(term: int) -> str:

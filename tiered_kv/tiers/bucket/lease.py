@@ -8,6 +8,7 @@ Owns the objects below ``_tiered_kv/lease/``; must not decide what is granted or
 Threads: one at a time.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,11 +19,13 @@ from tiered_kv.tiers.bucket.layout import (
     Term,
     decode,
     encode,
+    fetch,
     lease_path,
     parse_lease_path,
-    read_own,
 )
 from tiered_kv.tiers.bucket.pace import Pace
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Lease:
         self._pace = pace
         self._clock = clock
         self._server_id = server_id
+        self._foreign: set[str] = set()
         self._seen: tuple[int, bytes, float] | None = None
         self._counter = 0
         self._renewed_at = float("-inf")
@@ -73,7 +77,7 @@ class Lease:
             self._seen = None
             return None
         term = max(terms)
-        data = read_own(self._store, lease_path(term)) or b""
+        data = fetch(self._store, lease_path(term)) or b""
         if self._seen is None or self._seen[:2] != (term, data):
             self._seen = (term, data, self._clock())
         return View(term, data, decode(data, Term), asked - self._seen[2])
@@ -98,7 +102,7 @@ class Lease:
         holder_is_gone = previous is None
         if previous is not None:
             # A renewal may have landed between our last look and the new term: then its sender may still be writing.
-            again = read_own(self._store, lease_path(previous.term)) or b""
+            again = fetch(self._store, lease_path(previous.term)) or b""
             holder_is_gone = again == previous.data and previous.unchanged_s >= self._pace.expiry_s
         self.term, self._counter = term, 0
         self._renewed_at = self.confirmed_at = sent
@@ -121,10 +125,21 @@ class Lease:
             self.term = None
             return False
         self.confirmed_at = renewed_at
-        lower = [lease_path(term) for term in terms if term < self.term]
+        lower = [path for term in terms if term < self.term and self._is_ours(path := lease_path(term))]
         if lower:
             self._store.delete(lower)
         return True
+
+    def _is_ours(self, path: str) -> bool:
+        """Whether a lower term's object is a lease, so that it may go; what is none stays, and is said once."""
+        if path in self._foreign:
+            return False
+        data = fetch(self._store, path)
+        if data is not None and decode(data, Term) is None:
+            self._foreign.add(path)
+            _log.warning("left alone: it has the name of a lease and is none. path=%s", path)
+            return False
+        return data is not None
 
     def renew(self, limits: Limits, session: str, grants: Mapping[str, Answer], *, is_tight: bool) -> None:
         """Write heartbeat and grants."""

@@ -9,8 +9,8 @@ read, so a leader that was overtaken while merging takes nothing away.
     log   b"TKVuse1\\n"  key[16] ...
     base  b"TKVuses\\n"  (key[16] used_s[u32 little-endian, seconds since 1970]) ...
 
-Content of another form counts as absent. Owns the objects below ``_tiered_kv/recency/``. Called by the keeper's turn;
-``record`` by any thread.
+Content of another form counts as absent and stays: it is not ours to merge. Owns the objects below
+``_tiered_kv/recency/``. Called by the keeper's turn; ``record`` by any thread.
 """
 
 import struct
@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from tiered_kv.keys.naming import NAME_BYTES, BlobName
 from tiered_kv.tiers.bucket.inventory import Inventory, seconds
-from tiered_kv.tiers.bucket.layout import BASES, RECENCY, Info, Objects, read_own
+from tiered_kv.tiers.bucket.layout import BASES, RECENCY, Info, Objects, fetch
 from tiered_kv.tiers.bucket.pace import Pace
 
 LOG_MAGIC: Final = b"TKVuse1\n"
@@ -96,17 +96,18 @@ class UseReader:
 
     def __init__(self, store: Objects) -> None:
         self._store = store
-        self.malformed_count = 0
+        self.malformed: list[str] = []
+        """Paths of what is neither a log nor a base."""
 
     def sources(self) -> list[Info]:
         """Every log and base there is."""
         return list(self._store.list(RECENCY))
 
-    def read(self, source: Info, inventory: UseSink) -> None:
-        """Apply one of them."""
-        data = read_own(self._store, source.path, OBJECT_BYTES_MAX)
+    def read(self, source: Info, inventory: UseSink) -> bool:
+        """Apply one of them; False: it is gone, or none of ours."""
+        data = fetch(self._store, source.path, OBJECT_BYTES_MAX)
         if data is None:
-            return
+            return False
         magic, body = data[: len(LOG_MAGIC)], memoryview(data)[len(LOG_MAGIC) :]
         if magic == LOG_MAGIC and len(body) % NAME_BYTES == 0:
             used_s = seconds(source.modified_s)
@@ -116,7 +117,9 @@ class UseReader:
             for key, used_s in _ROW.iter_unpack(body):
                 inventory.use(key, used_s)
         else:
-            self.malformed_count += 1
+            self.malformed.append(source.path)
+            return False
+        return True
 
     def merge(self, label: str, inventory: Inventory, sources: Sequence[Info], grain_s: float) -> tuple[int, list[str]]:
         """Write one base in place of what was read; what it replaces goes only after it is there.

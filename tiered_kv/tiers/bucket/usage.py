@@ -3,12 +3,15 @@
 Owns the object ``_tiered_kv/usage``. ``now`` by any thread; ``refresh`` by the keeper's turn.
 """
 
+import logging
 from collections.abc import Callable
 
 from tiered_kv.tiers.bucket.account import Account
 from tiered_kv.tiers.bucket.fleet import Fleet
-from tiered_kv.tiers.bucket.layout import USAGE, Objects, UsageFigures, decode, encode, read_own
+from tiered_kv.tiers.bucket.layout import USAGE, Objects, UsageFigures, decode, encode, fetch
 from tiered_kv.tiers.bucket.pace import Pace
+
+_log = logging.getLogger(__name__)
 
 
 class UsageBoard:
@@ -24,6 +27,7 @@ class UsageBoard:
         self._account = account
         self._known = UsageFigures(0, 0)
         self._written: UsageFigures | None = None
+        self._has_warned = False
         self._exchanged_at = float("-inf")
 
     def now(self) -> tuple[int, int]:
@@ -43,13 +47,25 @@ class UsageBoard:
             self._learn(UsageFigures(fleet.used_bytes(), fleet.blob_count(), fleet.term))
             if is_due and self._known != self._written:
                 self._exchanged_at = now
-                self._store.put(USAGE, encode(self._known))
-                self._written = self._known
+                if self._may_write():
+                    self._store.put(USAGE, encode(self._known))
+                    self._written = self._known
         elif is_due:
             self._exchanged_at = now
-            found = decode(read_own(self._store, USAGE), UsageFigures)
+            found = decode(fetch(self._store, USAGE), UsageFigures)
             if found is not None and found != self._known:
                 self._learn(found)
+
+    def _may_write(self) -> bool:
+        """Whether the name is free or holds figures: asked before the first write, and again while it does not."""
+        if self._written is not None:
+            return True
+        data = fetch(self._store, USAGE)
+        is_foreign = data is not None and decode(data, UsageFigures) is None
+        if is_foreign and not self._has_warned:
+            _log.warning("left alone: it has the name of the bucket's figures and holds none. path=%s", USAGE)
+        self._has_warned = is_foreign
+        return not is_foreign
 
     def _learn(self, figures: UsageFigures) -> None:
         self._account.take_changes()
