@@ -101,6 +101,7 @@ class WorkerSide:
         self._idle = threading.Condition()
         self._running = 0
         self.copied = CopyMeter()
+        self.before_leaving: Callable[[], None] = lambda: None  # set by a scheduler's side in this process
         self._closing = threading.Event()
         self._background = Background()
 
@@ -332,6 +333,7 @@ class WorkerSide:
         self._closing.set()
         for thread in self._threads.values():
             thread.close()
+        self.before_leaving()
         for client in (self._client, *self._joined):
             if client is not None:
                 client.leave()
