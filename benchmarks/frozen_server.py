@@ -1,6 +1,6 @@
 """What a cache server that stands still costs vLLM's steps: a real engine with a live one, a frozen one, and no cache.
 
-    python benchmarks/frozen_server.py [--rounds N] [--prompts N] [--tokens N]
+    python benchmarks/frozen_server.py [--rounds N] [--prompts N] [--tokens N] [--pressure]
 
 The CPU build in this process, so that the time of each step can be taken: from the call of the engine core's
 ``get_output`` to its return, without asynchronous scheduling. Per round new prompts are answered in one batch. While
@@ -9,7 +9,11 @@ engine steps on; shown are the times of steps, and beside them of whole rounds. 
 on one engine, so that a busy machine is the same for both. ``hooks`` is what a step spends in the connector's own hooks
 of the scheduler's side.
 
-Builds a model with seeded weights under build/. Prints a table and writes build/frozen_server.json.
+With ``--pressure`` the pool holds 80 blocks and the answers are long, so that vLLM preempts, and host memory has room
+for 12 chunks, so that chunks wait for slots: shown is the longest time in which requests run and no token is scheduled.
+
+Builds a model with seeded weights under build/. Prints a table and writes build/frozen_server.json
+(``frozen_server_pressure.json``).
 """
 
 import argparse
@@ -144,6 +148,71 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [row("no cache", bare), row("live", live), row("frozen", still)]
 
 
+PRESSED = {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 384, "max_model_len": 2048}
+
+
+class Gaps:
+    """Times between steps that scheduled tokens, while requests run.
+
+    Attributes:
+        gap_s: One entry per step that scheduled tokens.
+        empty: Steps that scheduled none although requests ran.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.gap_s: list[float] = []
+        self.empty = self.preempted = 0
+        schedule = scheduler.schedule
+        last_s = 0.0
+
+        def watched(*arguments: Any) -> Any:
+            nonlocal last_s
+            is_running = bool(scheduler.running)
+            output = schedule(*arguments)
+            now_s = time.perf_counter()
+            self.preempted += len(output.preempted_req_ids or ())
+            self.empty += is_running and not output.total_num_scheduled_tokens
+            if output.total_num_scheduled_tokens:
+                self.gap_s += [now_s - last_s] if is_running else []
+                last_s = now_s
+            return output
+
+        scheduler.schedule = watched
+
+
+def pressed(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows under pressure: vLLM's blocks and the cache's slots are short."""
+
+    def rounds(llm: Any, first: int) -> dict[str, Any]:
+        gaps = Gaps(llm.llm_engine.engine_core.engine_core.scheduler)
+        for number in range(options.rounds):
+            given = [random_prompt(first + 100 * number + i, 300 + 40 * i) for i in range(8)]
+            generate(llm, given, max_tokens=70)
+        return {
+            "steps": len(gaps.gap_s),
+            "empty_steps": gaps.empty,
+            "preempted": gaps.preempted,
+            "gap_p50_ms": 1e3 * statistics.median(gaps.gap_s),
+            "gap_p99_ms": 1e3 * percentile(gaps.gap_s, 0.99),
+            "gap_max_ms": 1e3 * max(gaps.gap_s),
+        }
+
+    rows = []
+    for server in ("no cache", "live", "frozen"):
+        with tempfile.TemporaryDirectory(prefix="tkv-") as root:
+            given = settings(Path(root) / "cache", lookup_timeout_ms=LOOKUP_TIMEOUT_MS, host_bytes=12 * 528_384)
+            llm = make_llm(model, None if server == "no cache" else given, async_scheduling=False, **PRESSED)
+            generate(llm, [random_prompt(1, 500)], max_tokens=4)  # warm
+            drain(llm)
+            if server == "frozen":
+                with frozen(server_pid(Path(root) / "cache")):
+                    rows.append({"server": server} | rounds(llm, 10_000))
+            else:
+                rows.append({"server": server} | rounds(llm, 10_000))
+            close_llm(llm)
+    return rows
+
+
 def row(server: str, rounds: list[tuple[list[float], list[float], float]]) -> dict[str, Any]:
     step_s = [value for one, _, _ in rounds for value in one]
     hooks_s = [value for _, one, _ in rounds for value in one]
@@ -175,13 +244,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=4, help="per round")
     parser.add_argument("--tokens", type=int, default=600, help="per prompt")
+    parser.add_argument("--pressure", action="store_true", help="with too few blocks and slots")
     options = parser.parse_args()
-    rows = measure(build_model(REPOSITORY / "build" / "models" / "tiny", shape=TINY), options)
+    model = build_model(REPOSITORY / "build" / "models" / "tiny", shape=TINY)
+    rows = pressed(model, options) if options.pressure else measure(model, options)
     facts = machine(
         "frozen_server", lookup_timeout_ms=LOOKUP_TIMEOUT_MS, prompts=options.prompts, tokens=options.tokens
     )
     print("\n".join(table(rows)))
-    target = REPOSITORY / "build" / "frozen_server.json"
+    target = REPOSITORY / "build" / f"frozen_server{'_pressure' if options.pressure else ''}.json"
     target.write_text(json.dumps({"machine": facts, "results": rows}, indent=1) + "\n")
     print(json.dumps({"machine": facts, "file": str(target.relative_to(REPOSITORY))}))
 

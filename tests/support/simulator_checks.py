@@ -1,6 +1,7 @@
 """What a simulated engine at rest must not hold any more, and what its clients must have got."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ def leaks(engine: SimulatedEngine) -> list[str]:
         "copies in workers": sum(worker.connector._worker._running for worker in engine.workers),
     }
     return [f"{what} left: {left}" for what, left in found.items() if left]
+
+
+def content(value: Any) -> Any:
+    """A copy of everything that a scheduler's output says, to compare it with what it says later."""
+    if is_dataclass(value):  # the block state is a window into vLLM's own tables
+        names = [one.name for one in fields(value) if one.name != "kv_connector_block_state"]
+        return {name: content(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {key: content(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [content(one) for one in value]
+    return set(value) if isinstance(value, set) else repr(value)
 
 
 def server_leaks(engine: SimulatedEngine, root: Path) -> list[str]:

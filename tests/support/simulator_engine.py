@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from simulator_accounts import StoreAccounts
 from simulator_model import Layer, Model, Reference
 from simulator_runner import Findings, SimulatedWorker
 from transformers import LlamaConfig
@@ -150,6 +151,7 @@ class SimulatedEngine:
             self._queue_max = self.config.max_concurrent_batches
         self.groups = len(kv_cache_config.kv_cache_groups)
         self.connector = self.scheduler.connector
+        self.accounts = StoreAccounts(self.scheduler)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.ranks)
         hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)

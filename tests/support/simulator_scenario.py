@@ -415,6 +415,7 @@ def _end_engine(world: _World) -> None:
     engine, outcome = world.engine, world.outcome
     asked = {name: tokens for name, tokens in world.limits.items() if name in engine.answers}
     outcome.wrong += engine.findings.wrong + unanswered(engine, asked, world.aborted) + leaks(engine)
+    outcome.wrong += engine.accounts.wrong()
     outcome.wrong += server_leaks(engine, world.root)
     outcome.counts.update(engine.connector._scheduler.counters)
     outcome.counts.update(

@@ -119,3 +119,28 @@ def test_a_load_that_fails_after_its_request_was_aborted_takes_no_room_from_othe
         if not is_aborted:
             side.plan_step(SimpleNamespace(preempted_req_ids=set(), num_scheduled_tokens={name: 5}))
             side.finish_request(asked, ())
+
+
+def test_a_load_whose_request_was_aborted_keeps_its_room_until_it_ends(engine: SmallEngine) -> None:
+    """vLLM gives its blocks to nobody before the load was reported."""
+    blocks = CHUNK // BLOCK
+    groups = CacheGroups([CacheGroup(BLOCK, blocks, blocks), CacheGroup(BLOCK, blocks, 1, window_tokens=BLOCK + 1)])
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), groups, BOTH)
+    side.bind_block_pool(SimpleNamespace(num_gpu_blocks=5 * blocks))
+    engine.store(3, first_token=40_000)
+    engine.wait_hits(3, first_token=40_000)
+    table = list(range(1, 3 * blocks + 1))
+    aborted, other = request("aborted", 40_000), request("other", 40_000)
+    side.add_request(aborted)
+    assert matched(side, aborted) == 3 * CHUNK
+    side.allocated(aborted, (table, [0] * (3 * blocks - 1) + [99]), 3 * CHUNK)
+    side.finish_request(aborted, ())
+    side._loading.clear()  # so that nothing but the room is in the way of the same prefix
+    side.add_request(other)
+    (lookup,) = (id_ for id_ in engine.client.lookups if id_ != side.state("aborted").loading_lookup.id)
+    wait_for(lambda: engine.client.poll() or engine.client.lookups[lookup].ready == 3, "the answer")
+    assert side.matched_tokens(other, 0) is None, "both loads hold more blocks than there are"
+    side.loads_finished({"aborted"}, set())
+    assert matched(side, other) == 3 * CHUNK
+    side.finish_request(other, ())
+    assert not engine.client.lookups

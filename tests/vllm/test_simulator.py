@@ -14,6 +14,7 @@ import pytest
 from cache_probe import wait_written
 from counts import count, seed
 from server_processes import end_server
+from simulator_checks import content
 from simulator_engine import Setup, SimulatedEngine
 from simulator_faults import (
     CopyFaults,
@@ -71,6 +72,36 @@ def test_the_seeds_did_what_they_are_for(totals):
     wanted = SEEN_IN_ANY_SET + (SEEN_IN_200 if totals["seeds"] >= 200 else ())
     assert [name for name in wanted if not totals[name]] == []
     assert totals["loads"] > totals["loads_failed"]
+
+
+def test_planning_a_step_changes_nothing_of_it(tmp_path):
+    """vLLM sends the same output to its workers, and other connectors read it after ours."""
+    engine = SimulatedEngine(Setup(connector=settings(tmp_path / "cache"), pool_blocks=64, requests_max=4))
+    plan, seen = engine.connector.build_connector_meta, Counter()
+
+    def compared(output):
+        before = content(output)
+        metadata = plan(output)
+        assert content(output) == before
+        seen.update(
+            steps=1, saves=len(metadata.saves), loads=len(metadata.loads), preempted=len(output.preempted_req_ids or ())
+        )
+        return metadata
+
+    engine.connector.build_connector_meta = compared
+    source = random.Random(1)
+    prompts = [random_tokens(source, 60) for _ in range(4)]
+    try:
+        for n in range(2):
+            for m, prompt in enumerate(prompts):
+                engine.add(f"r{n}-{m}", prompt, parameters(40))
+            come_to_rest(engine)
+            engine.scheduler.reset_prefix_cache()
+    finally:
+        engine.close()
+        end_server(tmp_path / "cache")
+    assert engine.findings.wrong == []
+    assert all(seen[name] for name in ("steps", "saves", "loads", "preempted")), seen
 
 
 # -- negative controls -------------------------------------------------------------------------------------------------
@@ -151,6 +182,14 @@ def test_nothing_is_found_where_nothing_is_wrong(twice):
         twice.ask()
     assert twice.loads
     assert twice.engine.findings.wrong == []
+
+
+def test_a_chunk_that_is_lost_without_a_word_is_noticed(twice):
+    twice.ask()
+    assert twice.engine.accounts.wrong() == []
+    assert twice.engine.accounts.computed > 0
+    twice.engine.connector._scheduler.counters["stores"] -= 1
+    assert twice.engine.accounts.wrong() != []
 
 
 def test_stores_without_pins_are_noticed(twice):

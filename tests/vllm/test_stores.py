@@ -12,9 +12,9 @@ from tiered_kv.config import Config
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.keys.rolling import PrefixKeys
 from tiered_kv.keys.tags import NO_TAG, tag_digest
-from tiered_kv.vllm.groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.groups import NULL_BLOCK, CacheGroup, CacheGroups
 from tiered_kv.vllm.metadata import BlockRun, SaveReport
-from tiered_kv.vllm.stores import QUEUED_MAX_S, Stores
+from tiered_kv.vllm.stores import ALL_DONE, COPY_SOON_S, QUEUED_MAX_S, Stores
 
 pytestmark = pytest.mark.vllm
 
@@ -37,6 +37,10 @@ class Server:
     namespace: Any = NAMESPACE
     info: Any = field(default_factory=SimpleNamespace)
 
+    @property
+    def credit_count(self) -> int:
+        return len(self.credits)
+
     def take_slot(self) -> int | None:
         return self.credits.popleft() if self.credits else None
 
@@ -51,13 +55,13 @@ class Server:
 class World:
     """A store path over vLLM's real block pool."""
 
-    def __init__(self, world_size: int = 1, pinned_share: float = 0.5) -> None:
+    def __init__(self, world_size: int = 1, pinned_share: float = 0.5, groups: CacheGroups = GROUPS) -> None:
         config = Config(storage_uri="file:///unused", chunk_tokens=64, pinned_share=pinned_share)
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
         self.server = Server(world_size=world_size)
         self.counters: Counter[str] = Counter()
         self.now_s = 0.0
-        self.stores = Stores(config, self.server, GROUPS, self.counters, lambda: self.now_s)  # type: ignore[arg-type]
+        self.stores = Stores(config, self.server, groups, self.counters, lambda: self.now_s)  # type: ignore[arg-type]
         self.stores.bind_block_pool(self.pool)
 
     def prompt(self, chunks: int, first: int = 0) -> tuple[PrefixKeys, list[int]]:
@@ -142,24 +146,52 @@ def test_what_is_stored_has_the_tag_of_the_request_that_stored_it_first() -> Non
     assert world.server.tags == [one, one, other]
 
 
-def test_pins_stay_below_their_share_of_the_pool() -> None:
-    world = World(pinned_share=0.1)
+def test_a_live_request_keeps_its_own_blocks_until_there_is_a_slot() -> None:
+    """What merely waits costs vLLM nothing: a request that is preempted gives all its blocks at once."""
+    world = World()
     keys, ids = world.prompt(8)
+    world.server.credits.extend([10, 11, 12])
 
-    reached = world.stores.queue(keys, (ids,), range(8), held=0, tag=NO_TAG)
+    assert world.stores.queue(keys, (ids,), range(8), held=0, tag=NO_TAG) == 3
+    (job,) = world.stores.start_jobs()
+    assert len(job.copies) == 3
+    assert not world.stores.has_waiting
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    assert not world.stores.has_pins
 
-    assert reached == BLOCKS // 10 // PER_CHUNK
-    assert world.counters["store_deferred_pins"] == 1
+    assert world.stores.queue(keys, (ids,), range(3, 8), held=0, tag=NO_TAG) == 3
+    world.server.credits.extend(range(20, 30))
+    assert world.stores.queue(keys, (ids,), range(3, 8), held=0, tag=NO_TAG) == 8
+    (job,) = world.stores.start_jobs()
+    world.stores.finished(SaveReport({job.job_id: 1}))
+    assert world.server.committed == [10, 11, 12, 20, 21, 22, 23, 24]
 
 
-def test_chunk_without_a_slot_is_dropped_with_its_descendants() -> None:
+def test_what_a_request_leaves_is_pinned_whole_and_stored_as_slots_come() -> None:
+    """No share of the pool ends a prompt early where nobody wants its blocks."""
+    world = World(pinned_share=0.02)
+    keys, ids = world.prompt(40)
+
+    assert world.stores.queue(keys, (ids,), range(40), held=0, tag=NO_TAG, is_ending=True) == 40
+    world.free(ids)
+    for slot in range(40):
+        world.now_s += 0.9 * QUEUED_MAX_S  # slots come slowly, but they come
+        world.server.credits.append(slot)
+        (job,) = world.stores.start_jobs()
+        world.stores.finished(SaveReport({job.job_id: 1}))
+    assert world.server.committed == list(range(40))
+    assert world.free_blocks == BLOCKS - 1
+    assert world.counters == {"stores": 40}
+
+
+def test_chunks_without_a_slot_are_dropped_with_their_descendants() -> None:
     world = World()
     keys, ids = world.prompt(3)
     other, other_ids = world.prompt(1, first=1)
-    world.stores.queue(keys, (ids,), range(1), held=0, tag=NO_TAG)
+    world.stores.queue(keys, (ids,), range(1), held=0, tag=NO_TAG, is_ending=True)
     world.now_s = QUEUED_MAX_S * 0.75
-    world.stores.queue(keys, (ids,), range(1, 3), held=0, tag=NO_TAG)
-    world.stores.queue(other, (other_ids,), range(1), held=0, tag=NO_TAG)
+    world.stores.queue(keys, (ids,), range(1, 3), held=0, tag=NO_TAG, is_ending=True)
+    world.stores.queue(other, (other_ids,), range(1), held=0, tag=NO_TAG, is_ending=True)
     world.now_s = QUEUED_MAX_S * 1.25
 
     assert world.stores.start_jobs() == ()
@@ -172,11 +204,73 @@ def test_chunk_without_a_slot_is_dropped_with_its_descendants() -> None:
     assert job.copies[0].groups == (BlockRun(0, tuple(other_ids)),)
 
 
+def test_vllm_that_lacks_blocks_gets_those_of_chunks_that_wait_and_preempts_for_no_copy_that_hangs() -> None:
+    world = World(world_size=2)
+    keys, ids = world.prompt(4)
+    world.server.credits.extend([10, 11])
+    assert not world.stores.frees_soon()
+    world.stores.queue(keys, (ids,), range(4), held=0, tag=NO_TAG, is_ending=True)
+    (job,) = world.stores.start_jobs()
+    assert not world.stores.frees_soon(), "the request has its blocks: nothing would be free once the copies end"
+    assert world.counters["store_dropped_blocks_wanted"] == 2
+    world.free(ids)
+    assert world.stores.frees_soon()
+    world.now_s += 1.01 * COPY_SOON_S
+    assert not world.stores.frees_soon(), "vLLM would stand still for as long as a copy hangs"
+    assert world.stores.has_pins, "a rank may still be reading these blocks"
+    world.stores.finished(SaveReport({job.job_id: 2}))
+    assert world.server.committed == [10, 11]
+    assert world.free_blocks == BLOCKS - 1
+
+
+def test_blocks_that_waiting_chunks_held_alone_are_there_at_the_next_step() -> None:
+    world = World()
+    keys, ids = world.prompt(4)
+    world.stores.queue(keys, (ids,), range(4), held=0, tag=NO_TAG, is_ending=True)
+    world.free(ids)
+    assert world.stores.frees_soon()
+    assert world.free_blocks == BLOCKS - 1
+    assert world.counters["store_dropped_blocks_wanted"] == 4
+    assert not world.stores.frees_soon()
+
+
+@pytest.mark.parametrize(("is_standing", "kept"), [(False, BLOCKS // 10 // PER_CHUNK), (True, 0)])
+def test_a_request_that_is_not_admitted_gets_all_but_a_share(is_standing: bool, kept: int) -> None:
+    world = World(pinned_share=0.1)
+    keys, ids = world.prompt(8)
+    world.stores.queue(keys, (ids,), range(8), held=0, tag=NO_TAG, is_ending=True)
+    world.free(ids)
+    world.stores.make_room(is_standing=is_standing)
+    assert world.free_blocks == BLOCKS - 1 - kept * PER_CHUNK
+    assert world.counters["store_dropped_blocks_wanted"] == 8 - kept
+    world.server.credits.extend(range(8))
+    copies = [copy for job in world.stores.start_jobs() for copy in job.copies]
+    assert [copy.groups for copy in copies] == [
+        (BlockRun(0, tuple(ids[first : first + PER_CHUNK])),) for first in range(0, kept * PER_CHUNK, PER_CHUNK)
+    ], "parents are kept, and their descendants dropped"
+
+
+def test_windows_are_pinned_before_vllm_frees_them_and_within_the_share() -> None:
+    windowed = CacheGroups([CacheGroup(16, PER_CHUNK, PER_CHUNK), CacheGroup(16, PER_CHUNK, 1, window_tokens=17)])
+    world = World(pinned_share=0.1, groups=windowed)
+    keys, ids = world.prompt(8)
+    _, others = world.prompt(8)
+    reached = world.stores.queue(keys, (ids, others), range(8), held=0, tag=NO_TAG)
+    assert reached == BLOCKS // 10 // (PER_CHUNK + 1)
+    world.free(others)  # the windows have passed
+    world.server.credits.extend(range(8))
+    (job,) = world.stores.start_jobs()
+    assert len(job.copies) == reached
+    passed = [NULL_BLOCK] * len(others)
+    assert world.stores.queue(keys, (ids, passed), range(reached, 8), held=0, tag=NO_TAG) == ALL_DONE
+    assert world.counters["store_dropped_window_passed"] == 8 - reached
+
+
 def test_lost_session_lets_go_of_queued_blocks_and_waits_for_running_copies() -> None:
     world = World()
     keys, ids = world.prompt(2)
     world.server.credits.append(10)
-    world.stores.queue(keys, (ids,), range(2), held=0, tag=NO_TAG)
+    world.stores.queue(keys, (ids,), range(2), held=0, tag=NO_TAG, is_ending=True)
     (job,) = world.stores.start_jobs()
     world.free(ids)
 
@@ -207,7 +301,7 @@ def test_a_pool_that_only_copies_hold_can_be_emptied_and_what_they_bring_is_thro
     world = World(world_size=2)
     keys, ids = world.prompt(4)
     world.server.credits.extend([10, 11])
-    world.stores.queue(keys, (ids,), range(4), held=0, tag=NO_TAG)  # two chunks get slots, two wait for some
+    world.stores.queue(keys, (ids,), range(4), held=0, tag=NO_TAG, is_ending=True)  # two get slots, two wait for some
     (job,) = world.stores.start_jobs()
     world.stores.finished(SaveReport({job.job_id: 1}))
     world.free(ids)

@@ -5,6 +5,7 @@ Loaded by ``kv_connector="TieredKVConnector"`` through the plugin entry point, o
 """
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -32,7 +33,7 @@ from tiered_kv.vllm.meter import hit_sources
 from tiered_kv.vllm.observer import Observer
 from tiered_kv.vllm.plugin import register
 from tiered_kv.vllm.prometheus import TieredKVPromMetrics
-from tiered_kv.vllm.resets import before_emptying, let_go_of_blocks
+from tiered_kv.vllm.resets import before_emptying, commit_last, let_go_of_blocks
 from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
 from tiered_kv.vllm.stats import TieredKVStats, stats_of
 from tiered_kv.vllm.worker import WorkerSide
@@ -146,6 +147,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             stores = self._scheduler.stores
             self._scheduler.bind_block_pool(gpu_block_pool)
+            if (worker := _worker_here(self._kv_transfer_config)) is not None:
+                worker.before_leaving = partial(commit_last, stores, worker, self._scheduler.client)
             before_emptying(gpu_block_pool, lambda: let_go_of_blocks(stores, _worker_here(self._kv_transfer_config)))
             before_emptying(gpu_block_pool, self._look().pool_emptied)
 
@@ -212,7 +215,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.stores.has_pins
+        return self._scheduler is not None and self._scheduler.stores.frees_soon()
 
     def reset_cache(self) -> bool | None:
         """Never False: vLLM would refuse to sleep or pause for what is safe already, and only not durable yet."""

@@ -108,6 +108,10 @@ class CacheGroups(tuple[CacheGroup, ...]):
         """Blocks of one chunk over all groups: what a store pins."""
         return sum(group.stored_blocks for group in self)
 
+    def whole_blocks(self, tokens: int) -> int:
+        """Blocks that hold so many tokens in all groups at most, with one more each for what is guessed ahead."""
+        return sum(-(-tokens // group.block_tokens) + 1 for group in self)
+
     def peak_blocks(self, tokens: int, computed_tokens: int, step_tokens: int) -> int:
         """The same over all groups."""
         return sum(group.peak_blocks(tokens, computed_tokens, step_tokens) for group in self)

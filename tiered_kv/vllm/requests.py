@@ -51,7 +51,10 @@ class RequestState:
         held: Leading chunks the hierarchy holds, as last told.
         offer: Tokens computed on the GPU and tokens offered beyond them, as last answered.
         loading_keys: Keys whose chunks are being copied for this request now.
-        stored: Chunks that were dealt with by the store path.
+        storable: Whole chunks that were computed and may be stored, counted as ``store_chunks``.
+        stored: Chunks that were dealt with by the store path: those between it and ``storable`` still wait for slots.
+        unstored: Where those that will not be stored any more end, counted as dropped. After a preemption all three
+            begin again.
         short_since_s: When less was found than another engine had told (``handover.py``), and when it was asked for
             again last; ``is_short`` once it was waited for in vain.
     """
@@ -68,7 +71,9 @@ class RequestState:
     offer: tuple[int, int] = (0, 0)
     loading_keys: Sequence[bytes] = ()
     loading_lookup: Lookup | None = None
+    storable: int = 0
     stored: int = 0
+    unstored: int = 0
     short_since_s: float | None = None
     asked_again_s: float = 0.0
     is_short: bool = False

@@ -3,7 +3,7 @@
 vLLM empties its block pool first and asks the connector second. Blocks that are pinned for a copy would make the first
 fail: ``reset_prefix_cache`` then returns False, and sleeping or pausing raises ``RuntimeError``. An engine whose core
 lives in the caller's process is stepped by ``generate`` alone, so that there the last step's copies would stay pinned
-for ever. Called by the connector.
+for ever, and be lost when it ends. Called by the connector.
 """
 
 import logging
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 DURABLE_S: Final = 5.0
 """How long a reset waits for the server: it answers in milliseconds, or is dead or hung. Weights change in seconds."""
 
+COMMITTED_S: Final = 1.0
+"""How long the end of an engine waits until the server has taken its last commits: milliseconds, unless it hangs."""
+
 
 def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:
     """Have ``let_go`` called whenever vLLM is about to forget all blocks of its pool; there is no hook for that."""
@@ -35,11 +38,32 @@ def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:
 def let_go_of_blocks(stores: Stores, worker: WorkerSide | None) -> None:
     """End pins: finish the copies of a worker in this process, and drop what is left if only that is in the way."""
     if worker is not None and stores.has_work:
-        worker.finish_copies()
-        report = worker.take_finished_saves()
-        if report is not None:
-            stores.finished(report)
+        _finish_saves(stores, worker)
     stores.let_go()
+
+
+def commit_last(stores: Stores, worker: WorkerSide, client: SchedulerClient) -> None:
+    """This engine ends: commit what its last step copied, which no later step will report.
+
+    With its first worker the session ends, and no commit counts after it. So the server is asked for something that it
+    answers in order, and not for long: it may be frozen.
+    """
+    if not stores.has_work:
+        return
+    _finish_saves(stores, worker)
+    client.figures = None
+    until_s = time.monotonic() + COMMITTED_S
+    if client.ask_figures():
+        while client.figures is None and client.is_ready and time.monotonic() < until_s:
+            time.sleep(0.002)
+            client.poll()
+
+
+def _finish_saves(stores: Stores, worker: WorkerSide) -> None:
+    """Wait for the copies of a worker in this process, and take their reports."""
+    worker.finish_copies()
+    if (report := worker.take_finished_saves()) is not None:
+        stores.finished(report)
 
 
 def wait_until_durable(client: SchedulerClient, poll: Callable[[], None]) -> None:

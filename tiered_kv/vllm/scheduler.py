@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from tiered_kv.config import Config
 from tiered_kv.server.client import LookupAnswer, SchedulerClient
 from tiered_kv.vllm.adapters import Adapters, Unaccountable
@@ -24,7 +26,7 @@ from tiered_kv.vllm.requests import Lookup, RequestState
 from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.room import LoadRoom
 from tiered_kv.vllm.storable import storable_tokens
-from tiered_kv.vllm.stores import Stores
+from tiered_kv.vllm.stores import ALL_DONE, Stores
 from tiered_kv.vllm.waiting import Patience, PrefillRate, Wait
 
 logger = logging.getLogger(__name__)
@@ -282,6 +284,7 @@ class SchedulerSide:
                 state.is_load_failed = True
                 self.counters["loads_failed"] += 1
             if state.is_finished:
+                self._room.leave(request_id)
                 del self._requests[request_id]
             elif state.is_load_failed:
                 self._room.begin(request_id, state.request.num_tokens, 0)
@@ -296,9 +299,11 @@ class SchedulerSide:
         self._room.leave(*output.num_scheduled_tokens)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
-        if self._abilities.may_store and self._client.is_ready:
+        if self._abilities.may_store:
             self._queue_stores(output)
         saves = self.stores.start_jobs()
+        if self.stores.has_waiting and self._is_short_of_blocks(output):
+            self.stores.make_room(is_standing=not output.num_scheduled_tokens)
         loads, self._loads = tuple(self._loads), []
         return StepMetadata(self._client.generation, self._client.info, loads, saves)
 
@@ -306,7 +311,8 @@ class SchedulerSide:
         """vLLM took the request's blocks away; when it comes back, it loads what was stored of it meanwhile."""
         if (state := self._requests.get(request_id)) is None:
             return
-        state.stored = 0
+        self._leave_unstored(state, "preempted")
+        state.storable = state.stored = state.unstored = 0
         self._drop_lookup(state)
         if self._abilities.may_load and not state.is_load_failed:
             self._send_lookup(state, self._cached_chunks(state))
@@ -315,27 +321,56 @@ class SchedulerSide:
         for request_id, tokens in output.num_scheduled_tokens.items():
             if (state := self._requests.get(request_id)) is None:
                 continue
-            computed = state.request.num_computed_tokens + tokens
-            if self._storable_chunks(state, computed) <= state.stored:
+            end = self._count_storable(state, state.request.num_computed_tokens + tokens)
+            if end <= state.stored or not self._client.is_ready:
                 continue
             if (tables := output.kv_connector_block_state.get_block_ids(request_id)) is not None:
-                self._queue_request(state, computed, tables)
+                self._queue_request(state, end, tables, is_ending=False)
 
-    def _queue_request(self, state: RequestState, computed_tokens: int, tables: BlockTables) -> None:
-        """Queue the chunks that are whole once this step has run (DESIGN rule 9)."""
-        keys, end = self._keys(state), self._storable_chunks(state, computed_tokens)
-        if keys is None or state.resets != self._resets or end <= state.stored or not state.extras.may_store:
-            return
-        if state.lookup is not None:
-            self._answer(state, state.lookup)
-        chunks = range(state.stored, end)
-        state.stored = self.stores.queue(keys, tables, chunks, held=state.held, tag=state.controls.tag)
-
-    def _storable_chunks(self, state: RequestState, computed_tokens: int) -> int:
-        if state.controls.skips_save:
+    def _count_storable(self, state: RequestState, computed_tokens: int) -> int:
+        """How many chunks are whole, and may be stored, once this step has run (DESIGN rule 9)."""
+        if state.controls.skips_save or not state.extras.is_accountable:
             return 0
         tokens = storable_tokens(state.request, computed_tokens, saves_generated=self._config.save_decode)
-        return tokens // self._chunk_tokens
+        chunks = tokens // self._chunk_tokens
+        if (more := chunks - state.storable) > 0:
+            state.storable = chunks
+            self.counters["store_chunks"] += more
+            if state.stored == ALL_DONE:
+                self.counters["store_dropped_window_passed"] += more
+        return chunks
+
+    def _queue_request(self, state: RequestState, end: int, tables: BlockTables, *, is_ending: bool) -> None:
+        """Queue the chunks before ``end`` that were not dealt with yet."""
+        if (keys := self._keys(state)) is None:
+            self._leave_unstored(state, "unaccountable")
+        elif state.resets != self._resets:
+            self._leave_unstored(state, "reset")
+        elif not state.extras.may_store:  # with its next step it may
+            if is_ending:
+                self._leave_unstored(state, "adapter_not_told")
+        elif end > state.stored:
+            if state.lookup is not None:
+                self._answer(state, state.lookup)
+            chunks, tag = range(state.stored, end), state.controls.tag
+            state.stored = self.stores.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
+
+    def _leave_unstored(self, state: RequestState, reason: str) -> None:
+        """Count chunks that were computed and are not stored, each once."""
+        if (dropped := state.storable - max(state.stored, state.unstored)) > 0:
+            self.counters[f"store_dropped_{reason}"] += dropped
+            state.unstored = state.storable
+
+    def _is_short_of_blocks(self, output: Any) -> bool:
+        """Whether a request waits that does not fit into the blocks that are free; vLLM asks nobody for more then."""
+        free = self._block_pool.get_num_free_blocks()
+        return any(
+            self._groups.whole_blocks(state.request.num_tokens) > free
+            for request_id, state in self._requests.items()
+            if state.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            and request_id not in output.num_scheduled_tokens
+            and not state.is_loading
+        )
 
     def saves_finished(self, report: SaveReport) -> None:
         """Save jobs ended on some ranks, or adapters were loaded, which is told with or before what they computed."""
@@ -355,21 +390,25 @@ class SchedulerSide:
     def finish_request(self, request: Any, tables: BlockTables) -> None:
         """A request is over, for whatever reason; a load of it may still be running.
 
-        Chunks that were put off because too many blocks were pinned get a last chance: their blocks are still whole.
+        Chunks that wait for a slot, or were completed since the last step, are pinned: their blocks are still whole.
         """
         state = self._requests.get(request.request_id)
         if state is None:
             return
         if request.num_output_tokens:  # not one that was aborted while its first step ran
             self.prefill.finished(self._monotonic(), request.request_id)
-        if self._abilities.may_store and self._client.is_ready and not state.is_loading:
-            self._queue_request(state, request.num_computed_tokens, tables)
+        if self._abilities.may_store and not state.is_loading:
+            end = self._count_storable(state, request.num_computed_tokens)
+            if self._client.is_ready:
+                self._queue_request(state, end, tables, is_ending=True)
+                self._leave_unstored(state, "preempted")  # by a reset of the GPU's cache, since the last step
+            self._leave_unstored(state, "no_session")
         if state.controls.pin_ttl_s is not None:
             self.pin(state, state.controls.pin_ttl_s)
         self._drop_lookup(state)
-        self._room.leave(request.request_id)
         state.is_finished = True
-        if not state.is_loading:
+        if not state.is_loading:  # or its load still holds its blocks
+            self._room.leave(request.request_id)
             del self._requests[request.request_id]
 
     def pin(self, state: RequestState, ttl_s: float) -> None:
@@ -402,6 +441,11 @@ class SchedulerSide:
         self._pins.reset()
         self._client.reset()
         wait_until_durable(self._client, self.poll)
+
+    @property
+    def client(self) -> SchedulerClient:
+        """This engine's session with the server."""
+        return self._client
 
     @property
     def has_work(self) -> bool:

@@ -1,8 +1,15 @@
 """The store path of the scheduler's side: which chunks are saved, and who pins their blocks until all ranks copied.
 
-A chunk's blocks are pinned with ``block_pool.touch`` when it is queued and let go when the copy into the slot is
-reported by all ranks: milliseconds, and never for disk or network. Stores are the first thing to be dropped: without a
-free slot they wait a little, and then their pins end.
+A chunk's blocks are pinned with ``block_pool.touch`` for its copy into a slot, and let go when all ranks have reported
+it: milliseconds, and never for disk or network. Without a slot a chunk waits, and costs vLLM nothing that it asks for::
+
+    its request     who keeps its blocks meanwhile                    it waits until
+    lives           the request: nothing is pinned                    a slot comes, it is preempted
+    lives, windows  a pin, within ``pinned_share``: vLLM frees them   a slot comes, vLLM lacks blocks, none came for 2 s
+    has ended       a pin                                             a slot comes, vLLM lacks blocks, none came for 2 s
+
+Every chunk that was computed and may be stored ends in exactly one counter: ``store_held``, ``stores``,
+``stores_failed`` or a ``store_dropped_<reason>`` (decisions/0026).
 """
 
 import itertools
@@ -20,7 +27,10 @@ from tiered_kv.vllm.groups import BlockTables, CacheGroups
 from tiered_kv.vllm.metadata import SaveJob, SaveReport
 
 QUEUED_MAX_S = 2.0
-"""A queued chunk that got no slot for this long is dropped: its blocks are worth more to vLLM."""
+"""Chunks wait for slots as long as some come; after so long without any, what waited for all of it is dropped."""
+
+COPY_SOON_S = 0.1
+"""A copy that runs for longer hangs, and waiting for its blocks would stop vLLM: it preempts instead."""
 
 ALL_DONE = sys.maxsize
 """What :meth:`Stores.queue` returns for a request of which nothing more can be stored."""
@@ -42,6 +52,7 @@ class _Job:
     generation: int
     resets: int
     chunks: list[tuple[SlotId, _Chunk]]
+    started_s: float
     ranks_done: int = 0
     is_failed: bool = False
     is_let_go: bool = False
@@ -73,6 +84,7 @@ class Stores:
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._in_flight: set[bytes] = set()
         self._pinned = 0
+        self._slot_s = float("-inf")  # when a slot was taken last
         self._resets = 0
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -89,30 +101,45 @@ class Stores:
         """Whether blocks are pinned."""
         return self._pinned > 0
 
-    def queue(self, keys: PrefixKeys, tables: BlockTables, chunks: range, *, held: int, tag: bytes) -> int:
+    @property
+    def has_waiting(self) -> bool:
+        """Whether pinned chunks wait for a slot."""
+        return bool(self._queue)
+
+    def queue(
+        self,
+        keys: PrefixKeys,
+        tables: BlockTables,
+        chunks: range,
+        *,
+        held: int,
+        tag: bytes,
+        is_ending: bool = False,
+    ) -> int:
         """Queue chunks of a request that are not known to be stored; pins their blocks.
 
         Args:
             tables: The request's blocks, per KV cache group.
+            held: Leading chunks the hierarchy is known to hold.
             tag: Whose they are.
+            is_ending: vLLM takes the blocks back right after this.
 
-        Returns the first chunk that was not dealt with, because too many blocks are pinned already; or ``ALL_DONE``
-        when a chunk's window has passed, so that no later chunk of the request could be found either.
+        Returns the first chunk that was not dealt with, because no slot is free for it now and the request keeps its
+        blocks; or ``ALL_DONE`` when a chunk's window has passed, so that no later chunk of the request could be found
+        either.
         """
         namespace = self._client.namespace
         assert namespace is not None
-        per_chunk = self._groups.stored_blocks
-        pinned_max = max(per_chunk, int(self._block_pool.num_gpu_blocks * self._config.pinned_share))
         for index in range(chunks.start, min(chunks.stop, len(keys.keys))):
             key = keys.keys[index]
             if index < held or key in self._stored or key in self._in_flight:
+                self._counters["store_held"] += 1
                 continue
-            if self._pinned + per_chunk > pinned_max:
-                self._counters["store_deferred_pins"] += 1
+            if not is_ending and not self._may_pin():
                 return index
             ids = self._groups.stored_ids(tables, index)
             if ids is None:
-                self._counters["store_window_passed"] += 1
+                self._counters["store_dropped_window_passed"] += chunks.stop - index
                 return ALL_DONE
             blocks = tuple(self._block_pool.blocks[i] for of_group in ids for i in of_group)
             self._block_pool.touch(blocks)
@@ -121,6 +148,18 @@ class Stores:
             self._queue.append(_Chunk(record, blocks, ids, self._monotonic()))
             self._in_flight.add(key)
         return chunks.stop
+
+    def _may_pin(self) -> bool:
+        """Whether one more chunk of a live request may be pinned: for a slot that is free, or before vLLM frees it."""
+        if len(self._queue) < self._client.credit_count:
+            return True
+        return self._groups.has_windows and len(self._queue) < self._waiting_max
+
+    @property
+    def _waiting_max(self) -> int:
+        """Chunks that may be pinned without a slot where vLLM could use their blocks."""
+        share_blocks = int(self._block_pool.num_gpu_blocks * self._config.pinned_share)
+        return max(1, share_blocks // self._groups.stored_blocks)
 
     def is_stored(self, key: bytes) -> bool:
         """Whether a chunk was stored through here and is not known to be gone."""
@@ -138,11 +177,13 @@ class Stores:
             if slot is None:
                 break
             chunks.append((slot, self._queue.popleft()))
-        self._drop_waiting_too_long()
+        now_s = self._monotonic()
+        self._slot_s = now_s if chunks else self._slot_s
+        self._drop_waiting_too_long(now_s - QUEUED_MAX_S)
         if not chunks:
             return ()
         job_id = next(self._job_ids)
-        self._jobs[job_id] = _Job(self._client.generation, self._resets, chunks)
+        self._jobs[job_id] = _Job(self._client.generation, self._resets, chunks, now_s)
         copies = tuple(self._groups.whole_copy(slot, chunk.block_ids) for slot, chunk in chunks)
         return (SaveJob(job_id, self._client.generation, copies),)
 
@@ -159,15 +200,25 @@ class Stores:
             del self._jobs[job_id]
             if not job.is_let_go:
                 self._unpin([chunk for _, chunk in job.chunks])
+            outcome = self._outcome(job)
+            self._counters[outcome] += len(job.chunks)
             if info is None or job.generation != self._client.generation:
                 continue  # the session that owned the slots is over
-            if job.is_failed or job.is_let_go or job.resets != self._resets:
-                self._counters["stores_failed"] += len(job.chunks)
+            if outcome != "stores":
                 self._client.give_back([slot for slot, _ in job.chunks])
             else:
-                self._counters["stores"] += len(job.chunks)
                 self._client.commit([(slot, chunk.record) for slot, chunk in job.chunks])
                 self._remember(chunk.record.key for _, chunk in job.chunks)
+
+    def _outcome(self, job: _Job) -> str:
+        """The counter that the chunks of a job end in."""
+        if self._client.info is None or job.generation != self._client.generation:
+            return "store_dropped_session_lost"
+        if job.is_let_go:
+            return "store_dropped_pool_emptied"
+        if job.resets != self._resets:
+            return "store_dropped_reset"
+        return "stores_failed" if job.is_failed else "stores"
 
     def not_held(self, keys: Iterable[bytes]) -> None:
         """The hierarchy does not hold these keys, whatever was stored before: they may be stored again."""
@@ -197,11 +248,39 @@ class Stores:
         is_alone = all(pool.blocks[block_id].ref_cnt == count for block_id, count in pins.items())
         if not pins or not is_alone or pool.num_gpu_blocks - pool.get_num_free_blocks() != len(pins) + 1:
             return  # the null block is always in use
+        self._counters["store_dropped_pool_emptied"] += len(self._queue)  # those of a job when it is reported
         self._queue.clear()
         for job in jobs:
             job.is_let_go = True
         self._unpin(chunks)
-        self._counters["store_dropped_pool_emptied"] += len(chunks)
+
+    def frees_soon(self) -> bool:
+        """vLLM lacks blocks for a request that runs: let go of what waits for a slot; whether waiting brings any.
+
+        Where it brings none, vLLM preempts. What runs holds its blocks whatever this answers (DESIGN rule 1), so only
+        copies that should end within milliseconds are worth a step without this request, and only where nobody else
+        holds their blocks.
+        """
+        free = self._block_pool.get_num_free_blocks()
+        self._drop_queue("store_dropped_blocks_wanted")
+        if self._block_pool.get_num_free_blocks() > free:
+            return True  # they are there already; vLLM looks again in its next step
+        since_s = self._monotonic() - COPY_SOON_S
+        jobs = [job for job in self._jobs.values() if not job.is_let_go]
+        pins = Counter(block.block_id for job in jobs for _, chunk in job.chunks for block in chunk.blocks)
+        young = (chunk for job in jobs if job.started_s >= since_s for _, chunk in job.chunks)
+        return any(block.ref_cnt == pins[block.block_id] for chunk in young for block in chunk.blocks)
+
+    def make_room(self, *, is_standing: bool) -> None:
+        """A request is not admitted for want of blocks: what waits for a slot keeps no more than its share of them.
+
+        Args:
+            is_standing: Nothing runs, so nobody else gives blocks back: it keeps none.
+        """
+        most = 0 if is_standing else self._waiting_max
+        dropped = [self._queue.pop() for _ in range(len(self._queue) - most)]  # the last ones: no parent of the others
+        self._counters["store_dropped_blocks_wanted"] += len(dropped)
+        self._unpin(dropped)
 
     def _drop_queue(self, counter: str) -> None:
         dropped = list(self._queue)
@@ -209,11 +288,10 @@ class Stores:
         self._counters[counter] += len(dropped)
         self._unpin(dropped)
 
-    def _drop_waiting_too_long(self) -> None:
-        """Drop chunks that waited too long, and with each its queued descendants: without it they are dead weight."""
-        if not self._queue or self._monotonic() - self._queue[0].queued_s <= QUEUED_MAX_S:
+    def _drop_waiting_too_long(self, expired_s: float) -> None:
+        """Drop chunks that waited in vain, and with each its queued descendants: without it they are dead weight."""
+        if not self._queue or self._slot_s >= expired_s:
             return
-        expired_s = self._monotonic() - QUEUED_MAX_S
         dropped: dict[bytes, _Chunk] = {}
         for chunk in self._queue:  # a prefix is queued in order, so a chunk follows its parent
             if chunk.queued_s < expired_s or chunk.record.parent in dropped:

@@ -104,6 +104,7 @@ class WorkerSide:
         self._running = 0
         self._adapters_told, _ = adapter_loads(sys.maxsize)  # engines before this one in the process
         self.copied = CopyMeter()
+        self.before_leaving: Callable[[], None] = lambda: None  # set by a scheduler's side in this process
         self._closing = threading.Event()
         self._background = Background()
 
@@ -338,6 +339,7 @@ class WorkerSide:
         self._closing.set()
         for thread in self._threads.values():
             thread.close()
+        self.before_leaving()
         for client in (self._client, *self._joined):
             if client is not None:
                 client.leave()
