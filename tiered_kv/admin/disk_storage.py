@@ -272,7 +272,7 @@ class DiskStorage(Storage):
         return True
 
     def remove_strays(self, strays: Sequence[Stray]) -> int:
-        """See ``Storage.remove_strays``; of temp files only ours, which the sweep of an open may have removed already."""
+        """See ``Storage.remove_strays``; of temp files ours only, which the open may have removed already."""
         self._open()
         owners, count = self._claim(), 0
         for stray in strays:
