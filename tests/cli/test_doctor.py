@@ -27,6 +27,7 @@ from tiered_kv.config import Config
 from tiered_kv.server.paths import ServerInfo, read_info
 from tiered_kv.tiers.bucket.layout import Term, lease_path
 from tiered_kv.tiers.disk_lock import DirectoryLock
+from tiered_kv.tiers.disk_marker import claim
 from tiered_kv.tiers.object_store import ObjectStore
 
 SMALL = ("--set", "host_bytes=64MiB", "--set", "disk_bytes=160MiB")
@@ -203,6 +204,7 @@ def test_more_than_the_limit_is_said(doctor: Doctor, root: Path) -> None:
 
 def test_owner_mode_and_strays(doctor: Doctor, root: Path) -> None:
     root.mkdir()
+    claim(root)
     root.chmod(0o777)
     (root / "blobs").mkdir()
     (root / "blobs" / "stray").write_text("x")
@@ -247,6 +249,7 @@ def test_the_socket_needs_a_private_place(
 
 def test_a_locked_directory_is_not_written_into(doctor: Doctor, root: Path) -> None:
     root.mkdir(0o700)
+    claim(root)
     lock = DirectoryLock(root)
     before = tree(root)
     report = doctor(f"file://{root}", *SMALL)

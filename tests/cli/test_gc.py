@@ -110,7 +110,7 @@ def lose_index(root: Path) -> None:
 
 def test_old_temp_files_go(place: Place) -> None:
     paths = store(place, base_model(place, 0), tokens(1, 2))
-    left = {"disk": "tmp/1-2", "shared": "_tiered_kv/tmp/host-1-2", "s3": "_tiered_kv/probe/" + "ab" * 16}
+    left = {"disk": "tmp/1-2", "shared": "_tiered_kv/tmp/host-1-" + "cd" * 16, "s3": "_tiered_kv/probe/" + "ab" * 16}
     path = left["disk" if place.is_disk else "s3" if place.s3 else "shared"]
     place.put(path, b"half a blob")
     assert kinds(garbage_at(place, 0)) == []

@@ -272,17 +272,17 @@ class DiskStorage(Storage):
         return True
 
     def remove_strays(self, strays: Sequence[Stray]) -> int:
-        """Remove temp files, those that the sweep of an open has left by then; what is not ours stays."""
+        """See ``Storage.remove_strays``; of temp files ours only, which the open may have removed already."""
         self._open()
         owners, count = self._claim(), 0
         for stray in strays:
             path = self.root / stray.path
             try:
-                is_ours = is_own_temp_file(path.name, path.lstat(), owners)
+                is_ours = stray.kind != "temp" or is_own_temp_file(path.name, path.lstat(), owners)
             except FileNotFoundError:
-                count += 1
+                count += stray.kind == "temp"
                 continue
-            if stray.kind == "temp" and is_ours:
+            if is_ours:
                 count += _unlink(path)
         return count
 
