@@ -53,7 +53,8 @@ class World:
     def request(self, tokens: int, **controls: Any) -> Any:
         request = SimpleNamespace(request_id="r", num_prompt_tokens=tokens, skip_reading_prefix_cache=False)
         request.kv_transfer_params = None
-        self.side.requests["r"] = RequestState(request, None, 0, Controls(**controls))  # type: ignore[arg-type]
+        plain: Any = SimpleNamespace(may_look_up=True)  # extras of a request without an adapter
+        self.side.requests["r"] = RequestState(request, plain, 0, Controls(**controls))
         return request
 
     @property
