@@ -251,10 +251,11 @@ def main() -> int:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     is_missed = False
     for name in options.sections or known:
+        commit, was_dirty = git("rev-parse", "HEAD"), is_dirty()  # of the sources that are copied now
         result = run(known[name], options.share, options.seed, is_report=options.report)
         results[name] = {
-            "commit": git("rev-parse", "HEAD"),
-            "is_dirty": is_dirty(),
+            "commit": commit,
+            "is_dirty": was_dirty,
             "mutmut": version("mutmut"),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),

