@@ -156,10 +156,9 @@ def _leave(root: Path, presence: Presence) -> None:
 
 
 def _epochs(engine: Engine, store: ObjectStore | None, root: Path) -> Epochs | SharedEpochs:
-    local = Epochs(root)
-    if store is None:
-        return local
-    return SharedEpochs(local, store, partial(_in_background, engine), root=root)
+    submit = partial(_in_background, engine)
+    local = Epochs(root, submit)
+    return local if store is None else SharedEpochs(local, store, submit, root=root)
 
 
 def _pinning(engine: Engine, store: ObjectStore | None, config: Config) -> Pinning:
