@@ -53,7 +53,7 @@ class RequestState:
         loading_keys: Keys whose chunks are being copied for this request now.
         stored: Chunks that were dealt with by the store path.
         short_since_s: When less was found than another engine had told (``handover.py``), and when it was asked for
-            again last; ``is_short`` once it was waited for in vain.
+            again last, and how often; ``is_short`` once it was waited for in vain.
     """
 
     request: Any
@@ -71,6 +71,7 @@ class RequestState:
     stored: int = 0
     short_since_s: float | None = None
     asked_again_s: float = 0.0
+    asks_again: int = 0
     is_short: bool = False
     is_load_failed: bool = False
     is_queued_again: bool = False
