@@ -5,7 +5,6 @@ Checks live by topic in the modules beside this one (``doctor_config``, ``doctor
 Nothing is left behind: what the tests write is removed, and where a server runs it is asked instead.
 """
 
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -261,13 +260,13 @@ def _check_model(config: Config, disk_bytes: int | None, model: Model) -> list[F
                 f"set host_bytes to {size_text(model.chunk_bytes)} and more",
             )
         ]
-    share = Limits().request_share
-    leased = int(host * share) // model.chunk_bytes
+    limits = Limits()
+    leased = int(host * limits.request_share) // model.chunk_bytes
     tokens = leased * model.chunk_tokens
     text += f"; one request may load {tokens} tokens"
     if model.max_model_len is not None and tokens < model.max_model_len:
-        needed = -(-model.max_model_len // model.chunk_tokens) * model.chunk_bytes / share
-        least = f"{math.ceil(needed / (1 << 20))}MiB"
+        needed = limits.least_host_bytes(model.max_model_len, model.chunk_tokens, model.chunk_bytes)
+        least = f"{-(-needed // (1 << 20))}MiB"
         hint = f"the rest is computed; set host_bytes to {least} or more to load the longest prompt whole"
         return [warning("chunks", f"{text} of max_model_len {model.max_model_len}", hint)]
     if fit < CHUNKS_FEW:

@@ -27,6 +27,7 @@ from tiered_kv.vllm.geometry import check_groups
 from tiered_kv.vllm.groups import CacheGroups
 from tiered_kv.vllm.handover import Handover
 from tiered_kv.vllm.identity import cache_groups, check_supported
+from tiered_kv.vllm.longest_prompt import LongestPrompt
 from tiered_kv.vllm.metadata import SaveReport, StepMetadata
 from tiered_kv.vllm.meter import hit_sources
 from tiered_kv.vllm.observer import Observer
@@ -62,11 +63,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        if role not in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+            raise ValueError(f"a connector is made for the scheduler or for a worker. role={role!r}")
         _show_our_logs()
         config = Config.from_mapping(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._observer: Observer | None = None
         self._handover: Handover | None = None
+        self._longest_prompt: LongestPrompt | None = None
         self._worker: WorkerSide | None = None
         _recompute_failed_loads(self._kv_transfer_config)
         try:
@@ -88,7 +92,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             has_events = events is not None and events.enable_kv_cache_events
             world_size = vllm_config.parallel_config.world_size
             client = SchedulerClient(config, engine_id, world_size, is_watching=has_events)
+            self._longest_prompt = LongestPrompt(config, client, int(vllm_config.model_config.max_model_len))
             self._scheduler = self._open_scheduler(config, vllm_config, groups, client)
+            self._longest_prompt.look()
             announcer = None
             if has_events:
                 announcer = Announcer(client, EventGroup.of(groups, kv_cache_config), config.chunk_tokens)
@@ -179,6 +185,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return StepMetadata(0, None)
         metadata = self._scheduler.plan_step(scheduler_output)
+        if self._longest_prompt is not None:
+            self._longest_prompt.look()
         self._look().planned(scheduler_output)
         return metadata
 
