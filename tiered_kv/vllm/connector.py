@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.logger import init_logger
 
 from tiered_kv.config import Config
@@ -307,7 +308,7 @@ def _recompute_failed_loads(transfer_config: Any) -> None:
 def _worker_here(transfer_config: Any) -> WorkerSide | None:
     """The worker's side of a scheduler's, if they share a process: then nothing but ``generate`` makes steps."""
     group: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
-    for connector in getattr(group, "_connectors", [group]):  # MultiConnector may have several of ours
+    for connector in group.sub_connectors if isinstance(group, MultiConnector) else [group]:  # may have several of ours
         if isinstance(connector, TieredKVConnector):
             theirs = connector._kv_transfer_config
             if theirs.kv_connector_extra_config == transfer_config.kv_connector_extra_config:

@@ -1,5 +1,7 @@
 """vLLM's general plugin: makes ``kv_connector="TieredKVConnector"`` known without a module path."""
 
+import contextlib
+
 NAME = "TieredKVConnector"
 
 
@@ -8,5 +10,5 @@ def register() -> None:
     # vLLM loads plugins while it is still being imported: at the top this would be a circle.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 
-    if NAME not in KVConnectorFactory._registry:
+    with contextlib.suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(NAME, "tiered_kv.vllm.connector", NAME)
