@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy
 import object_nodes
 import pytest
+import safetensors
 from cache_clients import CHUNK as SERVED_CHUNK
 from cache_clients import SmallEngine, content, settings
 from cache_probe import wait_written
@@ -454,6 +455,23 @@ def test_inspect_finds_damage_and_ends_with_4(tier: Tier, where: str) -> None:
     assert run("inspect", tier.uri, *tier.sets(), ONE.names(FIRST)[1].key.hex()).exit_code == 0, (
         "its neighbour is sound"
     )
+
+
+def test_inspect_and_export_ask_safetensors_whether_it_opens_the_blob(tier: Tier, tmp_path: Path, monkeypatch) -> None:
+    """Of bytes that are ours by every check of ours: a reader that is not ours has the last word."""
+    key = ONE.names(FIRST)[2].key.hex()
+    asked: list[int] = []
+
+    def refuses(data: bytes) -> None:
+        asked.append(len(data))
+        raise safetensors.SafetensorError("invalid header")
+
+    monkeypatch.setattr(safetensors, "deserialize", refuses)
+    found = json.loads(run("inspect", tier.uri, *tier.sets(), key, "--json").stdout)
+    assert (found["is_sound"], found["header"]) == (False, "safetensors does not open it: invalid header")
+    file = tmp_path / "chunk.safetensors"
+    assert run("export", tier.uri, *tier.sets(), key, file).exit_code == 4 and not file.exists()
+    assert asked == [SIZE, SIZE]
 
 
 def test_inspect_finds_a_file_that_no_index_knows_and_no_header_explains(disk: Tier) -> None:

@@ -27,13 +27,16 @@ def heard() -> Iterator[list[logging.LogRecord]]:
             records.append(record)
 
     ear, loggers = Ear(), [logging.getLogger(name) for name in ("tiered_kv", "vllm")]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(ear)
+        logger.setLevel(logging.INFO)  # vLLM's own default; the tests ask it for less
     try:
         yield records
     finally:
-        for logger in loggers:
+        for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(ear)
+            logger.setLevel(level)
 
 
 def told(records: list[logging.LogRecord], beginning: str) -> logging.LogRecord:
