@@ -1,8 +1,12 @@
 """What starts without torch and vLLM stays so: a CLI that takes five seconds to say --help is not used."""
 
+import ast
+import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
+import tomllib
+from importlib.metadata import entry_points, packages_distributions
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +53,64 @@ def test_a_heavy_import_would_be_noticed() -> None:
 def test_vllm_finds_the_connector_by_name() -> None:
     (plugin,) = entry_points(group="vllm.general_plugins", name="tiered_kv")
     assert callable(plugin.load())
+
+
+# -- what is imported is declared -------------------------------------------------------------------------------------
+
+EXTRAS = {"vllm": "vllm", "chunks/transfer.py": "vllm", "chunks/self_test.py": "vllm", "testing": "test"}
+"""Parts of the package that may need an extra: what runs inside vLLM, and what is for tests."""
+MORE = {"testing/model.py": "vllm"}
+
+
+def distribution(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[ \[<>=!~;]", name)[0]).lower()
+
+
+def imported(source: str) -> set[str]:
+    """Top-level packages that a module imports, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"tiered_kv"}
+
+
+def undeclared(name: str, source: str, project: dict[str, list[str]]) -> set[str]:
+    """What a module imports and neither the package's dependencies nor the extra of its place bring by name."""
+    allowed = {distribution(one) for one in project["dependencies"]}
+    for places in (EXTRAS, MORE):
+        for place, extra in places.items():
+            if name == place or name.startswith(f"{place}/"):
+                allowed |= {distribution(one) for one in project[extra]}
+    brought_by = packages_distributions()
+    return {
+        package
+        for package in imported(source)
+        if not allowed & {distribution(one) for one in (package, *brought_by.get(package, ()))}
+    }
+
+
+def declared(repository: Path) -> dict[str, list[str]]:
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    return {"dependencies": project["dependencies"], **project["optional-dependencies"]}
+
+
+def test_whatever_is_imported_is_declared_where_it_is_used(repository: Path) -> None:
+    package, project = repository / "tiered_kv", declared(repository)
+    found = {
+        str(module.relative_to(package)): gone
+        for module in sorted(package.rglob("*.py"))
+        if (gone := undeclared(str(module.relative_to(package)), module.read_text(), project))
+    }
+    assert found == {}
+
+
+def test_an_import_that_is_not_declared_is_noticed(repository: Path) -> None:
+    project = declared(repository)
+    source = (
+        "def f():\n    import numpy as np\n    from huggingface_hub.utils import x\n    import os, msgspec, botocore\n"
+    )
+    assert undeclared("server/loop.py", source, project) == {"numpy", "huggingface_hub", "botocore"}
+    assert undeclared("vllm/loop.py", source, project) == {"botocore"}

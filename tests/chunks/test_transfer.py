@@ -304,3 +304,49 @@ def test_self_test_finds_a_broken_copier(broken, message):
     pages, kv = random_kv("LBNHC", "U8")
     with pytest.raises(UnsupportedModel, match=message):
         self_test(broken(pages, kv, 5))
+
+
+class _StreamsOfItsOwn(PagedKV):
+    """Copies as a GPU may: beside the model's stream, of which they know no more than was noted last."""
+
+    def __init__(self, pages, tensors, blocks_per_chunk):
+        super().__init__(pages, tensors, blocks_per_chunk)
+        self._noted = self._contents()
+
+    def note_compute(self):
+        self._noted = self._contents()
+
+    def gather(self, block_ids, out):
+        """Read what was there when it was noted: later writes may still be under way."""
+        now = self._contents()
+        self._write(self._noted)
+        try:
+            return super().gather(block_ids, out)
+        finally:
+            self._write(now)
+
+    def scatter(self, src, block_ids, first_block=0):
+        """Write before the model's stream does what was not noted."""
+        now = self._contents()
+        done = super().scatter(src, block_ids, first_block)
+        for layer, noted, late in zip(self.layers, self._noted, now, strict=True):
+            for block in range(self.num_blocks):
+                if not np.array_equal(noted[block], late[block]):
+                    layer.write_block(block, late[block])
+        return done
+
+    def _contents(self):
+        return [[layer.read_block(block).copy() for block in range(self.num_blocks)] for layer in self.layers]
+
+    def _write(self, contents):
+        for layer, blocks in zip(self.layers, contents, strict=True):
+            for block, bits in enumerate(blocks):
+                layer.write_block(block, bits)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_self_test_notes_its_writes_before_it_copies_them(layout):
+    pages, kv = random_kv(layout, "U8")
+    before = payload(pages, kv, list(range(BLOCKS)))
+    self_test(_StreamsOfItsOwn(pages, kv, 4))
+    assert payload(pages, kv, list(range(BLOCKS))) == before

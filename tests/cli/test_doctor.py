@@ -324,7 +324,7 @@ def test_a_bucket_with_limits_and_a_disk_in_front(doctor: Doctor, s3: S3, tmp_pa
         ("disk", "write"), ("disk", "read"), ("object", "head"), ("object", "write"), ("object", "read")
     ]  # fmt: skip
     texts = [f["text"] for f in report["findings"] if f["check"] == "object content"]
-    assert texts[0] == "one namespace, 3 chunks, 24 KiB"
+    assert texts[0] == "1 namespace, 3 chunks, 24 KiB"
     assert sorted(s3.paths(prefix)) == before
     assert not (tmp_path / "disk").exists()
 
@@ -342,7 +342,7 @@ def test_beside_a_running_node_with_a_bucket(doctor: Doctor, s3: S3, root: Path)
     assert "the running server uses it (4 blobs" in found(report, "disk test", "ok")
     assert {m["tier"] for m in report["measurements"]} == {"object"}
     content = [f["text"] for f in report["findings"] if f["check"] == "object content"]
-    assert content[0].startswith("one namespace, 4 chunks")
+    assert content[0].startswith("1 namespace, 4 chunks")
     assert not [f for f in report["findings"] if f["check"] == "limits"]
     assert "keeps it in front of" in found(other, "server", "error")
 

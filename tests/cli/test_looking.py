@@ -14,16 +14,19 @@ from pathlib import Path
 import numpy
 import object_nodes
 import pytest
+import safetensors
 from cache_clients import CHUNK as SERVED_CHUNK
 from cache_clients import SmallEngine, content, settings
 from cache_probe import wait_written
 from s3 import S3
 from safetensors import safe_open
+from server_processes import end_server
 from stock import CHUNK, Model, tokens
 from verbs import Tier, complaint, directory_tier, report, run, s3_tier
 
 from tiered_kv.admin.storage import FOR_GOOD
 from tiered_kv.chunks.fields import HEADER_XXH3, SealFields
+from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test_format
 from tiered_kv.keys.naming import BlobName, object_path, relative_path
 
 ONE = Model()
@@ -267,6 +270,41 @@ def test_du_sums_up_by_namespace_and_age(still: Tier) -> None:
     assert found["capacity_bytes"] == (1 << 30 if kind(still) == "disk" else None)
 
 
+def test_what_a_self_test_left_is_a_stray_and_no_namespace(tier: Tier) -> None:
+    """The blob of a server that was killed in its test; on a disk also the directory, once the blob is gone."""
+    before = report("ls", tier.uri, *tier.sets())
+    form, key = self_test_format(), bytes(range(16))
+    data = bytearray(form.blob_bytes)
+    form.seal(memoryview(data), SealFields(key, SELF_TEST_NAMESPACE, 0, bytes(32), 1))
+    with tier.open() as storage:
+        storage.write(BlobName(SELF_TEST_NAMESPACE, key, SELF_TEST_NAMESPACE, 0), memoryview(data))
+
+    listed, found = report("ls", tier.uri, *tier.sets()), report("du", tier.uri, *tier.sets())
+    assert listed["namespaces"] == before["namespaces"] and listed["chunk_count"] == before["chunk_count"]
+    assert [n["namespace"] for n in found["namespaces"]] == [n["namespace"] for n in before["namespaces"]]
+    assert (found["chunks"], found["chunk_bytes"]) == (11, 11 * SIZE)
+    assert (found["stray_count"], found["stray_bytes"]) == (1, form.blob_bytes)
+    assert SELF_TEST_NAMESPACE.hex() not in run("ls", tier.uri, *tier.sets()).stdout
+    assert "1 (1 temp)" in run("stat", tier.uri, *tier.sets()).stdout
+
+    with tier.open() as storage:
+        storage.remove([blob for blob in storage.look().blobs if blob.name.namespace == SELF_TEST_NAMESPACE])
+    found = report("du", tier.uri, *tier.sets())
+    assert (len(found["namespaces"]), found["stray_count"]) == (2, 0)
+
+
+def test_a_server_leaves_no_directory_of_its_self_test(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    engine = SmallEngine.start(settings(root))
+    try:
+        assert [path.name for path in (root / "blobs").iterdir() if path.name == SELF_TEST_NAMESPACE.hex()] == []
+        engine.store(1)
+        engine.wait_hits(1)
+    finally:
+        engine.close()
+        end_server(root)
+
+
 def test_du_counts_strays_and_ages(disk: Tier) -> None:
     root = Path(disk.uri.removeprefix("file://"))
     (root / "blobs" / "lost").write_bytes(b"x" * 5000)
@@ -417,6 +455,23 @@ def test_inspect_finds_damage_and_ends_with_4(tier: Tier, where: str) -> None:
     assert run("inspect", tier.uri, *tier.sets(), ONE.names(FIRST)[1].key.hex()).exit_code == 0, (
         "its neighbour is sound"
     )
+
+
+def test_inspect_and_export_ask_safetensors_whether_it_opens_the_blob(tier: Tier, tmp_path: Path, monkeypatch) -> None:
+    """Of bytes that are ours by every check of ours: a reader that is not ours has the last word."""
+    key = ONE.names(FIRST)[2].key.hex()
+    asked: list[int] = []
+
+    def refuses(data: bytes) -> None:
+        asked.append(len(data))
+        raise safetensors.SafetensorError("invalid header")
+
+    monkeypatch.setattr(safetensors, "deserialize", refuses)
+    found = json.loads(run("inspect", tier.uri, *tier.sets(), key, "--json").stdout)
+    assert (found["is_sound"], found["header"]) == (False, "safetensors does not open it: invalid header")
+    file = tmp_path / "chunk.safetensors"
+    assert run("export", tier.uri, *tier.sets(), key, file).exit_code == 4 and not file.exists()
+    assert asked == [SIZE, SIZE]
 
 
 def test_inspect_finds_a_file_that_no_index_knows_and_no_header_explains(disk: Tier) -> None:

@@ -1,14 +1,21 @@
 """Epochs: retired durably, never adopted twice, never guessed from a damaged file."""
 
+import os
 import resource
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cache_clients import SmallEngine, poll_until, settings
 
 from tiered_kv.errors import ConfigError, TierUnavailable
+from tiered_kv.keys.namespace import Namespace
+from tiered_kv.server.compose import serve
 from tiered_kv.server.epochs import Epochs
+from tiered_kv.server.server import Server
 
 ONE, TWO = b"1" * 16, b"2" * 16
 
@@ -77,3 +84,115 @@ def test_a_damaged_file_that_cannot_be_replaced_stops_the_start(tmp_path: Path) 
         with files_of_at_most(8), pytest.raises(TierUnavailable, match="cannot write the epochs"):
             Epochs(tmp_path)
     assert (tmp_path / "epochs.json").read_bytes() == b"damaged"
+
+
+class Background:
+    """What the server's loop handed to another thread; runs when the test says so."""
+
+    def __init__(self) -> None:
+        self.tasks: deque[Callable[[], None]] = deque()
+
+    def run(self, epochs: Epochs) -> None:
+        self.tasks.popleft()()
+        epochs.turn()
+
+
+def test_a_reset_counts_when_it_is_written_and_nobody_adopts_an_epoch_before(tmp_path: Path) -> None:
+    background = Background()
+    epochs = Epochs(tmp_path, background.tasks.append)
+    epochs.retire(ONE)
+    assert (epochs.is_told(ONE), epochs.base(ONE)) == (False, None)
+    assert (epochs.is_told(TWO), epochs.base(TWO)) == (True, "base-0"), "nobody else waits"
+    assert Epochs(tmp_path).base(ONE) == "base-0", "nothing is written by the loop itself"
+
+    background.run(epochs)
+    assert epochs.is_told(ONE)
+    assert epochs.base(ONE) == Epochs(tmp_path).base(ONE) == "base-1"
+
+
+def test_resets_during_a_save_are_written_by_the_next_one_in_their_order(tmp_path: Path) -> None:
+    background = Background()
+    epochs = Epochs(tmp_path, background.tasks.append)
+    epochs.retire(ONE, owes=True)
+    epochs.pay(ONE)
+    epochs.retire(ONE, owes=True)
+    epochs.retire(TWO)
+    assert len(background.tasks) == 1, "one save at a time, or an old one could replace a new one"
+
+    background.run(epochs)
+    assert not epochs.is_told(ONE) and not epochs.is_told(TWO)
+    assert (Epochs(tmp_path).base(ONE), epochs.owed) == ("base-1", [ONE])
+    background.run(epochs)
+    assert not background.tasks
+    for known in (epochs, Epochs(tmp_path)):
+        assert (known.base(ONE), known.base(TWO), known.owed) == ("base-2", "base-1", [ONE])
+
+
+def test_a_save_that_fails_fails_its_resets_and_not_the_next(tmp_path: Path) -> None:
+    background = Background()
+    epochs = Epochs(tmp_path, background.tasks.append)
+    failing = epochs.retire(ONE)
+    following = epochs.retire(TWO)
+    with files_of_at_most(8):
+        background.run(epochs)
+    with pytest.raises(TierUnavailable, match="cannot write the epochs"):
+        epochs.check(failing)
+    background.run(epochs)
+    epochs.check(following)
+    assert (epochs.base(ONE), epochs.base(TWO)) == ("base-0", "base-1")
+
+
+@contextmanager
+def served_here(root: Path) -> Iterator[None]:
+    """A server in a thread of this process, so that its system calls can be held up."""
+    is_ready = threading.Event()
+    servers: list[Server] = []
+    thread = threading.Thread(
+        target=serve,
+        args=(settings(root),),
+        kwargs={"until_idle": False, "on_ready": lambda info: is_ready.set(), "on_server": servers.append},
+    )
+    thread.start()
+    try:
+        assert is_ready.wait(20)
+        yield
+    finally:
+        servers[0].stop()
+        thread.join()
+
+
+def test_a_disk_that_is_slow_to_write_a_reset_keeps_nobody_elses_lookups_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, may_go_on = os.fsync, threading.Event()
+    begun = threading.Event()
+
+    def slow(descriptor: int) -> None:
+        begun.set()
+        assert may_go_on.wait(60)
+        fsync(descriptor)
+
+    with served_here(tmp_path):
+        one, other = (SmallEngine.start(settings(tmp_path), name, weights=name) for name in ("one", "other"))
+        try:
+            other.store(3)
+            other.wait_hits(3)
+            monkeypatch.setattr(os, "fsync", slow)
+            one.client.reset()
+            assert begun.wait(20)
+            assert other.hits(3) == 3
+            one.client.poll()
+            assert not one.client.is_ready, "the reset is not durable yet"
+            may_go_on.set()
+            poll_until(one.client, lambda: one.client.is_ready, "the private epoch")
+            assert one.client.namespace.fields["epoch"].startswith("private-")
+            assert Epochs(tmp_path).base(base_digest(one)) == "base-1"
+        finally:
+            may_go_on.set()
+            for engine in (one, other):
+                engine.close()
+
+
+def base_digest(engine: SmallEngine) -> bytes:
+    """The digest under which a directory counts the engine's resets."""
+    return Namespace.from_fields(engine.client.namespace.fields | {"epoch": ""}).digest

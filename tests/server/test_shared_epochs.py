@@ -1,6 +1,10 @@
 """Epochs kept in a bucket: a reset counts on every machine, and a bucket that does not answer holds up nobody."""
 
 import logging
+import os
+import random
+import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +18,7 @@ from server_processes import end_server
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.server.epochs import Epochs
-from tiered_kv.server.shared_epochs import RETRY_S, SharedEpochs
+from tiered_kv.server.shared_epochs import REFRESH_S, RETRY_S, SharedEpochs
 from tiered_kv.tiers.object_store import ObjectStore
 
 ONE, TWO = b"1" * 16, b"2" * 16
@@ -66,20 +70,44 @@ def machine(tmp_path: Path, store: ObjectStore) -> Callable[..., Machine]:
     return lambda name, store=store: Machine(tmp_path / name, store)
 
 
+def after(epoch: str, resets: int) -> str:
+    """The shared epoch that so many resets make of one."""
+    assert epoch.startswith("shared-")
+    return f"shared-{int(epoch.removeprefix('shared-')) + resets}"
+
+
 def test_machines_of_one_bucket_agree_and_a_reset_on_one_counts_for_all(machine: Any) -> None:
     a, b = machine("a"), machine("b")
-    assert a.ask() == b.ask() == "shared-0"
+    first, of_two = a.ask(), b.ask(TWO)
+    assert b.ask() == first
     private = a.retire()
 
     assert private.startswith("private-")
-    assert a.ask() == b.ask() == machine("new").ask() == "shared-1"
-    assert b.ask(TWO) == "shared-0"
+    assert a.ask() == b.ask() == machine("new").ask() == after(first, 1)
+    assert b.ask(TWO) == of_two
     b.retire()
-    assert a.ask() == "shared-2"
+    assert a.ask() == after(first, 2)
+
+
+def test_two_machines_that_begin_a_namespace_at_once_agree(machine: Any, store: ObjectStore, monkeypatch) -> None:
+    a, b = machine("a"), machine("b")
+    put = store.put
+    theirs: list[str] = []
+
+    def interrupted(path: str, data: bytes) -> None:
+        monkeypatch.setattr(store, "put", put)
+        theirs.append(b.ask())  # both saw none
+        put(path, data)
+
+    monkeypatch.setattr(store, "put", interrupted)
+    ours = a.ask()
+    assert int(ours.removeprefix("shared-")) >= int(theirs[0].removeprefix("shared-"))
+    assert a.ask() == b.ask() == machine("new").ask() == ours, "who had the lower number meets it at the next session"
 
 
 def test_two_resets_at_once_retire_the_old_epoch(machine: Any, store: ObjectStore, monkeypatch) -> None:
     a, b = machine("a"), machine("b")
+    first = a.ask()
     put = store.put
 
     def interrupted(path: str, data: bytes) -> None:
@@ -90,7 +118,7 @@ def test_two_resets_at_once_retire_the_old_epoch(machine: Any, store: ObjectStor
     monkeypatch.setattr(store, "put", interrupted)
     a.retire()
 
-    assert a.ask() == b.ask() == "shared-1"
+    assert a.ask() == b.ask() == after(first, 1)
 
 
 def test_a_session_waits_for_the_answer_and_the_next_one_asks_anew(machine: Any) -> None:
@@ -98,9 +126,9 @@ def test_a_session_waits_for_the_answer_and_the_next_one_asks_anew(machine: Any)
     assert [a.epochs.base(ONE) for _ in range(3)] == [None] * 3
     assert len(a.questions) == 1, "one question per session"
     a.answer()
-    assert a.epochs.base(ONE) == "shared-0"
+    first = a.epochs.base(ONE)
     b.retire()
-    assert a.ask() == "shared-1"
+    assert a.ask() == after(first, 1)
 
 
 def test_a_bucket_that_does_not_answer_gives_an_epoch_of_this_machine_alone(machine: Any, caplog) -> None:
@@ -139,61 +167,228 @@ def test_a_reset_that_does_not_reach_the_bucket_holds_here_and_is_told_when_the_
 ) -> None:
     outage = Outage(store)
     a, other = machine("a", outage), machine("other")
+    first = other.ask()
     a.retire()
     assert "could not be told of a reset" in caplog.text
     assert a.ask().startswith("base-1-of-"), "a session here must not adopt the epoch that was retired"
-    assert other.ask() == "shared-0", "another machine cannot know yet"
+    assert other.ask() == first, "another machine cannot know yet"
 
     outage.is_over = True
     a.now_s += RETRY_S
     a.answer()
-    assert other.ask() == a.ask() == "shared-1"
+    assert other.ask() == a.ask() == after(first, 1)
     a.now_s += RETRY_S
     a.answer()
-    assert other.ask() == "shared-1", "told once"
+    assert other.ask() == after(first, 1), "told once"
 
 
 def test_a_reset_that_the_bucket_did_not_hear_of_outlives_the_server(machine: Any, store: ObjectStore) -> None:
+    first = machine("other").ask()
     machine("a", Outage(store)).retire()
 
     restarted = machine("a")
-    assert restarted.ask() == "shared-1", "the bucket is told before the first session here asks it"
-    assert machine("other").ask() == "shared-1"
-    assert machine("a").ask() == "shared-1", "paid"
+    assert restarted.ask() == after(first, 1), "the bucket is told before the first session here asks it"
+    assert machine("other").ask() == after(first, 1)
+    assert machine("a").ask() == after(first, 1), "paid"
 
 
 def test_a_session_after_the_bucket_came_back_does_not_wait_for_the_next_try(machine: Any, store: ObjectStore) -> None:
+    first = machine("other").ask()
     outage = Outage(store)
     a = machine("a", outage)
     a.retire()
     outage.is_over = True
-    assert a.ask() == "shared-1"
+    assert a.ask() == after(first, 1)
 
 
 def test_a_second_reset_while_the_bucket_hears_of_the_first_is_told_too(
     machine: Any, store: ObjectStore, monkeypatch
 ) -> None:
     a, b = machine("a"), machine("b")
+    first = a.ask()
     put = store.put
 
     def interrupted(path: str, data: bytes) -> None:
         monkeypatch.setattr(store, "put", put)
         put(path, data)
-        assert b.ask() == "shared-1"
+        assert b.ask() == after(first, 1)
         a.epochs.retire(ONE)  # what b's session stores meanwhile is old, too
 
     monkeypatch.setattr(store, "put", interrupted)
     a.retire()
-    assert b.ask() == "shared-2"
+    assert b.ask() == after(first, 2)
 
 
 def test_what_is_no_number_is_ignored(machine: Any, store: ObjectStore) -> None:
-    for name in ("x", "1x", "-3", "9" * 16, "deeper/7x"):
-        store.put(f"_tiered_kv/epochs/{ONE.hex()}/{name}", b"")
+    names = {f"_tiered_kv/epochs/{ONE.hex()}/{name}" for name in ("x", "1x", "-3", "9" * 16, "deeper/7x")}
+    for name in names:
+        store.put(name, b"")
+    store.put(f"_tiered_kv/epochs/{ONE.hex()}/3", b"")
     store.put(f"_tiered_kv/epochs/{TWO.hex()}/4", b"")
 
     a = machine("a")
-    assert (a.ask(ONE), a.ask(TWO)) == ("shared-0", "shared-4")
+    assert (a.ask(ONE), a.ask(TWO)) == ("shared-3", "shared-4")
+    a.retire(ONE)
+    assert names <= {info.path for info in store.list("_tiered_kv/epochs/")}, "nor deleted"
+
+
+# -- what a lifecycle rule deletes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> Iterator[ObjectStore]:
+    store = ObjectStore(parse_location(f"memory://{uuid.uuid4().hex}/prefix"))
+    yield store
+    store.close()
+
+
+def numbers(store: ObjectStore, digest: bytes = ONE) -> list[int]:
+    return sorted(int(info.path.rpartition("/")[2]) for info in store.list(f"_tiered_kv/epochs/{digest.hex()}/"))
+
+
+def expire(store: ObjectStore, *which: int, digest: bytes = ONE) -> None:
+    store.delete([f"_tiered_kv/epochs/{digest.hex()}/{number}" for number in which])
+
+
+def test_a_retired_epoch_stays_retired_when_the_number_has_expired(machine: Any, memory: ObjectStore) -> None:
+    """The case of the review: the highest number falls, and what it had retired would be in force again."""
+    a = machine("a", memory)
+    before = a.ask()
+    a.retire()
+    retired = {before, a.ask()}
+    a.retire()
+    expire(memory, *numbers(memory))
+
+    new = machine("new", memory).ask()
+    assert new not in {*retired, "shared-0", "shared-1"}
+    assert machine("newer", memory).ask() == new, "machines agree on what comes after"
+    assert {a.ask(), machine("a", memory).ask()} & retired == set()
+    assert machine("new", memory).ask() == a.ask(), "also the machine that remembers"
+
+
+def test_no_number_of_a_retired_epoch_is_left_to_be_the_highest(machine: Any, memory: ObjectStore) -> None:
+    a = machine("a", memory)
+    first = a.ask()
+    a.retire()
+    a.retire()
+    (left,) = numbers(memory)
+    assert f"shared-{left}" == after(first, 2)
+
+    memory.put(f"_tiered_kv/epochs/{ONE.hex()}/{left - 1}", b"")  # as a version before this one leaves it
+    assert a.ask() == after(first, 2)
+    assert numbers(memory) == [left]
+
+
+def test_a_machine_believes_no_number_below_one_that_it_has_seen(machine: Any, memory: ObjectStore, caplog) -> None:
+    a = machine("a", memory)
+    first = a.ask()
+    a.retire()
+    assert a.ask() == after(first, 1)
+    (number,) = numbers(memory)
+    expire(memory, number)
+    memory.put(f"_tiered_kv/epochs/{ONE.hex()}/{number - 1}", b"")  # a restored backup, say
+
+    again = machine("a", memory).ask()
+    assert again not in {first, after(first, 1), after(first, 2)}, "the next one may have been retired elsewhere"
+    assert "exempt _tiered_kv/epochs/ from lifecycle rules" in caplog.text
+    assert machine("new", memory).ask() == again
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_deleted_whenever_no_retired_epoch_comes_back(machine: Any, memory: ObjectStore, seed: int) -> None:
+    draw = random.Random(seed)
+    machines = [machine(f"m{i}", memory) for i in range(3)]
+    used: set[str] = set()
+    retired: set[str] = set()
+    counts = dict.fromkeys(("ask", "retire", "delete", "restart", "refresh"), 0)
+    for step in range(120):
+        action = draw.choices(list(counts), [6, 2, 3, 1, 1])[0]
+        counts[action] += 1
+        at = draw.randrange(len(machines))
+        if action == "ask":
+            epoch = machines[at].ask()
+            assert epoch not in retired, f"step {step}: {counts}"
+            used.add(epoch)
+        elif action == "retire":
+            machines[at].retire()
+            retired |= used
+        elif action == "delete":
+            expire(memory, *(number for number in numbers(memory) if draw.random() < 0.7))
+        elif action == "restart":  # or a machine that was never there before
+            machines[at] = machine(draw.choice([f"m{at}", f"new{step}"]), memory)
+        else:
+            machines[at].now_s += REFRESH_S
+            machines[at].answer()
+    assert all(counts.values()) and retired
+
+
+def test_a_number_in_force_does_not_age(machine: Any, store: ObjectStore, tmp_path: Path) -> None:
+    """While a server runs, and when one starts; what somebody retired or deleted meanwhile is not brought back."""
+    a = machine("a")
+    first = a.ask()
+    (file,) = (tmp_path / "bucket" / "_tiered_kv" / "epochs" / ONE.hex()).iterdir()
+    long_ago_s = time.time() - 2 * REFRESH_S
+
+    def is_fresh_after(event: Callable[[], object]) -> bool:
+        os.utime(file, (long_ago_s, long_ago_s))
+        event()
+        return file.stat().st_mtime > time.time() - REFRESH_S
+
+    def hours_pass() -> None:
+        a.now_s += REFRESH_S
+        a.answer()
+
+    assert not is_fresh_after(a.answer), "not at every turn"
+    assert is_fresh_after(hours_pass)
+    assert is_fresh_after(lambda: machine("b").ask())
+
+    file.unlink()
+    hours_pass()
+    assert numbers(store) == []
+    machine("c").retire()
+    later = numbers(store)
+    hours_pass()
+    assert numbers(store) == later
+    assert a.ask() != first
+
+
+def test_a_number_that_is_retired_while_it_is_written_anew_stays_retired(
+    machine: Any, memory: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = machine("a", memory), machine("b", memory)
+    first = a.ask()
+    put = memory.put
+
+    def interrupted(path: str, data: bytes) -> None:
+        monkeypatch.setattr(memory, "put", put)
+        b.retire()
+        put(path, data)
+
+    monkeypatch.setattr(memory, "put", interrupted)
+    a.now_s += REFRESH_S
+    a.answer()
+    assert numbers(memory) == [int(after(first, 1).removeprefix("shared-"))]
+
+
+class OnlyReads:
+    """A bucket whose credentials do not let this machine write."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.list = store.list
+
+    def put(self, path: str, data: bytes) -> None:
+        raise TierUnavailable("object store: put failed: AccessDenied")
+
+    def delete(self, paths: list[str]) -> None:
+        raise TierUnavailable("object store: delete failed: AccessDenied")
+
+
+def test_who_may_only_read_takes_the_number_that_others_made(machine: Any, memory: ObjectStore) -> None:
+    reader = machine("reader", OnlyReads(memory))
+    assert reader.ask().startswith("base-0-of-"), "there is none yet"
+    assert machine("writer", memory).ask() == reader.ask()
+    memory.put(f"_tiered_kv/epochs/{ONE.hex()}/1", b"")
+    assert machine("writer", memory).ask() == reader.ask()
 
 
 def test_after_a_reset_on_one_node_another_finds_nothing_old(tmp_path: Path) -> None:
@@ -218,8 +413,8 @@ def test_after_a_reset_on_one_node_another_finds_nothing_old(tmp_path: Path) -> 
 
         assert a.hits(5) == 0
         assert later.hits(5) == 0
-        epochs = [one.client.namespace.fields["epoch"] for one in (b, later)]
-        assert epochs == ["shared-0", "shared-1"]
+        first, second = (one.client.namespace.fields["epoch"] for one in (b, later))
+        assert second == after(first, 1)
         later.store(2)
         wait_written(tmp_path / "b")
         assert started("a", "a2").hits(5) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from tiered_kv.config import Config
 from tiered_kv.keys.tags import tag_digest
-from tiered_kv.vllm.controls import Controls
+from tiered_kv.vllm.controls import ControlReader, Controls
 from tiered_kv.vllm.handover import ASK_AGAIN_S, Handover
 from tiered_kv.vllm.requests import Lookup, RequestState
 from tiered_kv.vllm.stores import ALL_DONE
@@ -24,9 +24,9 @@ RATE = 1024.0
 class Side:
     """What the hand-over needs of the scheduler side and its client."""
 
+    prefill: Any
     requests: dict[str, RequestState] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    prefill: Any = field(default_factory=lambda: SimpleNamespace(tokens_per_s=RATE))
     released: list[int] = field(default_factory=list)
     pinned: list[tuple[RequestState, float]] = field(default_factory=list)
     is_ready: bool = True
@@ -43,8 +43,8 @@ class Side:
 
 
 class World:
-    def __init__(self, *, is_producer: bool = False, **more: Any) -> None:
-        self.side, self.now_s = Side(), 100.0
+    def __init__(self, *, is_producer: bool = False, chunks_per_s: float = RATE / CHUNK, **more: Any) -> None:
+        self.side, self.now_s = Side(prefill=SimpleNamespace(tokens_per_s=chunks_per_s * CHUNK)), 100.0
         config = Config(storage_uri="file:///unused", chunk_tokens=CHUNK, **more)
         self.handover = Handover(
             config, self.side, self.side, is_producer=is_producer, monotonic=lambda: self.now_s  # type: ignore[arg-type]
@@ -156,6 +156,32 @@ def test_wait_that_the_settings_fix_is_kept():
 def test_claim_longer_than_the_prompt_waits_for_no_more_than_the_prompt():
     world = World()
     assert world.handover.matched(world.request(4 * CHUNK + 9, stored_tokens=1 << 30), 0, 4 * CHUNK) == 4 * CHUNK
+
+
+@pytest.mark.parametrize("claim", [10**5, 1 << 31, 1 << 63, 1 << 200])
+def test_a_false_claim_costs_the_server_a_handful_of_lookups(claim: int):
+    """Asked for at every step of an engine, by a client that tells what nobody stored, for as long as it may wait."""
+    world = World(chunks_per_s=0.1)
+    request = world.request(1000 * CHUNK, stored_tokens=claim)
+    longest_s, answers, lookups = 10.0, [], 0
+    for _ in range(12_000):
+        world.state.lookup = Lookup(len(answers), 0, 0, world.now_s)  # the side sends a new one when it is asked
+        answers.append(world.handover.matched(request, 0, 0))
+        lookups += world.state.lookup is None
+        world.now_s += 0.001
+    waited_s = answers.index(0) * 0.001
+    assert longest_s - 0.01 < waited_s <= longest_s + 0.01
+    assert set(answers[answers.index(0) :]) == {0}, "waited for once"
+    assert lookups == len(world.side.released) and 5 <= lookups <= 11
+    assert world.side.counters == {"handovers_awaited": 1, "handovers_short": 1}
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, float("nan"), float("inf"), "10000", [4096], {"tokens": 1}])
+def test_what_is_no_number_of_tokens_is_not_waited_for(value: Any):
+    counters: Counter[str] = Counter()
+    request = SimpleNamespace(request_id="r", kv_transfer_params={"tiered_kv.stored_tokens": value})
+    controls = ControlReader(counters, lambda: 0.0).read(request)
+    assert (controls.stored_tokens, counters["control_refused"]) == (0, 1)
 
 
 @pytest.mark.parametrize("change", ["failed", "unread", "no session"])

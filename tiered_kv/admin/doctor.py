@@ -5,7 +5,6 @@ Checks live by topic in the modules beside this one (``doctor_config``, ``doctor
 Nothing is left behind: what the tests write is removed, and where a server runs it is asked instead.
 """
 
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from tiered_kv.admin.doctor_server import Running, check_descriptors, check_memo
 from tiered_kv.admin.findings import Finding, Measurement, error, has_error, ok, warning
 from tiered_kv.admin.object_storage import ObjectStorage
 from tiered_kv.admin.storage import NamespaceRecord, StoredBlob
+from tiered_kv.admin.words import counted
 from tiered_kv.config import Config, size_text
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
 from tiered_kv.errors import ConfigError, TierUnavailable
@@ -183,12 +183,13 @@ def check_namespaces(config: Config, name: str, listing: Listing) -> list[Findin
     findings = [
         ok(
             check,
-            f"{_namespaces(len(counts))}, {least}{_chunks(sum(counts.values()))}, {size_text(sum(sizes.values()))}",
+            f"{counted(len(counts), 'namespace')}, {least}{counted(counts.total(), 'chunk')}, "
+            f"{size_text(sizes.total())}",
         )
     ]
     for space, count in counts.most_common(NAMESPACES_SHOWN):
         record = listing.records.get(space)
-        text = f"{space.hex()}: {least}{_chunks(count)}, {size_text(sizes[space])}, {_identity(record)}"
+        text = f"{space.hex()}: {least}{counted(count, 'chunk')}, {size_text(sizes[space])}, {_identity(record)}"
         findings.append(ok(check, text))
     others = [r for r in listing.records.values() if r.chunk_tokens not in (None, config.chunk_tokens)]
     if others and len(others) == len([r for r in listing.records.values() if r.chunk_tokens is not None]):
@@ -197,14 +198,6 @@ def check_namespaces(config: Config, name: str, listing: Listing) -> list[Findin
     if config.storage_bytes is not None and name == "object" and sum(sizes.values()) > config.storage_bytes:
         findings.append(warning(check, "more than storage_bytes lies there", "the leader deletes down to the limit"))
     return findings
-
-
-def _namespaces(count: int) -> str:
-    return "one namespace" if count == 1 else f"{count} namespaces"
-
-
-def _chunks(count: int) -> str:
-    return "one chunk" if count == 1 else f"{count} chunks"
 
 
 def _identity(record: NamespaceRecord | None) -> str:
@@ -263,13 +256,13 @@ def _check_model(config: Config, disk_bytes: int | None, model: Model) -> list[F
                 f"set host_bytes to {size_text(model.chunk_bytes)} and more",
             )
         ]
-    share = Limits().request_share
-    leased = int(host * share) // model.chunk_bytes
+    limits = Limits()
+    leased = int(host * limits.request_share) // model.chunk_bytes
     tokens = leased * model.chunk_tokens
     text += f"; one request may load {tokens} tokens"
     if model.max_model_len is not None and tokens < model.max_model_len:
-        needed = -(-model.max_model_len // model.chunk_tokens) * model.chunk_bytes / share
-        least = f"{math.ceil(needed / (1 << 20))}MiB"
+        needed = limits.least_host_bytes(model.max_model_len, model.chunk_tokens, model.chunk_bytes)
+        least = f"{-(-needed // (1 << 20))}MiB"
         hint = f"the rest is computed; set host_bytes to {least} or more to load the longest prompt whole"
         return [warning("chunks", f"{text} of max_model_len {model.max_model_len}", hint)]
     if fit < CHUNKS_FEW:

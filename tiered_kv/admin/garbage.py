@@ -11,6 +11,7 @@ from typing import Final
 from tiered_kv.admin.epochs import BaseEpochs, is_private
 from tiered_kv.admin.forest import Forest, ident
 from tiered_kv.admin.storage import Content, NamespaceRecord, Progress, Storage, StoredBlob, Stray, no_progress
+from tiered_kv.admin.words import counted
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
 from tiered_kv.errors import TierUnavailable
 
@@ -122,7 +123,8 @@ def collect(storage: Storage, garbage: Garbage, progress: Progress = no_progress
             item.removed += removal.removed
             item.removed_bytes += removal.removed_bytes
             if removal.kept:
-                garbage.notes.append(f"{removal.kept} chunks stay: the server uses them, or stored more behind them")
+                kept = counted(removal.kept, "chunk", "stay")
+                garbage.notes.append(f"{kept}: the server uses them, or stored more behind them")
         if item.kind in ("retired", "private", "empty") and item.namespace is not None and not is_served:
             is_gone = storage.remove_namespace(item.namespace)
             if item.kind == "empty":
@@ -136,9 +138,10 @@ def _orphans(content: Content, dead: set[bytes | None], found: Garbage, now_s: f
     young = {ident(blob) for blob in lost if blob.written_s > now_s - YOUNG_S}
     kept = {ident(b) for blob in lost if blob.pinned_until_s or ident(blob) in young for b in forest.prefix(blob)}
     if kept:
+        stay = "stays" if len(kept) == 1 else "stay"
         found.notes.append(
-            f"{len(kept)} chunks behind a gap stay: they, or chunks behind them, are pinned or were written within "
-            f"{YOUNG_S / 60:.0f} minutes"
+            f"{counted(len(kept), 'chunk')} behind a gap {stay}: they, or chunks behind them, are pinned or were "
+            f"written within {YOUNG_S / 60:.0f} minutes"
         )
     items: dict[bytes, Item] = {}
     for blob in lost:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv.admin.forest import Forest, Ident
-from tiered_kv.admin.storage import NamespaceRecord, StoredBlob
+from tiered_kv.admin.storage import Content, NamespaceRecord, StoredBlob, Stray
+from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
+from tiered_kv.keys.naming import relative_path
 
 AGES: Final = (("hour", 3600.0), ("day", 86400.0), ("week", 7 * 86400.0), ("month", 30 * 86400.0), ("older", None))
 """Classes of last use: within an hour, else within a day, and so on."""
@@ -90,6 +92,22 @@ def sum_up(
         age.size_bytes += blob.size_bytes
     chosen = [found for space, found in sums.items() if namespace in (None, space)]
     return Usage(sorted(chosen, key=lambda found: (-found.size_bytes, found.digest)), ages)
+
+
+def set_self_test_apart(content: Content) -> None:
+    """Count what a server's self-test left as strays, not as a namespace: no model is behind it, and `gc` removes it.
+
+    A test deletes its blob; what is left is the empty directory of its namespace, and a blob where the server was
+    killed or may not delete.
+    """
+    content.records.pop(SELF_TEST_NAMESPACE, None)
+    tests = [blob for blob in content.blobs if blob.name.namespace == SELF_TEST_NAMESPACE]
+    if tests:
+        content.blobs = [blob for blob in content.blobs if blob.name.namespace != SELF_TEST_NAMESPACE]
+        reason = "left by the self-test of a server that was killed or may not delete"
+        content.strays += [
+            Stray(relative_path(blob.name), blob.size_bytes, blob.written_s, "temp", reason) for blob in tests
+        ]
 
 
 def orders(used: Mapping[Ident, float]) -> dict[str, Callable[[StoredBlob], float | bytes]]:

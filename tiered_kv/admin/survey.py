@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from tiered_kv.admin.listing import set_self_test_apart
 from tiered_kv.admin.storage import Content, Progress, Storage, StoredBlob, no_progress
-from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
 from tiered_kv.server.paths import read_info
 
 
@@ -126,6 +126,7 @@ def survey(storage: Storage, progress: Progress = no_progress) -> tuple[StorageF
         TierUnavailable: The medium cannot be read.
     """
     content = storage.look(progress)
+    set_self_test_apart(content)
     notes = list(content.notes)
     free, bucket = None, None
     if storage.kind == "disk":
@@ -162,8 +163,6 @@ def _namespaces(content: Content) -> list[NamespaceFigures]:
     for blob in content.blobs:
         blobs.setdefault(blob.name.namespace, []).append(blob)
     found = []
-    if not blobs.get(SELF_TEST_NAMESPACE):
-        blobs.pop(SELF_TEST_NAMESPACE, None)  # a server's start leaves an empty directory
     for space, stored in blobs.items():
         record = content.records.get(space)
         chunk_tokens = record.chunk_tokens if record is not None else None

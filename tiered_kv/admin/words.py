@@ -23,3 +23,9 @@ def option_value(option: str, parse: Callable[[object], T], text: str) -> T:
 def without_paths(said: object) -> str:
     """A reason without the absolute places in it: they are told beside it, or are nobody's business."""
     return " ".join(word for word in str(said).split(" ") if not word.startswith("path="))
+
+
+def counted(count: int, noun: str, verb: str = "") -> str:
+    """So many of something, and what they do: ``1 chunk``, ``2 chunks``, ``1 chunk stays``; words that take an s."""
+    what = f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{what} {verb}{'s' if count == 1 else ''}" if verb else what

@@ -87,6 +87,7 @@ def _run_once(paged: PagedKV, blocks: _Blocks, turn: int) -> None:
         values.append({b: _values(layer, number + i * largest, turn) for i, b in enumerate(blocks.watched)})
         for block, bits in values[-1].items():
             layer.write_block(block, bits)
+    paged.note_compute()  # on a GPU the copies have streams of their own, and know of no write that is not noted
     slot = memoryview(bytearray(paged.group_bytes))
     paged.gather(blocks.chunk, slot).wait()
     _check_slot(paged, blocks.chunk, values, slot)

@@ -93,9 +93,12 @@ def du(uri: Uri, more: Settings = None, as_json: AsJson = False) -> None:
     share the bucket. Without a server a directory has none, unless one is given by --set disk_bytes=SIZE.
     """
     with exit_codes():
+        from tiered_kv.admin.listing import set_self_test_apart
+
         now_s = time.time()
         with open_uri(uri, more) as storage:
             content = look(storage)
+            set_self_test_apart(content)
             report = _report(storage, content, now_s)
         if as_json:
             print_json(report)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
 from tiered_kv.cli.exits import EXIT_CODES
 from tiered_kv.cli.options import AsJson, NamespaceOption, Uri, find_namespace, open_uri
@@ -254,8 +255,9 @@ def _show(found: "Explanation") -> None:
     print(f"namespace {chosen.namespace.digest.hex()} ({found.reason}; {_used(chosen)})")
     if chosen.is_retired:
         print("          retired: its epoch is over (reset_cache), so no engine that starts now uses it")
-    print(f"prompt    {found.token_count} tokens: {found.chunk_count} chunks of {size}")
-    print(f"hit       {found.hit_chunks} chunks, {found.hit_chunks * size} of {found.token_count} tokens\n")
+    prompt, hit = counted(found.token_count, "token"), counted(found.hit_chunks, "chunk")
+    print(f"prompt    {prompt}: {counted(found.chunk_count, 'chunk')} of {size}")
+    print(f"hit       {hit}, {found.hit_chunks * size} of {prompt}\n")
     rows = [
         (
             f"{run.first}-{run.last}" if run.last > run.first else str(run.first),
@@ -284,7 +286,8 @@ def _used(one: "Candidate") -> str:
 
 def _show_other(chosen: "Candidate", other: "Candidate") -> None:
     shown = _other(chosen, other)
-    print(f"\nNamespace {shown.namespace} has {shown.chunks} chunks of it ({shown.tokens} tokens; {_used(other)}).")
+    held = f"{counted(shown.chunks, 'chunk')} of it ({counted(shown.tokens, 'token')}; {_used(other)})"
+    print(f"\nNamespace {shown.namespace} has {held}.")
     rows = [(one.field, _short(one.here), _short(one.there), one.meaning) for one in shown.differs]
     print_table("It differs in:", ("field", "here", "there", "meaning"), rows)
 

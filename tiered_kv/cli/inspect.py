@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
 from tiered_kv.cli.looking import ago, end_of, find_stored, look, pin_text
 from tiered_kv.cli.options import AsJson, Settings, Uri, open_uri
@@ -257,7 +258,7 @@ def _place(report: InspectReport) -> list[tuple[str, object]]:
         ("parent", report.parent or "none: the first of its prefix"),
         ("chain", chain),
         ("continued by", ", ".join(report.children[:4]) + (", ..." if len(report.children) > 4 else "") or "nothing"),
-        ("behind it", f"{report.behind_chunks} chunks, {size_text(report.behind_bytes)}"),
+        ("behind it", f"{counted(report.behind_chunks, 'chunk')}, {size_text(report.behind_bytes)}"),
     ]
 
 

@@ -141,6 +141,7 @@ def ls(
     On a terminal keys are shortened; in a pipe and in JSON they are whole. Any verb takes the beginning of a key.
     """
     with exit_codes():
+        from tiered_kv.admin.listing import set_self_test_apart
         from tiered_kv.admin.tags import parse_tag
         from tiered_kv.admin.words import option_value
         from tiered_kv.config import parse_time_s
@@ -150,6 +151,7 @@ def ls(
         used_before_s = None if older_than is None else now_s - option_value("--older-than", parse_time_s, older_than)
         with open_uri(uri, more) as storage:
             content = look(storage)
+            set_self_test_apart(content)
             space = find_namespace(content, namespace)
             if digest is not None:
                 look_for_tags(storage, content, space)

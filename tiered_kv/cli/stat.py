@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiered_kv.admin.survey import StorageFigures, survey
+from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
 from tiered_kv.cli.figure_text import (
     admission_text,
@@ -200,7 +201,7 @@ def _tier_row(figures: ServerFigures, tier: TierFigures) -> tuple[object, ...]:
         _hit_text(figures, tier.name),
         *(size_text(size_bytes) if size_bytes else "" for size_bytes in moved),
         rate_text(tier.read_bytes_per_s),
-        f"{tier.backlog_chunks} chunks" if tier.backlog_chunks else "",
+        counted(tier.backlog_chunks, "chunk") if tier.backlog_chunks else "",
         "; ".join(text for text in state if text),
     )
 
@@ -221,7 +222,8 @@ def _show_storage(storage: StorageFigures, *, has_server: bool) -> None:
 
     runs = "" if has_server or storage.kind == "object" else ", no server is running for this directory"
     print(f"storage   {storage.uri}{runs}")
-    print(f"chunks    {storage.chunks} in {len(storage.namespaces)} namespaces, {count_text(storage.tokens)} tokens")
+    spaces = counted(len(storage.namespaces), "namespace")
+    print(f"chunks    {storage.chunks} in {spaces}, {count_text(storage.tokens)} tokens")
     limit = f" of {size_text(storage.capacity_bytes)}" if storage.capacity_bytes is not None else ""
     free = f", {size_text(storage.free_bytes)} free on this file system" if storage.free_bytes is not None else ""
     print(f"size      {size_text(storage.bytes)}{limit}{free}")
@@ -229,7 +231,7 @@ def _show_storage(storage: StorageFigures, *, has_server: bool) -> None:
     if storage.strays:
         kinds = ", ".join(f"{count} {kind}" for kind, count in storage.stray_kinds.items())
         print(f"strays    {storage.strays} ({kinds}), {size_text(storage.stray_bytes)}: `tiered-kv gc` removes them")
-    print(f"pinned    {storage.pinned_chunks} chunks")
+    print(f"pinned    {counted(storage.pinned_chunks, 'chunk')}")
     print(f"last use  {ago(storage.last_used_unix_s)}")
     if storage.bucket is not None:
         print(f"leader    {_leader(storage.bucket, ago)}")

@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from tiered_kv.admin.rates import Rates, TierRates, rates
+from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
 from tiered_kv.cli.figure_text import BREAKER, capacity_text, count_text, decisions_text, rate_text, time_text
 from tiered_kv.cli.output import EXIT_CODES, Report, age_text, exit_codes, print_table
@@ -143,10 +144,11 @@ def _head(report: TopReport) -> list[str]:
     now = report.rates
     clock = time.strftime("%H:%M:%S", time.localtime(report.at_unix_s))
     share = "" if now.hit_share is None else f" ({100 * now.hit_share:.0f} %)"
-    server = f"pid {now.pid}, up {age_text(now.uptime_s)}, {now.clients} clients, {now.sessions} sessions"
+    who = f"{counted(now.clients, 'client')}, {counted(now.sessions, 'session')}"
+    server = f"pid {now.pid}, up {age_text(now.uptime_s)}, {who}"
     asked, hit = count_text(now.asked_tokens_per_s), count_text(now.hit_tokens_per_s)
     return [
-        f"{clock}  {server}, {now.lookups} open lookups",
+        f"{clock}  {server}, {counted(now.lookups, 'open lookup')}",
         f"directory {report.directory}",
         f"tokens/s  {asked} asked, {hit} hit{share}, in {count_text(now.lookups_per_s)} lookups/s",
         f"lookups/s {decisions_text({name: count_text(rate) for name, rate in now.decisions_per_s.items()})}",

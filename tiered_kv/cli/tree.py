@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
 from tiered_kv.cli.looking import ago, look, shortened
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Uri, find_namespace, open_uri
@@ -186,31 +187,27 @@ def _lines(found: TreeNamespace, now_s: float) -> "Iterator[tuple[int, str]]":
     for run in found.runs:
         yield run.level, _text(run, now_s)
         if run.hidden_chunks:
-            yield run.level + 1, f"{_count(run.hidden_chunks, 'chunk')} more, deeper: --depth shows them"
+            yield run.level + 1, f"{counted(run.hidden_chunks, 'chunk')} more, deeper: --depth shows them"
     if found.left_out_runs:
-        left = f"{_count(found.left_out_runs, 'line')} more with {_count(found.left_out_chunks, 'chunk')}"
+        left = f"{counted(found.left_out_runs, 'line')} more with {counted(found.left_out_chunks, 'chunk')}"
         yield 0, f"{left}: --limit 0 shows them"
     if found.hanging_chunks:
-        hanging = f"{_count(found.hanging_chunks, 'chunk')}, {size_text(found.hanging_bytes)}"
+        hanging = f"{counted(found.hanging_chunks, 'chunk')}, {size_text(found.hanging_bytes)}"
         yield 0, f"hang in the air: {hanging}; their parents are gone"
 
 
 def _text(run: TreeRun, now_s: float) -> str:
     from tiered_kv.config import size_text
 
-    parts = [_count(run.chunks, "chunk")]
+    parts = [counted(run.chunks, "chunk")]
     if run.tokens is not None:
-        parts.append(f"{run.tokens} tokens")
+        parts.append(counted(run.tokens, "token"))
     parts += [size_text(run.size_bytes), f"used {ago(now_s, run.used_s)}"]
     if run.pinned:
         parts.append("pinned" if run.pinned == run.chunks else f"{run.pinned} pinned")
     if run.continued:
         parts.append(f"continued {run.continued} ways")
     return f"{shortened(run.first_key)}  {', '.join(parts)}"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _draw_plain(head: str, lines: list[tuple[int, str]]) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Uri, Yes, find_namespace, open_uri
 from tiered_kv.cli.output import (
@@ -187,7 +188,7 @@ def _show(found: "Scrub", uri: str) -> None:
         print(f"{what} behind a gap or a bad one; `tiered-kv gc` removes what is behind a gap")
     rate = size_text(int(found.read_bytes / max(found.seconds, 1e-6)))
     print(
-        f"read {found.read} of {found.held} blobs, {size_text(found.read_bytes)} in {found.seconds:.2f} s "
+        f"read {found.read} of {counted(found.held, 'blob')}, {size_text(found.read_bytes)} in {found.seconds:.2f} s "
         f"({rate}/s): {len(found.bad) or 'nothing'} bad"
     )
 

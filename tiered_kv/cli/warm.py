@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, find_chunk, find_namespace
 from tiered_kv.cli.output import EXIT_CODES, Report, exit_codes, note, print_json, progress
@@ -170,7 +171,8 @@ def _finish(report: WarmReport, *, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return
-    print(f"copied {report.copied} chunks, {size_text(report.copied_bytes)}, from {report.source} to {report.target}")
+    copied = f"{counted(report.copied, 'chunk')}, {size_text(report.copied_bytes)}"
+    print(f"copied {copied}, from {report.source} to {report.target}")
     for count, what in (
         (report.there, "were there already"),
         (report.corrupt, "are damaged in the source and were not copied; `tiered-kv verify` finds them"),

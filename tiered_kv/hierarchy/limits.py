@@ -1,5 +1,6 @@
 """How much of host memory may be held for what. Pure values; the hierarchy's parts enforce them."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -20,3 +21,7 @@ class Limits:
     request_share: float = 0.375
     credit_share: float = 0.25
     write_queue_share: float = 0.5
+
+    def least_host_bytes(self, tokens: int, chunk_tokens: int, chunk_bytes: int) -> int:
+        """Host memory with which one lookup may hold a prompt of so many tokens."""
+        return math.ceil(-(-tokens // chunk_tokens) * chunk_bytes / self.request_share)

@@ -61,6 +61,7 @@ class SchedulerClient:
         ended: Lookups that were released, for whoever counts them; lookups of a lost session are not among them.
         moves: What the server told of chunks that came and went.
         tiers: Names of the server's tiers, from host memory downwards.
+        chunks_leased_max: Most chunks that one lookup of the session may hold.
         is_silent: Its owner waited for an answer in vain, and nothing has come since.
         figures: The server's last answer to :meth:`ask_figures`, for the asker to take away.
     """
@@ -79,6 +80,7 @@ class SchedulerClient:
         self.ended: deque[EndedLookup] = deque(maxlen=ENDED_MAX)
         self.moves: deque[m.Moved] = deque(maxlen=MOVES_MAX)
         self.tiers: tuple[str, ...] = ()
+        self.chunks_leased_max = 0
         self.figures: bytes | None = None
         self.is_silent = False
         self._asked: dict[int, tuple[Sequence[bytes], int]] = {}
@@ -273,7 +275,7 @@ class SchedulerClient:
         self.namespace = Namespace.from_record(ready.record)
         epoch = str(self.namespace.fields["epoch"])
         self._private_epoch = epoch if is_private_epoch(epoch) else ""
-        self.tiers = tuple(ready.tiers)
+        self.tiers, self.chunks_leased_max = tuple(ready.tiers), ready.chunks_leased_max
         self.info = SessionInfo(self.generation, ready.slot_bytes, ready.payload_offset, tuple(ready.rank_offsets))
         if self._is_resetting and self._needs_reset:
             self._needs_reset = False

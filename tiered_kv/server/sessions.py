@@ -150,14 +150,17 @@ class Sessions:
                 self._tell_ready(group)
             except (ConfigError, ValueError) as exc:
                 logger.warning("session refused. engine=%s reason=%s", group.name, exc)
-                self._refuse(group, str(exc))
+                self._refuse(group, "config", str(exc))
+            except TierUnavailable as exc:
+                logger.warning("session over: its reset is not durable. engine=%s reason=%s", group.name, exc)
+                self._refuse(group, "unavailable", str(exc))
             except (ProtocolError, OSError) as exc:
                 self._lose(group, f"client lost while the session opened: {exc}")
 
-    def _refuse(self, group: Group, reason: str) -> None:
+    def _refuse(self, group: Group, kind: str, reason: str) -> None:
         assert group.scheduler is not None
         try:
-            group.scheduler.send(m.Refused("config", reason))
+            group.scheduler.send(m.Refused(kind, reason))
         except (ProtocolError, OSError):
             logger.debug("the refused scheduler is gone. engine=%s", group.name)
         self._lose(group, "refused")
@@ -185,10 +188,15 @@ class Sessions:
             self._engine.hierarchy.index.flows.watch(session, namespace.digest)
 
     def _tell_ready(self, group: Group) -> None:
-        """Say ``Ready`` once the session's first slots have memory: before that a promotion would find no slot."""
+        """Say ``Ready`` once the session's first slots have memory: before that a promotion would find no slot.
+
+        Raises:
+            TierUnavailable: The reset that this session comes from is not durable; it must not go on.
+        """
         namespace = group.namespace
         if namespace is None or group.geometry is None or group.scheduler is None:
             return
+        self._epochs.check(str(namespace.fields["epoch"]))
         blob_format = self._engine.format_of(namespace.digest)
         has_epoch = self._epochs.is_told(group.base_digest)
         if blob_format is None or not has_epoch or not self._engine.has_memory(blob_format.blob_bytes):
@@ -208,8 +216,9 @@ class Sessions:
     def reset(self, connection: Connection) -> None:
         """The engine's KV is invalid: retire the base epoch and move the engine to a private one.
 
+        The engine hears ``Ready`` when the retirement is durable (``_tell_ready``).
+
         Raises:
-            TierUnavailable: The retirement is not durable; the session must not go on.
             ProtocolError: The connection has no open session.
         """
         group = self.owned(connection)

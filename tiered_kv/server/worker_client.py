@@ -31,6 +31,9 @@ POPULATE_EVERY_MS = 250
 class WorkerClient:
     """A worker's place in a session: the mapped arena.
 
+    Attributes:
+        is_lost: For the owner, who says here that the server is gone, so that no copy begins any more.
+
     Threads: one at a time; :meth:`wait_lost` in one of its own, and :meth:`leave` from any.
     """
 
@@ -44,6 +47,7 @@ class WorkerClient:
             TierUnavailable: No server answered.
         """
         self.generation = generation
+        self.is_lost = False
         self._lock_fd = -1
         self._leaving = threading.Lock()
         deadline_s = time.monotonic() + config.start_timeout_s

@@ -76,7 +76,7 @@ def _object_tier(config: Config, formats: Formats, recorder: Recorder, monotonic
         limits = KeeperConfig(
             config.storage_bytes, config.storage_ttl, config.single_writer, config.evict_other_namespaces
         )
-        keeper = BucketKeeper(store, limits, Pace.for_timeout(config.storage_timeout_s), monotonic)
+        keeper = BucketKeeper(store, limits, Pace.for_timeout(config.storage_timeout_s))
         tier = ObjectTier(store, keeper=keeper, io_concurrency=config.storage_concurrency)
     except BaseException:
         store.close()

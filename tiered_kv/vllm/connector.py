@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.logger import init_logger
 
 from tiered_kv.config import Config
@@ -28,6 +29,7 @@ from tiered_kv.vllm.geometry import check_groups
 from tiered_kv.vllm.groups import CacheGroups
 from tiered_kv.vllm.handover import Handover
 from tiered_kv.vllm.identity import cache_groups, check_supported
+from tiered_kv.vllm.longest_prompt import LongestPrompt
 from tiered_kv.vllm.metadata import SaveReport, StepMetadata
 from tiered_kv.vllm.meter import hit_sources
 from tiered_kv.vllm.observer import Observer
@@ -63,11 +65,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        if role not in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+            raise ValueError(f"a connector is made for the scheduler or for a worker. role={role!r}")
         _show_our_logs()
         config = Config.from_mapping(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._observer: Observer | None = None
         self._handover: Handover | None = None
+        self._longest_prompt: LongestPrompt | None = None
         self._worker: WorkerSide | None = None
         _recompute_failed_loads(self._kv_transfer_config)
         try:
@@ -89,7 +94,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             has_events = events is not None and events.enable_kv_cache_events
             world_size = vllm_config.parallel_config.world_size
             client = SchedulerClient(config, engine_id, world_size, is_watching=has_events)
+            self._longest_prompt = LongestPrompt(config, client, int(vllm_config.model_config.max_model_len))
             self._scheduler = self._open_scheduler(config, vllm_config, groups, client)
+            self._longest_prompt.look()
             announcer = None
             if has_events:
                 announcer = Announcer(client, EventGroup.of(groups, kv_cache_config), config.chunk_tokens)
@@ -182,6 +189,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return StepMetadata(0, None)
         metadata = self._scheduler.plan_step(scheduler_output)
+        if self._longest_prompt is not None:
+            self._longest_prompt.look()
         self._look().planned(scheduler_output)
         return metadata
 
@@ -302,7 +311,7 @@ def _recompute_failed_loads(transfer_config: Any) -> None:
 def _worker_here(transfer_config: Any) -> WorkerSide | None:
     """The worker's side of a scheduler's, if they share a process: then nothing but ``generate`` makes steps."""
     group: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
-    for connector in getattr(group, "_connectors", [group]):  # MultiConnector may have several of ours
+    for connector in group.sub_connectors if isinstance(group, MultiConnector) else [group]:  # may have several of ours
         if isinstance(connector, TieredKVConnector):
             theirs = connector._kv_transfer_config
             if theirs.kv_connector_extra_config == transfer_config.kv_connector_extra_config:

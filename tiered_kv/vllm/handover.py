@@ -8,6 +8,9 @@ committed after the engine's next step. A router can hand the request to the con
 
 With it goes the request's tag, because what the consumer stores of the request is the same one's.
 
+The amount comes from whoever sends the request, so it is believed no further than the prompt goes, for no longer than
+computing the missing part would take, and at ever longer intervals.
+
 Owns what is told and how long is waited. Called by the connector around the scheduler side, in vLLM's scheduler thread;
 never blocks: waiting is answering "ask again".
 """
@@ -25,7 +28,9 @@ from tiered_kv.vllm.scheduler import SchedulerSide
 from tiered_kv.vllm.stores import ALL_DONE
 
 ASK_AGAIN_S: Final = 0.01
-"""Between two lookups for what is not there yet."""
+"""Between the first two lookups for what is not there yet; twice as long after each. A producer's chunks are committed
+one step after its answer, so an honest claim is found by the first few; and whoever sends a request may claim anything,
+so no claim costs the server more lookups than the wait has doublings (10 in 10 s)."""
 
 
 class Handover:
@@ -79,12 +84,13 @@ class Handover:
         if state.short_since_s is None:
             state.short_since_s = now_s
             self._side.counters["handovers_awaited"] += 1
-        if now_s - state.short_since_s > self._longest_s(missing):
+        if state.is_short or now_s - state.short_since_s > self._longest_s(missing):
             self._side.counters["handovers_short"] += not state.is_short
             state.is_short = True
             return matched
-        if now_s - state.asked_again_s >= ASK_AGAIN_S:
+        if not state.asks_again or now_s - state.asked_again_s >= ASK_AGAIN_S * 2 ** (state.asks_again - 1):
             state.asked_again_s = now_s
+            state.asks_again += 1
             lookup, state.lookup = state.lookup, None  # so that the side sends a new one when it is asked next
             if lookup is not None and lookup.generation == self._client.generation:
                 self._client.release(lookup.id)

@@ -1,5 +1,7 @@
 """vLLM's general plugin: makes ``kv_connector="TieredKVConnector"`` known without a module path."""
 
+import contextlib
+
 NAME = "TieredKVConnector"
 
 
@@ -10,6 +12,6 @@ def register() -> None:
 
     from tiered_kv.vllm.loads import watch_loaders  # noqa: PLC0415
 
-    if NAME not in KVConnectorFactory._registry:
+    with contextlib.suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(NAME, "tiered_kv.vllm.connector", NAME)
     watch_loaders()

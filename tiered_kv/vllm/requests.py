@@ -56,7 +56,7 @@ class RequestState:
         unstored: Where those that will not be stored any more end, counted as dropped. After a preemption all three
             begin again.
         short_since_s: When less was found than another engine had told (``handover.py``), and when it was asked for
-            again last; ``is_short`` once it was waited for in vain.
+            again last, and how often; ``is_short`` once it was waited for in vain.
     """
 
     request: Any
@@ -76,6 +76,7 @@ class RequestState:
     unstored: int = 0
     short_since_s: float | None = None
     asked_again_s: float = 0.0
+    asks_again: int = 0
     is_short: bool = False
     is_load_failed: bool = False
     is_queued_again: bool = False

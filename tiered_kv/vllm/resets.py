@@ -66,21 +66,27 @@ def _finish_saves(stores: Stores, worker: WorkerSide) -> None:
         stores.finished(report)
 
 
-def wait_until_durable(client: SchedulerClient, poll: Callable[[], None]) -> None:
+def wait_until_durable(
+    client: SchedulerClient,
+    poll: Callable[[], None],
+    *,
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     """Wait until the server has retired the epoch durably, which it says by opening a private one.
 
     Whatever becomes of it, this engine neither loads nor stores before; at stake is the next start of an engine.
     """
-    generation, started_s = client.generation, time.monotonic()
+    generation, started_s = client.generation, monotonic()
     while client.info is not None and not client.is_ready and client.generation == generation:
-        if time.monotonic() - started_s > DURABLE_S:
+        if monotonic() - started_s > DURABLE_S:
             break
-        time.sleep(0.002)
+        sleep(0.002)
         poll()
     if not client.is_ready:
         logger.error(
             "the reset holds for this engine but is not durable, because no cache server has confirmed it. It is asked "
             "for again when the next session opens; an engine that starts before finds what was stored before. "
             "waited_s=%.1f",
-            time.monotonic() - started_s,
+            monotonic() - started_s,
         )

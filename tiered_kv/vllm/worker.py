@@ -4,10 +4,10 @@ Copies are never timed out and never dropped half way (DESIGN rule 1): what was 
 and the arena is unmapped only when nothing copies from it or into it any more.
 
     field                    owner
-    _client, _joining        the model runner's thread; the join itself runs in a thread that hands over its result,
-                             and the watching thread takes away a client whose server is gone
+    _client, _joining        the model runner's thread; the join itself runs in a thread that hands over its result
     _loads_done, _saves_done filled by copy threads, emptied by the model runner's thread (deques: appends are atomic)
-    _running                 guarded by _idle
+    _running                 guarded by _idle, as is whether a client's server is gone: the watching thread says so and
+                             waits for the copies, and none begins after that
 """
 
 import contextlib
@@ -173,9 +173,8 @@ class WorkerSide:
     def _watch(self, client: WorkerClient) -> None:
         """Let go of a dead server's arena even while this engine is idle: the next server's memory waits for that."""
         client.wait_lost()
-        if self._client is client:
-            self._client = None  # a copy that slips in between finds the arena unmapped, fails and is recomputed
         with self._idle:
+            client.is_lost = True
             self._idle.wait_for(lambda: self._running == 0)
         client.leave()
 
@@ -248,7 +247,13 @@ class WorkerSide:
             self._report(job, succeeded=False)
             return
         with self._idle:
-            self._running += 1
+            # Looked at and counted in one go: a view that came between the watching thread's last look and its
+            # unmapping would keep the arena of a dead server mapped, and the next server waits for that.
+            may_copy = not client.is_lost
+            self._running += may_copy
+        if not may_copy:
+            self._report(job, succeeded=False)
+            return
         told_s = time.monotonic()
 
         def task() -> None:

@@ -21,11 +21,11 @@ import re
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
+from tiered_kv.machine import since_boot_s
 from tiered_kv.tiers.base import BlobName, Usage
 from tiered_kv.tiers.bucket.account import Account
 from tiered_kv.tiers.bucket.janitor import Sweep
@@ -68,10 +68,13 @@ class BucketKeeper:
         store: Objects,
         config: KeeperConfig,
         pace: Pace | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot_s,
         server_id: str | None = None,
     ) -> None:
         """Ask the store whether it can be led; nothing is written before the first ``turn``.
+
+        Args:
+            clock: Must go on while the machine is suspended: the others count this server for gone meanwhile.
 
         Raises:
             ConfigError: Limits are set, the store does not create atomically, and ``single_writer`` is not set.
