@@ -22,8 +22,9 @@ from tiered_kv.vllm.extras import RequestExtras
 
 HERE = Path(__file__).parent
 
-TOLD_TWICE = {"kv_scales": "kv_dtype"}
-"""Fields that no engine changes without changing another: that one holds the scales' mode behind the dtype."""
+TOLD_TWICE = {"kv_scales": "kv_dtype", "attention_backend": "kv_encoding"}
+"""Fields that no engine changes without changing another: the dtype has the scales' mode behind it, the encoding the
+backend before it."""
 
 GEOMETRY_ORDER = {
     "order of layers": ("_part_pages", lambda parts: [sorted(pages, key=lambda page: page.layer) for pages in parts]),
