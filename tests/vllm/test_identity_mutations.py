@@ -126,10 +126,17 @@ def test_no_field_of_the_models_config_can_be_left_out(identities, monkeypatch):
         assert namespace(first | {name: "another"}) == namespace(first), name
 
 
-@pytest.mark.parametrize("name", m.Page.__struct_fields__)
+@pytest.mark.parametrize("name", sorted({*m.Page.__struct_fields__} - {"encoding"}))
 def test_no_entry_of_a_page_can_be_left_out(identities, monkeypatch, name):
     record = groups._page_record
     monkeypatch.setattr(groups, "_page_record", lambda page: record(page) | {name: "dropped"})
+    assert noticed(identities)
+
+
+@pytest.mark.parametrize("lose", [sorted, lambda texts: [texts[0]], lambda texts: sorted(set(texts))])
+def test_no_order_of_the_encodings_can_be_left_out(identities, monkeypatch, lose):
+    runs = groups._runs
+    monkeypatch.setattr(groups, "_runs", lambda texts: runs(lose(texts)))
     assert noticed(identities)
 
 

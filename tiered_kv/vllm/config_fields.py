@@ -4,7 +4,7 @@ Owns the judgement, field by field and variable by variable, of vLLM 0.30 to 0.3
 ``settings.py`` does, and what this table does not know enters the namespace. The tests hold it against the sources of
 these versions (tests/vllm/test_config_fields.py).
 
-A row is one of three kinds.
+A row is of one of three kinds.
 
 ``enters``
     Its value is part of the namespace. Whatever changes how KV is computed or laid out in a way that does not average
@@ -143,7 +143,8 @@ TABLE: Final[Mapping[str, Section]] = {
             "which blocks vLLM's own prefix cache finds": "prefix_match_unit enable_prefix_caching "
             "prefix_caching_hash_algo prefix_cache_retention_interval hash_block_size cache_hit_alignment_tokens",
             REFUSED_KIND: "swa_bounded_replay mamba_page_size_padded mamba_block_size mamba_cache_dtype "
-            "mamba_ssm_cache_dtype mamba_cache_mode enable_mamba_shared_prefix_checkpoint enable_mamba_fine_grained_prefix_cache "
+            "mamba_ssm_cache_dtype mamba_cache_mode enable_mamba_shared_prefix_checkpoint "
+            "enable_mamba_fine_grained_prefix_cache "
             "user_specified_mamba_block_size replayssm_buffer_len use_replayssm use_kda_recoverssm",
         },
     ),
@@ -432,7 +433,8 @@ TABLE: Final[Mapping[str, Section]] = {
             "VLLM_ENABLE_PREGRAD_PASSES VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE "
             "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING VLLM_TRITON_FORCE_FIRST_CONFIG VLLM_TUNED_CONFIG_FOLDER "
             "VLLM_PATTERN_MATCH_DEBUG VLLM_REPLICATE_EMBED VLLM_DCP_Q_REPLICATE VLLM_USE_DIRECT_DCP_A2A "
-            "VLLM_USE_DIRECT_DCP_Q_GATHER VLLM_USE_DIRECT_DCP_KV_GATHER VLLM_MOE_SKIP_PADDING VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT "
+            "VLLM_USE_DIRECT_DCP_Q_GATHER VLLM_USE_DIRECT_DCP_KV_GATHER VLLM_MOE_SKIP_PADDING "
+            "VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT "
             "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM VLLM_KIMI_K3_GEMM_AR VLLM_KIMI_K3_GEMM_RS VLLM_ENABLE_GEMM_RS "
             "VLLM_STEP5_SHARD_SP_SHARED_EXPERT VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD "
             "VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD "

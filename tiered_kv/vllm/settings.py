@@ -1,8 +1,8 @@
 """What a vLLM engine was started with, reduced to what may change its KV: the namespace's field ``settings``.
 
 Owns reading ``VllmConfig`` and ``vllm.envs`` by the table in ``config_fields.py`` and writing any value in one
-canonical form. Must not judge a field: the table does. A field that the table does not know enters, and is said once in the log.
-Called once by the worker, when vLLM registers its KV cache: every default is resolved by then.
+canonical form. Must not judge a field: the table does. A field that the table does not know enters, and is said once in
+the log. Called once by the worker, when vLLM registers its KV cache: every default is resolved by then.
 """
 
 import dataclasses
