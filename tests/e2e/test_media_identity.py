@@ -1,4 +1,4 @@
-"""How images are named and processed is part of what a key says: engines that differ in it never share an image's KV."""
+"""How images are named and processed is part of what a key says: engines that differ in it share no image's KV."""
 
 import json
 import shutil

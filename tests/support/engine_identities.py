@@ -16,6 +16,7 @@ from unittest import mock
 
 import msgspec
 import torch
+import vllm
 from transformers import LlamaConfig
 from vllm import envs
 from vllm.config import KVTransferConfig, LoRAConfig, MultiModalConfig
@@ -271,7 +272,7 @@ class Identities:
         variables = {name: (lambda value=value: value) for name, value in engine.variables.items()}
         with (
             mock.patch.object(identity, "FORMAT_VERSION", engine.format_version),
-            mock.patch.object(identity.vllm, "__version__", engine.version),
+            mock.patch.object(vllm, "__version__", engine.version),
             mock.patch.dict(envs.environment_variables, variables),
         ):
             fields = json.dumps(identity.base_fields(vllm_config, kv, engine.settings)).encode()

@@ -124,10 +124,9 @@ class Namespace:
         if not isinstance(fields, dict):
             raise ConfigError(f"namespace record is not an object. observed={type(fields).__name__}")
         version = fields.get("format_version")
-        earlier = isinstance(version, int) and not isinstance(version, bool)
-        namespace = cls._of(
-            fields, [name for name in REQUIRED_FIELDS if not (earlier and version < ADDED_FIELDS.get(name, 0))]
-        )
+        if not isinstance(version, int) or isinstance(version, bool):
+            version = max(ADDED_FIELDS.values())
+        namespace = cls._of(fields, [name for name in REQUIRED_FIELDS if version >= ADDED_FIELDS.get(name, 0)])
         if namespace.record != record:
             raise ConfigError("namespace record is not canonical JSON (order, spaces, escapes or a repeated key)")
         return namespace

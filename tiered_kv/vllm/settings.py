@@ -131,14 +131,9 @@ def _part(path: str, config: Any) -> Iterator[tuple[str, str, object, str]]:
 def _names(config: Any) -> list[str]:
     """The fields of a part, and what else was set on it: a later version's field, or a plain object's in a test."""
     fields = [field.name for field in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
-    known = {*fields, *_class_names(type(config))}
+    known = {*fields, *dir(type(config))}
     # What vLLM itself sets beside the fields is derived from them: private, or an attribute of the class.
     return fields + [name for name in getattr(config, "__dict__", {}) if name not in known and not _is_derived(name)]
-
-
-@cache
-def _class_names(kind: type) -> frozenset[str]:
-    return frozenset(dir(kind))
 
 
 def _is_derived(name: str) -> bool:
