@@ -113,9 +113,9 @@ def test_other_quantised_kv_and_other_backends_are_taken(vllm_config):
 
 
 def test_generation_of_the_gpu_counts_where_it_chooses_a_precision(monkeypatch):
-    monkeypatch.setattr(
-        type(platforms.current_platform), "get_device_capability", lambda: platforms.interface.DeviceCapability(9, 0)
-    )
+    hopper = platforms.interface.DeviceCapability(9, 0)
+    kind = type(platforms.current_platform)
+    monkeypatch.setattr(kind, "get_device_capability", classmethod(lambda cls, device_id=0: hopper))
     plain, quantised = SimpleNamespace(quantization=None), SimpleNamespace(quantization="mxfp4")
     assert identity._capability(plain, kv_config()) is None
     assert identity._capability(quantised, kv_config()) == "9.0"

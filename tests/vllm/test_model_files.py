@@ -109,6 +109,6 @@ def test_many_files_have_one_digest(model):
 
 
 def test_a_file_that_cannot_be_read_is_refused(model):
-    (model / "loop.json").symlink_to("loop.json")
+    (model / "memory.json").symlink_to("/proc/self/mem")  # a file whose first byte nobody may read
     with pytest.raises(ConfigError, match="cannot be read"):
         found(model)

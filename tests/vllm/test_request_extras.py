@@ -150,7 +150,7 @@ def test_media_are_hashed_while_one_of_vllms_caches_is_on(prefix_caching, cache_
     ids=str,
 )
 def test_what_decides_how_an_adapter_is_applied_is_in_its_identity(tmp_path, change):
-    named = lora(adapter(tmp_path / "a", 1))
+    named = lora("a", adapter(tmp_path / "a", 1))
     numerics = [
         adapter_numerics(SimpleNamespace(lora_config=LoRAConfig(**{"lora_dtype": "bfloat16"} | fields)))
         for fields in ({}, change)
