@@ -1,14 +1,25 @@
 """An adapter is its weights and how vLLM applies them: engines that apply it to other modules never share its KV."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cached_engine import assert_same, cached_engine
-from sharing import HIT, ask
-from test_isolation import adapter_named, tokens
+from sharing import HIT, LENGTH, ask
 from tiny_adapters import RANK, write_adapter
+from vllm_harness import random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+def adapter(folder: Path) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("a", 1, str(folder))
+
+
+def tokens(seed: int) -> dict[str, Any]:
+    return {"prompt_token_ids": random_prompt(seed, LENGTH)}
 
 
 def test_adapter_on_fewer_modules_is_another_adapter_and_the_base_model_is_one(
@@ -18,13 +29,13 @@ def test_adapter_on_fewer_modules_is_another_adapter_and_the_base_model_is_one(
     both = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
     few = both | {"lora_target_modules": ["o_proj"]}
     with cached_engine(tiny_model, tmp_path / "kv", **both) as engine:
-        stored = ask(engine, tokens(31), adapter_named("a", folder))
+        stored = ask(engine, tokens(31), adapter(folder))
         base = ask(engine, tokens(32))
     with cached_engine(tiny_model, tmp_path / "kv", **few) as engine:
-        other = [ask(engine, tokens(31), adapter_named("a", folder)) for _ in range(2)]
+        other = [ask(engine, tokens(31), adapter(folder)) for _ in range(2)]
         base_again = ask(engine, tokens(32))
     with cached_engine(tiny_model, tmp_path / "apart", **few) as engine:
-        plain = ask(engine, tokens(31), adapter_named("a", folder))
+        plain = ask(engine, tokens(31), adapter(folder))
     with cached_engine(tiny_model, tmp_path / "kv") as engine:
         base_without_lora = ask(engine, tokens(32))
 

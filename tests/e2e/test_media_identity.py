@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from cached_engine import assert_same, cached_engine
+from pictures import image, picture_prompt
 from sharing import HIT, ask
-from test_images import image, picture_prompt
 from tiny_models import build_kind
 from vllm_harness import Answer
 

@@ -23,7 +23,7 @@ def declared(package: Path) -> dict[str, list[str]]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and _is_config(node):
                 fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
-                found[node.name] = sorted(_name(field) for field in fields if "ClassVar" not in ast.unparse(field))
+                found[node.name] = sorted(_name(field) for field in fields if not _is_no_field(field))
     found[ENVIRONMENT] = sorted(_variables(ast.parse((package / "envs.py").read_text())))
     return found
 
@@ -31,6 +31,12 @@ def declared(package: Path) -> dict[str, list[str]]:
 def _is_config(node: ast.ClassDef) -> bool:
     marks = {ast.unparse(mark).partition("(")[0] for mark in node.decorator_list}
     return bool(marks & {"config", "dataclass", "dataclasses.dataclass"})
+
+
+def _is_no_field(field: ast.AnnAssign) -> bool:
+    """Of the class, or an argument that is passed on to another part (``InitVar``)."""
+    annotation = ast.unparse(field.annotation)
+    return "ClassVar" in annotation or annotation.startswith("InitVar")
 
 
 def _name(field: ast.AnnAssign) -> str:
