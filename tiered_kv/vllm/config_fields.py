@@ -193,9 +193,7 @@ TABLE: Final[Mapping[str, Section]] = {
     "scheduler_config": Section(
         of="SchedulerConfig",
         elsewhere={
-            "max_model_len": "max_model_len",
             "geometry": "disable_hybrid_kv_cache_manager",
-            "check_supported, which refuses it": "is_encoder_decoder",
             "settings.model_config.runner": "runner_type",
             "text_config, outer_config_sha256": "is_multimodal_model",
         },
