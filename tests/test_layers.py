@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-FILE_LINES_MAX = 500
-"""400 cut files where no reader would; the limit is to go."""
+FILE_LINES_MAX = 600
+"""A bound for a scheduler or a connector that reads in one go; tables may be longer."""
 FUNCTION_LINES_MAX = 70
 PARAMETERS_MAX = 6
 

@@ -2,18 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from sharing import HIT, LENGTH, ask, assert_apart
-from tiny_models import IMAGE_ID, IMAGE_SIDE, IMAGE_TOKENS, build_kind
-from vllm_harness import random_prompt
+from pictures import image, picture_prompt
+from sharing import HIT, ask, assert_apart
+from tiny_models import build_kind
 
 pytestmark = pytest.mark.vllm
-
-TEXT_VOCAB = 1000
-"""Ids below the model's special words."""
 
 
 @pytest.fixture(scope="module")
@@ -22,24 +18,6 @@ def engine(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     options = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}, "max_model_len": 1024}
     with cached_engine(model, tmp_path_factory.mktemp("cache"), **options) as made:
         yield made
-
-
-def image(seed: int) -> Any:
-    import numpy as np
-    from PIL import Image
-
-    shape = (IMAGE_SIDE, IMAGE_SIDE, 3)
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
-
-
-def picture_prompt(seed: int, *images: Any, at: int = 100, identity: str | None = None) -> dict[str, Any]:
-    """A prompt of text with images at token ``at``, and how vLLM is told who they are."""
-    text = random_prompt(seed, LENGTH - (IMAGE_TOKENS + 3) * len(images), vocab=TEXT_VOCAB)  # 3 words mark an image
-    prompt = {
-        "prompt_token_ids": text[:at] + [IMAGE_ID] * len(images) + text[at:],
-        "multi_modal_data": {"image": list(images)},
-    }
-    return prompt | ({"multi_modal_uuids": {"image": [identity] * len(images)}} if identity else {})
 
 
 def test_prompts_with_other_images_never_share(engine):

@@ -38,6 +38,9 @@ def namespace_fields(**changes: object) -> dict[str, Any]:
         "pp": 1,
         "dcp": 1,
         "model_runner": "v1",
+        "vllm_version": "0.32",
+        "kv_encoding": {"platform": "cuda", "groups": [["FLASH_ATTN"]]},
+        "settings": {"mamba_config.enable_stochastic_rounding": False, "multimodal_config.mm_processor_kwargs": None},
         "epoch": "base",
     }
     return fields | changes

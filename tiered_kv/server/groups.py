@@ -7,8 +7,9 @@ the reason and nothing unsound is ever combined.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
@@ -166,7 +167,7 @@ def _check_page(page: m.Page) -> None:
         raise ConfigError(f"dtype cannot be stored. dtype={page.dtype[:16]!a} known={','.join(DTYPE_BYTES)}")
     if not 0 < len(page.shape) <= DIMENSIONS_MAX or not all(0 < extent <= EXTENT_MAX for extent in page.shape):
         raise ConfigError(f"page has an impossible shape. layer={page.layer[:100]!a} shape={page.shape[:16]}")
-    if not 0 < len(page.layer) <= m.NAME_CHARS_MAX or len(page.axes) > m.NAME_CHARS_MAX:
+    if not 0 < len(page.layer) <= m.NAME_CHARS_MAX or max(len(page.axes), len(page.encoding)) > m.NAME_CHARS_MAX:
         raise ConfigError(f"names have 1 to {m.NAME_CHARS_MAX} characters. layer={page.layer[:100]!a}")
     if not 0 <= page.blocks <= TOKENS_MAX:
         raise ConfigError(f"stored blocks are out of range. layer={page.layer[:100]!a} blocks={page.blocks}")
@@ -192,10 +193,18 @@ def check_same_engine(join: m.JoinWorker, other: m.JoinWorker) -> None:
 
 
 def _difference(join: m.JoinWorker, other: m.JoinWorker) -> str:
-    ours, theirs = json.loads(join.fields), json.loads(other.fields)
+    ours, theirs = _by_path(json.loads(join.fields)), _by_path(json.loads(other.fields))
     names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     shown = [f"{name}={str(ours.get(name))[:200]} and not {str(theirs.get(name))[:200]}" for name in names[:3]]
     return "; ".join(shown) or "the same fields written otherwise"
+
+
+def _by_path(fields: Mapping[str, Any], before: str = "") -> dict[str, object]:
+    """Fields below their paths, through all objects: ``settings.kernel_config.moe_backend``."""
+    found: dict[str, object] = {}
+    for name, value in fields.items():
+        found |= _by_path(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+    return found
 
 
 def parts_of(joins: Sequence[m.JoinWorker]) -> list[int]:
@@ -259,7 +268,15 @@ def namespace_of(joins: Sequence[m.JoinWorker], epoch: str) -> Namespace:
         block_tokens=joins[0].block_tokens,
         chunk_tokens=joins[0].chunk_tokens,
     )
+    encodings = [_runs([page.encoding for page in pages]) for pages in _part_pages(joins)]
+    if any(text for runs in encodings for text, _ in runs):
+        fields["kv_encoding"] = {"ranks": encodings}
     return Namespace.from_fields(fields)
+
+
+def _runs(encodings: Iterable[str]) -> list[tuple[str, int]]:
+    """Encodings of a part's layers in order, equal ones in a row together: ``[("FLASH_ATTN cuda", 28)]``."""
+    return [(text, len(list(run))) for text, run in groupby(encodings)]
 
 
 def _page_record(page: m.Page) -> dict[str, object]:

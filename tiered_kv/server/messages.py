@@ -14,7 +14,7 @@ import msgspec
 from tiered_kv.errors import ProtocolError
 from tiered_kv.keys.tags import NO_TAG
 
-PROTOCOL = 6
+PROTOCOL = 7
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -64,13 +64,17 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One layer's page on the wire (see ``chunks/geometry.py``)."""
+    """One layer's page on the wire (see ``chunks/geometry.py``).
+
+    ``encoding`` says what its bytes mean where name, dtype and shape do not; empty where the namespace's fields say it.
+    """
 
     layer: str
     dtype: str
     shape: tuple[int, ...]
     axes: str
     blocks: int = 0
+    encoding: str = ""
 
 
 class JoinWorker(Message, frozen=True):

@@ -13,6 +13,7 @@ What makes it right, whatever is written where and when:
 Threads: none; the scheduler's.
 """
 
+import json
 import re
 import time
 from collections.abc import Mapping
@@ -33,6 +34,9 @@ MAX_ADAPTERS: Final = 4096
 
 CLOCKS_APART_NS: Final = 2_000_000_000
 """How far the clock of a file system that another machine serves may be from ours."""
+
+ADAPTER_FLAGS: Final = ("enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+"""Of vLLM's LoRA configuration: which layers an adapter is applied to, and as what its experts' tensors are read."""
 
 PATHS_HASHED_FROM: Final = (0, 31)
 """First vLLM whose own prefix cache tells adapters of one name apart by their paths."""
@@ -63,15 +67,29 @@ class Adapter:
     identity: str
 
 
+def adapter_numerics(vllm_config: Any) -> str:
+    """What of vLLM's configuration decides what an adapter does to KV; empty without LoRA.
+
+    Not in it are sizes, and sharding, which is rounding (``config_fields.py``). KV without an adapter is the same with
+    LoRA and without it, so none of this is in the namespace.
+    """
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    modules = None if lora.target_modules is None else sorted(set(lora.target_modules))
+    flags = {name: bool(getattr(lora, name, False)) for name in ADAPTER_FLAGS}
+    return json.dumps({"dtype": str(lora.lora_dtype), "modules": modules} | flags, sort_keys=True)
+
+
 class Adapters:
     """Identities of LoRA adapters, and which of them workers hold.
 
     Threads: none; the scheduler's.
     """
 
-    def __init__(self, lora_dtype: str, world_size: int = 1) -> None:
-        """Take the dtype that vLLM casts adapters to, and how many ranks load each of them."""
-        self._lora_dtype = lora_dtype
+    def __init__(self, numerics: str, world_size: int = 1) -> None:
+        """Take how vLLM applies adapters (``adapter_numerics``), and how many ranks load each of them."""
+        self._numerics = numerics
         self._world_size = world_size
         self._started_ns = time.time_ns()
         self._first_seen: dict[tuple[str, ...], tuple[FileStamp, ...]] = {}
@@ -101,7 +119,7 @@ class Adapters:
         except OSError as exc:
             raise Unaccountable(f"adapter's files cannot be read. adapter={name}") from exc
         fused = int(getattr(lora_request, "is_3d_lora_weight", False))
-        identity = f"{digest} dtype={self._lora_dtype} fused_experts={fused}"
+        identity = f"{digest} {self._numerics} fused_experts={fused}"
         changed_ns = max(stamp.ctime_ns for stamp in stamps)
         found = Adapter(number, name, path, stamps_text(stamps), changed_ns, identity)
         self.check(found)

@@ -21,11 +21,21 @@ from tiered_kv.vllm.adapters import Adapter, Adapters, Unaccountable
 SESSIONS_FROM: Final = (0, 31)
 """First vLLM whose streaming sessions are looked up and stored."""
 
+_COUNTED: Final = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")
+"""What vLLM calls a multimodal item that it does not hash: by a counter that starts again with every engine."""
+
 _TAGGED: Final = {Lora: "lora/3", Multimodal: "mm/3", Salt: "cache_salt/2", Embeds: "prompt_embeds/2"}
 """What vLLM's function gives for each of our kinds since 0.31: tag and length of the tuple."""
 
 _UNTAGGED: Final = {Lora: "str", Multimodal: "identifier,offset", Salt: "str", Embeds: "bytes"}
 """The same up to 0.30."""
+
+
+def hashes_media(vllm_config: Any) -> bool:
+    """Whether vLLM names multimodal items by their content. With both of its caches off it counts them instead."""
+    media = vllm_config.model_config.multimodal_config
+    is_cached = media is not None and media.mm_processor_cache_gb > 0
+    return bool(vllm_config.cache_config.enable_prefix_caching) or is_cached
 
 
 class RequestExtras:
@@ -34,13 +44,23 @@ class RequestExtras:
     Threads: none; the scheduler's.
     """
 
-    __slots__ = ("_adapter", "_adapters", "_chunk_tokens", "_encoded", "_request", "reason")
+    __slots__ = ("_adapter", "_adapters", "_chunk_tokens", "_encoded", "_has_media_hashes", "_request", "reason")
 
-    def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters, *, has_drafts: bool = False) -> None:
+    def __init__(
+        self,
+        request: Any,
+        chunk_tokens: int,
+        adapters: Adapters,
+        *,
+        has_drafts: bool = False,
+        has_media_hashes: bool = True,
+    ) -> None:
         """Read the request and check all of its prompt at once; trouble is told by ``is_accountable``, not raised.
 
-        ``has_drafts``: the engine decodes speculatively.
+        ``has_drafts``: the engine decodes speculatively. ``has_media_hashes``: vLLM names images, videos and sounds by
+        their content (``hashes_media``).
         """
+        self._has_media_hashes = has_media_hashes
         self._request = request
         self._chunk_tokens = chunk_tokens
         self._encoded: list[bytes] = []
@@ -146,6 +166,11 @@ class RequestExtras:
             if position.offset < stop and position.offset + position.length > start:
                 if not isinstance(feature.identifier, str):
                     raise Unaccountable(f"multimodal item has no identifier. modality={feature.modality}")
+                if not self._has_media_hashes or _COUNTED.search(feature.identifier):
+                    raise Unaccountable(
+                        "vLLM does not hash images, videos and sounds while both of its caches are off. Leave prefix "
+                        f"caching on, or mm_processor_cache_gb above 0. modality={feature.modality}"
+                    )
                 yield Multimodal(feature.identifier, position.offset)
         if request.prompt_embeds is not None:
             yield Embeds(_embeds_sha256(request, start, stop))
