@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from tiered_kv.errors import ConfigError
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 """Version of the blob, of the key derivation and of the record, together: a change to any of them is a new one."""
 
 DIGEST_BYTES: Final = 16
@@ -49,6 +49,10 @@ REQUIRED_FIELDS: Final = (
     "epoch",  # what reset_cache() changes
 )
 """Fields that every record has; what is unknown or does not apply is ``None``, never left out. More are allowed."""
+
+FIRST_STORED_BY: Final = "first_stored_by"
+"""Stands beside a record where it is kept, and is no part of it: who opened the namespace there first
+(``stored_by.py``). So no field of a record may have this name."""
 
 ABSENT: Final = "(absent)"
 """Stands in a ``FieldDifference`` for a field that one side does not have."""
@@ -94,6 +98,8 @@ class Namespace:
         missing = [name for name in REQUIRED_FIELDS if name not in fields]
         if missing:
             raise ConfigError(f"namespace lacks required fields. missing={','.join(missing)}")
+        if FIRST_STORED_BY in fields:
+            raise ConfigError(f"a namespace has no field {FIRST_STORED_BY}: who stores changes no KV")
         record = _canonical(fields)
         if len(record) > MAX_RECORD_BYTES:
             raise ConfigError(f"namespace record is too large. limit={MAX_RECORD_BYTES} observed={len(record)}")
@@ -118,6 +124,10 @@ class Namespace:
         if namespace.record != record:
             raise ConfigError("namespace record is not canonical JSON (order, spaces, escapes or a repeated key)")
         return namespace
+
+    def described(self, stored_by: str) -> bytes:
+        """The record as it is kept beside the blobs, with who is the first to store there; empty: nobody said."""
+        return _canonical(self.fields | {FIRST_STORED_BY: stored_by}) if stored_by else self.record
 
     @property
     def fields(self) -> dict[str, Any]:

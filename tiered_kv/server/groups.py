@@ -17,6 +17,7 @@ from tiered_kv.errors import ConfigError, ProtocolError
 from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.hierarchy.shares import Share
 from tiered_kv.keys.namespace import DIGEST_BYTES, MAX_RECORD_BYTES, Namespace
+from tiered_kv.keys.stored_by import StoredBy, shared_line
 from tiered_kv.keys.tags import TAG_BYTES, shared_tag
 from tiered_kv.metrics.figures import SessionFigures
 from tiered_kv.server import messages as m
@@ -54,6 +55,7 @@ class Group:
         is_watching: The scheduler is told which chunks come and go.
         share: What the engine says that its namespace keeps and may take, if it says anything.
         slot_bytes: Size of its slots, once the geometry is known.
+        stored_by: What headers say of who stored its chunks.
         decliners: Connections of workers that cannot take part, until their processes exit.
     """
 
@@ -77,6 +79,7 @@ class Group:
     is_watching: bool = False
     share: Share | None = None
     slot_bytes: int = 0
+    stored_by: str = ""
     is_ready: bool = False
     is_lost: bool = False
 
@@ -103,6 +106,7 @@ class Group:
         geometry = geometry_of(self.joins)
         self.rank_offsets = [geometry.rank_segments(part)[0].offset_bytes for part in parts_of(self.joins)]
         self.geometry = geometry
+        self.stored_by = shared_line(self.joins[0].stored_by)
         self.slot_bytes = BlobFormat(bytes(DIGEST_BYTES), geometry).blob_bytes
 
     def describe(self) -> SessionFigures:
@@ -159,6 +163,10 @@ def check_join(join: m.JoinWorker) -> None:
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
     namespace_of([join], epoch="")
+    try:
+        StoredBy.parse(join.stored_by)
+    except ValueError as exc:
+        raise ConfigError(f"a worker says who stores its chunks: {exc}") from exc
 
 
 def _check_page(page: m.Page) -> None:
@@ -178,7 +186,7 @@ def check_same_engine(join: m.JoinWorker, other: m.JoinWorker) -> None:
     Raises:
         ConfigError: They differ; the message names the setting and both values.
     """
-    for name in ("world_size", "block_tokens", "chunk_tokens"):
+    for name in ("world_size", "block_tokens", "chunk_tokens", "stored_by"):
         ours, theirs = getattr(join, name), getattr(other, name)
         if ours != theirs:
             raise ConfigError(
@@ -304,8 +312,12 @@ def chunk_record(group: Group, chunk: m.Chunk) -> ChunkRecord:
     is_first = chunk.parent == group.namespace.digest
     if not 0 <= chunk.chunk_index <= CHUNK_INDEX_MAX or is_first != (chunk.chunk_index == 0):
         raise ProtocolError(f"a committed chunk is not where its parent says. chunk_index={chunk.chunk_index}")
+    try:
+        stored_by = shared_line(chunk.stored_by) or group.stored_by
+    except ValueError as exc:
+        raise ProtocolError(f"a committed chunk does not say in a known way who stored it: {exc}") from exc
     place = group.namespace.digest, chunk.key, chunk.parent, chunk.chunk_index
-    return ChunkRecord(*place, chunk.prefix_sha256, shared_tag(chunk.tag))
+    return ChunkRecord(*place, chunk.prefix_sha256, shared_tag(chunk.tag), stored_by)
 
 
 def keys_of(lookup: m.Lookup) -> tuple[list[bytes], list[bytes]]:
