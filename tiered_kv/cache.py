@@ -25,7 +25,7 @@ from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.keys.rolling import PrefixKeys
-from tiered_kv.keys.stored_by import stored_by
+from tiered_kv.keys.stored_by import encoding_text, stored_by
 from tiered_kv.server import messages as m
 from tiered_kv.server.client import LookupAnswer, SchedulerClient
 from tiered_kv.server.compose import serve
@@ -83,8 +83,7 @@ class Cache:
         engine_id = f"cache-{uuid.uuid4().hex}"
         # A caller that wrote an older one down would look for old blobs, and find names taken by what it cannot read.
         fields = msgspec.json.encode({**namespace, "format_version": FORMAT_VERSION})
-        encoding = namespace.get("kv_encoding")
-        line = stored_by(__version__, "cache", __version__, encoding if isinstance(encoding, str) else None)
+        line = stored_by(__version__, "cache", __version__, encoding_text(namespace.get("kv_encoding")))
         pages_said = pages_on_the_wire(pages)
         join = m.JoinWorker(0, 1, block_tokens, config.chunk_tokens, fields, pages_said, stored_by=line)
         self._worker: WorkerClient | None = None

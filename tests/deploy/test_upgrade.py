@@ -139,7 +139,7 @@ def rows_of(root: Path) -> dict[Shard, list[IndexRow]]:
         assert name is not None
         parent, digest = (bytes.fromhex(data[field.slice].decode()) for field in (f.PARENT, f.PREFIX_SHA256))
         index, size = int(data[f.CHUNK_INDEX.slice]), allocated_bytes(path.stat())
-        row = IndexRow(name.key, parent, digest, index, size, NO_TAG, 100 - index, 0)
+        row = IndexRow(name.key, parent, digest, index, size, NO_TAG, "", 100 - index, 0)
         shards.setdefault(Shard.of(name), []).append(row)
     return shards
 

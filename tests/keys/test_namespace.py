@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.namespace import (
     ABSENT,
+    ADDED_FIELDS,
     MAX_RECORD_BYTES,
     REQUIRED_FIELDS,
     FieldDifference,
@@ -71,6 +72,16 @@ def test_every_required_field_is_missed_and_changes_the_digest(name):
     del fields[name]
     with pytest.raises(ConfigError, match=f"missing={name}"):
         Namespace.from_fields(fields)
+
+
+def test_record_of_an_earlier_version_is_read_without_the_fields_that_came_later():
+    fields = {name: "x" for name in REQUIRED_FIELDS if name not in ADDED_FIELDS} | {"format_version": 2}
+    record = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    assert Namespace.from_record(record).fields == fields
+    for version in (max(ADDED_FIELDS.values()), True, None):
+        newer = json.dumps(fields | {"format_version": version}, sort_keys=True, separators=(",", ":")).encode()
+        with pytest.raises(ConfigError, match="missing=vllm_version,kv_encoding,settings"):
+            Namespace.from_record(newer)
 
 
 @pytest.mark.parametrize(

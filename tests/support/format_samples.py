@@ -16,6 +16,7 @@ GOLDEN_FIELDS = SealFields(
     prefix_sha256=bytes(range(0x40, 0x60)),
     created_unix_s=1_700_000_000,
     tag=bytes(range(0x60, 0x70)),
+    stored_by="tiered_kv/0.9.1 vllm/0.32.0 cpu/CPU_ATTN:amx",
 )
 
 
@@ -38,6 +39,9 @@ def namespace_fields(**changes: object) -> dict[str, Any]:
         "pp": 1,
         "dcp": 1,
         "model_runner": "v1",
+        "vllm_version": "0.32",
+        "kv_encoding": {"platform": "cuda", "groups": [["FLASH_ATTN"]]},
+        "settings": {"mamba_config.enable_stochastic_rounding": False, "multimodal_config.mm_processor_kwargs": None},
         "epoch": "base",
     }
     return fields | changes

@@ -6,7 +6,6 @@ looking is what people wait for.
 """
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -30,7 +29,7 @@ from tiered_kv.admin.storage import (
 )
 from tiered_kv.chunks.arena import SLAB_BYTES
 from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
-from tiered_kv.keys.namespace import FIRST_STORED_BY, Namespace
+from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.stored_by import UNKNOWN, shared_line
 from tiered_kv.server.paths import read_info
@@ -328,16 +327,12 @@ def read_record(digest: bytes, data: bytes | None, written_s: float = 0.0) -> Na
     if data is None:
         return NamespaceRecord(digest, None, "there is no namespace.json")
     try:
-        fields = json.loads(data)
-        if not isinstance(fields, dict):
-            raise ConfigError("namespace.json holds no object")
-        first = _line(fields.pop(FIRST_STORED_BY, UNKNOWN))
-        namespace = Namespace.from_fields(fields)
-    except (ValueError, RecursionError) as exc:  # ConfigError is one
+        namespace, first = Namespace.from_described(data)
+    except ConfigError as exc:
         return NamespaceRecord(digest, None, f"namespace.json cannot be understood: {exc}", written_s)
     if namespace.digest != digest:
         return NamespaceRecord(digest, None, f"namespace.json is that of {namespace.digest.hex()}", written_s)
-    return NamespaceRecord(digest, namespace, written_s=written_s, first_stored_by=first)
+    return NamespaceRecord(digest, namespace, written_s=written_s, first_stored_by=_line(first))
 
 
 def _line(value: object) -> str:

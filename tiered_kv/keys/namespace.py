@@ -10,7 +10,7 @@ floats are refused (their text is nobody's contract): callers pass them as ``rep
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -46,9 +46,15 @@ REQUIRED_FIELDS: Final = (
     "pp",
     "dcp",
     "model_runner",  # generation of vLLM's model runner
+    "vllm_version",  # minor version of vLLM, "0.32"; None where versions share
+    "kv_encoding",  # what the bytes of a page mean where name and shape do not say it: per layer kind, the ISA, fp8
+    "settings",  # every other setting of the engine that may change KV, by its name in vLLM's configuration
     "epoch",  # what reset_cache() changes
 )
 """Fields that every record has; what is unknown or does not apply is ``None``, never left out. More are allowed."""
+
+ADDED_FIELDS: Final = {"vllm_version": 3, "kv_encoding": 3, "settings": 3}
+"""Fields that records of earlier format versions lack: such a record is still read, for ``ls`` and ``evict``."""
 
 FIRST_STORED_BY: Final = "first_stored_by"
 """Stands beside a record where it is kept, and is no part of it: who opened the namespace there first
@@ -93,9 +99,12 @@ class Namespace:
             ConfigError: A required field is missing, a value is not of JSON's exact types (a float, a set, a key that
                 is not a string), nesting is too deep or the record too large.
         """
-        fields = dict(fields)
+        return cls._of(dict(fields), REQUIRED_FIELDS)
+
+    @classmethod
+    def _of(cls, fields: dict[str, object], required: Iterable[str]) -> "Namespace":
         _check_value(fields, "", 0)
-        missing = [name for name in REQUIRED_FIELDS if name not in fields]
+        missing = [name for name in required if name not in fields]
         if missing:
             raise ConfigError(f"namespace lacks required fields. missing={','.join(missing)}")
         if FIRST_STORED_BY in fields:
@@ -107,27 +116,43 @@ class Namespace:
 
     @classmethod
     def from_record(cls, record: bytes) -> "Namespace":
-        """Read a stored record, which must be canonical byte for byte.
+        """Read a stored record, which must be canonical byte for byte; one of an earlier format version has its fields.
 
         Raises:
-            ConfigError: It is not a record that ``from_fields`` could have written.
+            ConfigError: It is not a record that ``from_fields`` of its version could have written.
         """
         if len(record) > MAX_RECORD_BYTES:
             raise ConfigError(f"namespace record is too large. limit={MAX_RECORD_BYTES} observed={len(record)}")
-        try:
-            fields = json.loads(record)
-        except (ValueError, RecursionError) as exc:
-            raise ConfigError(f"namespace record is not JSON. reason={exc}") from exc
-        if not isinstance(fields, dict):
-            raise ConfigError(f"namespace record is not an object. observed={type(fields).__name__}")
-        namespace = cls.from_fields(fields)
+        namespace = cls._of_its_version(_parse(record))
         if namespace.record != record:
             raise ConfigError("namespace record is not canonical JSON (order, spaces, escapes or a repeated key)")
         return namespace
 
+    @classmethod
+    def _of_its_version(cls, fields: dict[str, Any]) -> "Namespace":
+        version = fields.get("format_version")
+        earlier = isinstance(version, int) and not isinstance(version, bool)
+        return cls._of(
+            fields, [name for name in REQUIRED_FIELDS if not (earlier and version < ADDED_FIELDS.get(name, 0))]
+        )
+
     def described(self, stored_by: str) -> bytes:
         """The record as it is kept beside the blobs, with who is the first to store there; empty: nobody said."""
         return _canonical(self.fields | {FIRST_STORED_BY: stored_by}) if stored_by else self.record
+
+    @classmethod
+    def from_described(cls, data: bytes) -> tuple["Namespace", object]:
+        """Read what is kept beside the blobs, which may have been set for people: only what it says counts.
+
+        Returns:
+            The namespace, and what stands there for the first who stored; None where nothing does.
+
+        Raises:
+            ConfigError: It is not a record, of whatever version.
+        """
+        fields = _parse(data)
+        first = fields.pop(FIRST_STORED_BY, None)
+        return cls._of_its_version(fields), first
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -147,6 +172,16 @@ def diff(a: Namespace, b: Namespace) -> list[FieldDifference]:
         if (path in left) != (path in right) or _canonical(here) != _canonical(there):
             result.append(FieldDifference(_render(path), here, there))
     return result
+
+
+def _parse(record: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(record)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"namespace record is not JSON. reason={exc}") from exc
+    if not isinstance(fields, dict):
+        raise ConfigError(f"namespace record is not an object. observed={type(fields).__name__}")
+    return fields
 
 
 _Path = tuple[str | int, ...]

@@ -15,6 +15,7 @@ Called by the doors, which know it, by ``chunks/fields.py``, and by whoever read
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -89,6 +90,20 @@ def stored_by(package: str, door: str, version: str, encoding: str | None) -> st
         text = f"{text[: _ENCODING_CHARS_MAX - 9]}~{digest}"
     parts = _version(package, _PACKAGE_CHARS_MAX), door, _version(version, _VERSION_CHARS_MAX), text
     return str(StoredBy.parse(str(StoredBy(*parts))))
+
+
+def encoding_text(value: object) -> str:
+    """The encoding of a namespace's record (``kv_encoding``) in one word: ``cpu/CPU_ATTN:amx``.
+
+    The platform comes first, then one part for each KV cache group; what has no value is left out.
+    """
+    if isinstance(value, Mapping):
+        rest = [encoding_text(item) for name, item in sorted(value.items()) if name != "platform"]
+        return "/".join(filter(None, [encoding_text(value.get("platform")), *rest]))
+    if isinstance(value, list | tuple):
+        is_nested = any(isinstance(item, list | tuple | Mapping) for item in value)
+        return (",".join if is_nested else ":".join)(filter(None, map(encoding_text, value)))
+    return "" if value is None else str(value)
 
 
 def _version(text: str, chars_max: int) -> str:

@@ -30,7 +30,7 @@ from tiered_kv.chunks.transfer import CopyDone
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError, TierUnavailable, UnsupportedModel
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
-from tiered_kv.keys.stored_by import stored_by
+from tiered_kv.keys.stored_by import encoding_text, stored_by
 from tiered_kv.server import messages as m
 from tiered_kv.server.background import Background
 from tiered_kv.server.client import SessionInfo
@@ -79,7 +79,7 @@ class CopyThread:
 def _stored_by(fields: Mapping[str, object]) -> str:
     """Who stores what this worker copies: exact versions, which its namespace must not name, and the encoding."""
     encoding = fields.get("kv_encoding") or fields["attention_backend"]
-    return stored_by(__version__, "vllm", vllm.__version__, str(encoding))
+    return stored_by(__version__, "vllm", vllm.__version__, encoding_text(encoding))
 
 
 class WorkerSide:
