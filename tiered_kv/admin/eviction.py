@@ -37,19 +37,19 @@ def make_criteria(
     amount: Amount,
     *,
     place: tuple[bytes | None, StoredBlob | None],
-    tag: bytes | None,
-    stored_by: Conditions | None = None,
+    whose: tuple[bytes | None, Conditions | None],
     is_all: bool,
 ) -> Criteria:
     """What an operator's words mean for what was found.
 
     Args:
         place: The namespace and the chunk that were named.
+        whose: The digest of the tag, and the conditions on who stored it.
 
     Raises:
         ConfigError: They mean nothing, contradict each other, or need a capacity that nobody knows.
     """
-    namespace, key = place
+    (namespace, key), (tag, stored_by) = place, whose
     if amount.free is not None and amount.to is not None:
         raise ConfigError("say either --bytes or --to: they contradict each other")
     free_bytes = None

@@ -257,9 +257,8 @@ def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictR
     forest = Forest(content.blobs)
     place = find_namespace(content, order.namespace), None if order.key is None else find_chunk(forest, order.key)
     amount = Amount(order.free, order.to, order.older_than)
-    criteria = make_criteria(
-        storage, content, amount, place=place, tag=order.tag, stored_by=order.stored_by, is_all=order.is_all
-    )
+    whose = order.tag, order.stored_by
+    criteria = make_criteria(storage, content, amount, place=place, whose=whose, is_all=order.is_all)
     selection = select(forest, criteria)
     if not order.as_json:
         _show_selection(selection, storage.uri)
