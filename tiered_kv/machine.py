@@ -1,7 +1,15 @@
-"""What this machine lets a process have."""
+"""What this machine lets a process have, and what tells it from others."""
 
 import os
+import re
+import secrets
+import socket
+import uuid
 from pathlib import Path
+
+MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+_MULTICAST = 1 << 40
+"""Set in what ``uuid`` makes up where it finds no network card."""
 
 
 def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
@@ -38,3 +46,21 @@ def _limit_files(cgroup: Path, membership: Path) -> list[Path]:
             result.append(place / name)
             place = place.parent
     return result
+
+
+def machine_name(machine_ids: tuple[Path, ...] = MACHINE_IDS) -> str:
+    """What tells this machine from every other, also from one of the same host name; the same after a restart.
+
+    The system's machine id; where there is none, the address of a network card. Where there is no card either, a name
+    that this process alone has: two that wrongly think they are two lose hits, two that wrongly think they are one
+    could load each other's KV.
+    """
+    for path in machine_ids:
+        try:
+            found = path.read_text("ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if re.fullmatch(r"[0-9a-f]{32}", found) and found.strip("0"):  # "uninitialized" while an image is made
+            return f"{socket.gethostname()} {found}"
+    card = uuid.getnode()
+    return f"{socket.gethostname()} {secrets.token_hex(16) if card & _MULTICAST else f'{card:012x}'}"
