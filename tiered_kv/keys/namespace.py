@@ -130,11 +130,9 @@ class Namespace:
 
     @classmethod
     def _of_its_version(cls, fields: dict[str, Any]) -> "Namespace":
-        version = fields.get("format_version")
-        earlier = isinstance(version, int) and not isinstance(version, bool)
-        return cls._of(
-            fields, [name for name in REQUIRED_FIELDS if not (earlier and version < ADDED_FIELDS.get(name, 0))]
-        )
+        said = fields.get("format_version")
+        version = said if isinstance(said, int) and not isinstance(said, bool) else FORMAT_VERSION
+        return cls._of(fields, [name for name in REQUIRED_FIELDS if version >= ADDED_FIELDS.get(name, 0)])
 
     def described(self, stored_by: str) -> bytes:
         """The record as it is kept beside the blobs, with who is the first to store there; empty: nobody said."""
