@@ -83,7 +83,7 @@ class Cache:
         engine_id = f"cache-{uuid.uuid4().hex}"
         # A caller that wrote an older one down would look for old blobs, and find names taken by what it cannot read.
         fields = msgspec.json.encode({**namespace, "format_version": FORMAT_VERSION})
-        line = stored_by(__version__, "cache", __version__, encoding_text(namespace.get("kv_encoding")))
+        line = stored_by(__version__, "cache", __version__, encoding_text([namespace.get("kv_encoding")]))
         pages_said = pages_on_the_wire(pages)
         join = m.JoinWorker(0, 1, block_tokens, config.chunk_tokens, fields, pages_said, stored_by=line)
         self._worker: WorkerClient | None = None

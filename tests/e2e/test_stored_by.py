@@ -11,7 +11,7 @@ from vllm_harness import random_prompt
 
 from tiered_kv import __version__
 from tiered_kv.chunks.header import peek
-from tiered_kv.keys.stored_by import StoredBy, encoding_text
+from tiered_kv.keys.stored_by import StoredBy, encoding_text, stored_by
 
 pytestmark = pytest.mark.vllm
 
@@ -37,8 +37,9 @@ def test_blobs_and_records_name_vllm_and_the_encoding_and_a_patch_release_goes_a
         first, _ = lines(root)
         told = StoredBy.parse(first)
         assert (told.package, told.door, told.version) == (__version__, "vllm", real)
-        encoding = encoding_text(record["kv_encoding"] or record["attention_backend"])
-        assert encoding and told.encoding == encoding[:39]
+        ((runs,),) = record["kv_encoding"].values()
+        encoding = encoding_text(text for text, _ in runs)
+        assert encoding and told.encoding in stored_by("1", "vllm", "1", encoding)
         assert lines(root) == [first] * 2 and record["first_stored_by"] == first
 
     # The same engine as the next patch release: only what it says of itself is another.

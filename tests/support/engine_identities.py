@@ -16,7 +16,10 @@ from unittest import mock
 
 import msgspec
 import torch
+import vllm
 from transformers import LlamaConfig
+from vllm import envs
+from vllm.config import KVTransferConfig, LoRAConfig, MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 
@@ -38,6 +41,7 @@ class Settings:
 
     chunk_tokens: int = 256
     model_id: str | None = None
+    share_vllm_versions: bool = False
 
 
 def engine_config(folder: Path, **arguments: Any) -> Any:
@@ -51,11 +55,20 @@ def engine_config(folder: Path, **arguments: Any) -> Any:
     return with_backend(EngineArgs(model=str(folder), **defaults | arguments).create_engine_config(), "CPU_ATTN")
 
 
-def with_backend(vllm_config: Any, name: str) -> Any:
+def with_backend(vllm_config: Any, name: str, **attributes: Any) -> Any:
     """The configuration with a layer of this attention backend, as loading the model registers one."""
-    backend = SimpleNamespace(get_name=lambda: name)
-    layer = SimpleNamespace(get_attn_backend=lambda: backend)
-    return changed(vllm_config, compilation_config={"static_forward_context": {LAYER: layer}})
+    return with_layers(vllm_config, {LAYER: attention_layer(name, **attributes)})
+
+
+def attention_layer(backend: str, **attributes: Any) -> Any:
+    """What the cache reads of one of vLLM's attention layers."""
+    named = SimpleNamespace(get_name=lambda: backend)
+    return SimpleNamespace(get_attn_backend=lambda: named, **attributes)
+
+
+def with_layers(vllm_config: Any, layers: Mapping[str, Any]) -> Any:
+    """The configuration with these attention layers."""
+    return changed(vllm_config, compilation_config={"static_forward_context": dict(layers)})
 
 
 def changed(vllm_config: Any, **parts: Any) -> Any:
@@ -99,12 +112,18 @@ class Engine:
     Attributes:
         arguments: vLLM's engine arguments.
         parts: Fields of parts of the configuration, set unchecked: what needs hardware that is not here.
+        layer: Attributes of its attention layer.
+        version: vLLM's.
+        variables: Values of ``vllm.envs``.
         pages: For each rank its layers.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
     backend: str = "CPU_ATTN"
+    layer: dict[str, Any] = field(default_factory=dict)
+    version: str = "0.32.0"
+    variables: dict[str, Any] = field(default_factory=dict)
     kv: dict[str, Any] = field(default_factory=dict)
     settings: Settings = Settings()
     pages: tuple[Pages, ...] = ((PAGE, OTHER_PAGE),)
@@ -125,6 +144,10 @@ def page(**changes: Any) -> tuple[Engine, Engine]:
 
 def _rope(**parameters: Any) -> dict[str, Any]:
     return {"hf_overrides": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"} | parameters}}
+
+
+def _as(encoding: str, of: m.Page = PAGE) -> m.Page:
+    return msgspec.structs.replace(of, encoding=encoding)
 
 
 _CONTEXT_RANKS: Final = replace(BASE, parts={"parallel_config": {"decode_context_parallel_size": 2}})
@@ -172,6 +195,20 @@ CHANGES: Final[Mapping[str, tuple[Engine, Engine]]] = {
         ),
     ),
     "model runner": unlike_base(parts={"use_v2_model_runner": True}),
+    "minor version of vLLM": unlike_base(version="0.33.0"),
+    "an encoder of images of another precision": (
+        replace(BASE, parts={"model_config": {"multimodal_config": MultiModalConfig()}}),
+        replace(BASE, parts={"model_config": {"multimodal_config": MultiModalConfig(mm_encoder_attn_dtype="fp8")}}),
+    ),
+    "a variable that chooses a precision": unlike_base(variables={"VLLM_MARLIN_INPUT_DTYPE": "int8"}),
+    "instructions that the CPU backend is built for": (
+        replace(BASE, layer={"isa": "amx"}),
+        replace(BASE, layer={"isa": "vec"}),
+    ),
+    "one backend per kind of layer, swapped": (
+        replace(BASE, pages=((_as("FLASH_ATTN"), _as("TRITON_ATTN", OTHER_PAGE)),)),
+        replace(BASE, pages=((_as("TRITON_ATTN"), _as("FLASH_ATTN", OTHER_PAGE)),)),
+    ),
     "format version": unlike_base(format_version=FORMAT_VERSION + 1),
     "epoch": unlike_base(epoch="base-1"),
     "page's layer": page(layer="model.layers.7.self_attn.attn"),
@@ -195,9 +232,30 @@ SAME: Final[Mapping[str, tuple[Engine, Engine]]] = {
     "where text ends, training": unlike_base(
         arguments={"hf_overrides": {"eos_token_id": 5, "use_cache": False, "initializer_range": 0.5}}
     ),
+    "patch version of vLLM": unlike_base(version="0.32.1+cpu"),
+    "minor versions that share": (
+        replace(BASE, settings=Settings(share_vllm_versions=True)),
+        replace(BASE, settings=Settings(share_vllm_versions=True), version="0.31.0"),
+    ),
+    "LoRA": unlike_base(parts={"lora_config": LoRAConfig(target_modules=["o_proj"])}),
+    "memory of the machine": unlike_base(parts={"cache_config": {"num_gpu_blocks": 17, "kv_cache_size_tokens": 99}}),
+    "replica, rank and role": unlike_base(
+        parts={
+            "parallel_config": {"data_parallel_size": 2, "data_parallel_rank": 1, "rank": 1, "master_port": 1},
+            "kv_transfer_config": KVTransferConfig(kv_connector="c", kv_role="kv_producer", engine_id="e"),
+            "instance_id": "another",
+        }
+    ),
     "KV's dtype by its name": unlike_base(parts={"cache_config": {"cache_dtype": "bfloat16"}}),
 }
 """And what does not: a needless second namespace costs every hit."""
+
+
+def _encoded(vllm_config: Any, kv: Any, pages: Pages) -> list[m.Page]:
+    """The pages as a worker tells them; those of layers that this configuration lacks are as the first one's."""
+    encodings = identity.page_encodings(vllm_config, kv)
+    first = next(iter(encodings.values()))
+    return [msgspec.structs.replace(p, encoding=p.encoding or encodings.get(p.layer, first)) for p in pages]
 
 
 class Identities:
@@ -209,14 +267,19 @@ class Identities:
 
     def namespace(self, engine: Engine) -> Namespace:
         """What the server makes of what this engine's workers tell it."""
-        vllm_config = changed(with_backend(self.config(engine), engine.backend), **engine.parts)
+        vllm_config = changed(with_backend(self.config(engine), engine.backend, **engine.layer), **engine.parts)
         kv = kv_config(**engine.kv)
-        with mock.patch.object(identity, "FORMAT_VERSION", engine.format_version):
+        variables = {name: (lambda value=value: value) for name, value in engine.variables.items()}
+        with (
+            mock.patch.object(identity, "FORMAT_VERSION", engine.format_version),
+            mock.patch.object(vllm, "__version__", engine.version),
+            mock.patch.dict(envs.environment_variables, variables),
+        ):
             fields = json.dumps(identity.base_fields(vllm_config, kv, engine.settings)).encode()
         chunk_tokens = engine.settings.chunk_tokens
         block_tokens = identity.cache_groups(vllm_config, kv, chunk_tokens).block_tokens
         joins = [
-            m.JoinWorker(rank, len(engine.pages), block_tokens, chunk_tokens, fields, list(pages))
+            m.JoinWorker(rank, len(engine.pages), block_tokens, chunk_tokens, fields, _encoded(vllm_config, kv, pages))
             for rank, pages in enumerate(engine.pages)
         ]
         return namespace_of(joins, engine.epoch)

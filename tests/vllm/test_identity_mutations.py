@@ -22,8 +22,9 @@ from tiered_kv.vllm.extras import RequestExtras
 
 HERE = Path(__file__).parent
 
-TOLD_TWICE = {"kv_scales": "kv_dtype"}
-"""Fields that no engine changes without changing another: that one holds the scales' mode behind the dtype."""
+TOLD_TWICE = {"kv_scales": "kv_dtype", "attention_backend": "kv_encoding"}
+"""Fields that no engine changes without changing another: the dtype has the scales' mode behind it, the encoding the
+backend before it."""
 
 GEOMETRY_ORDER = {
     "order of layers": ("_part_pages", lambda parts: [sorted(pages, key=lambda page: page.layer) for pages in parts]),
@@ -125,10 +126,17 @@ def test_no_field_of_the_models_config_can_be_left_out(identities, monkeypatch):
         assert namespace(first | {name: "another"}) == namespace(first), name
 
 
-@pytest.mark.parametrize("name", m.Page.__struct_fields__)
+@pytest.mark.parametrize("name", sorted({*m.Page.__struct_fields__} - {"encoding"}))
 def test_no_entry_of_a_page_can_be_left_out(identities, monkeypatch, name):
     record = groups._page_record
     monkeypatch.setattr(groups, "_page_record", lambda page: record(page) | {name: "dropped"})
+    assert noticed(identities)
+
+
+@pytest.mark.parametrize("lose", [sorted, lambda texts: [texts[0]], lambda texts: sorted(set(texts))])
+def test_no_order_of_the_encodings_can_be_left_out(identities, monkeypatch, lose):
+    runs = groups._runs
+    monkeypatch.setattr(groups, "_runs", lambda texts: runs(lose(texts)))
     assert noticed(identities)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -14,7 +15,7 @@ from vllm.v1.request import Request
 
 from tiered_kv.keys.extras import Multimodal, Salt, encode
 from tiered_kv.vllm import extras as door
-from tiered_kv.vllm.extras import Adapters, RequestExtras, Unaccountable
+from tiered_kv.vllm.extras import Adapters, RequestExtras, Unaccountable, adapter_numerics, hashes_media
 
 CHUNK = 64
 CHUNKS = 3
@@ -112,6 +113,59 @@ def test_adapters_remembered_are_bounded(tmp_path, monkeypatch):
     assert extras(adapters, lora_request=first).is_accountable
     assert not extras(adapters, lora_request=second).is_accountable
     assert extras(adapters, lora_request=first).is_accountable
+
+
+def test_item_that_vllm_counts_instead_of_hashing_is_left_alone():
+    """By its name, whatever version counts it, and by the engine's configuration, whatever its name is."""
+    for identifier in ("renderer0-mm-1-image-0", "adapter:renderer12-mm-7-video-3"):
+        asked = request(mm_features=[image(identifier, 60, 10)])
+        assert "does not hash" in RequestExtras(asked, CHUNK, Adapters("")).reason
+    named = request(mm_features=[image("cat", 60, 10)])
+    assert "does not hash" in RequestExtras(named, CHUNK, Adapters(""), has_media_hashes=False).reason
+    assert RequestExtras(named, CHUNK, Adapters("")).is_accountable
+    assert RequestExtras(request(), CHUNK, Adapters(""), has_media_hashes=False).is_accountable
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "cache_gb", "hashes"),
+    [(False, 0, False), (True, 0, True), (False, 4, True), (False, None, False)],
+)
+def test_media_are_hashed_while_one_of_vllms_caches_is_on(prefix_caching, cache_gb, hashes):
+    media = None if cache_gb is None else SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    parts = {"enable_prefix_caching": prefix_caching}, {"multimodal_config": media}
+    config = SimpleNamespace(cache_config=SimpleNamespace(**parts[0]), model_config=SimpleNamespace(**parts[1]))
+    assert hashes_media(config) is hashes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": ["o_proj"]},
+        {"target_modules": []},
+        {"lora_dtype": "float16"},
+        {"enable_tower_connector_lora": True},
+        {"enable_mixed_moe_lora_format": True},
+        {"enable_moe_shared_loras": True},
+    ],
+    ids=str,
+)
+def test_what_decides_how_an_adapter_is_applied_is_in_its_identity(tmp_path, change):
+    named = lora(adapter(tmp_path / "a", 1))
+    numerics = [
+        adapter_numerics(SimpleNamespace(lora_config=LoRAConfig(**{"lora_dtype": "bfloat16"} | fields)))
+        for fields in ({}, change)
+    ]
+    ours, theirs = (encoded(Adapters(text), lora_request=named) for text in numerics)
+    assert ours != theirs
+
+
+def test_sizes_of_lora_and_the_order_of_its_modules_are_not(tmp_path):
+    texts = {
+        adapter_numerics(SimpleNamespace(lora_config=LoRAConfig(target_modules=modules, max_loras=count)))
+        for modules, count in ((["q_proj", "o_proj"], 1), (["o_proj", "q_proj"], 4))
+    }
+    assert len(texts) == 1
+    assert adapter_numerics(SimpleNamespace(lora_config=None)) == ""
 
 
 def test_multimodal_item_stands_in_every_chunk_it_reaches_with_its_position():

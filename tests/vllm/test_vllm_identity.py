@@ -24,13 +24,14 @@ def identities(tmp_path_factory):
     return Identities(tmp_path_factory.mktemp("models"))
 
 
-def test_fields_make_a_namespace_and_only_geometry_and_epoch_are_missing(vllm_config):
+def test_fields_make_a_namespace_and_only_what_the_server_adds_is_missing(vllm_config):
     fields = base_fields(vllm_config, kv_config(), Settings())
-    assert set(REQUIRED_FIELDS) - set(fields) == {"geometry", "epoch"}
+    assert set(REQUIRED_FIELDS) - set(fields) == {"geometry", "kv_encoding", "epoch"}
     expected = {
         "weights": "dummy:0", "kv_dtype": "bfloat16", "model_dtype": "bfloat16", "attention_backend": "CPU_ATTN",
         "kv_layout": "LBHNC", "max_model_len": 512, "block_tokens": 32, "chunk_tokens": 256, "quantization": None,
         "kv_scales": "none", "tp": 1, "pp": 1, "dcp": 1, "model_runner": "v1",
+        "vllm_version": "0.32",
     }  # fmt: skip
     assert {name: fields[name] for name in expected} == expected
     assert fields["text_config"]["rope_parameters"] == {"rope_theta": "10000.0", "rope_type": "default"}

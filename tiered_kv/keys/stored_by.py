@@ -15,7 +15,7 @@ Called by the doors, which know it, by ``chunks/fields.py``, and by whoever read
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -92,18 +92,13 @@ def stored_by(package: str, door: str, version: str, encoding: str | None) -> st
     return str(StoredBy.parse(str(StoredBy(*parts))))
 
 
-def encoding_text(value: object) -> str:
-    """The encoding of a namespace's record (``kv_encoding``) in one word: ``cpu/CPU_ATTN:amx``.
+def encoding_text(encodings: Iterable[object]) -> str:
+    """The encodings of a model's layers in one word, each once and in order: ``CPU_ATTN/cpu/amx,FLASHINFER/cuda``.
 
-    The platform comes first, then one part for each KV cache group; what has no value is left out.
+    Only text is one; whatever else a library user says of an encoding is in the namespace's record alone.
     """
-    if isinstance(value, Mapping):
-        rest = [encoding_text(item) for name, item in sorted(value.items()) if name != "platform"]
-        return "/".join(filter(None, [encoding_text(value.get("platform")), *rest]))
-    if isinstance(value, list | tuple):
-        is_nested = any(isinstance(item, list | tuple | Mapping) for item in value)
-        return (",".join if is_nested else ":".join)(filter(None, map(encoding_text, value)))
-    return "" if value is None else str(value)
+    texts = ("/".join(one.split()) for one in encodings if isinstance(one, str))
+    return ",".join(dict.fromkeys(filter(None, texts)))
 
 
 def _version(text: str, chars_max: int) -> str:

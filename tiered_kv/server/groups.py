@@ -7,8 +7,9 @@ the reason and nothing unsound is ever combined.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
@@ -17,7 +18,7 @@ from tiered_kv.errors import ConfigError, ProtocolError
 from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.hierarchy.shares import Share
 from tiered_kv.keys.namespace import DIGEST_BYTES, MAX_RECORD_BYTES, Namespace
-from tiered_kv.keys.stored_by import StoredBy, shared_line
+from tiered_kv.keys.stored_by import StoredBy, shared_line, stored_by
 from tiered_kv.keys.tags import TAG_BYTES, shared_tag
 from tiered_kv.metrics.figures import SessionFigures
 from tiered_kv.server import messages as m
@@ -106,7 +107,7 @@ class Group:
         geometry = geometry_of(self.joins)
         self.rank_offsets = [geometry.rank_segments(part)[0].offset_bytes for part in parts_of(self.joins)]
         self.geometry = geometry
-        self.stored_by = shared_line(self.joins[0].stored_by)
+        self.stored_by = _stored_by_all(self.joins)
         self.slot_bytes = BlobFormat(bytes(DIGEST_BYTES), geometry).blob_bytes
 
     def describe(self) -> SessionFigures:
@@ -174,7 +175,7 @@ def _check_page(page: m.Page) -> None:
         raise ConfigError(f"dtype cannot be stored. dtype={page.dtype[:16]!a} known={','.join(DTYPE_BYTES)}")
     if not 0 < len(page.shape) <= DIMENSIONS_MAX or not all(0 < extent <= EXTENT_MAX for extent in page.shape):
         raise ConfigError(f"page has an impossible shape. layer={page.layer[:100]!a} shape={page.shape[:16]}")
-    if not 0 < len(page.layer) <= m.NAME_CHARS_MAX or len(page.axes) > m.NAME_CHARS_MAX:
+    if not 0 < len(page.layer) <= m.NAME_CHARS_MAX or max(len(page.axes), len(page.encoding)) > m.NAME_CHARS_MAX:
         raise ConfigError(f"names have 1 to {m.NAME_CHARS_MAX} characters. layer={page.layer[:100]!a}")
     if not 0 <= page.blocks <= TOKENS_MAX:
         raise ConfigError(f"stored blocks are out of range. layer={page.layer[:100]!a} blocks={page.blocks}")
@@ -186,12 +187,18 @@ def check_same_engine(join: m.JoinWorker, other: m.JoinWorker) -> None:
     Raises:
         ConfigError: They differ; the message names the setting and both values.
     """
-    for name in ("world_size", "block_tokens", "chunk_tokens", "stored_by"):
+    for name in ("world_size", "block_tokens", "chunk_tokens"):
         ours, theirs = getattr(join, name), getattr(other, name)
         if ours != theirs:
             raise ConfigError(
                 f"workers of one engine disagree on {name}: rank {join.rank} has {ours}, rank {other.rank} has {theirs}"
             )
+    ours, theirs = (StoredBy.parse(one.stored_by) for one in (join, other))
+    if replace(ours, encoding=theirs.encoding) != theirs:  # layers of another kind may have another encoding
+        raise ConfigError(
+            f"workers of one engine disagree on who stores: rank {join.rank} says {join.stored_by}, rank {other.rank} "
+            f"says {other.stored_by}"
+        )
     if join.fields != other.fields:
         raise ConfigError(
             f"workers of one engine disagree on what they serve: rank {join.rank} has {_difference(join, other)}, "
@@ -199,11 +206,26 @@ def check_same_engine(join: m.JoinWorker, other: m.JoinWorker) -> None:
         )
 
 
+def _stored_by_all(joins: Sequence[m.JoinWorker]) -> str:
+    """Who stores what all ranks copy together: their encodings in order, each once."""
+    first = StoredBy.parse(joins[0].stored_by)
+    encodings = dict.fromkeys(StoredBy.parse(join.stored_by).encoding for join in joins)
+    return shared_line(stored_by(first.package, first.door, first.version, ",".join(encodings)))
+
+
 def _difference(join: m.JoinWorker, other: m.JoinWorker) -> str:
-    ours, theirs = json.loads(join.fields), json.loads(other.fields)
+    ours, theirs = _by_path(json.loads(join.fields)), _by_path(json.loads(other.fields))
     names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     shown = [f"{name}={str(ours.get(name))[:200]} and not {str(theirs.get(name))[:200]}" for name in names[:3]]
     return "; ".join(shown) or "the same fields written otherwise"
+
+
+def _by_path(fields: Mapping[str, Any], before: str = "") -> dict[str, object]:
+    """Fields below their paths, through all objects: ``settings.kernel_config.moe_backend``."""
+    found: dict[str, object] = {}
+    for name, value in fields.items():
+        found |= _by_path(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+    return found
 
 
 def parts_of(joins: Sequence[m.JoinWorker]) -> list[int]:
@@ -267,7 +289,15 @@ def namespace_of(joins: Sequence[m.JoinWorker], epoch: str) -> Namespace:
         block_tokens=joins[0].block_tokens,
         chunk_tokens=joins[0].chunk_tokens,
     )
+    encodings = [_runs([page.encoding for page in pages]) for pages in _part_pages(joins)]
+    if any(text for runs in encodings for text, _ in runs):
+        fields["kv_encoding"] = {"ranks": encodings}
     return Namespace.from_fields(fields)
+
+
+def _runs(encodings: Iterable[str]) -> list[tuple[str, int]]:
+    """Encodings of a part's layers in order, equal ones in a row together: ``[("FLASH_ATTN cuda", 28)]``."""
+    return [(text, len(list(run))) for text, run in groupby(encodings)]
 
 
 def _page_record(page: m.Page) -> dict[str, object]:
@@ -313,11 +343,11 @@ def chunk_record(group: Group, chunk: m.Chunk) -> ChunkRecord:
     if not 0 <= chunk.chunk_index <= CHUNK_INDEX_MAX or is_first != (chunk.chunk_index == 0):
         raise ProtocolError(f"a committed chunk is not where its parent says. chunk_index={chunk.chunk_index}")
     try:
-        stored_by = shared_line(chunk.stored_by) or group.stored_by
+        line = shared_line(chunk.stored_by) or group.stored_by
     except ValueError as exc:
         raise ProtocolError(f"a committed chunk does not say in a known way who stored it: {exc}") from exc
     place = group.namespace.digest, chunk.key, chunk.parent, chunk.chunk_index
-    return ChunkRecord(*place, chunk.prefix_sha256, shared_tag(chunk.tag), stored_by)
+    return ChunkRecord(*place, chunk.prefix_sha256, shared_tag(chunk.tag), line)
 
 
 def keys_of(lookup: m.Lookup) -> tuple[list[bytes], list[bytes]]:

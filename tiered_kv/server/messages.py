@@ -65,13 +65,17 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One layer's page on the wire (see ``chunks/geometry.py``)."""
+    """One layer's page on the wire (see ``chunks/geometry.py``).
+
+    ``encoding`` says what its bytes mean where name, dtype and shape do not; empty where the namespace's fields say it.
+    """
 
     layer: str
     dtype: str
     shape: tuple[int, ...]
     axes: str
     blocks: int = 0
+    encoding: str = ""
 
 
 class JoinWorker(Message, frozen=True):
@@ -82,7 +86,7 @@ class JoinWorker(Message, frozen=True):
         pages: The layers of this rank, in payload order.
         part: Which part of the payload is this rank's; None: one of its own. Ranks with equal KV name one part.
         stored_by: What the headers of this engine's blobs say of who stored them (``keys/stored_by.py``); equal on all
-            ranks, and never empty: one who does not say it is refused.
+            ranks but for the encoding, and never empty: one who does not say it is refused.
     """
 
     rank: int

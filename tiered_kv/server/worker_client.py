@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.geometry import LayerPage
@@ -135,9 +135,12 @@ def _receive_frame(sock: socket.socket, fds: list[int]) -> None:
         )
 
 
-def pages_on_the_wire(pages: Sequence[LayerPage]) -> list[m.Page]:
-    """Pages as message parts."""
-    return [m.Page(page.layer, page.dtype, page.shape, page.axes, page.blocks) for page in pages]
+def pages_on_the_wire(pages: Sequence[LayerPage], encodings: Mapping[str, str] | None = None) -> list[m.Page]:
+    """Pages as message parts; ``encodings``: by layer, what the bytes mean where nothing else says it."""
+    said = encodings or {}
+    return [
+        m.Page(page.layer, page.dtype, page.shape, page.axes, page.blocks, said.get(page.layer, "")) for page in pages
+    ]
 
 
 def decline(config: Config, engine_id: str, reason: str) -> None:

@@ -22,7 +22,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.events import Announcer, EventGroup
-from tiered_kv.vllm.extras import Adapters
+from tiered_kv.vllm.extras import Adapters, adapter_numerics, hashes_media
 from tiered_kv.vllm.geometry import check_groups
 from tiered_kv.vllm.groups import CacheGroups
 from tiered_kv.vllm.handover import Handover
@@ -106,17 +106,17 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 client.close()
                 raise TieredKVError(f"the cache is not ready: {reason}")
             logger.error("this engine starts without the cache: %s", reason)
-        lora = vllm_config.lora_config
         return SchedulerSide(
             config,
             client,
-            Adapters(str(lora.lora_dtype) if lora is not None else ""),
+            Adapters(adapter_numerics(vllm_config)),
             groups,
             Abilities(
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
                 has_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 has_drafts=vllm_config.speculative_config is not None,
+                has_media_hashes=hashes_media(vllm_config),
                 step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
             ),
         )

@@ -6,6 +6,7 @@ nor stored. Called by the scheduler side, once per request and again when chunks
 """
 
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,14 @@ ADAPTER_FULL_BYTES: Final = 256 << 20
 MAX_ADAPTERS: Final = 4096
 """Adapters remembered; beyond it requests with new ones are left alone, so that a stream of them cannot fill memory."""
 
+ADAPTER_FLAGS: Final = ("enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+"""Of vLLM's LoRA configuration: which layers an adapter is applied to, and as what its experts' tensors are read."""
+
 SESSIONS_FROM: Final = (0, 31)
 """First vLLM whose streaming sessions are looked up and stored."""
+
+_COUNTED: Final = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")
+"""What vLLM calls a multimodal item that it does not hash: by a counter that starts again with every engine."""
 
 _TAGGED: Final = {Lora: "lora/3", Multimodal: "mm/3", Salt: "cache_salt/2", Embeds: "prompt_embeds/2"}
 """What vLLM's function gives for each of our kinds since 0.31: tag and length of the tuple."""
@@ -41,6 +48,27 @@ class Unaccountable(TieredKVError):
     """A request depends on something its chunk keys would not say: do not look it up, do not store it, count it."""
 
 
+def hashes_media(vllm_config: Any) -> bool:
+    """Whether vLLM names multimodal items by their content. With both of its caches off it counts them instead."""
+    media = vllm_config.model_config.multimodal_config
+    is_cached = media is not None and media.mm_processor_cache_gb > 0
+    return bool(vllm_config.cache_config.enable_prefix_caching) or is_cached
+
+
+def adapter_numerics(vllm_config: Any) -> str:
+    """What of vLLM's configuration decides what an adapter does to KV; empty without LoRA.
+
+    Not in it are sizes, and sharding, which is rounding (``config_fields.py``). KV without an adapter is the same with
+    LoRA and without it, so none of this is in the namespace.
+    """
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    modules = None if lora.target_modules is None else sorted(set(lora.target_modules))
+    flags = {name: bool(getattr(lora, name, False)) for name in ADAPTER_FLAGS}
+    return json.dumps({"dtype": str(lora.lora_dtype), "modules": modules} | flags, sort_keys=True)
+
+
 class Adapters:
     """Identities of LoRA adapters by the content of their files.
 
@@ -50,9 +78,9 @@ class Adapters:
     Threads: none; the scheduler's.
     """
 
-    def __init__(self, lora_dtype: str) -> None:
-        """Take the dtype that vLLM casts adapters to."""
-        self._lora_dtype = lora_dtype
+    def __init__(self, numerics: str) -> None:
+        """Take what of vLLM's configuration decides how adapters are applied (``adapter_numerics``)."""
+        self._numerics = numerics
         self._first_seen: dict[str, tuple[FileStamp, ...]] = {}
 
     def identity(self, lora_request: Any) -> str:
@@ -75,7 +103,7 @@ class Adapters:
         except OSError as exc:
             raise Unaccountable(f"adapter's files cannot be read. adapter={lora_request.lora_name}") from exc
         fused = int(getattr(lora_request, "is_3d_lora_weight", False))
-        return f"sha256:{digest} dtype={self._lora_dtype} fused_experts={fused}"
+        return f"sha256:{digest} {self._numerics} fused_experts={fused}"
 
 
 class RequestExtras:
@@ -84,13 +112,23 @@ class RequestExtras:
     Threads: none; the scheduler's.
     """
 
-    __slots__ = ("_chunk_tokens", "_encoded", "_lora", "_request", "reason")
+    __slots__ = ("_chunk_tokens", "_encoded", "_has_media_hashes", "_lora", "_request", "reason")
 
-    def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters, *, has_drafts: bool = False) -> None:
+    def __init__(
+        self,
+        request: Any,
+        chunk_tokens: int,
+        adapters: Adapters,
+        *,
+        has_drafts: bool = False,
+        has_media_hashes: bool = True,
+    ) -> None:
         """Read the request and check all of its prompt at once; trouble is told by ``is_accountable``, not raised.
 
-        ``has_drafts``: the engine decodes speculatively.
+        ``has_drafts``: the engine decodes speculatively. ``has_media_hashes``: vLLM names images, videos and sounds by
+        their content (``hashes_media``).
         """
+        self._has_media_hashes = has_media_hashes
         self._request = request
         self._chunk_tokens = chunk_tokens
         self._encoded: list[bytes] = []
@@ -175,6 +213,11 @@ class RequestExtras:
             if position.offset < stop and position.offset + position.length > start:
                 if not isinstance(feature.identifier, str):
                     raise Unaccountable(f"multimodal item has no identifier. modality={feature.modality}")
+                if not self._has_media_hashes or _COUNTED.search(feature.identifier):
+                    raise Unaccountable(
+                        "vLLM does not hash images, videos and sounds while both of its caches are off. Leave prefix "
+                        f"caching on, or mm_processor_cache_gb above 0. modality={feature.modality}"
+                    )
                 yield Multimodal(feature.identifier, position.offset)
         if request.prompt_embeds is not None:
             yield Embeds(_embeds_sha256(request, start, stop))

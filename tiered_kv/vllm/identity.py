@@ -4,9 +4,10 @@ Owns the reading of ``VllmConfig`` for the namespace record. Must not touch tens
 weights (``weights.py`` does). Called by the worker for the fields, because only there the attention layers and with
 them the attention backend exist, and by both roles for ``check_supported``.
 
-vLLM's version is no field: keys are equal across versions, and what a version changes in KV shows in another field
-(layout, geometry, backend, model runner). Nor are switches that only change rounding from step to step, as batch size
-does anyway: eager mode, compilation, scheduling.
+Three things make a field: what is observed where the KV lies (geometry, layout, encoding), what the weights are, and
+every setting that ``config_fields.py`` does not excuse. Excused are switches that only change rounding from step to
+step, as batch size does anyway: eager mode, compilation, scheduling. vLLM's minor version is a field of its own, since
+a kernel or a model's code that is mended changes nothing else; ``share_vllm_versions`` leaves it out.
 """
 
 import hashlib
@@ -17,10 +18,13 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import vllm
+from vllm import envs, platforms
 
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.vllm.groups import CacheGroups
+from tiered_kv.vllm.model_files import model_files
+from tiered_kv.vllm.settings import kv_settings, plain
 from tiered_kv.vllm.weights import weights_identity
 
 logger = logging.getLogger("vllm." + __name__)
@@ -29,6 +33,9 @@ FIRST_VERSION: Final = (0, 30)
 UNTESTED_FROM: Final = (0, 33)
 REFUSED_FROM: Final = (0, 34)
 """CI runs the versions before ``UNTESTED_FROM``; from there on they start with a warning, until they are refused."""
+
+PLAIN_DTYPES: Final = frozenset({"auto", "bfloat16", "float16", "half", "float", "float32"})
+"""KV dtypes that hold numbers as they are; the page's dtype says which."""
 
 DRAFTLESS_METHODS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Speculation without a draft model of its own: no KV of other weights, and rejected tokens are only ever the last."""
@@ -53,14 +60,17 @@ class IdentitySettings(Protocol):
     @property
     def model_id(self) -> str | None: ...
 
+    @property
+    def share_vllm_versions(self) -> bool: ...
+
 
 def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettings) -> dict[str, object]:
-    """Collect all fields of the namespace but ``geometry`` and ``epoch``; the same on every rank.
+    """Collect all fields of the namespace but ``geometry``, ``kv_encoding`` and ``epoch``; the same on every rank.
 
     Call it in a worker when KV tensors are registered: the scheduler side has no attention layers to ask.
 
     Raises:
-        ConfigError: The weights cannot be identified.
+        ConfigError: The weights cannot be identified, or a file that belongs to the model cannot be read.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text_config = model.hf_text_config
@@ -85,6 +95,12 @@ def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettin
         "dcp": int(parallel.decode_context_parallel_size),
         "dcp_interleave": _interleave(parallel),
         "model_runner": _model_runner(vllm_config),
+        "vllm_version": None if settings.share_vllm_versions else _minor_version(vllm.__version__),
+        "settings": {
+            **kv_settings(vllm_config),
+            "model_files": model_files(vllm_config, is_named=settings.model_id is not None),
+            "device_capability": _capability(model, kv_cache_config),
+        },
     }
 
 
@@ -162,6 +178,51 @@ def attention_backends(vllm_config: Any, kv_cache_config: Any) -> str:
     return ",".join(sorted(backends))
 
 
+def page_encodings(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """What the bytes of each layer's page mean where name, dtype and shape are equal: ``"CPU_ATTN cpu amx"``.
+
+    A CPU backend orders a page by the instructions it was built for, ROCm by a switch and with an FP8 of its own, and a
+    model may have a backend per kind of layer. Call it in a worker, as ``base_fields``.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    return {name: _encoding(layers[name]) for name in names if name in layers}
+
+
+def _encoding(layer: Any) -> str:
+    platform = platforms.current_platform
+    parts = [layer.get_attn_backend().get_name(), str(platform._enum.name).lower()]
+    if (isa := getattr(layer, "isa", None)) is not None:
+        parts.append(str(isa))
+    if (held := str(getattr(layer, "kv_cache_dtype", "auto"))) not in PLAIN_DTYPES:
+        parts.append(held)
+        if held.startswith("fp8"):
+            parts.append(str(plain(platform.fp8_dtype())))
+    if platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
+        parts.append("shuffled")
+    return " ".join(parts)
+
+
+def check_layers(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse layers into whose pages vLLM itself writes after a load may have filled them; call it in a worker.
+
+    Raises:
+        UnsupportedModel: vLLM's Triton backend with a scale per token and head: at the first forward pass of each layer
+            it sets all scales to 1, and without CUDA graphs a request whose prefix was loaded is the first.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    for group in kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            mode = getattr(specs.get(name, group.kv_cache_spec), "kv_quant_mode", None)
+            impl = getattr(layers.get(name), "impl", None)
+            if getattr(mode, "is_per_token_head", False) and hasattr(impl, "_ensure_scale_caches"):
+                raise UnsupportedModel(
+                    "this attention backend overwrites the scales of loaded KV at its first forward pass. Use "
+                    f"another --kv-cache-dtype, for instance fp8. layer={name} mode={getattr(mode, 'name', mode)}"
+                )
+
+
 def canonical_config(config: Any) -> dict[str, object]:
     """A HF config as plain data for the namespace: no cosmetic fields, no ``None`` (it means absent), no floats."""
     fields = config.to_dict()
@@ -197,6 +258,20 @@ def _plain(value: object) -> object:
 
 def _digest(plain: object) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _minor_version(version: str) -> str:
+    """``"0.32"`` of ``"0.32.1+cpu"``; whatever is no version, whole."""
+    numbers = re.match(r"\d+\.\d+", version)
+    return numbers[0] if numbers else version
+
+
+def _capability(model: Any, kv_cache_config: Any) -> str | None:
+    """The GPU's generation, which chooses the precision of quantised products; else it only changes rounding."""
+    if model.quantization is None and _quant_mode(kv_cache_config) == "NONE":
+        return None
+    capability = platforms.current_platform.get_device_capability()
+    return None if capability is None else capability.as_version_str()
 
 
 def _first_spec(kv_cache_config: Any) -> Any:

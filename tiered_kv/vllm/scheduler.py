@@ -37,6 +37,7 @@ class Abilities:
     may_store: bool
     has_prefix_caching: bool
     has_drafts: bool = False
+    has_media_hashes: bool = True
     step_tokens: int = 8192
 
 
@@ -89,7 +90,9 @@ class SchedulerSide:
 
     def add_request(self, request: Any) -> None:
         """A request is new: compute its keys and send its lookup, so that the answer is here when it is asked for."""
-        extras = RequestExtras(request, self._chunk_tokens, self._adapters, has_drafts=self._abilities.has_drafts)
+        able = self._abilities
+        traits = {"has_drafts": able.has_drafts, "has_media_hashes": able.has_media_hashes}
+        extras = RequestExtras(request, self._chunk_tokens, self._adapters, **traits)
         state = RequestState(request, extras, self._resets, self._controls.read(request))
         self._requests[request.request_id] = state
         if not extras.is_accountable:

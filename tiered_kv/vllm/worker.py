@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from tiered_kv.server.background import Background
 from tiered_kv.server.client import SessionInfo
 from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
 from tiered_kv.vllm.geometry import rank_pages
-from tiered_kv.vllm.identity import base_fields, cache_groups
+from tiered_kv.vllm.identity import base_fields, cache_groups, check_layers, page_encodings
 from tiered_kv.vllm.metadata import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
 from tiered_kv.vllm.meter import CopyMeter
 
@@ -76,10 +76,9 @@ class CopyThread:
             task()
 
 
-def _stored_by(fields: Mapping[str, object]) -> str:
-    """Who stores what this worker copies: exact versions, which its namespace must not name, and the encoding."""
-    encoding = fields.get("kv_encoding") or fields["attention_backend"]
-    return stored_by(__version__, "vllm", vllm.__version__, encoding_text(encoding))
+def _stored_by(encodings: Iterable[str]) -> str:
+    """Who stores what this worker copies: exact versions, which its namespace must not name, and the layers' encodings."""
+    return stored_by(__version__, "vllm", vllm.__version__, encoding_text(encodings))
 
 
 class WorkerSide:
@@ -142,16 +141,18 @@ class WorkerSide:
         paged = RankKV(pages, kv_caches, [group.stored_blocks for group in groups])
         for of_group in paged.groups:
             self_test(of_group)
+        check_layers(self._vllm_config, self._kv_cache_config)
         fields = base_fields(self._vllm_config, self._kv_cache_config, self._config)
+        encodings = page_encodings(self._vllm_config, self._kv_cache_config)
         self._join = m.JoinWorker(
             self._rank,
             self._world_size,
             groups.block_tokens,
             self._config.chunk_tokens,
             json.dumps(fields, sort_keys=True).encode(),
-            pages_on_the_wire([page for of_group in pages for page in of_group]),
+            pages_on_the_wire([page for of_group in pages for page in of_group], encodings),
             self._rank // self._replicas,
-            _stored_by(fields),
+            _stored_by(encodings),
         )
         self._paged = paged
         names = ("load", "save") if next(iter(kv_caches.values())).device.type == "cpu" else ("copy",)

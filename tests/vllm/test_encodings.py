@@ -1,0 +1,122 @@
+"""What a page's bytes mean where name, dtype and shape are equal, and layers that vLLM itself writes into."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_identities import LAYER, attention_layer, engine_config, kv_config, with_layers
+from vllm import platforms
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from tiered_kv.errors import UnsupportedModel
+from tiered_kv.vllm import identity
+from tiered_kv.vllm.identity import attention_backends, check_layers, page_encodings
+
+OTHER = "model.layers.1.self_attn.attn"
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory):
+    return engine_config(tmp_path_factory.mktemp("model"))
+
+
+def two_layers():
+    """One KV cache group of two layers."""
+    config = kv_config()
+    config.kv_cache_groups[0].layer_names.append(OTHER)
+    return config
+
+
+def encoding(vllm_config, **attributes):
+    return page_encodings(with_layers(vllm_config, {LAYER: attention_layer("CPU_ATTN", **attributes)}), kv_config())[
+        LAYER
+    ]
+
+
+def test_instructions_that_vllm_chooses_for_this_processor_are_told(vllm_config, monkeypatch):
+    """AMX packs keys and values in tiles, the vector code does not: vLLM's own choice, on two processors."""
+    told = []
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        monkeypatch.setattr(cpu_attn.current_platform, "get_cpu_architecture", lambda: platforms.CpuArchEnum.X86)
+        told.append(encoding(vllm_config, isa=_get_attn_isa(torch.bfloat16, 32, 64)))
+    assert told == ["CPU_ATTN cpu amx", "CPU_ATTN cpu vec"]
+
+
+def test_backends_are_told_layer_by_layer_where_a_sorted_set_has_one_name(vllm_config):
+    kv = two_layers()
+    first, second = attention_layer("FLASH_ATTN"), attention_layer("TRITON_ATTN")
+    one = with_layers(vllm_config, {LAYER: first, OTHER: second})
+    swapped = with_layers(vllm_config, {LAYER: second, OTHER: first})
+    assert attention_backends(one, kv) == attention_backends(swapped, kv)
+    assert page_encodings(one, kv) == {LAYER: "FLASH_ATTN cpu", OTHER: "TRITON_ATTN cpu"}
+    assert page_encodings(swapped, kv) == {LAYER: "TRITON_ATTN cpu", OTHER: "FLASH_ATTN cpu"}
+
+
+def test_plain_dtypes_are_left_to_the_page(vllm_config):
+    assert {encoding(vllm_config, kv_cache_dtype=name) for name in ("auto", "bfloat16")} == {"CPU_ATTN cpu"}
+    assert encoding(vllm_config, kv_cache_dtype="fp8_e4m3") == "CPU_ATTN cpu fp8_e4m3 float8_e4m3fn"
+    assert encoding(vllm_config, kv_cache_dtype="turboquant_k8v4") == "CPU_ATTN cpu turboquant_k8v4"
+
+
+class Rocm(platforms.interface.Platform):
+    """What the cache asks of vLLM's ROCm platform, which cannot be imported without that hardware."""
+
+    _enum = platforms.PlatformEnum.ROCM
+    flavour = torch.float8_e4m3fnuz
+
+    @classmethod
+    def fp8_dtype(cls):
+        return cls.flavour
+
+
+def test_rocm_tells_its_flavour_of_fp8_and_its_shuffle(vllm_config, monkeypatch):
+    monkeypatch.setattr(identity.platforms, "_current_platform", Rocm())
+    older = encoding(vllm_config, kv_cache_dtype="fp8")
+    monkeypatch.setattr(Rocm, "flavour", torch.float8_e4m3fn)
+    newer = encoding(vllm_config, kv_cache_dtype="fp8")
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    shuffled = encoding(vllm_config, kv_cache_dtype="fp8")
+    assert older == "CPU_ATTN rocm fp8 float8_e4m3fnuz"
+    assert newer == "CPU_ATTN rocm fp8 float8_e4m3fn"
+    assert shuffled == "CPU_ATTN rocm fp8 float8_e4m3fn shuffled"
+
+
+def triton_layer():
+    """A layer of vLLM's own class of implementation; nothing of it is run."""
+    return attention_layer("TRITON_ATTN", impl=object.__new__(TritonAttentionImpl))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in KVQuantMode if mode.is_per_token_head], ids=lambda mode: mode.name)
+def test_scales_that_vllm_overwrites_after_a_load_are_refused(vllm_config, mode):
+    layers = with_layers(vllm_config, {LAYER: triton_layer()})
+    with pytest.raises(UnsupportedModel, match=f"overwrites the scales.*layer={LAYER} mode={mode.name}"):
+        check_layers(layers, kv_config(kv_quant_mode=mode))
+
+
+def test_a_page_that_vllm_filled_at_the_first_forward_pass_has_lost_its_scales():
+    """Why it is refused: vLLM's own code, over a page that a load has just filled."""
+    impl = object.__new__(TritonAttentionImpl)
+    page = torch.full((1, 1, 4, 2 * (8 + 4)), 7, dtype=torch.int8)
+    impl._ensure_scale_caches(page)
+    assert not torch.equal(page, torch.full_like(page, 7))
+
+
+def test_other_quantised_kv_and_other_backends_are_taken(vllm_config):
+    triton, other = (with_layers(vllm_config, {LAYER: layer}) for layer in (triton_layer(), attention_layer("X")))
+    check_layers(triton, kv_config())
+    check_layers(triton, kv_config(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR))
+    check_layers(other, kv_config(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD))
+
+
+def test_generation_of_the_gpu_counts_where_it_chooses_a_precision(monkeypatch):
+    monkeypatch.setattr(
+        type(platforms.current_platform), "get_device_capability", lambda: platforms.interface.DeviceCapability(9, 0)
+    )
+    plain, quantised = SimpleNamespace(quantization=None), SimpleNamespace(quantization="mxfp4")
+    assert identity._capability(plain, kv_config()) is None
+    assert identity._capability(quantised, kv_config()) == "9.0"
+    assert identity._capability(plain, kv_config(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)) == "9.0"
