@@ -52,7 +52,7 @@ def test_whatever_they_are_called_a_line_comes_of_it(package, version, encoding,
     ["", " ", LINE + " ", LINE + "\n", LINE.upper(), LINE.replace(" ", "  "), LINE + "x" * 100, "vllm/0.32.0", "é"],
 )
 def test_what_is_no_line_is_refused_with_an_example(line):
-    with pytest.raises(ValueError, match=r"reads like 'tiered_kv/0\.9\.1 vllm/0\.32\.0 cpu/amx'") as caught:
+    with pytest.raises(ValueError, match=r"reads like 'tiered_kv/0\.9\.1 vllm/0\.32\.0 CPU_ATTN/cpu/amx'") as caught:
         StoredBy.parse(line)
     assert len(str(caught.value)) < 400 and str(caught.value).isascii()
     if line != UNKNOWN:

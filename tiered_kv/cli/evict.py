@@ -44,7 +44,7 @@ StoredByOption = Annotated[
         "--stored-by",
         metavar="CONDITION",
         help="What such versions stored, or in such an encoding, and everything behind it, pinned or not: "
-        "'vllm<0.32.1', 'tiered_kv==0.9.0', 'encoding=cpu/amx'. May be repeated: all have to be met.",
+        "'vllm<0.32.1', 'tiered_kv==0.9.0', 'encoding=CPU_ATTN/cpu/amx'. May be repeated: all have to be met.",
     ),
 ]
 

@@ -40,7 +40,7 @@ StoredByOption = Annotated[
         "--stored-by",
         metavar="CONDITION",
         help="Only what was stored by such versions or in such an encoding: 'vllm<0.32.1', 'tiered_kv==0.9.0', "
-        "'encoding=cpu/amx'. May be repeated: all have to be met.",
+        "'encoding=CPU_ATTN/cpu/amx'. May be repeated: all have to be met.",
     ),
 ]
 

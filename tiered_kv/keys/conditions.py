@@ -1,4 +1,4 @@
-"""What an operator selects by who stored it: ``vllm<0.32.1``, ``tiered_kv==0.9.0``, ``encoding=cpu/amx``.
+"""What an operator selects by who stored it: ``vllm<0.32.1``, ``tiered_kv==0.9.0``, ``encoding=CPU_ATTN/cpu/amx``.
 
 A condition is a name, a comparison and a value. ``tiered_kv`` and the doors (``vllm``, ``cache``) compare versions in
 the order of PEP 440, so 0.32.1rc1 comes before 0.32.1. A local part (``+cpu``) counts only where the condition has one,
@@ -23,7 +23,7 @@ from tiered_kv.keys.stored_by import DOORS, UNKNOWN, StoredBy
 
 CONDITIONS_MAX: Final = 16
 CONDITION_CHARS_MAX: Final = 80
-EXAMPLES: Final = "'vllm<0.32.1', 'tiered_kv==0.9.0', 'vllm==0.32.*', 'encoding=cpu/amx'"
+EXAMPLES: Final = "'vllm<0.32.1', 'tiered_kv==0.9.0', 'vllm==0.32.*', 'encoding=CPU_ATTN/cpu/amx'"
 
 _ENCODING: Final = "encoding"
 _CONDITION = re.compile(r"\s*([a-z_]+)\s*(<=|>=|==|!=|=|<|>)\s*([!-~]+)\s*")

@@ -2,7 +2,7 @@
 
 Keys and namespaces say which bytes may be taken for each other; a patch release of vLLM or of this package changes
 neither, or every release would empty the cache. So a version that stores wrong bytes is found by this line instead:
-``tiered_kv/0.9.1 vllm/0.32.0 cpu/amx``. It is no part of a key nor of a namespace, and nothing decides by it what is
+``tiered_kv/0.9.1 vllm/0.32.0 CPU_ATTN/cpu/amx``. It is no part of a key nor of a namespace, and nothing decides by it what is
 loaded. What an operator selects by it: ``conditions.py``.
 
     line       "tiered_kv/" version " " door "/" version " " encoding
@@ -69,7 +69,7 @@ class StoredBy:
         found = _LINE.fullmatch(line)
         if found is None:
             raise ValueError(
-                "who stored a chunk reads like 'tiered_kv/0.9.1 vllm/0.32.0 cpu/amx'. "
+                "who stored a chunk reads like 'tiered_kv/0.9.1 vllm/0.32.0 CPU_ATTN/cpu/amx'. "
                 f"observed={line[:STORED_BY_CHARS_MAX]!a}"
             )
         return cls(*found.groups())

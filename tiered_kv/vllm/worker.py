@@ -77,7 +77,7 @@ class CopyThread:
 
 
 def _stored_by(encodings: Iterable[str]) -> str:
-    """Who stores what this worker copies: exact versions, which its namespace must not name, and the layers' encodings."""
+    """Who stores what this worker copies: exact versions, which its namespace does not name, and layers' encodings."""
     return stored_by(__version__, "vllm", vllm.__version__, encoding_text(encodings))
 
 
@@ -152,7 +152,7 @@ class WorkerSide:
             json.dumps(fields, sort_keys=True).encode(),
             pages_on_the_wire([page for of_group in pages for page in of_group], encodings),
             self._rank // self._replicas,
-            _stored_by(encodings),
+            _stored_by(encodings.values()),
         )
         self._paged = paged
         names = ("load", "save") if next(iter(kv_caches.values())).device.type == "cpu" else ("copy",)
