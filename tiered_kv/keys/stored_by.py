@@ -2,8 +2,8 @@
 
 Keys and namespaces say which bytes may be taken for each other; a patch release of vLLM or of this package changes
 neither, or every release would empty the cache. So a version that stores wrong bytes is found by this line instead:
-``tiered_kv/0.9.1 vllm/0.32.0 CPU_ATTN/cpu/amx``. It is no part of a key nor of a namespace, and nothing decides by it what is
-loaded. What an operator selects by it: ``conditions.py``.
+``tiered_kv/0.9.1 vllm/0.32.0 CPU_ATTN/cpu/amx``. It is no part of a key nor of a namespace, and nothing decides by it
+what is loaded. What an operator selects by it: ``conditions.py``.
 
     line       "tiered_kv/" version " " door "/" version " " encoding
     version    1 to 24 (of the package) or 40 (of the door) of A-Z a-z 0-9 . + ! _ -
