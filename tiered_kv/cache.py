@@ -17,6 +17,7 @@ from typing import Self
 
 import msgspec
 
+from tiered_kv import __version__
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.config import Config
 from tiered_kv.errors import Closed, ConfigError, DirectoryLocked, TieredKVError, TierUnavailable
@@ -24,6 +25,7 @@ from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.keys.stored_by import encoding_text, stored_by
 from tiered_kv.server import messages as m
 from tiered_kv.server.client import LookupAnswer, SchedulerClient
 from tiered_kv.server.compose import serve
@@ -81,7 +83,9 @@ class Cache:
         engine_id = f"cache-{uuid.uuid4().hex}"
         # A caller that wrote an older one down would look for old blobs, and find names taken by what it cannot read.
         fields = msgspec.json.encode({**namespace, "format_version": FORMAT_VERSION})
-        join = m.JoinWorker(0, 1, block_tokens, config.chunk_tokens, fields, pages_on_the_wire(pages))
+        line = stored_by(__version__, "cache", __version__, encoding_text([namespace.get("kv_encoding")]))
+        pages_said = pages_on_the_wire(pages)
+        join = m.JoinWorker(0, 1, block_tokens, config.chunk_tokens, fields, pages_said, stored_by=line)
         self._worker: WorkerClient | None = None
         self._client: SchedulerClient | None = None
         try:

@@ -1,9 +1,17 @@
-"""What this machine lets a process have, and the clock that other machines' clocks agree with."""
+"""What this machine lets a process have, what tells it from others, and a clock that agrees with theirs."""
 
 import os
+import re
+import secrets
+import socket
 import time
+import uuid
 from functools import cache
 from pathlib import Path
+
+MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+_MULTICAST = 1 << 40
+"""Set in what ``uuid`` makes up where it finds no network card."""
 
 
 def since_boot_s() -> float:
@@ -60,3 +68,21 @@ def _limit_files(cgroup: Path, membership: Path) -> list[Path]:
             result.append(place / name)
             place = place.parent
     return result
+
+
+def machine_name(machine_ids: tuple[Path, ...] = MACHINE_IDS) -> str:
+    """What tells this machine from every other, also from one of the same host name; the same after a restart.
+
+    The system's machine id; where there is none, the address of a network card. Where there is no card either, a name
+    that this process alone has: two that wrongly think they are two lose hits, two that wrongly think they are one
+    could load each other's KV.
+    """
+    for path in machine_ids:
+        try:
+            found = path.read_text("ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if re.fullmatch(r"[0-9a-f]{32}", found) and found.strip("0"):  # "uninitialized" while an image is made
+            return f"{socket.gethostname()} {found}"
+    card = uuid.getnode()
+    return f"{socket.gethostname()} {secrets.token_hex(16) if card & _MULTICAST else f'{card:012x}'}"

@@ -86,7 +86,7 @@ def test_a_blob_of_another_namespace_is_left_alone_even_if_it_is_damaged() -> No
 
 def test_another_format_version_is_left_alone_only_if_its_hash_is_right() -> None:
     data = bytearray(DATA)
-    data[45:49] = b"0003"
+    data[45:49] = b"0004"
     assert reason(data) == "header"
     assert reason(rehashed(data)) == "version"
 

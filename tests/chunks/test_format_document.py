@@ -25,7 +25,7 @@ def table(page, *head):
 def test_metadata_table_has_the_offsets_of_the_code(page):
     rows = table(page, "Offset", "Size", "Name", "Meaning")
     documented = [(name, int(offset), int(size), meaning.partition(":")[0]) for offset, size, name, meaning in rows]
-    assert documented == [(x.name, x.offset, x.width, "hex" if x.is_hex else "decimal") for x in f.FIELDS]
+    assert documented == [(x.name, x.offset, x.width, x.kind) for x in f.FIELDS]
     assert f"The tensor table starts at offset {f.TABLE_OFFSET} with a comma." in page
 
 

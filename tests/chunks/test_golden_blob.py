@@ -11,7 +11,7 @@ from tiered_kv.chunks.header import BlobFormat, BlobHeader, check_blob, peek, re
 from tiered_kv.errors import ChunkMismatch
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-PATH = GOLDEN / "blob_v2.safetensors"
+PATH = GOLDEN / "blob_v3.safetensors"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_golden_blob_verifies(golden):
 
 def test_golden_header_is_read_from_its_first_4096_bytes(golden):
     assert peek(golden[:4096]) == BlobHeader(
-        format_version=2,
+        format_version=3,
         namespace=GOLDEN_NAMESPACE,
         key=GOLDEN_FIELDS.key,
         parent=GOLDEN_FIELDS.parent,
@@ -44,6 +44,7 @@ def test_golden_header_is_read_from_its_first_4096_bytes(golden):
         payload_xxh3=read_header(golden).header.payload_xxh3,
         created_unix_s=1_700_000_000,
         tag=bytes(range(0x60, 0x70)),
+        stored_by="tiered_kv/0.9.1 vllm/0.32.0 cpu/CPU_ATTN:amx",
         header_bytes=4096,
     )
 
@@ -52,7 +53,8 @@ def test_safetensors_opens_the_golden_blob():
     with safe_open(PATH, framework="np") as opened:
         metadata = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
-    assert metadata["tiered_kv_format"] == "0002"
+    assert metadata["tiered_kv_format"] == "0003"
+    assert metadata["stored_by"].rstrip() == GOLDEN_FIELDS.stored_by and len(metadata["stored_by"]) == 128
     assert metadata["tag"] == GOLDEN_FIELDS.tag.hex()
     assert metadata["key"] == GOLDEN_FIELDS.key.hex()
     assert {name: (t.dtype.name, t.shape) for name, t in tensors.items()} == {
@@ -69,8 +71,9 @@ def test_safetensors_opens_the_golden_blob():
     assert not np.any(tensors["_pad"])
 
 
-def test_a_blob_of_version_1_is_somebody_elses_and_never_a_damaged_one_of_ours():
-    old = memoryview((GOLDEN / "blob_v1.safetensors").read_bytes())
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_blob_of_an_older_version_is_somebody_elses_and_never_a_damaged_one_of_ours(version):
+    old = memoryview((GOLDEN / f"blob_v{version}.safetensors").read_bytes())
     ours = BlobFormat(GOLDEN_NAMESPACE, golden_geometry())
     for read in (
         lambda: peek(old[:4096]),
@@ -79,5 +82,5 @@ def test_a_blob_of_version_1_is_somebody_elses_and_never_a_damaged_one_of_ours()
         lambda: ours.verify(old, GOLDEN_FIELDS.key, GOLDEN_FIELDS.prefix_sha256),
         lambda: refuse_foreign(old[:4096], GOLDEN_NAMESPACE),
     ):
-        with pytest.raises(ChunkMismatch, match="format version mismatch. expected=2 observed=1"):
+        with pytest.raises(ChunkMismatch, match=f"format version mismatch. expected=3 observed={version}"):
             read()

@@ -231,11 +231,11 @@ def test_any_flipped_bit_is_corrupt(place):
 @pytest.mark.parametrize("field", f.FIELDS, ids=lambda field: field.name)
 def test_changed_field_under_a_right_header_hash_is_named(field):
     blob = sealed_blob(FORMAT)
-    digits = b"7" * field.width
-    blob[field.slice] = digits
+    other = b"tiered_kv/7 vllm/7 7".ljust(field.width) if field is f.STORED_BY else b"7" * field.width
+    blob[field.slice] = other
     if field is not f.HEADER_XXH3:
         rehashed(blob)
-    if field in (f.PARENT, f.CHUNK_INDEX, f.CREATED_UNIX_S, f.TAG):
+    if field in (f.PARENT, f.CHUNK_INDEX, f.CREATED_UNIX_S, f.TAG, f.STORED_BY):
         verify(blob)  # whoever looks a chunk up does not know these
         return
     error = ChunkMismatch if field in (f.FORMAT, f.NAMESPACE) else ChunkCorrupt
@@ -245,6 +245,50 @@ def test_changed_field_under_a_right_header_hash_is_named(field):
     with pytest.raises(error, match=f"^{named} mismatch. {values}") as caught:
         verify(blob)
     assert isinstance(caught.value, ChunkMismatch) == (error is ChunkMismatch)
+
+
+LINES = {
+    "no line": b"7",
+    "one part less": b"tiered_kv/0.9.1 vllm/0.32.0",
+    "one part more": b"tiered_kv/0.9.1 vllm/0.32.0 cpu amx",
+    "a space too many": b"tiered_kv/0.9.1  vllm/0.32.0 cpu",
+    "a space before it": b" tiered_kv/0.9.1 vllm/0.32.0 cpu",
+    "not this package": b"other_kv/0.9.1 vllm/0.32.0 cpu",
+    "no version": b"tiered_kv/ vllm/0.32.0 cpu",
+    "a version too long": b"tiered_kv/0.9.1 vllm/" + b"1" * 41 + b" cpu",
+    "a door in capitals": b"tiered_kv/0.9.1 VLLM/0.32.0 cpu",
+    "a quote": b'tiered_kv/0.9.1 vllm/0.32.0 cpu"amx',
+    "a backslash": b"tiered_kv/0.9.1 vllm/0.32.0 cpu\\amx",
+    "a line feed": b"tiered_kv/0.9.1 vllm/0.32.0 cpu\n",
+    "not ASCII": "tiered_kv/0.9.1 vllm/0.32.0 cpü".encode(),
+    "zeros": bytes(20),
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_who_stored_it_is_told_in_one_way_only(line):
+    blob = sealed_blob(FORMAT)
+    blob[f.STORED_BY.slice] = line.ljust(f.STORED_BY.width)
+    for read in (verify, lambda b: read_header(memoryview(b)), peek):
+        with pytest.raises(ChunkCorrupt, match="stored_by is not well-formed"):
+            read(rehashed(blob))
+    if line.isascii():
+        with pytest.raises(ValueError, match="who stored a chunk reads like"):
+            dataclasses.replace(GOLDEN_FIELDS, stored_by=line.decode())
+
+
+def test_a_blob_may_leave_open_who_stored_it():
+    blob = sealed_blob(FORMAT, dataclasses.replace(GOLDEN_FIELDS, stored_by=""))
+    verify(blob)
+    assert peek(blob).stored_by == ""
+
+
+def test_the_longest_line_fits():
+    line = f"tiered_kv/{'1' * 24} {'d' * 12}/{'2' * 40} {'e' * 39}"
+    assert len(line) == f.STORED_BY.width
+    blob = sealed_blob(FORMAT, dataclasses.replace(GOLDEN_FIELDS, stored_by=line))
+    verify(blob)
+    assert peek(blob).stored_by == line
 
 
 @pytest.mark.parametrize("offset", [f.TABLE_OFFSET + 5, FORMAT.header_bytes - 1])
@@ -309,14 +353,14 @@ def test_another_namespace_with_a_damaged_header_is_corrupt():
 
 def test_another_format_version_is_a_mismatch_for_every_reader():
     blob = sealed_blob(FORMAT)
-    blob[f.FORMAT.slice] = b"0003"
-    # What version 3 writes behind the frame is its own affair.
+    blob[f.FORMAT.slice] = b"0004"
+    # What version 4 writes behind the frame is its own affair.
     blob[f.NAMESPACE.offset - 5 : f.NAMESPACE.offset + 60] = b"#" * 65
-    with pytest.raises(ChunkMismatch, match=r"format version mismatch\. expected=2 observed=3"):
+    with pytest.raises(ChunkMismatch, match=r"format version mismatch\. expected=3 observed=4"):
         peek(blob)
     rehashed(blob)
     for read in (verify, lambda b: read_header(memoryview(b)), lambda b: check_blob(memoryview(b))):
-        with pytest.raises(ChunkMismatch, match=r"format version mismatch\. expected=2 observed=3"):
+        with pytest.raises(ChunkMismatch, match=r"format version mismatch\. expected=3 observed=4"):
             read(blob)
 
 

@@ -21,6 +21,7 @@ TOKENS = [
     *(b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\\u0000", b"\\ud800", b"\xff", b"\x00", b" ", b"\n"),
     *(b"-1", b"0", b"1e999", b"NaN", b"null", b"true", b"9" * 30, b"[" * 40, b'"_pad"', b'"dtype"', b"data_offsets"),
     *(b"__metadata__", b"U8", b"F4", b"rank0/", b"\xc3\xa9", b"\xed\xa0\x80"),
+    *(b"tiered_kv/0.9.1 ", b"vllm/dev", b"tiered_kv/ ", b"stored_by", b" " * 128),
 ]
 
 
@@ -117,7 +118,7 @@ def test_damaged_headers_raise_declared_errors_only():
         if ended[2] == "ok":
             assert ended[:2] == ("ok", "ok")
             # What verify lets through differs at most in fields that a lookup does not know.
-            for field in (f.HEADER_XXH3, f.PARENT, f.CHUNK_INDEX, f.CREATED_UNIX_S, f.TAG):
+            for field in (f.HEADER_XXH3, f.PARENT, f.CHUNK_INDEX, f.CREATED_UNIX_S, f.TAG, f.STORED_BY):
                 blob[field.slice] = GOOD[field.slice]
             assert bytes(blob) == GOOD
     # The mutations must reach every outcome of every reader, else they prove little.

@@ -98,12 +98,12 @@ def test_what_nobody_can_judge_is_told(s3, tmp_path: Path) -> None:
         storage.discard([damaged, other])
         blobs = dict(ONE.blobs(MINE, TAG))
         storage.write(damaged, memoryview(bytes(8192)))
-        storage.write(other, memoryview(blobs[other].replace(b'"0002"', b'"0001"')))
+        storage.write(other, memoryview(blobs[other].replace(b'"0003"', b'"0001"')))
     done = evict(tier, "--tag", TAG, "--yes")
     assert done["selected"] == 4, "behind what is the tenant's everything goes, whatever it is"
     with tier.open() as storage:
         storage.write(damaged, memoryview(bytes(8192)))
-        storage.write(other, memoryview(blobs[other].replace(b'"0002"', b'"0001"')))
+        storage.write(other, memoryview(blobs[other].replace(b'"0003"', b'"0001"')))
     first, second = evict(tier, "--tag", TAG, "--yes")["notes"]
     assert first.startswith("1 chunks of another format version") and second.startswith(
         "1 chunks have a damaged header"

@@ -217,7 +217,7 @@ def test_pins_keep_what_a_running_server_stores(engine: SmallEngine, root: Path)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--bytes", "1GiB"], "--server goes with --namespace, --key, --tag or --all"),
+        (["--bytes", "1GiB"], "--server goes with --namespace, --key, --tag, --stored-by or --all"),
         (["--tier", "object", "--all"], "option --tier: expected host or disk"),
         ([], "say what shall go"),
     ],

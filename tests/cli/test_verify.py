@@ -89,7 +89,7 @@ def damages() -> dict[str, tuple[Damage, str]]:
     for more in (1, 4096, 100_000):
         found[f"{more} bytes more"] = (lambda data, more=more: data + bytes(more)), "longer"
     found["all zeros"] = (lambda data: bytes(len(data))), "header"
-    found["another format version"] = with_text(FORMAT.slice, b"0003"), "version"
+    found["another format version"] = with_text(FORMAT.slice, b"0004"), "version"
     found["a foreign namespace"] = with_text(NAMESPACE.slice, b"ab" * 16), "foreign"
     found["a rewritten key"] = with_text(KEY.slice, b"cd" * 16), "swapped"
     return found

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from cache_clients import SmallEngine, settings
 from cache_probe import figures, wait_ended, wait_written
-from old_index import write_old_index
+from old_index import OLD_MAGICS, write_old_index
 
 import tiered_kv
 from tiered_kv.chunks import fields as f
@@ -139,16 +139,17 @@ def rows_of(root: Path) -> dict[Shard, list[IndexRow]]:
         assert name is not None
         parent, digest = (bytes.fromhex(data[field.slice].decode()) for field in (f.PARENT, f.PREFIX_SHA256))
         index, size = int(data[f.CHUNK_INDEX.slice]), allocated_bytes(path.stat())
-        row = IndexRow(name.key, parent, digest, index, size, NO_TAG, 100 - index, 0)
+        row = IndexRow(name.key, parent, digest, index, size, NO_TAG, "", 100 - index, 0)
         shards.setdefault(Shard.of(name), []).append(row)
     return shards
 
 
-def test_what_version_1_wrote_makes_room_as_it_did_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", OLD_MAGICS)
+def test_what_an_older_version_wrote_makes_room_as_it_did_before(tmp_path: Path, version: int) -> None:
     """A full disk after an upgrade: the old chunks are in the old index, so they count as chunks and go."""
-    root = unpack(1, tmp_path)
+    root = unpack(version, tmp_path)
     old = set(files(root))
-    write_old_index(root, rows_of(root))
+    write_old_index(root, rows_of(root), OLD_MAGICS[version])
     room = sum(row.size_bytes for rows in rows_of(root).values() for row in rows)
     with closing(SmallEngine.start(settings(root, disk_bytes=(65 << 20) + room))) as engine:
         assert engine.hits(CHUNKS) == 0, "keys of another version are others"
@@ -163,8 +164,9 @@ def test_what_version_1_wrote_makes_room_as_it_did_before(tmp_path: Path) -> Non
     assert not list(root.glob("index.damaged-*"))
 
 
-def test_without_its_index_what_version_1_wrote_is_counted_and_left_alone(tmp_path: Path) -> None:
-    root = unpack(1, tmp_path)
+@pytest.mark.parametrize("version", OLD_MAGICS)
+def test_without_its_index_what_an_older_version_wrote_is_counted_and_left_alone(tmp_path: Path, version: int) -> None:
+    root = unpack(version, tmp_path)
     before = files(root)
     with closing(SmallEngine.start(settings(root))) as engine:
         assert engine.hits(CHUNKS) == 0
@@ -177,6 +179,22 @@ def test_without_its_index_what_version_1_wrote_is_counted_and_left_alone(tmp_pa
     listed = cli("ls", f"file://{root}", "--json")
     assert listed["chunk_count"] == CHUNKS
     assert [bad["reason"] for bad in cli("verify", f"file://{root}", "--json", code=4)["bad"]] == ["version"] * CHUNKS
+
+
+@pytest.mark.parametrize("version", OLD_MAGICS)
+def test_what_an_older_version_wrote_goes_by_its_namespace_and_by_no_condition(tmp_path: Path, version: int) -> None:
+    """Nothing of it says who stored it; an operator names its namespace, whose record is still read."""
+    root = unpack(version, tmp_path)
+    write_old_index(root, rows_of(root), OLD_MAGICS[version])
+    uri = f"file://{root}"
+    (space,) = cli("ls", uri, "--json")["namespaces"]
+    assert (space["problem"], space["stored_by"], space["first_stored_by"]) == (None, {}, None)
+    done = cli("evict", uri, "--stored-by", "tiered_kv>=0", "--yes", "--json")
+    assert done["selected"] == 0
+    assert done["notes"][0].startswith(f"{CHUNKS} chunks were stored by a version that did not say who it was")
+    done = cli("evict", uri, "--namespace", space["namespace"], "--yes", "--json")
+    assert done["tiers"][0]["removed"] == CHUNKS
+    assert not [name for name in files(root) if name.endswith(".safetensors")]
 
 
 def test_an_upgrade_and_a_rollback_on_one_disk(tmp_path: Path, next_version: Path) -> None:

@@ -219,3 +219,74 @@ def test_what_cannot_be_deleted_is_told_to_be_there_still(monkeypatch: pytest.Mo
         assert story.hierarchy.erase(0, b"", SPACE.tag((1,))) == (3, 0, 2)
         story.step()
         story.end_every(Delete, fault=Outcome.UNAVAILABLE)
+
+
+# -- by who stored it --------------------------------------------------------------------------------------------------
+
+BAD, GOOD = "tiered_kv/0.9.0 vllm/0.32.0 cpu/amx", "tiered_kv/0.9.0 vllm/0.32.1 cpu/amx"
+
+
+def commit_by(story, who, *paths):
+    """A session of ``who`` stores these chunks."""
+    story.spaces[story.session] = replace(SPACE, stored_by=who)
+    for path in paths:
+        assert story.commit(story.session, path)
+
+
+def erase_bad(story, tier):
+    counts = story.hierarchy.erase_stored_by(tier, b"", lambda line: line == BAD)
+    story.step()
+    story.check()
+    return counts
+
+
+def test_what_a_bad_version_stored_goes_with_what_good_ones_stored_behind_it():
+    story = Tenants()
+    commit_by(story, GOOD, (1,), (2,))
+    commit_by(story, BAD, (1, 7))
+    commit_by(story, GOOD, (1, 7, 2), (1, 3))
+    story.finish_all()
+    assert erase_bad(story, HOST) == (2, 0, 0) and erase_bad(story, DISK) == (2, 0, 0)
+    story.finish_all()
+    for path, is_left in {(1,): True, (2,): True, (1, 3): True, (1, 7): False, (1, 7, 2): False}.items():
+        assert story.is_in_host(path) == story.is_below(path) == is_left
+    assert erase_bad(story, DISK) == erase_bad(story, HOST) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("first", "second"), [(BAD, GOOD), (GOOD, BAD)])
+def test_a_chunk_of_which_two_stored_a_copy_is_found_by_either(first, second):
+    """One's is on disk, the other's in memory, under a header that says so; either may be the bad one."""
+    story = Tenants()
+    commit_by(story, first, (7,))
+    story.finish_all()
+    assert story.hierarchy.erase_stored_by(HOST, b"", lambda line: line == first) == (1, 0, 0)
+    story.finish_all()
+    commit_by(story, second, (7,))
+    (seal,) = [job for job in story.hierarchy._jobs if isinstance(job, Seal)]
+    assert seal.record.stored_by == second, "a header says who stored these bytes, whoever stored others"
+    story.step()
+    story.finish_all()
+    assert erase_bad(story, HOST) == (1, 0, 0) and erase_bad(story, DISK) == (1, 0, 0)
+    story.finish_all()
+    assert not story.is_below((7,)) and not story.is_in_host((7,))
+
+
+def test_who_stored_what_came_from_a_bucket_is_said_by_its_header():
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    story.others_store(SPACE, (7,))
+    story.ask((7,))
+    while story.jobs and not story.waiting(Read):
+        story.finish(0)
+    (place,) = story.waiting(Read)
+    (entry,) = story.hierarchy.index.entries()
+    assert entry.storers == {""} and erase_bad(story, HOST) == (0, 0, 0), "its name does not tell"
+    (place,) = story.waiting(Read)
+    story.hierarchy.read(story.jobs.pop(place), Outcome.OK, SPACE.tag((7,)), BAD)
+    assert entry.storers == {BAD}
+    assert story.hierarchy.erase_stored_by(HOST, b"", lambda line: line == BAD) == (0, 1, 0), "leased, and meant now"
+
+
+def test_who_stored_is_no_part_of_what_a_chunk_is():
+    record = SPACE.record((7,))
+    other = replace(record, stored_by=BAD)
+    assert other == record and hash(other) == hash(record)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cache_clients import hello, settings
+from cache_clients import hello, settings, worker_part
 from cache_probe import socket_of
 
 from tiered_kv import __version__
@@ -16,6 +16,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import messages as m
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.groups import Group, Member, check_same_engine
 from tiered_kv.server.handshake import read_message, say_hello, shake_hands
 from tiered_kv.server.paths import read_info
 from tiered_kv.server.spawn import bind, connect, find_server
@@ -120,3 +121,19 @@ def test_a_named_server_serves_its_directory_only(served: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match=rf"serves {served}, and storage_uri names {tmp_path}/other"):
         welcome(settings(tmp_path / "other", server=name))
     assert not (tmp_path / "other").exists()
+
+
+def test_ranks_say_alike_who_stores_and_may_have_encodings_of_their_own() -> None:
+    first, second = (
+        worker_part(rank, 2, stored_by=f"tiered_kv/0.9.1 vllm/0.32.0 {encoding}")
+        for rank, encoding in enumerate(("FLASH_ATTN/cuda", "FLASHINFER/cuda"))
+    )
+    check_same_engine(first, second)
+    group = Group("e", 0, world_size=2)
+    for join in (first, second):
+        group.members[join.rank] = Member(connection=None, join=join)  # type: ignore[arg-type]  # nobody is told
+    group.set_geometry()
+    assert group.stored_by == "tiered_kv/0.9.1 vllm/0.32.0 FLASH_ATTN/cuda,FLASHINFER/cuda"
+    other = worker_part(1, 2, stored_by="tiered_kv/0.9.1 vllm/0.32.1 FLASH_ATTN/cuda")
+    with pytest.raises(ConfigError, match=r"disagree on who stores: rank 0 says .*0\.32\.0 .* rank 1 says .*0\.32\.1"):
+        check_same_engine(first, other)

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import re
 import time
 import uuid
 from collections import deque
@@ -17,6 +18,7 @@ from server_processes import end_server
 
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
+from tiered_kv.machine import machine_name
 from tiered_kv.server.epochs import Epochs
 from tiered_kv.server.shared_epochs import REFRESH_S, RETRY_S, SharedEpochs
 from tiered_kv.tiers.object_store import ObjectStore
@@ -74,6 +76,38 @@ def after(epoch: str, resets: int) -> str:
     """The shared epoch that so many resets make of one."""
     assert epoch.startswith("shared-")
     return f"shared-{int(epoch.removeprefix('shared-')) + resets}"
+
+
+def test_two_machines_of_one_host_name_and_one_directory_share_no_epoch_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cloned images: what one of them stored under its own epoch, before a reset, is not the other's."""
+    monkeypatch.setattr("socket.gethostname", lambda: "worker")
+    silent = ObjectStore(NOBODY, timeout_s=1)
+    found = []
+    for number in (1, 2, 1):
+        (tmp_path / "machine-id").write_text(f"{number:032x}\n")
+        name = machine_name((tmp_path / "machine-id",))
+        monkeypatch.setattr("tiered_kv.server.shared_epochs.machine_name", lambda name=name: name)
+        found.append(Machine(tmp_path / "kv", silent).ask())
+    silent.close()
+    assert all(re.fullmatch(r"base-0-of-[0-9a-f]{16}", epoch) for epoch in found)
+    assert found[0] != found[1] and found[0] == found[2], "the same machine again, after a restart"
+
+
+def test_a_machine_without_an_id_is_known_by_its_network_card_or_by_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "worker")
+    there = tmp_path / "machine-id"
+    for text in ("", "uninitialized\n", "0" * 32, "x" * 32):
+        there.write_text(text)
+        monkeypatch.setattr("uuid.getnode", lambda: 0x0242AC110002)
+        assert machine_name((tmp_path / "none", there)) == "worker 0242ac110002"
+        monkeypatch.setattr("uuid.getnode", lambda: 0x0342AC110002)  # made up: its multicast bit is set
+        assert machine_name((there,)) != machine_name((there,))
+    there.write_text("0123456789abcdef0123456789abcdef\n")
+    assert machine_name((tmp_path / "none", there)) == "worker 0123456789abcdef0123456789abcdef"
 
 
 def test_machines_of_one_bucket_agree_and_a_reset_on_one_counts_for_all(machine: Any) -> None:

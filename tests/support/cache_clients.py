@@ -28,6 +28,7 @@ BLOCK = 16
 CHUNK = 64
 PAGES = (LayerPage("layer.0", "BF16", (2, BLOCK, 64), "HNC"), LayerPage("layer.1", "BF16", (2, BLOCK, 64), "HNC"))
 ANSWER_S = 20.0
+STORED_BY = "tiered_kv/0.9.1 vllm/0.32.1 cuda/FLASH_ATTN"
 
 
 def settings(root: Path, **more: Any) -> Config:
@@ -51,10 +52,16 @@ def namespace_fields(weights: str = "w") -> bytes:
 
 
 def worker_part(
-    rank: int = 0, world_size: int = 1, *, weights: str = "w", pages: Sequence[LayerPage] = PAGES
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    weights: str = "w",
+    pages: Sequence[LayerPage] = PAGES,
+    stored_by: str = STORED_BY,
 ) -> m.JoinWorker:
     """A rank's part of a session."""
-    return m.JoinWorker(rank, world_size, BLOCK, CHUNK, namespace_fields(weights), pages_on_the_wire(pages))
+    sizes = BLOCK, CHUNK, namespace_fields(weights), pages_on_the_wire(pages)
+    return m.JoinWorker(rank, world_size, *sizes, stored_by=stored_by)
 
 
 def hello(config: Config, role: str = "admin", engine_id: str = "", generation: int = 0) -> socket.socket:
@@ -95,19 +102,23 @@ class SmallEngine:
     config: Config
     engine_id: str
     weights: str
+    stored_by: str = STORED_BY
 
     @classmethod
-    def start(cls, config: Config, engine_id: str = "e", *, weights: str = "w") -> "SmallEngine":
-        worker = WorkerClient(config, engine_id, 0, worker_part(weights=weights))
+    def start(
+        cls, config: Config, engine_id: str = "e", *, weights: str = "w", stored_by: str = STORED_BY
+    ) -> "SmallEngine":
+        worker = WorkerClient(config, engine_id, 0, worker_part(weights=weights, stored_by=stored_by))
         client = SchedulerClient(config, engine_id, 1)
         assert client.wait_ready(ANSWER_S), client.refusal
-        return cls(client, worker, config, engine_id, weights)
+        return cls(client, worker, config, engine_id, weights, stored_by)
 
     def rejoin(self) -> None:
         """As vLLM does after a lost session: the scheduler by itself, the worker once it hears of the generation."""
         generation = self.client.generation
         self.worker.leave()
-        self.worker = WorkerClient(self.config, self.engine_id, generation, worker_part(weights=self.weights))
+        part = worker_part(weights=self.weights, stored_by=self.stored_by)
+        self.worker = WorkerClient(self.config, self.engine_id, generation, part)
         poll_until(self.client, lambda: self.client.is_ready, "the next session")
         assert self.client.generation == generation
 

@@ -16,6 +16,7 @@ GOLDEN_FIELDS = SealFields(
     prefix_sha256=bytes(range(0x40, 0x60)),
     created_unix_s=1_700_000_000,
     tag=bytes(range(0x60, 0x70)),
+    stored_by="tiered_kv/0.9.1 vllm/0.32.0 cpu/CPU_ATTN:amx",
 )
 
 

@@ -1,4 +1,4 @@
-"""An index as format version 1 wrote it, byte by byte: rows without a tag, a checksum without a seed."""
+"""An index as older format versions wrote it, byte by byte: version 1 without tags and seed, 2 without who stored."""
 
 import struct
 from collections.abc import Iterable
@@ -8,18 +8,23 @@ import xxhash
 
 from tiered_kv.tiers.disk_index import DiskIndex, IndexRow, Shard
 
-_ROW = struct.Struct("<16s16s32sIQQI")
+OLD_MAGICS = {1: b"TKX2", 2: b"TKX3"}
+"""By format version."""
+
+_ROW_1 = struct.Struct("<16s16s32sIQQI")
+_ROW_2 = struct.Struct("<16s16s32sIQ16sQI")
 
 
-def packed(rows: Iterable[IndexRow], magic: bytes = b"TKX2") -> bytes:
-    """One shard's value."""
-    body = b"".join(
-        _ROW.pack(r.key, r.parent, r.prefix_sha256, r.chunk_index, r.size_bytes, r.use_seq, r.used_s) for r in rows
-    )
-    return magic + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") + body
+def packed(rows: Iterable[IndexRow], magic: bytes = OLD_MAGICS[1]) -> bytes:
+    """One shard's value; of a magic that no version had, as version 1 wrote it."""
+    if magic == OLD_MAGICS[2]:
+        body, seed = b"".join(_ROW_2.pack(*row[:6], *row[7:]) for row in rows), 3
+    else:
+        body, seed = b"".join(_ROW_1.pack(*row[:5], *row[7:]) for row in rows), 0
+    return magic + xxhash.xxh3_64_intdigest(body, seed=seed).to_bytes(8, "little") + body
 
 
-def write_old_index(root: Path, shards: dict[Shard, list[IndexRow]], magic: bytes = b"TKX2") -> None:
+def write_old_index(root: Path, shards: dict[Shard, list[IndexRow]], magic: bytes = OLD_MAGICS[1]) -> None:
     """What a server of an older version left in a directory; of another magic, what one to come may leave."""
     with DiskIndex(root)._open() as cache:
         for shard, rows in shards.items():

@@ -15,6 +15,8 @@ from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.rolling import PrefixKeys
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 
+STORED_BY = "tiered_kv/0.9.1 vllm/0.32.1 cuda/FLASH_ATTN"
+
 CHUNK = 32
 """Tokens of a chunk."""
 
@@ -56,25 +58,27 @@ class Model:
         keys = self.keys(prompt)
         return [BlobName(self.namespace.digest, key, keys.parent(i), i) for i, key in enumerate(keys.keys)]
 
-    def blobs(self, prompt: Sequence[int], tag: str = "") -> list[tuple[BlobName, bytes]]:
+    def blobs(self, prompt: Sequence[int], tag: str = "", stored_by: str = STORED_BY) -> list[tuple[BlobName, bytes]]:
         """The prompt's blobs; equal prompts of equal tags give equal bytes."""
         keys, form, made = self.keys(prompt), self.form, []
         for index, name in enumerate(self.names(prompt)):
             data = bytearray(form.blob_bytes)
             data[form.header_bytes :] = random.Random(name.key).randbytes(self.payload_bytes)
             whose = tag_digest(tag) if tag else NO_TAG
-            fields = SealFields(name.key, name.parent, index, keys.digests[index], 1_700_000_000, whose)
+            fields = SealFields(name.key, name.parent, index, keys.digests[index], 1_700_000_000, whose, stored_by)
             form.seal(memoryview(data), fields)
             made.append((name, bytes(data)))
         return made
 
-    def store(self, storage: Storage, *prompts: Sequence[int], tag: str = "") -> list[BlobName]:
+    def store(
+        self, storage: Storage, *prompts: Sequence[int], tag: str = "", stored_by: str = STORED_BY
+    ) -> list[BlobName]:
         """Write the record and all chunks of the prompts; returns the names of the last prompt's."""
-        storage.write_record(self.namespace)
+        storage.write_record(self.namespace, stored_by)
         names: list[BlobName] = []
         for prompt in prompts:
             names = []
-            for name, data in self.blobs(prompt, tag):
+            for name, data in self.blobs(prompt, tag, stored_by):
                 storage.write(name, memoryview(data))
                 names.append(name)
         return names

@@ -8,19 +8,24 @@ import subprocess
 import sys
 
 import pytest
+import xxhash
 from disk_probe import blob_files, open_disk
-from old_index import packed, write_old_index
+from old_index import OLD_MAGICS, packed, write_old_index
 
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.disk_index import DiskIndex, IndexDamaged, IndexRow, Shard, is_on_network, pack_rows, unpack_rows
 
 CHAIN = SampleChain()
+LINES = ["", "tiered_kv/0.9.1 vllm/0.32.0 cpu/amx", "tiered_kv/0.9.1 vllm/0.32.1 cpu/amx"]
 
 
 def rows(*numbers):
     return [
-        IndexRow(bytes([n]) * 16, bytes([n + 1]) * 16, bytes([n]) * 32, n, 4096 * n, bytes([n]) * 16, n << 40, n << 20)
+        IndexRow(
+            *(bytes([n]) * 16, bytes([n + 1]) * 16, bytes([n]) * 32, n, 4096 * n, bytes([n]) * 16),
+            *(LINES[n % 3], n << 40, n << 20),
+        )
         for n in numbers
     ]
 
@@ -64,7 +69,7 @@ def test_rows_survive_packing_and_a_new_process(tmp_path):
     assert set(DiskIndex(tmp_path).load()) == {other}
 
 
-@pytest.mark.parametrize("position", [0, 4, 12, 50, -1])
+@pytest.mark.parametrize("position", [0, 4, 12, 16, 18, 150, -1])
 def test_a_value_with_one_flipped_bit_is_refused(position):
     value = bytearray(pack_rows(rows(1, 2)))
     assert unpack_rows(bytes(value))
@@ -73,7 +78,7 @@ def test_a_value_with_one_flipped_bit_is_refused(position):
         unpack_rows(bytes(value))
 
 
-@pytest.mark.parametrize("length", [0, 3, 11, 13, 100, 111, 117])
+@pytest.mark.parametrize("length", [0, 3, 11, 13, 17, 100, 111, 117])
 def test_a_cut_value_is_refused(length):
     with pytest.raises(IndexDamaged):
         unpack_rows(pack_rows(rows(1, 2))[:length])
@@ -82,30 +87,59 @@ def test_a_cut_value_is_refused(length):
 # -- other versions ---------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_version_1_are_read_as_rows_without_a_tag(tmp_path, caplog):
+@pytest.mark.parametrize("version", OLD_MAGICS)
+def test_rows_of_an_older_version_are_read_without_what_it_did_not_have(tmp_path, caplog, version):
     shard, other = Shard(bytes(16), 0xAB), Shard(b"\xff" * 16, 0)
-    write_old_index(tmp_path, {shard: rows(1, 2)})
+    write_old_index(tmp_path, {shard: rows(1, 2)}, OLD_MAGICS[version])
     DiskIndex(tmp_path).write({other: rows(3)})  # as a flush does that finds one directory changed
-    untagged = {row.key: row._replace(tag=NO_TAG) for row in rows(1, 2)}
-    assert DiskIndex(tmp_path).load() == {shard: untagged, other: {row.key: row for row in rows(3)}}
+    lacking = {"stored_by": ""} | ({"tag": NO_TAG} if version == 1 else {})
+    told = {row.key: row._replace(**lacking) for row in rows(1, 2)}
+    assert DiskIndex(tmp_path).load() == {shard: told, other: {row.key: row for row in rows(3)}}
     assert not caplog.records and not damaged_copies(tmp_path)
 
 
-def test_a_flipped_bit_in_the_magic_does_not_make_rows_of_the_other_version():
-    """Eleven rows of this one have the length of thirteen of that one."""
-    ours, theirs = bytearray(pack_rows(rows(*range(11)))), bytearray(packed(rows(*range(13))))
-    assert len(ours) == len(theirs)
-    ours[3] ^= 1
-    theirs[3] ^= 1
-    for value in (ours, theirs):
-        with pytest.raises(IndexDamaged, match="checksum"):
-            unpack_rows(bytes(value))
+def test_a_flipped_bit_in_the_magic_does_not_make_rows_of_another_version():
+    """Eleven rows of version 2 have the length of thirteen of version 1; every seed is another one."""
+    second, first = packed(rows(*range(11)), OLD_MAGICS[2]), packed(rows(*range(13)), OLD_MAGICS[1])
+    assert len(second) == len(first)
+    for value in (pack_rows(rows(*range(11))), second, first):
+        for magic in (b"TKX2", b"TKX3", b"TKX4"):
+            if not value.startswith(magic):
+                with pytest.raises(IndexDamaged, match="checksum"):
+                    unpack_rows(magic + value[4:])
+
+
+def test_who_stored_is_written_once_for_a_shard_and_is_one_object_in_memory():
+    many = [row._replace(stored_by=LINES[1 + n % 2]) for n, row in enumerate(rows(*range(1, 101)))]
+    value = pack_rows(many)
+    assert all(value.count(line.encode()) == 1 for line in LINES[1:])
+    found = unpack_rows(value)
+    assert found == {row.key: row for row in many}
+    assert len({id(row.stored_by) for row in found.values()}) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xff\xff\xff",
+        b"\x01\x00\x00\x00\x05ab",
+        b"\x01\x00\x00\x00\x04some",
+        b"\x01\x00\x00\x00\x02\xc3\xa9",
+        bytes(4) + bytes(107),
+        bytes(4) + bytes(108),  # a row whose line is not there
+    ],
+)
+def test_a_value_with_a_right_checksum_that_nobody_could_have_written_is_damage(body):
+    value = b"TKX4" + xxhash.xxh3_64_intdigest(body, seed=4).to_bytes(8, "little") + body
+    with pytest.raises(IndexDamaged, match="cannot be read"):
+        unpack_rows(value)
 
 
 def test_an_index_of_a_later_version_is_no_damage_and_rebuilt_by_a_scan(tmp_path, caplog):
     names = stored(tmp_path)
     found = DiskIndex(tmp_path).load()
-    write_old_index(tmp_path, {shard: list(of.values()) for shard, of in found.items()}, magic=b"TKX4")
+    write_old_index(tmp_path, {shard: list(of.values()) for shard, of in found.items()}, magic=b"TKX5")
     with caplog.at_level(logging.INFO, "tiered_kv"):
         assert set(scanned(tmp_path)) == set(names)
     assert "of another version: rebuilding it by a scan" in caplog.text

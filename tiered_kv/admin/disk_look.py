@@ -118,14 +118,14 @@ class _Look:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue  # evicted while we list
-            key, parent, _, chunk_index, size_bytes, tag, _, used = row
+            key, parent, _, chunk_index, size_bytes, tag, stored_by, _, used = row
             if allocated_bytes(status) != size_bytes or not stat.S_ISREG(status.st_mode):
                 yield entry, row
                 continue
             written_s = status.st_mtime
             used_s = float(used) if used > written_s else written_s
             name = BlobName(shard.namespace, key, parent, chunk_index)
-            take(StoredBlob(name, size_bytes, written_s, used_s, pins.get(key, 0.0), tag))
+            take(StoredBlob(name, size_bytes, written_s, used_s, pins.get(key, 0.0), tag, stored_by))
 
     def _take_unknown(self, relative: str, path: str, entry: "os.DirEntry[str]", row: IndexRow | None) -> None:
         """A file that the index does not know, or knows otherwise: its header tells what it is."""
@@ -153,7 +153,8 @@ class _Look:
         whole = BlobName(name.namespace, name.key, header.parent, header.chunk_index)
         used_s = max(written_s, 0.0 if row is None else float(row.used_s))
         pinned_until_s = self._pins.get(name.key, 0.0)
-        self.content.blobs.append(StoredBlob(whole, size, written_s, used_s, pinned_until_s, header.tag))
+        whose = header.tag, header.stored_by
+        self.content.blobs.append(StoredBlob(whole, size, written_s, used_s, pinned_until_s, *whose))
 
     def _stray(self, relative: str, status: os.stat_result, kind: str, reason: str) -> None:
         stray = Stray(f"blobs/{relative}", allocated_bytes(status), status.st_mtime, kind, reason)

@@ -6,7 +6,6 @@ looking is what people wait for.
 """
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from tiered_kv.admin.storage import (
     FOR_GOOD,
     Content,
     NamespaceRecord,
+    Origin,
     Progress,
     Removal,
     Storage,
@@ -31,6 +31,7 @@ from tiered_kv.chunks.arena import SLAB_BYTES
 from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
+from tiered_kv.keys.stored_by import UNKNOWN, shared_line
 from tiered_kv.server.paths import read_info
 from tiered_kv.tiers.disk_io import mapped_errors, read_head, read_small_file
 from tiered_kv.tiers.disk_pins import changing_pins, read_pins
@@ -156,8 +157,8 @@ class DiskStorage(Storage):
         tier.put(name, blob)
         return True
 
-    def write_record(self, namespace: Namespace) -> None:
-        self._open().describe(namespace.digest, namespace.record)
+    def write_record(self, namespace: Namespace, first_stored_by: str = UNKNOWN) -> None:
+        self._open().describe(namespace.digest, namespace.described(first_stored_by))
 
     def remove(self, blobs: Sequence[StoredBlob], progress: Progress = no_progress, *, holes: bool = False) -> Removal:
         ordered = sorted(blobs, key=lambda blob: -blob.name.chunk_index)
@@ -200,18 +201,18 @@ class DiskStorage(Storage):
         return result
 
     def erase(
-        self, blobs: Sequence[StoredBlob], tag: bytes, namespace: bytes | None, progress: Progress = no_progress
+        self, blobs: Sequence[StoredBlob], origin: Origin, namespace: bytes | None, progress: Progress = no_progress
     ) -> Removal:
         """See ``Storage.erase``. A server that runs drops what it has not written yet, too."""
         link = self.server() if self._tier is None else None
         if link is None:
-            return super().erase(blobs, tag, namespace, progress)
+            return super().erase(blobs, origin, namespace, progress)
         with link:
             self.unpin([blob.name for blob in blobs if blob.pinned_until_s])
             before = {blob.name: self._file_of(blob.name) for blob in blobs}
-            removed, kept, _ = link.erase("disk", namespace or b"", tag)
+            removed, kept, _ = link.erase("disk", namespace or b"", origin)
             left = self._wait_gone(blobs, before, kept, progress)
-            # What the server has under another tag than its file says, and what somebody has put there behind its back;
+            # What the server has as another's than its file says, and what somebody has put there behind its back;
             # once nothing stays for its own sake, which would go with it.
             for blob in sorted(left, key=lambda blob: -blob.name.chunk_index) if not kept else ():
                 taken, used, missing = link.evict("disk", blob.name.namespace, [blob.name.key], holes=False)
@@ -344,15 +345,20 @@ def read_record(digest: bytes, data: bytes | None, written_s: float = 0.0) -> Na
     if data is None:
         return NamespaceRecord(digest, None, "there is no namespace.json")
     try:
-        fields = json.loads(data)
-        if not isinstance(fields, dict):
-            raise ConfigError("namespace.json holds no object")
-        namespace = Namespace.from_fields(fields)
-    except (ValueError, RecursionError) as exc:  # ConfigError is one
+        namespace, first = Namespace.from_described(data)
+    except ConfigError as exc:
         return NamespaceRecord(digest, None, f"namespace.json cannot be understood: {exc}", written_s)
     if namespace.digest != digest:
         return NamespaceRecord(digest, None, f"namespace.json is that of {namespace.digest.hex()}", written_s)
-    return NamespaceRecord(digest, namespace, written_s=written_s)
+    return NamespaceRecord(digest, namespace, written_s=written_s, first_stored_by=_line(first))
+
+
+def _line(value: object) -> str:
+    """Who stored there first, as somebody wrote it down; what is none counts as not said."""
+    try:
+        return shared_line(value) if isinstance(value, str) else UNKNOWN
+    except ValueError:
+        return UNKNOWN
 
 
 def _unlink(path: Path) -> bool:

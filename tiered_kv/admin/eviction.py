@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from tiered_kv.admin.forest import Forest
 from tiered_kv.admin.selection import Criteria, Selection, select
 from tiered_kv.admin.server_link import ServerLink
-from tiered_kv.admin.storage import Content, Removal, Storage, StoredBlob
+from tiered_kv.admin.storage import Content, Origin, Removal, Storage, StoredBlob
 from tiered_kv.admin.words import option_value
 from tiered_kv.config import parse_size, parse_time_s
 from tiered_kv.errors import ConfigError
+from tiered_kv.keys.conditions import Conditions
 
 HOST = "host"
 DISK = "disk"
@@ -36,18 +37,19 @@ def make_criteria(
     amount: Amount,
     *,
     place: tuple[bytes | None, StoredBlob | None],
-    tag: bytes | None,
+    whose: tuple[bytes | None, Conditions | None],
     is_all: bool,
 ) -> Criteria:
     """What an operator's words mean for what was found.
 
     Args:
         place: The namespace and the chunk that were named.
+        whose: The digest of the tag, and the conditions on who stored it.
 
     Raises:
         ConfigError: They mean nothing, contradict each other, or need a capacity that nobody knows.
     """
-    namespace, key = place
+    (namespace, key), (tag, stored_by) = place, whose
     if amount.free is not None and amount.to is not None:
         raise ConfigError("say either --bytes or --to: they contradict each other")
     free_bytes = None
@@ -59,7 +61,13 @@ def make_criteria(
     if amount.older_than is not None:
         used_before_s = time.time() - option_value("--older-than", parse_time_s, amount.older_than)
     return Criteria(
-        free_bytes=free_bytes, used_before_s=used_before_s, key=key, tag=tag, is_all=is_all, namespace=namespace
+        free_bytes=free_bytes,
+        used_before_s=used_before_s,
+        key=key,
+        tag=tag,
+        stored_by=stored_by,
+        is_all=is_all,
+        namespace=namespace,
     )
 
 
@@ -98,9 +106,9 @@ def lower_tiers(link: ServerLink) -> list[str]:
     return [tier.name for tier in link.stat().tiers]
 
 
-def erase_host(link: ServerLink, namespace: bytes | None, tag: bytes) -> Removal:
-    """Have a server remove what was stored under a tag, and all behind it, from its memory; what is in use stays."""
-    removed, kept, missing = link.erase(HOST, namespace or b"", tag)
+def erase_host(link: ServerLink, namespace: bytes | None, origin: Origin) -> Removal:
+    """Have a server remove what is of an origin, and all behind it, from its memory; what is in use stays."""
+    removed, kept, missing = link.erase(HOST, namespace or b"", origin)
     return Removal(removed=removed, kept=kept, missing=missing)
 
 

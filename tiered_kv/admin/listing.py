@@ -4,6 +4,7 @@ Called by ``cli/ls.py``, ``cli/du.py`` and whoever else has to name a namespace 
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,6 +13,7 @@ from tiered_kv.admin.forest import Forest, Ident
 from tiered_kv.admin.storage import Content, NamespaceRecord, StoredBlob, Stray
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import relative_path
+from tiered_kv.keys.stored_by import UNKNOWN
 
 AGES: Final = (("hour", 3600.0), ("day", 86400.0), ("week", 7 * 86400.0), ("month", 30 * 86400.0), ("older", None))
 """Classes of last use: within an hour, else within a day, and so on."""
@@ -25,6 +27,7 @@ class NamespaceSum:
 
     Attributes:
         used_s: The last use of any of its chunks; None while it has none.
+        storers: How many chunks each stored, as far as a listing tells.
     """
 
     digest: bytes
@@ -32,6 +35,7 @@ class NamespaceSum:
     chunks: int = 0
     size_bytes: int = 0
     used_s: float | None = None
+    storers: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -81,6 +85,7 @@ def sum_up(
         used_s = used[key]
         found.chunks += 1
         found.size_bytes += blob.size_bytes
+        found.storers[blob.stored_by or UNKNOWN] += 1
         if found.used_s is None or found.used_s < used_s:
             found.used_s = used_s
         age = ages[-1]

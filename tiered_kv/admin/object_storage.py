@@ -25,6 +25,7 @@ from tiered_kv.admin.storage import (
 from tiered_kv.errors import ChunkCorrupt
 from tiered_kv.keys.namespace import MAX_RECORD_BYTES, Namespace
 from tiered_kv.keys.naming import BlobName, object_path, parse_object_path
+from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.location import Location
 from tiered_kv.server.shared_epochs import read_shared_epochs
 from tiered_kv.tiers.bucket.layout import (
@@ -181,10 +182,10 @@ class ObjectStorage(Storage):
         self.store.put(path, blob)
         return True
 
-    def write_record(self, namespace: Namespace) -> None:
+    def write_record(self, namespace: Namespace, first_stored_by: str = UNKNOWN) -> None:
         path = f"{namespace.digest.hex()}/{NAMESPACE_FILE}"
         if self.store.head(path) is None:
-            self.store.put(path, namespace.record)
+            self.store.put(path, namespace.described(first_stored_by))
 
     def remove(self, blobs: Sequence[StoredBlob], progress: Progress = no_progress, *, holes: bool = False) -> Removal:
         """Remove blobs, the deepest first; nobody can say which of them were gone already."""

@@ -20,7 +20,9 @@ from tiered_kv.chunks.arena import SLAB_BYTES
 from tiered_kv.chunks.header import MAX_HEADER_BYTES, read_header
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, TierUnavailable
+from tiered_kv.keys.conditions import Conditions
 from tiered_kv.keys.naming import BlobName, parse_path
+from tiered_kv.keys.stored_by import UNKNOWN
 
 READERS: Final = {"disk": 4, "object": 8}
 BUFFERED_BYTES: Final = 256 << 20
@@ -63,11 +65,17 @@ class Choice:
         namespace: Only this one; None for all.
         share: Of its blobs, above 0 and at most 1.
         seed: Which of them: the same blobs for the same seed and content.
+        stored_by: Only what was stored by whom these mean, of what a listing or ``origins.py`` tells; None for all.
     """
 
     namespace: bytes | None = None
     share: float = 1.0
     seed: int = 0
+    stored_by: Conditions | None = None
+
+    def is_meant(self, blob: StoredBlob) -> bool:
+        """Whether the blob was stored by whom is meant."""
+        return self.stored_by is None or self.stored_by.matches(blob.stored_by or UNKNOWN)
 
 
 @dataclass(slots=True)
@@ -110,12 +118,13 @@ def scrub(storage: Storage, content: Content, choice: Choice, progress: Progress
         TierUnavailable: The store answers nothing any more.
     """
     result, start_s = Scrub(), time.monotonic()
-    blobs = [blob for blob in content.blobs if choice.namespace in (None, blob.name.namespace)]
+    everything = [blob for blob in content.blobs if choice.namespace in (None, blob.name.namespace)]
+    blobs = [blob for blob in everything if choice.is_meant(blob)]
     chosen = _sample(blobs, choice)
     strays = _strays(storage, content, choice)
     doubtful = [blob for stray in strays if (blob := _blob_of(stray)) is not None]
     result.held = len(blobs) + len(doubtful)
-    reader = _Reader(storage, content, blobs)
+    reader = _Reader(storage, content, everything)
     forms: dict[bytes, dict[Form, list[StoredBlob]]] = {}
     for reading in reader.read_all([*chosen, *doubtful], progress):
         result.read_bytes += reading.read_bytes
@@ -133,7 +142,8 @@ def scrub(storage: Storage, content: Content, choice: Choice, progress: Progress
     order = list(REASONS)
     result.bad.sort(key=lambda bad: (order.index(bad.reason), bad.path))
     bad_paths = {bad.path for bad in result.bad}
-    result.unreachable = Forest(blob for blob in blobs if storage.path(blob.name) not in bad_paths).unreachable()
+    sound = Forest(blob for blob in everything if storage.path(blob.name) not in bad_paths)
+    result.unreachable = [blob for blob in sound.unreachable() if choice.is_meant(blob)]
     result.seconds = time.monotonic() - start_s
     return result
 

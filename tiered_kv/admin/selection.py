@@ -1,7 +1,7 @@
 """Which chunks go when an operator wants room: the least recently used first, a parent only after its children.
 
-Pure. Pinned chunks and the prefixes before them go only where a tag is erased; what was asked for and stays because of
-a pin is told, so that nobody wonders. Called by ``cli/evict.py``.
+Pure. Pinned chunks and the prefixes before them go only where a tag is erased, or what a bad version stored; what was
+asked for and stays because of a pin is told, so that nobody wonders. Called by ``cli/evict.py``.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from tiered_kv.admin.forest import Forest, Ident, ident
 from tiered_kv.admin.storage import StoredBlob
 from tiered_kv.errors import ConfigError
+from tiered_kv.keys.conditions import Conditions
+from tiered_kv.keys.stored_by import UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criteria:
-    """What shall go: one of ``free_bytes``, ``used_before_s``, ``key``, ``tag`` and ``is_all``, or a namespace alone.
+    """What shall go: one of all but ``namespace``, or a namespace alone.
 
     Attributes:
         free_bytes: The least recently used, until at least so many bytes go. What no request can reach goes first.
         used_before_s: What was not used since then.
         key: This chunk, with everything behind it.
         tag: What was stored under this digest of a tag, with everything behind it, pinned or not.
+        stored_by: What was stored by whom these mean, with everything behind it, pinned or not: that was computed from
+            it, or from what was loaded in its place.
         is_all: Everything.
         namespace: Only there; with nothing else: everything there.
     """
@@ -29,6 +33,7 @@ class Criteria:
     used_before_s: float | None = None
     key: StoredBlob | None = None
     tag: bytes | None = None
+    stored_by: Conditions | None = None
     is_all: bool = False
     namespace: bytes | None = None
 
@@ -38,14 +43,17 @@ class Criteria:
         Raises:
             ConfigError: None is, or several that contradict each other.
         """
-        values = self.free_bytes, self.used_before_s, self.key, self.tag
+        values = self.free_bytes, self.used_before_s, self.key, self.tag, self.stored_by
         ways = sum(value is not None for value in values) + self.is_all
         if ways > 1:
             raise ConfigError(
-                "say one of --bytes, --to, --older-than, --key, --tag and --all: they contradict each other"
+                "say one of --bytes, --to, --older-than, --key, --tag, --stored-by and --all: they contradict each "
+                "other"
             )
         if not ways and self.namespace is None:
-            raise ConfigError("say what shall go: --bytes, --to, --older-than, --namespace, --key, --tag or --all")
+            raise ConfigError(
+                "say what shall go: --bytes, --to, --older-than, --namespace, --key, --tag, --stored-by or --all"
+            )
         if self.key is not None and self.namespace not in (None, self.key.name.namespace):
             raise ConfigError(
                 f"the chunk of --key lies in namespace {self.key.name.namespace.hex()}, and --namespace names another"
@@ -87,6 +95,9 @@ def select(forest: Forest, criteria: Criteria) -> Selection:
     wanted = list(forest.blobs.values())
     if criteria.tag is not None:
         wanted = forest.behind(blob for blob in wanted if blob.tag == criteria.tag)
+    elif criteria.stored_by is not None:
+        is_meant = criteria.stored_by.matches
+        wanted = forest.behind(blob for blob in wanted if is_meant(blob.stored_by or UNKNOWN))
     elif criteria.key is not None:
         wanted = forest.behind([criteria.key])
     wanted = [
@@ -96,7 +107,7 @@ def select(forest: Forest, criteria: Criteria) -> Selection:
         and (criteria.used_before_s is None or used[ident(blob)] < criteria.used_before_s)
     ]
     ordered = _ordered(forest, wanted, used)
-    kept = forest.pinned() if criteria.tag is None else set()
+    kept = forest.pinned() if criteria.tag is None and criteria.stored_by is None else set()
     free = [blob for blob in ordered if ident(blob) not in kept]
     pinned = [blob for blob in ordered if ident(blob) in kept]
     return Selection(free if criteria.free_bytes is None else _first(free, criteria.free_bytes), pinned)

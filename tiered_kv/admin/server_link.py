@@ -10,6 +10,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from tiered_kv import __version__
+from tiered_kv.admin.storage import Origin
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
 from tiered_kv.metrics.figures import ServerFigures
 from tiered_kv.server import messages as m
@@ -100,15 +101,16 @@ class ServerLink:
             removed, kept, missing = removed + answer.removed, kept + answer.kept, missing + answer.missing
         return removed, kept, missing
 
-    def erase(self, tier: str, namespace: bytes, tag: bytes) -> tuple[int, int, int]:
-        """Have what was stored under a tag, and all behind it, removed from one tier; returns what ``evict`` does.
+    def erase(self, tier: str, namespace: bytes, origin: Origin) -> tuple[int, int, int]:
+        """Have what is of an origin, and all behind it, removed from one tier; returns what ``evict`` does.
 
         Args:
             namespace: Empty: of every namespace.
         """
         removed, left = 0, sys.maxsize
         while True:
-            answer = self._ask(m.Evict(tier, namespace, b"", holes=False, tag=tag), m.Evicted)
+            order = m.Evict(tier, namespace, b"", holes=False, tag=origin.tag, stored_by=origin.stored_by)
+            answer = self._ask(order, m.Evicted)
             removed += answer.removed
             if not 0 < answer.left < left:  # no fewer than before: what goes comes back, because it cannot be deleted
                 return removed, answer.kept + answer.left, answer.missing

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Self
 from tiered_kv.admin.epochs import BaseEpochs
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.keys.stored_by import UNKNOWN
 
 FOR_GOOD: Final = float("inf")
 """End of a pin that has none."""
@@ -36,6 +37,8 @@ class StoredBlob(NamedTuple):
         written_s, used_s: Seconds since 1970; a blob that was never read since counts as used when it was written.
         pinned_until_s: ``FOR_GOOD`` for a pin without an end; 0 while it is not pinned.
         tag: Digest of whose it is (``keys/tags.py``); None where only its header tells, and nobody has read that.
+        stored_by: Who stored it (``keys/stored_by.py``); None likewise; empty where it is of an older format, of which
+            no header tells.
     """
 
     name: BlobName
@@ -44,6 +47,20 @@ class StoredBlob(NamedTuple):
     used_s: float
     pinned_until_s: float
     tag: bytes | None = None
+    stored_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """By what an erasure finds its chunks: one of the two.
+
+    Attributes:
+        tag: The digest of whose they are.
+        stored_by: Conditions on who stored them (``keys/conditions.py``).
+    """
+
+    tag: bytes = b""
+    stored_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +88,14 @@ class NamespaceRecord:
     Attributes:
         namespace: None where there is no record, or none that can be read; then ``problem`` says why.
         written_s: When the record was written; 0 where there is none.
+        first_stored_by: Who opened the namespace here first (``keys/stored_by.py``); empty where that is not said.
     """
 
     digest: bytes
     namespace: Namespace | None
     problem: str = ""
     written_s: float = 0.0
+    first_stored_by: str = UNKNOWN
 
     @property
     def chunk_tokens(self) -> int | None:
@@ -190,8 +209,8 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def write_record(self, namespace: Namespace) -> None:
-        """Store a namespace's record beside its blobs, unless it is there."""
+    def write_record(self, namespace: Namespace, first_stored_by: str = UNKNOWN) -> None:
+        """Store a namespace's record beside its blobs, with who stored there first, unless it is there."""
 
     @abstractmethod
     def remove(self, blobs: Sequence[StoredBlob], progress: Progress = no_progress, *, holes: bool = False) -> Removal:
@@ -205,9 +224,9 @@ class Storage(ABC):
         """
 
     def erase(
-        self, blobs: Sequence[StoredBlob], tag: bytes, namespace: bytes | None, progress: Progress = no_progress
+        self, blobs: Sequence[StoredBlob], origin: Origin, namespace: bytes | None, progress: Progress = no_progress
     ) -> Removal:
-        """Remove what was stored under a tag and all behind it, also what nobody has listed; end the pins on it.
+        """Remove what is of an origin and all behind it, also what nobody has listed; end the pins on it.
 
         Args:
             blobs: What of it was listed, with all behind it.
@@ -216,7 +235,7 @@ class Storage(ABC):
         Raises:
             DirectoryLocked: Another command works on the directory.
         """
-        del tag, namespace  # what was listed is all there is
+        del origin, namespace  # what was listed is all there is
         self.unpin([blob.name for blob in blobs if blob.pinned_until_s])
         return self.remove(blobs, progress)
 

@@ -39,7 +39,7 @@ class StorageTarget:
     def begin(self, record: NamespaceRecord) -> str:
         """Write the namespace's record before its first blob; blobs without one are copied, too."""
         if record.namespace is not None:
-            self._storage.write_record(record.namespace)
+            self._storage.write_record(record.namespace, record.first_stored_by)
         return ""
 
     def has(self, name: BlobName) -> bool:

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from tiered_kv import __version__
 from tiered_kv.admin.disk_storage import DiskStorage
 from tiered_kv.admin.server_link import ServerLink
 from tiered_kv.admin.storage import NamespaceRecord
@@ -26,6 +27,7 @@ from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.keys.stored_by import stored_by
 from tiered_kv.server import messages as m
 from tiered_kv.server.client import SchedulerClient, SessionInfo
 from tiered_kv.server.groups import recorded_geometry
@@ -49,8 +51,11 @@ class Session:
     Threads: one at a time.
     """
 
-    def __init__(self, config: Config, namespace: Namespace) -> None:
+    def __init__(self, config: Config, namespace: Namespace, first_stored_by: str) -> None:
         """Join; blocks until the session is open.
+
+        Args:
+            first_stored_by: What the source has beside the record; empty: nothing.
 
         Raises:
             ConfigError: The server refuses it, the record is no model's, or its epoch is not in force there.
@@ -61,11 +66,12 @@ class Session:
         engine_id = f"copy-{uuid.uuid4().hex}"
         given = msgspec.json.encode({name: value for name, value in fields.items() if name not in _OWN_FIELDS})
         sizes = fields["block_tokens"], fields["chunk_tokens"]
+        line = first_stored_by or stored_by(__version__, "copy", __version__, None)
         self._workers: list[WorkerClient] = []
         self.client: SchedulerClient | None = None
         try:
             for rank, pages in enumerate(ranks):
-                join = m.JoinWorker(rank, len(ranks), *sizes, given, pages_on_the_wire(pages))
+                join = m.JoinWorker(rank, len(ranks), *sizes, given, pages_on_the_wire(pages), stored_by=line)
                 self._workers.append(WorkerClient(config, engine_id, 0, join))
             self.client = SchedulerClient(config, engine_id, len(ranks))
             if not self.client.wait_ready(config.start_timeout_s):
@@ -100,7 +106,8 @@ class Session:
         with self._workers[0].arena.view(slab, start, size_bytes) as view:
             view[:] = blob[info.payload_offset :]
         told = parsed.header
-        record = ChunkRecord(name.namespace, name.key, name.parent, name.chunk_index, told.prefix_sha256, told.tag)
+        place = name.namespace, name.key, name.parent, name.chunk_index
+        record = ChunkRecord(*place, told.prefix_sha256, told.tag, told.stored_by)
         client.commit([(slot, record)])
         client.pin(name.key, 0)  # an operator wants it there, whatever the server takes from engines
 
@@ -161,7 +168,7 @@ class ServerTarget:
         if record.namespace is None:
             return f"a running server must be told which model it is, and {record.problem}"
         try:
-            self._sessions[record.digest] = Session(self._config, record.namespace)
+            self._sessions[record.digest] = Session(self._config, record.namespace, record.first_stored_by)
         except ConfigError as exc:
             return str(exc)
         return ""

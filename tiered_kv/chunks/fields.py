@@ -19,6 +19,7 @@ import xxhash
 from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, align_up
 from tiered_kv.errors import ChunkCorrupt
 from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.keys.stored_by import STORED_BY_CHARS_MAX, UNKNOWN, shared_line
 from tiered_kv.keys.tags import NO_TAG, TAG_BYTES, shared_tag
 
 MAX_HEADER_BYTES: Final = 1 << 20
@@ -34,47 +35,70 @@ SHA256_BYTES: Final = 32
 Bytes = bytes | bytearray | memoryview
 
 
+_HEX, _DECIMAL, _TEXT = "hex", "decimal", "text"
+_DIGITS: Final = {_HEX: "[0-9a-f]", _DECIMAL: "[0-9]", _TEXT: r"[ !#-\[\]-~]"}
+"""What a value of each kind is made of; text needs no escapes in JSON."""
+
+
 class Field(NamedTuple):
-    """One metadata value: ``width`` characters at ``offset`` bytes from the start of the blob."""
+    """One metadata value: ``width`` characters at ``offset`` bytes from the start of the blob.
+
+    Attributes:
+        kind: ``hex``, ``decimal`` with leading zeros, or ``text`` with spaces at its end.
+    """
 
     name: str
     offset: int
     width: int
-    is_hex: bool
+    kind: str
 
     @property
     def slice(self) -> slice:
         return slice(self.offset, self.offset + self.width)
 
-    def encode(self, value: int | bytes) -> bytes:
-        text = value.hex() if isinstance(value, bytes) else f"{value:0{self.width}d}"
+    @property
+    def digits(self) -> str:
+        """What a value is made of, as a regular expression."""
+        return f"{_DIGITS[self.kind]}{{{self.width}}}"
+
+    @property
+    def blank(self) -> str:
+        """The value before a seal fills it in."""
+        return (" " if self.kind == _TEXT else "0") * self.width
+
+    def encode(self, value: int | bytes | str) -> bytes:
+        if isinstance(value, str):
+            text = value.ljust(self.width)
+        else:
+            text = value.hex() if isinstance(value, bytes) else f"{value:0{self.width}d}"
         assert len(text) == self.width, f"{self.name} does not fit its field: {text}"
         return text.encode("ascii")
 
 
-def _lay_out(fields: tuple[tuple[str, int, bool], ...]) -> tuple[Field, ...]:
+def _lay_out(fields: tuple[tuple[str, int, str], ...]) -> tuple[Field, ...]:
     result = []
     position = LENGTH_BYTES + len('{"__metadata__":{')
-    for name, width, is_hex in fields:
+    for name, width, kind in fields:
         position += len(f'"{name}":"')
-        result.append(Field(name, position, width, is_hex))
+        result.append(Field(name, position, width, kind))
         position += width + len('",')
     return tuple(result)
 
 
 FIELDS: Final = _lay_out(
     (
-        ("tiered_kv_format", 4, False),
-        ("header_xxh3", 32, True),
-        ("namespace", 32, True),
-        ("key", 32, True),
-        ("parent", 32, True),
-        ("chunk_index", 10, False),
-        ("token_count", 10, False),
-        ("prefix_sha256", 64, True),
-        ("payload_xxh3", 32, True),
-        ("created_unix_s", 12, False),
-        ("tag", 32, True),
+        ("tiered_kv_format", 4, _DECIMAL),
+        ("header_xxh3", 32, _HEX),
+        ("namespace", 32, _HEX),
+        ("key", 32, _HEX),
+        ("parent", 32, _HEX),
+        ("chunk_index", 10, _DECIMAL),
+        ("token_count", 10, _DECIMAL),
+        ("prefix_sha256", 64, _HEX),
+        ("payload_xxh3", 32, _HEX),
+        ("created_unix_s", 12, _DECIMAL),
+        ("tag", 32, _HEX),
+        ("stored_by", STORED_BY_CHARS_MAX, _TEXT),
     )
 )
 (
@@ -89,16 +113,17 @@ FIELDS: Final = _lay_out(
     PAYLOAD_XXH3,
     CREATED_UNIX_S,
     TAG,
+    STORED_BY,
 ) = FIELDS
 
-TABLE_OFFSET: Final = TAG.offset + TAG.width + len('"}')
+TABLE_OFFSET: Final = STORED_BY.offset + STORED_BY.width + len('"}')
 """Where the metadata ends and the tensor table begins, with the comma before its first name."""
 
 assert TABLE_OFFSET <= PEEK_BYTES
 
 
 def _metadata_pattern(fields: tuple[Field, ...], end: str) -> re.Pattern[bytes]:
-    members = ",".join(f'"{f.name}":"({"[0-9a-f]" if f.is_hex else "[0-9]"}{{{f.width}}})"' for f in fields)
+    members = ",".join(f'"{f.name}":"({f.digits})"' for f in fields)
     return re.compile((re.escape('{"__metadata__":{') + members + end).encode("ascii"))
 
 
@@ -114,6 +139,7 @@ class SealFields:
     Attributes:
         created_unix_s: Wall clock when the chunk was sealed; for people and for eviction by age.
         tag: Digest of whose it is (``keys/tags.py``); the namespace digest and the key do not depend on it.
+        stored_by: Who stored it (``keys/stored_by.py``), on which they do not depend either.
     """
 
     key: bytes
@@ -122,6 +148,7 @@ class SealFields:
     prefix_sha256: bytes
     created_unix_s: int
     tag: bytes = NO_TAG
+    stored_by: str = UNKNOWN
 
     def __post_init__(self) -> None:
         if len(self.key) != DIGEST_BYTES or len(self.parent) != DIGEST_BYTES:
@@ -134,6 +161,7 @@ class SealFields:
             raise ValueError(f"chunk_index is out of range. observed={self.chunk_index}")
         if not 0 <= self.created_unix_s < 10**CREATED_UNIX_S.width:
             raise ValueError(f"created_unix_s is out of range. observed={self.created_unix_s}")
+        shared_line(self.stored_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +183,7 @@ class BlobHeader:
     payload_xxh3: bytes
     created_unix_s: int
     tag: bytes
+    stored_by: str
     header_bytes: int
 
 
@@ -194,9 +223,13 @@ def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
     found = _METADATA.match(data, LENGTH_BYTES)
     if found is None:
         raise ChunkCorrupt(_first_bad_field(data))
-    (version, _, namespace, key, parent, chunk_index, token_count, prefix_sha256, payload_xxh3, created, tag) = (
+    (version, _, namespace, key, parent, chunk_index, token_count, prefix_sha256, payload_xxh3, created, tag, line) = (
         text.decode("ascii") for text in found.groups()
     )
+    try:
+        stored_by = shared_line(line.rstrip(" "))
+    except ValueError as exc:
+        raise ChunkCorrupt(f"{STORED_BY.name} is not well-formed: {exc}") from exc
     return BlobHeader(
         format_version=int(version),
         namespace=bytes.fromhex(namespace),
@@ -208,6 +241,7 @@ def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
         payload_xxh3=bytes.fromhex(payload_xxh3),
         created_unix_s=int(created),
         tag=shared_tag(bytes.fromhex(tag)),
+        stored_by=stored_by,
         header_bytes=header_bytes,
     )
 
@@ -231,14 +265,14 @@ def check_header_hash(header: Bytes) -> None:
 
 
 def pack_metadata(namespace: bytes, token_count: int, table: bytes) -> bytes:
-    """Write a header in which all that a seal fills in is zeros: what is constant in a namespace.
+    """Write a header in which all that a seal fills in is zeros, or spaces: what is constant in a namespace.
 
     Args:
         table: The JSON after the metadata, from the comma to the last brace.
     """
     constant: dict[Field, int | bytes] = {FORMAT: FORMAT_VERSION, NAMESPACE: namespace, TOKEN_COUNT: token_count}
     members = ",".join(
-        f'"{f.name}":"{f.encode(constant[f]).decode("ascii") if f in constant else "0" * f.width}"' for f in FIELDS
+        f'"{f.name}":"{f.encode(constant[f]).decode("ascii") if f in constant else f.blank}"' for f in FIELDS
     )
     text = f'{{"__metadata__":{{{members}}}'.encode("ascii") + table
     json_bytes = align_up(LENGTH_BYTES + len(text)) - LENGTH_BYTES
@@ -253,8 +287,7 @@ def text_of(observed: Bytes) -> str:
 def _first_bad_field(data: Bytes) -> str:
     for field in FIELDS:
         observed = bytes(data[field.slice])
-        digits = b"0123456789abcdef" if field.is_hex else b"0123456789"
-        if len(observed) != field.width or observed.strip(digits):
-            expected = f"{field.width} {'hex' if field.is_hex else 'decimal'} digits"
+        if re.fullmatch(field.digits.encode("ascii"), observed) is None:
+            expected = f"{field.width} {field.kind} {'characters' if field.kind == _TEXT else 'digits'}"
             return f"{field.name} is not well-formed. expected={expected} observed={text_of(observed)}"
     return f"metadata between the fields is not well-formed. expected_bytes={TABLE_OFFSET} observed_bytes={len(data)}"

@@ -43,6 +43,7 @@ _SEALED_FIELDS = (
     f.PAYLOAD_XXH3,
     f.CREATED_UNIX_S,
     f.TAG,
+    f.STORED_BY,
 )
 
 
@@ -107,6 +108,7 @@ class BlobFormat:
         header[f.PREFIX_SHA256.slice] = f.PREFIX_SHA256.encode(fields.prefix_sha256)
         header[f.CREATED_UNIX_S.slice] = f.CREATED_UNIX_S.encode(fields.created_unix_s)
         header[f.TAG.slice] = f.TAG.encode(fields.tag)
+        header[f.STORED_BY.slice] = f.STORED_BY.encode(fields.stored_by)
         header[f.PAYLOAD_XXH3.slice] = _payload_hash(blob, self.header_bytes).encode("ascii")
         header[f.HEADER_XXH3.slice] = f.header_hash(header).encode("ascii")
         blob[: self.header_bytes] = header

@@ -1,12 +1,13 @@
-"""`tiered-kv evict`: remove chunks by age, by size, by name, never pinned ones; erase by tag, those as well."""
+"""`tiered-kv evict`: remove chunks by age, by size, by name, never pinned ones; by tag or by who stored them, any."""
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import look, look_for_tags
+from tiered_kv.cli.looking import look, look_for_origins
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Yes, find_chunk, find_namespace, open_uri
 from tiered_kv.cli.output import (
     EXIT_CODES,
@@ -23,7 +24,8 @@ from tiered_kv.cli.output import (
 if TYPE_CHECKING:
     from tiered_kv.admin.selection import Selection
     from tiered_kv.admin.server_link import ServerLink
-    from tiered_kv.admin.storage import Content, Removal, Storage
+    from tiered_kv.admin.storage import Content, Origin, Removal, Storage
+    from tiered_kv.keys.conditions import Conditions
 
 EXAMPLES_SHOWN = 5
 
@@ -34,6 +36,15 @@ TagOption = Annotated[
     str | None,
     typer.Option(
         metavar="T", help="What requests with this tiered_kv.tag stored, and everything behind it, pinned or not."
+    ),
+]
+StoredByOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stored-by",
+        metavar="CONDITION",
+        help="What such versions stored, or in such an encoding, and everything behind it, pinned or not: "
+        "'vllm<0.32.1', 'tiered_kv==0.9.0', 'encoding=CPU_ATTN/cpu/amx'. May be repeated: all have to be met.",
     ),
 ]
 
@@ -77,6 +88,7 @@ class EvictReport(Report, frozen=True, kw_only=True):
         uri: The tier that was named, null with ``--server``.
         server: The server that was named, null without.
         tag: Digest of the tag that was named, null without.
+        stored_by: The conditions on who stored it, none without.
         is_dry_run: Whether nothing was changed because of ``--dry-run``.
         selected: Chunks that were chosen to go from the listed tier; 0 where only host memory was meant.
         selected_bytes: What they take.
@@ -90,6 +102,7 @@ class EvictReport(Report, frozen=True, kw_only=True):
     uri: str | None
     server: str | None
     tag: str | None
+    stored_by: list[str]
     is_dry_run: bool
     selected: int
     selected_bytes: int
@@ -100,7 +113,8 @@ class EvictReport(Report, frozen=True, kw_only=True):
     notes: list[str]
 
 
-class _Order(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class _Order:
     """What the command line says, unread."""
 
     uri: str | None
@@ -112,10 +126,20 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str | None
     key: str | None
     tag: bytes | None
+    stored_by: "Conditions | None"
     is_all: bool
     is_dry_run: bool
     is_confirmed: bool
     as_json: bool
+
+    @property
+    def origin(self) -> "Origin | None":
+        """By what all that is meant is found, on a server and whatever pins say; None where something else is said."""
+        from tiered_kv.admin.storage import Origin
+
+        if self.tag is None and self.stored_by is None:
+            return None
+        return Origin(self.tag or b"", () if self.stored_by is None else self.stored_by.texts)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -142,6 +166,7 @@ def evict(
     namespace: NamespaceOption = None,
     key: KeyOption = None,
     tag: TagOption = None,
+    stored_by: StoredByOption = None,
     is_all: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; change nothing.")] = False,
     yes: Yes = False,
@@ -150,18 +175,22 @@ def evict(
 ) -> None:
     """Remove chunks, the end of a prefix before its beginning, after showing what goes and asking.
 
-    Say what shall go by one of --bytes, --to, --older-than, --key, --tag and --all; --namespace alone takes all of that
-    namespace, and beside another limits it to that namespace. Pinned chunks and the prefixes before them stay, also
-    with --all: unpin them first. But --tag erases: pinned chunks go, too, and their pins with them, and in a bucket
-    every object's header is read, because nothing else tells whose it is. If some of it is in use at the moment, the
-    command ends with 4: say it again. A running server is told, keeps what it is using at the moment, and goes on; what
-    was removed is computed again when it is asked for.
+    Say what shall go by one of --bytes, --to, --older-than, --key, --tag, --stored-by and --all; --namespace alone
+    takes all of that namespace, and beside another limits it to that namespace. Pinned chunks and the prefixes before
+    them stay, also with --all: unpin them first. But --tag erases, and so does --stored-by: pinned chunks go, too, and
+    their pins with them, and in a bucket every object's header is read, because nothing else tells whose it is and who
+    stored it. If some of it is in use at the moment, the command ends with 4: say it again. A running server is told,
+    keeps what it is using at the moment, and goes on; what was removed is computed again when it is asked for.
+
+    --stored-by also takes what others stored behind a chunk that is meant: it was computed from what was loaded. What
+    engines have loaded by now they keep, and store more behind it: operations.md says in which order to do what after
+    a bad version.
 
     --server acts on what a running server holds: its disk tier, where pins count, and its host memory, where they do
-    not. It goes with --namespace, --key, --tag or --all.
+    not. It goes with --namespace, --key, --tag, --stored-by or --all.
     """
     with exit_codes():
-        from tiered_kv.admin.tags import parse_tag
+        from tiered_kv.admin.origins import parse_stored_by, parse_tag
 
         order = _Order(
             uri=uri,
@@ -173,6 +202,7 @@ def evict(
             namespace=namespace,
             key=key,
             tag=None if tag is None else parse_tag(tag),
+            stored_by=parse_stored_by(stored_by),
             is_all=is_all,
             is_dry_run=dry_run,
             is_confirmed=yes,
@@ -181,7 +211,7 @@ def evict(
         report = _carry_out(order, more)
         if as_json:
             print_json(report)
-        if tag is not None and any(done.kept for done in report.tiers):
+        if order.origin is not None and any(done.kept for done in report.tiers):
             raise typer.Exit(EXIT_FOUND)
 
 
@@ -200,9 +230,9 @@ def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
         return _evict_tier(storage, look(storage), order)
 
 
-def _look_for_tag(storage: "Storage", content: "Content", order: _Order) -> None:
-    """Learn whose everything is, and say what may be missing."""
-    look_for_tags(storage, content, find_namespace(content, order.namespace))
+def _look_for_origin(storage: "Storage", content: "Content", order: _Order) -> None:
+    """Learn whose everything is and who stored it, and say what may be missing."""
+    look_for_origins(storage, content, find_namespace(content, order.namespace), order.stored_by)
     unfinished, is_served, text = sum(stray.kind == "temp" for stray in content.strays), storage.is_served(), None
     if is_served and order.server is None:
         text = "the memory of this directory's server may hold more of it: say it with --server, too"
@@ -221,22 +251,24 @@ def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictR
     from tiered_kv.admin.forest import Forest
     from tiered_kv.admin.selection import select
 
-    if order.tag is not None:
-        _look_for_tag(storage, content, order)
+    origin = order.origin
+    if origin is not None:
+        _look_for_origin(storage, content, order)
     forest = Forest(content.blobs)
     place = find_namespace(content, order.namespace), None if order.key is None else find_chunk(forest, order.key)
     amount = Amount(order.free, order.to, order.older_than)
-    criteria = make_criteria(storage, content, amount, place=place, tag=order.tag, is_all=order.is_all)
+    whose = order.tag, order.stored_by
+    criteria = make_criteria(storage, content, amount, place=place, whose=whose, is_all=order.is_all)
     selection = select(forest, criteria)
     if not order.as_json:
         _show_selection(selection, storage.uri)
     tiers: list[TierRemoval] = []
-    is_any = selection.blobs or (order.tag is not None and storage.is_served())  # which may be about to write some
+    is_any = selection.blobs or (origin is not None and storage.is_served())  # which may be about to write some
     if is_any and not order.is_dry_run:
         confirm(f"{_chunks(len(selection.blobs))} go from {storage.uri}. Go on?", is_confirmed=order.is_confirmed)
         with progress("evicting") as tick:
-            if order.tag is not None:
-                removal = storage.erase(selection.blobs, order.tag, criteria.namespace, tick)
+            if origin is not None:
+                removal = storage.erase(selection.blobs, origin, criteria.namespace, tick)
             else:
                 removal = storage.remove(selection.blobs, tick)
         tiers.append(_done(storage.kind, removal, removal.removed_bytes, as_json=order.as_json))
@@ -254,7 +286,7 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
 
     if order.free or order.to or order.older_than:
         raise ConfigError(
-            "--server goes with --namespace, --key, --tag or --all; for the rest name the directory's URI"
+            "--server goes with --namespace, --key, --tag, --stored-by or --all; for the rest name the directory's URI"
         )
     there = [HOST, *(name for name in lower_tiers(link) if name == DISK)]
     if order.tier not in (None, *there):
@@ -269,9 +301,10 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
         forest = Forest(content.blobs)
         namespace = find_namespace(content, order.namespace)
         chunk = None if order.key is None else find_chunk(forest, order.key)
-        Criteria(namespace=namespace, key=chunk, tag=order.tag, is_all=order.is_all)  # says what contradicts
+        # Says what contradicts.
+        Criteria(namespace=namespace, key=chunk, tag=order.tag, stored_by=order.stored_by, is_all=order.is_all)
         report = _report(order, Selection([], []), [], content.notes)
-        if order.tag is not None and HOST in tiers:
+        if order.origin is not None and HOST in tiers:
             return _erase_server(link, storage, content, order, tiers)
         if DISK in tiers:
             report = _evict_tier(storage, content, order)
@@ -294,16 +327,17 @@ def _erase_server(
     from tiered_kv.admin.eviction import DISK, HOST, erase_host
     from tiered_kv.admin.selection import Selection
 
-    assert order.tag is not None
+    assert order.origin is not None
     done: list[TierRemoval] = []
     if not order.is_dry_run:
         where = " and disk" if DISK in tiers else ""
-        confirm(f"all of this tag goes from the server's memory{where}. Go on?", is_confirmed=order.is_confirmed)
-        removal = erase_host(link, find_namespace(content, order.namespace), order.tag)
+        what = "all of this tag" if order.tag is not None else "all that was stored by these, and all behind it,"
+        confirm(f"{what} goes from the server's memory{where}. Go on?", is_confirmed=order.is_confirmed)
+        removal = erase_host(link, find_namespace(content, order.namespace), order.origin)
         done.append(_done(HOST, removal, None, as_json=order.as_json))
     report = _report(order, Selection([], []), [], content.notes)
     if DISK in tiers:
-        report = _evict_tier(storage, content, msgspec.structs.replace(order, is_confirmed=True))
+        report = _evict_tier(storage, content, replace(order, is_confirmed=True))
     return msgspec.structs.replace(report, tiers=[*done, *report.tiers])
 
 
@@ -315,6 +349,7 @@ def _report(order: _Order, selection: "Selection", tiers: list[TierRemoval], not
         uri=None if order.uri is None else redact(order.uri),
         server=order.server,
         tag=tag_text(order.tag),
+        stored_by=[] if order.stored_by is None else list(order.stored_by.texts),
         is_dry_run=order.is_dry_run,
         selected=len(selection.blobs),
         selected_bytes=selection.size_bytes,

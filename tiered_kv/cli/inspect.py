@@ -59,6 +59,7 @@ class InspectReport(Report, frozen=True, kw_only=True):
         prefix_sha256: Digest of all tokens up to its end, by the header; null if that is not sound.
         created_s: When it was computed, by the header; null if that is not sound.
         tag: Digest of the tag it was stored with, by the header; null where it has none, or if that is not sound.
+        stored_by: Who stored it, by the header: the package, the engine and the encoding; null if that is not sound.
         header_bytes: Length of the header; null if that is not sound.
         payload_bytes: Length of the payload, by the header; null if that is not sound.
         blob_bytes: Length of the whole blob.
@@ -92,6 +93,7 @@ class InspectReport(Report, frozen=True, kw_only=True):
     prefix_sha256: str | None
     created_s: float | None
     tag: str | None
+    stored_by: str | None
     header_bytes: int | None
     payload_bytes: int | None
     blob_bytes: int
@@ -174,6 +176,7 @@ def _report(
         prefix_sha256=None if header is None else header.prefix_sha256.hex(),
         created_s=None if header is None else float(header.created_unix_s),
         tag=None if header is None else tag_text(header.tag),
+        stored_by=None if header is None else header.stored_by or None,
         header_bytes=None if header is None else header.header_bytes,
         payload_bytes=None if parsed is None else parsed.payload_bytes,
         blob_bytes=len(finding.data),
@@ -241,6 +244,7 @@ def _facts(report: InspectReport, now_s: float) -> list[tuple[str, object]]:
         ("header bytes", "-" if report.header_bytes is None else report.header_bytes),
         ("takes", size_text(report.size_bytes)),
         ("tag", report.tag or "-"),
+        ("stored by", report.stored_by or "-"),
         ("computed", _time(report.created_s, now_s)),
         ("written", _time(report.written_s, now_s)),
         ("last use", _time(report.used_s, now_s)),

@@ -9,6 +9,7 @@ from tiered_kv.cli.output import age_text, note, progress
 if TYPE_CHECKING:
     from tiered_kv.admin.forest import Forest
     from tiered_kv.admin.storage import Content, Storage, StoredBlob
+    from tiered_kv.keys.conditions import Conditions
 
 KEY_DIGITS: Final = 12
 """Of a key in a table on a terminal: enough for a verb that takes KEY, in a tier of any size."""
@@ -23,13 +24,20 @@ def look(storage: "Storage") -> "Content":
     return content
 
 
-def look_for_tags(storage: "Storage", content: "Content", namespace: bytes | None) -> None:
-    """Learn whose the chunks are, which takes a request for each object of a bucket; says what nobody can know."""
-    from tiered_kv.admin.tags import read_tags
+def look_for_origins(
+    storage: "Storage", content: "Content", namespace: bytes | None, conditions: "Conditions | None" = None
+) -> None:
+    """Learn whose the chunks are and who stored them, which takes a request for each object of a bucket.
+
+    Says what nobody can know, and of what the conditions can say nothing.
+    """
+    from tiered_kv.admin.origins import notes_on_storers, read_origins
 
     said = len(content.notes)
     with progress("reading headers") as tick:
-        read_tags(storage, content, namespace, tick)
+        read_origins(storage, content, namespace, tick)
+    if conditions is not None:
+        content.notes += notes_on_storers(content.blobs, conditions, namespace)
     for text in content.notes[said:]:
         note(text)
 

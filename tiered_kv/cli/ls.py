@@ -8,8 +8,8 @@ import msgspec
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import ago, end_of, look, look_for_tags, pin_text, shortened
-from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Uri, find_namespace, open_uri
+from tiered_kv.cli.looking import ago, end_of, look, look_for_origins, pin_text, shortened
+from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, StoredByOption, Uri, find_namespace, open_uri
 from tiered_kv.cli.output import EXIT_CODES, Report, exit_codes, note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tiered_kv.admin.forest import Forest, Ident
     from tiered_kv.admin.listing import NamespaceSum
     from tiered_kv.admin.storage import Content, Storage, StoredBlob
+    from tiered_kv.keys.conditions import Conditions
 
 
 class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,9 @@ class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
         size_bytes: What they take of the tier.
         chunk_tokens: Tokens of a chunk; null if unknown.
         used_s: Last use of any chunk; null without chunks.
+        first_stored_by: Who opened the namespace here first: package, engine, encoding; null where that is not said.
+        stored_by: How many of its chunks each stored, whether ``--stored-by`` means them or not; empty in a bucket
+            where no header is read.
     """
 
     namespace: str
@@ -42,6 +46,8 @@ class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     chunk_tokens: int | None
     used_s: float | None
+    first_stored_by: str | None
+    stored_by: dict[str, int]
 
 
 class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +64,9 @@ class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
         tier: ``disk`` or ``object``.
         is_pinned: Whether a pin keeps it, its own or that of a chunk behind it.
         pinned_until_s: When its own pin ends; null where it has none, or one without an end.
-        tag: Digest of the tag it was stored with; null where it has none, and in a bucket without ``--tag``, because no
-            header is read there.
+        tag: Digest of the tag it was stored with; null where it has none, and in a bucket without ``--tag`` and
+            ``--stored-by``, because no header is read there.
+        stored_by: Who stored it: package, engine, encoding; null where that is not said, and in a bucket likewise.
     """
 
     key: str
@@ -73,6 +80,7 @@ class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
     is_pinned: bool
     pinned_until_s: float | None
     tag: str | None
+    stored_by: str | None
 
 
 class LsReport(Report, frozen=True, kw_only=True):
@@ -126,36 +134,39 @@ def ls(
     tag: Annotated[
         str | None, typer.Option(metavar="T", help="Only chunks that requests with this tiered_kv.tag stored.")
     ] = None,
+    stored_by: StoredByOption = None,
     more: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """List the namespaces of a tier, then its chunks.
 
-    A namespace is one model run in one way: its digest, what its record says of the model, its epoch, what it holds
-    and when it was last used. Of each chunk: its key, its position in its prefix, tokens, size, when it was written,
-    when it was last used, and whether a pin keeps it from eviction. A use of a chunk counts as a use of the prefix
-    before it.
+    A namespace is one model run in one way: its digest, what its record says of the model, its epoch, what it holds,
+    when it was last used, and which versions of this package and of the engine stored it, in which encoding of KV. Of
+    each chunk: its key, its position in its prefix, tokens, size, when it was written, when it was last used, and
+    whether a pin keeps it from eviction. A use of a chunk counts as a use of the prefix before it.
 
     Nothing is locked and no chunk is read, so this works beside a running server, and in a bucket by listing it once.
-    But --tag reads the header of every object of a bucket: nothing else tells whose it is.
+    But --tag and --stored-by read the header of every object of a bucket: nothing else tells whose it is and who
+    stored it; without them the first who stored in a namespace is shown.
     On a terminal keys are shortened; in a pipe and in JSON they are whole. Any verb takes the beginning of a key.
     """
     with exit_codes():
         from tiered_kv.admin.listing import set_self_test_apart
-        from tiered_kv.admin.tags import parse_tag
+        from tiered_kv.admin.origins import parse_stored_by, parse_tag
         from tiered_kv.admin.words import option_value
         from tiered_kv.config import parse_time_s
 
         digest = None if tag is None else parse_tag(tag)
+        conditions = parse_stored_by(stored_by)
         now_s = time.time()
         used_before_s = None if older_than is None else now_s - option_value("--older-than", parse_time_s, older_than)
         with open_uri(uri, more) as storage:
             content = look(storage)
             set_self_test_apart(content)
             space = find_namespace(content, namespace)
-            if digest is not None:
-                look_for_tags(storage, content, space)
-        wish = _Wish(space, used_before_s, sort, is_reversed, limit or None, digest)
+            if digest is not None or conditions is not None:
+                look_for_origins(storage, content, space, conditions)
+        wish = _Wish(space, used_before_s, sort, is_reversed, limit or None, digest, conditions)
         report = _report(storage, content, wish, now_s)
         if as_json:
             print_json(report)
@@ -172,6 +183,7 @@ class _Wish(NamedTuple):
     is_reversed: bool
     limit: int | None
     tag: bytes | None
+    stored_by: "Conditions | None"
 
 
 def _report(storage: "Storage", content: "Content", wish: _Wish, now_s: float) -> LsReport:
@@ -183,6 +195,8 @@ def _report(storage: "Storage", content: "Content", wish: _Wish, now_s: float) -
     chosen = matching(forest, used, wish.namespace, wish.used_before_s)
     if wish.tag is not None:
         chosen = [blob for blob in chosen if blob.tag == wish.tag]
+    if wish.stored_by is not None:
+        chosen = [blob for blob in chosen if wish.stored_by.matches(blob.stored_by or "")]
     usage = sum_up(content.records, forest, used, now_s, wish.namespace)
     shown = first(chosen, orders(used)[wish.sort], wish.limit, is_reversed=wish.is_reversed)
     return LsReport(
@@ -209,6 +223,8 @@ def _namespace(found: "NamespaceSum") -> LsNamespace:
         size_bytes=found.size_bytes,
         chunk_tokens=record.chunk_tokens,
         used_s=found.used_s,
+        first_stored_by=record.first_stored_by or None,
+        stored_by={line: count for line, count in found.storers.most_common() if line},
     )
 
 
@@ -233,6 +249,7 @@ def _chunks(
             is_pinned=ident(blob) in kept,
             pinned_until_s=end_of(blob.pinned_until_s),
             tag=tag_text(blob.tag),
+            stored_by=blob.stored_by or None,
         )
         for blob in blobs
     ]
@@ -243,7 +260,7 @@ def _show(report: LsReport, now_s: float) -> None:
 
     print_table(
         "Namespaces",
-        ("namespace", "model", "epoch", "chunks", "size", "tokens/chunk", "last use"),
+        ("namespace", "model", "epoch", "chunks", "size", "tokens/chunk", "last use", "stored by"),
         [
             (
                 shortened(found.namespace),
@@ -253,6 +270,7 @@ def _show(report: LsReport, now_s: float) -> None:
                 size_text(found.size_bytes),
                 "-" if found.chunk_tokens is None else found.chunk_tokens,
                 ago(now_s, found.used_s),
+                "; ".join(found.stored_by) or found.first_stored_by or "-",
             )
             for found in report.namespaces
         ],

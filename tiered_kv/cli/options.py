@@ -17,6 +17,7 @@ __all__ = [
     "AsJson",
     "NamespaceOption",
     "Settings",
+    "StoredByOption",
     "Uri",
     "Yes",
     "find_chunk",
@@ -32,6 +33,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON (docs/cli-schem
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", metavar="DIGITS", help="Only this namespace: its digest, or how it begins.")
+]
+StoredByOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stored-by",
+        metavar="CONDITION",
+        help="Only what was stored by such versions or in such an encoding: 'vllm<0.32.1', 'tiered_kv==0.9.0', "
+        "'encoding=CPU_ATTN/cpu/amx'. May be repeated: all have to be met.",
+    ),
 ]
 
 DIGITS_MIN = 4

@@ -8,7 +8,17 @@ import typer
 
 from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
-from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Uri, Yes, find_namespace, open_uri
+from tiered_kv.cli.looking import look_for_origins
+from tiered_kv.cli.options import (
+    AsJson,
+    NamespaceOption,
+    Settings,
+    StoredByOption,
+    Uri,
+    Yes,
+    find_namespace,
+    open_uri,
+)
 from tiered_kv.cli.output import (
     EXIT_CODES,
     EXIT_FOUND,
@@ -60,6 +70,7 @@ class VerifyReport(Report, frozen=True, kw_only=True):
     Attributes:
         uri: The tier.
         namespace: The only one that was checked, null for all.
+        stored_by: Conditions on who stored what was checked, none for all.
         share: Of the blobs, 1 for all.
         seed: What chose the sample; the same seed chooses the same blobs of the same content.
         blobs: Blobs there are, and files under the name of one.
@@ -78,6 +89,7 @@ class VerifyReport(Report, frozen=True, kw_only=True):
 
     uri: str
     namespace: str | None
+    stored_by: list[str]
     share: float
     seed: int
     blobs: int
@@ -104,6 +116,7 @@ def verify(
         int | None, typer.Option(min=0, help="Choose the sample by this number. (default: another one every time)")
     ] = None,
     namespace: NamespaceOption = None,
+    stored_by: StoredByOption = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove what is corrupt, and make the index of a directory right.")
     ] = False,
@@ -118,6 +131,9 @@ def verify(
     another namespace), version (of another format version), stray (no blob by its name), unreadable, and record
     (namespace.json is missing or wrong). Ends with 4 if anything bad is left. Engines may run meanwhile.
 
+    --stored-by reads only the blobs that such versions stored; in a bucket it reads every header first, and says how
+    many of them do not tell.
+
     --repair removes what no request could ever be answered with: header, payload, truncated, longer, swapped, misplaced
     and misfit, also under a running server, to which they are ordinary misses then. The rest stays, because it may be
     somebody's data, and keeps the exit code at 4: remove it by hand. Without a server, the index of a directory is
@@ -125,11 +141,15 @@ def verify(
     """
     with exit_codes():
         from tiered_kv.admin import scrub as admin
+        from tiered_kv.admin.origins import parse_stored_by
 
         share = _share(sample)
         with open_uri(uri, more, to_change=repair) as storage:
             content = _look(storage)
-            choice = admin.Choice(namespace=find_namespace(content, namespace), share=share, seed=_seed(seed))
+            space, conditions = find_namespace(content, namespace), parse_stored_by(stored_by)
+            if conditions is not None:
+                look_for_origins(storage, content, space, conditions)
+            choice = admin.Choice(namespace=space, share=share, seed=_seed(seed), stored_by=conditions)
             with progress("verifying") as tick:
                 found = admin.scrub(storage, content, choice, tick)
             if not as_json:
@@ -225,6 +245,7 @@ def _report(
     return VerifyReport(
         uri=storage.uri,
         namespace=None if choice.namespace is None else choice.namespace.hex(),
+        stored_by=[] if choice.stored_by is None else list(choice.stored_by.texts),
         share=choice.share,
         seed=choice.seed,
         blobs=found.held,

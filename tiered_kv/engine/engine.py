@@ -50,6 +50,7 @@ from tiered_kv.hierarchy.plan import (
     Write,
 )
 from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiers.base import BlobName, Tier
 
 logger = logging.getLogger(__name__)
@@ -149,9 +150,8 @@ class Engine:
             started_s = self.clock.monotonic()
             count = size_bytes = 0
             for info in tier.scan():
-                record = ChunkRecord(
-                    info.name.namespace, info.name.key, info.parent, info.chunk_index, info.prefix_sha256, info.tag
-                )
+                place = info.name.namespace, info.name.key, info.parent, info.chunk_index, info.prefix_sha256
+                record = ChunkRecord(*place, info.tag, info.stored_by)
                 self.hierarchy.restore(number, record, info.size_bytes)
                 count += 1
                 size_bytes += info.size_bytes
@@ -167,8 +167,13 @@ class Engine:
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
-    def open_session(self, namespace: Namespace, geometry: ChunkGeometry) -> tuple[int, BlobFormat]:
+    def open_session(
+        self, namespace: Namespace, geometry: ChunkGeometry, stored_by: str = UNKNOWN
+    ) -> tuple[int, BlobFormat]:
         """Start a session for chunks of one namespace.
+
+        Args:
+            stored_by: Who will store them; a tier that has no record of the namespace yet keeps it beside that.
 
         Raises:
             ConfigError: Host memory cannot hold enough chunks of this size, or the namespace has another geometry.
@@ -190,9 +195,9 @@ class Engine:
             )
         for tier in self.tiers:
             if tier.traits.is_shared:
-                self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace))
+                self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace, stored_by))
             else:
-                self._describe(tier, namespace)
+                self._describe(tier, namespace, stored_by)
         self._performer.formats[namespace.digest] = blob_format
         self._geometries[namespace.digest] = geometry
         session = self.hierarchy.open_session(namespace.digest, blob_format.blob_bytes)
@@ -200,9 +205,9 @@ class Engine:
         return session, blob_format
 
     @staticmethod
-    def _describe(tier: Tier, namespace: Namespace) -> None:
+    def _describe(tier: Tier, namespace: Namespace, stored_by: str) -> None:
         try:
-            tier.describe(namespace.digest, namespace.record)
+            tier.describe(namespace.digest, namespace.described(stored_by))
         except (TierUnavailable, CapacityExceeded, Closed) as exc:
             logger.warning("namespace.json was not written. tier=%s %s", tier.traits.name, exc)
 
@@ -333,7 +338,7 @@ class Engine:
             case Read():
                 now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
                 self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
-                self.hierarchy.read(job, outcome, ended.tag)
+                self.hierarchy.read(job, outcome, ended.tag, ended.stored_by)
             case Copy():
                 self.hierarchy.copied(job, outcome)
             case Probe():

@@ -25,10 +25,11 @@ them."""
 
 
 class Ended(NamedTuple):
-    """How a job ended; of a read also whose the chunk is, as its header says (``keys/tags.py``)."""
+    """How a job ended; of a read also whose the chunk is and who stored it, as its header says."""
 
     outcome: Outcome
     tag: bytes | None = None
+    stored_by: str | None = None
 
 
 _OK, _MISSING = Ended(Outcome.OK), Ended(Outcome.MISSING)
@@ -98,9 +99,8 @@ class Performer:
     def _perform(self, job: Job) -> Ended:
         match job:
             case Seal(record, slot):
-                fields = SealFields(
-                    record.key, record.parent, record.chunk_index, record.prefix_sha256, self._clock.wall(), record.tag
-                )
+                place = record.key, record.parent, record.chunk_index, record.prefix_sha256
+                fields = SealFields(*place, self._clock.wall(), record.tag, record.stored_by)
                 with self._blob(record, slot) as blob:
                     self.formats[record.namespace].seal(blob, fields)
             case Write(tier, record, slot):
@@ -125,7 +125,7 @@ class Performer:
         found = peek(blob[:PEEK_BYTES])
         if found.prefix_sha256 != record.prefix_sha256:
             raise ChunkCorrupt(f"prefix digest differs from the index. key={record.key.hex()}")
-        return Ended(Outcome.OK, found.tag)
+        return Ended(Outcome.OK, found.tag, found.stored_by)
 
     def _copy(self, job: Copy) -> Ended:
         """Read from the tier above into memory of our own, verified, and put it below."""

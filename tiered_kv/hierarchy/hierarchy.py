@@ -15,7 +15,7 @@ Life of a chunk::
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tiered_kv.hierarchy.admission import SECOND_TOUCH
 from tiered_kv.hierarchy.credits import Credits, Session
@@ -251,6 +251,7 @@ class Hierarchy:
                 self._lower.want(entry)
             entry = entry or self.index.add(record)
             entry.stored_for(record.tag)
+            entry.bytes_are_of(record.stored_by)
             self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
             self._jobs.append(Seal(entry.record, slot))
             if self._lower.front is not None:
@@ -273,7 +274,16 @@ class Hierarchy:
 
     def erase(self, tier: int | None, namespace: bytes, tag: bytes) -> tuple[int, int, int]:
         """Remove what was stored under a tag, and all behind it, from one tier; see :func:`removal.erase`."""
-        return erase(self.index, self._host if tier is None else self._lower[tier], self._lower, namespace, tag)
+        return self._erase(tier, namespace, lambda entry: entry.record.tag == tag)
+
+    def erase_stored_by(
+        self, tier: int | None, namespace: bytes, is_meant: Callable[[str], bool]
+    ) -> tuple[int, int, int]:
+        """Remove what somebody stored, as ``is_meant`` says of each, and all behind it; see :func:`removal.erase`."""
+        return self._erase(tier, namespace, lambda entry: any(map(is_meant, entry.storers)))
+
+    def _erase(self, tier: int | None, namespace: bytes, is_meant: Callable[[Entry], bool]) -> tuple[int, int, int]:
+        return erase(self.index, self._host if tier is None else self._lower[tier], self._lower, namespace, is_meant)
 
     def set_pinned(self, tier: int, keys: Iterable[bytes]) -> None:
         """What an operator wants kept in a lower tier."""
@@ -304,11 +314,13 @@ class Hierarchy:
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
-    def read(self, job: Read, outcome: Outcome, tag: bytes | None = None) -> None:
-        """A promotion ended; ``tag`` is what the header says, which nobody knew of a chunk that a search found."""
+    def read(self, job: Read, outcome: Outcome, tag: bytes | None = None, stored_by: str | None = None) -> None:
+        """A promotion ended; what its header says nobody knew of a chunk that a search found."""
         entry = self._entry(job.record)
         if tag is not None:
             entry.set_tag(tag)
+        if stored_by is not None:
+            entry.bytes_are_of(stored_by)
         self._promotions.ended(job, entry, outcome)
 
     def written(self, job: Write, outcome: Outcome) -> None:

@@ -14,6 +14,7 @@ from tiered_kv.hierarchy.flows import Flows
 from tiered_kv.hierarchy.gone import GENERATION_MIN, SELECTIVE_GENERATION_MIN, GoneUses
 from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
 from tiered_kv.hierarchy.shares import Shares
+from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG, shared_tag
 
 
@@ -62,6 +63,7 @@ class Entry:
             its children are.
         source: The lower tier its bytes are being read from, while it is PROMOTING.
         lookups: Ids of the lookups that want this slot and were not yet told it is ready; None if there is none.
+        also_stored_by: Who else stored it: some tier may have that one's bytes; None if there is nobody.
     """
 
     record: ChunkRecord
@@ -80,6 +82,7 @@ class Entry:
     children: set[Entry] | None = None
     source: int | None = None
     lookups: set[int] | None = None
+    also_stored_by: frozenset[str] | None = None
 
     @property
     def is_gone(self) -> bool:
@@ -101,6 +104,23 @@ class Entry:
         """It was stored under this tag; it stays whose it was, if it was anybody's."""
         if self.record.tag == NO_TAG:
             self.set_tag(tag)
+
+    def bytes_are_of(self, stored_by: str) -> None:
+        """Its bytes in host memory are this one's, as a header or a session says.
+
+        Other tiers may hold another's. So who was known before stays known, and whoever is looked for is found.
+        """
+        before = self.record.stored_by
+        if stored_by == before:
+            return
+        self.record = replace(self.record, stored_by=stored_by)
+        if before != UNKNOWN:
+            self.also_stored_by = (self.also_stored_by or frozenset()) | {before}
+
+    @property
+    def storers(self) -> frozenset[str]:
+        """Everybody who stored it, in whatever tier, as far as it is known."""
+        return (self.also_stored_by or frozenset()) | {self.record.stored_by}
 
 
 class Index:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 
 SlotId = int
@@ -35,6 +36,7 @@ class ChunkRecord:
         namespace: Digest of the namespace, 16 bytes.
         parent: Key of the chunk before it; the namespace digest for chunk 0.
         tag: Digest of whose it is (``keys/tags.py``). No part of what it is: a chunk that two ask for is one chunk.
+        stored_by: Who stored it (``keys/stored_by.py``), as far as it is known; no part of what it is either.
     """
 
     namespace: bytes
@@ -43,6 +45,7 @@ class ChunkRecord:
     chunk_index: int
     prefix_sha256: bytes
     tag: bytes = field(default=NO_TAG, compare=False)
+    stored_by: str = field(default=UNKNOWN, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Pure, like the hierarchy that calls it. What is in use stays, and what was remov
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import CLAIMED, Entry, HostState, Index
@@ -39,12 +39,19 @@ def remove(
 
 
 def erase(
-    index: Index, tier: HostMemory | LowerTier, lower: Iterable[LowerTier], namespace: bytes, tag: bytes
+    index: Index,
+    tier: HostMemory | LowerTier,
+    lower: Iterable[LowerTier],
+    namespace: bytes,
+    is_meant: Callable[[Entry], bool],
 ) -> tuple[int, int, int]:
-    """Remove what was stored under a tag, and everything behind it, from host memory or from one lower tier.
+    """Remove what is meant, and everything behind it, from host memory or from one lower tier.
+
+    What is meant: what was stored under a tag, or by somebody. What lies behind a chunk was computed from it, or from
+    what was loaded in its place.
 
     In no tier is any of it written that was not begun. A chunk stays while one behind it is in use, in whatever tier:
-    without it that one could not be found by the tag any more.
+    without it that one could not be found any more.
 
     Args:
         lower: All lower tiers.
@@ -54,7 +61,7 @@ def erase(
         How many are going, how many stay because they or some behind them are in use, and how many were not looked at
         because ``ERASED_AT_ONCE`` are going: then it is to be said again, and who stays is told by the last answer.
     """
-    doomed = _behind(e for e in index.entries() if e.record.tag == tag and namespace in (b"", e.record.namespace))
+    doomed = _behind(e for e in index.entries() if namespace in (b"", e.record.namespace) and is_meant(e))
     for entry in doomed:
         for one in lower:
             one.disclaim(entry)

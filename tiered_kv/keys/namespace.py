@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from tiered_kv.errors import ConfigError
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 """Version of the blob, of the key derivation and of the record, together: a change to any of them is a new one."""
 
 DIGEST_BYTES: Final = 16
@@ -55,6 +55,10 @@ REQUIRED_FIELDS: Final = (
 
 ADDED_FIELDS: Final = {"vllm_version": 3, "kv_encoding": 3, "settings": 3}
 """Fields that records of earlier format versions lack: such a record is still read, for ``ls`` and ``evict``."""
+
+FIRST_STORED_BY: Final = "first_stored_by"
+"""Stands beside a record where it is kept, and is no part of it: who opened the namespace there first
+(``stored_by.py``). So no field of a record may have this name."""
 
 ABSENT: Final = "(absent)"
 """Stands in a ``FieldDifference`` for a field that one side does not have."""
@@ -103,6 +107,8 @@ class Namespace:
         missing = [name for name in required if name not in fields]
         if missing:
             raise ConfigError(f"namespace lacks required fields. missing={','.join(missing)}")
+        if FIRST_STORED_BY in fields:
+            raise ConfigError(f"a namespace has no field {FIRST_STORED_BY}: who stores changes no KV")
         record = _canonical(fields)
         if len(record) > MAX_RECORD_BYTES:
             raise ConfigError(f"namespace record is too large. limit={MAX_RECORD_BYTES} observed={len(record)}")
@@ -117,19 +123,34 @@ class Namespace:
         """
         if len(record) > MAX_RECORD_BYTES:
             raise ConfigError(f"namespace record is too large. limit={MAX_RECORD_BYTES} observed={len(record)}")
-        try:
-            fields = json.loads(record)
-        except (ValueError, RecursionError) as exc:
-            raise ConfigError(f"namespace record is not JSON. reason={exc}") from exc
-        if not isinstance(fields, dict):
-            raise ConfigError(f"namespace record is not an object. observed={type(fields).__name__}")
-        version = fields.get("format_version")
-        if not isinstance(version, int) or isinstance(version, bool):
-            version = max(ADDED_FIELDS.values())
-        namespace = cls._of(fields, [name for name in REQUIRED_FIELDS if version >= ADDED_FIELDS.get(name, 0)])
+        namespace = cls._of_its_version(_parse(record))
         if namespace.record != record:
             raise ConfigError("namespace record is not canonical JSON (order, spaces, escapes or a repeated key)")
         return namespace
+
+    @classmethod
+    def _of_its_version(cls, fields: dict[str, Any]) -> "Namespace":
+        said = fields.get("format_version")
+        version = said if isinstance(said, int) and not isinstance(said, bool) else FORMAT_VERSION
+        return cls._of(fields, [name for name in REQUIRED_FIELDS if version >= ADDED_FIELDS.get(name, 0)])
+
+    def described(self, stored_by: str) -> bytes:
+        """The record as it is kept beside the blobs, with who is the first to store there; empty: nobody said."""
+        return _canonical(self.fields | {FIRST_STORED_BY: stored_by}) if stored_by else self.record
+
+    @classmethod
+    def from_described(cls, data: bytes) -> tuple["Namespace", object]:
+        """Read what is kept beside the blobs, which may have been set for people: only what it says counts.
+
+        Returns:
+            The namespace, and what stands there for the first who stored; None where nothing does.
+
+        Raises:
+            ConfigError: It is not a record, of whatever version.
+        """
+        fields = _parse(data)
+        first = fields.pop(FIRST_STORED_BY, None)
+        return cls._of_its_version(fields), first
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -149,6 +170,16 @@ def diff(a: Namespace, b: Namespace) -> list[FieldDifference]:
         if (path in left) != (path in right) or _canonical(here) != _canonical(there):
             result.append(FieldDifference(_render(path), here, there))
     return result
+
+
+def _parse(record: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(record)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"namespace record is not JSON. reason={exc}") from exc
+    if not isinstance(fields, dict):
+        raise ConfigError(f"namespace record is not an object. observed={type(fields).__name__}")
+    return fields
 
 
 _Path = tuple[str | int, ...]

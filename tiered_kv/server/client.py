@@ -168,7 +168,9 @@ class SchedulerClient:
         if self._is_resetting:  # filled before the reset: nobody may find them
             self.give_back([slot for slot, _ in chunks])
             return
-        items = [m.Chunk(slot, r.key, r.parent, r.chunk_index, r.prefix_sha256, r.tag) for slot, r in chunks]
+        items = [
+            m.Chunk(slot, r.key, r.parent, r.chunk_index, r.prefix_sha256, r.tag, r.stored_by) for slot, r in chunks
+        ]
         self._send(m.Commit(items), may_drop=False)
 
     def give_back(self, slots: Sequence[SlotId]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +18,7 @@ from tiered_kv.errors import ConfigError, ProtocolError
 from tiered_kv.hierarchy.plan import ChunkRecord
 from tiered_kv.hierarchy.shares import Share
 from tiered_kv.keys.namespace import DIGEST_BYTES, MAX_RECORD_BYTES, Namespace
+from tiered_kv.keys.stored_by import StoredBy, shared_line, stored_by
 from tiered_kv.keys.tags import TAG_BYTES, shared_tag
 from tiered_kv.metrics.figures import SessionFigures
 from tiered_kv.server import messages as m
@@ -55,6 +56,7 @@ class Group:
         is_watching: The scheduler is told which chunks come and go.
         share: What the engine says that its namespace keeps and may take, if it says anything.
         slot_bytes: Size of its slots, once the geometry is known.
+        stored_by: What headers say of who stored its chunks.
         decliners: Connections of workers that cannot take part, until their processes exit.
     """
 
@@ -78,6 +80,7 @@ class Group:
     is_watching: bool = False
     share: Share | None = None
     slot_bytes: int = 0
+    stored_by: str = ""
     is_ready: bool = False
     is_lost: bool = False
 
@@ -104,6 +107,7 @@ class Group:
         geometry = geometry_of(self.joins)
         self.rank_offsets = [geometry.rank_segments(part)[0].offset_bytes for part in parts_of(self.joins)]
         self.geometry = geometry
+        self.stored_by = _stored_by_all(self.joins)
         self.slot_bytes = BlobFormat(bytes(DIGEST_BYTES), geometry).blob_bytes
 
     def describe(self) -> SessionFigures:
@@ -160,6 +164,10 @@ def check_join(join: m.JoinWorker) -> None:
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
     namespace_of([join], epoch="")
+    try:
+        StoredBy.parse(join.stored_by)
+    except ValueError as exc:
+        raise ConfigError(f"a worker says who stores its chunks: {exc}") from exc
 
 
 def _check_page(page: m.Page) -> None:
@@ -185,11 +193,24 @@ def check_same_engine(join: m.JoinWorker, other: m.JoinWorker) -> None:
             raise ConfigError(
                 f"workers of one engine disagree on {name}: rank {join.rank} has {ours}, rank {other.rank} has {theirs}"
             )
+    ours, theirs = (StoredBy.parse(one.stored_by) for one in (join, other))
+    if replace(ours, encoding=theirs.encoding) != theirs:  # layers of another kind may have another encoding
+        raise ConfigError(
+            f"workers of one engine disagree on who stores: rank {join.rank} says {join.stored_by}, rank {other.rank} "
+            f"says {other.stored_by}"
+        )
     if join.fields != other.fields:
         raise ConfigError(
             f"workers of one engine disagree on what they serve: rank {join.rank} has {_difference(join, other)}, "
             f"the other value is rank {other.rank}'s"
         )
+
+
+def _stored_by_all(joins: Sequence[m.JoinWorker]) -> str:
+    """Who stores what all ranks copy together: their encodings in order, each once."""
+    first = StoredBy.parse(joins[0].stored_by)
+    encodings = dict.fromkeys(StoredBy.parse(join.stored_by).encoding for join in joins)
+    return shared_line(stored_by(first.package, first.door, first.version, ",".join(encodings)))
 
 
 def _difference(join: m.JoinWorker, other: m.JoinWorker) -> str:
@@ -321,8 +342,12 @@ def chunk_record(group: Group, chunk: m.Chunk) -> ChunkRecord:
     is_first = chunk.parent == group.namespace.digest
     if not 0 <= chunk.chunk_index <= CHUNK_INDEX_MAX or is_first != (chunk.chunk_index == 0):
         raise ProtocolError(f"a committed chunk is not where its parent says. chunk_index={chunk.chunk_index}")
+    try:
+        line = shared_line(chunk.stored_by) or group.stored_by
+    except ValueError as exc:
+        raise ProtocolError(f"a committed chunk does not say in a known way who stored it: {exc}") from exc
     place = group.namespace.digest, chunk.key, chunk.parent, chunk.chunk_index
-    return ChunkRecord(*place, chunk.prefix_sha256, shared_tag(chunk.tag))
+    return ChunkRecord(*place, chunk.prefix_sha256, shared_tag(chunk.tag), line)
 
 
 def keys_of(lookup: m.Lookup) -> tuple[list[bytes], list[bytes]]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tiered_kv.errors import ProtocolError
+from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 
 PROTOCOL = 7
@@ -84,6 +85,8 @@ class JoinWorker(Message, frozen=True):
         fields: The namespace's fields except geometry and epoch, as JSON; equal on all ranks.
         pages: The layers of this rank, in payload order.
         part: Which part of the payload is this rank's; None: one of its own. Ranks with equal KV name one part.
+        stored_by: What the headers of this engine's blobs say of who stored them (``keys/stored_by.py``); equal on all
+            ranks but for the encoding, and never empty: one who does not say it is refused.
     """
 
     rank: int
@@ -93,6 +96,7 @@ class JoinWorker(Message, frozen=True):
     fields: bytes
     pages: list[Page]
     part: int | None = None
+    stored_by: str = UNKNOWN
 
 
 class JoinScheduler(Message, frozen=True):
@@ -141,6 +145,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     Attributes:
         tag: Digest of whose it is (``keys/tags.py``), 16 bytes.
+        stored_by: Who stored it, if not this engine: it is a copy. Empty: this engine did.
     """
 
     slot: int
@@ -149,6 +154,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     chunk_index: int
     prefix_sha256: bytes
     tag: bytes = NO_TAG
+    stored_by: str = UNKNOWN
 
 
 class Commit(Message, frozen=True):
@@ -195,6 +201,8 @@ class Evict(Message, frozen=True):
         holes: Also chunks on which others depend that stay in the tier.
         tag: Then without keys: only what was stored under this digest of a tag, and all behind it, whoever pinned it.
             Empty: whatever the tag.
+        stored_by: Then without keys and tag: only what was stored by whom these conditions mean
+            (``keys/conditions.py``), and all behind it, whoever pinned it. Empty: whoever stored it.
     """
 
     tier: str
@@ -202,6 +210,7 @@ class Evict(Message, frozen=True):
     keys: bytes
     holes: bool
     tag: bytes = b""
+    stored_by: tuple[str, ...] = ()
 
 
 # -- server to client ------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What an operator orders a running server to do, through the command line."""
 
 from tiered_kv.engine.engine import Engine
-from tiered_kv.errors import ProtocolError
+from tiered_kv.errors import ConfigError, ProtocolError
+from tiered_kv.keys.conditions import Conditions
 from tiered_kv.keys.tags import NO_TAG, TAG_BYTES
 from tiered_kv.server import messages as m
 
@@ -10,7 +11,7 @@ def evict(engine: Engine, order: m.Evict) -> m.Evicted:
     """Remove chunks from one tier of this machine; the server's loop only.
 
     Raises:
-        ProtocolError: There is no such tier here, or the namespace, the keys or the tag are cut.
+        ProtocolError: There is no such tier here, or the namespace, the keys, the tag or the conditions are not such.
     """
     names = ["host", *(tier.traits.name for tier in engine.tiers if not tier.traits.is_shared)]
     if order.tier not in names:
@@ -23,6 +24,15 @@ def evict(engine: Engine, order: m.Evict) -> m.Evicted:
     if order.tag and (len(order.tag) != TAG_BYTES or order.tag == NO_TAG or order.keys):
         raise ProtocolError(f"a tag has {TAG_BYTES} bytes, not all zero, and goes without keys. keys={len(keys)}")
     tier = None if order.tier == names[0] else names.index(order.tier) - 1
+    if order.stored_by:
+        if order.keys or order.tag:
+            raise ProtocolError(f"who stored chunks goes without keys and tag. keys={len(keys)}")
+        try:
+            conditions = Conditions(order.stored_by)
+        except ConfigError as exc:
+            raise ProtocolError(f"who stored chunks cannot be understood: {exc}") from exc
+        removed, kept, left = engine.hierarchy.erase_stored_by(tier, order.namespace, conditions.matches)
+        return m.Evicted(removed, kept, 0, left)
     if order.tag:
         removed, kept, left = engine.hierarchy.erase(tier, order.namespace, order.tag)
         return m.Evicted(removed, kept, 0, left)

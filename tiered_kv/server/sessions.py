@@ -177,7 +177,7 @@ class Sessions:
 
     def _start(self, group: Group, namespace: Namespace) -> None:
         assert group.geometry is not None
-        session, _ = self._engine.open_session(namespace, group.geometry)
+        session, _ = self._engine.open_session(namespace, group.geometry, group.stored_by)
         self._shares.opened(session, namespace.digest, group.share, group.slot_bytes)
         group.sessions.append(session)
         group.granted[session] = set()

@@ -19,7 +19,6 @@ import hashlib
 import logging
 import re
 import secrets
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.errors import Closed, TierUnavailable
+from tiered_kv.machine import machine_name
 from tiered_kv.server.epochs import Epochs, Submit
 from tiered_kv.tiers.object_store import OWN, ObjectInfo, ObjectStore
 
@@ -83,7 +83,7 @@ class SharedEpochs:
         self._store = store
         self._submit = submit
         self._monotonic = monotonic
-        self._machine = hashlib.sha256(f"{socket.gethostname()} {root}".encode()).hexdigest()[:16]
+        self._machine = hashlib.sha256(f"{machine_name()} {root}".encode()).hexdigest()[:16]
         self._asked: set[bytes] = set()
         self._answers: dict[bytes, int | None] = {}
         self._owed = dict.fromkeys(local.owed, 0)  # which retirement of it the bucket has to hear of, counted from here

@@ -22,6 +22,7 @@ class SampleBlob:
     chunk_index: int
     prefix_sha256: bytes
     tag: bytes
+    stored_by: str
     data: bytes
 
     def view(self) -> memoryview:
@@ -59,6 +60,10 @@ class SampleChain:
         """Whose chunk ``index`` is: nobody's, one's or another's."""
         return bytes([index % 3]) * TAG_BYTES
 
+    def stored_by(self, index: int) -> str:
+        """Who stored chunk ``index``: one of three versions."""
+        return f"tiered_kv/0.9.{index % 3} vllm/0.32.{index % 3} cuda/FLASH_ATTN"
+
     def name(self, index: int) -> BlobName:
         return BlobName(self.namespace, self.key(index), self.key(index - 1), index)
 
@@ -69,6 +74,7 @@ class SampleChain:
         start = self.form.header_bytes
         data[start : start + len(payload)] = payload
         digest = hashlib.sha256(b"prefix %d %d" % (self._seed, index)).digest()
-        fields = SealFields(self.key(index), self.key(index - 1), index, digest, 1_700_000_000, self.tag(index))
+        whose = self.tag(index), self.stored_by(index)
+        fields = SealFields(self.key(index), self.key(index - 1), index, digest, 1_700_000_000, *whose)
         self.form.seal(memoryview(data), fields)
-        return SampleBlob(self.name(index), fields.parent, index, digest, fields.tag, bytes(data))
+        return SampleBlob(self.name(index), fields.parent, index, digest, *whose, bytes(data))

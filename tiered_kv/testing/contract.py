@@ -166,11 +166,12 @@ class TierContract:
             assert set(found) == {blob.name for blob in blobs}
             for blob in blobs:
                 info = found[blob.name]
-                assert (info.parent, info.chunk_index, info.prefix_sha256, info.tag) == (
+                assert (info.parent, info.chunk_index, info.prefix_sha256, info.tag, info.stored_by) == (
                     blob.parent,
                     blob.chunk_index,
                     blob.prefix_sha256,
                     blob.tag,
+                    blob.stored_by,
                 )
 
     def test_usage_is_the_sum_of_the_scanned_sizes(self, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass
 
 from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 
 
@@ -13,16 +14,19 @@ class Space:
 
     Attributes:
         is_tagged: A chunk is that tenant's whose number ends its path.
+        stored_by: Who stores its chunks.
     """
 
     namespace: bytes
     slot_bytes: int
     is_tagged: bool = False
+    stored_by: str = UNKNOWN
 
     def record(self, path: tuple[int, ...]) -> ChunkRecord:
         """The chunk that ends a prefix; ``path`` names every chunk of it."""
         parent = self.key(path[:-1]) if len(path) > 1 else self.namespace
-        return ChunkRecord(self.namespace, self.key(path), parent, len(path) - 1, self.digest(path), self.tag(path))
+        place = self.namespace, self.key(path), parent, len(path) - 1
+        return ChunkRecord(*place, self.digest(path), self.tag(path), self.stored_by)
 
     def tag(self, path: tuple[int, ...]) -> bytes:
         return bytes([1 + path[-1] % 255]) * len(NO_TAG) if self.is_tagged else NO_TAG

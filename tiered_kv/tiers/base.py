@@ -26,6 +26,7 @@ class BlobInfo:
         chunk_index: Position of the chunk in its prefix, 0 for the first.
         prefix_sha256: Rolling SHA-256 of the whole prefix up to and including this chunk.
         tag: Digest of whose it is (``keys/tags.py``).
+        stored_by: Who stored it (``keys/stored_by.py``).
     """
 
     name: BlobName
@@ -34,11 +35,13 @@ class BlobInfo:
     chunk_index: int
     prefix_sha256: bytes
     tag: bytes
+    stored_by: str
 
     @classmethod
     def of(cls, name: BlobName, size_bytes: int, header: BlobHeader) -> Self:
         """What a blob's header tells."""
-        return cls(name, size_bytes, header.parent, header.chunk_index, header.prefix_sha256, header.tag)
+        whose = header.tag, header.stored_by
+        return cls(name, size_bytes, header.parent, header.chunk_index, header.prefix_sha256, *whose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class Tier(ABC):
         return {}
 
     def describe(self, namespace: bytes, record: bytes) -> None:
-        """Keep the namespace's readable record (canonical JSON) beside its blobs, once.
+        """Keep the namespace's readable record (JSON, see ``Namespace.described``) beside its blobs, once.
 
         Raises:
             CapacityExceeded: There is no room for it.

@@ -40,6 +40,7 @@ from pathlib import Path
 from tiered_kv.chunks.geometry import align_up
 from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, Closed, ConfigError, TierUnavailable
+from tiered_kv.keys.namespace import FIRST_STORED_BY
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.disk_index import DiskIndex, foreign_index, is_on_network
@@ -402,8 +403,13 @@ class DiskTier(Tier):
 
 
 def _says_the_same(path: Path, record: bytes) -> bool:
-    """Whether the file parses to ``record``; a power failure may have left it empty, then it is written again."""
+    """Whether the file parses to ``record``, whoever was the first to store there.
+
+    A power failure may have left it empty; then it is written again.
+    """
     try:
-        return bool(json.loads(read_small_file(path, RECORD_BYTES_MAX)) == json.loads(record))
+        there, ours = json.loads(read_small_file(path, RECORD_BYTES_MAX)), json.loads(record)
+        ours.pop(FIRST_STORED_BY, None)
+        return isinstance(there, dict) and {**there, FIRST_STORED_BY: None} == {**ours, FIRST_STORED_BY: None}
     except (OSError, ValueError, RecursionError):
         return False

@@ -7,17 +7,19 @@ path and never pickles: a value is bytes in our own format with a checksum. Call
 One database row per fan-out directory, not per blob: a start reads 256 values per namespace instead of every blob's
 own row, and a flush writes only the directories that changed (figures: docs/decisions/0002-disk-index.md). A value::
 
-    0   4    magic "TKX3"
-    4   8    xxh3_64 of the rest with seed 3, little-endian
-    12  104  one blob: key 16 | parent 16 | prefix_sha256 32 | chunk_index u32 | size u64 | tag 16 | use_seq u64 |
-             used_s u32
-    116 104  the next blob ...
+    0   4    magic "TKX4"
+    4   8    xxh3_64 of the rest with seed 4, little-endian
+    12  4    how many lines: who stored blobs here (``keys/stored_by.py``), each once
+    16       one line: length u8 | that many bytes of ASCII; then the next line ...
+        108  one blob: key 16 | parent 16 | prefix_sha256 32 | chunk_index u32 | size u64 | tag 16 | number of its line
+             u32, from 0 | use_seq u64 | used_s u32
+        108  the next blob ...
 
-"TKX2", of format version 1, had no tag and no seed. Its rows are read, because a scan could not tell them: blobs of
-another version are left alone, and these were counted, and evicted, as what they are. An index of any other version is
-emptied and rebuilt by a scan; a damaged or locked database is moved aside before that. On a network mount there is no
-index at all: SQLite's locks and its shared-memory file do not work there. Nor is there one where ``index/`` holds what
-we do not write (:func:`foreign_index`): it stays as it is.
+"TKX3", of format version 2, had no lines and seed 3; "TKX2", of version 1, no tag and no seed either. Their rows are
+read, because a scan could not tell them: blobs of another version are left alone, and these were counted, and evicted,
+as what they are. An index of any other version is emptied and rebuilt by a scan; a damaged or locked database is moved
+aside before that. On a network mount there is no index at all: SQLite's locks and its shared-memory file do not work
+there. Nor is there one where ``index/`` holds what we do not write (:func:`foreign_index`): it stays as it is.
 """
 
 import contextlib
@@ -36,6 +38,7 @@ import xxhash
 
 from tiered_kv.chunks.header import BlobHeader
 from tiered_kv.errors import TierUnavailable
+from tiered_kv.keys.stored_by import UNKNOWN, shared_line
 from tiered_kv.keys.tags import NO_TAG, shared_tag
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk_io import make_directories
@@ -47,11 +50,15 @@ _DAMAGED_PREFIX = "index.damaged-"
 _FILES = {f"{diskcache.core.DBNAME}{end}" for end in ("", "-wal", "-shm", "-journal")}
 _TABLES = {"Cache", "Settings", "sqlite_sequence", "sqlite_stat1"}
 _DIGITS_MAX = 19
-_MAGIC = b"TKX3"
+_MAGIC = b"TKX4"
+_MAGIC_BEFORE_LINES = b"TKX3"
 _MAGIC_BEFORE_TAGS = b"TKX2"
-_SEED = 3  # a magic that a flipped bit made the other one fails its checksum
+_SEEDS = {_MAGIC: 4, _MAGIC_BEFORE_LINES: 3, _MAGIC_BEFORE_TAGS: 0}
+"""A magic that a flipped bit made another one fails its checksum."""
 _HEAD = struct.Struct("<4sQ")
-_ROW = struct.Struct("<16s16s32sIQ16sQI")
+_COUNT = struct.Struct("<I")
+_ROW = struct.Struct("<16s16s32sIQ16sIQI")
+_ROW_BEFORE_LINES = struct.Struct("<16s16s32sIQ16sQI")
 _ROW_BEFORE_TAGS = struct.Struct("<16s16s32sIQQI")
 _UNBOUNDED = 1 << 62
 _LOCK_WAIT_S = 5.0
@@ -73,6 +80,7 @@ class IndexRow(NamedTuple):
 
     Attributes:
         tag: Digest of whose it is (``keys/tags.py``).
+        stored_by: Who stored it (``keys/stored_by.py``).
         use_seq: Counts uses across restarts: the order of eviction, which no clock may turn around.
         used_s: When it was last used, seconds since 1970: for people. 0 where it is not known.
     """
@@ -83,6 +91,7 @@ class IndexRow(NamedTuple):
     chunk_index: int
     size_bytes: int
     tag: bytes
+    stored_by: str
     use_seq: int
     used_s: int
 
@@ -90,7 +99,7 @@ class IndexRow(NamedTuple):
     def of(cls, header: BlobHeader, size_bytes: int, use_seq: int, used_s: int) -> "IndexRow":
         """What a blob's header tells, and what it does not."""
         told = header.key, header.parent, header.prefix_sha256, header.chunk_index
-        return cls(*told, size_bytes, header.tag, use_seq, used_s)
+        return cls(*told, size_bytes, header.tag, header.stored_by, use_seq, used_s)
 
 
 class Shard(NamedTuple):
@@ -369,9 +378,12 @@ def _parse_shard(key: object) -> Shard:
 
 def pack_rows(rows: Sequence[IndexRow]) -> bytes:
     """One shard's value; see the module's drawing."""
+    numbers: dict[str, int] = {}
     pack = _ROW.pack
-    body = b"".join([pack(*row) for row in rows])
-    return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body, seed=_SEED)) + body
+    packed = [pack(*row[:6], numbers.setdefault(row[6], len(numbers)), *row[7:]) for row in rows]
+    lines = [bytes((len(line),)) + line.encode("ascii") for line in numbers]
+    body = b"".join([_COUNT.pack(len(lines)), *lines, *packed])
+    return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body, seed=_SEEDS[_MAGIC])) + body
 
 
 def unpack_rows(value: bytes) -> dict[bytes, IndexRow]:
@@ -385,18 +397,33 @@ def unpack_rows(value: bytes) -> dict[bytes, IndexRow]:
     if len(value) < _HEAD.size:
         raise IndexDamaged(f"a shard has an impossible length. observed={len(value)}")
     magic, digest = _HEAD.unpack_from(value)
-    if magic not in (_MAGIC, _MAGIC_BEFORE_TAGS):
+    if magic not in _SEEDS:
         kind = IndexOfAnotherVersion if magic[:3] == _MAGIC[:3] and magic[3:].isdigit() else IndexDamaged
         raise kind(f"expected={_MAGIC!r} observed={magic!r}")
-    has_tags = magic == _MAGIC
-    if len(body) % (_ROW if has_tags else _ROW_BEFORE_TAGS).size:
-        raise IndexDamaged(f"a shard has an impossible length. observed={len(value)}")
-    if digest != xxhash.xxh3_64_intdigest(body, seed=_SEED if has_tags else 0):
+    if digest != xxhash.xxh3_64_intdigest(body, seed=_SEEDS[magic]):
         raise IndexDamaged(f"a shard fails its checksum. length={len(value)}")
+    try:
+        return _unpack(magic, body)
+    except (struct.error, ValueError, IndexError) as exc:
+        raise IndexDamaged(f"a shard cannot be read, though its checksum is right. length={len(value)}: {exc}") from exc
+
+
+def _unpack(magic: bytes, body: memoryview) -> dict[bytes, IndexRow]:
     make = IndexRow._make
-    if has_tags:  # one object for each tag, not for each row: there may be a million rows
-        return {row[0]: make((*row[:5], shared_tag(row[5]), *row[6:])) for row in _ROW.iter_unpack(body)}
-    return {row[0]: make((*row[:5], NO_TAG, *row[5:])) for row in _ROW_BEFORE_TAGS.iter_unpack(body)}
+    if magic == _MAGIC_BEFORE_TAGS:
+        return {row[0]: make((*row[:5], NO_TAG, UNKNOWN, *row[5:])) for row in _ROW_BEFORE_TAGS.iter_unpack(body)}
+    # One object for each tag and line, not for each row: there may be a million rows.
+    if magic == _MAGIC_BEFORE_LINES:
+        rows = _ROW_BEFORE_LINES.iter_unpack(body)
+        return {row[0]: make((*row[:5], shared_tag(row[5]), UNKNOWN, *row[6:])) for row in rows}
+    lines, at = [], _COUNT.size
+    for _ in range(_COUNT.unpack_from(body)[0]):
+        end = at + 1 + body[at]
+        lines.append(shared_line(str(body[at + 1 : end], "ascii")))
+        at = end
+    return {
+        row[0]: make((*row[:5], shared_tag(row[5]), lines[row[6]], *row[7:])) for row in _ROW.iter_unpack(body[at:])
+    }
 
 
 def _damaged_number(path: Path) -> int:

@@ -98,6 +98,7 @@ class DiskLedger:
                 info.chunk_index,
                 info.size_bytes,
                 info.tag,
+                info.stored_by,
                 self._next_seq,
                 self._now(),
             )
@@ -124,7 +125,7 @@ class DiskLedger:
                 rows = self._shards.get(shard, {})
                 row = rows.get(name.key)
                 if row is not None:
-                    rows[name.key] = IndexRow(*row[:6], self._next_seq, now)
+                    rows[name.key] = IndexRow(*row[:7], self._next_seq, now)
                     self._next_seq += 1
                     self._dirty.add(shard)
 
@@ -157,6 +158,7 @@ class DiskLedger:
                 row.chunk_index,
                 row.prefix_sha256,
                 row.tag,
+                row.stored_by,
             )
             for space, row in rows
         )

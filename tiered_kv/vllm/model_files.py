@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.vllm.weights import local_path
+from tiered_kv.vllm.files import local_path
 
 NOT_COUNTED: Final = frozenset({
     "config.json",  # text_config, outer_config_sha256

@@ -18,16 +18,20 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import vllm
+
+from tiered_kv import __version__
 from tiered_kv.chunks.rank import RankKV
 from tiered_kv.chunks.self_test import self_test
 from tiered_kv.chunks.transfer import CopyDone
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError, TierUnavailable, UnsupportedModel
 from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.keys.stored_by import encoding_text, stored_by
 from tiered_kv.server import messages as m
 from tiered_kv.server.background import Background
 from tiered_kv.server.client import SessionInfo
@@ -72,6 +76,11 @@ class CopyThread:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
+
+
+def _stored_by(encodings: Iterable[str]) -> str:
+    """Who stores what this worker copies: exact versions, which its namespace does not name, and layers' encodings."""
+    return stored_by(__version__, "vllm", vllm.__version__, encoding_text(encodings))
 
 
 class WorkerSide:
@@ -147,6 +156,7 @@ class WorkerSide:
             json.dumps(fields, sort_keys=True).encode(),
             pages_on_the_wire([page for of_group in pages for page in of_group], encodings),
             self._rank // self._replicas,
+            _stored_by(encodings.values()),
         )
         self._paged = paged
         names = ("load", "save") if next(iter(kv_caches.values())).device.type == "cpu" else ("copy",)
