@@ -226,7 +226,9 @@ class Config:
     lease_s: float = _setting(_number(1, 3600), "how long a request that is not admitted keeps its chunks leased", 30.0)
     drain_s: float = _setting(_number(0, 3600), "longest time a server without clients writes what it holds", 30.0)
     start_timeout_s: float = _setting(_number(1, 600), "longest wait for the server to start", 30.0)
-    pinned_share: float = _setting(_number(0.001, 0.5), "share of vLLM's blocks that chunks waiting for a slot may keep from requests", 0.1)
+    pinned_share: float = _setting(
+        _number(0.001, 0.5), "share of vLLM's blocks that chunks waiting for a slot may keep from requests", 0.1
+    )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, object]) -> "Config":
