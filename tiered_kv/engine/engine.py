@@ -14,6 +14,7 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
 """
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -167,8 +168,10 @@ class Engine:
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
-    def open_session(self, namespace: Namespace, geometry: ChunkGeometry) -> tuple[int, BlobFormat]:
-        """Start a session for chunks of one namespace.
+    def open_session(
+        self, namespace: Namespace, geometry: ChunkGeometry, lease_s: float = math.inf
+    ) -> tuple[int, BlobFormat]:
+        """Start a session for chunks of one namespace; its lookups hold leases unclaimed for ``lease_s``.
 
         Raises:
             ConfigError: Host memory cannot hold enough chunks of this size, or the namespace has another geometry.
@@ -195,7 +198,7 @@ class Engine:
                 self._describe(tier, namespace)
         self._performer.formats[namespace.digest] = blob_format
         self._geometries[namespace.digest] = geometry
-        session = self.hierarchy.open_session(namespace.digest, blob_format.blob_bytes)
+        session = self.hierarchy.open_session(namespace.digest, blob_format.blob_bytes, lease_s)
         self._submit_jobs()
         return session, blob_format
 
@@ -235,6 +238,7 @@ class Engine:
             if result.size_bytes:
                 self.sample_read(number, result.size_bytes, result.read_s)
         now_s = self.clock.monotonic()
+        self.hierarchy.expire_leases(now_s)
         self._keep_time(now_s)
         while self._pins:
             self.hierarchy.set_pinned(*self._pins.popitem())
