@@ -3,17 +3,15 @@
 Leases have a limit, so what a queue wants at once is cut; docs/decisions/0025-leases-end.md says what becomes of it.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cache_clients import SmallEngine
-from cache_clients import settings as small_settings
 from cache_probe import figures, wait_for, wait_written
 from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
-from vllm_harness import Answer, drain, generate, random_prompt, running
+from vllm_harness import Answer, generate, random_prompt, running
 
 from tiered_kv.admin.server_link import ServerLink
 

@@ -38,6 +38,8 @@ class Promise:
         self.chunks = chunks
         self.update: LookupUpdate | None = None
         self.on_update: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.is_claimed = False
         self._slot_bytes = slot_bytes
         self._places: list[tuple[int, int, int, Chunk]] = []
 

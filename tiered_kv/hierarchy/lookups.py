@@ -168,13 +168,15 @@ class Lookups:
     def _queue(self, lookup: Lookup) -> None:
         """Note what the lookup still waits for in line, if it does."""
         wanted = min(lookup.held - lookup.start, self._longest(lookup)) - len(lookup.entries)
+        before = lookup.queued
         lookup.queued = 0 if lookup.is_cut else max(0, wanted)
         if lookup.queued and not self.line.join(lookup):
             self._counters["line_full"] += 1
             lookup.queued, lookup.is_cut = 0, True
         if not lookup.queued:
             self.line.leave(lookup)
-        self._dirty[lookup.id] = None
+        if lookup.queued != before:
+            self._dirty[lookup.id] = None
 
     def _longest(self, lookup: Lookup) -> int:
         """The most chunks it may lease."""

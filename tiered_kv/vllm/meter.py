@@ -33,6 +33,7 @@ FIGURES_INTERVAL_S: Final = 2.0
 FAILURES: Final = (
     "load_window_unknown",
     "loads_failed",
+    "loads_too_late",
     "lookup_not_sent",
     "lookup_session_lost",
     "lookup_timeout",
