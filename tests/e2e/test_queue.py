@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from cache_clients import SmallEngine
+from cache_clients import settings as small_settings
 from cache_probe import figures, wait_for, wait_written
 from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
-from vllm_harness import Answer, generate, random_prompt, running
+from vllm_harness import Answer, drain, generate, random_prompt, running
 
 from tiered_kv.admin.server_link import ServerLink
 
@@ -66,12 +67,35 @@ def test_a_queue_hits_what_its_prompts_hit_one_at_a_time(engine: CachedEngine, p
     wait_for(lambda: not figures(engine.root)["hierarchy"]["leased_bytes"], "leases to end")
 
 
-def queue(engine: SmallEngine, prompts: int) -> list[int]:
-    """Look prompts up as an engine does that then admits none of them."""
-    lookups = []
-    for number in range(prompts):
-        keys = engine.keys(CHUNKS, first_token=number * 1_000_000)
-        lookup = engine.client.lookup(keys.keys, keys.digests, turn=(0, number))
-        assert lookup is not None
-        lookups.append(lookup)
-    return lookups
+@pytest.mark.parametrize("engine", [{"lease_s": 1.0}], indirect=True)
+def test_an_engine_that_admits_none_of_its_queue_takes_nobodys_hits(engine: CachedEngine, plain: list[Answer]) -> None:
+    """vLLM steps such an engine only inside ``generate``: between two calls it is an engine that stands still."""
+    from vllm import SamplingParams
+
+    store(engine, PROMPTS[:8])
+    chunks = SmallEngine.start(small_settings(engine.root, **LIMITS), "neighbour", weights="other")
+    try:
+        for number in range(4):
+            chunks.store(CHUNKS, first_token=number * 1_000_000)
+            wait_written(engine.root)
+        with ServerLink.of_directory(engine.root) as link:
+            link.evict("host", b"", None, holes=True)
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        core = engine.llm.llm_engine
+        for number, prompt in enumerate(PROMPTS[:8]):
+            core.add_request(f"queued-{number}", {"prompt_token_ids": list(prompt)}, parameters)
+        wait_for(lambda: figures(engine.root)["counters"].get("lease_cap_reached", 0) > 0, "the cap")
+
+        hits = [chunks.hits(CHUNKS, first_token=number * 1_000_000) for number in range(4)]
+
+        assert hits == [CHUNKS] * 4
+        wait_for(lambda: figures(engine.root)["hierarchy"]["leased_bytes"] == 0, "leases to end by the clock")
+    finally:
+        chunks.close()
+
+    answers = {}
+    while core.has_unfinished_requests():
+        answers.update({one.request_id: one for one in core.step() if one.finished})
+    drain(engine.llm)
+    assert [answers[f"queued-{n}"].num_cached_tokens for n in range(8)] == [CHUNKS * CHUNK] * 8
+    assert [answers[f"queued-{n}"].outputs[0].token_ids[0] for n in range(8)] == [one.tokens[0] for one in plain[:8]]

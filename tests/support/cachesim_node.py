@@ -5,6 +5,7 @@ Owns what dies with a server. The wrappers are stacked by ``tiers/open.py`` and 
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -307,6 +308,7 @@ class Node:
                         self.engine.hierarchy.give_back(session, slot)
                     self.wake()
         self._steps += 1
+        self._check_leases()
         self._note_pins()
         if self._steps % 8 == 0:
             self.check_acknowledged()
@@ -318,7 +320,9 @@ class Node:
         self.counters["leases_ended"] += 1
 
         def read() -> None:
-            if self.is_up and self.life == life and self.promises.get(lookup) is promise:
+            if not self.is_up or self.life != life or self.promises.get(lookup) is not promise:
+                return
+            if not self.engine.hierarchy._sessions[promise.session].is_suspended:  # a lost client reads no more
                 del self.promises[lookup]
                 self.engine.hierarchy.release(promise.session, lookup, is_asked_anew=True)
                 self.wake()
@@ -355,6 +359,17 @@ class Node:
         slots, limits = self.engine.hierarchy.slots, self.engine.hierarchy.limits
         assert slots.assigned_bytes <= self.machine.host_bytes, "host memory is over its capacity"
         assert self.engine.hierarchy._host.leased_bytes <= self.machine.host_bytes * limits.leased_share
+
+    def _check_leases(self) -> None:
+        """Assert that what nobody claims has ended in time, by a clock that may run a little apart."""
+        for number, promise in self.promises.items():
+            session = self.engine.hierarchy._sessions[promise.session]
+            if promise.is_claimed or session.is_suspended or not promise.has_slots:
+                continue
+            if promise.leased_s is None or promise.leased_s == math.inf:  # its time begins with the step after this one
+                promise.leased_s = math.inf if promise.leased_s is None else self.hub.now_s
+            is_over = self.hub.now_s - promise.leased_s > 1.05 * session.lease_s + 0.01
+            assert not is_over or self.is_ending(number), f"a lease does not end. lookup={number}"
 
     def _note_pins(self) -> None:
         """What an operator is promised from now on: the pins the hierarchy was just told, as far as disk has them."""

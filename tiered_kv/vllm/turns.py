@@ -105,7 +105,9 @@ class Turns:
 
     def _first(self) -> Turn:
         if self._front is None:
-            self._front = min(map(self.of, self._waiting.values()), default=(0, 0))
+            states = self._waiting.values()
+            first = min(states, key=self.of) if self._is_by_priority else next(iter(states))
+            self._front = self.of(first)
         return self._front
 
     def _is_loading(self) -> bool:
