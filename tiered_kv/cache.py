@@ -200,7 +200,8 @@ class Cache:
         return keys
 
     def _look_up(self, client: SchedulerClient, keys: PrefixKeys, *, start: int) -> tuple[int, LookupAnswer]:
-        lookup = client.lookup(keys.keys, keys.digests, start)
+        is_read = start < len(keys.keys)  # its caller reads from the slots for as long as it likes
+        lookup = client.lookup(keys.keys, keys.digests, start, is_claimed=is_read)
         if lookup is None:
             raise TierUnavailable("the cache server does not take lookups; it may have gone away")
         answer = client.lookups[lookup]

@@ -16,6 +16,8 @@ from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.host import HostMemory
+from tiered_kv.hierarchy.line import Line
+from tiered_kv.hierarchy.lookups import Lookups
 from tiered_kv.hierarchy.lower import LowerTier
 from tiered_kv.hierarchy.plan import Read
 from tiered_kv.hierarchy.served import Served
@@ -35,6 +37,7 @@ MUST_HAPPEN = (
     *(f"fault bucket {kind}" for kind in ("dead", "stall", "slow", "errors", "vanish")),
     *(f"engine {what}" for what in ("breaker_opened", "uploaded", "probes", "lower_evicted", "read_failed_corrupt")),
     *(f"engine {what}" for what in ("write_put_off_unavailable", "slab_refused", "lease_cap_reached")),
+    *(f"engine {what}" for what in ("lease_expired", "lease_gave_way")),
 )
 
 
@@ -120,7 +123,7 @@ def without_bucket_limit(patch):
 
 
 def leases_hold_nothing(patch):
-    def lease(self, entry, slot_bytes, limit_bytes):
+    def lease(self, entry, slot_bytes, session, room_bytes):
         self.leased_bytes += 0 if entry.leases else slot_bytes
         entry.leases += 1
         return True
@@ -135,6 +138,24 @@ def leases_hold_nothing(patch):
 
 def leases_are_kept(patch):
     patch(HostMemory, "end_lease", nothing)
+
+
+def leases_never_end(patch):
+    patch(Line, "overdue", lambda self, now_s: [])
+
+
+def leases_of_running_loads_end(patch):
+    patch(Hierarchy, "claim", nothing)
+
+
+def slots_are_taken_before_their_client_was_told(patch):
+    def end_at_once(self, lookups, why):
+        for lookup in lookups:
+            self.line.ends(lookup)
+            lookup.is_ending = True
+            self.truncate(lookup, 0)
+
+    patch(Lookups, "end_leases", end_at_once)
 
 
 def pins_are_ignored(patch):
@@ -222,6 +243,9 @@ BROKEN = {
     without_bucket_limit: "the bucket is over its capacity",
     leases_hold_nothing: "a leased slot was granted|promised bytes are wrong",
     leases_are_kept: "something is left behind|an entry nobody holds|not .* after|leases do not match",
+    leases_never_end: "a lease does not end",
+    leases_of_running_loads_end: "the leases of a running load end",
+    slots_are_taken_before_their_client_was_told: "a leased slot was granted|promised bytes are wrong",
     pins_are_ignored: "a pinned blob is lost",
     completions_are_lost: "not recovered|is stuck|not at rest|a request is stuck",
     puts_are_acknowledged_and_not_made: "an acknowledged store is lost",

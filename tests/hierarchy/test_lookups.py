@@ -114,13 +114,17 @@ def test_leases_of_all_requests_stay_within_their_share():
     story.store((1, 2, 3))
     story.store((5, 6, 7))
     first, second = story.ask((1, 2, 3)), story.ask((5, 6, 7))
-    assert (story.figures(first), story.figures(second)) == ((3, 3, 3, True), (3, 1, 1, True))
+    assert (story.figures(first), story.figures(second)) == ((3, 3, 3, True), (3, 1, 1, False))
     assert story.counted("lease_cap_reached") == 1
     again = story.ask((1, 2, 3))  # leased already: costs nothing more
     assert story.figures(again) == (3, 3, 3, True)
-    for lookup in (first, second, again):
-        story.release(lookup)
-    assert story.figures(story.ask((5, 6, 7))) == (3, 3, 3, True)
+    assert story.answer(second).queued == 2
+    story.release(first)
+    story.step()
+    assert story.figures(second) == (3, 1, 1, False), "what another lookup leases is no room"
+    story.release(again)
+    story.step()
+    assert story.figures(second) == (3, 3, 3, True)
 
 
 def test_a_lookup_released_twice_or_by_another_session_is_ignored():

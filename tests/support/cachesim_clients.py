@@ -136,12 +136,24 @@ class Request:
     def _begin(self) -> None:
         client, hub = self.client, self.client.hub
         self._note(f"asks for {self.chunks[-1].label} from {self.start}")
-        self.lookup = client.node.lookup(self.session, self.chunks, self.start)
-        client.node.promises[self.lookup].on_update = self._told
+        self._look_up()
         if hub.draw.random() < client.manners.impatient:
             hub.after(hub.draw.expovariate(1 / client.manners.patience_s), self._load)
         if hub.draw.random() < client.manners.abort:
             hub.after(hub.draw.expovariate(2.0), lambda: self.finish("aborted"))
+
+    def _ended(self) -> None:
+        """Its leases have ended: it asks anew, or finds that what it copied is of no use and computes all of it."""
+        self.lookup = None
+        self.client.counts["leases_ended"] += 1
+        if not self._is_loading and not self.is_over:
+            self._look_up()
+
+    def _look_up(self) -> None:
+        node = self.client.node
+        self.lookup = node.lookup(self.session, self.chunks, self.start)
+        node.promises[self.lookup].on_update = self._told
+        node.promises[self.lookup].on_end = self._ended
 
     def _told(self) -> None:
         assert self.lookup is not None
@@ -161,15 +173,20 @@ class Request:
         self._note(f"loads {self.got} of {len(self.chunks) - self.start}, held {self.held}")
         self.client.counts["asked"] += len(self.chunks) - self.start
         self.client.counts["hits"] += self.got
+        self.client.node.claim(self.lookup)
         hub = self.client.hub
         hub.after(hub.draw.uniform(0, self.client.manners.load_s) if self.got else 0.0, self._loaded)
 
     def _loaded(self) -> None:
         if self.is_over:
             return
-        assert self.lookup is not None
-        self.client.node.release(self.lookup)
-        self.lookup = None
+        if self.lookup is None:
+            self.client.counts["loads_too_late"] += 1
+            self.client.counts["hits"] -= self.got
+            self.got = 0
+        else:
+            self.client.node.release(self.lookup)
+            self.lookup = None
         self._compute(self.start + self.got)
 
     def _compute(self, depth: int) -> None:

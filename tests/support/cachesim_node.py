@@ -5,6 +5,7 @@ Owns what dies with a server. The wrappers are stacked by ``tiers/open.py`` and 
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test_format
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.hierarchy.hierarchy import Hierarchy
 from tiered_kv.hierarchy.index import LowerState
-from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, SlotId
+from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LeaseEnd, LookupUpdate, SlotId
 from tiered_kv.hierarchy.shares import Share
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import compose
@@ -123,6 +124,7 @@ class Node:
         """Start a server; False when it could not, as one that dies at its start."""
         self.life += 1
         self.credits: dict[int, list[SlotId]] = {}
+        self._turns = 0
         self.promises: dict[int, Promise] = {}
         self.spaces: dict[int, str] = {}
         self.filling: dict[SlotId, int] = {}
@@ -213,7 +215,8 @@ class Node:
     # -- clients -------------------------------------------------------------------------------------------------------
 
     def open(self, space: str) -> int:
-        session, form = self.engine.open_session(NAMESPACES[space], GEOMETRIES[space])
+        lease_s = self.hub.draw.uniform(0.2, 10.0)
+        session, form = self.engine.open_session(NAMESPACES[space], GEOMETRIES[space], lease_s=lease_s)
         share = Share(*self.machine.shares[space], form.blob_bytes)
         self.engine.hierarchy.index.shares.set(NAMESPACES[space].digest, share)
         self.credits[session], self.spaces[session] = [], space
@@ -227,7 +230,9 @@ class Node:
 
     def lookup(self, session: int, chunks: tuple[Chunk, ...], start: int) -> int:
         keys, digests = [c.record.key for c in chunks], [c.record.prefix_sha256 for c in chunks]
-        number = self.engine.hierarchy.lookup(session, keys, digests, start)
+        self._turns += 1
+        turn = (self.hub.draw.randrange(3), self._turns)
+        number = self.engine.hierarchy.lookup(session, keys, digests, start, turn)
         self.promises[number] = Promise(session, self.slot_bytes(session), chunks, start)
         self.wake()
         return number
@@ -293,6 +298,8 @@ class Node:
             match update:
                 case LookupUpdate(_, lookup) if lookup in self.promises:
                     self.promises[lookup].learn(update)
+                case LeaseEnd(_, lookup) if lookup in self.promises:
+                    self._lease_ends(lookup)
                 case CreditGrant(session, slots) if session in self.credits:
                     self._granted(session, slots)
                 case CreditRecall(session, slots) if session in self.credits:
@@ -301,9 +308,38 @@ class Node:
                         self.engine.hierarchy.give_back(session, slot)
                     self.wake()
         self._steps += 1
+        self._check_leases()
         self._note_pins()
         if self._steps % 8 == 0:
             self.check_acknowledged()
+
+    def _lease_ends(self, lookup: int) -> None:
+        """The client reads it at once, or a moment later; until then its slots stay as they are."""
+        promise, life = self.promises[lookup], self.life
+        assert not promise.is_claimed, "the leases of a running load end"
+        self.counters["leases_ended"] += 1
+
+        def read() -> None:
+            if not self.is_up or self.life != life or self.promises.get(lookup) is not promise:
+                return
+            if not self.engine.hierarchy._sessions[promise.session].is_suspended:  # a lost client reads no more
+                del self.promises[lookup]
+                self.engine.hierarchy.release(promise.session, lookup, is_asked_anew=True)
+                self.wake()
+                promise.on_end()
+
+        self.hub.after(self.hub.draw.expovariate(20.0), read)
+
+    def claim(self, number: int) -> None:
+        """A load begins; too late where the end was told already, and then the client will find out."""
+        promise = self.promises[number]
+        promise.is_claimed = not self.is_ending(number)
+        self.engine.hierarchy.claim(promise.session, number)
+        self.wake()
+
+    def is_ending(self, number: int) -> bool:
+        lookup = self.engine.hierarchy._lookups.get(number)
+        return lookup is None or lookup.is_ending
 
     def _granted(self, session: int, slots: tuple[SlotId, ...]) -> None:
         promised = {slot for promise in self.promises.values() for slot in promise.slots()}
@@ -323,6 +359,17 @@ class Node:
         slots, limits = self.engine.hierarchy.slots, self.engine.hierarchy.limits
         assert slots.assigned_bytes <= self.machine.host_bytes, "host memory is over its capacity"
         assert self.engine.hierarchy._host.leased_bytes <= self.machine.host_bytes * limits.leased_share
+
+    def _check_leases(self) -> None:
+        """Assert that what nobody claims has ended in time, by a clock that may run a little apart."""
+        for number, promise in self.promises.items():
+            session = self.engine.hierarchy._sessions[promise.session]
+            if promise.is_claimed or session.is_suspended or not promise.has_slots:
+                continue
+            if promise.leased_s is None or promise.leased_s == math.inf:  # its time begins with the step after this one
+                promise.leased_s = math.inf if promise.leased_s is None else self.hub.now_s
+            is_over = self.hub.now_s - promise.leased_s > 1.05 * session.lease_s + 0.01
+            assert not is_over or self.is_ending(number), f"a lease does not end. lookup={number}"
 
     def _note_pins(self) -> None:
         """What an operator is promised from now on: the pins the hierarchy was just told, as far as disk has them."""

@@ -30,6 +30,8 @@ class Promise:
 
     Attributes:
         update: The latest; None until there is one.
+        is_claimed: A load began before the lease's end was told.
+        leased_s: Since when, at the latest, it has leases.
     """
 
     def __init__(self, session: int, slot_bytes: int, chunks: tuple[Chunk, ...], start: int) -> None:
@@ -38,6 +40,9 @@ class Promise:
         self.chunks = chunks
         self.update: LookupUpdate | None = None
         self.on_update: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.is_claimed = False
+        self.leased_s: float | None = None
         self._slot_bytes = slot_bytes
         self._places: list[tuple[int, int, int, Chunk]] = []
 
@@ -57,6 +62,10 @@ class Promise:
     @property
     def ready(self) -> int:
         return self.update.ready if self.update is not None else 0
+
+    @property
+    def has_slots(self) -> bool:
+        return self.update is not None and bool(self.update.slots)
 
     def slots(self) -> tuple[SlotId, ...]:
         """What may be read now."""

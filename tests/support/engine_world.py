@@ -18,7 +18,7 @@ from tiered_kv.engine.engine import Engine
 from tiered_kv.engine.executor import Executor
 from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test_format
 from tiered_kv.hierarchy.limits import Limits
-from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, SlotId, Update
+from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LeaseEnd, LookupUpdate, SlotId, Update
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.testing.spaces import Space
@@ -168,6 +168,8 @@ class EngineWorld:
             match update:
                 case LookupUpdate(_, lookup) if lookup in self.lookups:
                     self.lookups[lookup].update = update
+                case LeaseEnd(session, lookup) if lookup in self.lookups:
+                    self.release(lookup)
                 case CreditGrant(session, slots) if session in self.clients:
                     self.clients[session].credits.extend(slots)
                 case CreditRecall(session, slots) if session in self.clients:

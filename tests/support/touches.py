@@ -33,10 +33,10 @@ class TouchedWorld(World):
             self._touch(space, path[: depth + 1])
         super().others_store(space, path)
 
-    def lookup(self, session: int, path: tuple[int, ...], start: int = 0) -> int:
+    def lookup(self, session: int, path: tuple[int, ...], start: int = 0, turn: tuple[int, int] = (0, 0)) -> int:
         for depth in range(len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
-        return super().lookup(session, path, start)
+        return super().lookup(session, path, start, turn)
 
     def commit(self, session: int, path: tuple[int, ...]) -> bool:
         is_taken = super().commit(session, path)

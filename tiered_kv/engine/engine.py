@@ -14,6 +14,7 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
 """
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -168,9 +169,13 @@ class Engine:
     # -- sessions ----------------------------------------------------------------------------------------------
 
     def open_session(
-        self, namespace: Namespace, geometry: ChunkGeometry, stored_by: str = UNKNOWN
+        self,
+        namespace: Namespace,
+        geometry: ChunkGeometry,
+        stored_by: str = UNKNOWN,
+        lease_s: float = math.inf,
     ) -> tuple[int, BlobFormat]:
-        """Start a session for chunks of one namespace.
+        """Start a session for chunks of one namespace; its lookups hold leases unclaimed for ``lease_s``.
 
         Args:
             stored_by: Who will store them; a tier that has no record of the namespace yet keeps it beside that.
@@ -200,7 +205,7 @@ class Engine:
                 self._describe(tier, namespace, stored_by)
         self._performer.formats[namespace.digest] = blob_format
         self._geometries[namespace.digest] = geometry
-        session = self.hierarchy.open_session(namespace.digest, blob_format.blob_bytes)
+        session = self.hierarchy.open_session(namespace.digest, blob_format.blob_bytes, lease_s)
         self._submit_jobs()
         return session, blob_format
 
@@ -240,6 +245,7 @@ class Engine:
             if result.size_bytes:
                 self.sample_read(number, result.size_bytes, result.read_s)
         now_s = self.clock.monotonic()
+        self.hierarchy.expire_leases(now_s)
         self._keep_time(now_s)
         while self._pins:
             self.hierarchy.set_pinned(*self._pins.popitem())

@@ -6,6 +6,7 @@ once per step rather than after every event.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Session:
         granted: When it was granted one last, in grants.
         lookups: Ids of its lookups.
         is_suspended: The client is lost, but processes may still copy.
+        lease_s: How long its lookups hold leases that it does not claim.
     """
 
     id: int
@@ -38,6 +40,7 @@ class Session:
     granted: int = 0
     lookups: set[int] = field(default_factory=set)
     is_suspended: bool = False
+    lease_s: float = math.inf
 
 
 class Credits:

@@ -14,6 +14,7 @@ Life of a chunk::
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -23,7 +24,7 @@ from tiered_kv.hierarchy.host import HostMemory
 from tiered_kv.hierarchy.index import Entry, HostState, Index, LowerState
 from tiered_kv.hierarchy.integrity import check_hierarchy
 from tiered_kv.hierarchy.limits import Limits
-from tiered_kv.hierarchy.lookups import Lookups
+from tiered_kv.hierarchy.lookups import Lookup, Lookups, Wish
 from tiered_kv.hierarchy.plan import (
     ChunkRecord,
     Copy,
@@ -35,6 +36,7 @@ from tiered_kv.hierarchy.plan import (
     Read,
     Seal,
     SlotId,
+    Turn,
     Update,
     Write,
 )
@@ -45,6 +47,9 @@ from tiered_kv.hierarchy.served import Served
 from tiered_kv.hierarchy.shares import Taken
 from tiered_kv.hierarchy.stack import LowerTiers
 from tiered_kv.hierarchy.usage import usage
+
+GO_ON_MAX = 8
+"""Lookups of those that wait for room that go on in one step, a millisecond of it for long prefixes."""
 
 
 class Hierarchy:
@@ -123,6 +128,14 @@ class Hierarchy:
         return uses
 
     def _share_out(self) -> None:
+        for _ in range(GO_ON_MAX):
+            if (lookup := self._lookups.line.next()) is None:
+                break
+            held = self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests)
+            self._lookups.go_on(lookup, held)
+            self._promote(lookup, held)
+        if not self._lookups.line.is_empty:
+            self._lookups.end_leases(self._lookups.line.giving_way(), "lease_gave_way")
         self._lower.claim_some()
         if self._lower.front is not None:
             self._lower.front.refill()
@@ -133,13 +146,15 @@ class Hierarchy:
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
-    def open_session(self, namespace: bytes, slot_bytes: int) -> int:
+    def open_session(self, namespace: bytes, slot_bytes: int, lease_s: float = math.inf) -> int:
         """Start a session that fills slots of ``slot_bytes``; returns its id.
+
+        Its lookups hold leases that they do not claim for ``lease_s``.
 
         All chunks of one namespace have one size: the caller's duty, because the namespace names their geometry.
         """
         self._last_session += 1
-        session = Session(self._last_session, namespace, slot_bytes)
+        session = Session(self._last_session, namespace, slot_bytes, lease_s=lease_s)
         self._sessions[session.id] = session
         self._host.add_user(slot_bytes)
         self._lower.claim_found(namespace)
@@ -164,22 +179,28 @@ class Hierarchy:
 
     # -- lookups -----------------------------------------------------------------------------------------------
 
-    def lookup(self, session_id: int, keys: Sequence[bytes], digests: Sequence[bytes], start: int = 0) -> int:
+    def lookup(
+        self,
+        session_id: int,
+        keys: Sequence[bytes],
+        digests: Sequence[bytes],
+        start: int = 0,
+        turn: Turn = (0, 0),
+        *,
+        is_claimed: bool = False,
+    ) -> int:
         """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
 
         Chunks before ``start`` are not wanted (the GPU has them): they are used, but neither leased nor promoted. An
-        update follows at once; more follow while promotions end, until one is done.
+        update follows at once; more follow while promotions end and room comes for what the limits cut, until one is
+        done. Or a ``LeaseEnd``, unless the lookup is claimed before: room goes by ``turn``.
         """
-        session = self._sessions[session_id]
+        session, wish = self._sessions[session_id], Wish(keys, digests, start, turn, is_claimed)
         held = self.index.held_prefix(session.namespace, keys, digests)
         self.index.count_use(held)
         self._record_use(held, session.slot_bytes)
-        lookup = self._lookups.open(session, held, len(keys), start)
-        evicted = self.counters["host_evicted"]
-        self._promotions.start(lookup)
-        if self.counters["host_evicted"] != evicted:  # reading some may push out others that were nowhere else
-            lookup.held = next((n for n, e in enumerate(held) if not self.index.is_held(e)), len(held))
-        self._lookups.wait(lookup)
+        lookup = self._lookups.open(session, held, wish)
+        self._promote(lookup, held)
         self._lower.claim_again(held)
         if self._lower.searches is not None:
             search = self._lower.searches.begin(session.namespace, keys, digests, lookup.held)
@@ -187,6 +208,15 @@ class Hierarchy:
                 lookup.search, search.lookup = search, lookup.id
                 self._go_on(search)
         return lookup.id
+
+    def _promote(self, lookup: Lookup, held: list[Entry]) -> None:
+        """Start reading what the lookup leased of the prefix that is held."""
+        evicted = self.counters["host_evicted"]
+        self._promotions.start(lookup)
+        if self.counters["host_evicted"] != evicted:  # reading some may push out others that were nowhere else
+            left = next((n for n, e in enumerate(held) if not self.index.is_held(e)), len(held))
+            self._lookups.lost(lookup, min(lookup.held, left))
+        self._lookups.wait(lookup)
 
     def _go_on(self, search: Search) -> None:
         """Ask what is still unknown; take in what was found."""
@@ -222,10 +252,22 @@ class Hierarchy:
             found.append(entry)
         return found
 
-    def release(self, session_id: int, lookup_id: int) -> None:
-        """End a lookup and its leases. Unknown ids are ignored: the session may have been told late."""
+    def claim(self, session_id: int, lookup_id: int) -> None:
+        """A load begins of what is ready: the leases stay until ``release``. Too late once their end was told."""
         if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
-            self._lookups.close(lookup)
+            self._lookups.claim(lookup)
+
+    def release(self, session_id: int, lookup_id: int, *, is_asked_anew: bool = False) -> None:
+        """End a lookup and its leases. Unknown ids are ignored: the session may have been told late.
+
+        One that another lookup of the same request replaces (``is_asked_anew``) is not counted.
+        """
+        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
+            self._lookups.close(lookup, is_asked_anew=is_asked_anew)
+
+    def expire_leases(self, now_s: float) -> None:
+        """End leases that were held unclaimed for too long. Call it at every step, with a clock that only goes on."""
+        self._lookups.end_leases(self._lookups.line.overdue(now_s), "lease_expired")
 
     # -- stores ------------------------------------------------------------------------------------------------
 

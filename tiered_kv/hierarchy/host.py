@@ -29,6 +29,7 @@ class HostMemory:
 
     Attributes:
         leased_bytes: Slots that lookups rely on now.
+        leased_by: The same by session; what several rely on counts for the one that did so first.
         ready_count, sealing_count: Chunks in these states.
         taken: What each namespace takes: slots with its chunks, and empty ones its sessions hold.
 
@@ -39,6 +40,8 @@ class HostMemory:
         self.slots = SlotPool(host_bytes)
         self.taken = Taken(index.shares, lambda: self.slots.limit_bytes)
         self.leased_bytes = 0
+        self.leased_by: Counter[int] = Counter()
+        self._lessees: dict[bytes, int] = {}
         self.ready_count = 0
         self.sealing_count = 0
         self._orders: dict[tuple[int, bool], Order] = {}  # idle chunks by slot size and whether they are unwritten
@@ -198,12 +201,14 @@ class HostMemory:
         if is_idle:
             self._now_idle(entry)
 
-    def lease(self, entry: Entry, slot_bytes: int, limit_bytes: int) -> bool:
-        """Hold the chunk for a lookup, unless leases together would pass the limit."""
+    def lease(self, entry: Entry, slot_bytes: int, session: int, room_bytes: int) -> bool:
+        """Hold the chunk for a session's lookup; one that nobody holds yet only where there is room for it."""
         if entry.leases == 0:
-            if self.leased_bytes + slot_bytes > limit_bytes:
+            if slot_bytes > room_bytes:
                 return False
             self.leased_bytes += slot_bytes
+            self.leased_by[session] += slot_bytes
+            self._lessees[entry.record.key] = session
         entry.leases += 1
         self.hold(entry)
         return True
@@ -213,6 +218,10 @@ class HostMemory:
         entry.leases -= 1
         if entry.leases == 0:
             self.leased_bytes -= slot_bytes
+            session = self._lessees.pop(entry.record.key)
+            self.leased_by[session] -= slot_bytes
+            if not self.leased_by[session]:
+                del self.leased_by[session]
         self.let_go(entry)
         self._index.remove_if_gone(entry)
 
@@ -346,6 +355,8 @@ class HostMemory:
         assert (flow.chunks, flow.size_bytes) == (self.ready_count, ready_bytes), "what came and left is not what is"
         assert self.sealing_count == states[HostState.SEALING], "sealing count drifted"
         assert self.leased_bytes == sum(e.slot_bytes for e in entries if e.leases), "leased bytes drifted"
+        assert self.leased_bytes == self.leased_by.total(), "leased bytes of sessions drifted"
+        assert self._lessees.keys() == {e.record.key for e in entries if e.leases}, "who leases what drifted"
         idle = [entry for entry in entries if entry.host is HostState.READY and entry.holds == 0]
         assert sum(len(order) for order in self._orders.values()) == len(idle), "orders and idle chunks disagree"
         assert all(entry in self._orders[entry.slot_bytes, entry.is_unwritten] for entry in idle), (

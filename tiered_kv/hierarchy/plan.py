@@ -115,6 +115,9 @@ class Probe:
 
 Job = Seal | Write | Read | Delete | Grow | Copy | Probe
 
+Turn = tuple[int, int]
+"""When a request is admitted among those of its session: by priority, lowest first, then by number."""
+
 Arriving = Sequence[tuple[int | None, int]]
 """Chunks of a prefix in runs of ``(tier, chunks)``; see :class:`LookupUpdate`."""
 
@@ -129,6 +132,7 @@ class LookupUpdate:
             may grow by as many.
         slots: Slots granted to the lookup, from the chunk it starts at. Only the first ``ready`` may be read.
         ready: Chunks from the start that are verified in host memory and leased to this lookup.
+        queued: Chunks behind ``slots`` that are held and wait for room among the leases; ``slots`` may grow by as many.
         is_done: Nothing more will arrive.
         arriving: Chunks from ``ready`` on, as runs of ``(tier, chunks)``: the lower tier they are being read from, or
             None where they need not be read.
@@ -144,6 +148,19 @@ class LookupUpdate:
     unknown: int = 0
     arriving: Arriving = ()
     sources: tuple[int | None, ...] = ()
+    queued: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnd:
+    """A lookup's leases are about to end, although its session did not say so.
+
+    Its slots stay as they are until :meth:`~tiered_kv.hierarchy.hierarchy.Hierarchy.release`: whoever passes this on
+    calls that, once the session is sure to read this before anything it could read in those slots later.
+    """
+
+    session: int
+    lookup: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +196,4 @@ class Moves:
     keys: tuple[bytes, ...]
 
 
-Update = LookupUpdate | CreditGrant | CreditRecall | Moves
+Update = LookupUpdate | LeaseEnd | CreditGrant | CreditRecall | Moves

@@ -8,7 +8,11 @@ from tiered_kv.hierarchy.plan import SlotId
 
 @dataclass(slots=True)
 class LookupAnswer:
-    """What is known of a lookup now; see :class:`tiered_kv.hierarchy.plan.LookupUpdate`."""
+    """What is known of a lookup now; see :class:`tiered_kv.hierarchy.plan.LookupUpdate`.
+
+    Attributes:
+        is_ended: The server has ended its leases: nothing may be read from its slots any more.
+    """
 
     held: int = 0
     slots: Sequence[SlotId] = ()
@@ -18,7 +22,9 @@ class LookupAnswer:
     unknown: int = 0
     search_s: float | None = None
     sources: bytes = b""
+    queued: int = 0
     is_answered: bool = False
+    is_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class EndedLookup:
         generation: Of the session it belonged to.
         keys: The prefix that was looked up; chunks from ``start`` on were wanted.
         answer: What was known of it then.
+        is_asked_anew: Another one of the same request has replaced it: it does not count.
     """
 
     id: int
@@ -36,6 +43,7 @@ class EndedLookup:
     keys: Sequence[bytes]
     start: int
     answer: LookupAnswer
+    is_asked_anew: bool = False
 
     @property
     def asked(self) -> int:

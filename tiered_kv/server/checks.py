@@ -65,6 +65,7 @@ def check_updated(update: m.Updated) -> None:
         or len(update.sources) != len(slots)
         or update.held < 0
         or update.unknown < 0
+        or update.queued < 0
         or (slots and min(slots) < 0)
     ):
         raise ProtocolError(

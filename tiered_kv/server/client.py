@@ -21,7 +21,7 @@ from functools import partial
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
-from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
+from tiered_kv.hierarchy.plan import ChunkRecord, SlotId, Turn
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.server import messages as m
 from tiered_kv.server.answers import EndedLookup, LookupAnswer, SessionInfo
@@ -83,6 +83,7 @@ class SchedulerClient:
         self.chunks_leased_max = 0
         self.figures: bytes | None = None
         self.is_silent = False
+        self._is_read_out = False
         self._asked: dict[int, tuple[Sequence[bytes], int]] = {}
         self.dropped_sends = 0
         self._credits: deque[SlotId] = deque()
@@ -121,24 +122,52 @@ class SchedulerClient:
 
     # -- asked by the scheduler; nothing blocks ----------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[bytes], digests: Sequence[bytes], start: int = 0) -> int | None:
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        digests: Sequence[bytes],
+        start: int = 0,
+        turn: Turn = (0, 0),
+        *,
+        is_claimed: bool = False,
+    ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
-        None when it could not be sent: a miss.
+        None when it could not be sent: a miss. ``turn`` says when its request is admitted, ``is_claimed`` that its
+        leases are never ended by the server.
         """
         lookup = self._next_lookup
-        if not self.is_ready or not self._send(m.Lookup(lookup, start, b"".join(keys), b"".join(digests))):
+        wanted = m.Lookup(lookup, start, b"".join(keys), b"".join(digests), turn, is_claimed)
+        if not self.is_ready or not self._send(wanted):
             return None
         self._next_lookup += 1
         self.lookups[lookup] = LookupAnswer()
         self._asked[lookup] = (keys, start)
         return lookup
 
-    def release(self, lookup: int) -> None:
-        """End a lookup and its leases. Lookups of a lost session are forgotten already."""
+    def claim(self, lookup: int) -> None:
+        """A load from the lookup's slots begins; :meth:`is_leased` tells in the end whether it was in time."""
+        self._send(m.Claim(lookup), may_drop=False)
+
+    def is_leased(self, lookup: int, generation: int) -> bool:
+        """Whether all that was copied from a lookup's slots until now is right, read from the socket to its end.
+
+        The server says ``Ended`` before it uses a slot again, so what cannot be read yet was said after the copy. Of a
+        session that was lost, or a server that floods, nobody knows.
+        """
+        self.poll()
+        answer = self.lookups.get(lookup) if generation == self.generation else None
+        return answer is not None and not answer.is_ended and self._is_read_out
+
+    def release(self, lookup: int, *, is_asked_anew: bool = False) -> None:
+        """End a lookup and its leases; it is not counted where another one of the same request has replaced it.
+
+        Lookups of a lost session are forgotten already.
+        """
         if (answer := self.lookups.pop(lookup, None)) is not None:
-            self.ended.append(EndedLookup(lookup, self.generation, *self._asked.pop(lookup), answer))
-            self._send(m.Release(lookup), may_drop=False)
+            asked = self._asked.pop(lookup)
+            self.ended.append(EndedLookup(lookup, self.generation, *asked, answer, is_asked_anew))
+            self._send(m.Release(lookup, is_asked_anew), may_drop=False)
 
     def waited_in_vain(self) -> None:
         """Nothing is worth waiting for until the server is heard again; it is asked for something that it answers."""
@@ -220,27 +249,35 @@ class SchedulerClient:
 
     def _receive(self, sock: socket.socket) -> None:
         """Read before writing: why the server hung up stands in what it sent last."""
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(READS_MAX):
+        self._is_read_out = False
+        for _ in range(READS_MAX):
+            try:
                 data = sock.recv(READ_BYTES)
-                if not data:
-                    raise ConnectionResetError("the server closed the connection")
-                self.is_silent = False
-                for message in self._reader.feed(data):
-                    self._take(message)
-                    if self._sock is not sock:
-                        return  # lost while answering this message
+            except BlockingIOError:
+                self._is_read_out = True
+                return
+            if not data:
+                raise ConnectionResetError("the server closed the connection")
+            self.is_silent = False
+            for message in self._reader.feed(data):
+                self._take(message)
+                if self._sock is not sock:
+                    return  # lost while answering this message
 
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _take(self, message: object) -> None:
         match message:
-            case m.Updated(lookup, held, slots, ready, is_done, parts, unknown, search_s, sources):
+            case m.Updated(lookup, held, slots, ready, is_done, parts, unknown, search_s, sources, queued):
                 check_updated(message)
-                if lookup in self.lookups:
+                if lookup in self.lookups and not self.lookups[lookup].is_ended:
                     self.lookups[lookup] = LookupAnswer(
-                        held, slots, ready, is_done, parts, unknown, search_s, sources, is_answered=True
+                        held, slots, ready, is_done, parts, unknown, search_s, sources, queued, is_answered=True
                     )
+            case m.Ended(lookup):
+                if lookup in self.lookups:
+                    held = self.lookups[lookup].held
+                    self.lookups[lookup] = LookupAnswer(held, is_done=True, is_answered=True, is_ended=True)
             case m.Moved():
                 check_moved(message, len(self.tiers))
                 self._note_moves(message)
@@ -343,6 +380,7 @@ class SchedulerClient:
                     self._private_epoch,
                     self._config.min_share,
                     self._config.max_share,
+                    self._config.lease_s,
                 )
                 sock.sendall(m.frame(join))
                 sock.setblocking(False)

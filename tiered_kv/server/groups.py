@@ -7,6 +7,7 @@ the reason and nothing unsound is ever combined.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -31,6 +32,7 @@ CHUNK_INDEX_MAX = 1 << 31
 TOKENS_MAX = 1 << 20
 """Of a chunk; the longest context of a model seen so far is ten times that."""
 DIMENSIONS_MAX = 15
+LEASE_S_MIN, LEASE_S_MAX = 1, 3600
 EXTENT_MAX = 1 << 32
 
 
@@ -57,6 +59,8 @@ class Group:
         share: What the engine says that its namespace keeps and may take, if it says anything.
         slot_bytes: Size of its slots, once the geometry is known.
         stored_by: What headers say of who stored its chunks.
+        lease_s: How long its lookups hold leases that they do not claim.
+        ending: Lookups whose leases' end was said and may not be in the scheduler's socket yet, by their engine ids.
         decliners: Connections of workers that cannot take part, until their processes exit.
     """
 
@@ -81,6 +85,8 @@ class Group:
     share: Share | None = None
     slot_bytes: int = 0
     stored_by: str = ""
+    lease_s: float = math.inf
+    ending: list[tuple[int, int]] = field(default_factory=list)
     is_ready: bool = False
     is_lost: bool = False
 
@@ -136,6 +142,8 @@ def check_scheduler(join: m.JoinScheduler) -> Share | None:
     least, most = join.min_share or 0.0, 1.0 if join.max_share is None else join.max_share
     if not 0 <= least <= most <= 1 or most == 0:
         raise ProtocolError(f"shares out of range. min_share={join.min_share} max_share={join.max_share}")
+    if not LEASE_S_MIN <= join.lease_s <= LEASE_S_MAX:
+        raise ProtocolError(f"lease_s out of range. lease_s={join.lease_s} min={LEASE_S_MIN} max={LEASE_S_MAX}")
     if join.epoch and not is_private_epoch(join.epoch):
         raise ProtocolError(f"an engine may name no epoch but its private one. epoch={join.epoch[:100]!a}")
     return None if join.min_share is None and join.max_share is None else Share(least, most)

@@ -107,6 +107,7 @@ class JoinScheduler(Message, frozen=True):
         is_watching: Tell it by ``Moved`` which chunks of its namespace come into tiers and leave them.
         min_share, max_share: Of the limits of host memory and disk, what its namespace keeps and how much it may take.
             None: not said; if neither is, what others of its namespace said stays.
+        lease_s: How long its lookups hold leases that it does not claim.
     """
 
     world_size: int
@@ -114,6 +115,7 @@ class JoinScheduler(Message, frozen=True):
     epoch: str = ""
     min_share: float | None = None
     max_share: float | None = None
+    lease_s: float = 30.0
 
 
 class Decline(Message, frozen=True):
@@ -125,19 +127,39 @@ class Decline(Message, frozen=True):
 class Lookup(Message, frozen=True):
     """Keys (16 bytes each) and prefix digests (32 bytes each) of a request's chunks, joined.
 
-    ``start`` is the first chunk that is wanted: those before it are in the GPU's prefix cache.
+    Attributes:
+        start: The first chunk that is wanted: those before it are in the GPU's prefix cache.
+        turn: When its request is admitted among the engine's: by priority, lowest first, then by number. So room for
+            leases is given and taken.
+        is_claimed: As if ``Claim`` were said with it.
     """
 
     lookup: int
     start: int
     keys: bytes
     digests: bytes
+    turn: tuple[int, int] = (0, 0)
+    is_claimed: bool = False
+
+
+class Claim(Message, frozen=True):
+    """A load of what a lookup has begins: its leases stay until it is released.
+
+    Comes too late where the server has said ``Ended``: what that load copies is of no use.
+    """
+
+    lookup: int
 
 
 class Release(Message, frozen=True):
-    """End a lookup's leases."""
+    """End a lookup's leases.
+
+    Attributes:
+        is_asked_anew: Another lookup of the same request has replaced it, and is the one that counts.
+    """
 
     lookup: int
+    is_asked_anew: bool = False
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -272,6 +294,7 @@ class Updated(Message, frozen=True):
             they are here, if known.
         search_s: What one question to the shared tier takes, if known; 0 when nothing is looked for.
         sources: Per slot one byte: the place of the tier its chunk was read from for this lookup.
+        queued: Chunks behind ``slots`` that wait for room among the leases.
     """
 
     lookup: int
@@ -283,6 +306,17 @@ class Updated(Message, frozen=True):
     unknown: int
     search_s: float | None
     sources: bytes
+    queued: int = 0
+
+
+class Ended(Message, frozen=True):
+    """A lookup's leases end: it held them unclaimed for too long, or gave way. Its slots are no longer its own.
+
+    The server uses none of them before all of this message is in the client's socket. So a client that has read its
+    socket to the end, after its last byte was copied, knows whether the slots were still leased.
+    """
+
+    lookup: int
 
 
 class Credits(Message, frozen=True):
@@ -336,6 +370,7 @@ FromClient = (
     | Decline
     | JoinScheduler
     | Lookup
+    | Claim
     | Release
     | Commit
     | GiveBack
@@ -345,7 +380,7 @@ FromClient = (
     | StatRequest
     | Evict
 )
-FromServer = Welcome | Slabs | Refused | Ready | Updated | Credits | Recall | Moved | Stat | Evicted
+FromServer = Welcome | Slabs | Refused | Ready | Updated | Ended | Credits | Recall | Moved | Stat | Evicted
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -57,6 +57,7 @@ _ALLOWED: dict[type[m.Message], tuple[str, ...]] = {
     m.Unmapped: ("worker", "cache"),
     m.JoinScheduler: ("scheduler", "cache"),
     m.Lookup: ("scheduler", "cache"),
+    m.Claim: ("scheduler", "cache"),
     m.Release: ("scheduler", "cache"),
     m.Commit: ("scheduler", "cache"),
     m.GiveBack: ("scheduler", "cache"),
@@ -103,6 +104,7 @@ class Server:
         self._idle_since_s: float | None = None
         self._accept_again_s: float | None = None
         self._is_stopping = False
+        self._is_hurried = False
         self._has_served = False
         self._old_arenas: int | None = None
 
@@ -141,7 +143,7 @@ class Server:
         signal.signal(signal.SIGINT, self.stop)
 
     def _turn(self, timeout_s: float) -> None:
-        for key, mask in self._selector.select(timeout_s):
+        for key, mask in self._selector.select(0 if self._is_hurried else timeout_s):
             callback: Callback = key.data
             callback(mask)
         if self._arenas_are_free():
@@ -155,6 +157,7 @@ class Server:
             except ProtocolError as exc:
                 logger.warning("client dropped. %s", exc)
                 self._drop_owner(update.session)
+        self._is_hurried = self._sessions.end_leases()  # somebody may wait for the room
         self._sessions.pinning.step()
         self._watch_writes()
         for connection in [c for c in self._connections if c.is_closing]:
@@ -296,7 +299,7 @@ class Server:
                 self._watch(connection)
             case m.JoinScheduler():
                 self._sessions.join_scheduler(connection, message)
-            case m.Lookup() | m.Release() | m.Commit() | m.GiveBack() | m.Pin():
+            case m.Lookup() | m.Claim() | m.Release() | m.Commit() | m.GiveBack() | m.Pin():
                 self._work(connection, message)
             case m.Reset():
                 self._sessions.reset(connection)
@@ -307,10 +310,14 @@ class Server:
             case _:
                 raise ProtocolError(f"unexpected message. type={type(message).__name__}")
 
-    def _work(self, connection: Connection, message: m.Lookup | m.Release | m.Commit | m.GiveBack | m.Pin) -> None:
+    def _work(
+        self, connection: Connection, message: m.Lookup | m.Claim | m.Release | m.Commit | m.GiveBack | m.Pin
+    ) -> None:
         match message:
             case m.Lookup():
                 self._sessions.lookup(connection, message)
+            case m.Claim():
+                self._sessions.claim(connection, message)
             case m.Release():
                 self._sessions.release(connection, message)
             case m.Commit():

@@ -11,7 +11,7 @@ import logging
 
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
-from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LookupUpdate, Moves, SlotId, Update
+from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LeaseEnd, LookupUpdate, Moves, SlotId, Update
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.server import messages as m
 from tiered_kv.server.connection import Connection
@@ -121,7 +121,7 @@ class Sessions:
                 group.world_size = join.world_size
                 raise ConfigError(other_world(group, member.join.world_size))
         group.scheduler, group.world_size, group.private_epoch = connection, join.world_size, join.epoch
-        group.is_watching, group.share = join.is_watching, share
+        group.is_watching, group.share, group.lease_s = join.is_watching, share, join.lease_s
         self._keep(group, connection)
 
     def _find(self, connection: Connection) -> Group:
@@ -177,7 +177,7 @@ class Sessions:
 
     def _start(self, group: Group, namespace: Namespace) -> None:
         assert group.geometry is not None
-        session, _ = self._engine.open_session(namespace, group.geometry, group.stored_by)
+        session, _ = self._engine.open_session(namespace, group.geometry, group.stored_by, group.lease_s)
         self._shares.opened(session, namespace.digest, group.share, group.slot_bytes)
         group.sessions.append(session)
         group.granted[session] = set()
@@ -257,18 +257,45 @@ class Sessions:
         if len(group.lookups) >= LOOKUPS_MAX:
             raise ProtocolError(f"too many lookups at once. max={LOOKUPS_MAX}")
         session = group.sessions[-1]
-        engine_id = self._engine.hierarchy.lookup(session, keys, digests, lookup.start)
+        wanted = (keys, digests, lookup.start, lookup.turn)
+        engine_id = self._engine.hierarchy.lookup(session, *wanted, is_claimed=lookup.is_claimed)
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup
+
+    def claim(self, connection: Connection, claim: m.Claim) -> None:
+        """A load begins; the leases of an unknown id have ended."""
+        found = self.owned(connection).lookups.get(claim.lookup)
+        if found is not None:
+            self._engine.hierarchy.claim(*found)
 
     def release(self, connection: Connection, release: m.Release) -> None:
         """End a lookup; an unknown id was released before."""
         group = self.owned(connection)
-        found = group.lookups.pop(release.lookup, None)
+        found = group.lookups.get(release.lookup)
         if found is not None:
-            del group.client_ids[found]
-            self._engine.hierarchy.release(*found)
+            self._release(group, found, is_asked_anew=release.is_asked_anew)
+
+    def _release(self, group: Group, lookup: tuple[int, int], *, is_asked_anew: bool = False) -> None:
+        client_id = group.client_ids.pop(lookup, None)
+        if client_id is not None:
+            del group.lookups[client_id]
+            self._engine.hierarchy.release(*lookup, is_asked_anew=is_asked_anew)
             self._close_drained(group)
+
+    def end_leases(self) -> bool:
+        """Release lookups whose end is in their schedulers' sockets; says whether there were any.
+
+        Not a moment earlier: a scheduler that reads its socket to the end must find it there before anybody can have
+        written into a slot that it still copies from. One that does not read keeps its slots, within its share.
+        """
+        has_ended = False
+        for group in self.groups:
+            if group.ending and not group.is_lost and group.scheduler is not None and not group.scheduler.wants_write:
+                ending, group.ending = group.ending, []
+                for lookup in ending:
+                    self._release(group, lookup, is_asked_anew=True)
+                has_ended = True
+        return has_ended
 
     def commit(self, connection: Connection, commit: m.Commit) -> None:
         """Take filled slots in.
@@ -341,6 +368,9 @@ class Sessions:
                 group.scheduler.send(m.Recall(list(slots)))
             case LookupUpdate():
                 tell_lookup(self._engine, group, update)
+            case LeaseEnd(session, lookup) if (session, lookup) in group.client_ids:
+                group.ending.append((session, lookup))
+                group.scheduler.send(m.Ended(group.client_ids[session, lookup]))
             case Moves(session) if session == current and group.is_ready:
                 tell_moves(group.scheduler, update)
 

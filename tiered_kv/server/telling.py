@@ -56,6 +56,7 @@ def tell_lookup(engine: Engine, group: Group, update: LookupUpdate) -> None:
             unknown=update.unknown,
             search_s=engine.search_s() if update.unknown else 0.0,
             sources=bytes(_place(source) for source in update.sources),
+            queued=update.queued,
         )
     )
 

@@ -18,6 +18,7 @@ from tiered_kv.hierarchy.plan import (
     Delete,
     Grow,
     Job,
+    LeaseEnd,
     LookupUpdate,
     Moves,
     Outcome,
@@ -25,6 +26,7 @@ from tiered_kv.hierarchy.plan import (
     Read,
     Seal,
     SlotId,
+    Turn,
     Write,
 )
 from tiered_kv.hierarchy.slots import slab_of
@@ -66,6 +68,8 @@ class World:
         self.suspended: set[int] = set()
         self.credits: dict[int, list[SlotId]] = defaultdict(list)
         self.lookups: dict[int, Asked] = {}
+        self.claimed: set[int] = set()
+        self.ended: list[int] = []  # lookups whose leases ended although nobody released them
         self.moves: list[Moves] = []  # what watching sessions were told
         self._capacities = capacities
         self._contents: dict[SlotId, bytes] = {}  # sealed bytes, as the key they belong to
@@ -97,15 +101,21 @@ class World:
             self._spaces_seen.append(space)
         return session
 
-    def lookup(self, session: int, path: tuple[int, ...], start: int = 0) -> int:
+    def lookup(self, session: int, path: tuple[int, ...], start: int = 0, turn: Turn = (0, 0)) -> int:
         keys, digests = self.spaces[session].prefix(path)
-        lookup = self.hierarchy.lookup(session, keys, digests, start)
+        lookup = self.hierarchy.lookup(session, keys, digests, start, turn)
         self.lookups[lookup] = Asked(session, keys, start)
         if keys not in self._asked:
             self._asked.append(keys)
         return lookup
 
+    def claim(self, lookup: int) -> None:
+        """A load begins: what is ready is read until the lookup is released."""
+        self.claimed.add(lookup)
+        self.hierarchy.claim(self.lookups[lookup].session, lookup)
+
     def release(self, lookup: int) -> None:
+        self.claimed.discard(lookup)
         self.hierarchy.release(self.lookups.pop(lookup).session, lookup)
 
     def commit(self, session: int, path: tuple[int, ...]) -> bool:
@@ -159,9 +169,19 @@ class World:
                     for slot in [slot for slot in slots if slot in self.credits[session]]:
                         self.credits[session].remove(slot)
                         self.hierarchy.give_back(session, slot)
+                case LeaseEnd(session, lookup):
+                    self._end_lease(session, lookup)
                 case Moves():
                     self.moves.append(update)
         self.check()
+
+    def _end_lease(self, session: int, lookup: int) -> None:
+        """A client that reads: it forgets the lookup, and the leases are back."""
+        assert session not in self.suspended, "a lost client was told something"
+        assert lookup not in self.claimed, "the leases of a running load end"
+        if lookup in self.lookups:
+            self.release(lookup)
+            self.ended.append(lookup)
 
     def _learn(self, asked: Asked, update: LookupUpdate) -> None:
         before = asked.update
@@ -172,8 +192,9 @@ class World:
             assert not before.is_done, "a lookup that was done changed"
             assert update.held <= before.held + before.unknown, "more is held than was looked for"
             assert update.unknown <= before.unknown, "a search grew"
+            assert len(before.slots) >= len(update.slots) or before.queued or before.unknown, "nobody waited for room"
         assert update.ready <= len(update.slots)
-        assert update.is_done == (update.ready == len(update.slots) and not update.unknown)
+        assert update.is_done == (update.ready == len(update.slots) and not update.unknown and not update.queued)
         assert asked.start + len(update.slots) <= max(asked.start, update.held)
         known = 0 if before is None else before.held  # of these some may have been evicted since
         for key in asked.keys[known : update.held]:

@@ -126,6 +126,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 has_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 has_drafts=vllm_config.speculative_config is not None,
                 has_media_hashes=hashes_media(vllm_config),
+                is_by_priority=vllm_config.scheduler_config.policy == "priority",
                 step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
             ),
         )

@@ -31,9 +31,9 @@ FIGURES_INTERVAL_S: Final = 2.0
 """How often the server is asked for its figures: a millisecond of its time, and 10 kB."""
 
 FAILURES: Final = (
-    "lease_expired",
     "load_window_unknown",
     "loads_failed",
+    "loads_too_late",
     "lookup_not_sent",
     "lookup_session_lost",
     "lookup_timeout",
@@ -127,7 +127,7 @@ class SchedulerMeter:
         if state is None or lookup is None or not external_tokens:
             return
         answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
-        if answer is not None:
+        if answer is not None and not answer.is_ended:
             computed, _ = state.offer
             span = (computed, computed + external_tokens)
             self._loading[state.request.request_id] = self._by_source(answer, lookup.start, span)
@@ -155,6 +155,9 @@ class SchedulerMeter:
 
     def lookup_ended(self, ended: EndedLookup) -> None:
         """Count what a lookup asked each tier for and what it got, from the top down."""
+        if ended.is_asked_anew:
+            self._outcomes.pop(ended.id, None)
+            return
         info = self._client.info
         slot_bytes = 0 if info is None else info.slot_bytes
         hits = Counter(ended.answer.sources[: ended.answer.ready])
@@ -225,7 +228,7 @@ class SchedulerMeter:
 
 def _has_more(answer: LookupAnswer) -> bool:
     """Whether more of the prefix was on its way, or being looked for."""
-    return not answer.is_done and len(answer.slots) + answer.unknown > answer.ready
+    return not answer.is_done and len(answer.slots) + answer.unknown + answer.queued > answer.ready
 
 
 class CopyMeter:

@@ -33,11 +33,11 @@ class Lookup:
     answer: LookupAnswer | None = None
     told_s: float = 0.0
 
-    def waits_s(self, answer: LookupAnswer, now_s: float) -> tuple[float, float]:
-        """How long it has been waited for, now and when this answer came."""
+    def waits_s(self, answer: LookupAnswer, turn_s: float, now_s: float) -> tuple[float, float]:
+        """How long it has been waited for since the request's turn, now and when this answer came."""
         if answer is not self.answer:
             self.answer, self.told_s = answer, now_s
-        return now_s - self.sent_s, self.told_s - self.sent_s
+        return now_s - turn_s, self.told_s - turn_s
 
 
 @dataclass(slots=True)
@@ -48,6 +48,11 @@ class RequestState:
         controls: What the request itself asked for.
         prompt_tokens: Length of its prompt when it was last looked at; only a streaming session's grows.
         resets: How many cache resets had happened when the request was first seen; an older request is never stored.
+        renewal: The lookup that replaces ``lookup`` once it is answered; until then both hold their leases.
+        number: Of its arrival (``turns.py``).
+        asked_s, turn_s: When vLLM asked for it last, and when its turn began, which it pays for; None: it did not.
+        first_s: Since when nobody is admitted before it, if it waits for room.
+        is_asked_anew: In this turn its lookup was made anew, and is not again.
         held: Leading chunks the hierarchy holds, as last told.
         offer: Tokens computed on the GPU and tokens offered beyond them, as last answered.
         loading_keys: Keys whose chunks are being copied for this request now.
@@ -67,6 +72,12 @@ class RequestState:
     namespace: bytes = b""
     prompt_tokens: int = field(default=0, init=False)
     lookup: Lookup | None = None
+    renewal: Lookup | None = None
+    number: int | None = None
+    asked_s: float = 0.0
+    turn_s: float | None = None
+    first_s: float | None = None
+    is_asked_anew: bool = False
     held: int = 0
     offer: tuple[int, int] = (0, 0)
     loading_keys: Sequence[bytes] = ()

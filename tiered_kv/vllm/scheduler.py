@@ -27,6 +27,7 @@ from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.room import LoadRoom
 from tiered_kv.vllm.storable import storable_tokens
 from tiered_kv.vllm.stores import ALL_DONE, Stores
+from tiered_kv.vllm.turns import FRESH_S, Turns
 from tiered_kv.vllm.waiting import Patience, PrefillRate, Wait
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Abilities:
     has_prefix_caching: bool
     has_drafts: bool = False
     has_media_hashes: bool = True
+    is_by_priority: bool = False
     step_tokens: int = 8192
 
 
@@ -73,6 +75,8 @@ class SchedulerSide:
         self._block_pool: Any = None
         self.prefill = PrefillRate()
         self._patience = Patience(self.prefill, config.promotion_wait_ms, config.promotion_deadline_ms)
+        longest_s = config.promotion_deadline_ms / 1e3
+        self._turns = Turns(monotonic, longest_s, is_by_priority=abilities.is_by_priority)
         self.counters: Counter[str] = Counter()
         self.stores = Stores(config, client, groups, self.counters, monotonic)
         self._controls = ControlReader(self.counters, monotonic)
@@ -102,13 +106,14 @@ class SchedulerSide:
             self.counters["request_unaccountable"] += 1
             logger.warning("request neither looked up nor stored. reason=%s", extras.reason)
         self.poll()
+        self._turns.came(state)
         self._send_lookup(state, self._cached_chunks(state))
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded; None to be asked again at the next step.
 
-        Only reads: called every step for every request that waits. vLLM discards the answer where the request may not
-        read prefix caches.
+        Called every step for every request that waits, as far as vLLM gets; sends something once per turn at most. vLLM
+        discards the answer where the request may not read prefix caches.
         """
         state = self._requests.get(request.request_id)
         if state is None or not self._abilities.may_load or state.is_load_failed or not state.may_read:
@@ -116,18 +121,64 @@ class SchedulerSide:
         if state.has_new_input and self._keys(state) is None:
             self._drop_lookup(state)
             return 0
-        self._expire(state)
+        self.poll()
+        self._turns.asked(state)
+        self._take_renewal(state)
         lookup = state.lookup
         if lookup is None or lookup.start * self._chunk_tokens > computed_tokens:
             self._drop_lookup(state)  # the GPU evicted what it had when the lookup was sent
             lookup = self._send_lookup(state, computed_tokens // self._chunk_tokens)
+            self._turns.begin(state)
         if lookup is None or lookup.given_up:
             return 0
-        self.poll()
         answer = self._answer(state, lookup)
         if answer is None:
-            return self._unanswered(state, lookup)
-        return self._offer(state, lookup, answer, computed_tokens)
+            matched = self._unanswered(state, lookup)
+        elif answer.queued and self._patience.is_any and self._turns.is_held_up(state):
+            return None
+        elif self._asks_anew(state, lookup, answer):
+            matched = None
+        else:
+            matched = self._offer(state, lookup, answer, computed_tokens)
+        if matched is None:
+            self._turns.waits()
+        return matched
+
+    def _asks_anew(self, state: RequestState, lookup: Lookup, answer: LookupAnswer) -> bool:
+        """Whether the request's turn waits for a newer answer than the one there is."""
+        if state.renewal is not None:
+            return True
+        if state.is_asked_anew or not self._is_outdated(state, lookup, answer):
+            return False
+        state.is_asked_anew = True
+        return self._renew(state, lookup)
+
+    def _is_outdated(self, state: RequestState, lookup: Lookup, answer: LookupAnswer) -> bool:
+        """Whether a new lookup may find more: the leases ended, or it is old and found less than all."""
+        if lookup.given_up or state.renewal is not None:
+            return False
+        is_short = state.keys is not None and lookup.start + answer.ready < len(state.keys.keys)
+        is_old = answer.is_done and self._monotonic() - lookup.sent_s > FRESH_S
+        return answer.is_ended or (is_old and is_short)
+
+    def _renew(self, state: RequestState, lookup: Lookup) -> bool:
+        """Look the request up again from where it was; what is leased stays so until the answer is here."""
+        state.renewal = self._new_lookup(state, lookup.start)
+        self.counters["lookup_renewed"] += state.renewal is not None
+        return state.renewal is not None
+
+    def _take_renewal(self, state: RequestState) -> None:
+        """A newer answer is here, or will not come: one of the two lookups goes."""
+        if (renewal := state.renewal) is None or state.lookup is None:
+            return
+        is_current = renewal.generation == self._client.generation
+        answer = self._client.lookups.get(renewal.id) if is_current else None
+        if answer is not None and answer.is_answered:
+            self._client.release(state.lookup.id, is_asked_anew=True)
+            state.lookup, state.renewal = renewal, None
+        elif self._is_overdue(renewal):
+            self.counters["lookup_timeout"] += is_current
+            self._drop_renewal(state)
 
     def _offer(self, state: RequestState, lookup: Lookup, answer: LookupAnswer, computed: int) -> int | None:
         held = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
@@ -137,10 +188,11 @@ class SchedulerSide:
             return min((lookup.start + chunks) * self._chunk_tokens, limit) - computed
 
         arrived, promised = beyond(answer.ready), beyond(len(answer.slots))
-        unknown = answer.unknown * self._chunk_tokens
+        unknown = (answer.unknown + answer.queued) * self._chunk_tokens
         if not answer.is_done and promised + unknown > max(arrived, 0):
             parts = [(beyond(answer.ready + chunks) - max(arrived, 0), eta_s) for chunks, eta_s in answer.parts]
-            times = lookup.waits_s(answer, self._monotonic())
+            assert state.turn_s is not None, "an offer to a request that nobody asks for"
+            times = lookup.waits_s(answer, state.turn_s, self._monotonic())
             if self._patience.lasts(Wait(*times, max(arrived, 0), parts, unknown, answer.search_s)):
                 return None
         if arrived <= 0:
@@ -173,8 +225,7 @@ class SchedulerSide:
             self.counters["lookup_session_lost"] += 1
             lookup.given_up = True
             return 0
-        waited_ms = (self._monotonic() - lookup.sent_s) * 1e3
-        if waited_ms <= self._config.lookup_timeout_ms and not self._client.is_silent:
+        if not self._is_overdue(lookup):
             return None
         self.counters["lookup_timeout"] += 1
         self._client.waited_in_vain()  # the next requests do not wait
@@ -182,17 +233,27 @@ class SchedulerSide:
         self._client.release(lookup.id)
         return 0
 
+    def _is_overdue(self, lookup: Lookup) -> bool:
+        """Whether a first answer is waited for no longer."""
+        waited_ms = (self._monotonic() - lookup.sent_s) * 1e3
+        is_lost = lookup.generation != self._client.generation
+        return is_lost or waited_ms > self._config.lookup_timeout_ms or self._client.is_silent
+
     def _send_lookup(self, state: RequestState, start: int) -> Lookup | None:
+        state.lookup = self._new_lookup(state, start)
+        self.counters["lookups"] += state.lookup is not None
+        return state.lookup
+
+    def _new_lookup(self, state: RequestState, start: int) -> Lookup | None:
         keys = self._keys(state)
         if keys is None or not keys.keys or not self._client.is_ready:
             return None
-        lookup_id = self._client.lookup(keys.keys, keys.digests, min(start, len(keys.keys)))
+        turn = self._turns.of(state)
+        lookup_id = self._client.lookup(keys.keys, keys.digests, min(start, len(keys.keys)), turn)
         if lookup_id is None:
             self.counters["lookup_not_sent"] += 1
             return None
-        self.counters["lookups"] += 1
-        state.lookup = Lookup(lookup_id, self._client.generation, start, self._monotonic())
-        return state.lookup
+        return Lookup(lookup_id, self._client.generation, start, self._monotonic())
 
     def _keys(self, state: RequestState) -> Any:
         namespace = self._client.namespace
@@ -213,19 +274,26 @@ class SchedulerSide:
             return 0
         return self._groups.cached_chunks(state.request.block_hashes, self._block_pool.get_cached_block)
 
-    def _expire(self, state: RequestState) -> None:
-        """Give leases back that a request has held unadmitted for too long (DESIGN rule 3); it is looked up anew."""
-        lookup = state.lookup
-        if lookup is None or lookup.given_up or state.is_loading or lookup.answered_s is None:
-            return
-        if self._monotonic() - lookup.answered_s > self._config.lease_s:
-            self.counters["lease_expired"] += 1
-            self._drop_lookup(state)
-
     def _drop_lookup(self, state: RequestState) -> None:
+        self._drop_renewal(state)
         lookup, state.lookup = state.lookup, None
         if lookup is not None and lookup.generation == self._client.generation:
             self._client.release(lookup.id)
+
+    def _drop_renewal(self, state: RequestState) -> None:
+        renewal, state.renewal = state.renewal, None
+        if renewal is not None and renewal.generation == self._client.generation:
+            self._client.release(renewal.id, is_asked_anew=True)
+
+    def _look_ahead(self) -> None:
+        """Keep fresh what the next requests are told, so that it is in host memory when their turn comes."""
+        for state in self._turns.step():
+            self._take_renewal(state)
+            if state.lookup is None or self._turns.has_come(state):
+                continue
+            answer = self._answer(state, state.lookup)
+            if answer is not None and self._is_outdated(state, state.lookup, answer):
+                self._renew(state, state.lookup)
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -234,6 +302,8 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return
+        self._turns.left(request.request_id)
+        self._drop_renewal(state)
         if external_tokens == 0:
             if not state.is_loading and state.lookup is not None and not state.lookup.given_up:
                 state.lookup.given_up = True  # admitted without it
@@ -246,7 +316,8 @@ class SchedulerSide:
         answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
         end = computed + external_tokens
         copies = None
-        if answer is not None:
+        if answer is not None and not answer.is_ended:
+            self._client.claim(lookup.id)
             copies = self._groups.load_copies(answer.slots, tables, lookup.start, (computed, end), self._chunk_tokens)
             self.counters["load_window_unknown"] += copies is None
         # Without copies - the session was lost since the offer - the job fails, and vLLM recomputes the request.
@@ -254,6 +325,7 @@ class SchedulerSide:
         state.loading_keys = state.keys.keys[first:last] if state.keys else ()
         state.loading_lookup, state.lookup = lookup, None
         self._loading.update(state.loading_keys)
+        self._turns.load_began(request.request_id)
         self._room.begin(request.request_id, request.num_tokens, end)
         self._loads.append(LoadJob(request.request_id, lookup.generation, copies or ()))
         self.counters["loads"] += 1
@@ -262,8 +334,8 @@ class SchedulerSide:
     def loads_finished(self, request_ids: set[str], failed_ids: set[str]) -> set[str]:
         """Every rank has reported these loads; nothing copies from their slots any more.
 
-        Returns those that vLLM must not hear of: while they ran a reset came, or the request's adapter changed. They
-        are reported again, as failed.
+        Returns those that vLLM must not hear of: while they ran a reset came or the request's adapter changed, or their
+        leases ended before the server heard that they began. They are reported again, as failed.
         """
         stale: set[str] = set()
         for request_id in request_ids:
@@ -272,6 +344,9 @@ class SchedulerSide:
                 continue  # another connector's request
             self._loading.subtract(state.loading_keys)
             self._loading += Counter()  # forget keys at zero
+            self._turns.load_ended(request_id)
+            if request_id not in failed_ids and not self._is_right(state, state.loading_lookup):
+                state.is_load_stale = True
             if state.loading_lookup.generation == self._client.generation:
                 self._client.release(state.loading_lookup.id)
             state.loading_keys = ()
@@ -293,6 +368,12 @@ class SchedulerSide:
                 self._room.begin(request_id, state.request.num_tokens, 0)
         return stale
 
+    def _is_right(self, state: RequestState, lookup: Lookup) -> bool:
+        """Whether what was loaded for a request is what was promised."""
+        is_leased = self._client.is_leased(lookup.id, lookup.generation)
+        self.counters["loads_too_late"] += bool(state.loading_keys) and not is_leased
+        return is_leased or not state.loading_keys
+
     # -- every step --------------------------------------------------------------------------------------------
 
     def plan_step(self, output: Any) -> StepMetadata:
@@ -300,6 +381,7 @@ class SchedulerSide:
         self.poll()
         self.prefill.step(self._monotonic(), output.num_scheduled_tokens, self._requests)
         self._room.leave(*output.num_scheduled_tokens)
+        self._look_ahead()
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
         if self._abilities.may_store:
@@ -317,6 +399,7 @@ class SchedulerSide:
         self._leave_unstored(state, "preempted")
         state.storable = state.stored = state.unstored = 0
         self._drop_lookup(state)
+        self._turns.came(state)
         if self._abilities.may_load and not state.is_load_failed:
             self._send_lookup(state, self._cached_chunks(state))
 
@@ -409,6 +492,7 @@ class SchedulerSide:
         if state.controls.pin_ttl_s is not None:
             self.pin(state, state.controls.pin_ttl_s)
         self._drop_lookup(state)
+        self._turns.left(request.request_id)
         state.is_finished = True
         if not state.is_loading:  # or its load still holds its blocks
             self._room.leave(request.request_id)

@@ -116,6 +116,11 @@ class Patience:
         self._fixed_s = None if fixed_ms is None else fixed_ms / 1e3
         self._deadline_s = deadline_ms / 1e3
 
+    @property
+    def is_any(self) -> bool:
+        """Whether this engine's requests wait at all."""
+        return self._fixed_s != 0
+
     def lasts(self, wait: Wait) -> bool:
         """Whether to answer "ask again" rather than to take what arrived."""
         if self._fixed_s is not None:

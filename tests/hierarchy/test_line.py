@@ -1,0 +1,142 @@
+"""The line: who gets room among the leases, who gives way for it, and when a lease ends by itself."""
+
+import pytest
+from hierarchy_world import SMALL, Story
+
+from tiered_kv.hierarchy.limits import Limits
+from tiered_kv.testing.spaces import Space
+
+OTHER = Space(b"other-namespace-", SMALL.slot_bytes)
+CAP = 6
+PATHS = [(n, n + 100, n + 200) for n in range(1, 9)]
+
+
+def story_with_cap(**more: float) -> Story:
+    """Leases of six chunks at most; eight prompts of three chunks are in host memory."""
+    story = Story(host_bytes=600, limits=Limits(leased_share=CAP * SMALL.slot_bytes / 600, request_share=1.0))
+    for path in PATHS:
+        story.store(path)
+    return story
+
+
+def leased(story: Story) -> int:
+    return story.hierarchy.usage()["leased_bytes"] // SMALL.slot_bytes
+
+
+def ask(story: Story, number: int, session: int | None = None, priority: int = 0) -> int:
+    lookup = story.lookup(session or story.session, PATHS[number], turn=(priority, number))
+    story.step()
+    return lookup
+
+
+def test_what_is_cut_goes_on_in_the_order_of_turns():
+    story = story_with_cap()
+    first, second, later, sooner = ask(story, 0), ask(story, 1), ask(story, 3), ask(story, 2)
+    assert [story.answer(one).queued for one in (first, second, later, sooner)] == [0, 0, 3, 3]
+    story.release(first)
+    story.step()
+    assert (story.answer(sooner).ready, story.answer(later).ready) == (3, 0)
+    assert leased(story) == CAP
+
+
+def test_who_comes_while_others_wait_waits_behind_them():
+    story = story_with_cap()
+    first, second = ask(story, 0), ask(story, 1)
+    waiting = ask(story, 2)
+    story.release(first)
+    late = story.lookup(story.session, PATHS[7], turn=(0, 7))  # in the same moment
+    story.step()
+    assert (story.answer(waiting).ready, story.answer(late).ready) == (3, 0)
+    story.release(second)
+    story.step()
+    assert story.answer(late).ready == 3
+
+
+def test_a_request_that_is_admitted_first_takes_the_room_of_the_last():
+    story = story_with_cap()
+    ask(story, 0)
+    last = ask(story, 1)
+    urgent = ask(story, 5, priority=-1)
+    assert story.ended == [last] and story.counted("lease_gave_way") == 1
+    story.step()
+    assert story.answer(urgent).ready == 3
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_a_queue_gives_way_to_another_session_up_to_its_share(is_claimed):
+    story = story_with_cap()
+    hog = [ask(story, number) for number in range(4)]
+    if is_claimed:
+        for lookup in hog:
+            story.claim(lookup)
+    other = story.open(SMALL)
+    wanted = ask(story, 5, session=other)
+    story.step()
+    if is_claimed:  # loads may run
+        assert story.ended == [] and story.answer(wanted).ready == 0
+        story.release(hog[0])
+        story.step()
+    assert story.answer(wanted).ready == 3
+    assert story.hierarchy._host.leased_by == {
+        story.session: CAP * SMALL.slot_bytes // 2,
+        other: CAP * SMALL.slot_bytes // 2,
+    }
+
+
+def test_neither_of_two_queues_takes_more_than_half():
+    story = story_with_cap()
+    other = story.open(SMALL)
+    for number in range(4):
+        ask(story, number)
+        ask(story, 4 + number, session=other)
+    for _ in range(4):
+        story.step()
+    host = story.hierarchy._host
+    assert host.leased_by[story.session] == host.leased_by[other] == CAP * SMALL.slot_bytes // 2
+
+
+def test_leases_end_by_the_clock_unless_they_are_claimed():
+    story = story_with_cap()
+    session = story.hierarchy.open_session(SMALL.namespace, SMALL.slot_bytes, 30.0)
+    story.spaces[session] = SMALL
+    claimed, held, waits = ask(story, 0, session), ask(story, 1, session), ask(story, 2, session)
+    story.claim(claimed)
+    story.hierarchy.expire_leases(100.0)
+    story.hierarchy.expire_leases(130.0)
+    story.step()
+    assert story.ended == []
+    story.hierarchy.expire_leases(130.1)
+    story.step()
+    story.step()
+    assert story.ended == [held] and story.counted("lease_expired") == 1
+    assert story.answer(waits).ready == 3, "the room of what ended is nobody's"
+    story.hierarchy.expire_leases(130.2)
+    story.hierarchy.expire_leases(160.3)
+    story.step()
+    assert story.ended == [held, waits], "its time begins with its first lease"
+    assert leased(story) == 3
+
+
+def test_slots_stay_until_the_client_was_told():
+    story = story_with_cap()
+    session = story.hierarchy.open_session(SMALL.namespace, SMALL.slot_bytes, 1.0)
+    story.spaces[session] = SMALL
+    lookup = ask(story, 0, session)
+    story.hierarchy.expire_leases(0.0)
+    story.hierarchy.expire_leases(2.0)
+    assert leased(story) == 3, "the end was not even told"
+    story.hierarchy.claim(session, lookup)  # too late
+    story.step()
+    assert story.ended == [lookup] and leased(story) == 0
+
+
+def test_a_lost_clients_leases_never_end_by_the_clock():
+    story = story_with_cap()
+    session = story.hierarchy.open_session(SMALL.namespace, SMALL.slot_bytes, 1.0)
+    story.spaces[session] = SMALL
+    ask(story, 0, session)
+    story.suspend(session)
+    story.hierarchy.expire_leases(0.0)
+    story.hierarchy.expire_leases(1e9)
+    story.step()
+    assert story.ended == [] and leased(story) == 3

@@ -1,0 +1,105 @@
+"""Whose turn it is among waiting requests: who is held up at nobody's cost, and who is looked up ahead of its turn."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiered_kv.testing.stepping import FakeClock
+from tiered_kv.vllm.requests import RequestState
+from tiered_kv.vllm.turns import FRESH_S, LOOK_EVERY_S, NEXT_MAX, Turns
+
+LONGEST_S = 10.0
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def turns_of(clock: FakeClock, *, is_by_priority: bool = False) -> Turns:
+    return Turns(clock.monotonic, LONGEST_S, is_by_priority=is_by_priority)
+
+
+def request(turns: Turns, name: str, priority: int = 0) -> RequestState:
+    extras: Any = None
+    state = RequestState(SimpleNamespace(request_id=name, priority=priority, num_prompt_tokens=1), extras, 0)
+    turns.came(state)
+    return state
+
+
+def names(states: list[RequestState]) -> list[str]:
+    return [state.request.request_id for state in states]
+
+
+def test_the_next_requests_are_those_that_came_first(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    for number in range(2 * NEXT_MAX):
+        request(turns, f"r{number}", priority=-number)
+    turns.left("r1")
+    assert names(turns.step()) == ["r0", *(f"r{n}" for n in range(2, NEXT_MAX + 1))]
+    assert turns.step() == [], "every step would cost too much"
+    clock.advance(LOOK_EVERY_S)
+    assert turns.step()
+
+
+def test_with_the_priority_policy_they_are_those_of_the_lowest_number(clock: FakeClock) -> None:
+    turns = turns_of(clock, is_by_priority=True)
+    states = [request(turns, f"r{number}", priority=-(number % 2)) for number in range(4)]
+    assert names(turns.step()) == ["r1", "r3", "r0", "r2"]
+    assert sorted(states, key=turns.of) == [states[1], states[3], states[0], states[2]]
+
+
+def test_who_waits_for_room_is_held_up_while_one_before_it_waits_for_the_cache(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    first, second = request(turns, "first"), request(turns, "second")
+    turns.asked(first)
+    turns.waits()
+    turns.asked(second)
+    assert turns.is_held_up(second) and second.turn_s is None
+    turns.step()
+    clock.advance(0.1)
+    turns.asked(second)
+    assert not turns.is_held_up(second) and second.turn_s == clock.monotonic(), "it has not paid for what it waited"
+
+
+def test_a_load_holds_up_who_waits_for_its_room_and_not_for_ever(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    state = request(turns, "second")
+    turns.load_began("first")
+    turns.asked(state)
+    assert turns.is_held_up(state)
+    clock.advance(LONGEST_S / 2)
+    turns.load_began("other")  # one after the other
+    clock.advance(LONGEST_S / 2 + 1)
+    turns.asked(state)
+    assert not turns.is_held_up(state), "nobody is before it any more"
+    later = request(turns, "later")
+    assert turns.is_held_up(later)
+    turns.load_ended("first")
+    turns.load_ended("other")
+    assert not turns.is_held_up(later)
+
+
+def test_a_turn_begins_anew_when_vllm_did_not_ask_for_a_while(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    state = request(turns, "r")
+    turns.asked(state)
+    state.is_asked_anew = True
+    begun_s = state.turn_s
+    for _ in range(5):
+        clock.advance(FRESH_S)
+        turns.asked(state)
+    assert (state.turn_s, state.is_asked_anew) == (begun_s, True) and turns.has_come(state)
+    clock.advance(FRESH_S + 0.1)
+    assert not turns.has_come(state)
+    turns.asked(state)
+    assert (state.turn_s, state.is_asked_anew) == (clock.monotonic(), False)
+
+
+def test_a_preempted_request_keeps_its_turn(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    first, second = request(turns, "first"), request(turns, "second")
+    turns.left("first")
+    turns.came(first)
+    assert turns.of(first) < turns.of(second)

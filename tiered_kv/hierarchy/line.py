@@ -1,0 +1,210 @@
+"""The line: lookups that wait for room among the leases, who is next, and whose leases end for it.
+
+Leases of all lookups together have a limit (DESIGN rule 3). A lookup that meets it stands in line with what it still
+wants, and goes on from where it was cut when there is room::
+
+    next            the session that holds least; of its lookups the one whose request is admitted first
+    gives way       a lookup of the same session whose request is admitted later; or the last one of another session
+                    that holds more than its share, for a session that holds less
+    ends by itself  what was leased for longer than its session's ``lease_s``
+
+Nothing that was claimed gives way or ends by itself: a load may be running. Owns order and dates; must not touch chunks
+or slots, and knows no clock: it is told the time. docs/decisions/0025-leases-end.md. Called by ``lookups.py``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tiered_kv.hierarchy.host import HostMemory
+from tiered_kv.hierarchy.plan import Turn
+
+if TYPE_CHECKING:
+    from tiered_kv.hierarchy.lookups import Lookup
+
+WANTED_CHUNKS_MAX = 1 << 19
+"""Chunks of all prefixes in line, whose keys are kept for it: 70 MB. A lookup beyond it is cut for good."""
+
+ENDED_AT_ONCE_MAX = 64
+"""Lookups that give way for one lookup in one step."""
+
+
+class Line:
+    """Who waits for leases, who holds some, and until when.
+
+    Threads: one owner, the hierarchy. Units: bytes, seconds.
+    """
+
+    def __init__(self, host: HostMemory, limit_bytes: Callable[[], int]) -> None:
+        """Nobody waits; ``limit_bytes`` tells what all leases together may take now."""
+        self._host = host
+        self._limit_bytes = limit_bytes
+        self._waiting: dict[int, dict[int, Lookup]] = {}  # by session and lookup
+        self._order: dict[int, list[tuple[Turn, int]]] = {}  # heaps of them, with some that have left
+        self._holding: dict[int, dict[int, Lookup]] = {}  # not claimed, not ending
+        self._ending: Counter[int] = Counter()  # by session: told to end, and not released
+        self._undated: list[Lookup] = []
+        self._due: list[tuple[float, int, Lookup]] = []
+        self._wanted_chunks = 0
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits for room."""
+        return not self._waiting
+
+    def free_bytes(self, session: int) -> int:
+        """What a session may lease from the line now: what is free, and while others want some, up to its share."""
+        free_bytes = self._limit_bytes() - self._host.leased_bytes
+        if self._host.leased_by.keys() | self._waiting.keys() <= {session}:
+            return free_bytes
+        return min(free_bytes, self._share_bytes() - self._host.leased_by[session])
+
+    def _share_bytes(self) -> int:
+        return self._limit_bytes() // max(1, len(self._host.leased_by.keys() | self._waiting.keys()))
+
+    # -- who waits ---------------------------------------------------------------------------------------------
+
+    def join(self, lookup: Lookup) -> bool:
+        """A lookup waits for room; False when too much waits already."""
+        if lookup.id in self._waiting.get(lookup.session.id, ()):
+            return True
+        if self._wanted_chunks + lookup.length > WANTED_CHUNKS_MAX:
+            return False
+        self._wanted_chunks += lookup.length
+        session = lookup.session.id
+        waiting, order = self._waiting.setdefault(session, {}), self._order.setdefault(session, [])
+        waiting[lookup.id] = lookup
+        heapq.heappush(order, (lookup.turn, lookup.id))
+        if len(order) > 2 * len(waiting) + 64:  # many have left: aborted
+            order[:] = [(one.turn, one.id) for one in waiting.values()]
+            heapq.heapify(order)
+        return True
+
+    def leave(self, lookup: Lookup) -> None:
+        """It waits no more. Idempotent."""
+        session = lookup.session.id
+        waiting = self._waiting.get(session, {})
+        if waiting.pop(lookup.id, None) is not None:
+            self._wanted_chunks -= lookup.length
+        if not waiting:
+            self._waiting.pop(session, None)
+            self._order.pop(session, None)
+
+    def next(self) -> Lookup | None:
+        """The lookup that may go on now; it stays in line until it leaves."""
+        for session in self._sessions():
+            lookup = self._first(session)
+            if self.free_bytes(session) >= lookup.session.slot_bytes:
+                return lookup
+        return None
+
+    def _sessions(self) -> list[int]:
+        """Sessions that wait, who holds least first."""
+        open_ones = [one for one in self._waiting if not self._first(one).session.is_suspended]
+        return sorted(open_ones, key=lambda one: (self._host.leased_by[one], one))
+
+    def _first(self, session: int) -> Lookup:
+        waiting, order = self._waiting[session], self._order[session]
+        while order[0][1] not in waiting:
+            heapq.heappop(order)
+        return waiting[order[0][1]]
+
+    # -- who gives way -----------------------------------------------------------------------------------------
+
+    def giving_way(self) -> list[Lookup]:
+        """Lookups whose leases should end, so that those in line that are due before them can go on.
+
+        None of a session while earlier ones of it have not been released.
+        """
+        found: dict[int, Lookup] = {}
+        for session in self._sessions():
+            first = self._first(session)
+            need_bytes = first.queued * first.session.slot_bytes
+            own = [one for one in self._holding.get(session, {}).values() if one.turn > first.turn]
+            if own and not self._ending[session]:
+                found |= self._last(own, need_bytes)
+                continue
+            share_bytes = self._share_bytes()
+            need_bytes = min(need_bytes, share_bytes - self._host.leased_by[session])
+            richest = self._richest(share_bytes)
+            if need_bytes >= first.session.slot_bytes and richest is not None and richest != session:
+                surplus_bytes = self._host.leased_by[richest] - share_bytes
+                found |= self._last(list(self._holding[richest].values()), min(need_bytes, surplus_bytes))
+        return list(found.values())
+
+    def _richest(self, share_bytes: int) -> int | None:
+        """The session furthest above its share that has something to give."""
+        over = [one for one, leased in self._host.leased_by.items() if leased > share_bytes]
+        giving = [one for one in over if self._holding.get(one) and not self._ending[one]]
+        return max(giving, key=lambda one: self._host.leased_by[one], default=None)
+
+    @staticmethod
+    def _last(lookups: list[Lookup], need_bytes: int) -> dict[int, Lookup]:
+        found: dict[int, Lookup] = {}
+        for lookup in heapq.nlargest(ENDED_AT_ONCE_MAX, lookups, key=lambda one: (one.turn, one.id)):
+            if need_bytes <= 0:
+                break
+            found[lookup.id] = lookup
+            need_bytes -= len(lookup.entries) * lookup.session.slot_bytes
+        return found
+
+    # -- who holds, and until when -----------------------------------------------------------------------------
+
+    def holds(self, lookup: Lookup) -> None:
+        """The lookup has its first lease."""
+        self._holding.setdefault(lookup.session.id, {})[lookup.id] = lookup
+        self._undated.append(lookup)
+
+    def claimed(self, lookup: Lookup) -> None:
+        """A load may be running: it neither gives way nor ends by itself. Also for one that holds nothing any more."""
+        self.leave(lookup)
+        holding = self._holding.get(lookup.session.id, {})
+        holding.pop(lookup.id, None)
+        if not holding:
+            self._holding.pop(lookup.session.id, None)
+
+    def ends(self, lookup: Lookup) -> None:
+        """Its session is told that its leases end."""
+        self.claimed(lookup)
+        self._ending[lookup.session.id] += 1
+
+    def released(self, lookup: Lookup) -> None:
+        """It holds nothing any more."""
+        self.claimed(lookup)
+        if lookup.is_ending:
+            self._ending[lookup.session.id] -= 1
+            self._ending += Counter()
+
+    def overdue(self, now_s: float) -> list[Lookup]:
+        """Lookups that have held leases for too long; call it now and then, with a clock that never goes back."""
+        for lookup in self._undated:
+            heapq.heappush(self._due, (now_s + lookup.session.lease_s, lookup.id, lookup))
+        self._undated.clear()
+        found: list[Lookup] = []
+        while self._due and self._due[0][0] < now_s:
+            lookup = heapq.heappop(self._due)[2]
+            if lookup.id in self._holding.get(lookup.session.id, ()) and not lookup.session.is_suspended:
+                found.append(lookup)
+        return found
+
+    # -- tests -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, lookups: dict[int, Lookup]) -> None:
+        """Assert that those who wait and hold are lookups that do."""
+        waiting = {one.id: one for ones in self._waiting.values() for one in ones.values()}
+        holding = {one.id: one for ones in self._holding.values() for one in ones.values()}
+        assert all(ones for ones in (*self._waiting.values(), *self._holding.values())), "an empty session stays"
+        assert {**waiting, **holding}.items() <= lookups.items(), "one that is over waits or holds"
+        assert self._wanted_chunks == sum(one.length for one in waiting.values()), "chunks in line drifted"
+        for lookup in lookups.values():
+            assert (lookup.id in waiting) == bool(lookup.queued), "who wants more is not in line"
+            assert not lookup.queued or lookup.keys, "one in line has forgotten what it wants"
+            is_free = bool(lookup.entries) and not (lookup.is_claimed or lookup.is_ending)
+            assert lookup.id in holding or not is_free, "one whose leases may end is not known"
+        ending = Counter(one.session.id for one in lookups.values() if one.is_ending)
+        assert +self._ending == ending, "ends that were told drifted"
