@@ -121,7 +121,7 @@ class Case:
         engine.step(scheduled, tables)
         engine.take_results()
         while counters["stores"] < wanted:
-            if not engine.step({}, {}):
+            if not engine.step(scheduled, tables):  # the requests live: their chunks wait for slots, unpinned
                 time.sleep(5e-5)  # slots are on their way
             engine.take_results()
         committed_s = time.perf_counter()
