@@ -76,7 +76,7 @@ def _refused(data: bytes) -> str:
     says whether what we call a safetensors file is one.
     """
     try:
-        safetensors.deserialize(data)
+        safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as exc:
         return f"safetensors does not open it: {exc}"
     return ""
