@@ -160,6 +160,8 @@ TABLE: Final[Mapping[str, Section]] = {
             "_allow_auto_resolve_cp_interleave_size",
             "check_supported, which refuses it": "prefill_context_parallel_size nnodes",
             "text_config": "is_moe_model",
+            # It fills dummy weights with its peers': weights.py gives those no name then.
+            "weights": "enable_elastic_ep",
         },
         cannot={
             PLACE: "data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local "
@@ -169,7 +171,7 @@ TABLE: Final[Mapping[str, Section]] = {
             "master_port node_rank numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids rank "
             "_data_parallel_master_port_list _coord_store_port _api_process_count _api_process_rank",
             ROUNDING: "enable_hc_sp enable_expert_parallel enable_eplb expert_placement_strategy all2all_backend "
-            "disable_custom_all_reduce enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size "
+            "disable_custom_all_reduce elastic_ep_max_dp_size enable_dbo ubatch_size "
             "dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization "
             "dcp_comm_backend dcp_q_replicate",
             LOADING: "enable_ep_weight_filter max_parallel_loading_workers",
