@@ -4,6 +4,7 @@ import pytest
 from hierarchy_world import SMALL, Story
 
 from tiered_kv.hierarchy.limits import Limits
+from tiered_kv.hierarchy.plan import LookupUpdate, Outcome, Read
 from tiered_kv.testing.spaces import Space
 
 OTHER = Space(b"other-namespace-", SMALL.slot_bytes)
@@ -140,3 +141,47 @@ def test_a_lost_clients_leases_never_end_by_the_clock():
     story.hierarchy.expire_leases(1e9)
     story.step()
     assert story.ended == [] and leased(story) == 3
+
+
+def test_nobody_waits_for_room_that_only_its_own_chunks_could_give():
+    story = story_with_cap()
+    long = tuple(range(50, 59))
+    story.store(long)
+    lookup = story.lookup(story.session, long)
+    story.step()
+    assert story.figures(lookup) == (9, CAP, CAP, True)
+
+
+def test_two_that_share_what_they_hold_do_not_wait_for_each_other():
+    story = story_with_cap()
+    stem = tuple(range(50, 50 + CAP))
+    story.store((*stem, 1))
+    story.store((*stem, 2))
+    first = story.lookup(story.session, (*stem, 1), turn=(0, 1))
+    second = story.lookup(story.session, (*stem, 2), turn=(0, 2))
+    for _ in range(3):
+        story.step()
+    assert [story.figures(one)[1:] for one in (first, second)] == [(CAP, CAP, True)] * 2
+
+
+def test_a_lookup_whose_first_chunk_fails_holds_nobody_up():
+    story = Story(host_bytes=600, limits=Limits(leased_share=CAP * SMALL.slot_bytes / 600, request_share=1.0))
+    story.keep_only_below(PATHS[0])
+    failing = ask(story, 0)
+    story.finish(story.waiting(Read, PATHS[0][:1])[0], Outcome.UNAVAILABLE)
+    long = tuple(range(50, 59))
+    story.store(long)
+    lookup = story.lookup(story.session, long, turn=(0, 9))
+    story.step()
+    assert story.figures(lookup)[1:] == (CAP, CAP, True) and story.answer(failing).ready == 0
+
+
+def test_what_is_claimed_from_its_beginning_takes_what_there_is():
+    story = story_with_cap()
+    ask(story, 0)
+    ask(story, 1)
+    keys, digests = SMALL.prefix(PATHS[2])
+    lookup = story.hierarchy.lookup(story.session, keys, digests, is_claimed=True)
+    story.hierarchy.take_jobs()
+    (update,) = [one for one in story.hierarchy.take_updates() if isinstance(one, LookupUpdate)]
+    assert (update.lookup, update.slots, update.is_done) == (lookup, (), True)

@@ -134,8 +134,7 @@ class Hierarchy:
             held = self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests)
             self._lookups.go_on(lookup, held)
             self._promote(lookup, held)
-        if not self._lookups.line.is_empty:
-            self._lookups.end_leases(self._lookups.line.giving_way(), "lease_gave_way")
+        self._lookups.make_room()
         self._lower.claim_some()
         if self._lower.front is not None:
             self._lower.front.refill()

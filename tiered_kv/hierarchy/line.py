@@ -8,8 +8,11 @@ wants, and goes on from where it was cut when there is room::
                     that holds more than its share, for a session that holds less
     ends by itself  what was leased for longer than its session's ``lease_s``
 
-Nothing that was claimed gives way or ends by itself: a load may be running. Owns order and dates; must not touch chunks
-or slots, and knows no clock: it is told the time. docs/decisions/0025-leases-end.md. Called by ``lookups.py``.
+Nothing that was claimed gives way or ends by itself: a load may be running. And nobody waits for what will not come:
+the first of a session that has its share, of which nothing but its own could come back, is content with that.
+
+Owns order and dates; must not touch chunks or slots, and knows no clock: it is told the time. Called by ``lookups.py``.
+docs/decisions/0025-leases-end.md.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Line:
         self._waiting: dict[int, dict[int, Lookup]] = {}  # by session and lookup
         self._order: dict[int, list[tuple[Turn, int]]] = {}  # heaps of them, with some that have left
         self._holding: dict[int, dict[int, Lookup]] = {}  # not claimed, not ending
+        self._claimed: Counter[int] = Counter()  # by session: with loads that may be running
         self._ending: Counter[int] = Counter()  # by session: told to end, and not released
         self._undated: list[Lookup] = []
         self._due: list[tuple[float, int, Lookup]] = []
@@ -126,8 +130,8 @@ class Line:
             first = self._first(session)
             need_bytes = first.queued * first.session.slot_bytes
             own = [one for one in self._holding.get(session, {}).values() if one.turn > first.turn]
-            if own and not self._ending[session]:
-                found |= self._last(own, need_bytes)
+            if not self._ending[session] and (last := self._last(own, need_bytes)):
+                found |= last
                 continue
             share_bytes = self._share_bytes()
             need_bytes = min(need_bytes, share_bytes - self._host.leased_by[session])
@@ -145,12 +149,37 @@ class Line:
 
     @staticmethod
     def _last(lookups: list[Lookup], need_bytes: int) -> dict[int, Lookup]:
+        """The last of these lookups, as many as give so much room together; none if they give nothing."""
         found: dict[int, Lookup] = {}
+        ended: Counter[bytes] = Counter()
+        gain_bytes = 0
         for lookup in heapq.nlargest(ENDED_AT_ONCE_MAX, lookups, key=lambda one: (one.turn, one.id)):
-            if need_bytes <= 0:
+            if gain_bytes >= need_bytes:
                 break
             found[lookup.id] = lookup
-            need_bytes -= len(lookup.entries) * lookup.session.slot_bytes
+            for entry in lookup.entries:
+                ended[entry.record.key] += 1
+                if ended[entry.record.key] == entry.leases:  # nobody else holds it
+                    gain_bytes += lookup.session.slot_bytes
+        return found if gain_bytes else {}
+
+    def in_vain(self) -> list[Lookup]:
+        """The first of each session that gets no more however long it waits; call it after :meth:`giving_way`.
+
+        Else two that each hold a part of what they want would wait for each other.
+        """
+        found = []
+        for session in self._sessions():
+            first = self._first(session)
+            is_below = self._host.leased_by[session] + first.session.slot_bytes <= self._share_bytes()
+            if is_below or self._ending[session] or self._claimed[session]:
+                continue
+            own = {entry.record.key for entry in first.entries}
+            others = (
+                one.entries for one in self._holding.get(session, {}).values() if one is not first and one.entries
+            )
+            if all({entries[0].record.key, entries[-1].record.key} <= own for entries in others):
+                found.append(first)
         return found
 
     # -- who holds, and until when -----------------------------------------------------------------------------
@@ -161,7 +190,11 @@ class Line:
         self._undated.append(lookup)
 
     def claimed(self, lookup: Lookup) -> None:
-        """A load may be running: it neither gives way nor ends by itself. Also for one that holds nothing any more."""
+        """A load may be running: it neither gives way nor ends by itself."""
+        self._claimed[lookup.session.id] += 1
+        self._forget(lookup)
+
+    def _forget(self, lookup: Lookup) -> None:
         self.leave(lookup)
         holding = self._holding.get(lookup.session.id, {})
         holding.pop(lookup.id, None)
@@ -170,15 +203,18 @@ class Line:
 
     def ends(self, lookup: Lookup) -> None:
         """Its session is told that its leases end."""
-        self.claimed(lookup)
+        self._forget(lookup)
         self._ending[lookup.session.id] += 1
 
     def released(self, lookup: Lookup) -> None:
         """It holds nothing any more."""
-        self.claimed(lookup)
+        self._forget(lookup)
         if lookup.is_ending:
             self._ending[lookup.session.id] -= 1
             self._ending += Counter()
+        if lookup.is_claimed:
+            self._claimed[lookup.session.id] -= 1
+            self._claimed += Counter()
 
     def overdue(self, now_s: float) -> list[Lookup]:
         """Lookups that have held leases for too long; call it now and then, with a clock that never goes back."""
@@ -206,5 +242,8 @@ class Line:
             assert not lookup.queued or lookup.keys, "one in line has forgotten what it wants"
             is_free = bool(lookup.entries) and not (lookup.is_claimed or lookup.is_ending)
             assert lookup.id in holding or not is_free, "one whose leases may end is not known"
+            assert not (lookup.queued and lookup.is_claimed), "one that is claimed stands in line"
+        claimed = Counter(one.session.id for one in lookups.values() if one.is_claimed)
+        assert self._claimed == claimed, "claims drifted"
         ending = Counter(one.session.id for one in lookups.values() if one.is_ending)
         assert +self._ending == ending, "ends that were told drifted"

@@ -114,7 +114,10 @@ class Lookups:
         """Look up a prefix: lease the chunks of it that are held, as far as the limits allow."""
         self._last_id += 1
         lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
-        lookup.keys, lookup.digests, lookup.is_claimed = wish.keys, wish.digests, wish.is_claimed
+        lookup.keys, lookup.digests = wish.keys, wish.digests
+        if wish.is_claimed:
+            lookup.is_claimed = True
+            self.line.claimed(lookup)
         self._lookups[lookup.id] = lookup
         session.lookups.add(lookup.id)
         self.extend(lookup, held)
@@ -169,6 +172,7 @@ class Lookups:
         """Note what the lookup still waits for in line, if it does."""
         wanted = min(lookup.held - lookup.start, self._longest(lookup)) - len(lookup.entries)
         before = lookup.queued
+        lookup.is_cut |= lookup.is_claimed  # it must not wait for others while they wait for it
         lookup.queued = 0 if lookup.is_cut else max(0, wanted)
         if lookup.queued and not self.line.join(lookup):
             self._counters["line_full"] += 1
@@ -215,10 +219,19 @@ class Lookups:
 
     def claim(self, lookup: Lookup) -> None:
         """A load of what is ready begins: the leases stay until the lookup is closed. Not if their end was told."""
-        if not lookup.is_ending:
+        if not (lookup.is_ending or lookup.is_claimed):
             lookup.is_claimed = lookup.is_cut = True
             self._queue(lookup)
             self.line.claimed(lookup)
+
+    def make_room(self) -> None:
+        """For those in line: have leases of others end, or have them wait no longer where that is of no use."""
+        if self.line.is_empty:
+            return
+        self.end_leases(self.line.giving_way(), "lease_gave_way")
+        for lookup in self.line.in_vain():
+            lookup.is_cut = True
+            self._queue(lookup)
 
     def end_leases(self, lookups: list[Lookup], why: str) -> None:
         """Have sessions told that these leases end; they do when the lookup is closed."""
