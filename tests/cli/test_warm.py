@@ -202,22 +202,61 @@ def payload(blob: bytes | None) -> bytes:
     return blob[4096:]
 
 
-@pytest.mark.parametrize("bucket", ["first", "second"])
-def test_a_server_in_front_of_a_bucket_takes_what_is_warmed(tmp_path: Path, root: Path, bucket: str) -> None:
-    """A new node's disk, from the bucket that it stands in front of, and from another one."""
-    old = tmp_path / "old"
-    source = Tier(f"shared+file://{tmp_path}/first")
-    one = SmallEngine.start(settings(old, storage_uri=source.uri, disk_path=str(old)))
+@pytest.fixture
+def first_bucket(tmp_path: Path) -> Tier:
+    """A bucket in which an engine has stored six chunks."""
+    old, bucket = tmp_path / "old", Tier(f"shared+file://{tmp_path}/first")
+    one = SmallEngine.start(settings(old, storage_uri=bucket.uri, disk_path=str(old)))
     one.store(6)
     wait_written(old)
     one.close()
-    new = SmallEngine.start(settings(root, storage_uri=f"shared+file://{tmp_path}/{bucket}", disk_path=str(root)))
-    done = warm(root, source)
+    end_server(old)
+    return bucket
+
+
+@pytest.mark.parametrize("bucket", ["first", "second"])
+def test_a_server_in_front_of_a_bucket_takes_what_is_warmed(
+    tmp_path: Path, root: Path, first_bucket: Tier, bucket: str
+) -> None:
+    """A new node's disk, from the bucket that it stands in front of, and from the one which that was copied from."""
+    uri = f"shared+file://{tmp_path}/{bucket}"
+    if bucket == "second":
+        assert (copied := report("cp", first_bucket.uri, uri))["copied"] == 6 and copied["notes"] == []
+        shutil.rmtree(tmp_path / "second" / next(iter(copied_namespaces(uri))))
+    new = SmallEngine.start(settings(root, storage_uri=uri, disk_path=str(root)))
+    done = warm(root, first_bucket)
     assert (done["copied"], done["dropped"], done["notes"]) == (6, 0, [])
     assert len(list((root / "blobs").glob("*/*/*.safetensors"))) == 6
     assert new.hits(6) == 6
     new.close()
-    end_server(old)
+
+
+def copied_namespaces(uri: str) -> set[str]:
+    return {one["namespace"] for one in report("ls", uri)["namespaces"]}
+
+
+def test_a_bucket_that_was_copied_is_hit_by_engines_in_front_of_the_copy(
+    tmp_path: Path, root: Path, first_bucket: Tier
+) -> None:
+    second = f"shared+file://{tmp_path}/second"
+    assert report("cp", first_bucket.uri, second)["copied"] == 6
+    engine = SmallEngine.start(settings(root, storage_uri=second, disk_path=str(root)))
+    assert engine.hits(6) == 6
+    engine.close()
+
+
+def test_a_bucket_that_has_begun_keeps_its_epoch_and_the_copy_says_so(
+    tmp_path: Path, root: Path, first_bucket: Tier
+) -> None:
+    second = f"shared+file://{tmp_path}/second"
+    engine = SmallEngine.start(settings(root, storage_uri=second, disk_path=str(root)))
+    theirs = engine.client.namespace.fields["epoch"]
+    done = report("cp", first_bucket.uri, second)
+    assert done["copied"] == 6 and f"that bucket has begun {theirs} of this model" in done["notes"][0]
+    done = warm(root, first_bucket)
+    assert done["copied"] == 0 and f"the server uses epoch {theirs} of this model" in done["notes"][0]
+    assert engine.hits(6) == 0
+    engine.close()
 
 
 def test_a_server_that_takes_only_second_touches_takes_what_is_warmed(source: Tier, root: Path) -> None:

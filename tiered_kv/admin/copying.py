@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -174,6 +174,32 @@ def copy(
     result.vanished, result.left_out = counts[Outcome.VANISHED], counts[Outcome.NO_PARENT] + counts[Outcome.LEFT_OUT]
     result.full = run.full
     return result
+
+
+def carry_epochs(source: Storage, target: Storage, records: Iterable[NamespaceRecord]) -> list[str]:
+    """From a bucket to another: have it begin with the epochs in force in the first, or nobody finds the copies there.
+
+    A bucket that has an epoch of a model keeps it. Returns what that means, in words.
+
+    Raises:
+        TierUnavailable: One of them does not answer.
+    """
+    from tiered_kv.admin.object_storage import ObjectStorage  # noqa: PLC0415 - its client takes long to import
+
+    if not isinstance(source, ObjectStorage) or not isinstance(target, ObjectStorage):
+        return []
+    epochs, notes = source.epochs(), []
+    for record in records:
+        found = None if record.namespace is None else epochs.in_force(record.namespace)
+        if found is None:
+            continue  # retired there, too, or of another kind
+        theirs = target.begin_with(*found)
+        if theirs != found[1]:
+            notes.append(
+                f"engines in front of {target.uri} do not find the chunks of namespace {record.digest.hex()}: they are "
+                f"of epoch shared-{found[1]}, and that bucket has begun shared-{theirs} of this model"
+            )
+    return notes
 
 
 class _Run:

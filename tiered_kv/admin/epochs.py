@@ -38,6 +38,15 @@ class BaseEpochs:
         base = Namespace.from_fields(fields | {"epoch": ""})
         return int(found[2]) < self.floor + self.numbers.get(base.digest.hex(), 0)
 
+    def in_force(self, namespace: Namespace) -> tuple[bytes, int] | None:
+        """The namespace's digest without its epoch, and the number, where that is the one that a tier's files name."""
+        fields = namespace.fields
+        found = _NUMBERED.fullmatch(str(fields["epoch"]))
+        if found is None or found[1] != self.kind:
+            return None
+        base, number = Namespace.from_fields(fields | {"epoch": ""}).digest, int(found[2])
+        return (base, number) if self.numbers.get(base.hex()) == number else None
+
 
 def is_private(namespace: Namespace) -> bool:
     """Whether the namespace is that of one engine since its reset: when the engine ends, nobody opens it again."""

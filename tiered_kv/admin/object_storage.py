@@ -27,7 +27,7 @@ from tiered_kv.keys.namespace import MAX_RECORD_BYTES, Namespace
 from tiered_kv.keys.naming import BlobName, object_path, parse_object_path
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.location import Location
-from tiered_kv.server.shared_epochs import read_shared_epochs
+from tiered_kv.server.shared_epochs import begin_with, read_shared_epochs
 from tiered_kv.tiers.bucket.layout import (
     JSON_BYTES_MAX,
     LEASES,
@@ -170,6 +170,14 @@ class ObjectStorage(Storage):
 
     def epochs(self) -> BaseEpochs:
         return BaseEpochs("shared", read_shared_epochs(self.store))
+
+    def begin_with(self, base: bytes, number: int) -> int:
+        """Have the bucket begin with this epoch of a model, if it has none; returns the number in force.
+
+        Raises:
+            TierUnavailable: It does not answer.
+        """
+        return begin_with(self.store, base, number)
 
     # -- changing -----------------------------------------------------------------------------------------------------
 

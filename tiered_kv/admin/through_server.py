@@ -82,7 +82,8 @@ class Session:
                 raise ConfigError(
                     f"the server uses epoch {other} of this model, and these chunks are of epoch {fields['epoch']}: a "
                     "reset of the cache retired them, or of the two places one is an object store or in front of one, "
-                    "and the other is not"
+                    "and the other is not, or they are two buckets that began by themselves (`tiered-kv cp` from one "
+                    "to the other, before engines use the second, has it begin with the same epoch)"
                 )
         except BaseException:
             self.close()

@@ -117,7 +117,7 @@ def _copy(
     size: str | None,
 ) -> WarmReport:
     """Copy; ``settings`` are those of the target and of the source, ``place`` a namespace and a key."""
-    from tiered_kv.admin.copying import AT_ONCE, Wanted, choose, copy
+    from tiered_kv.admin.copying import AT_ONCE, Wanted, carry_epochs, choose, copy
     from tiered_kv.admin.forest import Forest
     from tiered_kv.admin.open import open_storage
     from tiered_kv.admin.targets import opened_target
@@ -142,6 +142,11 @@ def _copy(
             if storage.uri == source.uri:
                 raise ConfigError("source and target are the same tier")
             at_once = max(AT_ONCE[source.kind], AT_ONCE[storage.kind])
+            spaces = {blob.name.namespace for blob in blobs}
+            records = [record for space, record in content.records.items() if space in spaces]
+            for text in carry_epochs(source, storage, records):
+                note(text)
+                content.notes.append(text)
             with progress("copying") as tick:
                 done = copy(source, target, blobs, content, at_once, tick)
             return _report((source.uri, storage.uri), done, content.notes)

@@ -62,6 +62,24 @@ def read_shared_epochs(store: ObjectStore) -> dict[str, int]:
     return numbers
 
 
+def begin_with(store: ObjectStore, digest: bytes, number: int) -> int:
+    """Have a bucket that has no number of a namespace begin with this one; returns the number in force.
+
+    For copies of another bucket, where that number must be in force: this bucket would begin with one of its own, under
+    which nobody finds them.
+
+    Args:
+        digest: The namespace's, computed with an empty epoch.
+
+    Raises:
+        TierUnavailable: The bucket does not answer.
+    """
+    there = read_shared_epochs(store).get(digest.hex(), 0)
+    if not there:
+        store.put(f"{EPOCHS}{digest.hex()}/{number}", NOTE)
+    return there or number
+
+
 class SharedEpochs:
     """Base epochs kept in the bucket.
 
