@@ -7,7 +7,7 @@ import pytest
 
 from tiered_kv.testing.stepping import FakeClock
 from tiered_kv.vllm.requests import RequestState
-from tiered_kv.vllm.turns import FRESH_S, LOOK_EVERY_S, NEXT_MAX, Turns
+from tiered_kv.vllm.turns import FRESH_S, LOOK_EVERY_S, NEXT_MAX, TURNS_MAX, Turns
 
 LONGEST_S = 10.0
 
@@ -91,10 +91,40 @@ def test_a_turn_begins_anew_when_vllm_did_not_ask_for_a_while(clock: FakeClock) 
         clock.advance(FRESH_S)
         turns.asked(state)
     assert (state.turn_s, state.is_asked_anew) == (begun_s, True) and turns.has_come(state)
-    clock.advance(FRESH_S + 0.1)
+    pause(turns, clock)
     assert not turns.has_come(state)
     turns.asked(state)
     assert (state.turn_s, state.is_asked_anew) == (clock.monotonic(), False)
+
+
+def pause(turns: Turns, clock: FakeClock) -> None:
+    """vLLM takes steps in which it does not ask."""
+    turns.step()
+    turns.step()
+    clock.advance(FRESH_S + 0.1)
+
+
+def test_a_step_that_takes_long_begins_no_turn(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    state = request(turns, "r")
+    turns.asked(state)
+    begun_s = state.turn_s
+    for _ in range(5):
+        turns.step()
+        clock.advance(3 * FRESH_S)
+        turns.asked(state)
+    assert state.turn_s == begun_s
+
+
+def test_pauses_do_not_begin_turns_for_ever(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    state = request(turns, "r")
+    begun = set()
+    for _ in range(3 * TURNS_MAX):
+        turns.asked(state)
+        begun.add(state.turn_s)
+        pause(turns, clock)
+    assert len(begun) == TURNS_MAX
 
 
 def test_a_preempted_request_keeps_its_turn(clock: FakeClock) -> None:

@@ -24,6 +24,9 @@ LOOK_EVERY_S: Final = 0.1
 FRESH_S: Final = 1.0
 """A lookup older than this is made anew for its request's turn, if it found less than all."""
 
+TURNS_MAX: Final = 8
+"""Turns of a request that vLLM asks for again and again after pauses; the last one does not end by a pause."""
+
 
 class Turns:
     """Requests that wait to be admitted.
@@ -44,6 +47,7 @@ class Turns:
         self._waiting: dict[str, RequestState] = {}
         self._loading: dict[str, float] = {}
         self._numbers = 0
+        self._steps = 0
         self._is_held_up = False  # in this step somebody was told to ask again, because more is on its way
         self._look_at_s = 0.0
         self._front: Turn | None = None  # of this step
@@ -53,7 +57,7 @@ class Turns:
         if state.number is None:
             self._numbers += 1
             state.number = self._numbers
-        state.turn_s = None
+        state.turn_s, state.pauses = None, 0
         self._waiting[state.request.request_id] = state
 
     def left(self, request_id: str) -> None:
@@ -74,11 +78,19 @@ class Turns:
     # -- this step ---------------------------------------------------------------------------------------------
 
     def asked(self, state: RequestState) -> None:
-        """vLLM asks for the request; where it did not for a while, another turn begins."""
+        """vLLM asks for the request; where it did not for a while, another turn begins.
+
+        Not where a single step took so long, and not without end: what a turn allows once, a request could wait for at
+        each question, and a turn that has just begun has cost nothing yet.
+        """
         now_s = self._monotonic()
-        if state.turn_s is None or now_s - state.asked_s > FRESH_S:
+        was_left_out = state.asked_step < self._steps - 1 and now_s - state.asked_s > FRESH_S
+        if state.turn_s is None:
             self.begin(state)
-        state.asked_s = now_s
+        elif was_left_out and state.pauses < TURNS_MAX - 1:
+            state.pauses += 1
+            self.begin(state)
+        state.asked_s, state.asked_step = now_s, self._steps
 
     def begin(self, state: RequestState) -> None:
         """From now on the request waits at its own cost."""
@@ -103,8 +115,8 @@ class Turns:
             state.turn_s = None
         return is_held_up
 
-    def _first(self) -> Turn:
-        if self._front is None:
+    def _first(self) -> Turn | None:
+        if self._front is None and self._waiting:
             states = self._waiting.values()
             first = min(states, key=self.of) if self._is_by_priority else next(iter(states))
             self._front = self.of(first)
@@ -121,6 +133,7 @@ class Turns:
     def step(self) -> list[RequestState]:
         """The step is planned; returns who is next, now and then."""
         self._is_held_up, self._front = False, None
+        self._steps += 1
         now_s = self._monotonic()
         if now_s < self._look_at_s or not self._waiting:
             return []
