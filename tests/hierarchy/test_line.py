@@ -95,6 +95,19 @@ def test_neither_of_two_queues_takes_more_than_half():
     assert host.leased_by[story.session] == host.leased_by[other] == CAP * SMALL.slot_bytes // 2
 
 
+def test_what_another_session_goes_on_relying_on_counts_for_that_one():
+    """Its share is its own: the load of a frozen engine must not fill that of who looked the prefix up before it."""
+    story = story_with_cap()
+    frozen = story.open(SMALL)
+    first = ask(story, 0)
+    for number in (0, 1):
+        story.claim(ask(story, number, session=frozen))
+    story.release(first)
+    story.step()
+    assert story.hierarchy._host.leased_by == {frozen: CAP * SMALL.slot_bytes}
+    story.hierarchy.check_integrity()
+
+
 def test_leases_end_by_the_clock_unless_they_are_claimed():
     story = story_with_cap()
     session = story.hierarchy.open_session(SMALL.namespace, SMALL.slot_bytes, 30.0)

@@ -133,3 +133,21 @@ def test_a_preempted_request_keeps_its_turn(clock: FakeClock) -> None:
     turns.left("first")
     turns.came(first)
     assert turns.of(first) < turns.of(second)
+
+
+def test_a_stream_of_urgent_requests_does_not_hold_up_for_ever(clock: FakeClock) -> None:
+    turns = turns_of(clock, is_by_priority=True)
+    state = request(turns, "patient", priority=9)
+    steps = 0
+    is_held_up = True
+    while is_held_up and steps < 1000:
+        urgent = request(turns, f"urgent {steps}")
+        turns.asked(urgent)
+        turns.waits()
+        turns.asked(state)
+        is_held_up = turns.is_held_up(state)
+        turns.step()
+        turns.left(f"urgent {steps - 1}")
+        clock.advance(0.1)
+        steps += 1
+    assert steps * 0.1 <= LONGEST_S + 1

@@ -50,7 +50,7 @@ class Turns:
         self._steps = 0
         self._is_held_up = False  # in this step somebody was told to ask again, because more is on its way
         self._look_at_s = 0.0
-        self._front: Turn | None = None  # of this step
+        self._front: set[Turn] | None = None  # of this step
 
     def came(self, state: RequestState) -> None:
         """A request is new, or was preempted; then it keeps its turn."""
@@ -104,23 +104,25 @@ class Turns:
         """Whether the turn of a request that waits for room has yet to come; then it begins anew when it is asked next.
 
         While one that vLLM asks for before it waits for the cache, or loads from it, this one would not be computed yet
-        had they been computed; and what they lease is the room it waits for. The first of all waits for loads alone,
-        and not for ever.
+        had they been computed; and what they lease is the room it waits for. The first of all waits not for ever.
         """
         is_held_up = self._is_held_up or self._is_loading()
-        if is_held_up and self.of(state) == self._first():
+        if is_held_up and self._is_first(state):
             state.first_s = self._monotonic() if state.first_s is None else state.first_s
             is_held_up = self._monotonic() - state.first_s <= self._longest_s
         if is_held_up:
             state.turn_s = None
         return is_held_up
 
-    def _first(self) -> Turn | None:
-        if self._front is None and self._waiting:
-            states = self._waiting.values()
-            first = min(states, key=self.of) if self._is_by_priority else next(iter(states))
-            self._front = self.of(first)
-        return self._front
+    def _is_first(self, state: RequestState) -> bool:
+        """Whether nobody is admitted before it, or nobody has waited for longer: priority must not hold up for ever."""
+        if self._front is None:
+            waiting = self._waiting.values()
+            firsts = [next(iter(waiting), state)]
+            if self._is_by_priority:
+                firsts.append(min(waiting, key=self.of, default=state))
+            self._front = {self.of(first) for first in firsts}
+        return self.of(state) in self._front
 
     def _is_loading(self) -> bool:
         newest_s = next(reversed(self._loading.values()), None)
