@@ -153,3 +153,25 @@ def test_a_lost_clients_leases_never_end_by_the_clock():
     story.hierarchy.expire_leases(1e9)
     story.step()
     assert story.ended == [] and leased(story) == 3
+
+
+def test_a_queue_that_fills_the_line_leaves_another_session_its_part(monkeypatch):
+    monkeypatch.setattr("tiered_kv.hierarchy.line.WANTED_CHUNKS_MAX", 12)
+    story = story_with_cap()
+    for number in range(8):
+        ask(story, number)
+    assert story.counted("line_full") == 2, "it holds six chunks and stands in line for twelve"
+    wanted = ask(story, 5, session=story.open(SMALL))
+    story.step()
+    story.step()
+    assert story.answer(wanted).ready == 3
+    story.hierarchy.check_integrity()
+
+
+def test_dates_of_leases_that_are_over_are_not_kept(monkeypatch):
+    monkeypatch.setattr("tiered_kv.hierarchy.line.DUE_SPARE", 4)
+    story = story_with_cap()
+    for number in range(20):
+        story.release(ask(story, number % 8))
+        story.hierarchy.expire_leases(float(number))
+    assert len(story.hierarchy._lookups.line._due) <= 5
