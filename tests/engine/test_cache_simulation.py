@@ -128,7 +128,7 @@ def leases_hold_nothing(patch):
         entry.leases += 1
         return True
 
-    def end_lease(self, entry, slot_bytes):
+    def end_lease(self, entry, slot_bytes, session):
         entry.leases -= 1
         self.leased_bytes -= 0 if entry.leases else slot_bytes
 

@@ -96,6 +96,19 @@ def test_neither_of_two_queues_takes_more_than_half():
     assert host.leased_by[story.session] == host.leased_by[other] == CAP * SMALL.slot_bytes // 2
 
 
+def test_what_another_session_goes_on_relying_on_counts_for_that_one():
+    """Its share is its own: the load of a frozen engine must not fill that of who looked the prefix up before it."""
+    story = story_with_cap()
+    frozen = story.open(SMALL)
+    first = ask(story, 0)
+    for number in (0, 1):
+        story.claim(ask(story, number, session=frozen))
+    story.release(first)
+    story.step()
+    assert story.hierarchy._host.leased_by == {frozen: CAP * SMALL.slot_bytes}
+    story.hierarchy.check_integrity()
+
+
 def test_leases_end_by_the_clock_unless_they_are_claimed():
     story = story_with_cap()
     session = story.hierarchy.open_session(SMALL.namespace, SMALL.slot_bytes, 30.0)
@@ -185,3 +198,25 @@ def test_what_is_claimed_from_its_beginning_takes_what_there_is():
     story.hierarchy.take_jobs()
     (update,) = [one for one in story.hierarchy.take_updates() if isinstance(one, LookupUpdate)]
     assert (update.lookup, update.slots, update.is_done) == (lookup, (), True)
+
+
+def test_a_queue_that_fills_the_line_leaves_another_session_its_part(monkeypatch):
+    monkeypatch.setattr("tiered_kv.hierarchy.line.WANTED_CHUNKS_MAX", 12)
+    story = story_with_cap()
+    for number in range(8):
+        ask(story, number)
+    assert story.counted("line_full") == 2, "it holds six chunks and stands in line for twelve"
+    wanted = ask(story, 5, session=story.open(SMALL))
+    story.step()
+    story.step()
+    assert story.answer(wanted).ready == 3
+    story.hierarchy.check_integrity()
+
+
+def test_dates_of_leases_that_are_over_are_not_kept(monkeypatch):
+    monkeypatch.setattr("tiered_kv.hierarchy.line.DUE_SPARE", 4)
+    story = story_with_cap()
+    for number in range(20):
+        story.release(ask(story, number % 8))
+        story.hierarchy.expire_leases(float(number))
+    assert len(story.hierarchy._lookups.line._due) <= 5

@@ -13,9 +13,11 @@ from server_processes import end_server
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from tiered_kv.testing.stepping import FakeClock
 from tiered_kv.vllm.adapters import Adapters
 from tiered_kv.vllm.groups import CacheGroup, CacheGroups
 from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
+from tiered_kv.vllm.turns import FRESH_S
 
 pytestmark = pytest.mark.vllm
 
@@ -144,3 +146,36 @@ def test_a_load_whose_request_was_aborted_keeps_its_room_until_it_ends(engine: S
     assert matched(side, other) == 3 * CHUNK
     side.finish_request(other, ())
     assert not engine.client.lookups
+
+
+def test_a_request_is_admitted_while_every_step_takes_long(engine: SmallEngine) -> None:
+    """A lookup is old then whenever its request is asked for: it is made anew once, not each time."""
+    clock = FakeClock()
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, BOTH, clock.monotonic)
+    asked = request("long steps", 60_000)  # what is found is less than all
+    side.add_request(asked)
+    answers = []
+    for _ in range(5):
+        clock.advance(3 * FRESH_S)
+        wait_for(lambda: is_answered(engine), "the server's answer")
+        answers.append(side.matched_tokens(asked, 0))
+        step(side)
+    side.finish_request(asked, ())
+    assert answers == [None, 0, 0, 0, 0]
+
+
+def is_answered(engine: SmallEngine) -> bool:
+    engine.client.poll()
+    return all(answer.is_answered for answer in engine.client.lookups.values())
+
+
+def test_one_that_is_back_when_its_preemption_is_told_waits_for_nothing(engine: SmallEngine) -> None:
+    """vLLM preempts what runs when its cache is reset, and may admit it before the connector hears of that."""
+    side, asked = side_of(engine), request("back", 70_000)
+    side.add_request(asked)
+    assert matched(side, asked) == 0
+    side.allocated(asked, (), 0)
+    told = SimpleNamespace(preempted_req_ids={"back"}, num_scheduled_tokens={"back": 1})
+    side.plan_step(told)
+    assert not engine.client.lookups, "it holds leases that nobody will use"
+    side.finish_request(asked, ())

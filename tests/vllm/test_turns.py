@@ -7,7 +7,7 @@ import pytest
 
 from tiered_kv.testing.stepping import FakeClock
 from tiered_kv.vllm.requests import RequestState
-from tiered_kv.vllm.turns import FRESH_S, LOOK_EVERY_S, NEXT_MAX, Turns
+from tiered_kv.vllm.turns import FRESH_S, LOOK_EVERY_S, NEXT_MAX, TURNS_MAX, Turns
 
 LONGEST_S = 10.0
 
@@ -91,10 +91,40 @@ def test_a_turn_begins_anew_when_vllm_did_not_ask_for_a_while(clock: FakeClock) 
         clock.advance(FRESH_S)
         turns.asked(state)
     assert (state.turn_s, state.is_asked_anew) == (begun_s, True) and turns.has_come(state)
-    clock.advance(FRESH_S + 0.1)
+    pause(turns, clock)
     assert not turns.has_come(state)
     turns.asked(state)
     assert (state.turn_s, state.is_asked_anew) == (clock.monotonic(), False)
+
+
+def pause(turns: Turns, clock: FakeClock) -> None:
+    """vLLM takes steps in which it does not ask."""
+    turns.step()
+    turns.step()
+    clock.advance(FRESH_S + 0.1)
+
+
+def test_a_step_that_takes_long_begins_no_turn(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    state = request(turns, "r")
+    turns.asked(state)
+    begun_s = state.turn_s
+    for _ in range(5):
+        turns.step()
+        clock.advance(3 * FRESH_S)
+        turns.asked(state)
+    assert state.turn_s == begun_s
+
+
+def test_pauses_do_not_begin_turns_for_ever(clock: FakeClock) -> None:
+    turns = turns_of(clock)
+    state = request(turns, "r")
+    begun = set()
+    for _ in range(3 * TURNS_MAX):
+        turns.asked(state)
+        begun.add(state.turn_s)
+        pause(turns, clock)
+    assert len(begun) == TURNS_MAX
 
 
 def test_a_preempted_request_keeps_its_turn(clock: FakeClock) -> None:
@@ -103,3 +133,21 @@ def test_a_preempted_request_keeps_its_turn(clock: FakeClock) -> None:
     turns.left("first")
     turns.came(first)
     assert turns.of(first) < turns.of(second)
+
+
+def test_a_stream_of_urgent_requests_does_not_hold_up_for_ever(clock: FakeClock) -> None:
+    turns = turns_of(clock, is_by_priority=True)
+    state = request(turns, "patient", priority=9)
+    steps = 0
+    is_held_up = True
+    while is_held_up and steps < 1000:
+        urgent = request(turns, f"urgent {steps}")
+        turns.asked(urgent)
+        turns.waits()
+        turns.asked(state)
+        is_held_up = turns.is_held_up(state)
+        turns.step()
+        turns.left(f"urgent {steps - 1}")
+        clock.advance(0.1)
+        steps += 1
+    assert steps * 0.1 <= LONGEST_S + 1

@@ -29,7 +29,7 @@ class HostMemory:
 
     Attributes:
         leased_bytes: Slots that lookups rely on now.
-        leased_by: The same by session; what several rely on counts for the one that did so first.
+        leased_by: The same by session; what several rely on counts for the one that does so longest.
         ready_count, sealing_count: Chunks in these states.
         taken: What each namespace takes: slots with its chunks, and empty ones its sessions hold.
 
@@ -41,7 +41,7 @@ class HostMemory:
         self.taken = Taken(index.shares, lambda: self.slots.limit_bytes)
         self.leased_bytes = 0
         self.leased_by: Counter[int] = Counter()
-        self._lessees: dict[bytes, int] = {}
+        self._lessees: dict[bytes, dict[int, int]] = {}  # leases of each session, for whose first the chunk counts
         self.ready_count = 0
         self.sealing_count = 0
         self._orders: dict[tuple[int, bool], Order] = {}  # idle chunks by slot size and whether they are unwritten
@@ -208,22 +208,35 @@ class HostMemory:
                 return False
             self.leased_bytes += slot_bytes
             self.leased_by[session] += slot_bytes
-            self._lessees[entry.record.key] = session
+            self._lessees[entry.record.key] = {}
+        lessees = self._lessees[entry.record.key]
+        lessees[session] = lessees.get(session, 0) + 1
         entry.leases += 1
         self.hold(entry)
         return True
 
-    def end_lease(self, entry: Entry, slot_bytes: int) -> None:
-        """End one lease."""
+    def end_lease(self, entry: Entry, slot_bytes: int, session: int) -> None:
+        """End one lease of a session. Where that was its last, the chunk counts for another one that relies on it."""
         entry.leases -= 1
+        lessees = self._lessees[entry.record.key]
+        lessees[session] -= 1
+        if not lessees[session]:
+            counted = next(iter(lessees))
+            del lessees[session]
+            if counted == session:
+                self._count_for_next(session, slot_bytes, lessees)
         if entry.leases == 0:
             self.leased_bytes -= slot_bytes
-            session = self._lessees.pop(entry.record.key)
-            self.leased_by[session] -= slot_bytes
-            if not self.leased_by[session]:
-                del self.leased_by[session]
+            del self._lessees[entry.record.key]
         self.let_go(entry)
         self._index.remove_if_gone(entry)
+
+    def _count_for_next(self, session: int, slot_bytes: int, lessees: dict[int, int]) -> None:
+        self.leased_by[session] -= slot_bytes
+        if not self.leased_by[session]:
+            del self.leased_by[session]
+        if lessees:
+            self.leased_by[next(iter(lessees))] += slot_bytes
 
     def record_use(self, slot_bytes: int, namespace: bytes, keys: Sequence[bytes]) -> None:
         """Note the use of a prefix, deepest chunk first."""

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from tiered_kv.hierarchy.lookups import Lookup
 
 WANTED_CHUNKS_MAX = 1 << 19
-"""Chunks of all prefixes in line, whose keys are kept for it: 70 MB. A lookup beyond it is cut for good."""
+"""Chunks of all prefixes in line, whose keys are kept for it: 70 MB. A lookup beyond it is cut for good, but where
+others fill the line a session may have its part of half as many again."""
+
+DUE_SPARE = 1024
+"""Dates of leases that are over which may be kept, beside one for each that is not."""
 
 ENDED_AT_ONCE_MAX = 64
 """Lookups that give way for one lookup in one step."""
@@ -52,7 +56,7 @@ class Line:
         self._ending: Counter[int] = Counter()  # by session: told to end, and not released
         self._undated: list[Lookup] = []
         self._due: list[tuple[float, int, Lookup]] = []
-        self._wanted_chunks = 0
+        self._wanted_chunks: Counter[int] = Counter()  # by session
 
     # -- room --------------------------------------------------------------------------------------------------
 
@@ -77,10 +81,12 @@ class Line:
         """A lookup waits for room; False when too much waits already."""
         if lookup.id in self._waiting.get(lookup.session.id, ()):
             return True
-        if self._wanted_chunks + lookup.length > WANTED_CHUNKS_MAX:
-            return False
-        self._wanted_chunks += lookup.length
         session = lookup.session.id
+        is_full = self._wanted_chunks.total() + lookup.length > WANTED_CHUNKS_MAX
+        own_max = WANTED_CHUNKS_MAX // (2 * len(self._waiting.keys() | {session}))
+        if is_full and self._wanted_chunks[session] + lookup.length > own_max:
+            return False
+        self._wanted_chunks[session] += lookup.length
         waiting, order = self._waiting.setdefault(session, {}), self._order.setdefault(session, [])
         waiting[lookup.id] = lookup
         heapq.heappush(order, (lookup.turn, lookup.id))
@@ -94,8 +100,9 @@ class Line:
         session = lookup.session.id
         waiting = self._waiting.get(session, {})
         if waiting.pop(lookup.id, None) is not None:
-            self._wanted_chunks -= lookup.length
+            self._wanted_chunks[session] -= lookup.length
         if not waiting:
+            self._wanted_chunks.pop(session, None)
             self._waiting.pop(session, None)
             self._order.pop(session, None)
 
@@ -221,6 +228,9 @@ class Line:
         for lookup in self._undated:
             heapq.heappush(self._due, (now_s + lookup.session.lease_s, lookup.id, lookup))
         self._undated.clear()
+        if len(self._due) > DUE_SPARE + 2 * sum(map(len, self._holding.values())):  # most were claimed or released
+            self._due = [one for one in self._due if one[1] in self._holding.get(one[2].session.id, ())]
+            heapq.heapify(self._due)
         found: list[Lookup] = []
         while self._due and self._due[0][0] < now_s:
             lookup = heapq.heappop(self._due)[2]
@@ -236,7 +246,8 @@ class Line:
         holding = {one.id: one for ones in self._holding.values() for one in ones.values()}
         assert all(ones for ones in (*self._waiting.values(), *self._holding.values())), "an empty session stays"
         assert {**waiting, **holding}.items() <= lookups.items(), "one that is over waits or holds"
-        assert self._wanted_chunks == sum(one.length for one in waiting.values()), "chunks in line drifted"
+        wanted = {name: sum(one.length for one in ones.values()) for name, ones in self._waiting.items()}
+        assert self._wanted_chunks == Counter(wanted), "chunks in line drifted"
         for lookup in lookups.values():
             assert (lookup.id in waiting) == bool(lookup.queued), "who wants more is not in line"
             assert not lookup.queued or lookup.keys, "one in line has forgotten what it wants"

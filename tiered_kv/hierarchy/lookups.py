@@ -215,7 +215,7 @@ class Lookups:
         lookup.ready = min(lookup.ready, length)
         for entry in dropped:
             _wait_no_more(entry, lookup)
-            self._host.end_lease(entry, lookup.session.slot_bytes)
+            self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
 
     def claim(self, lookup: Lookup) -> None:
         """A load of what is ready begins: the leases stay until the lookup is closed. Not if their end was told."""

@@ -51,6 +51,7 @@ class RequestState:
         renewal: The lookup that replaces ``lookup`` once it is answered; until then both hold their leases.
         number: Of its arrival (``turns.py``).
         asked_s, turn_s: When vLLM asked for it last, and when its turn began, which it pays for; None: it did not.
+        asked_step, pauses: In which step that was, and how many turns began because it had not been asked for.
         first_s: Since when nobody is admitted before it, if it waits for room.
         is_asked_anew: In this turn its lookup was made anew, and is not again.
         held: Leading chunks the hierarchy holds, as last told.
@@ -76,6 +77,8 @@ class RequestState:
     number: int | None = None
     asked_s: float = 0.0
     turn_s: float | None = None
+    asked_step: int = 0
+    pauses: int = 0
     first_s: float | None = None
     is_asked_anew: bool = False
     held: int = 0

@@ -383,7 +383,7 @@ class SchedulerSide:
         self._room.leave(*output.num_scheduled_tokens)
         self._look_ahead()
         for request_id in output.preempted_req_ids or ():
-            self._preempted(request_id)
+            self._preempted(request_id, is_back=request_id in output.num_scheduled_tokens)
         if self._abilities.may_store:
             self._queue_stores(output)
         saves = self.stores.start_jobs()
@@ -392,12 +392,17 @@ class SchedulerSide:
         loads, self._loads = tuple(self._loads), []
         return StepMetadata(self._client.generation, self._client.info, loads, saves)
 
-    def _preempted(self, request_id: str) -> None:
-        """vLLM took the request's blocks away; when it comes back, it loads what was stored of it meanwhile."""
+    def _preempted(self, request_id: str, *, is_back: bool) -> None:
+        """vLLM took the request's blocks away; when it comes back, it loads what was stored of it meanwhile.
+
+        After a reset of the GPU's cache it may be back in the very step that tells of it: then it waits for nothing.
+        """
         if (state := self._requests.get(request_id)) is None:
             return
         self._leave_unstored(state, "preempted")
         state.storable = state.stored = state.unstored = 0
+        if is_back:
+            return
         self._drop_lookup(state)
         self._turns.came(state)
         if self._abilities.may_load and not state.is_load_failed:

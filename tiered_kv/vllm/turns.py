@@ -24,6 +24,9 @@ LOOK_EVERY_S: Final = 0.1
 FRESH_S: Final = 1.0
 """A lookup older than this is made anew for its request's turn, if it found less than all."""
 
+TURNS_MAX: Final = 8
+"""Turns of a request that vLLM asks for again and again after pauses; the last one does not end by a pause."""
+
 
 class Turns:
     """Requests that wait to be admitted.
@@ -44,16 +47,17 @@ class Turns:
         self._waiting: dict[str, RequestState] = {}
         self._loading: dict[str, float] = {}
         self._numbers = 0
+        self._steps = 0
         self._is_held_up = False  # in this step somebody was told to ask again, because more is on its way
         self._look_at_s = 0.0
-        self._front: Turn | None = None  # of this step
+        self._front: set[Turn] | None = None  # of this step
 
     def came(self, state: RequestState) -> None:
         """A request is new, or was preempted; then it keeps its turn."""
         if state.number is None:
             self._numbers += 1
             state.number = self._numbers
-        state.turn_s = None
+        state.turn_s, state.pauses = None, 0
         self._waiting[state.request.request_id] = state
 
     def left(self, request_id: str) -> None:
@@ -74,11 +78,19 @@ class Turns:
     # -- this step ---------------------------------------------------------------------------------------------
 
     def asked(self, state: RequestState) -> None:
-        """vLLM asks for the request; where it did not for a while, another turn begins."""
+        """vLLM asks for the request; where it did not for a while, another turn begins.
+
+        Not where a single step took so long, and not without end: what a turn allows once, a request could wait for at
+        each question, and a turn that has just begun has cost nothing yet.
+        """
         now_s = self._monotonic()
-        if state.turn_s is None or now_s - state.asked_s > FRESH_S:
+        was_left_out = state.asked_step < self._steps - 1 and now_s - state.asked_s > FRESH_S
+        if state.turn_s is None:
             self.begin(state)
-        state.asked_s = now_s
+        elif was_left_out and state.pauses < TURNS_MAX - 1:
+            state.pauses += 1
+            self.begin(state)
+        state.asked_s, state.asked_step = now_s, self._steps
 
     def begin(self, state: RequestState) -> None:
         """From now on the request waits at its own cost."""
@@ -92,23 +104,25 @@ class Turns:
         """Whether the turn of a request that waits for room has yet to come; then it begins anew when it is asked next.
 
         While one that vLLM asks for before it waits for the cache, or loads from it, this one would not be computed yet
-        had they been computed; and what they lease is the room it waits for. The first of all waits for loads alone,
-        and not for ever.
+        had they been computed; and what they lease is the room it waits for. The first of all waits not for ever.
         """
         is_held_up = self._is_held_up or self._is_loading()
-        if is_held_up and self.of(state) == self._first():
+        if is_held_up and self._is_first(state):
             state.first_s = self._monotonic() if state.first_s is None else state.first_s
             is_held_up = self._monotonic() - state.first_s <= self._longest_s
         if is_held_up:
             state.turn_s = None
         return is_held_up
 
-    def _first(self) -> Turn:
+    def _is_first(self, state: RequestState) -> bool:
+        """Whether nobody is admitted before it, or nobody has waited for longer: priority must not hold up for ever."""
         if self._front is None:
-            states = self._waiting.values()
-            first = min(states, key=self.of) if self._is_by_priority else next(iter(states))
-            self._front = self.of(first)
-        return self._front
+            waiting = self._waiting.values()
+            firsts = [next(iter(waiting), state)]
+            if self._is_by_priority:
+                firsts.append(min(waiting, key=self.of, default=state))
+            self._front = {self.of(first) for first in firsts}
+        return self.of(state) in self._front
 
     def _is_loading(self) -> bool:
         newest_s = next(reversed(self._loading.values()), None)
@@ -121,6 +135,7 @@ class Turns:
     def step(self) -> list[RequestState]:
         """The step is planned; returns who is next, now and then."""
         self._is_held_up, self._front = False, None
+        self._steps += 1
         now_s = self._monotonic()
         if now_s < self._look_at_s or not self._waiting:
             return []
