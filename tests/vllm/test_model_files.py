@@ -140,6 +140,17 @@ def test_a_file_that_was_added_to_a_snapshot_counts(snapshot):
     assert "processor_config.json" in found(snapshot)
 
 
+@pytest.mark.parametrize("name", ["adapters/retrieval/adapter_model.safetensors", "audio_tokenizer/model.safetensors"])
+def test_weights_that_models_read_past_vllms_loaders_count(model, name):
+    without = found(model)
+    (model / name).parent.mkdir(parents=True)
+    told = [without]
+    for content in ("1", "22"):
+        (model / name).write_text(content)
+        told.append(found(model))
+    assert told[0] != told[1] != told[2] != told[0]
+
+
 def test_a_file_stands_for_its_folder(model):
     assert found(model / "model.safetensors") == found(model)
 

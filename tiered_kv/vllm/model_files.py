@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.vllm.files import local_path
+from tiered_kv.vllm.files import digest_files, local_path, stamps_of
 
 NOT_COUNTED: Final = frozenset({
     "config.json",  # text_config, outer_config_sha256
@@ -29,6 +29,13 @@ NOT_COUNTED: Final = frozenset({
 
 FILES_MAX: Final = 256
 """Files told apart by name, so that a record stays small; of more there is one digest."""
+
+READ_BY_MODELS: Final = ("adapters", "audio_tokenizer")
+"""Folders below the model's from which models of vLLM read weights themselves, past its loaders: Jina's merge an
+adapter of a task, MiMo's turn sound into tokens."""
+
+READ_SUFFIXES: Final = (".safetensors", ".bin", ".json")
+FULL_BYTES: Final = 64 << 20
 
 GIT_NAME: Final = 40
 """Digits of a blob's name that is git's own hash of it."""
@@ -64,7 +71,7 @@ def model_files(vllm_config: Any, *, is_named: bool) -> dict[str, str] | str:
         for repository in repositories:
             below = _repository(repository, model.code_revision)
             counted |= {f"{repository}/{path.relative_to(below).as_posix()}": path for path in below.rglob("*.py")}
-        digests = {name: _digest(path) for name, path in sorted(counted.items())}
+        digests = {name: _digest(path) for name, path in sorted(counted.items())} | _read_by_models(folder)
     except OSError as exc:
         raise ConfigError(f"a file beside the weights cannot be read. path={folder} reason={exc}") from exc
     if len(digests) > FILES_MAX:
@@ -102,6 +109,14 @@ def _repository(name: str, revision: str | None) -> Path:
         "the model runs code of another repository that is not on this machine. Download it, or set model_id and give "
         f"the code in the model's own folder. repository={name} revision={revision}"
     )
+
+
+def _read_by_models(folder: Path) -> dict[str, str]:
+    found = {}
+    for name in READ_BY_MODELS:
+        if files := [path for path in (folder / name).rglob("*") if path.suffix in READ_SUFFIXES and path.is_file()]:
+            found[f"{name}/"] = digest_files(stamps_of(files), FULL_BYTES)
+    return found
 
 
 def _is_of_the_hub(path: Path, repository: str) -> bool:
