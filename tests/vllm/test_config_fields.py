@@ -372,6 +372,25 @@ def test_partial_functions_of_other_arguments_differ():
     assert plain(functools.partial(plain, 1)) != plain(functools.partial(plain, 2))
 
 
+def test_objects_with_slots_differ_by_what_is_in_them():
+    class Slotted:
+        __slots__ = ("a", "unset")
+
+        def __init__(self, a):
+            self.a = a
+
+    assert plain(Slotted(1)) == plain(Slotted(1)) != plain(Slotted(2))
+
+
+def test_a_value_whose_own_code_fails_ends_the_cache_and_not_the_engine(vllm_config):
+    class Broken:
+        def to_dict(self, needed):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="cannot be read.*Broken"):
+        kv_settings(changed(vllm_config, cache_config={"new_field": Broken()}))
+
+
 def test_a_value_of_any_length_leaves_room_in_the_record(vllm_config):
     made = [
         json.dumps(fields(flipped(vllm_config, "model_config.multimodal_config", "mm_processor_kwargs", {"a": text})))

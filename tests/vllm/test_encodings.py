@@ -6,14 +6,20 @@ import pytest
 import torch
 from engine_identities import LAYER, attention_layer, engine_config, kv_config, with_layers
 from vllm import platforms
+from vllm.model_executor.layers.fused_moe.config import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    mxfp4_mxfp8_moe_quant_config,
+    mxfp4_w4a16_moe_quant_config,
+)
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from tiered_kv.errors import UnsupportedModel
+from tiered_kv.server.messages import NAME_CHARS_MAX
 from tiered_kv.vllm import identity
-from tiered_kv.vllm.identity import attention_backends, check_layers, page_encodings
+from tiered_kv.vllm.identity import attention_backends, check_layers, page_encodings, with_experts
 
 OTHER = "model.layers.1.self_attn.attn"
 
@@ -120,3 +126,45 @@ def test_generation_of_the_gpu_counts_where_it_chooses_a_precision(monkeypatch):
     assert identity._capability(plain, kv_config()) is None
     assert identity._capability(quantised, kv_config()) == "9.0"
     assert identity._capability(plain, kv_config(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)) == "9.0"
+
+
+def experts(activations):
+    """A MoE layer of vLLM with MXFP4 weights, whose inputs are quantised to this or, ``None``, are not."""
+    config = mxfp4_mxfp8_moe_quant_config if activations == "mxfp8" else mxfp4_w4a16_moe_quant_config
+    scale = torch.ones(1)
+    method = SimpleNamespace(moe_quant_config=config(w1_scale=scale, w2_scale=scale))
+    return SimpleNamespace(routed_experts=SimpleNamespace(quant_method=method))
+
+
+def test_what_the_inputs_of_quantised_experts_are_rounded_to_is_told(vllm_config):
+    """Of the same weights vLLM computes W4A16 in an engine that takes LoRA and W4A8 in one that does not."""
+    told = {
+        activations: with_experts(
+            with_layers(
+                vllm_config, {LAYER: attention_layer("FLASH_ATTN"), "model.layers.0.mlp": experts(activations)}
+            ),
+            {LAYER: "FLASH_ATTN cuda"},
+        )[LAYER]
+        for activations in ("mxfp8", None)
+    }
+    assert told == {
+        "mxfp8": "FLASH_ATTN cuda experts:SimpleNamespace:mxfp8,mxfp8,mxfp4,mxfp4",
+        None: "FLASH_ATTN cuda experts:SimpleNamespace:-,-,mxfp4,mxfp4",
+    }
+
+
+def test_experts_that_are_not_quantised_say_nothing(vllm_config):
+    plain = SimpleNamespace(
+        routed_experts=SimpleNamespace(quant_method=SimpleNamespace(moe_quant_config=FUSED_MOE_UNQUANTIZED_CONFIG))
+    )
+    layers = {LAYER: attention_layer("FLASH_ATTN"), "model.layers.0.mlp": plain, "other": SimpleNamespace()}
+    assert with_experts(with_layers(vllm_config, layers), {LAYER: "FLASH_ATTN cuda"}) == {LAYER: "FLASH_ATTN cuda"}
+
+
+def test_many_kinds_of_experts_have_one_digest_that_fits_a_message(vllm_config):
+    kinds = {f"mlp{i}": experts("mxfp8") for i in range(9)}
+    for i, layer in enumerate(kinds.values()):
+        method = layer.routed_experts.quant_method
+        layer.routed_experts.quant_method = type(f"Method{i}", (SimpleNamespace,), {})(**vars(method))
+    text = with_experts(with_layers(vllm_config, kinds), {LAYER: "FLASH_ATTN cuda"})[LAYER]
+    assert text.startswith("FLASH_ATTN cuda experts:") and len(text) <= NAME_CHARS_MAX

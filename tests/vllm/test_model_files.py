@@ -1,5 +1,6 @@
 """Files beside the weights: which count, by content, wherever the model lies."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
@@ -78,15 +79,76 @@ def test_code_of_another_repository_counts_at_the_revision_asked_for(model, tmp_
         found(model, **asked)
 
 
-def test_a_snapshot_is_its_commit_however_much_of_it_was_downloaded(tmp_path):
-    snapshot = tmp_path / "models--org--name" / "snapshots" / COMMIT
-    (snapshot / "checkpoint-500").mkdir(parents=True)
-    (snapshot / "preprocessor_config.json").write_text("1")
+@pytest.fixture
+def snapshot(tmp_path):
+    """As the hub's cache lays a model out: links to blobs that are called by git's hash, or SHA-256 for large files."""
+    folder = tmp_path / "models--org--name" / "snapshots" / COMMIT
+    link(folder / "preprocessor_config.json", git_name(b"1"), b"1")
+    link(folder / "large.json", hashlib.sha256(b"2").hexdigest(), b"2")
+    link(folder / "a.py", git_name(b"3"), b"3")
+    return folder
+
+
+def git_name(content):
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def link(path, blob, content):
+    blobs = path.parents[1].parent / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (blobs / blob).write_bytes(content)
+    path.symlink_to(f"../../blobs/{blob}")
+
+
+def test_a_snapshot_is_its_commit_however_much_of_it_was_downloaded(snapshot):
+    assert found(snapshot) == f"hf:{COMMIT}"
+    assert found(snapshot, trusts=True) == f"hf:{COMMIT}"
+    (snapshot / "large.json").unlink()
+    assert found(snapshot) == f"hf:{COMMIT}"
+    (snapshot / "checkpoint-500").mkdir()
     (snapshot / "checkpoint-500" / "preprocessor_config.json").write_text("2")
     assert found(snapshot) == f"hf:{COMMIT}"
     assert list(found(snapshot / "checkpoint-500")) == ["preprocessor_config.json"]
     # Named by the user, who may have the same files in a folder of his own elsewhere.
     assert list(found(snapshot, is_named=True)) == ["preprocessor_config.json"]
+
+
+def test_a_snapshot_is_its_commit_through_a_link_to_it(snapshot, tmp_path):
+    (tmp_path / "current").symlink_to(snapshot)
+    assert found(tmp_path / "current") == f"hf:{COMMIT}"
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "large.json"])
+def test_a_file_that_was_edited_in_a_snapshot_counts_by_its_content(snapshot, name):
+    (snapshot / name).write_text("edited")  # through the link: the blob keeps its name
+    edited = found(snapshot)
+    assert list(edited) == ["large.json", "preprocessor_config.json"]
+    (snapshot / name).unlink()
+    (snapshot / name).write_text("edited")  # as editors do that write a new file
+    assert found(snapshot) == edited
+
+
+def test_code_that_was_edited_in_a_snapshot_counts_where_vllm_may_run_it(snapshot):
+    (snapshot / "a.py").write_text("edited")
+    assert found(snapshot) == f"hf:{COMMIT}"
+    assert list(found(snapshot, trusts=True)) == ["a.py", "large.json", "preprocessor_config.json"]
+
+
+def test_a_file_that_was_added_to_a_snapshot_counts(snapshot):
+    (snapshot / "processor_config.json").write_text("1")
+    assert "processor_config.json" in found(snapshot)
+
+
+@pytest.mark.parametrize("name", ["adapters/retrieval/adapter_model.safetensors", "audio_tokenizer/model.safetensors"])
+def test_weights_that_models_read_past_vllms_loaders_count(model, name):
+    without = found(model)
+    (model / name).parent.mkdir(parents=True)
+    told = [without]
+    for content in ("1", "22"):
+        (model / name).write_text(content)
+        told.append(found(model))
+    assert told[0] != told[1] != told[2] != told[0]
 
 
 def test_a_file_stands_for_its_folder(model):

@@ -41,11 +41,14 @@ PLAIN_DTYPES: Final = frozenset({"auto", "bfloat16", "float16", "half", "float",
 DRAFTLESS_METHODS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Speculation without a draft model of its own: no KV of other weights, and rejected tokens are only ever the last."""
 
+EXPERTS_CHARS_MAX: Final = 100
+"""An encoding has at most 200 characters (``messages.NAME_CHARS_MAX``); of more kinds of experts there is a digest."""
+
 COSMETIC_FIELDS: Final = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version",  # where it came from
     "use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript", "chunk_size_feed_forward",
     "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task",  # transformers' own running
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",  # where text ends
+    "sep_token_id", "decoder_start_token_id",  # where text ends; others are embedded with images or end n-grams
     "initializer_range", "attention_dropout", "hidden_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "pretraining_tp",  # training
 })  # fmt: skip
@@ -188,6 +191,32 @@ def page_encodings(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
     layers = vllm_config.compilation_config.static_forward_context
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     return {name: _encoding(layers[name]) for name in names if name in layers}
+
+
+def with_experts(vllm_config: Any, encodings: Mapping[str, str]) -> dict[str, str]:
+    """The encodings of one rank's layers, with the precisions its quantised experts are computed in, if it has any.
+
+    vLLM chooses those while it builds the model, by more than ``moe_backend``: W4A16 where an engine takes LoRA, or has
+    expert parallelism of some kinds, and W4A8 or W4A4 of the same weights elsewhere. Told per rank, as encodings are:
+    pipeline stages have different experts. Call it in a worker, as ``base_fields``.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    told = sorted(set(filter(None, map(_expert_precision, layers))))
+    if len(" ".join(told)) > EXPERTS_CHARS_MAX:
+        told = [f"experts:{_digest(told)}"]
+    return {name: " ".join((text, *told)) for name, text in encodings.items()}
+
+
+def _expert_precision(layer: Any) -> str:
+    """``experts:Mxfp4MoEMethod:mxfp8``: the method, and what its inputs are quantised to; empty for plain ones."""
+    method = getattr(getattr(layer, "routed_experts", layer), "quant_method", None)
+    config = getattr(method, "moe_quant_config", None)
+    if config is None or getattr(config, "_w1", None) is None:
+        return ""
+    kinds = [plain(getattr(getattr(config, part, None), "dtype", None)) for part in ("_a1", "_a2", "_w1", "_w2")]
+    if not any(kinds):
+        return ""
+    return f"experts:{type(method).__name__}:{','.join('-' if kind is None else str(kind) for kind in kinds)}"
 
 
 def _encoding(layer: Any) -> str:

@@ -10,12 +10,13 @@ gets token ids, and the keys are of those. ``config.json`` is not: the namespace
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.vllm.files import local_path
+from tiered_kv.vllm.files import digest_files, local_path, stamps_of
 
 NOT_COUNTED: Final = frozenset({
     "config.json",  # text_config, outer_config_sha256
@@ -29,13 +30,24 @@ NOT_COUNTED: Final = frozenset({
 FILES_MAX: Final = 256
 """Files told apart by name, so that a record stays small; of more there is one digest."""
 
-_SNAPSHOT: Final = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})$")
+READ_BY_MODELS: Final = ("adapters", "audio_tokenizer")
+"""Folders below the model's from which models of vLLM read weights themselves, past its loaders: Jina's merge an
+adapter of a task, MiMo's turn sound into tokens."""
+
+READ_SUFFIXES: Final = (".safetensors", ".bin", ".json")
+FULL_BYTES: Final = 64 << 20
+
+GIT_NAME: Final = 40
+"""Digits of a blob's name that is git's own hash of it."""
+
+_SNAPSHOT: Final = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
 def model_files(vllm_config: Any, *, is_named: bool) -> dict[str, str] | str:
     """Digests of the files that count: name -> ``sha256:...``; code of another repository is ``repository/name``.
 
-    A snapshot of the hub is named by its commit alone, ``hf:<commit>``: machines have downloaded more or less of it.
+    A snapshot of the hub is named by its commit alone, ``hf:<commit>``, while all files that count are as the hub gave
+    them: machines have downloaded more or less of it.
 
     ``is_named``: the user's ``model_id`` names the model, so files that are not on this machine are named by it, too.
 
@@ -49,17 +61,17 @@ def model_files(vllm_config: Any, *, is_named: bool) -> dict[str, str] | str:
             return "model_id"
         raise ConfigError(f"the model's files are not on this machine. Set model_id. model={model.model}")
     repositories = sorted(_code_repositories(model.hf_config)) if model.trust_remote_code else []
-    commit = None if is_named or repositories else _SNAPSHOT.search(folder.absolute().as_posix())
-    if commit is not None:
-        return f"hf:{commit[1]}"
+    snapshot = None if is_named or repositories else _SNAPSHOT.fullmatch(os.path.realpath(folder))
     try:
         counted = {path.name: path for path in folder.iterdir() if _counts(path)}
         if model.trust_remote_code:
             counted |= {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py") if path.is_file()}
+        if snapshot is not None and all(_is_of_the_hub(path, snapshot["repository"]) for path in counted.values()):
+            return f"hf:{snapshot['commit']}"
         for repository in repositories:
             below = _repository(repository, model.code_revision)
             counted |= {f"{repository}/{path.relative_to(below).as_posix()}": path for path in below.rglob("*.py")}
-        digests = {name: _digest(path) for name, path in sorted(counted.items())}
+        digests = {name: _digest(path) for name, path in sorted(counted.items())} | _read_by_models(folder)
     except OSError as exc:
         raise ConfigError(f"a file beside the weights cannot be read. path={folder} reason={exc}") from exc
     if len(digests) > FILES_MAX:
@@ -97,6 +109,28 @@ def _repository(name: str, revision: str | None) -> Path:
         "the model runs code of another repository that is not on this machine. Download it, or set model_id and give "
         f"the code in the model's own folder. repository={name} revision={revision}"
     )
+
+
+def _read_by_models(folder: Path) -> dict[str, str]:
+    found = {}
+    for name in READ_BY_MODELS:
+        if files := [path for path in (folder / name).rglob("*") if path.suffix in READ_SUFFIXES and path.is_file()]:
+            found[f"{name}/"] = digest_files(stamps_of(files), FULL_BYTES)
+    return found
+
+
+def _is_of_the_hub(path: Path, repository: str) -> bool:
+    """Whether it is a link to a blob that still is what the hub sent: the cache calls a blob by a hash of its content.
+
+    That is git's, or SHA-256 for files in large file storage. Editors write through links, and scripts replace them.
+    """
+    blob = Path(os.path.realpath(path))
+    if blob.parent != Path(repository) / "blobs":
+        return False
+    content = blob.read_bytes()
+    if len(blob.name) == GIT_NAME:
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == blob.name
+    return hashlib.sha256(content).hexdigest() == blob.name
 
 
 def _digest(path: Path) -> str:

@@ -99,16 +99,29 @@ def plain(value: object, depth: int = 0) -> object:
 
 def _object(value: object, depth: int) -> object:
     """An object of somebody's class: its fields if it has any, else its text, in which an address is cut out."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    try:
+        fields = _fields(value)
+    except Exception as exc:  # somebody's code: vLLM must start all the same, without the cache
+        raise ConfigError(f"a setting of vLLM cannot be read, so it cannot be compared. class={name} {exc!r}") from exc
+    if isinstance(fields, str):
+        return _ADDRESS.sub("", fields)
+    return {"class": name, "fields": plain(fields, depth + 1)}
+
+
+def _fields(value: object) -> object:
     if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    elif callable(dump := getattr(value, "model_dump", None)) or callable(dump := getattr(value, "to_dict", None)):
-        fields = dump()
-    elif type(value).__repr__ is object.__repr__:
-        fields = {name: item for name, item in getattr(value, "__dict__", {}).items() if not callable(item)}
-    else:
-        return _ADDRESS.sub("", str(value))
-    held = plain(fields, depth + 1)
-    return {"class": f"{type(value).__module__}.{type(value).__qualname__}", "fields": held}
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)) or callable(dump := getattr(value, "to_dict", None)):
+        return dump()
+    if type(value).__repr__ is object.__repr__:
+        slots = [vars(of).get("__slots__", ()) for of in type(value).__mro__]
+        names = {name for some in slots for name in ((some,) if isinstance(some, str) else some)}
+        held = {name: getattr(value, name, None) for name in names - {"__dict__", "__weakref__"}} | getattr(
+            value, "__dict__", {}
+        )
+        return {name: item for name, item in held.items() if not callable(item)}
+    return str(value)
 
 
 def _rows(vllm_config: Any) -> Iterator[tuple[str, str, object, str]]:

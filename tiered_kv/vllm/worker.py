@@ -37,7 +37,7 @@ from tiered_kv.server.background import Background
 from tiered_kv.server.client import SessionInfo
 from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
 from tiered_kv.vllm.geometry import rank_pages
-from tiered_kv.vllm.identity import base_fields, cache_groups, check_layers, page_encodings
+from tiered_kv.vllm.identity import base_fields, cache_groups, check_layers, page_encodings, with_experts
 from tiered_kv.vllm.loads import adapter_loads
 from tiered_kv.vllm.metadata import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
 from tiered_kv.vllm.meter import CopyMeter
@@ -154,7 +154,9 @@ class WorkerSide:
             groups.block_tokens,
             self._config.chunk_tokens,
             json.dumps(fields, sort_keys=True).encode(),
-            pages_on_the_wire([page for of_group in pages for page in of_group], encodings),
+            pages_on_the_wire(
+                [page for of_group in pages for page in of_group], with_experts(self._vllm_config, encodings)
+            ),
             self._rank // self._replicas,
             _stored_by(encodings.values()),
         )
