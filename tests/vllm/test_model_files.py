@@ -78,15 +78,49 @@ def test_code_of_another_repository_counts_at_the_revision_asked_for(model, tmp_
         found(model, **asked)
 
 
-def test_a_snapshot_is_its_commit_however_much_of_it_was_downloaded(tmp_path):
+@pytest.fixture
+def snapshot(tmp_path):
+    """As the hub's cache has it: a small file by git's digest, and a large one by SHA-256."""
     snapshot = tmp_path / "models--org--name" / "snapshots" / COMMIT
     (snapshot / "checkpoint-500").mkdir(parents=True)
-    (snapshot / "preprocessor_config.json").write_text("1")
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir()
+    large = "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
+    for name, blob in (("preprocessor_config.json", "56a6051ca2b02b04ef92d5150c9ef600403cb1de"), ("large.json", large)):
+        (blobs / blob).write_text("1")
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    return snapshot
+
+
+def test_a_snapshot_is_its_commit_however_much_of_it_was_downloaded(snapshot):
     (snapshot / "checkpoint-500" / "preprocessor_config.json").write_text("2")
+    assert found(snapshot) == f"hf:{COMMIT}"
+    (snapshot / "large.json").unlink()
     assert found(snapshot) == f"hf:{COMMIT}"
     assert list(found(snapshot / "checkpoint-500")) == ["preprocessor_config.json"]
     # Named by the user, who may have the same files in a folder of his own elsewhere.
     assert list(found(snapshot, is_named=True)) == ["preprocessor_config.json"]
+
+
+@pytest.mark.parametrize("how", ["through the link", "in its place", "a link elsewhere", "a new file"])
+def test_a_snapshot_that_somebody_edited_is_named_by_content(snapshot, tmp_path, how):
+    """Editors write through links; either way the commit does not say any more what vLLM reads."""
+    file = snapshot / ("preprocessor_config.json" if how != "a new file" else "processor_config.json")
+    if how == "a link elsewhere":
+        (tmp_path / "56a6051ca2b02b04ef92d5150c9ef600403cb1de").write_text("1")
+        file.unlink()
+        file.symlink_to(tmp_path / "56a6051ca2b02b04ef92d5150c9ef600403cb1de")
+    else:
+        if how == "in its place":
+            file.unlink()
+        file.write_text("edited")
+    assert file.name in found(snapshot)
+
+
+def test_code_in_a_snapshot_that_somebody_edited_is_named_by_content(snapshot):
+    (snapshot / "modeling.py").write_text("edited")
+    assert found(snapshot) == f"hf:{COMMIT}", "nobody runs it"
+    assert "modeling.py" in found(snapshot, trusts=True)
 
 
 def test_a_file_stands_for_its_folder(model):

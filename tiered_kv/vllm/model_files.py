@@ -35,7 +35,8 @@ _SNAPSHOT: Final = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})$")
 def model_files(vllm_config: Any, *, is_named: bool) -> dict[str, str] | str:
     """Digests of the files that count: name -> ``sha256:...``; code of another repository is ``repository/name``.
 
-    A snapshot of the hub is named by its commit alone, ``hf:<commit>``: machines have downloaded more or less of it.
+    A snapshot of the hub is named by its commit alone, ``hf:<commit>``, where each of its files is as the hub gave it:
+    machines have downloaded more or less of it. One that was edited or put there makes it a folder like any other.
 
     ``is_named``: the user's ``model_id`` names the model, so files that are not on this machine are named by it, too.
 
@@ -50,12 +51,12 @@ def model_files(vllm_config: Any, *, is_named: bool) -> dict[str, str] | str:
         raise ConfigError(f"the model's files are not on this machine. Set model_id. model={model.model}")
     repositories = sorted(_code_repositories(model.hf_config)) if model.trust_remote_code else []
     commit = None if is_named or repositories else _SNAPSHOT.search(folder.absolute().as_posix())
-    if commit is not None:
-        return f"hf:{commit[1]}"
     try:
         counted = {path.name: path for path in folder.iterdir() if _counts(path)}
         if model.trust_remote_code:
             counted |= {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py") if path.is_file()}
+        if commit is not None and all(_is_of_the_hub(path, folder) for path in counted.values()):
+            return f"hf:{commit[1]}"
         for repository in repositories:
             below = _repository(repository, model.code_revision)
             counted |= {f"{repository}/{path.relative_to(below).as_posix()}": path for path in below.rglob("*.py")}
@@ -80,6 +81,19 @@ def _counts(path: Path) -> bool:
     # An index says which file has which tensor, and the weights' identity covers that.
     is_known = path.name in NOT_COUNTED or path.name.endswith(".index.json")
     return path.suffix == ".json" and not is_known and path.is_file()
+
+
+def _is_of_the_hub(path: Path, snapshot: Path) -> bool:
+    """Whether a file of a snapshot is what the hub gave: a link to one that is called by its content's digest.
+
+    Editors write through links, so that the link alone proves nothing. Small files are called by what git calls them.
+    """
+    blob = path.resolve()
+    if not path.is_symlink() or blob.parent != (snapshot.parent.parent / "blobs").resolve():
+        return False
+    content = blob.read_bytes()
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    return blob.name in (git, hashlib.sha256(content).hexdigest())
 
 
 def _code_repositories(hf_config: Any) -> set[str]:
