@@ -211,6 +211,7 @@ def test_owner_mode_and_strays(doctor: Doctor, root: Path) -> None:
     report = doctor(f"file://{root}", *SMALL)
     warnings = [f["text"] for f in report["findings"] if f["check"] == "directory" and f["status"] == "warning"]
     assert "one file in it is no sound blob of ours" in warnings
+    assert any("`tiered-kv verify` names them" in f["hint"] for f in report["findings"])
     assert "others may write into it (mode 0777)" in warnings
     if os.geteuid() == 0:
         os.chown(root, 65534, 65534)

@@ -266,7 +266,13 @@ def test_a_directory_without_a_server_is_listed(root: Path) -> None:
     assert storage.free_bytes is not None and storage.own_bytes > 0
     text = run("stat", f"file://{root}").stdout
     assert text.startswith(f"storage   file://{root}, no server is running for this directory\n")
-    for word in ("9 in 2 namespaces", "strays    1 (1 name)", "pinned    1 chunk\n", models[1].namespace.digest.hex()):
+    for word in (
+        "9 in 2 namespaces",
+        "strays    1 (1 name)",
+        "`tiered-kv verify` names them\n",
+        "pinned    1 chunk\n",
+        models[1].namespace.digest.hex(),
+    ):
         assert word in text
     assert files(root) == before and not is_serving(root)
 

@@ -179,6 +179,12 @@ def test_without_its_index_what_an_older_version_wrote_is_counted_and_left_alone
     listed = cli("ls", f"file://{root}", "--json")
     assert listed["chunk_count"] == CHUNKS
     assert [bad["reason"] for bad in cli("verify", f"file://{root}", "--json", code=4)["bad"]] == ["version"] * CHUNKS
+    (old,) = {name.split("/")[1] for name in before}
+    done = cli("evict", f"file://{root}", "--namespace", old, "--yes", "--json")
+    assert done["selected"] == 0
+    (text,) = done["notes"]
+    assert f"{CHUNKS} blobs" in text and text.endswith(f"end the server and remove blobs/{old}")
+    assert files(root) == after, "what nobody can select stays"
 
 
 @pytest.mark.parametrize("version", OLD_MAGICS)

@@ -140,7 +140,9 @@ def _strays(count: int) -> list[Finding]:
     text = (
         "one file in it is no sound blob of ours" if count == 1 else f"{count} files in it are no sound blobs of ours"
     )
-    return [warning("directory", text, "`tiered-kv gc` and `verify` name them")]
+    return [
+        warning("directory", text, "`tiered-kv verify` names them; `gc` removes what writes left that were cut off")
+    ]
 
 
 def _examine_object(config: Config, contents: _Contents, result: Examination) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from tiered_kv.admin.storage import Content, Progress, Storage, StoredBlob, no_progress
+from tiered_kv.admin.words import counted
 from tiered_kv.chunks.header import PEEK_BYTES, peek
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.conditions import Conditions
@@ -72,7 +73,8 @@ def read_origins(storage: Storage, content: Content, namespace: bytes | None, pr
         told = _read_all(storage, unknown, progress)
         problems.update(one.problem for one in told.values())
         content.blobs = [_filled_in(blob, told.get(blob)) for blob in content.blobs if _is_there(told.get(blob))]
-    problems["another version"] += sum(stray.kind == "foreign" for stray in content.strays)
+    if text := note_on_foreign(content, namespace):
+        content.notes.append(text)
     problems["damaged"] += sum(stray.kind == "damaged" for stray in content.strays)
     if count := problems["another version"]:
         content.notes.append(
@@ -84,6 +86,23 @@ def read_origins(storage: Storage, content: Content, namespace: bytes | None, pr
             f"{count} chunks have a damaged header, so that nobody knows whose they are nor who stored them: "
             "`tiered-kv verify` names them"
         )
+
+
+def note_on_foreign(content: Content, namespace: bytes | None) -> str:
+    """What has a blob's name and a header that is not ours to read, so that no selection means it; empty without any.
+
+    Args:
+        namespace: None: in all of the tier.
+    """
+    below = "blobs/" if namespace is None else f"blobs/{namespace.hex()}/"
+    count = sum(stray.kind == "foreign" and stray.path.startswith(below) for stray in content.strays)
+    if not count:
+        return ""
+    return (
+        f"{counted(count, 'blob')} of another format version or namespace that no index tells of cannot be selected, "
+        f"not even by --namespace: to be rid of them, end the server and remove {below.rstrip('/')}"
+        f"{'/NAMESPACE by its digits (`tiered-kv verify` names them)' if namespace is None else ''}"
+    )
 
 
 def _is_there(told: _Told | None) -> bool:

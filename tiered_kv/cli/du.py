@@ -59,7 +59,7 @@ class DuReport(Report, frozen=True, kw_only=True):
         tier: ``disk`` or ``object``.
         chunks: Chunks stored.
         chunk_bytes: What they take; of a disk, what is allocated for them.
-        stray_count: Files or objects that are no chunks that could be read here; ``tiered-kv gc`` names them.
+        stray_count: Files or objects that are no chunks that could be read here; ``tiered-kv verify`` names them.
         stray_bytes: What these take.
         own_bytes: What we keep there besides chunks: records, index, logs, leases.
         capacity_bytes: The limit in force; null if there is none, or it cannot be known from here.
@@ -86,8 +86,9 @@ def du(uri: Uri, more: Settings = None, as_json: AsJson = False) -> None:
     """Show what takes a tier's room: by namespace and by last use, against its capacity.
 
     Sizes are what chunks take of the capacity: on a disk what is allocated for their files, in a bucket their bytes.
-    Strays are files or objects that are no chunks that could be read here, such as what a write that was cut off left
-    behind; `tiered-kv gc` removes them. What we keep besides (records, index, logs) is counted apart.
+    Strays are files or objects that are no chunks that could be read here: what a write that was cut off left behind,
+    which `tiered-kv gc` removes, and others, which `tiered-kv verify` names. What we keep besides (records, index,
+    logs) is counted apart.
 
     The capacity is that of whoever enforces it now: of the server that runs on the directory, or of the servers that
     share the bucket. Without a server a directory has none, unless one is given by --set disk_bytes=SIZE.

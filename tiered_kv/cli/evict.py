@@ -249,6 +249,7 @@ def _look_for_origin(storage: "Storage", content: "Content", order: _Order) -> N
 def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictReport:
     from tiered_kv.admin.eviction import Amount, make_criteria
     from tiered_kv.admin.forest import Forest
+    from tiered_kv.admin.origins import note_on_foreign
     from tiered_kv.admin.selection import select
 
     origin = order.origin
@@ -256,6 +257,9 @@ def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictR
         _look_for_origin(storage, content, order)
     forest = Forest(content.blobs)
     place = find_namespace(content, order.namespace), None if order.key is None else find_chunk(forest, order.key)
+    if origin is None and (text := note_on_foreign(content, place[0])):
+        content.notes.append(text)
+        note(text)
     amount = Amount(order.free, order.to, order.older_than)
     whose = order.tag, order.stored_by
     criteria = make_criteria(storage, content, amount, place=place, whose=whose, is_all=order.is_all)

@@ -230,7 +230,9 @@ def _show_storage(storage: StorageFigures, *, has_server: bool) -> None:
     print(f"besides   {size_text(storage.own_bytes)} of records, indexes, leases and logs")
     if storage.strays:
         kinds = ", ".join(f"{count} {kind}" for kind, count in storage.stray_kinds.items())
-        print(f"strays    {storage.strays} ({kinds}), {size_text(storage.stray_bytes)}: `tiered-kv gc` removes them")
+        what = "`tiered-kv verify` names them" if storage.stray_kinds.keys() - {"temp"} else "left by writes cut off"
+        gc = "; `tiered-kv gc` removes old temp files of ours" if "temp" in storage.stray_kinds else ""
+        print(f"strays    {storage.strays} ({kinds}), {size_text(storage.stray_bytes)}: {what}{gc}")
     print(f"pinned    {counted(storage.pinned_chunks, 'chunk')}")
     print(f"last use  {ago(storage.last_used_unix_s)}")
     if storage.bucket is not None:

@@ -116,8 +116,8 @@ class DiskTier(Tier):
         reserve = metadata_reserve(capacity_bytes) if metadata_reserve_bytes is None else metadata_reserve_bytes
         if capacity_bytes < reserve + MIN_BLOB_SPACE_BYTES:
             raise ConfigError(
-                "disk capacity leaves no room for blobs. "
-                f"capacity={capacity_bytes} metadata_reserve={reserve} least={reserve + MIN_BLOB_SPACE_BYTES}"
+                f"disk capacity leaves no room for blobs. capacity={capacity_bytes} metadata_reserve={reserve} "
+                f"least={reserve + MIN_BLOB_SPACE_BYTES}: raise disk_bytes"
             )
         self._root = Path(os.path.realpath(root))
         self._blobs, self._tmp = self._root / "blobs", self._root / "tmp"
