@@ -106,8 +106,8 @@ class Turns:
     def _first(self) -> Turn:
         if self._front is None:
             states = self._waiting.values()
-            first = min(states, key=self.of) if self._is_by_priority else next(iter(states))
-            self._front = self.of(first)
+            first = min(states, key=self.of, default=None) if self._is_by_priority else next(iter(states), None)
+            self._front = (0, 0) if first is None else self.of(first)
         return self._front
 
     def _is_loading(self) -> bool:
