@@ -91,18 +91,21 @@ def test_dummies_that_are_filled_by_other_engines_are_not_named(tmp_path):
         weights_identity(vllm_config, None)
 
 
-def test_snapshot_of_the_hub_cache_is_named_by_its_commit_on_every_machine(tmp_path):
+def test_snapshot_of_the_hub_cache_has_one_name_on_every_machine_while_its_files_are_the_same(tmp_path):
     folder = link_model(tmp_path / "models--a--b" / "snapshots" / COMMIT)
     other = link_model(tmp_path / "other" / "models--a--b" / "snapshots" / COMMIT)
     link = tmp_path / "current"
     link.symlink_to(folder)
     assert named(folder) == named(link) == named(other)
-    assert named(folder).startswith(f"hf2:{COMMIT}::")
+    save_file({"0.0": np.zeros((64, 50), dtype=np.float32)}, tmp_path / "trained.safetensors")
+    # Through the link, as whoever saves into the cache's snapshot may write: the commit is the same.
+    (folder / "model-0.safetensors").write_bytes((tmp_path / "trained.safetensors").read_bytes())
+    assert named(folder) == named(link) != named(other)
 
 
-def test_place_and_files_below_a_snapshot_are_part_of_its_name(tmp_path):
+def test_checkpoints_and_formats_below_one_snapshot_have_names_of_their_own(tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / COMMIT
-    first, second = (link_model(snapshot / name) for name in ("checkpoint-1", "checkpoint-2"))
+    first, second = (link_model(snapshot / f"checkpoint-{seed}", seed) for seed in (1, 2))
     assert named(first) != named(second)
     before = named(second, "safetensors")
     (snapshot.parent.parent / "blobs" / "consolidated").write_bytes((second / "model-0.safetensors").read_bytes())

@@ -159,10 +159,8 @@ def describe(record: NamespaceRecord) -> str:
     kind = config.get("model_type") if isinstance(config, dict) else None
     weights = str(fields["weights"])
     scheme, _, digits = weights.partition(":")
-    if scheme in ("hf", "hf2", "sha256", "sha256v2") and "+" not in weights:
-        _, *more = digits.split(":")  # of hf2: the folder below the snapshot, and the files
-        folder = f"/{more[0]}" if more and more[0] else ""
-        weights = f"{scheme}:{digits[:12]}{folder}"  # enough to tell two of them apart
+    if scheme in ("hf", "sha256", "sha256v2") and "+" not in weights:
+        weights = f"{scheme}:{digits[:12]}"  # enough to tell two of them apart
     parts = [str(part) for part in (kind, weights, fields["kv_dtype"]) if part is not None]
     parts += [f"{name}={fields[name]}" for name in ("tp", "pp", "dcp") if fields[name] not in (None, 1)]
     return printable(" ".join(parts), DESCRIPTION_MAX)

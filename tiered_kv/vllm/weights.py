@@ -7,9 +7,6 @@ A name is given to files that vLLM read in one of ``NAMED_FORMATS``, if they are
 else is served has to be named by the user, with ``model_id``. What is hashed of files is in ``files.py``.
 """
 
-import hashlib
-import os
-import re
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
@@ -25,8 +22,6 @@ NAMED_FORMATS: Final = frozenset({
 """Formats of vLLM's own loaders that read their weights from the listed files and from nowhere else. Not npcache, which
 reads a copy it made of the listed files once."""
 
-_SNAPSHOT: Final = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/(?P<below>.+))?")
-
 _ADVICE: Final = "Set model_id in kv_connector_extra_config to a name that changes whenever the weights do"
 
 
@@ -38,8 +33,8 @@ def weights_identity(vllm_config: Any, model_id: str | None) -> str:
         model_id: The setting of that name: the user's promise that models with this id have equal weights.
 
     Returns:
-        ``user:<model_id>``, ``dummy:<seed>``, ``hf2:<commit>:<folder>:<digest of the files' names>`` or
-        ``sha256v2:<digest of the files>``; joined with ``+`` where a model's weights lie at several places.
+        ``user:<model_id>``, ``dummy:<seed>`` or ``sha256v2:<digest of the files>``, several of these joined with ``+``
+        where a model's weights lie at several places.
 
     Raises:
         ConfigError: What was loaded cannot be named; the user has to set ``model_id``.
@@ -80,7 +75,7 @@ def _name(stamps: tuple[FileStamp, ...], vocabulary: int, model: str) -> str:
     if not stamps:
         raise ConfigError(f"weights cannot be named: their files cannot be read here. {_ADVICE}. model={model}")
     try:
-        name = _hub_name(stamps) or digest_files(stamps, FULL_BYTES, vocabulary)
+        name = digest_files(stamps, FULL_BYTES, vocabulary)
         now = stamps_of(stamp.path for stamp in stamps)
     except OSError as exc:
         raise ConfigError(f"weights cannot be read. {_ADVICE}. model={model} reason={exc}") from exc
@@ -91,17 +86,3 @@ def _name(stamps: tuple[FileStamp, ...], vocabulary: int, model: str) -> str:
             f"the engine again, from a directory that is not written to any more. Or: {_ADVICE}. file={changed}"
         )
     return name
-
-
-def _hub_name(stamps: tuple[FileStamp, ...]) -> str | None:
-    """The commit, if the hub's own cache laid these files out: as links to blobs that are never written again.
-
-    Which files of it counts: a commit may hold several checkpoints, or one in several formats. None for anything else
-    below a directory that is called like a snapshot.
-    """
-    folders = {os.path.realpath(os.path.dirname(stamp.path)) for stamp in stamps}
-    found = _SNAPSHOT.fullmatch(folders.pop()) if len(folders) == 1 else None
-    if found is None or not all(stamp.resolved.startswith(found["repository"] + "/blobs/") for stamp in stamps):
-        return None
-    names = hashlib.sha256("\0".join(sorted(os.path.basename(stamp.path) for stamp in stamps)).encode())
-    return f"hf2:{found['commit']}:{found['below'] or ''}:{names.hexdigest()[:16]}"
