@@ -41,6 +41,9 @@ USED = {
 }
 """By file and class (none: the module): names that ``tiered_kv/vllm`` reads, calls, replaces or writes."""
 
+NOT_YET = {"0.30": {"to_event_extra_keys"}}
+"""What a version does not have yet: ``events.py`` has a default for it."""
+
 
 def roots() -> dict[str, Path]:
     """Minor version -> the directory that holds its ``vllm`` package."""
@@ -69,7 +72,7 @@ def names(source: str, owner: str) -> set[str]:
 @pytest.mark.parametrize(("place", "used"), USED.items(), ids=[f"{owner or path}" for path, owner in USED])
 def test_names_that_no_interface_promises_are_there(version: str, place: tuple[str, str], used: set[str]) -> None:
     path, owner = place
-    gone = used - names((roots()[version] / path).read_text(), owner)
+    gone = used - names((roots()[version] / path).read_text(), owner) - NOT_YET.get(version, set())
     assert gone == set(), f"vLLM {version} renamed what we use: read {path}, then tiered_kv/vllm"
 
 

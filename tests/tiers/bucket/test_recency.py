@@ -85,7 +85,7 @@ def uses(store):
     reader = UseReader(store)
     for source in reader.sources():
         reader.read(source, Sink())
-    assert reader.malformed_count == 0
+    assert not reader.malformed
     return found
 
 
