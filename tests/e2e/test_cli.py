@@ -29,9 +29,12 @@ def blobs(root: Path) -> list[Path]:
     return sorted(root.glob("blobs/*/*/*.safetensors"))
 
 
-def test_what_an_engine_stored_is_seen_checked_explained_and_taken_away(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_an_engine_stored_is_seen_checked_explained_and_taken_away(
+    tiny_model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     uri, prompt = f"file://{tmp_path}", random_prompt(1, 4 * CHUNK + TAIL)
-    (tmp_path / "prompt.json").write_text(json.dumps(prompt))
+    tokens = tmp_path_factory.mktemp("tokens") / "prompt.json"
+    tokens.write_text(json.dumps(prompt))
     with cached_engine(tiny_model, tmp_path) as engine:
         (cold,) = engine.ask(prompt)
         wait_written(tmp_path)
@@ -40,7 +43,7 @@ def test_what_an_engine_stored_is_seen_checked_explained_and_taken_away(tiny_mod
         listed = run("ls", uri)
         assert sorted(chunk["key"] for chunk in listed["chunks"]) == sorted(path.stem for path in blobs(tmp_path))
         assert len(listed["chunks"]) == 4 and {chunk["tokens"] for chunk in listed["chunks"]} == {CHUNK}
-        explained = run("explain", uri, "--tokens", tmp_path / "prompt.json")
+        explained = run("explain", uri, "--tokens", tokens)
         assert json.dumps(prompt[4:8])[1:-1] not in json.dumps(explained), "no token ids"
         assert explained["hit_tokens"] == 4 * CHUNK
         run("verify", uri)
