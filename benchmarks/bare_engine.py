@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support")]
+sys.path[:0] = [str(REPOSITORY)]
 
-from cache_probe import server_pid  # noqa: E402  # shared with the tests
-from engine_identities import LAYER, engine_config  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
@@ -29,6 +27,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
+from tests.kit.server.probe import server_pid  # noqa: E402
+from tests.kit.vllm.engine_identities import LAYER, engine_config  # noqa: E402
 from tiered_kv.vllm.connector import TieredKVConnector  # noqa: E402
 
 LAYOUTS = {"LBNHC": (0, 1, 3, 2, 4), "LBHNC": (0, 1, 2, 3, 4)}
@@ -91,7 +91,7 @@ class BareEngine:
     @property
     def client(self) -> Any:
         """The scheduler's session with the server."""
-        return self.scheduler._scheduler._client
+        return self.scheduler._scheduler.side._client
 
     @property
     def server_pid(self) -> int:

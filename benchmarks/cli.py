@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.chunks.header import BlobFormat, SealFields
+from tiered_kv.chunks.header import BlobFormat
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
 
@@ -42,7 +43,7 @@ HELP_RUNS = 10
 USE = """
 import sys
 from pathlib import Path
-from tiered_kv.tiers.disk import DiskTier
+from tiered_kv.tiers.disk.tier import DiskTier
 tier = DiskTier(Path(sys.argv[1]), 1 << 40, min_free_bytes=0)
 names = [info.name for info in tier.scan()]
 tier.record_use(names[: len(names) // 100])
@@ -108,7 +109,8 @@ def make_directory(root: Path, count: int) -> None:
 def _write(root: Path, form: BlobFormat, name: BlobName) -> None:
     blob = bytearray(form.blob_bytes)
     digest = hashlib.sha256(name.key).digest()
-    form.seal(memoryview(blob), SealFields(name.key, name.parent, name.chunk_index, digest, 1_700_000_000))
+    record = ChunkRecord(name.namespace, name.key, name.parent, name.chunk_index, digest)
+    form.seal(memoryview(blob), record, 1_700_000_000)
     path = root / "blobs" / relative_path(name)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     os.write(descriptor, blob[: form.header_bytes])

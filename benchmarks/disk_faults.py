@@ -34,17 +34,18 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
 from bench_report import percentile  # noqa: E402  # beside this script
-from cache_clients import CHUNK, SmallEngine, settings  # noqa: E402  # shared with the tests
-from cache_probe import server_pid, wait_for, wait_written  # noqa: E402
 from object_faults import GROUPS  # noqa: E402  # beside this script
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
-from tiered_kv.vllm.adapters import Adapters  # noqa: E402
-from tiered_kv.vllm.scheduler import Abilities, SchedulerSide  # noqa: E402
+from tests.kit.server.clients import CHUNK, SmallEngine, settings  # noqa: E402
+from tests.kit.server.probe import server_pid, wait_for, wait_written  # noqa: E402
+from tiered_kv.vllm.engine_role import EngineRole  # noqa: E402
+from tiered_kv.vllm.identity.adapters import Adapters  # noqa: E402
+from tiered_kv.vllm.scheduler import SchedulerSide  # noqa: E402
 
 STEP_S = 0.001
 PREFILL = {"fast": 1000.0, "slow": 50.0}
@@ -52,7 +53,7 @@ FAULTS = ("none", "dead", "stalled", "slow")
 PAUSE_S = {"none": 0.0, "dead": 0.0, "stalled": 0.05, "slow": 0.0}
 """Between requests: a stall is noticed after ten seconds."""
 SLOW_RATE = "2M"
-ABILITIES = Abilities(may_load=True, may_store=False, has_prefix_caching=False)
+ROLE = EngineRole(may_load=True, may_store=False, has_prefix_caching=False)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def measure(work: Path, fault: str, rule: str, options: argparse.Namespace) -> l
         disk = UserDisk(work, f"--read-rate={SLOW_RATE}")
     engine = SmallEngine.start(settings(disk.point / "cache", start_timeout_s=60.0), rule)
     pid = server_pid(disk.point / "cache")
-    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ABILITIES)
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ROLE)
     side.prefill._tokens_per_s = PREFILL[rule]
     samples = []
     with failing(disk, fault):

@@ -19,15 +19,15 @@ from pathlib import Path
 
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.testing.blobs import SampleChain
-from tiered_kv.tiers.disk import DiskTier
-from tiered_kv.tiers.disk_index import BytesOnlyDisk, DiskIndex
+from tiered_kv.tiers.disk.index import BytesOnlyDisk, DiskIndex
+from tiered_kv.tiers.disk.tier import DiskTier
 
 CAPACITY_BYTES = 1 << 40
 
 OPEN = """
 import json, sys, time
 from pathlib import Path
-from tiered_kv.tiers.disk import DiskTier
+from tiered_kv.tiers.disk.tier import DiskTier
 start = time.perf_counter()
 tier = DiskTier(Path(sys.argv[1]), 1 << 40, min_free_bytes=0)
 opened = time.perf_counter()

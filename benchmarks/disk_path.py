@@ -25,15 +25,15 @@ from typing import Any
 import bench_report as report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support")]
+sys.path[:0] = [str(REPOSITORY)]
 
 from disk_io import cpu_seconds, drop, write  # noqa: E402  # beside this script
-from disk_probe import blob_path, open_disk  # noqa: E402  # shared with the tests
 
-from tiered_kv.chunks.header import SealFields  # noqa: E402
+from tests.kit.storage.disk_probe import blob_path, open_disk  # noqa: E402
+from tiered_kv.keys.chunk_record import ChunkRecord  # noqa: E402
 from tiered_kv.metrics.recorder import Recorder  # noqa: E402
 from tiered_kv.testing.blobs import SampleChain  # noqa: E402
-from tiered_kv.tiers.disk_io import READ_PIECE_BYTES  # noqa: E402
+from tiered_kv.tiers.disk.files import READ_PIECE_BYTES  # noqa: E402
 from tiered_kv.tiers.open import wrapped  # noqa: E402
 
 COLUMNS = {
@@ -68,8 +68,8 @@ class Place:
             slot[:] = noise
             name = self.names[index]
             started_s = time.perf_counter()
-            fields = SealFields(name.key, self.chain.key(index - 1), index, bytes(32), 0)
-            self.form.seal(slot, fields)
+            record = ChunkRecord(name.namespace, name.key, self.chain.key(index - 1), index, bytes(32))
+            self.form.seal(slot, record, 0)
             self.seal_s += time.perf_counter() - started_s
         self._pool = ThreadPoolExecutor(threads)
         self._flags = os.O_DIRECT if self.disk.direct_io else 0

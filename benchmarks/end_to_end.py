@@ -34,16 +34,16 @@ from typing import Any
 import bench_report as report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
-from cache_probe import wait_written  # noqa: E402  # shared with the tests
 from disk_io import drop  # noqa: E402  # beside this script
-from disk_probe import blob_files  # noqa: E402
-from object_nodes import s3_place  # noqa: E402
-from s3 import open_s3  # noqa: E402
 from serving import ServedEngine, build_model_once, prompts, served, warm_up  # noqa: E402
 
-from tiered_kv.server.paths import read_info  # noqa: E402
+from tests.kit.s3 import open_s3  # noqa: E402
+from tests.kit.server.object_nodes import s3_place  # noqa: E402
+from tests.kit.server.probe import wait_written  # noqa: E402
+from tests.kit.storage.disk_probe import blob_files  # noqa: E402
+from tiered_kv.server.directory import read_info  # noqa: E402
 
 TIERS = ("gpu", "host", "disk", "object")
 BATCH = 6

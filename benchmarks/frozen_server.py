@@ -32,12 +32,11 @@ from typing import Any
 from bench_report import machine, percentile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support")]
+sys.path[:0] = [str(REPOSITORY)]
 
-from cache_probe import server_pid, wait_written  # noqa: E402
-from cached_engine import settings  # noqa: E402
-from vllm_harness import close_llm, drain, generate, make_llm, random_prompt  # noqa: E402  # before vLLM
-
+from tests.kit.server.probe import server_pid, wait_written  # noqa: E402
+from tests.kit.vllm.cached_engine import settings  # noqa: E402
+from tests.kit.vllm.harness import close_llm, drain, generate, make_llm, random_prompt  # noqa: E402  # before vLLM
 from tiered_kv.testing.model import TINY, build_model  # noqa: E402
 
 HOOKS = (
@@ -129,7 +128,7 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="tkv-") as root:
         given = settings(Path(root) / "cache", lookup_timeout_ms=LOOKUP_TIMEOUT_MS)
         llm = make_llm(model, given, async_scheduling=False)
-        side = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+        side = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler.side
         steps = Steps(llm, side)
         one_round(llm, steps, 0, options)
         for number in range(options.rounds):

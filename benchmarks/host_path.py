@@ -108,7 +108,7 @@ class Case:
 
     def store(self, prompts: list[Prompt]) -> dict[str, float]:
         engine, hooks = self.engine, self.engine.scheduler
-        counters = hooks._scheduler.counters
+        counters = hooks._scheduler.side.counters
         requests = [engine.request(f"store-{next(self._numbers)}", prompt.tokens) for prompt in prompts]
         for request in requests:
             hooks.on_new_request(request)
@@ -153,7 +153,7 @@ class Case:
         engine.step({}, {})
         engine.take_results()
         taken = {"load": time.perf_counter() - started_s, "load_cpu": self._cpu_s() - used_s}
-        failed = hooks._scheduler.counters["loads_failed"]
+        failed = hooks._scheduler.side.counters["loads_failed"]
         for request, prompt in zip(requests, prompts, strict=True):
             engine.finish(request)
             if failed or not torch.equal(self.pages[:, prompt.loaded], self.pages[:, prompt.stored]):

@@ -37,12 +37,12 @@ from typing import Any
 import xxhash
 from bare_engine import BareEngine
 from bench_report import finish, machine, parser, table
-from cache_probe import figures, wait_for
 
-from tiered_kv.hierarchy.plan import ChunkRecord
-from tiered_kv.keys.rolling import PrefixKeys
-from tiered_kv.server import messages as m
-from tiered_kv.server.handshake import read_message, say_hello
+from tests.kit.server.probe import figures, wait_for
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.server import protocol as m
+from tiered_kv.server.connect import read_message, say_hello
 
 CHUNK, BLOCK = 256, 16
 SHAPE = (1, 1, 4, BLOCK)
@@ -83,7 +83,7 @@ class Node(BareEngine):
         self.prompts = {case: _tokens(f"{case} {chunks}", longest) for case in ("host", "disk")}
         for tokens in self.prompts.values():
             self._store(tokens)
-        wait_for(lambda: self._figure("tier0_pending_writes") == 0, "the disk")
+        wait_for(lambda: figures(self.root)["tiers"][0]["pending_writes"] == 0, "the disk")
         self.leave_on_disk()
         self._fill(chunks - self._figure("chunks"))
 
@@ -122,7 +122,7 @@ class Node(BareEngine):
     def leave_on_disk(self) -> None:
         """Take the chunks of the case ``disk`` out of host memory."""
         keys = b"".join(self._keys(self.prompts["disk"]).keys)
-        sock, _ = say_hello(self.scheduler._scheduler._config, "admin", "", 0)
+        sock, _ = say_hello(self.scheduler._scheduler.side._lookups._config, "admin", "", 0)
         with sock:
             sock.sendall(m.frame(m.Evict("host", self.client.namespace.digest, keys, holes=True)))
             told = read_message(sock)

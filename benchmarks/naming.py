@@ -16,8 +16,8 @@ from pathlib import Path
 
 import xxhash
 
-from tiered_kv.vllm import files
-from tiered_kv.vllm.weights import FULL_BYTES
+from tiered_kv.vllm.identity import file_digests as files
+from tiered_kv.vllm.identity.model_files import FULL_BYTES
 
 VOCABULARY = 128_256
 HIDDEN = 4096

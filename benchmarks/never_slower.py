@@ -31,13 +31,14 @@ from typing import Any
 import bench_report as report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
-from cache_probe import wait_written  # noqa: E402  # shared with the tests
 from end_to_end import evict  # noqa: E402  # beside this script
-from object_nodes import s3_place  # noqa: E402
-from s3 import open_s3  # noqa: E402
 from serving import ServedEngine, Timed, build_model_once, prompts, served, warm_up  # noqa: E402
+
+from tests.kit.s3 import open_s3  # noqa: E402
+from tests.kit.server.object_nodes import s3_place  # noqa: E402
+from tests.kit.server.probe import wait_written  # noqa: E402
 
 RATES_MB = (10.0, 50.0, None)
 LATENCIES_S = (0.001, 0.02, 0.2, 2.0)

@@ -9,7 +9,7 @@ process with host memory and disk) opens while the store is well, then the fault
 another; those that came while the breaker was open are counted apart. A request's loss is its wait less the
 prefill time of the tokens it was offered: below zero where waiting paid.
 
-    fast       the rule as shipped (vllm/waiting.py), for an engine that computes 1000 tokens a second
+    fast       the rule as shipped (vllm/wait_policy.py), for an engine that computes 1000 tokens a second
     slow       the same for 50 tokens a second: the more there is to save, the longer a request may wait
     patient    promotion_wait_ms=60000: not the default; the request waits for whatever the store does
 
@@ -32,20 +32,21 @@ from typing import Any
 from bench_report import machine, percentile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
-from cache_clients import BLOCK, CHUNK, SmallEngine, settings  # noqa: E402  # shared with the tests
-from cache_probe import figures, wait_written  # noqa: E402
-from fault_proxy import Fault, FaultProxy, Mode  # noqa: E402
-from object_nodes import s3_place, wait_uploaded  # noqa: E402
-from s3 import S3, open_s3  # noqa: E402
-from server_processes import end_server  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
-from tiered_kv.vllm.adapters import Adapters  # noqa: E402
-from tiered_kv.vllm.groups import CacheGroup, CacheGroups  # noqa: E402
-from tiered_kv.vllm.scheduler import Abilities, SchedulerSide  # noqa: E402
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode  # noqa: E402
+from tests.kit.s3 import S3, open_s3  # noqa: E402
+from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, settings  # noqa: E402
+from tests.kit.server.object_nodes import s3_place, wait_uploaded  # noqa: E402
+from tests.kit.server.probe import figures, wait_written  # noqa: E402
+from tests.kit.server.processes import end_server  # noqa: E402
+from tiered_kv.vllm.engine_role import EngineRole  # noqa: E402
+from tiered_kv.vllm.identity.adapters import Adapters  # noqa: E402
+from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups  # noqa: E402
+from tiered_kv.vllm.scheduler import SchedulerSide  # noqa: E402
 
 STEP_S = 0.001
 GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
@@ -142,7 +143,7 @@ def measure(run: Run, fault: str, wait: str, count: int) -> list[Sample]:
         engine.client,
         Adapters(""),
         GROUPS,
-        Abilities(may_load=True, may_store=False, has_prefix_caching=False),
+        EngineRole(may_load=True, may_store=False, has_prefix_caching=False),
     )
     side.prefill._tokens_per_s = PREFILL[wait]
     try:

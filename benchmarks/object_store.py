@@ -34,13 +34,14 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from tiered_kv.chunks.fields import SealFields
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.location import Location, parse_location
-from tiered_kv.tiers.object_store import ObjectStore, s3_options
-from tiered_kv.tiers.object_tier import ObjectTier
+from tiered_kv.tiers.object.s3 import s3_options
+from tiered_kv.tiers.object.store import ObjectStore
+from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -202,7 +203,7 @@ def make_blobs(mib: int, count: int) -> Blobs:
         slot = aligned(form.blob_bytes)
         slot[form.header_bytes :] = content
         slot[form.header_bytes : form.header_bytes + 16] = key
-        form.seal(slot, SealFields(key=key, parent=NAMESPACE, chunk_index=0, prefix_sha256=bytes(32), created_unix_s=0))
+        form.seal(slot, ChunkRecord(NAMESPACE, key, NAMESPACE, 0, bytes(32)), 0)
         names.append(BlobName(NAMESPACE, key, NAMESPACE, 0))
         slots.append(slot)
     return Blobs(form, names, slots, [aligned(form.blob_bytes) for _ in range(count)])

@@ -21,7 +21,7 @@ from typing import Any
 import tiered_kv.tiers.open as tiers_open
 from tiered_kv.config import Config
 from tiered_kv.server.compose import serve
-from tiered_kv.server.detach import keep_heap_small
+from tiered_kv.server.daemonize import keep_heap_small
 from tiered_kv.server.server import Server
 from tiered_kv.testing.faults import FaultyTier
 from tiered_kv.tiers.base import BlobName, Tier

@@ -1,4 +1,4 @@
-"""Hit rates on a request trace: ours, LRU, policies of the literature, Belady's optimum and an infinite cache.
+"""Hit rates on a request trace: ours, LRU, Belady's optimum and an infinite cache.
 
     python benchmarks/trace.py [--trace FILE] [--only SECTION] [--keep]
 
@@ -8,7 +8,7 @@ second quarter: the first fills the caches), and of the second half are counted 
 
 - ``policies``: caches of blocks in plain Python, seconds for a pass; a hit has all blocks before it.
 - ``neighbours``: ours with other parameters, relative to LRU.
-- ``hierarchy``: the product's hierarchy with a disk of so many chunks, of whole blocks only, as vLLM stores them:
+- ``hierarchy``: the product's tiering with a disk of so many chunks, of whole blocks only, as vLLM stores them:
   tokens found of tokens asked for, and bytes written per byte that was found.
 - ``admission``: the same with and without admission by the second touch, for two sizes of host memory.
 - ``cost``: time per operation and memory per key of the product's two policies, in turns, medians of 5.
@@ -28,18 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import bench_report as report
-from trace_candidates import QUEUES  # beside this script
-from trace_hierarchy import HOST_CHUNKS, Replay
+from trace_hierarchy import HOST_CHUNKS, Replay  # beside this script
 from trace_policies import Cache, Lru, MultiQueue, Optimum, replay
-from trace_ranked import RANKED
 
-from tiered_kv.hierarchy.admission import ALL, SECOND_TOUCH
-from tiered_kv.hierarchy.gone import GoneUses
-from tiered_kv.hierarchy.index import Index, LowerState
-from tiered_kv.hierarchy.multi_queue import MultiQueue as ProductMultiQueue
-from tiered_kv.hierarchy.order import Order
-from tiered_kv.hierarchy.plan import ChunkRecord
-from tiered_kv.hierarchy.shares import Share
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
+from tiered_kv.tiering.eviction import EvictionOrder
+from tiered_kv.tiering.eviction_policy import UseClock
+from tiered_kv.tiering.index import BlobState, GhostList, Index
+from tiered_kv.tiering.lru import Lru as ProductLru
+from tiered_kv.tiering.multi_queue import MultiQueue as ProductMultiQueue
+from tiered_kv.tiering.quotas import Quota, Quotas
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRACE = REPOSITORY.parent / "shared" / "data" / "conversation_trace.jsonl"
@@ -75,7 +74,7 @@ def cache(name: str, size: int) -> Cache:
     if name.startswith("ours "):
         levels, generations = name.split()[1:]
         return MultiQueue(size, int(levels), float(generations))
-    return {"LRU": Lru, "ours": MultiQueue, **QUEUES, **RANKED}[name](size)
+    return {"LRU": Lru, "ours": MultiQueue}[name](size)
 
 
 def shares(hits: Sequence[int], asked: Sequence[int]) -> dict[str, float]:
@@ -149,7 +148,7 @@ class PolicyCost:
 
 def costs(key_count: int = 1 << 17) -> list[dict[str, Any]]:
     makes: dict[str, Callable[[], ProductMultiQueue]] = {
-        "LRU": partial(ProductMultiQueue, lambda _: 0, levels=1),
+        "LRU": partial(ProductLru, lambda _: 0, UseClock()),
         "ours": partial(ProductMultiQueue, {n.to_bytes(16, "big"): n // 64 % 5 for n in range(key_count)}.__getitem__),
     }
     policies = {name: PolicyCost(make, key_count) for name, make in makes.items()}
@@ -177,15 +176,15 @@ def costs(key_count: int = 1 << 17) -> list[dict[str, Any]]:
 
 def eviction_us(namespace_count: int, share_count: int, chunk_count: int = 1 << 15) -> float:
     """Find, remove and add one chunk of a tier with so many namespaces, in the product's order; some have a share."""
-    index = Index(1)
+    index, quotas = Index(2), Quotas()
     for number in range(share_count):
-        index.shares.set(number.to_bytes(16, "big"), Share(at_least=0.001))
-    order = Order(1, index)
+        quotas.set(number.to_bytes(16, "big"), Quota(at_least=0.001))
+    order = EvictionOrder(1, index, quotas, ProductMultiQueue)
     for number in range(chunk_count):
         namespace = (number % namespace_count).to_bytes(16, "big")
         record = ChunkRecord(namespace, (1 << 20 | number).to_bytes(16, "big"), namespace, 0, bytes(32))
         entry = index.add(record)
-        index.set_lower(entry, 0, LowerState.PRESENT)
+        index.set_blob_state(entry, 1, BlobState.PRESENT)
         order.add(entry)
     times_s = []
     for _ in range(5):
@@ -201,7 +200,7 @@ def eviction_us(namespace_count: int, share_count: int, chunk_count: int = 1 << 
 def gone_bytes(key_count: int = 1 << 17) -> float:
     """Memory of one key that is gone, its bytes included."""
     tracemalloc.start()
-    gone = GoneUses()
+    gone = GhostList()
     for number in range(key_count):
         gone.remember(number.to_bytes(16, "big"), 1, key_count)
     size = tracemalloc.get_traced_memory()[0] / len(gone)
@@ -223,7 +222,7 @@ def show(title: str, rows: list[dict[str, Any]], part: str, *, is_relative: bool
 
 def run_section(section: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
     if section == "policies":
-        names = ["LRU", "ours", *QUEUES, *RANKED, "Belady", "infinite"]
+        names = ["LRU", "ours", "Belady", "infinite"]
         rows = list(pool.map(simulate, [(name, size) for size in SIZES for name in names]))
         show("policies: hits in % of blocks, first half", rows, "first")
         show("policies: hits in % of blocks, second half", rows, "second")
@@ -236,7 +235,7 @@ def run_section(section: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]
     elif section == "hierarchy":
         jobs: list[tuple[str, int | None]] = [(name, size) for size in SIZES[1:] for name in ("LRU", "ours")]
         rows = list(pool.map(through_hierarchy, [*jobs, ("infinite", None)]))
-        show("the product's hierarchy: tokens found, in % of those asked for, second half", rows, "second")
+        show("the product's tiering: tokens found, in % of those asked for, second half", rows, "second")
         show("bytes written to the disk tier per byte found, second half", rows, "written_per_found")
     elif section == "admission":
         many = 1 << 20  # more than the trace has: a disk without a limit that fits the table

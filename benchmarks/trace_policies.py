@@ -2,8 +2,7 @@
 
 Every cache is told of whole requests: :meth:`Cache.use` gets the blocks of one prompt, root first. A block counts as a
 hit only if all blocks before it are in the cache, too. Blocks are handed to each policy deepest first, as the product
-does, so that of one request the suffix is the older part. An OrderedDict has its oldest key first. Policies of the
-literature are in ``trace_candidates.py`` and ``trace_ranked.py``.
+does, so that of one request the suffix is the older part. An OrderedDict has its oldest key first.
 """
 
 from __future__ import annotations

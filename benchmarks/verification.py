@@ -24,11 +24,11 @@ from typing import Any
 from bench_report import machine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support")]
+sys.path[:0] = [str(REPOSITORY)]
 
 from disk_io import drop, read  # noqa: E402  # beside this script
-from disk_probe import blob_path, open_disk  # noqa: E402  # shared with the tests
 
+from tests.kit.storage.disk_probe import blob_path, open_disk  # noqa: E402
 from tiered_kv.testing.blobs import SampleChain  # noqa: E402
 from tiered_kv.tiers.wrappers.verified import VerifiedTier  # noqa: E402
 

@@ -107,10 +107,10 @@ class Engine:
 
     def cache_counters(self) -> dict[str, float]:
         """What the connector counted, for the curious; empty without one."""
-        connector = self._core.scheduler.connector
-        side = getattr(connector, "_scheduler", None)
-        if side is None:
+        hooks = getattr(self._core.scheduler.connector, "_scheduler", None)
+        if hooks is None:
             return {}
+        side = hooks.side
         return {"prefill_tokens_per_s": round(side.prefill.tokens_per_s, 1), **dict(sorted(side.counters.items()))}
 
     def block_tokens(self) -> int:

@@ -25,7 +25,7 @@ from rich.markup import escape
 
 from tiered_kv.config import Config
 from tiered_kv.errors import DirectoryLocked
-from tiered_kv.tiers.disk_lock import DirectoryLock
+from tiered_kv.tiers.disk.lock import DirectoryLock
 
 sys.path.append(str(scenario.REPOSITORY / "scripts"))
 from s3_service import BadServerError, Bucket, NoServerError, open_bucket  # shared with tests and benchmarks

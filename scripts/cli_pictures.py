@@ -2,7 +2,7 @@
 
     python scripts/cli_pictures.py [FILE]
 
-The cache is filled with prompts that share a beginning, of two models, and a small engine (tests/support) stores and
+The cache is filled with prompts that share a beginning, of two models, and a small engine (tests/kit) stores and
 loads through a real server while `top` watches. Figures differ from run to run; a test compares everything else.
 """
 
@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
+sys.path.insert(0, str(REPOSITORY))
 
-from cache_clients import SmallEngine, settings  # noqa: E402
-from stock import CHUNK, Model, tokens  # noqa: E402
-
-from tiered_kv.admin.open import open_storage  # noqa: E402
+from tests.kit.server.clients import SmallEngine, settings  # noqa: E402
+from tests.kit.storage.stored_prompts import CHUNK, Model, tokens  # noqa: E402
+from tiered_kv.ops.open import open_storage  # noqa: E402
 
 SHOWN_AS = "/var/cache/tiered_kv"
 COLUMNS = 110

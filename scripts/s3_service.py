@@ -6,7 +6,7 @@ In this order: the server named by ``TIERED_KV_TEST_S3_ENDPOINT`` (credentials i
 not know who asks or what is stored there: whether a missing server is a failure is for the caller to say.
 
 Credentials are handed out as values; this process's environment is not touched. Called by the tests
-(tests/support/s3.py), the demo and the benchmarks.
+(tests/kit/s3.py), the demo and the benchmarks.
 """
 
 import json

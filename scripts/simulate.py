@@ -21,9 +21,9 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path.insert(0, str(ROOT))
 
-from cachesim import Result, SimulationFailed, simulate  # noqa: E402
+from tests.sim.cache.run import Result, SimulationFailed, simulate  # noqa: E402
 
 REPORT = ROOT / "build" / "simulate.json"
 BATCH = 20

@@ -6,7 +6,7 @@ Two machines (directories in a file system of their own where mounting is allowe
 object store: a real S3 server behind the fault proxy of the tests, or a shared directory where there is none. Engines
 draw prompts of Zipf-like popularity that share beginnings, compare every byte they load, and hold leases. Servers and
 engines are killed, stopped, damaged, filled up and operated on, drawn from the seed; samples are taken every second.
-What is checked, and how "flat" is judged: tests/support/soak_run.py and soak_judgement.py.
+What is checked, and how "flat" is judged: tests/soak/run.py and judgement.py.
 
 Prints a table and writes build/soak.json. Ends with 1 when a check fails.
 """
@@ -25,15 +25,16 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts")]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
-from fault_proxy import FaultProxy  # noqa: E402  # shared with the tests
 from prove import git, is_dirty, machine  # noqa: E402
-from s3 import open_s3  # noqa: E402
 from s3_service import NoServerError  # noqa: E402
-from soak_faults import Pace  # noqa: E402
-from soak_run import Plan, Soak  # noqa: E402
-from soak_stores import DirectoryStore, S3Store, Store  # noqa: E402
+
+from tests.kit.faults.proxy import FaultProxy  # noqa: E402
+from tests.kit.s3 import open_s3  # noqa: E402
+from tests.soak.faults import Pace  # noqa: E402
+from tests.soak.run import Plan, Soak  # noqa: E402
+from tests.soak.stores import DirectoryStore, S3Store, Store  # noqa: E402
 
 RESULT = REPOSITORY / "build" / "soak.json"
 ROWS = 60

@@ -1,12 +1,14 @@
 """Fixtures every test may ask for. Must stay cheap to import: torch and vLLM come in with the first engine."""
 
+import logging
 import signal
 from pathlib import Path
 
 import pytest
-from counts import count
 from hypothesis import settings
-from s3 import s3  # noqa: F401 - a fixture
+
+from tests.kit.counts import count
+from tests.kit.s3 import s3  # noqa: F401 - a fixture
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -32,6 +34,18 @@ def tiny_model() -> Path:
     from tiered_kv.testing.model import TINY, build_model
 
     return build_model(REPOSITORY / "build" / "models" / "tiny", shape=TINY)
+
+
+@pytest.fixture(autouse=True)
+def package_logger() -> None:
+    """The package's logger as Python makes it: a connector or a verb of an earlier test in this process set its own.
+
+    A connector takes vLLM's level and handlers and propagates no more, and ``--log-level`` sets a level:
+    then ``caplog`` sees less than it was asked for, in whichever test comes next.
+    """
+    logger = logging.getLogger("tiered_kv")
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)

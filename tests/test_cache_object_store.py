@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cache_probe import figures, wait_for
-from fault_proxy import Fault, FaultProxy, Mode
-from object_nodes import (
+
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
+from tests.kit.server.object_nodes import (
     FOUND_S,
     NodeProcess,
     Place,
@@ -20,14 +21,13 @@ from object_nodes import (
     wait_loaded,
     wait_uploaded,
 )
-from s3 import S3
-
+from tests.kit.server.probe import figures, wait_for
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.server.paths import server_directory
+from tiered_kv.server.directory import server_directory
 
 HEADS_MAX = 24
-"""For a prompt of 512 chunks: hierarchy/searches.py."""
+"""For a prompt of 512 chunks: tiering/prefix_search.py."""
 
 
 @pytest.fixture(params=["memory", "shared+file", pytest.param("s3", marks=pytest.mark.s3)])
@@ -190,7 +190,7 @@ def test_a_bucket_that_is_missing_is_used_as_soon_as_it_is_there(s3: S3, tmp_pat
             wait_for(lambda: len(blob_paths(later, "p")) == 10, "the uploads", deadline_s=FOUND_S)
             assert object_figures(tmp_path / "a")["breaker_opened"] == 1
             wait_for(lambda: object_figures(tmp_path / "b")["breaker"] == "closed", "the other's trial")
-            # Sessions that opened without the bucket share nothing (server/shared_epochs.py); the next ones do.
+            # Sessions that opened without the bucket share nothing (server/epochs.py); the next ones do.
             with node(settings["a"]) as next_a, node(settings["b"]) as next_b:
                 assert store(next_a, 2, 10) == 10
                 wait_loaded(next_b, 2, 10)

@@ -9,7 +9,7 @@ from tiered_kv.config import Config, parse_size, parse_time_s, size_text
 from tiered_kv.errors import ConfigError
 from tiered_kv.location import redact
 from tiered_kv.machine import memory_limit_bytes
-from tiered_kv.server.paths import server_directory
+from tiered_kv.server.directory import server_directory
 
 URI = "file:///var/cache/tiered_kv"
 
@@ -128,7 +128,7 @@ def test_an_unknown_name_is_told_with_the_nearest_known_one(name: str, near: str
     ("uri", "expected"),
     [
         ("", "storage_uri is required|expected a non-empty string"),
-        ("/var/cache", "unknown scheme ''"),
+        ("/var/cache", "no scheme in it: a directory is written file:///var/cache"),
         ("http://host/dir", "unknown scheme 'http'"),
         ("file://var/cache", "three slashes and an absolute directory"),
         ("file:relative", "three slashes"),
@@ -204,6 +204,8 @@ def test_the_uri_names_the_directory(uri: str, path: str) -> None:
         ("http://user:hidden@host:port/x", "http://***@host:port/x"),
         ("file://user:hidden@host/x", "file://***@host/x"),
         ("s3://[hidden@x/p", "s3://***@x/p"),
+        ("file:key:hidden@://", "***@://"),
+        ("AKIA:hidden@s3://bucket/p", "***@s3://bucket/p"),
         ("", ""),
     ],
 )

@@ -7,13 +7,13 @@ them run against what is left. The fields of the namespace are dropped in ``test
 from pathlib import Path
 
 import pytest
-from mutants import first_failure, mutants, recompiled
 
-from tiered_kv.chunks import fields, header
+from tests.kit.mutants import first_failure, mutants, recompiled
+from tiered_kv.chunks import header
 from tiered_kv.engine.performer import Performer
-from tiered_kv.hierarchy.index import Index
-from tiered_kv.keys.rolling import PrefixKeys
-from tiered_kv.tiers import disk, disk_scan
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.tiering.index import Index
+from tiered_kv.tiers.disk import scan, tier
 
 HERE = Path(__file__).parent
 
@@ -24,15 +24,15 @@ CHECKED = {
     "a blob against key, prefix and namespace": (header.BlobFormat, "verify", BLOBS),
     "what all blobs of a namespace share": (header.BlobFormat, "_check_constant_part", BLOBS),
     "a header": (header, "_whole_header", BLOBS),
-    "a header's hash": (fields, "check_header_hash", BLOBS),
+    "a header's hash": (header, "check_header_hash", BLOBS),
     "a format version": (header, "_check_version", BLOBS),
     "a payload": (header, "_check_payload", BLOBS),
     "a blob of any namespace": (header, "check_blob", BLOBS),
-    "a blob of another size": (disk, "refuse_foreign", DISK),
-    "a file against its name": (disk_scan, "read_named_header", DISK),
+    "a blob of another size": (tier, "refuse_foreign", DISK),
+    "a file against its name": (scan, "read_named_header", DISK),
     "what was read against the index": (Performer, "_read", ("engine/test_engine.py",)),
-    "what the index holds": (Index, "held_prefix", ("hierarchy/test_lookups.py", "hierarchy/test_failures.py")),
-    "keys": (PrefixKeys, "extend", ("keys/test_golden_keys.py", "keys/test_rolling.py")),
+    "what the index holds": (Index, "held_prefix", ("tiering/test_lookups.py", "tiering/test_failures.py")),
+    "keys": (PrefixKeys, "extend", ("keys/test_golden_keys.py", "keys/test_prefix_keys.py")),
 }
 
 

@@ -14,9 +14,10 @@ from botocore.exceptions import (
     ReadTimeoutError,
     ResponseStreamingError,
 )
-from cache_probe import wait_for
-from fault_proxy import Fault, FaultProxy, Mode
-from s3 import S3
+
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
+from tests.kit.server.probe import wait_for
 
 BODY = bytes(range(256)) * 4096  # 1 MiB
 

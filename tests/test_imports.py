@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import entry_points, packages_distributions
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_vllm_finds_the_connector_by_name() -> None:
 
 # -- what is imported is declared -------------------------------------------------------------------------------------
 
-EXTRAS = {"vllm": "vllm", "chunks/transfer.py": "vllm", "chunks/self_test.py": "vllm", "testing": "test"}
+EXTRAS = {"vllm": "vllm", "chunks/transfer.py": "vllm", "chunks/layout_test.py": "vllm", "testing": "test"}
 """Parts of the package that may need an extra: what runs inside vLLM, and what is for tests."""
 MORE = {"testing/model.py": "vllm"}
 
@@ -77,6 +78,12 @@ def imported(source: str) -> set[str]:
     return found - set(sys.stdlib_module_names) - {"tiered_kv"}
 
 
+@cache
+def distributions_of_packages() -> dict[str, list[str]]:
+    """Read once: it looks into every installed distribution."""
+    return dict(packages_distributions())
+
+
 def undeclared(name: str, source: str, project: dict[str, list[str]]) -> set[str]:
     """What a module imports and neither the package's dependencies nor the extra of its place bring by name."""
     allowed = {distribution(one) for one in project["dependencies"]}
@@ -84,7 +91,7 @@ def undeclared(name: str, source: str, project: dict[str, list[str]]) -> set[str
         for place, extra in places.items():
             if name == place or name.startswith(f"{place}/"):
                 allowed |= {distribution(one) for one in project[extra]}
-    brought_by = packages_distributions()
+    brought_by = distributions_of_packages()
     return {
         package
         for package in imported(source)

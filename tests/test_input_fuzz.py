@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import typer
-from counts import count, seed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stock import Model, tokens
 from typer.testing import CliRunner
-from verbs import directory_tier
 
+from tests.kit.counts import count, seed
+from tests.kit.storage.stored_prompts import Model, tokens
+from tests.kit.verbs import directory_tier
 from tiered_kv.cli.app import VERBS
 from tiered_kv.cli.exits import EXIT_FOUND, EXIT_LOCKED, EXIT_SETTINGS, EXIT_UNAVAILABLE, EXIT_UNCONFIRMED
 from tiered_kv.cli.main import app
@@ -39,11 +39,14 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | texts | st.b
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=5
 )
+PLACES = {"endpoint_url", "account_name"}
+"""Options that name the place, as a bucket's name does: they are shown."""
+
 options = st.dictionaries(
-    st.sampled_from(sorted({name for known in OBJECT_OPTIONS.values() for name in known})) | texts,
+    st.sampled_from(sorted({name for known in OBJECT_OPTIONS.values() for name in known} - PLACES)) | texts,
     st.just(SECRET) | values,
     max_size=4,
-)
+) | st.dictionaries(st.sampled_from(sorted(PLACES)), values, max_size=2)
 uris = st.builds(
     lambda scheme, mark, user, place, query, fragment: f"{scheme}{mark}{user}{place}{query}{fragment}",
     st.sampled_from(SCHEMES),
@@ -95,6 +98,7 @@ def hides(uri: str) -> bool:
 
 
 @settings(max_examples=EXAMPLES)
+@example(f"file:key:{SECRET}@://", None)
 @given(uris, st.none() | options)
 def test_a_uri_is_a_place_or_an_error_without_the_secret(uri: str, given_: dict[str, Any] | None) -> None:
     shown = redact(uri)

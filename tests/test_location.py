@@ -30,8 +30,13 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
 @pytest.mark.parametrize(
     ("uri", "expected"),
     [
-        ("", "unknown scheme ''"),
-        ("bucket/prefix", "unknown scheme ''"),
+        ("", "no scheme in it: a directory is written file:///absolute/path, a bucket s3://bucket/prefix"),
+        ("bucket/prefix", "a directory is written file:///absolute/path, a bucket s3://bucket/prefix"),
+        ("/var/cache/kv", "no scheme in it: a directory is written file:///var/cache/kv"),
+        ("/a b/c%", "a directory is written file:///a%20b/c%25"),
+        ("/dir?token=hidden", "a directory is written file:///absolute/path"),
+        ("/", "a directory is written file:///absolute/path"),
+        ("~/kv", "a directory is written file:///absolute/path"),
         ("http://host/dir", "unknown scheme 'http'"),
         ("s3://", "names no bucket"),
         ("s3:///prefix", "names no bucket"),

@@ -6,20 +6,20 @@ import socket
 from pathlib import Path
 
 import pytest
-from fault_proxy import Fault, FaultProxy, Mode
-from format_samples import golden_geometry
-from s3 import S3
 
-from tiered_kv.chunks.fields import SealFields
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
+from tests.kit.samples.formats import golden_geometry
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.config import Config
 from tiered_kv.errors import TierUnavailable
+from tiered_kv.fleet.timing import Timing
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.bucket.pace import Pace
-from tiered_kv.tiers.object_errors import explain
-from tiered_kv.tiers.object_store import ObjectStore
-from tiered_kv.tiers.object_tier import ObjectTier
+from tiered_kv.tiers.object.errors import explain
+from tiered_kv.tiers.object.store import ObjectStore
+from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers import breaker
 
 NAMESPACE = bytes(range(16))
@@ -73,7 +73,7 @@ def test_policy_allows_four_actions_below_the_prefix(page: str) -> None:
 
 
 def test_numbers_are_those_of_the_code(page: str) -> None:
-    pace, text = Pace(), " ".join(page.split())
+    pace, text = Timing(), " ".join(page.split())
     for fact in (
         f"down to {pace.low_water:.0%} of the limit".replace("%", " %"),
         f"up to {pace.delete_batch} blobs",
@@ -209,7 +209,7 @@ def test_operations_cost_the_requests_the_page_says(s3: S3, page: str) -> None:
     blob = memoryview(bytearray(form.blob_bytes))
     names = [BlobName(NAMESPACE, bytes([i]) * 16, NAMESPACE, 0) for i in range(2)]
     for name in names:
-        form.seal(blob, SealFields(name.key, NAMESPACE, 0, bytes(32), 0))
+        form.seal(blob, ChunkRecord(NAMESPACE, name.key, NAMESPACE, 0, bytes(32)), 0)
     with FaultProxy(s3.endpoint_url) as proxy:
         tier = ObjectTier(ObjectStore(parse_location(s3.uri(s3.new_prefix()), s3.options(proxy.url))))
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
-from cache_probe import wait_for
-from s3 import S3, OwnServer
 from s3_service import SCRIPT, SERVERS, Bucket, Credentials
+
+from tests.kit.s3 import S3, OwnServer
+from tests.kit.server.probe import wait_for
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw")
 
@@ -196,7 +197,7 @@ def test_machine_that_cannot_run_it_is_told_why_and_what_to_do(tmp_path: Path) -
 
 NO_SERVER = """
 import s3_service
-from s3 import s3
+from tests.kit.s3 import s3
 
 
 def no_server(*_):
@@ -211,7 +212,7 @@ def test_session_without_a_server_skips_and_under_ci_fails(tmp_path: Path, repos
     """A suite that was skipped proves nothing, and CI must not be green for it."""
     (tmp_path / "test_it.py").write_text("def test_it(s3):\n    assert s3\n")
     (tmp_path / "conftest.py").write_text(NO_SERVER)
-    search = os.pathsep.join(str(repository / folder) for folder in ("tests/support", "scripts"))
+    search = os.pathsep.join(str(repository / folder) for folder in (".", "scripts"))
     outcomes = {}
     for ci in ("", "true"):
         command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]

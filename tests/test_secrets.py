@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_clients import BLOCK, CHUNK, SmallEngine, settings
-from cache_probe import figures, wait_ended, wait_for, wait_written
-from s3 import S3
 from typer.testing import CliRunner
 
+from tests.kit.s3 import S3
+from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, settings
+from tests.kit.server.probe import figures, wait_ended, wait_for, wait_written
 from tiered_kv.cli.main import app
 from tiered_kv.config import Config
-from tiered_kv.server.paths import server_directory
+from tiered_kv.server.directory import server_directory
 
 FIRST_TOKEN = 1_970_000_011
 CHUNKS = 4

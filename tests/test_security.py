@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, hello, settings
-from cache_probe import server_pid, wait_ended, wait_written
 from hypothesis import given
 from hypothesis import strategies as st
-from server_processes import end_server
 
+from tests.kit.server.clients import SmallEngine, hello, settings
+from tests.kit.server.probe import server_pid, wait_ended, wait_written
+from tests.kit.server.processes import end_server
+from tiered_kv.fleet.layout import SERVER_ID
 from tiered_kv.keys.naming import BlobName, object_path, parse_object_path, parse_path, relative_path
 from tiered_kv.server.__main__ import _PrivateLog
-from tiered_kv.tiers.bucket.layout import SERVER_ID
 
 # -- nothing that others wrote is ever run -----------------------------------------------------------------------------
 
@@ -111,11 +111,11 @@ SCENE = """
 import os, sys
 from pathlib import Path
 os.umask(int(sys.argv[2], 8))
-from cache_clients import SmallEngine, settings
-from cache_probe import wait_ended, wait_written
-from object_nodes import Place, node, store
-from tiered_kv.server.paths import read_info
-from verbs import run
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import wait_ended, wait_written
+from tests.kit.server.object_nodes import Place, node, store
+from tiered_kv.server.directory import read_info
+from tests.kit.verbs import run
 root = Path(sys.argv[1])
 one = SmallEngine.start(settings(root / "a" / "cache"), "e")
 one.store(4)

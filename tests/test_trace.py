@@ -1,4 +1,4 @@
-"""The figures of ``benchmarks/trace.py`` are of the product: its fast caches and the real hierarchy agree."""
+"""The figures of ``benchmarks/trace.py`` are of the product: its fast caches and the real tiering agree."""
 
 import itertools
 import json
@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from conversations import conversations
 
-from tiered_kv.hierarchy.multi_queue import MultiQueue as ProductMultiQueue
+from tests.kit.samples.conversations import conversations
+from tiered_kv.tiering.eviction_policy import UseClock
+from tiered_kv.tiering.lru import Lru as ProductLru
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from trace_candidates import QUEUES
 from trace_hierarchy import Replay
 from trace_policies import Lru, MultiQueue, Optimum, replay
-from trace_ranked import RANKED
 
 TRACE = Path(__file__).resolve().parent / "data" / "conversation_trace_small.jsonl"
 SIZE = 1500
@@ -39,7 +38,7 @@ def test_the_fast_cache_and_the_hierarchy_find_the_same_blocks(requests: list[li
 
     assert hits == replay(requests, FAST[eviction](SIZE))
     assert sum(hits) > len(requests)  # more than what all of them share
-    real.hierarchy.check_integrity()
+    real.tiering.check_integrity()
 
 
 def test_the_policies_differ_where_conversations_come_back() -> None:
@@ -49,7 +48,7 @@ def test_the_policies_differ_where_conversations_come_back() -> None:
 
 
 def test_the_fast_lru_is_the_policy_of_the_product(requests: list[list[int]]) -> None:
-    fast, real = Lru(SIZE), ProductMultiQueue(lambda _: 0, levels=1)
+    fast, real = Lru(SIZE), ProductLru(lambda _: 0, UseClock())
     for blocks in requests:
         keys = [block.to_bytes(4, "big") for block in blocks]
         parent = None
@@ -67,7 +66,7 @@ def test_the_fast_lru_is_the_policy_of_the_product(requests: list[list[int]]) ->
 def test_no_cache_has_more_hits_than_the_optimum(requests: list[list[int]]) -> None:
     best = sum(replay(requests, Optimum(SIZE, requests)))
     infinite = sum(replay(requests, Lru(1 << 60)))
-    for make in (Lru, MultiQueue, *QUEUES.values(), *RANKED.values()):
+    for make in (Lru, MultiQueue):
         cache = make(SIZE)
         assert sum(replay(requests, cache)) <= best <= infinite
         assert sum(block in cache for block in {block for blocks in requests for block in blocks}) <= SIZE

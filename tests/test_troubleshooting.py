@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.admin.findings import NO_HITS, SECTIONS, TROUBLESHOOTING, Finding
+from tiered_kv.ops.findings import NO_HITS, SECTIONS, TROUBLESHOOTING, ok, warning
 
 OF_CHECKS = {"disk content", "object content", "disk test", "object test", "O_DIRECT"}
 """Names of checks that are put together from a tier's name, and one whose finding is written in a branch."""
@@ -32,7 +32,7 @@ def test_every_reference_of_a_verb_leads_to_a_heading(page: str) -> None:
 
 def test_every_check_of_doctor_has_a_section(repository: Path) -> None:
     named = set(OF_CHECKS)
-    for module in (repository / "tiered_kv" / "admin").glob("doctor*.py"):
+    for module in (repository / "tiered_kv" / "ops").glob("doctor*.py"):
         for call in ast.walk(ast.parse(module.read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("warning", "error"):
                 first = call.args[0]
@@ -42,8 +42,8 @@ def test_every_check_of_doctor_has_a_section(repository: Path) -> None:
 
 
 def test_only_what_has_to_be_done_refers_to_a_section() -> None:
-    assert Finding("room", "ok", "enough").see == ""
-    assert Finding("room", "warning", "little").see == f"{TROUBLESHOOTING}#disk-full"
+    assert ok("room", "enough").see == ""
+    assert warning("room", "little").see == f"{TROUBLESHOOTING}#disk-full"
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tiered_kv.version import __version__
+
 if TYPE_CHECKING:
     from tiered_kv.cache import Cache
 
-__version__ = "0.1.0"
 __all__ = ["Cache", "__version__"]
 
 

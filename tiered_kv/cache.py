@@ -17,20 +17,21 @@ from typing import Self
 
 import msgspec
 
-from tiered_kv import __version__
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.config import Config
 from tiered_kv.errors import Closed, ConfigError, DirectoryLocked, TieredKVError, TierUnavailable
-from tiered_kv.hierarchy.plan import ChunkRecord, SlotId
-from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION
-from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.stored_by import encoding_text, stored_by
-from tiered_kv.server import messages as m
-from tiered_kv.server.client import LookupAnswer, SchedulerClient
+from tiered_kv.server import protocol as m
+from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.compose import serve
 from tiered_kv.server.server import Server
 from tiered_kv.server.worker_client import WorkerClient, pages_on_the_wire
+from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.tiering.types import LookupAnswer, SlotId
+from tiered_kv.version import __version__
 
 logger = logging.getLogger(__name__)
 

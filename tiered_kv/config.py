@@ -277,7 +277,9 @@ class Config:
 
     def _check_storage(self) -> None:
         location = self.location()
-        if location.kind == "object":
+        if location.kind == "extension" and self.storage_admission != "all":
+            raise ConfigError("storage_admission is only for object stores")
+        if location.kind != "disk":
             if self.disk_path is None and self.disk_bytes is not None:
                 raise ConfigError(
                     "disk_bytes is the limit of a local disk tier: set disk_path, or storage_bytes instead"
@@ -296,7 +298,7 @@ class Config:
                 raise ConfigError(f"{name} is only for object stores: with file:// the limit is disk_bytes")
 
     def admissions(self) -> dict[str, str]:
-        """What each lower tier takes, by its name."""
+        """What each secondary tier takes, by its name."""
         return {"disk": self.disk_admission, "object": self.storage_admission}
 
     def disk_root(self) -> Path | None:
@@ -308,7 +310,7 @@ class Config:
         """Where a server of these settings has its lock, description and log: the disk tier, if there is one.
 
         Otherwise a directory of this user for this URI and host, which whoever uses it must make and check
-        (``server/paths.py``).
+        (``server/directory.py``).
         """
         root = self.disk_root()
         if root is not None:
@@ -361,7 +363,7 @@ class Config:
         """
         limits = f"{self.resolved_host_bytes()} {self.disk_bytes} {self.min_free_bytes}"
         location = self.location()
-        if location.kind == "object":
+        if location.kind != "disk":
             limits += f" {location.identity} " + " ".join(str(getattr(self, name)) for name in BUCKET_SETTINGS)
         return hashlib.sha256(limits.encode()).hexdigest()[:16]
 

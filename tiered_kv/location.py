@@ -8,16 +8,21 @@ environment: who reaches the medium (``tiers/``) does that. Called by ``config.p
     file:///dir                           local disk
     s3://bucket/prefix?endpoint_url=...   object store; also gs:// az:// memory://
     shared+file:///dir                    object store in a directory that several machines mount
+    <scheme>://place?name=value           a medium that an installed package registers (docs/extending.md)
 """
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import TYPE_CHECKING, Final, Literal
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from tiered_kv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 EXAMPLE: Final = 'e.g. "storage_uri": "file:///var/cache/tiered_kv" or "s3://bucket/prefix"'
 
@@ -33,6 +38,12 @@ OBJECT_OPTIONS: Final[dict[str, tuple[str, ...]]] = {
 CLIENT_OPTIONS: Final = ("client_kwargs", "config_kwargs", "s3_additional_kwargs", "requester_pays")
 """What ``storage_options`` may hold for s3 besides: passed on to s3fs as it is."""
 
+SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+"""A scheme's name (RFC 3986, section 3.1)."""
+
+MEDIA_GROUP: Final = "tiered_kv.tiers"
+"""Entry points of installed packages: a scheme, and the factory of its tier."""
+
 BOOLEANS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -41,12 +52,13 @@ class Location:
     """A parsed storage URI.
 
     Attributes:
-        path: The directory, absolute, for ``file`` and ``shared+file``; otherwise ``bucket/prefix`` without a slash at
-            either end.
+        kind: ``extension`` for a medium that another package registers.
+        path: The directory, absolute, for ``file`` and ``shared+file``; as the URI says it for an extension; otherwise
+            ``bucket/prefix`` without a slash at either end.
         options: What reaches the store, credentials included; never shown.
     """
 
-    kind: Literal["disk", "object"]
+    kind: Literal["disk", "object", "extension"]
     scheme: str
     path: str
     options: Mapping[str, object] = field(default_factory=dict, repr=False, hash=False)
@@ -63,7 +75,8 @@ class Location:
     @property
     def identity(self) -> str:
         """Names the place: equal for two clients that reach the same objects, without anything secret."""
-        endpoint = self.options.get("endpoint_url") or self.options.get("account_name")
+        account = self.options.get("account_name") if self.scheme == "az" else None
+        endpoint = self.options.get("endpoint_url") or account
         return f"{self}@{redact(str(endpoint)).rstrip('/')}" if endpoint else str(self)
 
 
@@ -80,6 +93,14 @@ def parse_location(uri: str, storage_options: Mapping[str, object] | None = None
         raise ConfigError(f"{shown}: not a URI ({exc}), {EXAMPLE}") from exc
     if parts.scheme == "file":
         return _disk(parts.netloc, parts.path, bool(parts.query or parts.fragment), storage_options, shown)
+    if not parts.scheme:
+        raise ConfigError(f"{shown}: no scheme in it: {_with_scheme(uri)}")
+    if parts.scheme not in OBJECT_OPTIONS and registered_medium(parts.scheme) is not None:
+        if "@" in parts.netloc or parts.fragment:
+            raise ConfigError(f"{shown}: no credentials and no # in it; credentials belong into storage_options")
+        named = dict(parse_qsl(parts.query, keep_blank_values=True))
+        path = unquote(f"{parts.netloc}{parts.path}")
+        return Location("extension", parts.scheme, path, {**named, **(storage_options or {})})
     if parts.scheme not in OBJECT_OPTIONS:
         raise ConfigError(f"{shown}: unknown scheme {parts.scheme!r}, {EXAMPLE}")
     if parts.fragment:
@@ -93,14 +114,36 @@ def parse_location(uri: str, storage_options: Mapping[str, object] | None = None
     return Location("object", parts.scheme, path, options)
 
 
+def _with_scheme(text: str) -> str:
+    """What to write in place of a text that names no scheme; of an absolute path the very URI, if nothing is hidden."""
+    if text.startswith("/") and text.strip("/") and redact(text) == text:
+        return f"a directory is written file://{quote(text)}"
+    return f"a directory is written file:///absolute/path, a bucket s3://bucket/prefix; {EXAMPLE}"
+
+
+def registered_medium(scheme: str) -> "EntryPoint | None":
+    """The factory that an installed package registers for a scheme, not loaded yet; None: there is none.
+
+    Raises:
+        ConfigError: Two packages register the scheme: which one is meant nobody can say.
+    """
+    from importlib.metadata import entry_points  # noqa: PLC0415  # for schemes that are not our own only
+
+    found = entry_points(group=MEDIA_GROUP, name=scheme) if scheme else ()
+    if len(found) > 1:
+        raise ConfigError(f"several installed packages register the scheme {scheme!r}: uninstall all but one")
+    return next(iter(found), None)
+
+
 def redact(uri: str) -> str:
     """A URI without user, password and query, for logs and messages; never raises.
 
-    Everything up to the last ``@`` goes: a password that was not escaped may hold any character.
+    Everything up to the last ``@`` goes: a password that was not escaped may hold any character. What stands before
+    ``://`` and is no scheme's name belongs to that: somebody wrote one slash or one colon too few.
     """
     scheme, separator, rest = uri.partition("://")
-    if not separator:
-        scheme, rest = "", uri
+    if not SCHEME.fullmatch(scheme):
+        scheme, separator, rest = "", "", uri
     if not rest.startswith("/"):  # with three slashes there is no user, and a directory may be called anything
         _, at, tail = rest.rpartition("@")
         rest = f"***@{tail}" if at else rest

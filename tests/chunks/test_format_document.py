@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from tiered_kv.chunks import fields as f
+from tiered_kv.chunks import header as f
 from tiered_kv.chunks.geometry import ALIGNMENT_BYTES
 from tiered_kv.keys.extras import Embeds, Lora, Multimodal, Salt, encode
 from tiered_kv.keys.namespace import FORMAT_VERSION, MAX_DEPTH, MAX_RECORD_BYTES, REQUIRED_FIELDS
-from tiered_kv.tiers.disk_marker import CONTENT, MARKER_FILE
+from tiered_kv.tiers.disk.marker import CONTENT, MARKER_FILE
 
 
 @pytest.fixture

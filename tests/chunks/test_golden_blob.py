@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from format_samples import GOLDEN_FIELDS, GOLDEN_NAMESPACE, golden_geometry
 from safetensors import safe_open
 
+from tests.kit.samples.formats import GOLDEN_NAMESPACE, GOLDEN_RECORD, GOLDEN_UNIX_S, golden_geometry
 from tiered_kv.chunks.header import BlobFormat, BlobHeader, check_blob, peek, read_header, refuse_foreign
 from tiered_kv.errors import ChunkMismatch
 
@@ -23,30 +23,26 @@ def test_sealing_the_same_chunk_writes_the_golden_bytes(golden):
     blob_format = BlobFormat(GOLDEN_NAMESPACE, golden_geometry())
     blob = bytearray(blob_format.blob_bytes)
     blob[blob_format.header_bytes :] = golden[blob_format.header_bytes :]
-    blob_format.seal(memoryview(blob), GOLDEN_FIELDS)
+    blob_format.seal(memoryview(blob), GOLDEN_RECORD, GOLDEN_UNIX_S)
     assert bytes(blob) == bytes(golden)
 
 
 def test_golden_blob_verifies(golden):
-    BlobFormat(GOLDEN_NAMESPACE, golden_geometry()).verify(golden, GOLDEN_FIELDS.key, GOLDEN_FIELDS.prefix_sha256)
+    BlobFormat(GOLDEN_NAMESPACE, golden_geometry()).verify(golden, GOLDEN_RECORD.key, GOLDEN_RECORD.prefix_sha256)
     assert check_blob(golden) == read_header(golden[:4096])
 
 
 def test_golden_header_is_read_from_its_first_4096_bytes(golden):
     assert peek(golden[:4096]) == BlobHeader(
+        record=GOLDEN_RECORD,
         format_version=3,
-        namespace=GOLDEN_NAMESPACE,
-        key=GOLDEN_FIELDS.key,
-        parent=GOLDEN_FIELDS.parent,
-        chunk_index=3,
         token_count=8,
-        prefix_sha256=GOLDEN_FIELDS.prefix_sha256,
         payload_xxh3=read_header(golden).header.payload_xxh3,
         created_unix_s=1_700_000_000,
-        tag=bytes(range(0x60, 0x70)),
-        stored_by="tiered_kv/0.9.1 vllm/0.32.0 cpu/CPU_ATTN:amx",
         header_bytes=4096,
     )
+    said = peek(golden[:4096]).record  # which are equal whoever stored it
+    assert (said.tag, said.stored_by) == (GOLDEN_RECORD.tag, GOLDEN_RECORD.stored_by)
 
 
 def test_safetensors_opens_the_golden_blob():
@@ -54,9 +50,9 @@ def test_safetensors_opens_the_golden_blob():
         metadata = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
     assert metadata["tiered_kv_format"] == "0003"
-    assert metadata["stored_by"].rstrip() == GOLDEN_FIELDS.stored_by and len(metadata["stored_by"]) == 128
-    assert metadata["tag"] == GOLDEN_FIELDS.tag.hex()
-    assert metadata["key"] == GOLDEN_FIELDS.key.hex()
+    assert metadata["stored_by"].rstrip() == GOLDEN_RECORD.stored_by and len(metadata["stored_by"]) == 128
+    assert metadata["tag"] == GOLDEN_RECORD.tag.hex()
+    assert metadata["key"] == GOLDEN_RECORD.key.hex()
     assert {name: (t.dtype.name, t.shape) for name, t in tensors.items()} == {
         "rank0/model.layers.0.attn": ("float16", (2, 2, 4, 8)),
         'rank0/q"\\é': ("uint8", (2, 4, 3)),
@@ -79,7 +75,7 @@ def test_a_blob_of_an_older_version_is_somebody_elses_and_never_a_damaged_one_of
         lambda: peek(old[:4096]),
         lambda: read_header(old),
         lambda: check_blob(old),
-        lambda: ours.verify(old, GOLDEN_FIELDS.key, GOLDEN_FIELDS.prefix_sha256),
+        lambda: ours.verify(old, GOLDEN_RECORD.key, GOLDEN_RECORD.prefix_sha256),
         lambda: refuse_foreign(old[:4096], GOLDEN_NAMESPACE),
     ):
         with pytest.raises(ChunkMismatch, match=f"format version mismatch. expected=3 observed={version}"):

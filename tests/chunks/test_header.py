@@ -2,30 +2,40 @@ import dataclasses
 import threading
 import tracemalloc
 
+import msgspec
 import pytest
-from format_samples import GOLDEN_FIELDS, GOLDEN_NAMESPACE, golden_geometry, rehashed, sealed_blob
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tiered_kv.chunks import fields as f
+from tests.kit.samples.formats import (
+    GOLDEN_NAMESPACE,
+    GOLDEN_RECORD,
+    GOLDEN_UNIX_S,
+    golden_geometry,
+    rehashed,
+    sealed_blob,
+)
+from tiered_kv.chunks import header as f
 from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import (
     MAX_HEADER_BYTES,
     PEEK_BYTES,
     BlobCheck,
     BlobFormat,
-    SealFields,
     check_blob,
     peek,
     read_header,
 )
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
+from tiered_kv.keys.chunk_record import ChunkRecord
 
 FORMAT = BlobFormat(GOLDEN_NAMESPACE, golden_geometry())
-KEY, PREFIX = GOLDEN_FIELDS.key, GOLDEN_FIELDS.prefix_sha256
+KEY, PREFIX = GOLDEN_RECORD.key, GOLDEN_RECORD.prefix_sha256
 PAYLOAD = FORMAT.header_bytes
 PAD = PAYLOAD + golden_geometry().data_bytes
+
+ANOTHER_RECORD = msgspec.structs.replace(GOLDEN_RECORD, namespace=b"n" * 16)
 
 
 def verify(blob, blob_format=FORMAT, key=KEY, prefix=PREFIX):
@@ -55,41 +65,45 @@ def test_header_and_payload_are_multiples_of_4096():
 
 
 def test_sealing_again_with_other_fields_leaves_nothing_of_the_first():
-    other = SealFields(b"k" * 16, b"p" * 16, 9_999_999_999, b"s" * 32, 999_999_999_999)
+    other = ChunkRecord(GOLDEN_NAMESPACE, b"k" * 16, b"p" * 16, 9_999_999_999, b"s" * 32)
     blob = sealed_blob(FORMAT)
-    FORMAT.seal(memoryview(blob), other)
-    assert blob == sealed_blob(FORMAT, other)
+    FORMAT.seal(memoryview(blob), other, 999_999_999_999)
+    assert blob == sealed_blob(FORMAT, other, 999_999_999_999)
     assert peek(blob).created_unix_s == 999_999_999_999
 
 
 def test_sealing_clears_what_an_earlier_chunk_left_in_the_padding():
     blob = bytearray(b"\xaa" * FORMAT.blob_bytes)
-    FORMAT.seal(memoryview(blob), GOLDEN_FIELDS)
+    FORMAT.seal(memoryview(blob), GOLDEN_RECORD, GOLDEN_UNIX_S)
     assert blob[PAD:] == bytes(FORMAT.blob_bytes - PAD)
     assert blob[PAD - 1] == 0xAA
 
 
 def test_sealing_a_buffer_of_another_size_is_refused():
     with pytest.raises(ValueError, match=f"expected={FORMAT.blob_bytes} observed={FORMAT.blob_bytes - 1}"):
-        FORMAT.seal(memoryview(bytearray(FORMAT.blob_bytes - 1)), GOLDEN_FIELDS)
+        FORMAT.seal(memoryview(bytearray(FORMAT.blob_bytes - 1)), GOLDEN_RECORD, GOLDEN_UNIX_S)
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        {"namespace": b"n" * 16},
         {"key": b"k" * 15},
         {"parent": b"p" * 17},
         {"prefix_sha256": b"s" * 31},
         {"chunk_index": -1},
         {"chunk_index": 10**10},
+        {"tag": b"t" * 17},
         {"created_unix_s": -1},
         {"created_unix_s": 10**12},
     ],
     ids=str,
 )
 def test_field_that_does_not_fit_is_refused(change):
+    created_unix_s = change.get("created_unix_s", GOLDEN_UNIX_S)
+    changed = {name: value for name, value in change.items() if name != "created_unix_s"}
     with pytest.raises(ValueError, match="observed="):
-        dataclasses.replace(GOLDEN_FIELDS, **change)
+        sealed_blob(FORMAT, msgspec.structs.replace(GOLDEN_RECORD, **changed), created_unix_s)
 
 
 def test_sealing_and_verifying_copy_no_payload():
@@ -98,7 +112,7 @@ def test_sealing_and_verifying_copy_no_payload():
     blob = memoryview(bytearray(blob_format.blob_bytes))
     tracemalloc.start()
     try:
-        blob_format.seal(blob, GOLDEN_FIELDS)
+        blob_format.seal(blob, GOLDEN_RECORD, GOLDEN_UNIX_S)
         blob_format.verify(blob, KEY, PREFIX)
         check_blob(blob)
         peak = tracemalloc.get_traced_memory()[1]
@@ -111,7 +125,7 @@ def test_threads_seal_and_verify_different_blobs_with_one_format():
     failures = []
 
     def work(number):
-        own = dataclasses.replace(GOLDEN_FIELDS, key=bytes([number] * 16), chunk_index=number)
+        own = msgspec.structs.replace(GOLDEN_RECORD, key=bytes([number] * 16), chunk_index=number)
         try:
             for _ in range(50):
                 verify(sealed_blob(FORMAT, own), key=own.key)
@@ -274,21 +288,21 @@ def test_who_stored_it_is_told_in_one_way_only(line):
             read(rehashed(blob))
     if line.isascii():
         with pytest.raises(ValueError, match="who stored a chunk reads like"):
-            dataclasses.replace(GOLDEN_FIELDS, stored_by=line.decode())
+            sealed_blob(FORMAT, msgspec.structs.replace(GOLDEN_RECORD, stored_by=line.decode()))
 
 
 def test_a_blob_may_leave_open_who_stored_it():
-    blob = sealed_blob(FORMAT, dataclasses.replace(GOLDEN_FIELDS, stored_by=""))
+    blob = sealed_blob(FORMAT, msgspec.structs.replace(GOLDEN_RECORD, stored_by=""))
     verify(blob)
-    assert peek(blob).stored_by == ""
+    assert peek(blob).record.stored_by == ""
 
 
 def test_the_longest_line_fits():
     line = f"tiered_kv/{'1' * 24} {'d' * 12}/{'2' * 40} {'e' * 39}"
     assert len(line) == f.STORED_BY.width
-    blob = sealed_blob(FORMAT, dataclasses.replace(GOLDEN_FIELDS, stored_by=line))
+    blob = sealed_blob(FORMAT, msgspec.structs.replace(GOLDEN_RECORD, stored_by=line))
     verify(blob)
-    assert peek(blob).stored_by == line
+    assert peek(blob).record.stored_by == line
 
 
 @pytest.mark.parametrize("offset", [f.TABLE_OFFSET + 5, FORMAT.header_bytes - 1])
@@ -338,14 +352,14 @@ def test_blob_of_nothing_but_zeros_or_ones_is_corrupt(filler):
 
 
 def test_another_namespace_of_another_geometry_is_a_mismatch():
-    other = BlobFormat(b"n" * 16, many_layers(100))
+    other = BlobFormat(ANOTHER_RECORD.namespace, many_layers(100))
     assert other.header_bytes != FORMAT.header_bytes
     with pytest.raises(ChunkMismatch, match=f"namespace mismatch. expected={GOLDEN_NAMESPACE.hex()}"):
-        verify(sealed_blob(other))
+        verify(sealed_blob(other, ANOTHER_RECORD))
 
 
 def test_another_namespace_with_a_damaged_header_is_corrupt():
-    blob = sealed_blob(BlobFormat(b"n" * 16, golden_geometry()))
+    blob = sealed_blob(BlobFormat(ANOTHER_RECORD.namespace, golden_geometry()), ANOTHER_RECORD)
     blob[f.TABLE_OFFSET + 5] ^= 1
     with pytest.raises(ChunkCorrupt):
         verify(blob)

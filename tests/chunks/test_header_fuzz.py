@@ -4,10 +4,15 @@ import random
 import tracemalloc
 from collections.abc import Callable
 
-from counts import count
-from format_samples import GOLDEN_FIELDS, GOLDEN_NAMESPACE, chosen_seed, golden_geometry, sealed_blob
-
-from tiered_kv.chunks import fields as f
+from tests.kit.counts import count
+from tests.kit.samples.formats import (
+    GOLDEN_NAMESPACE,
+    GOLDEN_RECORD,
+    chosen_seed,
+    golden_geometry,
+    sealed_blob,
+)
+from tiered_kv.chunks import header as f
 from tiered_kv.chunks.header import MAX_HEADER_BYTES, PEEK_BYTES, BlobFormat, peek, read_header
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
 
@@ -91,7 +96,7 @@ def outcomes(blob: bytearray) -> list[str]:
     readers: list[Callable[[], object]] = [
         lambda: peek(view[:PEEK_BYTES]),
         lambda: read_header(view),
-        lambda: FORMAT.verify(view, GOLDEN_FIELDS.key, GOLDEN_FIELDS.prefix_sha256),
+        lambda: FORMAT.verify(view, GOLDEN_RECORD.key, GOLDEN_RECORD.prefix_sha256),
     ]
     result = []
     messages = []

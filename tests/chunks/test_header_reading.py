@@ -1,9 +1,9 @@
 """Reading headers without knowing the geometry: what scans and the CLI do."""
 
 import pytest
-from format_samples import GOLDEN_NAMESPACE, golden_geometry, rehashed, sealed_blob
 
-from tiered_kv.chunks import fields as f
+from tests.kit.samples.formats import GOLDEN_NAMESPACE, golden_geometry, rehashed, sealed_blob
+from tiered_kv.chunks import header as f
 from tiered_kv.chunks.header import MAX_HEADER_BYTES, BlobFormat, peek, read_header
 from tiered_kv.errors import ChunkCorrupt
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.chunks.rank import RankKV
+from tiered_kv.chunks.transfer import RankKV
 
 BLOCKS, TOKENS, CONTENT = 12, 4, 6
 PAGE = ("BF16", (1, TOKENS, CONTENT), "HNC")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_kv.chunks.geometry import LayerPage
-from tiered_kv.chunks.self_test import self_test
+from tiered_kv.chunks.layout_test import self_test
 from tiered_kv.chunks.transfer import PagedKV
 from tiered_kv.errors import UnsupportedModel
 

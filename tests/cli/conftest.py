@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server_processes import end_server, start_serve
+
+from tests.kit.server.processes import end_server, start_serve
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

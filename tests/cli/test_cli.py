@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, poll_until, settings
-from cache_probe import wait_ended
 
+from tests.kit.server.clients import SmallEngine, poll_until, settings
+from tests.kit.server.probe import wait_ended
 from tiered_kv import __version__
 from tiered_kv.config import Config
 

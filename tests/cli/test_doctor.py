@@ -10,25 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import object_nodes
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import wait_written
-from s3 import S3
-from stock import CHUNK, Model, tokens
 from typer.testing import CliRunner
 
-from tiered_kv.admin import doctor_object
-from tiered_kv.admin.object_storage import ObjectStorage
-from tiered_kv.admin.open import open_storage
+from tests.kit.s3 import S3
+from tests.kit.server import object_nodes
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import wait_written
+from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tiered_kv.cli.app import app
 from tiered_kv.cli.doctor import DoctorReport
 from tiered_kv.config import Config
-from tiered_kv.server.paths import ServerInfo, read_info
-from tiered_kv.tiers.bucket.layout import Term, lease_path
-from tiered_kv.tiers.disk_lock import DirectoryLock
-from tiered_kv.tiers.disk_marker import claim
-from tiered_kv.tiers.object_store import ObjectStore
+from tiered_kv.fleet.layout import MemberReport, Term, lease_path
+from tiered_kv.fleet.recency import BASE_MAGIC, LOG_MAGIC
+from tiered_kv.ops import doctor_object
+from tiered_kv.ops.object_storage import ObjectStorage
+from tiered_kv.ops.open import open_storage
+from tiered_kv.server.directory import ServerInfo, read_info
+from tiered_kv.tiers.disk.lock import DirectoryLock
+from tiered_kv.tiers.disk.marker import claim
+from tiered_kv.tiers.object.store import ObjectStore
 
 SMALL = ("--set", "host_bytes=64MiB", "--set", "disk_bytes=160MiB")
 
@@ -222,12 +223,12 @@ def test_owner_mode_and_strays(doctor: Doctor, root: Path) -> None:
 
 def test_a_directory_on_a_network_mount_is_named(doctor: Doctor, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root.mkdir(0o700)
-    monkeypatch.setattr("tiered_kv.admin.doctor_disk.is_on_network", lambda _path, _mounts: True)
+    monkeypatch.setattr("tiered_kv.ops.doctor_disk.is_on_network", lambda _path, _mounts: True)
     assert "shared+file://" in found(doctor(f"file://{root}", *SMALL), "directory", "warning")
 
 
 def test_without_direct_io_it_works_with_a_warning(doctor: Doctor, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_kv.tiers.disk.supports_direct_io", lambda _path: False)
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.supports_direct_io", lambda _path: False)
     report = doctor(f"file://{root}", *SMALL)
     assert report["works"] and "page cache" in found(report, "O_DIRECT", "warning")
 
@@ -239,7 +240,7 @@ def test_the_socket_needs_a_private_place(
     open_to_all.mkdir()
     open_to_all.chmod(0o755)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("tiered_kv.server.paths.SOCKET_PATH_MAX", 300)
+    monkeypatch.setattr("tiered_kv.server.directory.SOCKET_PATH_MAX", 300)
     report = doctor(f"file://{root}", *SMALL)
     assert "must belong to this user alone (mode 0700)" in found(report, "socket", "error")
     assert stat.S_IMODE(open_to_all.stat().st_mode) == 0o755 and list(open_to_all.iterdir()) == []
@@ -385,6 +386,32 @@ def test_limits_of_other_servers_are_compared(doctor: Doctor, s3: S3) -> None:
                 if f["check"] == "limits"]  # fmt: skip
 
 
+def test_what_is_not_ours_below_our_prefix_is_named(doctor: Doctor, s3: S3) -> None:
+    uri = s3.uri(s3.new_prefix())
+    foreign = ["lease/notes.txt", f"lease/{7:020d}", "recency/base/1-0-0", "recency/one/4", "servers/one.3", "usage"]
+    with open_storage(uri, {"storage_options": s3.options()}) as storage:
+        assert isinstance(storage, ObjectStorage)
+        ours = {
+            lease_path(3): msgspec.json.encode(Term("other", 1)),
+            "_tiered_kv/servers/one.1": msgspec.json.encode(MemberReport(1, 3)),
+            "_tiered_kv/recency/one/3": LOG_MAGIC + bytes(16),
+            "_tiered_kv/recency/base/3-0-0": BASE_MAGIC,
+            f"_tiered_kv/epochs/{'0' * 32}/17": b"",
+            f"_tiered_kv/pins/{'0' * 32}/{'1' * 32}.000000000000": b"",
+        }
+        for path, data in ours.items():
+            storage.store.put(path, data)
+        assert not [f for f in doctor(uri, *SMALL[:2], *reached(s3))["findings"] if f["check"] == "foreign objects"]
+        for path in foreign:
+            storage.store.put(f"_tiered_kv/{path}", b"somebody's notes")
+        report = doctor(uri, *SMALL[:2], *reached(s3))
+        text = found(report, "foreign objects", "warning")
+        assert text.startswith("6 objects below _tiered_kv/ are none of ours: _tiered_kv/lease/00")
+        assert "_tiered_kv/lease/notes.txt, " in text and " and 3 more - servers leave them alone" in text
+        assert report["works"]
+        assert all(storage.store.get(f"_tiered_kv/{path}") == b"somebody's notes" for path in foreign)
+
+
 def test_a_store_without_conditional_writes(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ObjectStore, "creates_atomically", lambda _self: False)
     uri, limit = f"shared+file://{tmp_path}/shared", ("--set", "storage_bytes=1GiB")
@@ -404,9 +431,34 @@ def test_a_shared_directory_that_is_not_mounted(doctor: Doctor, tmp_path: Path) 
 def test_clocks_that_differ_are_a_warning(tmp_path: Path, hours: int, word: str) -> None:
     config = Config.from_mapping({"storage_uri": f"shared+file://{tmp_path}/shared"})
     with ObjectStorage(config.location(), timeout_s=10, concurrency=2) as storage:
-        findings, _ = doctor_object.check_object(config, storage, lambda: time.time() + hours * 3600)
+        findings, *_ = doctor_object.check_object(config, storage, lambda: time.time() + hours * 3600)
     (clock,) = [f for f in findings if f.check == "clock"]
     assert clock.status == "warning" and word in clock.text and "NTP" in clock.hint
+
+
+def test_a_bucket_is_listed_once_and_what_is_foreign_found_behind_any_number_of_blobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.from_mapping({"storage_uri": f"shared+file://{tmp_path}/shared"})
+    with ObjectStorage(config.location(), timeout_s=10, concurrency=2) as storage:
+        for number in range(5):
+            storage.store.put(f"00/{number}", b"x")
+        storage.store.put("_tiered_kv/not-ours", b"x")
+        listed: list[str] = []
+        real = storage.store.list
+        monkeypatch.setattr(storage.store, "list", lambda prefix: listed.append(prefix) or real(prefix))
+
+        def examine() -> bool:
+            """Whether the listing was whole, once the foreign object has been named."""
+            listed.clear()
+            findings, _, content = doctor_object.check_object(config, storage)
+            (foreign,) = [f for f in findings if f.check == "foreign objects"]
+            assert "_tiered_kv/not-ours" in foreign.text and listed.count("") == 1
+            return content.is_whole
+
+        assert examine() and "_tiered_kv/" not in listed
+        monkeypatch.setattr(doctor_object, "LISTED_MAX", 3)
+        assert not examine() and "_tiered_kv/" in listed
 
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE",

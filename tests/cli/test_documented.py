@@ -1,4 +1,4 @@
-"""Every `tiered-kv` command that the documents show does what it says: run here, on a directory and on a bucket.
+"""Every command of ours that the documents show does what it says: run here, on a directory and on a bucket.
 
 In place of what stands in a page: /var/cache/tiered_kv, /mnt/... and s3://my-bucket/kv are filled with two models and
 a few prompts; keys and namespaces are ones that are there; files and the model named are in the current directory; a
@@ -16,12 +16,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import socket_of
-from model_configs import KNOWN
-from stock import CHUNK, Model, tokens
 
-from tiered_kv.admin.open import open_storage
+from tests.kit.samples.model_configs import KNOWN
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import socket_of
+from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
+from tiered_kv.ops.open import open_storage
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "operations.md"
 DIRECTORY, BUCKET, SOCKET = "/var/cache/tiered_kv", "s3://my-bucket/kv", "unix:///run/tiered_kv.sock"
@@ -31,17 +31,18 @@ NUMBERS = ("--tokens", "--prompts", "--max-model-len", "--chunk-tokens", "--tp")
 
 MODEL = "Llama-3.1-8B"
 ENDLESS = ("serve", "top")
+TOOL = "python -m tools.kv_size"
 
 
 GUIDES = ("sizing", "quickstart-gpu", "migration", "troubleshooting")
-"""Pages beside operations.md whose `tiered-kv` commands are run, too."""
+"""Pages beside operations.md whose commands are run, too."""
 
 
 def commands(text: str) -> list[str]:
     found = []
     for block in re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL):
         lines = textwrap.dedent(re.sub(r"\\\n\s*", " ", block)).splitlines()
-        found += [line.removeprefix("$ ") for line in lines if line.startswith("$ tiered-kv ")]
+        found += [line.removeprefix("$ ") for line in lines if line.startswith(("$ tiered-kv ", f"$ {TOOL} "))]
     return found
 
 
@@ -86,7 +87,7 @@ def stock(uri: str, more: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("command", dict.fromkeys([*COMMANDS, *OF_GUIDES]))
 def test_a_command_of_the_page_runs(command: str, place: Path, request: pytest.FixtureRequest) -> None:
-    environment = os.environ | {"COLUMNS": "200"}
+    environment = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(PAGE.parent.parent)}
     text = command.replace(DIRECTORY, f"{place}/cache").replace("/mnt/", f"{place}/mnt-")
     if BUCKET in text:
         s3 = request.getfixturevalue("s3")
@@ -118,7 +119,8 @@ def with_real_names(text: str) -> list[str]:
 
 
 def run(words: list[str], place: Path, environment: dict[str, str]) -> None:
-    arguments = [sys.executable, "-m", "tiered_kv.cli", *words[1:]]
+    module = ["tools.kv_size", *words[3:]] if words[0] == "python" else ["tiered_kv.cli", *words[1:]]
+    arguments = [sys.executable, "-m", *module]
     if words[1] in ENDLESS and "--once" not in words and "--count" not in words:
         process = subprocess.Popen(
             arguments, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

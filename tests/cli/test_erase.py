@@ -5,16 +5,16 @@ import time
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, poll_until, settings
-from cache_probe import figures, socket_of, wait_for, wait_written
-from server_processes import end_server
-from stock import Model, tokens
-from verbs import Tier, complaint, directory_tier, report, run, s3_tier
 
-from tiered_kv.admin.storage import FOR_GOOD
+from tests.kit.server.clients import SmallEngine, poll_until, settings
+from tests.kit.server.probe import figures, socket_of, wait_for, wait_written
+from tests.kit.server.processes import end_server
+from tests.kit.storage.stored_prompts import Model, tokens
+from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
 from tiered_kv.config import Config
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.tags import tag_digest
+from tiered_kv.ops.storage import FOR_GOOD
 
 ONE, TWO = Model(), Model(weights="two")
 MINE, THEIRS, SHARED = tokens(1, 4), tokens(2, 3), tokens(1, 2) + tokens(3, 1)

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import figures, socket_of, wait_written
-from stock import CHUNK, Model, tokens
-from verbs import Tier, complaint, directory_tier, report, run, s3_tier
 
-from tiered_kv.admin.storage import FOR_GOOD
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import figures, socket_of, wait_written
+from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
+from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
 from tiered_kv.keys.naming import relative_path
+from tiered_kv.ops.storage import FOR_GOOD
 
 ONE, TWO = Model(), Model(weights="two")
 SIZE = 8192

@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import object_nodes
 import pytest
-from cache_clients import CHUNK as ENGINE_CHUNK
-from cache_clients import SmallEngine, settings
-from cache_probe import wait_for, wait_written
-from format_samples import rehashed
-from s3 import S3
-from stock import CHUNK, Model, tokens
 from typer.testing import CliRunner
 
-from tiered_kv.admin.explain import explain as explain_prompt
-from tiered_kv.admin.open import open_storage
-from tiered_kv.admin.prompts import prompt_keys
-from tiered_kv.admin.storage import Storage
-from tiered_kv.chunks.fields import PREFIX_SHA256
-from tiered_kv.chunks.header import SealFields
+from tests.kit.s3 import S3
+from tests.kit.samples.formats import rehashed
+from tests.kit.server import object_nodes
+from tests.kit.server.clients import CHUNK as ENGINE_CHUNK
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import wait_for, wait_written
+from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
+from tiered_kv.chunks.header import PREFIX_SHA256
 from tiered_kv.cli.app import app
 from tiered_kv.cli.explain import ExplainReport
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, object_path, relative_path
+from tiered_kv.ops.explain import explain as explain_prompt
+from tiered_kv.ops.open import open_storage
+from tiered_kv.ops.prompts import prompt_keys
+from tiered_kv.ops.storage import Storage
 
 Place = tuple[str, list[str]]
 """A URI and the options that reach it."""
@@ -172,9 +172,9 @@ def flip(blob: bytearray) -> bytearray:
 
 
 def foreign(blob: bytearray) -> bytearray:
-    other = Model(weights="other").form
-    made = bytearray(other.blob_bytes)
-    other.seal(memoryview(made), SealFields(bytes(16), bytes(16), 0, bytes(32), 1))
+    other = Model(weights="other")
+    made = bytearray(other.form.blob_bytes)
+    other.form.seal(memoryview(made), ChunkRecord(other.namespace.digest, bytes(16), bytes(16), 0, bytes(32)), 1)
     return made
 
 
@@ -194,7 +194,7 @@ def test_a_name_alone_is_no_hit(place: Place) -> None:
         for seed, (change, state, word) in enumerate(CHANGES):
             replace(storage, names[seed], change)
             runs = explain_prompt(storage, tokens(seed, 3), storage.look()).runs
-            assert [(run.first, run.last, run.state.value) for run in runs] == [
+            assert [(run.first, run.last, run.state) for run in runs] == [
                 (0, 0, "here"), (1, 1, state), (2, 2, "unreachable")
             ]  # fmt: skip
             assert word in runs[1].text and "a miss" in runs[1].text and "path=" not in runs[1].text
@@ -245,8 +245,8 @@ def test_keys_of_another_chunk_size_are_found(place: Place, explain) -> None:
         for index, key in enumerate(keys.keys):
             blob = bytearray(half.form.blob_bytes)
             name = BlobName(half.namespace.digest, key, keys.parent(index), index)
-            fields = SealFields(key, name.parent, index, keys.digests[index], 1)
-            half.form.seal(memoryview(blob), fields)
+            record = ChunkRecord(name.namespace, key, name.parent, index, keys.digests[index])
+            half.form.seal(memoryview(blob), record, 1)
             storage.write(name, memoryview(blob))
     report = explain(place, tokens(1, 2))
     assert (report["chunk_tokens"], report["hit_chunks"], report["hit_tokens"]) == (CHUNK // 2, 4, 2 * CHUNK)
@@ -261,7 +261,8 @@ def test_a_salt_changes_every_key(place: Place, explain) -> None:
         for index, key in enumerate(keys.keys):
             blob = bytearray(Model().form.blob_bytes)
             name = BlobName(Model().namespace.digest, key, keys.parent(index), index)
-            Model().form.seal(memoryview(blob), SealFields(key, name.parent, index, keys.digests[index], 1))
+            record = ChunkRecord(name.namespace, key, name.parent, index, keys.digests[index])
+            Model().form.seal(memoryview(blob), record, 1)
             storage.write(name, memoryview(blob))
     assert explain(place, prompt, "--salt", "open sesame")["hit_chunks"] == 2
     assert explain(place, prompt)["hit_chunks"] == 0

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from stock import Model, tokens
-from verbs import Tier, directory_tier, run
 
+from tests.kit.storage.stored_prompts import Model, tokens
+from tests.kit.verbs import Tier, directory_tier, run
 from tiered_kv.cli.exits import EXIT_FOUND, EXIT_SETTINGS
 
 KEY = "0" * 32
@@ -70,6 +70,30 @@ def test_a_directory_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path: Pa
     assert "is not empty and has no tiered_kv.json" in said and "name a new or an empty directory" in said
     assert str(root) in said and "server.json" in said
     assert seen(root) == before
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "tree"])
+def test_who_looks_at_it_is_told_that_nothing_there_is_ours(tmp_path: Path, verb: str) -> None:
+    root = foreign(tmp_path / "d")
+    before = seen(root)
+    done = run(verb, f"file://{root}")
+    said = " ".join(done.stderr.split())
+    assert done.exit_code == 0
+    assert "has no marker of tiered_kv (tiered_kv.json), and nothing of ours is in it" in said and str(root) in said
+    assert "marker" not in done.stdout
+    (note,) = json.loads(run(verb, f"file://{root}", "--json").stdout)["notes"]
+    assert "has no marker of tiered_kv" in note
+    assert seen(root) == before
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "tree", "verify"])
+def test_of_an_empty_directory_and_of_ours_nothing_is_said(tmp_path: Path, source: Tier, verb: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "marker" not in run(verb, f"file://{tmp_path}/empty").stderr
+    assert "marker" not in run(verb, source.uri).stderr
+    root = Path(source.uri.removeprefix("file://"))
+    (root / "tiered_kv.json").unlink()  # as an earlier version left it
+    assert "marker" not in run(verb, source.uri).stderr
 
 
 def test_doctor_says_it_first_and_leaves_the_directory_alone(tmp_path: Path) -> None:

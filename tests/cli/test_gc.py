@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stock import CHUNK, Model, tokens
-from storage_places import Place, open_place
 from typer.testing import CliRunner
 
-from tiered_kv.admin.garbage import Garbage, Patience, collect, find
+from tests.kit.storage.places import Place, open_place
+from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tiered_kv.cli.app import app
-from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
-from tiered_kv.server.epochs import Epochs
-from tiered_kv.tiers.bucket.layout import Report, encode, session_path
+from tiered_kv.fleet.layout import MemberReport, encode, session_path
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
+from tiered_kv.ops.garbage import Garbage, MinimumAges, collect, find
+from tiered_kv.server.epochs import EpochFile
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 
@@ -41,7 +42,7 @@ def retire(place: Place, model: Model) -> None:
     digest = Model(epoch="", weights=model.weights).namespace.digest
     if place.is_disk:
         assert place.directory is not None
-        Epochs(place.directory).retire(digest)
+        EpochFile(place.directory).retire(digest)
     else:
         place.put(f"_tiered_kv/epochs/{digest.hex()}/1", b"retired the number before\n")
 
@@ -49,14 +50,14 @@ def retire(place: Place, model: Model) -> None:
 def garbage_at(place: Place, after_s: float, *, is_collected: bool = False) -> Garbage:
     """What ``gc`` would find so much later, by the clock of this machine."""
     with place.open() as storage:
-        garbage = find(storage, storage.look(), Patience(), time.time() + after_s)
+        garbage = find(storage, storage.look(), MinimumAges(), time.time() + after_s)
         if is_collected:
             collect(storage, garbage)
         return garbage
 
 
 def kinds(garbage: Garbage) -> list[tuple[str, bytes | None, int]]:
-    return [(item.kind, item.namespace, item.count) for item in garbage.items]
+    return [(item.kind, item.space, item.count) for item in garbage.items]
 
 
 def store(place: Place, model: Model, *prompts: list[int]) -> list[str]:
@@ -134,12 +135,11 @@ def test_what_a_killed_self_test_left_goes(local_place: Place) -> None:
 
 
 def selftest() -> bytes:
-    from tiered_kv.chunks.header import SealFields
     from tiered_kv.engine.self_test import self_test_format
 
     form = self_test_format()
     data = bytearray(form.blob_bytes)
-    form.seal(memoryview(data), SealFields(bytes(16), SELF_TEST_NAMESPACE, 0, bytes(32), 1))
+    form.seal(memoryview(data), ChunkRecord(SELF_TEST_NAMESPACE, bytes(16), SELF_TEST_NAMESPACE, 0, bytes(32)), 1)
     return bytes(data)
 
 
@@ -172,7 +172,7 @@ def test_a_private_namespace_goes_when_it_was_unused_for_long(place: Place) -> N
     kept = set(store(place, base, tokens(1, 3)))
     assert kinds(garbage_at(place, DAY_S - HOUR_S)) == []
     garbage = garbage_at(place, DAY_S + HOUR_S, is_collected=True)
-    assert [(item.kind, item.namespace, item.removed) for item in garbage.items] == [
+    assert [(item.kind, item.space, item.removed) for item in garbage.items] == [
         ("private", private.namespace.digest, 3)
     ]
     assert blobs(place.paths()) == kept
@@ -188,9 +188,7 @@ def test_a_namespace_without_a_chunk_goes(local_place: Place) -> None:
     if not place.is_disk:
         assert kinds(garbage_at(place, HOUR_S)) == [], "an engine may be about to store its first chunk"
     garbage = garbage_at(place, 2 * DAY_S, is_collected=True)
-    assert [(item.kind, item.namespace, item.removed) for item in garbage.items] == [
-        ("empty", empty.namespace.digest, 1)
-    ]
+    assert [(item.kind, item.space, item.removed) for item in garbage.items] == [("empty", empty.namespace.digest, 1)]
     assert record not in place.paths() and len(blobs(place.paths())) == 1
     if place.is_disk:
         assert place.directory is not None
@@ -246,7 +244,7 @@ def test_what_a_server_of_the_bucket_reports_as_served_stays(tmp_path: Path) -> 
     for path in place.paths():
         os.utime(tmp_path / "bucket" / path, (now_s - DAY_S, now_s - DAY_S))
     report = session_path("server-1.1")
-    place.put(report, encode(Report(1, 1, namespaces=[old.namespace.digest.hex(), "nonsense"])))
+    place.put(report, encode(MemberReport(1, 1, namespaces=[old.namespace.digest.hex(), "nonsense"])))
     assert kinds(garbage_at(place, 0)) == []
     os.utime(tmp_path / "bucket" / report, (now_s - DAY_S, now_s - DAY_S))  # left by one that died
     assert kinds(garbage_at(place, 0)) == [("retired", old.namespace.digest, 3)]

@@ -12,22 +12,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
-import object_nodes
 import pytest
 import safetensors
-from cache_clients import CHUNK as SERVED_CHUNK
-from cache_clients import SmallEngine, content, settings
-from cache_probe import wait_written
-from s3 import S3
 from safetensors import safe_open
-from server_processes import end_server
-from stock import CHUNK, Model, tokens
-from verbs import Tier, complaint, directory_tier, report, run, s3_tier
 
-from tiered_kv.admin.storage import FOR_GOOD
-from tiered_kv.chunks.fields import HEADER_XXH3, SealFields
-from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test_format
+from tests.kit.s3 import S3
+from tests.kit.server import object_nodes
+from tests.kit.server.clients import CHUNK as SERVED_CHUNK
+from tests.kit.server.clients import SmallEngine, content, settings
+from tests.kit.server.probe import wait_written
+from tests.kit.server.processes import end_server
+from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
+from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
+from tiered_kv.chunks.header import HEADER_XXH3
+from tiered_kv.engine.self_test import self_test_format
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import BlobName, object_path, relative_path
+from tiered_kv.ops.storage import FOR_GOOD
 
 ONE = Model()
 TWO = Model(weights="user:other", fields={"tp": 2, "kv_dtype": "fp8"})
@@ -275,7 +277,7 @@ def test_what_a_self_test_left_is_a_stray_and_no_namespace(tier: Tier) -> None:
     before = report("ls", tier.uri, *tier.sets())
     form, key = self_test_format(), bytes(range(16))
     data = bytearray(form.blob_bytes)
-    form.seal(memoryview(data), SealFields(key, SELF_TEST_NAMESPACE, 0, bytes(32), 1))
+    form.seal(memoryview(data), ChunkRecord(SELF_TEST_NAMESPACE, key, SELF_TEST_NAMESPACE, 0, bytes(32)), 1)
     with tier.open() as storage:
         storage.write(BlobName(SELF_TEST_NAMESPACE, key, SELF_TEST_NAMESPACE, 0), memoryview(data))
 
@@ -380,7 +382,8 @@ def test_a_conversation_longer_than_the_stack_is_deep(tmp_path: Path) -> None:
 
 def plant(root: Path, name: BlobName, data: bytearray) -> None:
     """A blob as sealed for this name, without the cost of a tier."""
-    ONE.form.seal(memoryview(data), SealFields(name.key, name.parent, name.chunk_index, bytes(32), 1_700_000_000))
+    record = ChunkRecord(name.namespace, name.key, name.parent, name.chunk_index, bytes(32))
+    ONE.form.seal(memoryview(data), record, 1_700_000_000)
     path = root / "blobs" / relative_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)

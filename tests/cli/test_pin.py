@@ -5,12 +5,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import figures, wait_for, wait_written
-from stock import Model, tokens
-from verbs import Tier, complaint, directory_tier, report, run, s3_tier
 
-from tiered_kv.hierarchy.multi_queue import LEVELS
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.storage.stored_prompts import Model, tokens
+from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
+from tiered_kv.tiering.multi_queue import LEVELS
 
 PROMPT = tokens(1, 4)
 NAMES = Model().names(PROMPT)

@@ -10,11 +10,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import figures, wait_for
-from fault_proxy import Fault, FaultProxy, Mode
-from object_nodes import s3_place, wait_uploaded
-from s3 import S3
+
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.object_nodes import s3_place, wait_uploaded
+from tests.kit.server.probe import figures, wait_for
 
 LIMITS = ("--host-bytes", "8MiB", "--disk-bytes", "160MiB")
 

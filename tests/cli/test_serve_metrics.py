@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_clients import CHUNK, SmallEngine, payload_bytes, settings
-from cache_probe import figures, wait_for
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, settings
+from tests.kit.server.probe import figures, wait_for
 
 LIMITS = ("--host-bytes", "8MiB", "--disk-bytes", "160MiB")
 

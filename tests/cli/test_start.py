@@ -1,7 +1,6 @@
 """How the command line starts: with little imported, every verb named, and shells able to complete it."""
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -30,6 +29,9 @@ HEAVY = (
     "xxhash",
     "pydantic",
 )
+OWN_HEAVY = ("tiered_kv.chunks.", "tiered_kv.engine.", "tiered_kv.server.", "tiered_kv.tiers.", "tiered_kv.tiering.")
+"""Packages of our own that a tier or a server takes, and no help."""
+
 LOOKS = ("torch", "vllm", "numpy", "rich", "fsspec", "s3fs", "botocore", "prometheus_client")
 
 MODULES_OF = """
@@ -56,7 +58,15 @@ def test_help_imports_no_verb_and_nothing_heavy() -> None:
     modules = imported("--help")
     assert not modules & set(HEAVY)
     ours = {name for name in modules if name.startswith("tiered_kv")}
-    assert ours == {"tiered_kv", "tiered_kv.cli", *(f"tiered_kv.cli.{name}" for name in ("app", "exits", "main"))}
+    cli = {f"tiered_kv.cli.{name}" for name in ("app", "exits", "main")}
+    assert ours == {"tiered_kv", "tiered_kv.version", "tiered_kv.cli"} | cli
+
+
+@pytest.mark.parametrize("verb", ["ls", "evict", "du", "tree", "pin", "gc"])
+def test_the_help_of_a_verb_imports_no_medium_and_no_server(verb: str) -> None:
+    modules = imported(verb, "--help")
+    assert not modules & {*LOOKS, "sqlite3", "diskcache", "safetensors", "xxhash"}
+    assert [name for name in modules if name.startswith(OWN_HEAVY)] == []
 
 
 def test_looking_at_a_directory_imports_only_what_that_takes(tmp_path: Path) -> None:
@@ -65,10 +75,18 @@ def test_looking_at_a_directory_imports_only_what_that_takes(tmp_path: Path) -> 
     assert "tiered_kv.cli.ls" in modules and "tiered_kv.cli.du" not in modules
 
 
-def test_sizes_are_worked_out_with_little_imported(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    assert not imported("size", str(tmp_path)) & set(LOOKS)
+def test_evicting_from_a_directory_imports_only_what_that_takes(tmp_path: Path) -> None:
+    modules = imported("evict", f"file://{tmp_path}", "--all", "--dry-run")
+    assert not modules & set(LOOKS)
+    assert "tiered_kv.ops.disk_storage" in modules and "tiered_kv.ops.object_storage" not in modules
+
+
+def test_a_verb_that_moved_says_where_it_is_now(cli) -> None:
+    for arguments in (["size"], ["size", "--help"], ["size", "./model", "--tokens", "8000", "--json"]):
+        done = cli(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert len(done.stderr.splitlines()) == 1 and "`python -m tools.kv_size`" in done.stderr
+    assert "size" not in cli("--help").stdout.split()
 
 
 def test_a_heavy_import_would_be_noticed() -> None:

@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from cache_clients import CHUNK, SmallEngine, payload_bytes, settings
-from cache_probe import figures, is_serving, wait_ended, wait_for, wait_written
-from object_nodes import CHUNK as NODE_CHUNK
-from object_nodes import Place, load, node, s3_place, store, wait_loaded, wait_uploaded
-from stock import CHUNK as STOCK_CHUNK
-from stock import Model, tokens
 from typer.testing import CliRunner, Result
 
-from tiered_kv.admin.open import open_storage
+from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, settings
+from tests.kit.server.object_nodes import CHUNK as NODE_CHUNK
+from tests.kit.server.object_nodes import Place, load, node, s3_place, store, wait_loaded, wait_uploaded
+from tests.kit.server.probe import figures, is_serving, wait_ended, wait_for, wait_written
+from tests.kit.storage.stored_prompts import CHUNK as STOCK_CHUNK
+from tests.kit.storage.stored_prompts import Model, tokens
 from tiered_kv.cli.app import app
 from tiered_kv.cli.stat import StatReport
 from tiered_kv.metrics.figures import ServerFigures, sum_operations
+from tiered_kv.ops.open import open_storage
 
 
 def run(*arguments: object) -> Result:
@@ -334,7 +334,7 @@ def test_a_server_that_does_not_answer_is_noted(root: Path) -> None:
         (("file:///x", "--server", "unix:///x"), 2, "name either the storage URI or --server"),
         (("--server", "tcp://x"), 2, "option --server: expected unix:///path/of/socket"),
         (("--server", "unix:///nowhere/none.sock"), 1, "no server answers at unix://"),
-        (("nonsense",), 2, "unknown scheme"),
+        (("nonsense",), 2, "no scheme in it"),
     ],
 )
 @pytest.mark.parametrize("verb", ["stat", "top"])

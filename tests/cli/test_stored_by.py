@@ -5,16 +5,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import socket_of, wait_written
-from server_processes import end_server
-from stock import Model, tokens
-from verbs import Tier, complaint, directory_tier, report, run, s3_tier
 
-from tiered_kv.admin.storage import FOR_GOOD
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import socket_of, wait_written
+from tests.kit.server.processes import end_server
+from tests.kit.storage.stored_prompts import Model, tokens
+from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
 from tiered_kv.chunks.header import peek
 from tiered_kv.config import Config
 from tiered_kv.keys.stored_by import stored_by
+from tiered_kv.ops.storage import FOR_GOOD
 
 BAD, GOOD, DEV, VEC = (
     stored_by(package, "vllm", version, encoding)
@@ -116,6 +116,17 @@ def test_ls_shows_who_stored_and_lists_by_it(tier: Tier) -> None:
     assert BAD in run("inspect", tier.uri, *tier.sets(), key).stdout
 
 
+@pytest.mark.parametrize("verb", ["ls", "verify", "evict"])
+def test_a_version_that_is_too_short_is_said_with_what_means_more(tier: Tier, verb: str) -> None:
+    words = ("--dry-run",) if verb == "evict" else ()
+    done = run(verb, tier.uri, *tier.sets(), "--stored-by", "tiered_kv=0.9", *words)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stderr.split())
+    assert "a version is meant whole: 0.9.1 is not, and tiered_kv==0.9.* means all that begins so" in said
+    done = run(verb, tier.uri, *tier.sets(), "--stored-by", "tiered_kv==0.9.*", *words)
+    assert "is meant whole" not in done.stderr
+
+
 def test_verify_reads_only_what_is_meant(tier: Tier) -> None:
     done = call("verify", tier, "--stored-by", "tiered_kv<0.9.1")
     assert (done["blobs"], done["read"], done["bad"], done["unreachable"]) == (3, 3, [], 0)
@@ -179,7 +190,7 @@ def headers(root: Path) -> dict[str, int]:
     """How many blobs each stored, by the headers on disk."""
     found: dict[str, int] = {}
     for path in (root / "blobs").rglob("*.safetensors"):
-        line = peek(path.read_bytes()[:4096]).stored_by
+        line = peek(path.read_bytes()[:4096]).record.stored_by
         found[line] = found.get(line, 0) + 1
     return found
 

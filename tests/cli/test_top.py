@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cache_clients import CHUNK, SmallEngine, payload_bytes, settings
-from cache_probe import wait_ended
-from server_processes import kill_server
 from typer.testing import CliRunner, Result
 
+from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, settings
+from tests.kit.server.probe import wait_ended
+from tests.kit.server.processes import kill_server
 from tiered_kv.cli.app import app
 from tiered_kv.cli.top import TopReport
 

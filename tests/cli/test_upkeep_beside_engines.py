@@ -5,20 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, poll_until, settings
-from cache_probe import figures, wait_for, wait_written
-from object_nodes import Place as NodePlace
-from object_nodes import load, node, store, wait_loaded, wait_uploaded
-from storage_places import Place, reasons
 
-from tiered_kv.admin.garbage import Patience, collect, find
-from tiered_kv.admin.server_link import ServerLink
-from tiered_kv.chunks.fields import PEEK_BYTES
-from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
+from tests.kit.server.clients import SmallEngine, poll_until, settings
+from tests.kit.server.object_nodes import Place as NodePlace
+from tests.kit.server.object_nodes import load, node, store, wait_loaded, wait_uploaded
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.storage.places import Place, reasons
+from tiered_kv.chunks.header import PEEK_BYTES
 from tiered_kv.errors import DirectoryLocked
+from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import BlobName, relative_path
-from tiered_kv.tiers.disk_index import read_index
-from tiered_kv.tiers.disk_lock import DirectoryLock
+from tiered_kv.ops.garbage import MinimumAges, collect, find
+from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.tiers.disk.index import read_index
+from tiered_kv.tiers.disk.lock import DirectoryLock
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_bucket_is_verified_repaired_and_collected_while_a_node_uses_it(s3, tm
                     flip(place, path, PEEK_BYTES)
                 code, report = place.run("verify", "--repair", "--yes")
                 assert (code, report["removed"], report["unreachable"]) == (0, 2, 3 + 1)
-                garbage = find(storage, storage.look(), Patience(), 1e11)
+                garbage = find(storage, storage.look(), MinimumAges(), 1e11)
                 collect(storage, garbage)
             assert [(item.kind, item.removed) for item in garbage.items] == [("orphans", 4)]
             assert (load(cache, 1, 6), load(cache, 2, 4)) == (6, 4), "this node has them on its own"

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from format_samples import rehashed
-from stock import CHUNK, Model, tokens
-from storage_places import Place, open_place, reasons
 from typer.testing import CliRunner
 
-from tiered_kv.admin.scrub import SILENT_MAX, Choice, scrub
-from tiered_kv.admin.soundness import CORRUPT
-from tiered_kv.admin.storage import Storage
-from tiered_kv.chunks.fields import FIELDS, FORMAT, KEY, NAMESPACE, PEEK_BYTES, TABLE_OFFSET
+from tests.kit.samples.formats import rehashed
+from tests.kit.storage.places import Place, open_place, reasons
+from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
+from tiered_kv.chunks.header import FIELDS, FORMAT, KEY, NAMESPACE, PEEK_BYTES, TABLE_OFFSET
 from tiered_kv.cli.app import app
-from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE
 from tiered_kv.errors import TierUnavailable
+from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import BlobName
-from tiered_kv.tiers.disk import DiskTier
-from tiered_kv.tiers.disk_index import read_index
+from tiered_kv.ops.blob_check import CORRUPT
+from tiered_kv.ops.scrub import SILENT_MAX, Choice, scrub
+from tiered_kv.ops.storage import Storage
+from tiered_kv.tiers.disk.index import read_index
+from tiered_kv.tiers.disk.tier import DiskTier
 
 MODEL = Model(payload_bytes=8192)
 OTHER = Model(weights="hf:fedcba9876543210fedcba9876543210fedcba98", payload_bytes=8192)

@@ -6,20 +6,20 @@ import stat
 from pathlib import Path
 
 import pytest
-from cache_clients import CHUNK as SMALL_CHUNK
-from cache_clients import PAGES, SmallEngine, settings, worker_part
-from cache_probe import figures, socket_of, wait_written
-from server_processes import end_server
-from stock import Model, tokens
-from verbs import Tier, complaint, directory_tier, report, run, s3_tier
 
-from tiered_kv.admin import through_server
-from tiered_kv.admin.forest import Forest
-from tiered_kv.admin.open import open_storage
-from tiered_kv.hierarchy.plan import ChunkRecord
+from tests.kit.server.clients import CHUNK as SMALL_CHUNK
+from tests.kit.server.clients import PAGES, SmallEngine, settings, worker_part
+from tests.kit.server.probe import figures, socket_of, wait_written
+from tests.kit.server.processes import end_server
+from tests.kit.storage.stored_prompts import Model, tokens
+from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import relative_path
-from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.tags import tag_digest
+from tiered_kv.ops import copy_targets
+from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.open import open_storage
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.worker_client import WorkerClient
 
@@ -287,7 +287,7 @@ def test_a_server_with_little_room_keeps_what_it_has(filled: Path, root: Path) -
 def test_what_a_server_cannot_write_is_counted_as_dropped(
     filled: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(through_server, "WRITTEN_WITHIN_S", 1.0)
+    monkeypatch.setattr(copy_targets, "WRITTEN_WITHIN_S", 1.0)
     engine = SmallEngine.start(settings(root))
     shutil.rmtree(root / "tmp")
     (root / "tmp").write_text("no write can begin")

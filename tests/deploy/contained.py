@@ -6,11 +6,9 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from cache_clients import SmallEngine, settings
-from cache_probe import wait_ended, wait_written
-from server_processes import start_serve
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import wait_ended, wait_written
+from tests.kit.server.processes import start_serve
 
 CHUNKS = 20
 

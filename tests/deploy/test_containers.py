@@ -9,15 +9,16 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, payload_bytes, settings
-from cache_probe import figures, wait_for
-from server_processes import start_serve
+
+from tests.kit.module_process import module_command, module_environment
+from tests.kit.server.clients import SmallEngine, payload_bytes, settings
+from tests.kit.server.probe import figures, wait_for
+from tests.kit.server.processes import start_serve
 
 SHM_BYTES = 64 << 20
 CHUNKS_PER_PROMPT = 20
@@ -90,10 +91,9 @@ def test_without_privileges_and_without_a_name_for_the_user(root: Path) -> None:
     if not allowed(*NOT_ROOT):
         pytest.skip("this machine gives out no user namespaces")
     root.mkdir()
-    script = Path(__file__).with_name("contained.py")
-    environment = os.environ | {"HOME": "/nonexistent", "TMPDIR": str(root)}
+    environment = module_environment(HOME="/nonexistent", TMPDIR=str(root))
     done = subprocess.run(
-        [*NOT_ROOT, sys.executable, str(script), str(root)],
+        [*NOT_ROOT, *module_command("tests.deploy.contained", root)],
         capture_output=True,
         text=True,
         env=environment,

@@ -16,13 +16,13 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from cache_clients import CHUNK, SmallEngine
-from object_nodes import wait_uploaded
-from s3 import S3
-from server_processes import start_serve
 
-from tiered_kv.admin.operations_port import ASK_S
+from tests.kit.s3 import S3
+from tests.kit.server.clients import CHUNK, SmallEngine
+from tests.kit.server.object_nodes import wait_uploaded
+from tests.kit.server.processes import start_serve
 from tiered_kv.config import Config
+from tiered_kv.server.http import ASK_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

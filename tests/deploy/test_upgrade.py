@@ -2,7 +2,7 @@
 
 ``tests/golden/cache_v<n>.tar.xz`` is a cache directory as this package wrote it at format version n, kept for ever: a
 later version reads it, or leaves it alone. It holds the first six chunks of ``SmallEngine``'s prompt 0 and was made by
-``PYTHONPATH=tests/support python tests/deploy/test_upgrade.py``.
+``python -m tests.deploy.test_upgrade``.
 """
 
 import json
@@ -19,30 +19,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import figures, wait_ended, wait_written
-from old_index import OLD_MAGICS, write_old_index
 
 import tiered_kv
-from tiered_kv.chunks import fields as f
+from tests.kit.samples.old_index import OLD_MAGICS, write_old_index
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import figures, wait_ended, wait_written
+from tiered_kv.chunks import header as f
 from tiered_kv.config import Config
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.keys.naming import parse_path
-from tiered_kv.keys.tags import NO_TAG
-from tiered_kv.server.messages import PROTOCOL
-from tiered_kv.tiers.disk_index import IndexRow, Shard
-from tiered_kv.tiers.disk_io import allocated_bytes
+from tiered_kv.server.protocol import PROTOCOL
+from tiered_kv.tiers.disk.files import allocated_bytes
+from tiered_kv.tiers.disk.index import IndexRow, Shard
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CHUNKS = 6
-SUPPORT = Path(__file__).parents[1] / "support"
+REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(tiered_kv.__file__).parent
 
 SERVE_ONE_ENGINE = """
 import json, sys
 from contextlib import closing
-from cache_clients import SmallEngine
-from cache_probe import wait_for, figures
+from tests.kit.server.clients import SmallEngine
+from tests.kit.server.probe import wait_for, figures
 from tiered_kv.config import Config
 config = Config.from_mapping(json.loads(sys.argv[1]))
 with closing(SmallEngine.start(config)) as engine:
@@ -67,7 +67,7 @@ def next_version(tmp_path: Path) -> Path:
             f"FORMAT_VERSION: Final = {FORMAT_VERSION}",
             f"FORMAT_VERSION: Final = {FORMAT_VERSION + 1}",
         ),
-        "server/messages.py": (f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {PROTOCOL + 1}\n"),
+        "server/protocol.py": (f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {PROTOCOL + 1}\n"),
     }
     for name, (now, then) in raised.items():
         path = place / "tiered_kv" / name
@@ -84,7 +84,7 @@ def engine_of(place: Path | None, given: Config) -> int:
         How many chunks it hit before it stored. It has compared their bytes.
     """
     wanted = {name: value for name, value in asdict(given).items() if value is not None}
-    parents = [str(place or PACKAGE.parent), str(SUPPORT)]
+    parents = [str(place or PACKAGE.parent), str(REPOSITORY)]
     done = subprocess.run(
         [sys.executable, "-c", SERVE_ONE_ENGINE, json.dumps(wanted, default=str)],
         capture_output=True,
@@ -139,7 +139,7 @@ def rows_of(root: Path) -> dict[Shard, list[IndexRow]]:
         assert name is not None
         parent, digest = (bytes.fromhex(data[field.slice].decode()) for field in (f.PARENT, f.PREFIX_SHA256))
         index, size = int(data[f.CHUNK_INDEX.slice]), allocated_bytes(path.stat())
-        row = IndexRow(name.key, parent, digest, index, size, NO_TAG, "", 100 - index, 0)
+        row = IndexRow(ChunkRecord(name.namespace, name.key, parent, index, digest), size, 100 - index, 0)
         shards.setdefault(Shard.of(name), []).append(row)
     return shards
 

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_engine import assert_same, cached_engine
-from sharing import HIT, LENGTH, ask
-from tiny_adapters import RANK, write_adapter
-from vllm_harness import random_prompt
+
+from tests.kit.vllm.cached_engine import assert_same, cached_engine
+from tests.kit.vllm.harness import random_prompt
+from tests.kit.vllm.sharing import HIT, LENGTH, ask
+from tests.kit.vllm.tiny_adapters import RANK, write_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

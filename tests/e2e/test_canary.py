@@ -6,7 +6,8 @@ Plain vLLM, its own prefix cache, no connector. If zeroed KV went unnoticed here
 from pathlib import Path
 
 import pytest
-from vllm_harness import block_ids, generate, kv_fingerprint, random_prompt, running, zero_kv
+
+from tests.kit.vllm.harness import block_ids, generate, kv_fingerprint, random_prompt, running, zero_kv
 
 pytestmark = pytest.mark.vllm
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_for, wait_written
-from cached_engine import CHUNK, TAIL, assert_same, cached_engine
-from vllm_harness import random_prompt
 
-from tiered_kv.server.paths import read_info
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, assert_same, cached_engine
+from tests.kit.vllm.harness import random_prompt
+from tiered_kv.server.directory import read_info
 
 pytestmark = pytest.mark.vllm
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_written
-from cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
-from vllm_harness import Answer, drain, generate, kv_fingerprint, random_prompt, reset_gpu_cache, running
+
+from tests.kit.server.probe import figures, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, drain, generate, kv_fingerprint, random_prompt, reset_gpu_cache, running
 
 pytestmark = pytest.mark.vllm
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_ended
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from fault_proxy import Fault, FaultProxy, Mode
-from object_nodes import object_figures, s3_place, wait_uploaded
-from s3 import S3
-from vllm_harness import Answer, close_llm, generate, make_llm, random_prompt, running
+
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
+from tests.kit.server.object_nodes import object_figures, s3_place, wait_uploaded
+from tests.kit.server.probe import figures, wait_ended
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, close_llm, generate, make_llm, random_prompt, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -63,7 +64,7 @@ def test_an_engine_with_default_settings_waits_for_its_disk(
 
     second = default_engine(tiny_model, tmp_path, storage)
     try:
-        assert second.scheduler_side._config.promotion_wait_ms is None
+        assert second.scheduler_side._wait_policy._fixed_s is None
         assert figures(tmp_path)["hierarchy"]["host_ready_chunks"] == 0
         # Until a prefill was measured, the engine is taken for one so fast that nothing is worth waiting for.
         for prompt in NEVER_STORED:

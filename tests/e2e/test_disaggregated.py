@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_ended, wait_written
-from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
-from object_nodes import blob_paths, s3_place, wait_uploaded
-from operator_server import operator_server, transfer
-from s3 import S3
-from vllm_harness import Answer, drain, generate, kv_fingerprint, random_prompt, running
-from vllm_process import EngineProcess
+
+from tests.kit.s3 import S3
+from tests.kit.server.object_nodes import blob_paths, s3_place, wait_uploaded
+from tests.kit.server.operator_server import operator_server, transfer
+from tests.kit.server.probe import figures, wait_ended, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
+from tests.kit.vllm.engine_process import EngineProcess
+from tests.kit.vllm.harness import Answer, drain, generate, kv_fingerprint, random_prompt, running
 
 pytestmark = pytest.mark.vllm
 

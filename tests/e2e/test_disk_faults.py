@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cache_probe import figures, is_serving, server_pid, wait_for, wait_written
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from disk_probe import blob_files, du_bytes, temp_files
-from vllm_harness import Answer, drain, generate, random_prompt, running
+
+from tests.kit.server.probe import figures, is_serving, server_pid, wait_for, wait_written
+from tests.kit.storage.disk_probe import blob_files, du_bytes, temp_files
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -111,7 +112,7 @@ class World:
             self.ask(prompt)
 
     def files(self, prompt: list[int]) -> Files:
-        from tiered_kv.keys.rolling import PrefixKeys
+        from tiered_kv.keys.prefix_keys import PrefixKeys
 
         keys = PrefixKeys(self.engine.scheduler_side._client.namespace, CHUNK)
         keys.extend(prompt)
@@ -241,7 +242,7 @@ def test_directory_removed_under_the_server_is_filled_anew_by_another(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refusing)
-    monkeypatch.setattr("tiered_kv.server.background.PAUSE_S", 0.1)
+    monkeypatch.setattr("tiered_kv.server.connect.THREAD_RETRY_S", 0.1)
     shutil.rmtree(world.root)
     prompts = list(PROMPTS.values())[:3]
     wait_for(lambda: _one_step(world) and not world.engine.scheduler_side._client.is_ready, "the loss")

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_for, wait_written
-from cached_engine import CHUNK, TAIL, assert_same, cached_engine, settings
-from operator_server import operator_server
-from replicas_process import Replicas
-from vllm_harness import Answer, generate, random_prompt, running
+
+from tests.kit.server.operator_server import operator_server
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, assert_same, cached_engine, settings
+from tests.kit.vllm.harness import Answer, generate, random_prompt, running
+from tests.kit.vllm.replicas_process import Replicas
 
 pytestmark = pytest.mark.vllm
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import server_pid
-from cached_engine import assert_same, cached_engine
-from vllm_harness import Answer, drain, generate, random_prompt, running
+
+from tests.kit.server.probe import server_pid
+from tests.kit.vllm.cached_engine import assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -49,8 +50,8 @@ class Steps:
             is_running = bool(scheduler.running)
             output = schedule(*arguments)
             self.preempted += len(output.preempted_req_ids or ())
-            side = scheduler.connector._scheduler if scheduler.connector is not None else None
-            kind = "copying" if side is not None and side.stores._jobs else "empty"
+            side = scheduler.connector._scheduler.side if scheduler.connector is not None else None
+            kind = "copying" if side is not None and side.saves._jobs else "empty"
             if is_running and not output.total_num_scheduled_tokens:
                 self._rows[kind] += 1
                 setattr(self, kind, max(getattr(self, kind), self._rows[kind]))

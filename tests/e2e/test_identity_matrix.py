@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_ended, wait_written
-from cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
-from counts import only_in_proofs
-from vllm_harness import Answer, generate, kv_fingerprint, random_prompt, running
+
+from tests.kit.counts import only_in_proofs
+from tests.kit.server.probe import figures, wait_ended, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, generate, kv_fingerprint, random_prompt, running
 
 # The first test that runs starts four engines, three of them for all.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from pictures import image, picture_prompt
-from sharing import HIT, ask, assert_apart
-from tiny_models import build_kind
+
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.pictures import image, picture_prompt
+from tests.kit.vllm.sharing import HIT, ask, assert_apart
+from tests.kit.vllm.tiny_models import build_kind
 
 pytestmark = pytest.mark.vllm
 

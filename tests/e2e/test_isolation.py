@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from sharing import HIT, LENGTH, ask, assert_apart
-from tiny_adapters import RANK, write_adapter
-from vllm_harness import random_prompt
+
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import random_prompt
+from tests.kit.vllm.sharing import HIT, LENGTH, ask, assert_apart
+from tests.kit.vllm.tiny_adapters import RANK, write_adapter
 
 pytestmark = pytest.mark.vllm
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_engine import assert_same, cached_engine
-from pictures import image, picture_prompt
-from sharing import HIT, ask
-from tiny_models import build_kind
-from vllm_harness import Answer
+
+from tests.kit.vllm.cached_engine import assert_same, cached_engine
+from tests.kit.vllm.harness import Answer
+from tests.kit.vllm.pictures import image, picture_prompt
+from tests.kit.vllm.sharing import HIT, ask
+from tests.kit.vllm.tiny_models import build_kind
 
 # Each test starts two or three engines.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

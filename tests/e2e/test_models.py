@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
-from counts import count
-from held_blocks import Held, watching
-from tiny_models import WIDE_WINDOW, WINDOW, build_kind
-from vllm_harness import Answer, drain, generate, random_prompt, reset_gpu_cache, running, zero_kv
+
+from tests.kit.counts import count
+from tests.kit.vllm.cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, reset_gpu_cache, running, zero_kv
+from tests.kit.vllm.held_blocks import Held, watching
+from tests.kit.vllm.tiny_models import WIDE_WINDOW, WINDOW, build_kind
 
 pytestmark = pytest.mark.vllm
 

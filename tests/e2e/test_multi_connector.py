@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_written
-from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
-from vllm_harness import Answer, drain, generate, kv_fingerprint, kv_layers, random_prompt, running
+
+from tests.kit.server.probe import figures, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
+from tests.kit.vllm.harness import Answer, drain, generate, kv_fingerprint, kv_layers, random_prompt, running
 
 pytestmark = pytest.mark.vllm
 
@@ -59,7 +60,7 @@ def warnings() -> Iterator[list[str]]:
 def sides(engine: CachedEngine) -> list[Any]:
     """The scheduler's sides of our connectors, in the order in which they are configured."""
     children = engine.scheduler.connector._connectors
-    return [child._scheduler for child in children if hasattr(child, "_scheduler")]
+    return [child._scheduler.side for child in children if hasattr(child, "_scheduler")]
 
 
 def assert_at_rest(engine: CachedEngine, root: Path) -> None:

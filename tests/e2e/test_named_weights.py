@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import wait_ended, wait_written
-from cached_engine import CHUNK, TAIL, assert_same, cached_engine
-from vllm_harness import Answer, generate, random_prompt, running
 
-from tiered_kv.vllm import weights
+from tests.kit.server.probe import wait_ended, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, generate, random_prompt, running
+from tiered_kv.vllm.identity import model_files as weights
 
 pytestmark = pytest.mark.vllm
 

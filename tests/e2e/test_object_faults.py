@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_ended, wait_for
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from disk_probe import du_bytes, temp_files
-from fault_proxy import Fault, FaultProxy, Mode
-from object_nodes import FOUND_S, blob_paths, object_figures, s3_place, wait_uploaded
-from s3 import S3
-from vllm_harness import Answer, generate, random_prompt, running
 
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
+from tests.kit.server.object_nodes import FOUND_S, blob_paths, object_figures, s3_place, wait_uploaded
+from tests.kit.server.probe import figures, wait_ended, wait_for
+from tests.kit.storage.disk_probe import du_bytes, temp_files
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, generate, random_prompt, running
 from tiered_kv.testing.blobs import SampleChain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -128,7 +128,7 @@ class World:
 
     def blob_path(self, prompt: list[int], chunk: int) -> str:
         """The object of a prompt's chunk."""
-        from tiered_kv.keys.rolling import PrefixKeys
+        from tiered_kv.keys.prefix_keys import PrefixKeys
 
         keys = PrefixKeys(self.engine.scheduler_side._client.namespace, CHUNK)
         keys.extend(prompt)

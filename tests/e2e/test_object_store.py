@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_ended, wait_for
-from cached_engine import CHUNK, TAIL, assert_same, cached_engine, settings
-from counts import only_in_proofs
-from object_nodes import FOUND_S, Place, blob_paths, s3_place, wait_uploaded
-from s3 import S3
-from vllm_harness import Answer, kv_fingerprint, random_prompt
-from vllm_process import EngineProcess
+
+from tests.kit.counts import only_in_proofs
+from tests.kit.s3 import S3
+from tests.kit.server.object_nodes import FOUND_S, Place, blob_paths, s3_place, wait_uploaded
+from tests.kit.server.probe import figures, wait_ended, wait_for
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, assert_same, cached_engine, settings
+from tests.kit.vllm.engine_process import EngineProcess
+from tests.kit.vllm.harness import Answer, kv_fingerprint, random_prompt
 
 pytestmark = pytest.mark.vllm
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, is_serving, server_pid, wait_ended, wait_for, wait_written
-from cached_engine import CHUNK, assert_same, settings
-from vllm_harness import Answer, generate, random_prompt, running
-from vllm_process import EngineProcess
+
+from tests.kit.server.probe import figures, is_serving, server_pid, wait_ended, wait_for, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, assert_same, settings
+from tests.kit.vllm.engine_process import EngineProcess
+from tests.kit.vllm.harness import Answer, generate, random_prompt, running
 
 pytestmark = pytest.mark.vllm
 

@@ -7,9 +7,10 @@ by then must be taken along when the request ends, or it is lost.
 from pathlib import Path
 
 import pytest
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from counts import count, seed
-from vllm_harness import drain, generate, random_prompt
+
+from tests.kit.counts import count, seed
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import drain, generate, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_clients import SmallEngine
-from cache_clients import settings as small_settings
-from cache_probe import figures, wait_for, wait_written
-from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
-from vllm_harness import Answer, drain, generate, random_prompt, running
 
-from tiered_kv.admin.server_link import ServerLink
+from tests.kit.server.clients import SmallEngine
+from tests.kit.server.clients import settings as small_settings
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, running
+from tiered_kv.ops.server_link import ServerLink
 
 pytestmark = pytest.mark.vllm
 

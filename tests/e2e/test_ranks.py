@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_written
-from cached_engine import CHUNK, LOGPROB_TOLERANCE, assert_same, cached_engine, settings
-from counts import only_in_proofs, seed
-from operator_server import operator_server
 from safetensors import safe_open
-from tiny_models import build_kind
-from vllm_harness import Answer, random_prompt
-from vllm_process import EngineProcess
+
+from tests.kit.counts import only_in_proofs, seed
+from tests.kit.server.operator_server import operator_server
+from tests.kit.server.probe import figures, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, LOGPROB_TOLERANCE, assert_same, cached_engine, settings
+from tests.kit.vllm.engine_process import EngineProcess
+from tests.kit.vllm.harness import Answer, random_prompt
+from tests.kit.vllm.tiny_models import build_kind
 
 pytestmark = pytest.mark.vllm
 

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_engine import cached_engine, settings
-from counts import count
-from tiny_models import build_kind
-from vllm_harness import generate, make_llm, random_prompt, running
 
+from tests.kit.counts import count
+from tests.kit.vllm.cached_engine import cached_engine, settings
+from tests.kit.vllm.harness import generate, make_llm, random_prompt, running
+from tests.kit.vllm.tiny_models import build_kind
 from tiered_kv.errors import ConfigError, TieredKVError, UnsupportedModel
 
 pytestmark = pytest.mark.vllm

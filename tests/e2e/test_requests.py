@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_for, wait_written
-from cached_engine import CHUNK, LOGPROB_TOLERANCE, MARGIN, CachedEngine, cached_engine
-from counts import count, seed
-from guessing_engine import ANSWER_TOKENS, guess
-from guessing_engine import parameters as guessing_parameters
-from mixed_requests import Outcome, run_mix, wishes
-from vllm_harness import (
+
+from tests.kit.counts import count, seed
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, LOGPROB_TOLERANCE, MARGIN, CachedEngine, cached_engine
+from tests.kit.vllm.guessing_engine import ANSWER_TOKENS, guess
+from tests.kit.vllm.guessing_engine import parameters as guessing_parameters
+from tests.kit.vllm.harness import (
     BLOCK_TOKENS,
     Answer,
     as_answer,
@@ -27,10 +27,10 @@ from vllm_harness import (
     reset_gpu_cache,
     running,
 )
-
+from tests.kit.vllm.mixed_requests import Outcome, run_mix, wishes
 from tiered_kv.keys.naming import BlobName
-from tiered_kv.keys.rolling import PrefixKeys
-from tiered_kv.tiers.disk_pins import read_pins
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.tiers.disk.pins import read_pins
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -74,7 +74,7 @@ class Run:
 
 
 def assert_as_sure(ours: Answer, theirs: Answer) -> None:
-    """DESIGN rule 12 for long answers: tokens are equal as far as plain vLLM is sure of every one of them."""
+    """rule 12 for long answers: tokens are equal as far as plain vLLM is sure of every one of them."""
     sure = next(
         (i for i, (best, second, *_) in enumerate(theirs.logprobs) if best - second < MARGIN), len(theirs.tokens)
     )

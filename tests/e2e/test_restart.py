@@ -9,12 +9,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from cache_probe import server_pid, wait_for, wait_written
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from counts import seed
-from vllm_harness import drain, generate, random_prompt, running
 
-from tiered_kv.server.arena_lock import release_stale_arena_locks
+from tests.kit.counts import seed
+from tests.kit.server.probe import server_pid, wait_for, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import drain, generate, random_prompt, running
+from tiered_kv.server.directory import release_stale_arena_locks
 
 pytestmark = pytest.mark.vllm
 

@@ -22,14 +22,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from cache_probe import figures, wait_for, wait_written
-from cached_engine import CHUNK
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tiered_kv.admin.server_link import ServerLink
-from tiered_kv.server.paths import read_info
-from tiered_kv.vllm.prometheus import PREFIX, definitions
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.vllm.cached_engine import CHUNK
+from tiered_kv.metrics.names import ENGINE_PREFIX as PREFIX
+from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.ops.storage import RemovalTotals
+from tiered_kv.server.directory import read_info
+from tiered_kv.vllm.prometheus import definitions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.cores]
 
@@ -329,7 +331,7 @@ def test_what_leaves_a_tier_is_told_as_removed(counted: Counted, served: Served,
     info = read_info(served.cache)
     assert info is not None
     with ServerLink.of_socket(f"unix://{info.socket}", 60) as link:
-        assert link.evict("disk", b"", None, holes=True) == (counted.chunks, 0, 0)
+        assert link.evict("disk", b"", None, holes=True) == RemovalTotals(counted.chunks)
     removed: list[Any] = []
 
     def is_told() -> bool:

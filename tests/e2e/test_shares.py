@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine
-from cache_clients import settings as neighbour_settings
-from cache_probe import figures, wait_written
-from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
-from vllm_harness import random_prompt
 
-from tiered_kv.admin.server_link import ServerLink
+from tests.kit.server.clients import SmallEngine
+from tests.kit.server.clients import settings as neighbour_settings
+from tests.kit.server.probe import figures, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import random_prompt
+from tiered_kv.ops.server_link import ServerLink
 
 pytestmark = pytest.mark.vllm
 

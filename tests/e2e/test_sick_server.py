@@ -15,14 +15,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from cache_probe import server_pid, wait_for, wait_written
-from cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
-from counts import count, seed
-from hostile_messages import INTEGERS
-from vllm_harness import Answer, drain, generate, random_prompt, reset_gpu_cache
 
+from tests.kit.counts import count, seed
+from tests.kit.faults.hostile_messages import INTEGERS
+from tests.kit.server.probe import server_pid, wait_for, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, reset_gpu_cache
 from tiered_kv.errors import ProtocolError
-from tiered_kv.server import messages as m
+from tiered_kv.server import protocol as m
+from tiered_kv.tiering.types import Arrival, LookupAnswer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -99,13 +100,13 @@ def prompts(first: int, number: int) -> list[list[int]]:
 @contextmanager
 def impatient(engine: CachedEngine) -> Iterator[None]:
     """Lookups that nobody answers are given up soon; answers of a server that is well are waited for on any machine."""
-    side = engine.scheduler_side
-    patient = side._config
-    side._config = replace(patient, lookup_timeout_ms=100.0)
+    lookups = engine.scheduler_side._lookups
+    patient = lookups._config
+    lookups._config = replace(patient, lookup_timeout_ms=100.0)
     try:
         yield
     finally:
-        side._config = patient
+        lookups._config = patient
 
 
 def wait_heard(engine: CachedEngine) -> None:
@@ -147,7 +148,7 @@ def test_no_step_waits_for_a_server_that_stands_still(engine: CachedEngine) -> N
     for ours, theirs in zip(frozen[:3], cold, strict=True):
         assert_same(ours, theirs)
     drain(engine.llm)
-    assert not engine.scheduler_side.stores.has_work
+    assert not engine.scheduler_side.saves.has_work
     wait_heard(engine)
     again = engine.ask(*known)
     assert [answer.cached_tokens for answer in again] == [2 * CHUNK] * 3
@@ -182,9 +183,11 @@ def garbled(source: random.Random, message: Any) -> Any:
             sources = bytes(drawn((0, len(few), len(few))))
             ready = drawn((0, len(few), len(few) + 1, drawn(INTEGERS)))
             held = drawn((0, 2, drawn(INTEGERS)))
-            parts = [(drawn(INTEGERS), drawn((None, 0.0, -1.0, math.nan, math.inf)))]
+            arriving = (Arrival(1, drawn(INTEGERS), drawn((None, 0.0, -1.0, math.nan, math.inf))),)
             is_done, unknown = source.random() < 0.7, drawn((0, 3))
-            return m.Updated(message.lookup, held, few, ready, is_done, parts, unknown, drawn((None, -1.0)), sources)
+            search_s = drawn((None, -1.0))
+            answer = LookupAnswer(held, tuple(few), ready, is_done, arriving, unknown, search_s, sources, 0, True)
+            return m.Updated(message.lookup, answer)
         case m.Credits():
             return m.Credits(few)
         case m.Stat():
@@ -208,7 +211,7 @@ def test_an_engine_outlives_a_server_that_answers_nonsense(
     # The engine's own waiting before it joins again, which would be most of the test.
     monkeypatch.setattr("tiered_kv.server.client.BACKOFF_LAST_S", 0.2)
     monkeypatch.setattr("tiered_kv.vllm.worker.BACKOFF_LAST_S", 0.2)
-    monkeypatch.setattr("tiered_kv.vllm.meter.FIGURES_INTERVAL_S", 0.0)
+    monkeypatch.setattr("tiered_kv.vllm.engine_metrics.FIGURES_INTERVAL_S", 0.0)
     monkeypatch.setattr(client, "_take", take_garbled)
     stored = prompts(400, 4)
     with impatient(engine):

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from cached_engine import CHUNK, cached_engine
-from vllm_harness import generate, random_prompt
 
+from tests.kit.vllm.cached_engine import CHUNK, cached_engine
+from tests.kit.vllm.harness import generate, random_prompt
 from tiered_kv.vllm.connector import TieredKVConnector
 
 pytestmark = pytest.mark.vllm

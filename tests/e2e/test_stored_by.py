@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from cache_probe import figures, socket_of, wait_for, wait_written
-from cached_engine import CHUNK, assert_same, cached_engine
-from verbs import report
-from vllm_harness import random_prompt
 
+from tests.kit.server.probe import figures, socket_of, wait_for, wait_written
+from tests.kit.verbs import report
+from tests.kit.vllm.cached_engine import CHUNK, assert_same, cached_engine
+from tests.kit.vllm.harness import random_prompt
 from tiered_kv import __version__
 from tiered_kv.chunks.header import peek
 from tiered_kv.keys.stored_by import NO_ENCODING, StoredBy, encoding_text
@@ -19,7 +19,7 @@ LENGTH, HIT = 2 * CHUNK + 90, 2 * CHUNK
 
 
 def lines(root: Path) -> list[str]:
-    return sorted(peek(path.read_bytes()[:4096]).stored_by for path in (root / "blobs").rglob("*.safetensors"))
+    return sorted(peek(path.read_bytes()[:4096]).record.stored_by for path in (root / "blobs").rglob("*.safetensors"))
 
 
 def test_blobs_and_records_name_vllm_and_the_encoding_and_a_bad_release_goes_alone(

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import figures, wait_for, wait_written
-from cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from verbs import report, run
-from vllm_harness import Answer, as_answer, drain, random_prompt, reset_gpu_cache
 
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.verbs import report, run
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import Answer, as_answer, drain, random_prompt, reset_gpu_cache
 from tiered_kv.keys.tags import tag_digest
-from tiered_kv.server.paths import read_info
+from tiered_kv.server.directory import read_info
 
 pytestmark = pytest.mark.vllm
 

@@ -1,4 +1,4 @@
-"""The oldest vLLM of the supported window passes the same end-to-end suite as the newest (DESIGN rule 13).
+"""The oldest vLLM of the supported window passes the same end-to-end suite as the newest (rule 13).
 
 The older one is laid over the installed one by PYTHONPATH; ``scripts/overlay 0.30.0`` puts it there and ``make test``
 calls that first.

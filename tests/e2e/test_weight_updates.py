@@ -13,9 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_probe import wait_ended, wait_written
-from cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
-from vllm_harness import Answer, as_answer, drain, generate, kv_fingerprint, random_prompt, reset_gpu_cache, running
+
+from tests.kit.server.probe import wait_ended, wait_written
+from tests.kit.vllm.cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import (
+    Answer,
+    as_answer,
+    drain,
+    generate,
+    kv_fingerprint,
+    random_prompt,
+    reset_gpu_cache,
+    running,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -217,7 +227,7 @@ def test_what_vllm_calls_reaches_the_cache_right_after_an_answer(
     call, resets = CALLS[name]
     generate(engine.llm, [LATER], max_tokens=1)
     before = epoch(engine)
-    assert engine.scheduler_side.stores.has_work, "no copy is under way: this test proves nothing"
+    assert engine.scheduler_side.saves.has_work, "no copy is under way: this test proves nothing"
     call(engine.llm)
 
     assert (epoch(engine) != before) == resets

@@ -1,29 +1,29 @@
 """The cache simulation: seeds pass, a seed is one schedule and no other, and each check sees what it is there for."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 
 import pytest
-from cachesim import SimulationFailed, simulate
-from cachesim_faults import RATES
-from cachesim_plan import MISHAPS, draw_plan
-from counts import count, seed
 
+from tests.kit.counts import count, seed
+from tests.kit.module_process import module_environment
+from tests.sim.cache.faults import RATES
+from tests.sim.cache.plan import MISHAPS, draw_plan
+from tests.sim.cache.run import SimulationFailed, simulate
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
-from tiered_kv.hierarchy.hierarchy import Hierarchy
-from tiered_kv.hierarchy.host import HostMemory
-from tiered_kv.hierarchy.line import Line
-from tiered_kv.hierarchy.lookups import Lookups
-from tiered_kv.hierarchy.lower import LowerTier
-from tiered_kv.hierarchy.plan import Read
-from tiered_kv.hierarchy.served import Served
-from tiered_kv.hierarchy.slots import SlotPool
-from tiered_kv.tiers.bucket.account import Account
-from tiered_kv.tiers.disk_ledger import DiskLedger
+from tiered_kv.fleet.member import LocalBudget
+from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.leases import LeaseQueue
+from tiered_kv.tiering.lookups import Lookups
+from tiered_kv.tiering.secondary_tier import SecondaryTier
+from tiered_kv.tiering.slots import SlotPool
+from tiered_kv.tiering.stats import HitStats
+from tiered_kv.tiering.tiering import Tiering
+from tiered_kv.tiering.types import Read
+from tiered_kv.tiers.disk.ledger import DiskLedger
 from tiered_kv.tiers.wrappers.breaker import Breaker
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
@@ -62,8 +62,11 @@ def test_a_seed_is_the_same_schedule_again_and_another_seed_is_not():
 
 @pytest.mark.parametrize("hash_seed", ["1", "77"])
 def test_a_seed_is_the_same_schedule_in_another_process(repository, hash_seed):
-    code = "import json; from cachesim import simulate; print(json.dumps([simulate(n).digest for n in (5, 3, 4)]))"
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(repository / "tests" / "support")}
+    code = (
+        "import json; from tests.sim.cache.run import simulate; "
+        "print(json.dumps([simulate(n).digest for n in (5, 3, 4)]))"
+    )
+    environment = module_environment(PYTHONHASHSEED=hash_seed)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [simulate(number).digest for number in (5, 3, 4)]
 
@@ -97,7 +100,7 @@ def nothing(*_arguments, **_options):
 
 
 def without_verification(patch):
-    patch(VerifiedTier, "_read", lambda self, form, name, buffer: self._inner.get_into(name, buffer))
+    patch(VerifiedTier, "_read", lambda self, form, name, buffer: self.inner.get_into(name, buffer))
 
 
 def without_disk_limit(patch):
@@ -105,7 +108,7 @@ def without_disk_limit(patch):
         self._reserved += size_bytes
 
     patch(DiskLedger, "reserve", reserve)
-    patch(LowerTier, "_make_room", lambda self, entry: None)
+    patch(SecondaryTier, "_make_room", lambda self, entry: None)
 
 
 def without_host_limit(patch):
@@ -119,7 +122,7 @@ def without_host_limit(patch):
 
 
 def without_bucket_limit(patch):
-    patch(Account, "_refusal", lambda self, size_bytes, now: "")
+    patch(LocalBudget, "_refusal", lambda self, size_bytes, now: "")
 
 
 def leases_hold_nothing(patch):
@@ -132,20 +135,20 @@ def leases_hold_nothing(patch):
         entry.leases -= 1
         self.leased_bytes -= 0 if entry.leases else slot_bytes
 
-    patch(HostMemory, "lease", lease)
-    patch(HostMemory, "end_lease", end_lease)
+    patch(HostTier, "lease", lease)
+    patch(HostTier, "end_lease", end_lease)
 
 
 def leases_are_kept(patch):
-    patch(HostMemory, "end_lease", nothing)
+    patch(HostTier, "end_lease", nothing)
 
 
 def leases_never_end(patch):
-    patch(Line, "overdue", lambda self, now_s: [])
+    patch(LeaseQueue, "overdue", lambda self, now_s: [])
 
 
 def leases_of_running_loads_end(patch):
-    patch(Hierarchy, "claim", nothing)
+    patch(Tiering, "claim", nothing)
 
 
 def slots_are_taken_before_their_client_was_told(patch):
@@ -159,7 +162,7 @@ def slots_are_taken_before_their_client_was_told(patch):
 
 
 def pins_are_ignored(patch):
-    patch(LowerTier, "set_pinned", nothing)
+    patch(SecondaryTier, "set_pinned", nothing)
 
 
 def completions_are_lost(patch):
@@ -186,9 +189,9 @@ def lost_clients_are_not_quarantined(patch):
     def take_back(self, session_id):
         session = self._sessions[session_id]
         session.is_suspended = True
-        self._credits.take_back(session, list(session.reserved))
+        self._grants.take_back(session, list(session.reserved))
 
-    patch(Hierarchy, "suspend_session", take_back)
+    patch(Tiering, "suspend_session", take_back)
 
 
 def breakers_stay_open(patch):
@@ -199,41 +202,41 @@ def seals_promise_too_early(patch):
     submit = Engine._submit_jobs
 
     def seal_first(self):
-        for entry in self.hierarchy.index.entries():
+        for entry in self.tiering.index.entries():
             if entry.host.value == "promoting":
-                self.hierarchy._promotions.filled(entry)
+                self.tiering._promotions.filled(entry)
         submit(self)
 
     patch(Engine, "_submit_jobs", seal_first)
 
 
 def uploads_are_not_tried_again(patch):
-    patch(LowerTier, "resume", nothing)
+    patch(SecondaryTier, "resume", nothing)
 
 
 def seals_take_what_is_there(patch):
     seal = BlobFormat.seal
 
-    def seal_another(self, blob, fields):
-        if fields.chunk_index == 2:
+    def seal_another(self, blob, record, created_unix_s):
+        if record.chunk_index == 2:
             blob[self.header_bytes : self.header_bytes + 8] = bytes(8)
-        seal(self, blob, fields)
+        seal(self, blob, record, created_unix_s)
 
     patch(BlobFormat, "seal", seal_another)
 
 
 def starts_forget_blobs(patch):
-    restore = Hierarchy.restore
+    restore = Tiering.restore
 
     def restore_some(self, tier, record, size_bytes):
         if record.key[0] % 3:
             restore(self, tier, record, size_bytes)
 
-    patch(Hierarchy, "restore", restore_some)
+    patch(Tiering, "restore", restore_some)
 
 
 def lookups_are_not_counted(patch):
-    patch(Served, "ended", nothing)
+    patch(HitStats, "ended", nothing)
 
 
 BROKEN = {

@@ -1,14 +1,15 @@
-"""The engine around the hierarchy: sessions, what a restart finds, estimates, and the end."""
+"""The engine around tiering: sessions, what a restart finds, estimates, and the end."""
 
 import pytest
-from engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, EngineWorld, geometry
-from format_samples import sample_namespace
 
+from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, EngineWorld, geometry
+from tests.kit.samples.formats import sample_namespace
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.engine.engine import RETRY_INTERVAL_S
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiering.types import Arrival, LookupAnswer
 from tiered_kv.tiers.base import BlobName
 
 
@@ -41,7 +42,7 @@ def test_a_prefix_that_left_host_memory_comes_back_from_the_tier(world, memory):
     session = started(world)
     for number in range(20):
         world.store(session, (number, 1))
-    assert len(memory.names) == 40 and world.hierarchy.usage()["host_ready_chunks"] < 40
+    assert len(memory.names) == 40 and world.tiering.usage()["host_ready_chunks"] < 40
     assert [world.loaded(session, (number, 1)) for number in range(20)] == [2] * 20
 
 
@@ -142,8 +143,8 @@ def test_a_blob_that_vanished_is_missing_and_not_corrupt(world, memory):
         world.store(session, (number,))
     memory.delete(name_of("small", (0,)))
     assert world.loaded(session, (0,)) == 0
-    assert world.hierarchy.counters["read_failed_missing"] == 1
-    assert world.hierarchy.usage()["tier0_chunks"] == 19
+    assert world.tiering.counters["read_failed_missing"] == 1
+    assert world.tiering.tier_usage(1).chunks == 19
 
 
 def resealed(world, memory, name):
@@ -157,15 +158,15 @@ def test_a_blob_of_other_tokens_under_our_key_is_dropped(world, memory):
     session = started(world)
     for number in range(20):
         world.store(session, (number,))
-    entry = world.hierarchy.index.get(SPACES["small"].key((0,)))
+    entry = world.tiering.index.get(SPACES["small"].key((0,)))
     forged = type(entry.record)(
         *(getattr(entry.record, f) for f in ("namespace", "key", "parent", "chunk_index")), bytes(32)
     )
     entry.record = forged
-    lookup = world.hierarchy.lookup(session, [forged.key], [bytes(32)])
+    lookup = world.tiering.lookup(session, [forged.key], [bytes(32)])
     world.settle()
-    assert world.hierarchy.counters["read_failed_corrupt"] == 1
-    world.hierarchy.release(session, lookup)
+    assert world.tiering.counters["read_failed_corrupt"] == 1
+    world.tiering.release(session, lookup)
 
 
 def test_capacity_is_kept_and_foreign_bytes_count(memory):
@@ -179,12 +180,18 @@ def test_capacity_is_kept_and_foreign_bytes_count(memory):
     session = started(world)
     for number in range(100, 110):
         world.store(session, (number,))
-    assert world.hierarchy.usage()["tier0_chunks"] == 3
-    assert world.hierarchy.counters["write_failed_no_room"] == 0
+    assert world.tiering.tier_usage(1).chunks == 3
+    assert world.tiering.counters["write_failed_no_room"] == 0
     world.close()
 
 
 # -- estimates and time ------------------------------------------------------------------------------------------------
+
+
+def parts(world: EngineWorld, *runs: tuple[int, int]) -> list[tuple[int, float | None]]:
+    """What the engine says of chunks that arrive in these runs of ``(tier, chunks)``."""
+    answer = LookupAnswer(arriving=tuple(Arrival(tier, chunks) for tier, chunks in runs))
+    return world.engine.timed(SPACES["small"].namespace, answer).parts
 
 
 def test_without_samples_there_is_no_estimate_and_failures_make_none(memory):
@@ -194,11 +201,11 @@ def test_without_samples_there_is_no_estimate_and_failures_make_none(memory):
     for number in range(20):
         world.store(session, (number,))
     is_broken.append(True)
-    assert world.engine.arrivals(SPACES["small"].namespace, [(0, 1)]) == [(1, None)]
+    assert parts(world, (1, 1)) == [(1, None)]
     world.loaded(session, (0,))
-    assert world.hierarchy.counters["read_failed_unavailable"] == 1
-    assert world.engine.arrivals(SPACES["small"].namespace, [(0, 1)]) == [(1, None)]
-    assert world.engine.read_bytes_per_s(0) is None
+    assert world.tiering.counters["read_failed_unavailable"] == 1
+    assert parts(world, (1, 1)) == [(1, None)]
+    assert world.engine.read_bytes_per_s(1) is None
     world.close()
 
 
@@ -211,9 +218,9 @@ def test_promotions_give_the_estimate(world):
     world.clock.advance(0.5)
     world.settle()
     world.release(lookup)
-    assert world.engine.read_bytes_per_s(0) == 2 * BLOB_BYTES
-    assert world.engine.arrivals(SPACES["small"].namespace, [(0, 4)]) == [(1, 0.5), (4, 2.0)]
-    assert world.engine.arrivals(SPACES["small"].namespace, [(None, 2), (0, 1), (None, 3), (0, 3)]) == [
+    assert world.engine.read_bytes_per_s(1) == 2 * BLOB_BYTES
+    assert parts(world, (1, 4)) == [(1, 0.5), (4, 2.0)]
+    assert parts(world, (0, 2), (1, 1), (0, 3), (1, 3)) == [
         (1, 0.0),
         (2, 0.0),
         (3, 0.5),

@@ -4,10 +4,10 @@ import random
 import select
 
 import pytest
-from counts import count, seed
-from disk_probe import blob_files, open_disk, temp_files
-from engine_world import BLOB_BYTES, EngineWorld
 
+from tests.kit.counts import count, seed
+from tests.kit.engine_world import BLOB_BYTES, EngineWorld
+from tests.kit.storage.disk_probe import blob_files, open_disk, temp_files
 from tiered_kv.engine.executor import ThreadExecutor
 
 HOST_BYTES = 24 * BLOB_BYTES
@@ -42,7 +42,7 @@ class ThreadedWorld(EngineWorld):
         return ready
 
     def drain(self):
-        self.until(lambda: not self.hierarchy.pending_writes, "the drain")
+        self.until(lambda: not self.tiering.pending_writes, "the drain")
 
     def started(self):
         session = self.open()
@@ -77,7 +77,7 @@ def test_a_restart_serves_from_disk_what_was_drained(tmp_path, prefixes):
     again = ThreadedWorld(tmp_path)
     session = again.started()
     assert [again.load(session, prefix) for prefix in prefixes] == [6] * 12
-    assert again.engine.read_bytes_per_s(0) is not None
+    assert again.engine.read_bytes_per_s(1) is not None
     again.close()
 
 
@@ -89,13 +89,13 @@ def test_the_disk_never_holds_more_than_it_may_and_keeps_prefixes_whole(tmp_path
     for prefix in prefixes:
         world.store_all(session, prefix)
         world.drain()
-        assert world.engine.tiers[0].usage().used_bytes <= limit
-    assert world.hierarchy.counters["write_failed_no_room"] == 0
-    assert world.hierarchy.counters["lower_evicted"] > 60
+        assert world.engine.tiers[1].usage().used_bytes <= limit
+    assert world.tiering.counters["write_failed_no_room"] == 0
+    assert world.tiering.counters["lower_evicted"] > 60
     world.close()
     smaller = ThreadedWorld(tmp_path, smaller_limit)
     session = smaller.started()
-    smaller.until(lambda: smaller.engine.tiers[0].usage().used_bytes <= smaller_limit, "the eviction")
+    smaller.until(lambda: smaller.engine.tiers[1].usage().used_bytes <= smaller_limit, "the eviction")
     found = sum(smaller.load(session, prefix) for prefix in prefixes)
     assert found == len(blob_files(tmp_path)) > 60, "a chunk without its parent is left"
     smaller.close()

@@ -3,9 +3,9 @@
 import logging
 
 import pytest
-from counts import count, seed
-from engine_world import BLOB_BYTES, EngineWorld
 
+from tests.kit.counts import count, seed
+from tests.kit.engine_world import BLOB_BYTES, EngineWorld
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at, seeded
 from tiered_kv.testing.memory import MemoryTier

@@ -1,13 +1,13 @@
 """The engine over a disk tier and a shared one behind it: uploads, searches, restarts, two machines on one bucket."""
 
 import pytest
-from counts import count
-from disk_probe import open_disk
-from engine_world import BLOB_BYTES, EngineWorld
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.kit.counts import count
+from tests.kit.engine_world import BLOB_BYTES, EngineWorld
+from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.testing.faults import Fault, FaultyTier
 from tiered_kv.testing.memory import MemoryTier
 
@@ -31,7 +31,7 @@ def node(tiers, **options):
 def test_what_is_stored_goes_to_disk_and_from_there_to_the_bucket(tmp_path, bucket):
     world, session = node([open_disk(tmp_path), bucket])
     world.store(session, PREFIX)
-    assert len(bucket.names) == 5 and world.hierarchy.counters["uploaded"] == 5
+    assert len(bucket.names) == 5 and world.tiering.counters["uploaded"] == 5
     world.check_idle()
     world.close()
 
@@ -42,7 +42,7 @@ def test_an_empty_machine_gets_everything_from_the_bucket_and_keeps_it_on_disk(t
     first.abandon()
     second, session = node([open_disk(tmp_path / "b"), bucket])
     assert second.loaded(session, PREFIX) == 5
-    assert second.hierarchy.counters["probes"] <= 5
+    assert second.tiering.counters["probes"] <= 5
     second.check_idle()
     second.abandon()
     bucket.reopen(None)
@@ -75,7 +75,7 @@ def test_uploads_that_were_not_made_before_the_end_are_made_after_it(tmp_path, b
     faulty = FaultyTier(bucket, lambda _number: Fault.ERROR)
     world, session = node([open_disk(tmp_path), faulty])
     world.store(session, PREFIX)
-    assert bucket.names == [] and world.hierarchy.pending_writes > 0
+    assert bucket.names == [] and world.tiering.pending_writes > 0
     world.close()
     bucket.reopen(None)
     again, session = node([open_disk(tmp_path), bucket])

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from tiered_kv.engine.executor import Pool, ThreadExecutor
-from tiered_kv.testing.stepping import FakeClock, StepExecutor
+from tests.kit.fake_clock import FakeClock
+from tiered_kv.engine.executor import Pool, StepExecutor, ThreadExecutor
 
 
 @pytest.fixture

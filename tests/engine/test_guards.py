@@ -1,8 +1,8 @@
-"""A tier that stops to answer is taken out of the hierarchy, tried now and then, and serves again without a restart."""
+"""A tier that stops to answer is taken out of tiering, tried now and then, and serves again without a restart."""
 
 import pytest
-from engine_world import EngineWorld
 
+from tests.kit.engine_world import EngineWorld
 from tiered_kv.engine.stalls import STALL_S
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.testing.faults import Fault, FaultyTier
@@ -67,7 +67,7 @@ def test_what_was_stored_meanwhile_is_written_when_the_tier_is_back(guarded):
     assert guarded.memory.names == [] and world.loaded(guarded.session, PREFIX) == 3
     guarded.fault = None
     guarded.pass_time()
-    assert len(guarded.memory.names) == 3 and world.hierarchy.pending_writes == 0
+    assert len(guarded.memory.names) == 3 and world.tiering.pending_writes == 0
 
 
 def test_a_tier_that_reads_but_does_not_write_stays_out(guarded):
@@ -104,7 +104,7 @@ def test_a_local_tier_that_hangs_is_left_alone_until_it_answers():
             world.step()
             assert world.opened[0].breaker.is_open and "has not ended for 11 s" in world.opened[0].breaker.reason
             before = faulty.operation_count
-            assert world.hierarchy.lookup(session, *world.clients[session].space.prefix((1000,)), 0)
+            assert world.tiering.lookup(session, *world.clients[session].space.prefix((1000,)), 0)
             world.step()
             assert faulty.operation_count == before, "a request was sent to a medium that hangs"
 

@@ -3,18 +3,19 @@
 import errno
 
 import pytest
-from disk_probe import open_disk
 
+from tests.kit.fake_clock import FakeClock
+from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.config import Config
 from tiered_kv.engine.clock import SystemClock
-from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, TEST_BYTES, self_test, self_test_format
+from tiered_kv.engine.self_test import TEST_BYTES, self_test, self_test_format
 from tiered_kv.errors import TierUnavailable
+from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server.compose import build_engine
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
-from tiered_kv.testing.stepping import FakeClock
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 PUT, GET, DELETE = 0, 1, 2
@@ -80,14 +81,14 @@ def test_a_server_starts_on_a_disk_that_fails_and_knows_what_it_will_hold(tmp_pa
     def fail(*_arguments, **_options):
         raise OSError(errno.EIO, "input/output error")
 
-    monkeypatch.setattr("tiered_kv.tiers.disk.write_file", fail)
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.write_file", fail)
     config = Config(storage_uri=f"file://{tmp_path}", host_bytes=1 << 24, disk_bytes=1 << 28)
     engine, _ = build_engine(config, Recorder())
     try:
         engine.step()
-        breaker = engine.guards.breaker(0)
+        breaker = engine.guards.breaker(1)
         assert breaker is not None and breaker.is_open and "errno=EIO" in breaker.reason
-        assert engine.hierarchy.usage()["tier0_chunks"] == 3 and engine.hierarchy.index.readable == [False]
+        assert engine.tiering.tier_usage(1).chunks == 3 and engine.tiering.index.readable == [True, False]
     finally:
         engine.close()
 

@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from counts import count, seed
-from engine_world import GEOMETRIES, NAMESPACES, SPACES, payload_of
 
+from tests.kit.counts import count, seed
+from tests.kit.engine_world import GEOMETRIES, NAMESPACES, SPACES, payload_of
+from tests.kit.fake_clock import FakeClock
 from tiered_kv.chunks.arena import Arena, create_slabs
-from tiered_kv.chunks.header import BlobFormat, SealFields
+from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.performer import Performer
 from tiered_kv.errors import ChunkCorrupt
-from tiered_kv.hierarchy.plan import ChunkRecord, Outcome, Read
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.testing.memory import MemoryTier
-from tiered_kv.testing.stepping import FakeClock
+from tiered_kv.tiering.types import Outcome, Read
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
@@ -36,7 +37,7 @@ def sealed(space: str, path: tuple[int, ...]) -> tuple[ChunkRecord, bytes]:
     blob = bytearray(form.blob_bytes)
     size = GEOMETRIES[space].data_bytes
     blob[form.header_bytes : form.header_bytes + size] = payload_of(record.key, size)
-    form.seal(memoryview(blob), SealFields(record.key, record.parent, record.chunk_index, record.prefix_sha256, 1))
+    form.seal(memoryview(blob), record, 1)
     return record, bytes(blob)
 
 

@@ -8,12 +8,12 @@ import subprocess
 import threading
 
 import pytest
-from disk_probe import blob_files, blob_path, du_bytes, open_disk, slot_of, temp_files
 
+from tests.kit.storage.disk_probe import blob_files, blob_path, du_bytes, open_disk, slot_of, temp_files
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, ConfigError, TierUnavailable
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.faults import Fault, FaultyTier, at, seeded
-from tiered_kv.tiers.disk import DiskTier
+from tiered_kv.tiers.disk.tier import DiskTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain(payload_bytes=256 << 10)
@@ -107,7 +107,7 @@ def test_a_full_file_system_costs_the_index_a_warning_and_nothing_else(mount, ca
     tier.close()
     tier = open_disk(root, 64 << 20)
     assert tier.usage().blob_count == count
-    assert [info.chunk_index for info in tier.scan()] == list(range(count))  # recency was written after all
+    assert [info.record.chunk_index for info in tier.scan()] == list(range(count))  # recency was written after all
     tier.close()
 
 
@@ -284,7 +284,7 @@ def run_script(tier):
         lambda: tier.delete(SMALL.name(2)),
         lambda: tier.describe(SMALL.namespace, b"{}"),
         tier.flush,
-        lambda: answers.extend((info.chunk_index, None) for info in tier.scan()),
+        lambda: answers.extend((info.record.chunk_index, None) for info in tier.scan()),
         *(lambda i=i: answers.append((i, read(tier, SMALL.name(i), SMALL))) for i in range(5)),
     ]
     for step in steps:

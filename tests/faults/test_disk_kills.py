@@ -9,8 +9,8 @@ import signal
 import time
 
 import pytest
-from disk_probe import blob_files, du_bytes, open_disk, slot_of, temp_files
 
+from tests.kit.storage.disk_probe import blob_files, du_bytes, open_disk, slot_of, temp_files
 from tiered_kv.errors import CapacityExceeded
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.wrappers.verified import VerifiedTier

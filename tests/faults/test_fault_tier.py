@@ -3,12 +3,12 @@
 import threading
 
 import pytest
-from disk_probe import blob_path, open_disk
 
+from tests.kit.storage.disk_probe import blob_path, open_disk
 from tiered_kv.errors import CapacityExceeded, TierUnavailable
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.faults import Fault, FaultyTier, at, seeded
-from tiered_kv.tiers.disk_pins import changing_pins
+from tiered_kv.tiers.disk.pins import changing_pins
 
 CHAIN = SampleChain()
 BLOB = CHAIN.blob(0)

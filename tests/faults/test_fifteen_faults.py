@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from counts import count, seed
-from disk_probe import blob_files
-from engine_world import BLOB_BYTES, NAMESPACES, SPACES
-from fault_scene import LIMIT_BYTES, OTHERS, PREFIX, Damage, FaultScene
 
-from tiered_kv.chunks import fields
+from tests.kit.counts import count, seed
+from tests.kit.engine_world import BLOB_BYTES, NAMESPACES, SPACES
+from tests.kit.faults.scene import LIMIT_BYTES, OTHERS, PREFIX, Damage, FaultScene
+from tests.kit.storage.disk_probe import blob_files
+from tiered_kv.chunks import header
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault
 
@@ -90,7 +90,7 @@ def copied_from_another_chunk(scene: FaultScene) -> None:
     shutil.copyfile(scene.file(OTHERS[0]), scene.file(MIDDLE))
 
 
-HEADER_BOUNDARIES = sorted({0, 1, 8, fields.TABLE_OFFSET, 4095, 4096, 8192, BLOB_BYTES - 4096, BLOB_BYTES - 1})
+HEADER_BOUNDARIES = sorted({0, 1, 8, header.TABLE_OFFSET, 4095, 4096, 8192, BLOB_BYTES - 4096, BLOB_BYTES - 1})
 FLIPS = [random.Random(f"flip {seed()} {number}").randrange(BLOB_BYTES * 8) for number in range(count("FLIPS", 12))]
 
 DAMAGES: dict[str, Damage] = {
@@ -412,7 +412,7 @@ def test_files_dated_anew_are_neither_evicted_nor_kept_for_it(scene: FaultScene,
     scene.restart()
     assert scene.load() == 3, "a date expired a chunk"
     scene.check()
-    assert scene.world.hierarchy.counters["lower_evicted"] == 0
+    assert scene.world.tiering.counters["lower_evicted"] == 0
 
 
 def test_a_wall_clock_that_goes_back_keeps_the_order_of_eviction(

@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import figures, server_pid, wait_for, wait_written
-from disk_probe import blob_files
-from server_processes import end_server, is_alive
+
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import end_server, is_alive
+from tests.kit.storage.disk_probe import blob_files
 
 
 @pytest.mark.parametrize("removed", ["everything", "what is in it", "server.json", "server.lock"])

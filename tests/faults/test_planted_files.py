@@ -14,17 +14,17 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from disk_probe import open_disk
-from verbs import run
 
+from tests.kit.storage.disk_probe import open_disk
+from tests.kit.verbs import run
 from tiered_kv.cli.exits import EXIT_UNAVAILABLE
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.keys.naming import relative_path
-from tiered_kv.server.epochs import Epochs
-from tiered_kv.server.paths import ServerInfo, read_info, write_info
+from tiered_kv.server.directory import ServerInfo, read_info, write_info
+from tiered_kv.server.epochs import EpochFile
 from tiered_kv.testing.blobs import SampleChain
-from tiered_kv.tiers.disk_lock import DirectoryLock
-from tiered_kv.tiers.disk_pins import changing_pins
+from tiered_kv.tiers.disk.lock import DirectoryLock
+from tiered_kv.tiers.disk.pins import changing_pins
 
 CHAIN = SampleChain()
 OTHER = SampleChain(seed=1)
@@ -215,7 +215,7 @@ def use_tier(root: Path) -> bool:
 def use_files(root: Path) -> bool:
     """The small files beside the blobs, as the server and the command line use them; False: no server would start."""
     with suppress(TieredKVError):
-        Epochs(root).retire(bytes(16))
+        EpochFile(root).retire(bytes(16))
     with suppress(TieredKVError), changing_pins(root) as pins:
         pins[CHAIN.name(0)] = 0.0
     with suppress(TieredKVError):
@@ -287,8 +287,8 @@ def test_a_bucket_in_a_directory_survives_the_same(tmp_path: Path) -> None:
 
 def test_a_record_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     """What a record says reaches people: as text, not as orders to their terminal."""
-    from stock import Model, tokens
-    from verbs import directory_tier
+    from tests.kit.storage.stored_prompts import Model, tokens
+    from tests.kit.verbs import directory_tier
 
     tier = directory_tier(tmp_path / "kv")
     model = Model(weights="user:\x1b[2J\x1b]0;owned\x07")

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from counts import count, seed
-from fault_scene import OTHERS, PREFIX, FaultScene
-from syscall_faults import SyscallFaults
 
+from tests.kit.counts import count, seed
+from tests.kit.faults.scene import OTHERS, PREFIX, FaultScene
+from tests.kit.faults.syscalls import SyscallFaults
 from tiered_kv.errors import TieredKVError
 
 ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "EMFILE": errno.EMFILE}

@@ -36,6 +36,23 @@ def test_versions_compare_in_the_order_of_pep_440(version):
     assert selects("vllm!=0.32.*", vllm=version) == (version == "0.31.9")
 
 
+@pytest.mark.parametrize("condition", ["vllm=0.32", "vllm==0.32"])
+def test_a_version_is_meant_whole_and_longer_ones_are_named_with_what_means_them(condition):
+    lines = [line(version) for version in ("0.31.9", "0.32.0", "0.32.0+cpu", "0.32.1", "0.32.1rc1", "0.320.1", "dev")]
+    conditions = Conditions([condition])
+    assert [one for one in lines if conditions.matches(one)] == [line("0.32.0"), line("0.32.0+cpu")]
+    assert conditions.longer(lines) == {"vllm==0.32.*": {"0.32.1", "0.32.1rc1"}}
+    assert Conditions(["vllm==0.32.*"]).longer(lines) == {}
+
+
+def test_only_what_a_condition_names_is_named_as_longer():
+    lines = [line("0.32.1", package="0.9.1"), line("0.32.1", door="cache")]
+    assert Conditions(["tiered_kv=0.9"]).longer(lines) == {"tiered_kv==0.9.*": {"0.9.1"}}
+    assert Conditions(["vllm=0.32"]).longer(lines[1:]) == {}
+    for text in ("vllm=0.32.1", "vllm!=0.32", "vllm<0.32", "vllm==dev", "encoding=cpu"):
+        assert Conditions([text]).longer(lines) == {}, text
+
+
 @given(st.lists(st.tuples(*[st.integers(0, 12)] * 3), min_size=2, max_size=2))
 def test_they_agree_with_packaging_on_every_two_releases(pair):
     one, two = (".".join(map(str, numbers)) for numbers in pair)

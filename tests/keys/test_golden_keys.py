@@ -10,7 +10,7 @@ import xxhash
 
 from tiered_kv.keys.extras import Embeds, Lora, Multimodal, Salt, encode
 from tiered_kv.keys.namespace import Namespace
-from tiered_kv.keys.rolling import PrefixKeys
+from tiered_kv.keys.prefix_keys import PrefixKeys
 
 PLACE = Path(__file__).parents[1] / "golden"
 GOLDEN = {

@@ -3,10 +3,10 @@ import hashlib
 import json
 
 import pytest
-from format_samples import namespace_fields, sample_namespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.samples.formats import namespace_fields, sample_namespace
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.namespace import (
     ABSENT,

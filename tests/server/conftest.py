@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, hello, settings
-from server_processes import WorkerProcess, end_server, start_worker
+
+from tests.kit.server.clients import SmallEngine, hello, settings
+from tests.kit.server.processes import WorkerProcess, end_server, start_worker
 
 
 @pytest.fixture(autouse=True, scope="session")

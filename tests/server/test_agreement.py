@@ -8,18 +8,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cache_clients import hello, settings, worker_part
-from cache_probe import socket_of
 
+from tests.kit.server.clients import hello, settings, worker_part
+from tests.kit.server.probe import socket_of
 from tiered_kv import __version__
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
-from tiered_kv.server import messages as m
+from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.server.groups import Group, Member, check_same_engine
-from tiered_kv.server.handshake import read_message, say_hello, shake_hands
-from tiered_kv.server.paths import read_info
-from tiered_kv.server.spawn import bind, connect, find_server
+from tiered_kv.server.compose import bind
+from tiered_kv.server.connect import connect, find_server, read_message, say_hello, shake_hands
+from tiered_kv.server.directory import read_info
+from tiered_kv.server.members import check_same_engine
+from tiered_kv.server.sessions import Group, GroupWorker
 
 
 def welcome(config: Config) -> m.Welcome:
@@ -131,7 +132,7 @@ def test_ranks_say_alike_who_stores_and_may_have_encodings_of_their_own() -> Non
     check_same_engine(first, second)
     group = Group("e", 0, world_size=2)
     for join in (first, second):
-        group.members[join.rank] = Member(connection=None, join=join)  # type: ignore[arg-type]  # nobody is told
+        group.members[join.rank] = GroupWorker(connection=None, join=join)  # type: ignore[arg-type]  # nobody is told
     group.set_geometry()
     assert group.stored_by == "tiered_kv/0.9.1 vllm/0.32.0 FLASH_ATTN/cuda,FLASHINFER/cuda"
     other = worker_part(1, 2, stored_by="tiered_kv/0.9.1 vllm/0.32.1 FLASH_ATTN/cuda")

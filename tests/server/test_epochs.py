@@ -9,23 +9,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, poll_until, settings
 
+from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.server.compose import serve
-from tiered_kv.server.epochs import Epochs
+from tiered_kv.server.epochs import EpochFile, Epochs
 from tiered_kv.server.server import Server
 
 ONE, TWO = b"1" * 16, b"2" * 16
 
 
 def test_a_reset_is_remembered_for_its_namespace_only(tmp_path: Path) -> None:
-    epochs = Epochs(tmp_path)
+    epochs = Epochs(EpochFile(tmp_path))
     assert epochs.base(ONE) == epochs.base(TWO) == "base-0"
     private = {epochs.retire(ONE) for _ in range(3)}
     assert len(private) == 3 and all(name.startswith("private-") for name in private)
-    for known in (epochs, Epochs(tmp_path)):
+    for known in (epochs, Epochs(EpochFile(tmp_path))):
         assert (known.base(ONE), known.base(TWO)) == ("base-3", "base-0")
 
 
@@ -42,11 +42,11 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe\x00", b'{"\xff": 1}', b"\0" * 40])
 def test_a_damaged_file_retires_every_epoch_and_is_kept(tmp_path: Path, text: bytes) -> None:
-    Epochs(tmp_path).retire(ONE)
+    Epochs(EpochFile(tmp_path)).retire(ONE)
     (tmp_path / "epochs.json").write_bytes(text)
-    epochs = Epochs(tmp_path)
+    epochs = Epochs(EpochFile(tmp_path))
     assert epochs.base(TWO) not in {"base-0", "base-1"}
-    assert epochs.base(TWO) == Epochs(tmp_path).base(TWO), "a start later it is the same"
+    assert epochs.base(TWO) == Epochs(EpochFile(tmp_path)).base(TWO), "a start later it is the same"
     (kept,) = tmp_path.glob("epochs.damaged-*.json")
     assert kept.read_bytes() == text
     before = epochs.base(ONE)
@@ -59,30 +59,30 @@ def test_a_file_of_somebody_else_stops_the_start_and_stays(tmp_path: Path, text:
     """A training run's ``epochs.json``, say: what it holds is nothing that a crash makes of ours."""
     (tmp_path / "epochs.json").write_bytes(text)
     with pytest.raises(ConfigError, match=r"epochs\.json .* is not what a cache server writes, so it stays"):
-        Epochs(tmp_path)
+        Epochs(EpochFile(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["epochs.json"]
     assert (tmp_path / "epochs.json").read_bytes() == text
 
 
 def test_a_reset_that_is_not_durable_is_none(tmp_path: Path) -> None:
-    epochs = Epochs(tmp_path)
+    epochs = Epochs(EpochFile(tmp_path))
     epochs.retire(ONE)
     with files_of_at_most(8), pytest.raises(TierUnavailable, match="cannot write the epochs"):
         epochs.retire(ONE)
-    assert epochs.base(ONE) == Epochs(tmp_path).base(ONE) == "base-1"
+    assert epochs.base(ONE) == Epochs(EpochFile(tmp_path)).base(ONE) == "base-1"
 
 
 def test_a_file_that_cannot_be_read_is_not_a_damaged_one(tmp_path: Path) -> None:
     (tmp_path / "epochs.json").mkdir()
     with pytest.raises(TierUnavailable, match="cannot read the epochs"):
-        Epochs(tmp_path)
+        Epochs(EpochFile(tmp_path))
 
 
 def test_a_damaged_file_that_cannot_be_replaced_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "epochs.json").write_bytes(b"damaged")
     for _ in range(2):
         with files_of_at_most(8), pytest.raises(TierUnavailable, match="cannot write the epochs"):
-            Epochs(tmp_path)
+            Epochs(EpochFile(tmp_path))
     assert (tmp_path / "epochs.json").read_bytes() == b"damaged"
 
 
@@ -92,27 +92,27 @@ class Background:
     def __init__(self) -> None:
         self.tasks: deque[Callable[[], None]] = deque()
 
-    def run(self, epochs: Epochs) -> None:
+    def run(self, epochs: Epochs | EpochFile) -> None:
         self.tasks.popleft()()
         epochs.turn()
 
 
 def test_a_reset_counts_when_it_is_written_and_nobody_adopts_an_epoch_before(tmp_path: Path) -> None:
     background = Background()
-    epochs = Epochs(tmp_path, background.tasks.append)
+    epochs = Epochs(EpochFile(tmp_path, background.tasks.append))
     epochs.retire(ONE)
-    assert (epochs.is_told(ONE), epochs.base(ONE)) == (False, None)
-    assert (epochs.is_told(TWO), epochs.base(TWO)) == (True, "base-0"), "nobody else waits"
-    assert Epochs(tmp_path).base(ONE) == "base-0", "nothing is written by the loop itself"
+    assert (epochs.is_settled(ONE), epochs.base(ONE)) == (False, None)
+    assert (epochs.is_settled(TWO), epochs.base(TWO)) == (True, "base-0"), "nobody else waits"
+    assert Epochs(EpochFile(tmp_path)).base(ONE) == "base-0", "nothing is written by the loop itself"
 
     background.run(epochs)
-    assert epochs.is_told(ONE)
-    assert epochs.base(ONE) == Epochs(tmp_path).base(ONE) == "base-1"
+    assert epochs.is_settled(ONE)
+    assert epochs.base(ONE) == Epochs(EpochFile(tmp_path)).base(ONE) == "base-1"
 
 
 def test_resets_during_a_save_are_written_by_the_next_one_in_their_order(tmp_path: Path) -> None:
     background = Background()
-    epochs = Epochs(tmp_path, background.tasks.append)
+    epochs = EpochFile(tmp_path, background.tasks.append)
     epochs.retire(ONE, owes=True)
     epochs.pay(ONE)
     epochs.retire(ONE, owes=True)
@@ -120,17 +120,17 @@ def test_resets_during_a_save_are_written_by_the_next_one_in_their_order(tmp_pat
     assert len(background.tasks) == 1, "one save at a time, or an old one could replace a new one"
 
     background.run(epochs)
-    assert not epochs.is_told(ONE) and not epochs.is_told(TWO)
-    assert (Epochs(tmp_path).base(ONE), epochs.owed) == ("base-1", [ONE])
+    assert not epochs.is_durable(ONE) and not epochs.is_durable(TWO)
+    assert (EpochFile(tmp_path).base(ONE), epochs.owed) == ("base-1", [ONE])
     background.run(epochs)
     assert not background.tasks
-    for known in (epochs, Epochs(tmp_path)):
+    for known in (epochs, EpochFile(tmp_path)):
         assert (known.base(ONE), known.base(TWO), known.owed) == ("base-2", "base-1", [ONE])
 
 
 def test_a_save_that_fails_fails_its_resets_and_not_the_next(tmp_path: Path) -> None:
     background = Background()
-    epochs = Epochs(tmp_path, background.tasks.append)
+    epochs = Epochs(EpochFile(tmp_path, background.tasks.append))
     failing = epochs.retire(ONE)
     following = epochs.retire(TWO)
     with files_of_at_most(8):
@@ -186,7 +186,7 @@ def test_a_disk_that_is_slow_to_write_a_reset_keeps_nobody_elses_lookups_waiting
             may_go_on.set()
             poll_until(one.client, lambda: one.client.is_ready, "the private epoch")
             assert one.client.namespace.fields["epoch"].startswith("private-")
-            assert Epochs(tmp_path).base(base_digest(one)) == "base-1"
+            assert Epochs(EpochFile(tmp_path)).base(base_digest(one)) == "base-1"
         finally:
             may_go_on.set()
             for engine in (one, other):

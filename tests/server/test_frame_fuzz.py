@@ -1,25 +1,24 @@
 """Every message of the protocol with any content, in any order, against the decoder and against a real server."""
 
-import os
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, settings
-from cache_probe import figures, server_pid, wait_for
-from counts import count, seed
-from hostile_messages import body, damaged, types_of
-from server_processes import descriptors, end_server, threads
 
+from tests.kit.counts import count, seed
+from tests.kit.faults.hostile_messages import body, damaged, types_of
+from tests.kit.module_process import module_command, module_environment
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import figures, server_pid, wait_for
+from tests.kit.server.processes import descriptors, end_server, threads
 from tiered_kv.errors import ProtocolError
-from tiered_kv.server import messages as m
+from tiered_kv.server import protocol as m
 from tiered_kv.server.server import CLIENTS_MAX
 
-CLIENT = Path(__file__).parent.parent / "support" / "fuzzing_client.py"
+CLIENT = "tests.kit.faults.fuzzing_client"
 CLIENTS_PER_PROCESS = 60
 PEAK_MAX = 256 << 20
 """Of a server with an arena of 8 MiB, resident at its worst moment: Python, the libraries, and every bound of frames,
@@ -79,8 +78,8 @@ def test_a_real_server_outlives_clients_that_send_anything(witness: SmallEngine,
     assert CLIENTS_PER_PROCESS < CLIENTS_MAX
     sent = 0
     for number in range(-(-clients // CLIENTS_PER_PROCESS)):
-        command = [sys.executable, str(CLIENT), str(root), str(seed() + number), str(CLIENTS_PER_PROCESS)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = module_command(CLIENT, root, seed() + number, CLIENTS_PER_PROCESS)
+        environment = module_environment()
         sent += int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
         wait_for(lambda: sessions(root) == ["witness/0"], "the others to be forgotten")
         assert witness.hits(4) == 4, f"processes={number + 1}"

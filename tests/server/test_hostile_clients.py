@@ -3,21 +3,23 @@
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from cache_clients import SmallEngine, hello, refusal, settings, tell, worker_part
-from cache_probe import figures, server_pid, wait_for
-from counts import count, seed
-from server_processes import descriptors
 
+from tests.kit.counts import count, seed
+from tests.kit.server.clients import SmallEngine, hello, refusal, settings, tell, worker_part
+from tests.kit.server.probe import figures, server_pid, wait_for
+from tests.kit.server.processes import descriptors
 from tiered_kv.errors import TieredKVError, TierUnavailable
-from tiered_kv.server import messages as m
-from tiered_kv.server.paths import read_info
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.server import protocol as m
+from tiered_kv.server.connect import connect
+from tiered_kv.server.directory import read_info
 from tiered_kv.server.server import CLIENTS_MAX
-from tiered_kv.server.spawn import connect
 
 NOW = m.PROTOCOL
 
@@ -162,20 +164,49 @@ def open_session(directory: Path, engine_id: str) -> SmallEngine:
         (m.Lookup(1, -1, bytes(16), bytes(32)), "bad lookup"),
         (m.GiveBack([1 << 50]), "was not granted"),
         (m.GiveBack([-1]), "was not granted"),
-        (m.Commit([m.Chunk(1 << 50, b"k" * 16, b"p" * 16, 3, bytes(32))]), "was not granted"),
-        (m.Commit([m.Chunk(0, b"k" * 15, b"p" * 16, 3, bytes(32))]), "wrong length"),
-        (m.Commit([m.Chunk(0, b"k" * 16, b"p" * 16, 3, bytes(32), b"")]), "wrong length"),
-        (m.Commit([m.Chunk(0, b"k" * 16, b"p" * 16, 3, bytes(32), b"t" * 17)]), "wrong length"),
-        (m.Commit([m.Chunk(0, b"k" * 16, b"p" * 16, 0, bytes(32))]), "not where its parent says"),
-        (m.Commit([m.Chunk(0, b"k" * 16, b"p" * 16, -1, bytes(32))]), "not where its parent says"),
-        (m.Commit([m.Chunk(0, b"k" * 16, b"p" * 16, 1 << 60, bytes(32))]), "not where its parent says"),
     ],
 )
 def test_orders_that_make_no_sense_end_their_own_session_only(
     directory: Path, message: m.Message, expected: str
 ) -> None:
+    check_refused(directory, lambda _namespace: message, expected)
+
+
+@pytest.mark.parametrize(
+    ("slot", "changes", "expected"),
+    [
+        (1 << 50, {}, "was not granted"),
+        (0, {"namespace": b"n" * 16}, "of another namespace"),
+        (0, {"namespace": b""}, "`bytes` of length >= 16"),
+        (0, {"key": b"k" * 15}, "`bytes` of length >= 16"),
+        (0, {"key": b"k" * 17}, "`bytes` of length <= 16"),
+        (0, {"parent": b""}, "`bytes` of length >= 16"),
+        (0, {"prefix_sha256": b"s" * 31}, "`bytes` of length >= 32"),
+        (0, {"tag": b""}, "`bytes` of length >= 16"),
+        (0, {"tag": b"t" * 17}, "`bytes` of length <= 16"),
+        (0, {"chunk_index": 0}, "not where its parent says"),
+        (0, {"chunk_index": -1}, "`int` >= 0"),
+        (0, {"chunk_index": 1 << 60}, "`int` <= 2147483648"),
+        (0, {"stored_by": "x" * 129}, "`str` of length <= 128"),
+        (0, {"stored_by": "somebody"}, "does not say in a known way who stored it"),
+    ],
+)
+def test_a_committed_chunk_that_cannot_be_is_refused(
+    directory: Path, slot: int, changes: dict[str, Any], expected: str
+) -> None:
+    fields: dict[str, Any] = {"key": b"k" * 16, "parent": b"p" * 16, "chunk_index": 3, "prefix_sha256": bytes(32)}
+
+    def commit(namespace: bytes) -> m.Message:
+        return m.Commit([(slot, ChunkRecord(**{"namespace": namespace} | fields | changes))])
+
+    check_refused(directory, commit, expected)
+
+
+def check_refused(directory: Path, message: Callable[[bytes], m.Message], expected: str) -> None:
+    """Send a message to a session of its own, which ends by it; ``message`` is given the session's namespace."""
     one = open_session(directory, "senseless")
-    one.client._send(message, may_drop=False)
+    assert one.client.namespace is not None
+    one.client._send(message(one.client.namespace.digest), may_drop=False)
     one.wait_lost()
     one.close()
     assert expected in (directory / "server.log").read_text().rpartition("client refused")[2]
@@ -187,7 +218,10 @@ def test_a_cycle_of_parents_does_not_hang_the_server(directory: Path) -> None:
     a, b = b"a" * 16, b"b" * 16
     slots = [one.take_slot() for _ in range(3)]
     chunks = [(slots[0], a, b, 5), (slots[1], b, a, 6), (slots[2], b"c" * 16, b"c" * 16, 7)]
-    one.client._send(m.Commit([m.Chunk(s, k, p, i, bytes(32)) for s, k, p, i in chunks]), may_drop=False)
+    assert one.client.namespace is not None
+    space = one.client.namespace.digest
+    records = [(slot, ChunkRecord(space, *place, bytes(32))) for slot, *place in chunks]
+    one.client._send(m.Commit(records), may_drop=False)
     one.store(2)
     one.wait_hits(2)
     one.close()
@@ -266,7 +300,7 @@ def test_random_clients_find_no_way_to_hurt(directory: Path) -> None:
             m.Decline("no"),
             m.Lookup(1, 0, bytes(32), bytes(64)),
             m.Release(1),
-            m.Commit([m.Chunk(0, bytes(16), bytes(16), 1, bytes(32), b"t" * 16)]),
+            m.Commit([(0, ChunkRecord(bytes(16), bytes(16), bytes(16), 1, bytes(32), b"t" * 16))]),
             m.GiveBack([0, 1]),
             m.Reset(),
             m.Unmapped(),

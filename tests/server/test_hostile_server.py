@@ -8,24 +8,25 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cache_clients import PAGES, settings, worker_part
-from cache_probe import wait_for
-from counts import count, seed
-from hostile_messages import INTEGERS, hostile_frame, types_of
-from server_processes import descriptors
 
+from tests.kit.counts import count, seed
+from tests.kit.faults.hostile_messages import INTEGERS, hostile_frame, types_of
+from tests.kit.server.clients import PAGES, settings, worker_part
+from tests.kit.server.probe import wait_for
+from tests.kit.server.processes import descriptors
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena, create_slabs
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
-from tiered_kv.hierarchy.plan import ChunkRecord
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
-from tiered_kv.server import checks
-from tiered_kv.server import messages as m
-from tiered_kv.server.client import MOVES_BYTES_MAX, READ_BYTES, SchedulerClient
-from tiered_kv.server.handshake import shake_hands
-from tiered_kv.server.paths import ServerInfo, write_info
+from tiered_kv.server import protocol as m
+from tiered_kv.server.client import CREDITS_MAX, MOVES_BYTES_MAX, READ_BYTES, SchedulerClient
+from tiered_kv.server.connect import shake_hands
+from tiered_kv.server.directory import ServerInfo, write_info
 from tiered_kv.server.worker_client import WorkerClient, _receive_slabs
+from tiered_kv.tiering.types import Arrival, LookupAnswer
 
 ID = "0123456789abcdef"
 RECORD = Namespace.from_fields(dict.fromkeys(REQUIRED_FIELDS) | {"format_version": 1, "epoch": "base-0"}).record
@@ -115,27 +116,43 @@ def test_a_scheduler_survives_every_message_with_any_content(client: SchedulerCl
                     slots = [drawn(INTEGERS) for _ in range(drawn((0, 3)))]
                     frame = m.frame(
                         m.Updated(
-                            drawn(ids), drawn(INTEGERS), slots, drawn((0, 1, 3, -1)), False, [], 0, None, bytes(3)
+                            drawn(ids),
+                            LookupAnswer(
+                                held=drawn(INTEGERS),
+                                slots=tuple(slots),
+                                ready=drawn((0, 1, 3, -1)),
+                                unknown=0,
+                                sources=bytes(3),
+                                is_answered=True,
+                            ),
                         )
                     )
                 tell(client, server, frame)
                 messages += 1
                 assert len(client._reader._buffer) <= m.FRAME_BYTES_MAX + READ_BYTES + m.LENGTH.size
-                assert client.credit_count <= checks.CREDITS_MAX
+                assert client.credit_count <= CREDITS_MAX
             client.lookups.clear()
     assert sessions > frames // 100, "nothing was ever refused"
     client._sock = None if client._sock is None else client._sock.close()
     assert descriptors(os.getpid()) <= before
 
 
+def answer(**fields: Any) -> m.Updated:
+    """A server's answer to the first lookup."""
+    return m.Updated(1, LookupAnswer(is_answered=True, **fields))
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        m.Updated(1, 3, [7], 3, True, [], 0, None, b"\0"),
-        m.Updated(1, 3, [7], 1, True, [], 0, None, b""),
-        m.Updated(1, -1, [], 0, True, [], 0, None, b""),
-        m.Updated(1, 1, [-7], 1, True, [], 0, None, b"\0"),
-        m.Updated(1, 0, [], 0, False, [], -1, None, b""),
+        answer(held=3, slots=(7,), ready=3, is_done=True, sources=b"\0"),
+        answer(held=3, slots=(7,), ready=1, is_done=True),
+        answer(held=-1, is_done=True),
+        answer(held=1, slots=(-7,), ready=1, is_done=True, sources=b"\0"),
+        answer(slots=(7,), ready=-1, sources=b"\0"),
+        answer(unknown=-1),
+        answer(queued=-1),
+        answer(arriving=(Arrival(-1, 1),)),
         m.Credits([-1]),
         m.Moved(2, True, bytes(16)),
         m.Moved(-1, True, bytes(16)),

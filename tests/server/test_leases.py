@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, poll_until
-from cache_probe import figures, wait_for, wait_written
 
-from tiered_kv.admin.server_link import ServerLink
+from tests.kit.server.clients import SmallEngine, poll_until
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tiered_kv.ops.server_link import ServerLink
 
 CHUNKS = 3
 SLOT_BYTES = 36 << 10

@@ -12,19 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, hello, poll_until, settings, worker_part
-from cache_probe import figures, is_serving, server_pid, wait_ended, wait_for
-from server_processes import descriptors, is_alive, kill_server
 
+from tests.kit.module_process import module_environment
+from tests.kit.server.clients import SmallEngine, hello, poll_until, settings, worker_part
+from tests.kit.server.probe import figures, is_serving, server_pid, wait_ended, wait_for
+from tests.kit.server.processes import descriptors, is_alive, kill_server
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.server import compose, server
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.server.paths import read_info, socket_path
-from tiered_kv.server.spawn import bind, connect, find_server
+from tiered_kv.server.compose import bind
+from tiered_kv.server.connect import connect, find_server
+from tiered_kv.server.directory import read_info, socket_path
 from tiered_kv.server.worker_client import WorkerClient
-from tiered_kv.tiers.disk_lock import DirectoryLock
-from tiered_kv.tiers.disk_marker import claim
+from tiered_kv.tiers.disk.lock import DirectoryLock
+from tiered_kv.tiers.disk.marker import claim
 
 EngineStarter = Callable[..., SmallEngine]
 
@@ -53,10 +55,9 @@ def test_clients_that_race_to_start_the_server_meet_in_one(root: Path) -> None:
 
 
 def test_the_server_has_a_session_of_its_own_and_does_not_end_with_its_starter(root: Path) -> None:
-    code = "import sys; from pathlib import Path; from cache_clients import *; hello(settings(Path(sys.argv[1])))"
-    support = Path(__file__).parent.parent / "support"
-    environment = {**os.environ, "PYTHONPATH": str(support)}
-    subprocess.run([sys.executable, "-c", code, str(root)], env=environment, check=True)
+    imports = "import sys; from pathlib import Path; from tests.kit.server.clients import hello, settings"
+    code = f"{imports}; hello(settings(Path(sys.argv[1])))"
+    subprocess.run([sys.executable, "-c", code, str(root)], env=module_environment(), check=True)
     pid = server_pid(root)
     assert is_alive(pid)
     assert os.getsid(pid) != os.getsid(0)

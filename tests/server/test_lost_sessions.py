@@ -1,4 +1,4 @@
-"""What a client that is gone leaves behind (DESIGN rule 1), and what a server that stops or dies costs (rules 2, 6)."""
+"""What a client that is gone leaves behind (rule 1), and what a server that stops or dies costs (rules 2 and 6)."""
 
 import os
 import signal
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, poll_until, settings, worker_part
-from cache_probe import figures, server_pid, wait_for, wait_written
-from counts import count
-from server_processes import WorkerProcess, descriptors, is_alive, kill_server, order, threads
 
+from tests.kit.counts import count
+from tests.kit.server.clients import SmallEngine, poll_until, settings, worker_part
+from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import WorkerProcess, descriptors, is_alive, kill_server, order, threads
 from tiered_kv.errors import TierUnavailable
-from tiered_kv.hierarchy.plan import ChunkRecord
-from tiered_kv.server.arena_lock import hold_arena_lock
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.server.client import BACKOFF_FIRST_S, OUTBOX_BYTES_MAX, SchedulerClient
+from tiered_kv.server.directory import hold_arena_lock
 from tiered_kv.server.worker_client import WorkerClient
-from tiered_kv.tiers.disk_marker import claim
+from tiered_kv.tiers.disk.marker import claim
 
 EngineStarter = Callable[..., SmallEngine]
 WorkerStarter = Callable[..., WorkerProcess]

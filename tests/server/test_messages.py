@@ -2,12 +2,13 @@
 
 import msgspec
 import pytest
-from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.counts import count
 from tiered_kv.errors import ProtocolError
-from tiered_kv.server import messages as m
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.server import protocol as m
 
 MESSAGES = [
     m.Hello(1, "v", "worker", 7, "engine", 3, 1, None, 5),
@@ -17,7 +18,10 @@ MESSAGES = [
     m.Lookup(1, 0, bytes(32), bytes(64)),
     m.Release(1),
     m.Commit(
-        [m.Chunk(1, bytes(16), bytes(16), 0, bytes(32)), m.Chunk(2, bytes(16), bytes(16), 1, bytes(32), b"t" * 16)]
+        [
+            (1, ChunkRecord(bytes(16), bytes(16), bytes(16), 0, bytes(32))),
+            (2, ChunkRecord(bytes(16), bytes(16), bytes(16), 1, bytes(32), b"t" * 16)),
+        ]
     ),
     m.GiveBack([1, 2]),
     m.Reset(),

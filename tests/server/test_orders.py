@@ -4,13 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, hello, poll_until, refusal, settings, tell
-from cache_probe import figures, wait_for, wait_written
 
-from tiered_kv.admin.server_link import ServerLink
+from tests.kit.server.clients import SmallEngine, hello, poll_until, refusal, settings, tell
+from tests.kit.server.probe import figures, wait_for, wait_written
 from tiered_kv.errors import ConfigError
-from tiered_kv.server import messages as m
-from tiered_kv.server.handshake import read_message
+from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.server import protocol as m
+from tiered_kv.server.connect import read_message
 
 EngineStarter = Callable[..., SmallEngine]
 
@@ -19,7 +19,8 @@ def evict(root: Path, tier: str, namespace: bytes, keys: list[bytes] | None, *, 
     link = ServerLink.of_directory(root)
     assert link is not None
     with link:
-        return link.evict(tier, namespace, keys, holes=holes)
+        answer = link.evict(tier, namespace, keys, holes=holes)
+        return answer.removed, answer.kept, answer.missing
 
 
 def files(root: Path) -> int:

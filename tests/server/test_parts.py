@@ -4,12 +4,13 @@ import dataclasses
 
 import msgspec
 import pytest
-from cache_clients import PAGES, worker_part
 
+from tests.kit.server.clients import PAGES, worker_part
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import ConfigError
-from tiered_kv.server import messages as m
-from tiered_kv.server.groups import Group, Member, geometry_of, namespace_of, parts_of, recorded_geometry
+from tiered_kv.server import protocol as m
+from tiered_kv.server.members import geometry_of, namespace_of, parts_of, recorded_geometry
+from tiered_kv.server.sessions import Group, GroupWorker
 
 OTHER_PAGES = [LayerPage("last", "BF16", (2, 16, 8), "HNC")]
 
@@ -20,7 +21,7 @@ def part(rank: int, world_size: int, number: int | None, pages=PAGES) -> m.JoinW
 
 def group(joins) -> Group:
     found = Group("engine", 0, world_size=len(joins))
-    found.members = {join.rank: Member(None, join) for join in joins}
+    found.members = {join.rank: GroupWorker(None, join) for join in joins}
     return found
 
 

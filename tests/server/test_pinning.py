@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cache_clients import SmallEngine, hello, poll_until, refusal, settings, tell
-from cache_probe import figures, wait_for, wait_written
-from server_processes import end_server
 
+from tests.kit.server.clients import SmallEngine, hello, poll_until, refusal, settings, tell
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.processes import end_server
+from tiered_kv.fleet.layout import PINS, parse_pin_path, pin_path
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.location import parse_location
-from tiered_kv.server import messages as m
-from tiered_kv.tiers.bucket.pins import PINS, parse_pin_path, pin_path
-from tiered_kv.tiers.disk_pins import changing_pins, read_pins
-from tiered_kv.tiers.object_store import ObjectStore
+from tiered_kv.server import protocol as m
+from tiered_kv.tiers.disk.pins import changing_pins, read_pins
+from tiered_kv.tiers.object.store import ObjectStore
 
 EngineStarter = Callable[..., SmallEngine]
 

@@ -13,10 +13,11 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from counts import count, seed
-from killed_server import KilledServer
-from s3 import S3
-from stored_blobs import S3Bucket, SharedBucket
+
+from tests.kit.counts import count, seed
+from tests.kit.faults.killed_server import KilledServer
+from tests.kit.s3 import S3
+from tests.kit.storage.stored_blobs import S3Bucket, SharedBucket
 
 KILLS = count("SERVER_KILLS", 20)
 SHARES = {"full": 0.4, "roomy": 0.3, "bucket": 0.3}
@@ -117,7 +118,7 @@ def test_a_server_that_is_broken_is_found_out(tmp_path: Path, monkeypatch: pytes
     kind, complaint, lines = BREAK[what]
     place = tmp_path / "broken"
     place.mkdir()
-    body = "import os, time\nfrom tiered_kv.tiers import disk\n"
+    body = "import os, time\nfrom tiered_kv.tiers.disk import tier as disk\n"
     (place / "sitecustomize.py").write_text(body + dedent(lines))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH")])))
     with pytest.raises(AssertionError, match=complaint):

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_clients import (
+
+from tests.kit.server.clients import (
     PAGES,
     SmallEngine,
     hello,
@@ -14,15 +15,14 @@ from cache_clients import (
     tell,
     worker_part,
 )
-from cache_probe import figures, wait_for, wait_written
-from server_processes import kill_server
-
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.processes import kill_server
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.hierarchy.plan import ChunkRecord
-from tiered_kv.server import messages as m
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.server.handshake import read_message
+from tiered_kv.server.connect import read_message
 from tiered_kv.server.worker_client import WorkerClient, decline
 
 EngineStarter = Callable[..., SmallEngine]

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_clients import SmallEngine, poll_until, settings
-from cache_probe import wait_written
-from server_processes import end_server
 
+from tests.kit.server.clients import SmallEngine, poll_until, settings
+from tests.kit.server.probe import wait_written
+from tests.kit.server.processes import end_server
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.machine import machine_name
-from tiered_kv.server.epochs import Epochs
-from tiered_kv.server.shared_epochs import REFRESH_S, RETRY_S, SharedEpochs
-from tiered_kv.tiers.object_store import ObjectStore
+from tiered_kv.server.epochs import REFRESH_S, RETRY_S, EpochFile, Epochs
+from tiered_kv.tiers.object.store import ObjectStore
 
 ONE, TWO = b"1" * 16, b"2" * 16
 NOBODY = parse_location("s3://bucket/p", {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "secret"})
@@ -42,7 +41,7 @@ class Machine:
         root.mkdir(exist_ok=True)
         self.now_s = 0.0
         self.questions: deque[Callable[[], None]] = deque()
-        self.epochs = SharedEpochs(Epochs(root), store, self.questions.append, root=root, monotonic=lambda: self.now_s)
+        self.epochs = Epochs(EpochFile(root), self.questions.append, store, monotonic=lambda: self.now_s)
 
     def answer(self) -> None:
         self.epochs.turn()
@@ -61,9 +60,9 @@ class Machine:
     def retire(self, digest: bytes = ONE) -> str:
         """A reset, and the bucket hears of it or does not answer."""
         private = self.epochs.retire(digest)
-        assert not self.epochs.is_told(digest)
+        assert not self.epochs.is_settled(digest)
         self.answer()
-        assert self.epochs.is_told(digest)
+        assert self.epochs.is_settled(digest)
         return private
 
 
@@ -88,7 +87,7 @@ def test_two_machines_of_one_host_name_and_one_directory_share_no_epoch_of_their
     for number in (1, 2, 1):
         (tmp_path / "machine-id").write_text(f"{number:032x}\n")
         name = machine_name((tmp_path / "machine-id",))
-        monkeypatch.setattr("tiered_kv.server.shared_epochs.machine_name", lambda name=name: name)
+        monkeypatch.setattr("tiered_kv.server.epochs.machine_name", lambda name=name: name)
         found.append(Machine(tmp_path / "kv", silent).ask())
     silent.close()
     assert all(re.fullmatch(r"base-0-of-[0-9a-f]{16}", epoch) for epoch in found)

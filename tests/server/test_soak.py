@@ -1,14 +1,19 @@
 """The soak (scripts/soak.py) in a small size, with every check but the slope of memory, and what judges that slope."""
 
+import os
 import random
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from counts import seed
-from soak_faults import Pace
-from soak_judgement import SLOPE_MAX_MIB_PER_H, SPAN_S, trend
-from soak_run import Plan, Soak
-from soak_stores import DirectoryStore
+
+from tests.kit.counts import seed
+from tests.kit.server.processes import is_alive, start_time, still_running
+from tests.soak.faults import Pace
+from tests.soak.judgement import SLOPE_MAX_MIB_PER_H, SPAN_S, trend
+from tests.soak.run import Plan, Soak
+from tests.soak.stores import DirectoryStore
 
 MINUTES_20 = [float(second) for second in range(600)]
 """Samples of the second half of a soak."""
@@ -23,6 +28,31 @@ def test_a_small_soak_leaves_nothing_behind(tmp_path: Path, start: int) -> None:
     soak.run()
     assert [check for check, verdict in soak.verdicts.items() if not verdict["holds"]] == []
     assert len(+soak.faults) >= 3, "hardly anything was done to it"
+
+
+@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="only root may choose numbers")
+def test_a_process_that_was_given_the_number_of_one_that_ended_is_another() -> None:
+    numbers = Path("/proc/sys/kernel/ns_last_pid")
+    ours = subprocess.Popen(["sleep", "600"])
+    noted = [(ours.pid, start_time(ours.pid))]
+    assert still_running(noted) == [ours.pid]
+    ours.kill()
+    ours.wait()
+    assert still_running(noted) == []
+    time.sleep(0.05)  # start times are kept in ticks of 10 ms, and no machine gives all its numbers out in one
+
+    for _ in range(200):  # another process of this machine may take the number first
+        numbers.write_text(str(ours.pid - 1))
+        theirs = subprocess.Popen(["sleep", "600"])
+        try:
+            if theirs.pid == ours.pid:
+                assert is_alive(ours.pid)
+                assert still_running(noted) == []
+                return
+        finally:
+            theirs.kill()
+            theirs.wait()
+    pytest.skip("the number went to others each time")
 
 
 # -- what "flat" means -------------------------------------------------------------------------------------------------

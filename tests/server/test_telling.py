@@ -6,17 +6,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cache_clients import CHUNK, SmallEngine, payload_bytes, poll_until, settings, worker_part
-from cache_probe import figures, wait_ended, wait_written
 
-from tiered_kv.admin.server_link import ServerLink
-from tiered_kv.hierarchy.plan import Moves
+from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, poll_until, settings, worker_part
+from tests.kit.server.probe import figures, wait_ended, wait_written
 from tiered_kv.metrics.figures import ServerFigures
-from tiered_kv.server import messages as m
-from tiered_kv.server import telling
+from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.server import protocol as m
+from tiered_kv.server import sessions
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.connection import Connection
 from tiered_kv.server.worker_client import WorkerClient
+from tiered_kv.tiering.types import HOST, TierEvents
 
 KEY = bytes(range(16))
 
@@ -59,7 +59,7 @@ def test_who_watches_is_told_of_everybodys_chunks_and_nobody_else_is(
 
 
 def _socket(root: Path) -> Path:
-    from tiered_kv.server.paths import read_info
+    from tiered_kv.server.directory import read_info
 
     info = read_info(root)
     assert info is not None
@@ -115,24 +115,26 @@ def test_a_scheduler_may_ask_for_figures_and_what_was_stored_less_removed_is_the
 
 
 def test_moves_never_end_the_session_of_a_client_that_is_slow_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "MOVES_OUTBOX_MAX", 1000)
+    monkeypatch.setattr(sessions, "MOVES_OUTBOX_MAX", 1000)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         connection = Connection(ours)
-        moves = Moves(1, None, is_here=True, keys=(KEY,) * 10_000)
+        moves = TierEvents(1, HOST, is_here=True, keys=(KEY,) * 10_000)
         for _ in range(100):
-            telling.tell_moves(connection, moves)
+            sessions.tell_moves(connection, moves)
         waiting = connection.outbox_bytes
         assert 1000 < waiting < 400_000
-        telling.tell_moves(connection, moves)
+        sessions.tell_moves(connection, moves)
         assert connection.outbox_bytes == waiting
 
 
 def test_many_moves_are_told_in_frames_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "KEYS_MAX", 3)
+    monkeypatch.setattr(sessions, "KEYS_MAX", 3)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        telling.tell_moves(Connection(ours), Moves(1, 0, is_here=False, keys=tuple(bytes([i]) * 16 for i in range(7))))
+        sessions.tell_moves(
+            Connection(ours), TierEvents(1, 1, is_here=False, keys=tuple(bytes([i]) * 16 for i in range(7)))
+        )
         received = list(m.FrameReader(m.FromServer).feed(theirs.recv(1 << 20)))
     assert [(one.tier, one.is_here, len(one.keys)) for one in received] == [
         (1, False, 48),

@@ -1,8 +1,8 @@
 """The memory tier takes the contract suite like any other tier."""
 
 import pytest
-from wrapped_tiers import WRAPPINGS
 
+from tests.kit.storage.wrapped_tiers import WRAPPINGS
 from tiered_kv.errors import ChunkMismatch
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.contract import CONTRACT_BLOBS, TierContract
@@ -38,7 +38,7 @@ def test_scan_yields_the_least_recently_used_first_and_leaves_out_what_is_no_blo
         tier.put(chain.name(index), chain.blob(index).view())
     tier.raw_put(chain.name(1), b"nonsense")
     tier.record_use([chain.name(0)])
-    assert [info.chunk_index for info in tier.scan()] == [2, 0]
+    assert [info.record.chunk_index for info in tier.scan()] == [2, 0]
 
 
 def test_a_reopened_tier_has_its_blobs_and_its_new_capacity():

@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.kit.fake_clock import FakeClock
 from tiered_kv.errors import CapacityExceeded, TierUnavailable
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.faults import Fault, FaultyTier
 from tiered_kv.testing.memory import MemoryTier
-from tiered_kv.testing.stepping import FakeClock
 from tiered_kv.tiers.wrappers.breaker import (
     FAILURES_MAX,
     OPEN_FIRST_S,

@@ -7,8 +7,8 @@ import stat
 import threading
 
 import pytest
-from disk_probe import blob_files, blob_path, du_bytes, open_disk, temp_files
 
+from tests.kit.storage.disk_probe import blob_files, blob_path, du_bytes, open_disk, temp_files
 from tiered_kv.errors import (
     CapacityExceeded,
     ChunkCorrupt,
@@ -18,8 +18,8 @@ from tiered_kv.errors import (
 )
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.base import BlobName
-from tiered_kv.tiers.disk import DiskTier, metadata_reserve
-from tiered_kv.tiers.disk_io import READ_PIECE_BYTES, is_aligned
+from tiered_kv.tiers.disk.files import READ_PIECE_BYTES, is_aligned
+from tiered_kv.tiers.disk.tier import DiskTier, metadata_reserve
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain()

@@ -1,12 +1,12 @@
 """The shipped contract on the disk tier: bare, without O_DIRECT, and under each wrapper."""
 
 import pytest
-from wrapped_tiers import WRAPPINGS
 
+from tests.kit.storage.wrapped_tiers import WRAPPINGS
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.testing.contract import TierContract
 from tiered_kv.testing.faults import FaultyTier, at
-from tiered_kv.tiers.disk import DiskTier
+from tiered_kv.tiers.disk.tier import DiskTier
 
 
 class TestDisk(TierContract):

@@ -7,27 +7,38 @@ import sqlite3
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import xxhash
-from disk_probe import blob_files, open_disk
-from old_index import OLD_MAGICS, packed, write_old_index
 
+from tests.kit.samples.old_index import OLD_MAGICS, packed, write_old_index
+from tests.kit.storage.disk_probe import blob_files, open_disk
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.testing.blobs import SampleChain
-from tiered_kv.tiers.disk_index import DiskIndex, IndexDamaged, IndexRow, Shard, is_on_network, pack_rows, unpack_rows
+from tiered_kv.tiers.disk.index import DiskIndex, IndexDamaged, IndexRow, Shard, is_on_network, pack_rows, unpack_rows
 
 CHAIN = SampleChain()
 LINES = ["", "tiered_kv/0.9.1 vllm/0.32.0 cpu/amx", "tiered_kv/0.9.1 vllm/0.32.1 cpu/amx"]
 
 
-def rows(*numbers):
+def rows(*numbers, space=bytes(16)):
     return [
         IndexRow(
-            *(bytes([n]) * 16, bytes([n + 1]) * 16, bytes([n]) * 32, n, 4096 * n, bytes([n]) * 16),
-            *(LINES[n % 3], n << 40, n << 20),
+            ChunkRecord(space, bytes([n]) * 16, bytes([n + 1]) * 16, n, bytes([n]) * 32, bytes([n]) * 16, LINES[n % 3]),
+            *(4096 * n, n << 40, n << 20),
         )
         for n in numbers
     ]
+
+
+def whole(of):
+    """All that rows tell, by key, also what records are equal without."""
+    return {row.record.key: (*msgspec.structs.astuple(row.record), *row[1:]) for row in of}
+
+
+def told(shards):
+    return {shard: whole(of.values()) for shard, of in shards.items()}
 
 
 def stored(tmp_path, count=6):
@@ -60,10 +71,10 @@ def damaged_copies(tmp_path):
 
 def test_rows_survive_packing_and_a_new_process(tmp_path):
     shard, other = Shard(bytes(16), 0xAB), Shard(b"\xff" * 16, 0)
-    DiskIndex(tmp_path).write({shard: rows(1, 2), other: rows(3)})
-    assert DiskIndex(tmp_path).load() == {
-        shard: {row.key: row for row in rows(1, 2)},
-        other: {row.key: row for row in rows(3)},
+    DiskIndex(tmp_path).write({shard: rows(1, 2), other: rows(3, space=other.namespace)})
+    assert told(DiskIndex(tmp_path).load()) == {
+        shard: whole(rows(1, 2)),
+        other: whole(rows(3, space=other.namespace)),
     }
     DiskIndex(tmp_path).write({shard: []})
     assert set(DiskIndex(tmp_path).load()) == {other}
@@ -72,16 +83,16 @@ def test_rows_survive_packing_and_a_new_process(tmp_path):
 @pytest.mark.parametrize("position", [0, 4, 12, 16, 18, 150, -1])
 def test_a_value_with_one_flipped_bit_is_refused(position):
     value = bytearray(pack_rows(rows(1, 2)))
-    assert unpack_rows(bytes(value))
+    assert unpack_rows(bytes(value), bytes(16))
     value[position] ^= 1
     with pytest.raises(IndexDamaged):
-        unpack_rows(bytes(value))
+        unpack_rows(bytes(value), bytes(16))
 
 
 @pytest.mark.parametrize("length", [0, 3, 11, 13, 17, 100, 111, 117])
 def test_a_cut_value_is_refused(length):
     with pytest.raises(IndexDamaged):
-        unpack_rows(pack_rows(rows(1, 2))[:length])
+        unpack_rows(pack_rows(rows(1, 2))[:length], bytes(16))
 
 
 # -- other versions ---------------------------------------------------------------------------------------------------
@@ -91,10 +102,11 @@ def test_a_cut_value_is_refused(length):
 def test_rows_of_an_older_version_are_read_without_what_it_did_not_have(tmp_path, caplog, version):
     shard, other = Shard(bytes(16), 0xAB), Shard(b"\xff" * 16, 0)
     write_old_index(tmp_path, {shard: rows(1, 2)}, OLD_MAGICS[version])
-    DiskIndex(tmp_path).write({other: rows(3)})  # as a flush does that finds one directory changed
+    newer = rows(3, space=other.namespace)
+    DiskIndex(tmp_path).write({other: newer})  # as a flush does that finds one directory changed
     lacking = {"stored_by": ""} | ({"tag": NO_TAG} if version == 1 else {})
-    told = {row.key: row._replace(**lacking) for row in rows(1, 2)}
-    assert DiskIndex(tmp_path).load() == {shard: told, other: {row.key: row for row in rows(3)}}
+    older = [row._replace(record=msgspec.structs.replace(row.record, **lacking)) for row in rows(1, 2)]
+    assert told(DiskIndex(tmp_path).load()) == {shard: whole(older), other: whole(newer)}
     assert not caplog.records and not damaged_copies(tmp_path)
 
 
@@ -106,16 +118,16 @@ def test_a_flipped_bit_in_the_magic_does_not_make_rows_of_another_version():
         for magic in (b"TKX2", b"TKX3", b"TKX4"):
             if not value.startswith(magic):
                 with pytest.raises(IndexDamaged, match="checksum"):
-                    unpack_rows(magic + value[4:])
+                    unpack_rows(magic + value[4:], bytes(16))
 
 
 def test_who_stored_is_written_once_for_a_shard_and_is_one_object_in_memory():
-    many = [row._replace(stored_by=LINES[1 + n % 2]) for n, row in enumerate(rows(*range(1, 101)))]
+    many = rows(*(n for n in range(1, 151) if n % 3))
     value = pack_rows(many)
     assert all(value.count(line.encode()) == 1 for line in LINES[1:])
-    found = unpack_rows(value)
-    assert found == {row.key: row for row in many}
-    assert len({id(row.stored_by) for row in found.values()}) == 2
+    found = unpack_rows(value, bytes(16))
+    assert whole(found.values()) == whole(many)
+    assert len({id(row.record.stored_by) for row in found.values()}) == 2
 
 
 @pytest.mark.parametrize(
@@ -133,7 +145,7 @@ def test_who_stored_is_written_once_for_a_shard_and_is_one_object_in_memory():
 def test_a_value_with_a_right_checksum_that_nobody_could_have_written_is_damage(body):
     value = b"TKX4" + xxhash.xxh3_64_intdigest(body, seed=4).to_bytes(8, "little") + body
     with pytest.raises(IndexDamaged, match="cannot be read"):
-        unpack_rows(value)
+        unpack_rows(value, bytes(16))
 
 
 def test_an_index_of_a_later_version_is_no_damage_and_rebuilt_by_a_scan(tmp_path, caplog):
@@ -200,7 +212,7 @@ def test_deleted_blobs_leave_the_index(tmp_path):
     for name in names[1:]:
         tier.delete(name)
     tier.close()
-    assert [row.key for shard in DiskIndex(tmp_path).load().values() for row in shard.values()] == [names[0].key]
+    assert [row.record.key for shard in DiskIndex(tmp_path).load().values() for row in shard.values()] == [names[0].key]
 
 
 def test_rows_without_a_file_are_dropped_and_forgotten(tmp_path):

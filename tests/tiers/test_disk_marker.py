@@ -11,12 +11,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from disk_probe import blob_path, open_disk
 
+from tests.kit.storage.disk_probe import blob_path, open_disk
 from tiered_kv.errors import ConfigError, DirectoryLocked
 from tiered_kv.testing.blobs import SampleChain
-from tiered_kv.tiers.disk_marker import CONTENT, MARKER_FILE, Standing, claim, look_at, require_ours
-from tiered_kv.tiers.disk_sweep import LINES_MAX, STALE_S
+from tiered_kv.tiers.disk.marker import CONTENT, MARKER_FILE, Standing, claim, look_at, require_ours
+from tiered_kv.tiers.disk.sweep import LINES_MAX, STALE_S
 
 CHAIN = SampleChain()
 STRANGER = 12345

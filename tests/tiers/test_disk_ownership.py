@@ -4,8 +4,8 @@ import os
 import threading
 
 import pytest
-from disk_probe import open_disk
 
+from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.errors import Closed, DirectoryLocked, TierUnavailable
 from tiered_kv.testing.blobs import SampleChain
 

@@ -5,15 +5,14 @@ import os
 import threading
 
 import pytest
-from cache_probe import wait_for
-from fault_proxy import Fault, FaultProxy, Mode
-from s3 import S3
 
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
+from tests.kit.server.probe import wait_for
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.loan import PIECE_BYTES, Loan, LoanBody
-from tiered_kv.tiers.object_media import S3Medium
-from tiered_kv.tiers.object_store import ObjectStore
+from tiered_kv.tiers.object.s3 import PIECE_BYTES, Loan, LoanBody, S3Medium
+from tiered_kv.tiers.object.store import ObjectStore
 
 SIZE = 3 * PIECE_BYTES + 4097
 

@@ -9,16 +9,17 @@ import uuid
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from wrapped_tiers import WRAPPINGS
 
+from tests.kit.storage.wrapped_tiers import WRAPPINGS
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
+from tiered_kv.fleet.layout import BucketUsage
 from tiered_kv.keys.naming import BlobName, object_path
 from tiered_kv.location import parse_location
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.contract import TierContract
 from tiered_kv.tiers.base import Usage
-from tiered_kv.tiers.object_store import ObjectStore
-from tiered_kv.tiers.object_tier import ObjectTier
+from tiered_kv.tiers.object.store import ObjectStore
+from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain()
@@ -109,8 +110,10 @@ class RecordingKeeper:
     def turn(self):
         self.heard.append(("turn",))
 
+    capacity_bytes = 8
+
     def usage(self):
-        return Usage(7, 8, 9)
+        return BucketUsage(7, 9)
 
     def forget(self, size_bytes):
         self.heard.append(("forget", size_bytes))
@@ -242,7 +245,7 @@ def test_a_scan_is_oldest_first_and_leaves_out_what_is_no_blob_of_its_name(store
     store.put(object_path(CHAIN.name(50)), SampleChain(seed=1).blob(0).data)
     store.put(f"{CHAIN.namespace.hex()}/notes.txt", b"x")
     tier.describe(CHAIN.namespace, b"{}")
-    assert [info.chunk_index for info in tier.scan()] == [i for i in reversed(range(40)) if i not in (7, 9)]
+    assert [info.record.chunk_index for info in tier.scan()] == [i for i in reversed(range(40)) if i not in (7, 9)]
 
 
 def test_a_namespace_is_described_once(store, monkeypatch):

@@ -10,7 +10,7 @@ from botocore import exceptions as boto
 from s3fs.errors import translate_boto_error
 
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.object_errors import (
+from tiered_kv.tiers.object.errors import (
     IncompleteRead,
     code_of,
     explain,
@@ -21,7 +21,7 @@ from tiered_kv.tiers.object_errors import (
     is_without_create,
     status_of,
 )
-from tiered_kv.tiers.object_store import ObjectStore
+from tiered_kv.tiers.object.store import ObjectStore
 
 
 def answered(code, status=400, message="words of the store", **more):

@@ -12,8 +12,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.object_store import ObjectStore, s3_options
-from tiered_kv.tiers.shared_directory import STALE_S, TEMPORARY
+from tiered_kv.tiers.object.s3 import s3_options
+from tiered_kv.tiers.object.shared_directory import STALE_S, TEMPORARY
+from tiered_kv.tiers.object.store import ObjectStore
 
 
 def open_store(uri, options=None, **more):
@@ -224,7 +225,7 @@ def test_calls_that_never_come_back_do_not_pile_up(monkeypatch):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(MemoryFileSystem, "info", info)
-    monkeypatch.setattr("tiered_kv.tiers.object_media.STUCK_MAX", 3)
+    monkeypatch.setattr("tiered_kv.tiers.object.medium.STUCK_MAX", 3)
     for _ in range(6):
         with pytest.raises(TierUnavailable):
             store.head("x")
@@ -329,7 +330,7 @@ def test_every_operation_is_one_request(s3, requests):
 
 
 def test_a_list_and_a_delete_of_many_come_in_parts(s3, requests, monkeypatch):
-    monkeypatch.setattr("tiered_kv.tiers.object_media.DELETE_BATCH", 10)
+    monkeypatch.setattr("tiered_kv.tiers.object.s3.DELETE_BATCH", 10)
     few = {"s3_additional_kwargs": {"MaxKeys": 10}}  # of a page; s3fs hands it to the LIST alone
     store = open_store(s3.uri(s3.new_prefix()), s3.options() | few)
     names = [f"n/{number:02d}" for number in range(25)]

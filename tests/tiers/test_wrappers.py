@@ -1,11 +1,13 @@
 """Verification and metering around a real disk tier."""
 
 import pytest
-from disk_probe import blob_path, open_disk
 
+from tests.kit.storage.disk_probe import blob_path, open_disk
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.faults import Fault, FaultyTier, at
+from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiers.base import Tier, TierWrapper
 from tiered_kv.tiers.wrappers.metered import MeteredTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
@@ -111,7 +113,7 @@ def test_wrappers_forward_recency_and_records(tmp_path):
     tier.record_use([CHAIN.name(0)])
     tier.describe(CHAIN.namespace, b"{}")
     tier.flush()
-    assert [info.chunk_index for info in disk.scan()] == [1, 2, 0]
+    assert [info.record.chunk_index for info in disk.scan()] == [1, 2, 0]
     assert (tmp_path / "blobs" / CHAIN.namespace.hex() / "namespace.json").exists()
     tier.close()
     with pytest.raises(Closed):
@@ -169,3 +171,21 @@ def test_an_interrupt_is_not_reported_as_success(disk):
     with pytest.raises(KeyboardInterrupt):
         tier.contains(CHAIN.name(0))
     assert calls == [("contains", 0.0, 0, "error")]
+
+
+def test_a_wrapper_that_changes_nothing_is_the_tier_inside():
+    """Every method but the one that ends in another, so that a new one of ``Tier`` cannot be forgotten."""
+    public = {name for name, what in vars(Tier).items() if callable(what) and not name.startswith("_")}
+    assert public - vars(TierWrapper).keys() == {"get_into_by_pieces"}
+    inner, blob = MemoryTier(1 << 20), SampleChain().blob(0)
+    outer = TierWrapper(inner)
+    outer.put(blob.name, blob.view())
+    outer.describe(blob.name.namespace, b"{}")
+    buffer = bytearray(len(blob.data))
+    assert outer.get_into_by_pieces(blob.name, memoryview(buffer), lambda _: None) and bytes(buffer) == blob.data
+    assert outer.contains(blob.name) and [info.name for info in outer.scan()] == [blob.name]
+    assert outer.usage() == inner.usage() and inner.descriptions and outer.traits is inner.traits
+    assert outer.delete(blob.name) and not inner.names
+    outer.close()
+    with pytest.raises(Closed):
+        inner.contains(blob.name)

@@ -3,28 +3,14 @@
 import os
 import time
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from vllm.lora.request import LoRARequest
 
-from tiered_kv.vllm import adapters as door
-from tiered_kv.vllm import loads
-from tiered_kv.vllm.adapters import Adapters, Unaccountable
-from tiered_kv.vllm.loads import adapter_stamps, stamps_text
-from tiered_kv.vllm.metadata import SaveReport
-
-
-def adapter(folder, seed):
-    folder.mkdir()
-    values = np.random.default_rng(seed).standard_normal((4, 8), dtype=np.float32)
-    save_file({"q_proj.lora_A.weight": values}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text('{"r": 4}')
-    return folder
-
-
-def lora(name, path, number=1):
-    return LoRARequest(name, number, str(path))
+from tests.kit.vllm.tiny_adapters import adapter_files, lora
+from tiered_kv.vllm.identity import adapters as door
+from tiered_kv.vllm.identity import loader_watch as loads
+from tiered_kv.vllm.identity.adapters import Adapters, Unaccountable
+from tiered_kv.vllm.identity.loader_watch import adapter_stamps, stamps_text
+from tiered_kv.vllm.step import SaveReport
 
 
 def told(folder):
@@ -42,7 +28,7 @@ def rewrite(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    return adapter(tmp_path / "a", 1)
+    return adapter_files(tmp_path / "a", 1)
 
 
 def started_later(adapters, seconds=3600):
@@ -55,9 +41,9 @@ def test_adapter_younger_than_the_engine_is_looked_up_once_every_rank_has_told(f
     adapters = Adapters("bfloat16", world_size=2)
     found = adapters.identity(lora("a", folder))
     assert (adapters.may_look_up(found), adapters.is_held(found)) == (False, False)
-    adapters.told({1: {0: told(folder)}})
+    adapters.take_reports({1: {0: told(folder)}})
     assert (adapters.may_look_up(found), adapters.is_held(found)) == (False, False)
-    adapters.told({1: {1: told(folder)}})
+    adapters.take_reports({1: {1: told(folder)}})
     assert (adapters.may_look_up(found), adapters.is_held(found)) == (True, True)
 
 
@@ -65,7 +51,7 @@ def test_adapter_older_than_the_engine_is_looked_up_at_once_and_stored_when_told
     adapters = started_later(Adapters("bfloat16"))
     found = adapters.identity(lora("a", folder))
     assert (adapters.may_look_up(found), adapters.is_held(found)) == (True, False)
-    adapters.told({1: {0: told(folder)}})
+    adapters.take_reports({1: {0: told(folder)}})
     assert (adapters.may_look_up(found), adapters.is_held(found)) == (True, True)
 
 
@@ -80,7 +66,7 @@ def test_files_touched_since_the_keys_were_made_are_not_looked_up_and_not_read_a
 
 def test_files_written_after_vllm_loaded_them_have_no_identity(folder):
     adapters = Adapters("bfloat16")
-    adapters.told({1: {0: told(folder)}})
+    adapters.take_reports({1: {0: told(folder)}})
     rewrite(folder)
     with pytest.raises(Unaccountable, match=r"not those that vLLM loaded.*directory of its own"):
         adapters.identity(lora("a", folder))
@@ -88,37 +74,37 @@ def test_files_written_after_vllm_loaded_them_have_no_identity(folder):
 
 def test_adapter_that_changed_while_it_was_loaded_has_no_identity(folder):
     adapters = Adapters("bfloat16")
-    adapters.told({1: {0: ""}})
+    adapters.take_reports({1: {0: ""}})
     with pytest.raises(Unaccountable, match="not those that vLLM loaded"):
         adapters.identity(lora("a", folder))
 
 
 def test_adapter_that_left_vllm_and_came_back_the_same_goes_on(folder):
     adapters = Adapters("bfloat16")
-    assert not adapters.told({1: {0: told(folder)}})
-    assert not adapters.told({1: {0: told(folder)}})
+    assert not adapters.take_reports({1: {0: told(folder)}})
+    assert not adapters.take_reports({1: {0: told(folder)}})
     assert adapters.is_held(adapters.identity(lora("a", folder)))
 
 
 def test_adapter_replaced_under_its_id_is_left_alone_even_if_the_first_comes_back(folder, tmp_path):
-    adapters, other = Adapters("bfloat16"), adapter(tmp_path / "b", 2)
-    adapters.told({1: {0: told(folder)}})
+    adapters, other = Adapters("bfloat16"), adapter_files(tmp_path / "b", 2)
+    adapters.take_reports({1: {0: told(folder)}})
     found = adapters.identity(lora("a", folder))
-    assert adapters.told({1: {0: told(other)}})
-    assert adapters.told({1: {0: told(folder)}})
+    assert adapters.take_reports({1: {0: told(other)}})
+    assert adapters.take_reports({1: {0: told(folder)}})
     assert not adapters.is_held(found)
     with pytest.raises(Unaccountable, match="replaced while vLLM runs"):
         adapters.check(found)
-    assert adapters.told({2: {0: told(other)}}) is False
+    assert adapters.take_reports({2: {0: told(other)}}) is False
     assert adapters.is_held(adapters.identity(lora("b", other, number=2)))
 
 
 def test_adapter_of_another_name_at_the_same_path_has_its_own_files(folder):
     adapters = Adapters("bfloat16")
-    adapters.told({1: {0: told(folder)}})
+    adapters.take_reports({1: {0: told(folder)}})
     first = adapters.identity(lora("v1", folder))
     rewrite(folder)
-    adapters.told({2: {0: told(folder)}})
+    adapters.take_reports({2: {0: told(folder)}})
     second = adapters.identity(lora("v2", folder, number=2))
     assert adapters.is_held(second) and adapters.is_held(first)
     assert not adapters.may_look_up(first), "vLLM may read it again, and would get the second"
@@ -129,7 +115,7 @@ def test_name_pointed_elsewhere_is_new_where_vllms_own_cache_tells_paths_apart(
     folder, tmp_path, monkeypatch, version, is_known
 ):
     monkeypatch.setattr(door.vllm, "__version__", version)
-    adapters, other = Adapters("bfloat16"), adapter(tmp_path / "b", 2)
+    adapters, other = Adapters("bfloat16"), adapter_files(tmp_path / "b", 2)
     adapters.identity(lora("a", folder))
     if is_known:
         assert adapters.identity(lora("a", other, number=2)).path == str(other)
@@ -141,8 +127,8 @@ def test_name_pointed_elsewhere_is_new_where_vllms_own_cache_tells_paths_apart(
 def test_ranks_that_told_are_bounded(folder, monkeypatch):
     monkeypatch.setattr(door, "MAX_ADAPTERS", 1)
     adapters = Adapters("bfloat16")
-    adapters.told({7: {0: "x"}})
-    adapters.told({1: {0: told(folder)}})
+    adapters.take_reports({7: {0: "x"}})
+    adapters.take_reports({1: {0: told(folder)}})
     assert not adapters.is_held(adapters.identity(lora("a", folder)))
 
 
@@ -193,7 +179,7 @@ def test_a_load_that_fails_leaves_what_was_there(loader, folder, tmp_path):
 
     loader.meanwhile = fail
     with pytest.raises(ValueError, match="torn"):
-        loader._load_adapter(lora("a", adapter(tmp_path / "b", 2)))
+        loader._load_adapter(lora("a", adapter_files(tmp_path / "b", 2)))
     assert loads.adapter_loads(0) == (1, {1: told(folder)})
 
 

@@ -8,12 +8,12 @@ import ast
 import inspect
 
 import pytest
-from connector_api import BASE, declared, recorded, sources
 from vllm.lora.worker_manager import WorkerLoRAManager
 
+from tests.kit.vllm.connector_api import BASE, declared, recorded, sources
 from tiered_kv.vllm.connector import TieredKVConnector
-from tiered_kv.vllm.identity import FIRST_VERSION, REFUSED_FROM
-from tiered_kv.vllm.loads import watch_loaders, watched_loaders
+from tiered_kv.vllm.identity.loader_watch import watch_loaders, watched_loaders
+from tiered_kv.vllm.supported import FIRST_VERSION, REFUSED_FROM
 
 WINDOW = recorded()
 
@@ -97,7 +97,7 @@ def test_what_is_watched_is_there_in_the_versions_here(file):
         tree = ast.parse((base.parents[len(BASE.parents) - 2].parent / file).read_text())
         (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
         names = [node.name for node in found.body if isinstance(node, ast.FunctionDef)]
-        assert method in names, f"vLLM {version} reads its files elsewhere: tiered_kv/vllm/loads.py"
+        assert method in names, f"vLLM {version} reads its files elsewhere: tiered_kv/vllm/identity/loader_watch.py"
 
 
 def test_every_loader_of_vllm_that_names_its_files_is_wrapped():
@@ -116,7 +116,7 @@ def test_the_record_says_what_the_versions_here_declare():
     there = {version: path for version, path in sources().items() if version in WINDOW}
     assert there, "not even the installed vLLM is in the window"
     for version, path in there.items():
-        assert declared(path) == WINDOW[version], f"record {version} anew: tests/support/connector_api.py"
+        assert declared(path) == WINDOW[version], f"record {version} anew: tests/kit/vllm/connector_api.py"
 
 
 @pytest.mark.parametrize("version", WINDOW)

@@ -12,18 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_identities import Settings, changed, engine_config, kv_config
 from vllm import envs
 from vllm.config import DiffusionConfig, ECTransferConfig, MultiModalConfig
-from vllm_settings import ENVIRONMENT as VARIABLES
-from vllm_settings import declared, packages, recorded
 
+from tests.kit.vllm.engine_identities import Settings, changed, engine_config, kv_config
+from tests.kit.vllm.settings import ENVIRONMENT as VARIABLES
+from tests.kit.vllm.settings import declared, packages, recorded
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.namespace import MAX_RECORD_BYTES
-from tiered_kv.vllm import settings
-from tiered_kv.vllm.config_fields import ENVIRONMENT, OFF, OFF_UNLESS_SET, TABLE
-from tiered_kv.vllm.identity import FIRST_VERSION, REFUSED_FROM, base_fields
-from tiered_kv.vllm.settings import kind_of, kv_settings, plain, rows
+from tiered_kv.vllm.identity import config_values as settings
+from tiered_kv.vllm.identity.canonical import plain
+from tiered_kv.vllm.identity.config_fields import ENVIRONMENT, OFF, OFF_UNLESS_SET, TABLE
+from tiered_kv.vllm.identity.config_values import kind_of, kv_settings, rows
+from tiered_kv.vllm.identity.record import base_fields
+from tiered_kv.vllm.supported import FIRST_VERSION, REFUSED_FROM
 
 WINDOW = recorded()
 GOLDEN = Path(__file__).parents[1] / "golden" / "settings_that_enter.json"
@@ -78,7 +80,7 @@ def test_the_record_says_what_the_versions_here_declare():
     there = {version: path for version, path in packages().items() if version in WINDOW}
     assert there, "not even the installed vLLM is in the window"
     for version, path in there.items():
-        assert declared(path) == WINDOW[version], f"record {version} anew: tests/support/vllm_settings.py"
+        assert declared(path) == WINDOW[version], f"record {version} anew: tests/kit/vllm/settings.py"
 
 
 @pytest.mark.parametrize("version", WINDOW)
@@ -90,7 +92,9 @@ def test_every_setting_of_every_version_has_a_row(version):
         for field in declared_fields
         if name not in CLASSES or kind_of(CLASSES[name], field) == "unknown"
     ]
-    assert unknown == [], "new in vLLM: read what it does, then give it a row in tiered_kv/vllm/config_fields.py"
+    assert unknown == [], (
+        "new in vLLM: read what it does, then give it a row in tiered_kv/vllm/identity/config_fields.py"
+    )
 
 
 def test_no_row_names_a_setting_that_no_version_has():

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_identities import LAYER, attention_layer, engine_config, kv_config, with_layers
 from vllm import platforms
 from vllm.model_executor.layers.fused_moe.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -16,10 +15,12 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import KVQuantMode
 
+from tests.kit.vllm.engine_identities import LAYER, attention_layer, engine_config, kv_config, with_layers
 from tiered_kv.errors import UnsupportedModel
-from tiered_kv.server.messages import NAME_CHARS_MAX
-from tiered_kv.vllm import identity
-from tiered_kv.vllm.identity import attention_backends, check_layers, page_encodings, with_experts
+from tiered_kv.server.protocol import NAME_CHARS_MAX
+from tiered_kv.vllm.identity import record as identity
+from tiered_kv.vllm.identity.record import attention_backends, page_encodings, with_experts
+from tiered_kv.vllm.supported import check_layers
 
 OTHER = "model.layers.1.self_attn.attn"
 

@@ -2,7 +2,8 @@
 
 What there is to leave out is read from the code: the fields of the namespace that engines really make, the fields of a
 page, the fields of the extras of a request. So a field that is new and that no check needs fails here. What the checks
-are, ``engine_identities`` says; ``test_vllm_identity.py`` and ``test_request_extras.py`` run them on the code as it is.
+are, ``engine_identities`` says; ``test_identity_record.py`` and ``test_request_extras.py`` run them on the code as it
+is.
 """
 
 import dataclasses
@@ -10,15 +11,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from engine_identities import BASE, CHANGES, Config, Engine, Identities
-from mutants import first_failure, mutants, recompiled
 
+from tests.kit.mutants import first_failure, mutants, recompiled
+from tests.kit.vllm.engine_identities import BASE, CHANGES, Config, Engine, Identities
 from tiered_kv.keys import extras
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
-from tiered_kv.server import groups
-from tiered_kv.server import messages as m
-from tiered_kv.vllm import identity
-from tiered_kv.vllm.extras import RequestExtras
+from tiered_kv.server import members
+from tiered_kv.server import protocol as m
+from tiered_kv.vllm.identity import record as identity
+from tiered_kv.vllm.request_extras import RequestExtras
 
 HERE = Path(__file__).parent
 
@@ -128,22 +129,22 @@ def test_no_field_of_the_models_config_can_be_left_out(identities, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted({*m.Page.__struct_fields__} - {"encoding"}))
 def test_no_entry_of_a_page_can_be_left_out(identities, monkeypatch, name):
-    record = groups._page_record
-    monkeypatch.setattr(groups, "_page_record", lambda page: record(page) | {name: "dropped"})
+    record = members._page_record
+    monkeypatch.setattr(members, "_page_record", lambda page: record(page) | {name: "dropped"})
     assert noticed(identities)
 
 
 def test_the_order_of_the_encodings_cannot_be_left_out(identities, monkeypatch):
-    runs = groups._runs
-    monkeypatch.setattr(groups, "_runs", lambda texts: runs(sorted(texts)))
+    runs = members._runs
+    monkeypatch.setattr(members, "_runs", lambda texts: runs(sorted(texts)))
     assert noticed(identities)
 
 
 @pytest.mark.parametrize("what", GEOMETRY_ORDER)
 def test_no_order_of_the_geometry_can_be_left_out(identities, monkeypatch, what):
     function, lose = GEOMETRY_ORDER[what]
-    whole = getattr(groups, function)
-    monkeypatch.setattr(groups, function, lambda given: lose(whole(given)))
+    whole = getattr(members, function)
+    monkeypatch.setattr(members, function, lambda given: lose(whole(given)))
     assert noticed(identities)
 
 

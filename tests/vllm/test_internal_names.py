@@ -8,7 +8,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from connector_api import BASE, sources
+
+from tests.kit.vllm.connector_api import BASE, sources
 
 CORE, V1 = "vllm/v1/core", "vllm/distributed/kv_transfer/kv_connector/v1"
 USED = {
@@ -31,7 +32,12 @@ USED = {
     (f"{CORE}/sched/output.py", "KVConnectorBlockState"): {"get_block_ids"},
     ("vllm/v1/request.py", "Request"): {"_all_token_ids", "all_token_ids", "num_prompt_tokens", "kv_transfer_params"},
     ("vllm/v1/outputs.py", "KVConnectorOutput"): {"failed_recving", "finished_recving", "invalid_block_ids"},
-    ("vllm/v1/kv_cache_interface.py", "KVCacheConfig"): {"kv_cache_groups"},
+    ("vllm/v1/kv_cache_interface.py", "KVCacheConfig"): {
+        "kv_cache_groups",
+        "kv_cache_layout",
+        "kv_tp_replicas",
+    },
+    ("vllm/v1/kv_cache_interface.py", ""): {"get_kv_cache_spec_kind"},
     ("vllm/config/kv_transfer.py", "KVTransferConfig"): {"kv_load_failure_policy"},
     ("vllm/config/compilation.py", "CompilationConfig"): {"static_forward_context"},
     (f"{V1}/base.py", "KVConnectorBase_V1"): {"_get_connector_metadata", "_kv_transfer_config"},
@@ -41,8 +47,8 @@ USED = {
 }
 """By file and class (none: the module): names that ``tiered_kv/vllm`` reads, calls, replaces or writes."""
 
-NOT_YET = {"0.30": {"to_event_extra_keys"}}
-"""What a version does not have yet: ``events.py`` has a default for it."""
+NOT_YET = {"0.30": {"kv_tp_replicas", "to_event_extra_keys"}}
+"""What a version does not have yet: ``events.py`` and ``worker.py`` have defaults for it."""
 
 
 def roots() -> dict[str, Path]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tiered_kv.config import Config
-from tiered_kv.hierarchy.limits import Limits
-from tiered_kv.vllm.longest_prompt import LongestPrompt
+from tiered_kv.tiering.types import Limits
+from tiered_kv.vllm.load_admission import LongestPrompt
 
 pytestmark = pytest.mark.vllm
 
@@ -37,11 +37,11 @@ def look(caplog: pytest.LogCaptureFixture, host_bytes: int, max_model_len: int, 
     config = Config(storage_uri="file:///unused", chunk_tokens=CHUNK, host_bytes=host_bytes, **more)
     session = Session(host_bytes, more.get("max_share", 1.0))
     prompt = LongestPrompt(config, session, max_model_len)  # type: ignore[arg-type]
-    prompt.look()
+    prompt.check()
     assert warned(caplog) == [], "not before the session is open"
     session.open(0)
-    prompt.look()
-    prompt.look()
+    prompt.check()
+    prompt.check()
     return warned(caplog)
 
 
@@ -72,5 +72,5 @@ def test_each_session_is_looked_at_once(caplog: pytest.LogCaptureFixture) -> Non
     prompt = LongestPrompt(config, session, 32768)  # type: ignore[arg-type]
     for generation in (0, 0, 1, 1):
         session.open(generation)
-        prompt.look()
+        prompt.check()
     assert len(warned(caplog)) == 2

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.vllm import model_files as door
-from tiered_kv.vllm.model_files import FILES_MAX, NOT_COUNTED, model_files
+from tiered_kv.vllm.identity import model_files as door
+from tiered_kv.vllm.identity.model_files import FILES_MAX, NOT_COUNTED, model_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -149,6 +149,20 @@ def test_weights_that_models_read_past_vllms_loaders_count(model, name):
         (model / name).write_text(content)
         told.append(found(model))
     assert told[0] != told[1] != told[2] != told[0]
+
+
+def test_weights_that_models_read_past_vllms_loaders_count_in_a_snapshot(snapshot):
+    blob = snapshot.parents[1] / "blobs" / hashlib.sha256(b"as sent").hexdigest()
+    blob.write_bytes(b"as sent")
+    weights = snapshot / "adapters" / "retrieval" / "adapter_model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.symlink_to(blob)
+    sent = found(snapshot)
+    blob.write_bytes(b"edited!")
+    edited = found(snapshot)
+
+    assert sent["snapshot"] == edited["snapshot"] == f"hf:{COMMIT}"
+    assert sent != edited
 
 
 def test_a_file_stands_for_its_folder(model):

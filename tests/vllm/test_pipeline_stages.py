@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_probe import figures, wait_for, wait_written
-from cached_engine import settings
 from safetensors import safe_open
-from server_processes import end_server
 from transformers import LlamaConfig
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -26,9 +23,12 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from tiered_kv.hierarchy.plan import ChunkRecord
-from tiered_kv.keys.rolling import PrefixKeys
-from tiered_kv.vllm.metadata import BlockRun, ChunkCopy, LoadJob, SaveJob, StepMetadata
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.processes import end_server
+from tests.kit.vllm.cached_engine import settings
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.vllm.step import BlockRun, ChunkCopy, LoadJob, SaveJob, StepMetadata
 
 pytestmark = pytest.mark.vllm
 
@@ -117,7 +117,7 @@ def engine(tmp_path: Path, root: Path) -> Iterator[tuple[list[Stage], Any]]:
     stages = [Stage(config, rank, kv_cache_config) for rank, kv_cache_config in enumerate(per_rank)]
     scheduler_config = generate_scheduler_kv_cache_config(per_rank)
     scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, scheduler_config)
-    yield stages, scheduler._scheduler._client
+    yield stages, scheduler._scheduler.side._client
     scheduler.shutdown()
     for stage in stages:
         stage.connector.shutdown()

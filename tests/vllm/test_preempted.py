@@ -1,39 +1,25 @@
 """A preempted request is looked up again: what was stored of it since it first asked is loaded, not computed."""
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cache_clients import BLOCK, CHUNK, SmallEngine, settings
-from cache_probe import wait_for
-from server_processes import end_server
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from tiered_kv.testing.stepping import FakeClock
-from tiered_kv.vllm.adapters import Adapters
-from tiered_kv.vllm.groups import CacheGroup, CacheGroups
-from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
-from tiered_kv.vllm.turns import FRESH_S
+from tests.kit.fake_clock import FakeClock
+from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine
+from tests.kit.server.probe import wait_for
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.identity.adapters import Adapters
+from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.scheduler import SchedulerSide
+from tiered_kv.vllm.wait_policy import FRESH_S
 
 pytestmark = pytest.mark.vllm
 
 GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
-BOTH = Abilities(may_load=True, may_store=False, has_prefix_caching=False)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[SmallEngine]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
-        patch.setenv("XDG_RUNTIME_DIR", directory)
-        root = Path(directory) / "cache"
-        engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, lookup_timeout_ms=20_000))
-        yield engine
-        engine.close()
-        end_server(root)
+BOTH = EngineRole(may_load=True, may_store=False, has_prefix_caching=False)
 
 
 def side_of(engine: SmallEngine) -> SchedulerSide:

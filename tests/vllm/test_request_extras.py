@@ -6,18 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 from vllm.config import LoRAConfig
-from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from tests.kit.vllm.tiny_adapters import adapter_files, lora
 from tiered_kv.keys.extras import Multimodal, Salt, encode
-from tiered_kv.vllm import adapters as adapters_door
-from tiered_kv.vllm import extras as door
-from tiered_kv.vllm.adapters import Adapters, Unaccountable, adapter_numerics
-from tiered_kv.vllm.extras import RequestExtras, hashes_media
+from tiered_kv.vllm import request_extras as door
+from tiered_kv.vllm.identity import adapters as adapters_door
+from tiered_kv.vllm.identity.adapters import Adapters, Unaccountable, adapter_numerics
+from tiered_kv.vllm.request_extras import RequestExtras, hashes_media
 
 CHUNK = 64
 CHUNKS = 3
@@ -44,18 +43,6 @@ def image(identifier, offset, length):
     )
 
 
-def adapter(folder, seed):
-    folder.mkdir()
-    values = np.random.default_rng(seed).standard_normal((4, 8), dtype=np.float32)
-    save_file({"q_proj.lora_A.weight": values}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text('{"r": 4}')
-    return folder
-
-
-def lora(name, path, number=1):
-    return LoRARequest(name, number, str(path))
-
-
 def test_plain_request_has_no_extras():
     assert encoded() == [b""] * CHUNKS
 
@@ -70,25 +57,25 @@ def test_empty_salt_is_no_salt():
 
 
 def test_adapters_with_other_weights_have_other_extras_in_every_chunk(tmp_path):
-    a = encoded(lora_request=lora("a", adapter(tmp_path / "a", 1)))
-    b = encoded(lora_request=lora("a", adapter(tmp_path / "b", 2)))
+    a = encoded(lora_request=lora("a", adapter_files(tmp_path / "a", 1)))
+    b = encoded(lora_request=lora("a", adapter_files(tmp_path / "b", 2)))
     assert all(x and y and x != y for x, y in zip(a, b, strict=True))
 
 
 def test_adapter_is_its_weights_whatever_its_name_and_place(tmp_path):
-    a = encoded(lora_request=lora("a", adapter(tmp_path / "a", 1)))
-    b = encoded(lora_request=lora("b", adapter(tmp_path / "elsewhere", 1), number=2))
+    a = encoded(lora_request=lora("a", adapter_files(tmp_path / "a", 1)))
+    b = encoded(lora_request=lora("b", adapter_files(tmp_path / "elsewhere", 1), number=2))
     assert a == b
 
 
 def test_adapter_named_like_a_salt_is_not_that_salt(tmp_path):
-    named = lora("tenant", adapter(tmp_path / "a", 1))
+    named = lora("tenant", adapter_files(tmp_path / "a", 1))
     both = encoded(lora_request=named, cache_salt="tenant")
     assert len({encoded(lora_request=named)[0], encoded(cache_salt="tenant")[0], both[0]}) == 3
 
 
 def test_dtype_of_adapters_is_part_of_their_identity(tmp_path):
-    named = lora("a", adapter(tmp_path / "a", 1))
+    named = lora("a", adapter_files(tmp_path / "a", 1))
     assert encoded(Adapters("bfloat16"), lora_request=named) != encoded(Adapters("float16"), lora_request=named)
 
 
@@ -100,7 +87,7 @@ def test_adapter_that_cannot_be_read_makes_a_request_unaccountable(tmp_path):
 
 
 def test_adapter_that_changes_on_disk_is_left_alone_from_then_on(tmp_path):
-    adapters, folder = Adapters("bfloat16"), adapter(tmp_path / "a", 1)
+    adapters, folder = Adapters("bfloat16"), adapter_files(tmp_path / "a", 1)
     named = lora("a", folder)
     before = encoded(adapters, lora_request=named)
     assert encoded(adapters, lora_request=named) == before
@@ -111,7 +98,7 @@ def test_adapter_that_changes_on_disk_is_left_alone_from_then_on(tmp_path):
 def test_adapters_remembered_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters_door, "MAX_ADAPTERS", 1)
     adapters = Adapters("bfloat16")
-    first, second = (lora(name, adapter(tmp_path / name, i)) for i, name in enumerate("ab"))
+    first, second = (lora(name, adapter_files(tmp_path / name, i)) for i, name in enumerate("ab"))
     assert extras(adapters, lora_request=first).is_accountable
     assert not extras(adapters, lora_request=second).is_accountable
     assert extras(adapters, lora_request=first).is_accountable
@@ -152,7 +139,7 @@ def test_media_are_hashed_while_one_of_vllms_caches_is_on(prefix_caching, cache_
     ids=str,
 )
 def test_what_decides_how_an_adapter_is_applied_is_in_its_identity(tmp_path, change):
-    named = lora("a", adapter(tmp_path / "a", 1))
+    named = lora("a", adapter_files(tmp_path / "a", 1))
     numerics = [
         adapter_numerics(SimpleNamespace(lora_config=LoRAConfig(**{"lora_dtype": "bfloat16"} | fields)))
         for fields in ({}, change)
@@ -248,7 +235,7 @@ def test_alarm_in_a_later_chunk_stops_the_request_from_there(monkeypatch):
 def test_untagged_keys_of_vllm_0_30_are_understood(monkeypatch, tmp_path):
     untagged = {0: ("a", ("cat", 3), "tenant"), CHUNK: ("a",), 2 * CHUNK: ("a",)}
     monkeypatch.setattr(door, "generate_block_hash_extra_keys", lambda _, start, *__: (untagged[start], 0))
-    named = lora("a", adapter(tmp_path / "a", 1))
+    named = lora("a", adapter_files(tmp_path / "a", 1))
     assert encoded(lora_request=named, cache_salt="tenant", mm_features=[image("cat", 3, 10)])
 
 

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import vllm
-from counts import count, seed
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from tests.kit.counts import count, seed
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
-from tiered_kv.keys.rolling import PrefixKeys
-from tiered_kv.vllm import extras as door
-from tiered_kv.vllm.adapters import Adapters, Unaccountable
-from tiered_kv.vllm.extras import SESSIONS_FROM, RequestExtras
-from tiered_kv.vllm.requests import RequestState
-from tiered_kv.vllm.storable import final_tokens, storable_tokens
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.vllm import request_extras as door
+from tiered_kv.vllm.identity.adapters import Adapters, Unaccountable
+from tiered_kv.vllm.request_extras import SESSIONS_FROM, RequestExtras
+from tiered_kv.vllm.requests import RequestState, final_tokens, storable_tokens
 
 pytestmark = pytest.mark.vllm
 
@@ -36,7 +35,7 @@ def session(tokens: list[int]) -> tuple[Request, RequestState]:
     request = Request("session", list(tokens), SAMPLING, None, resumable=True)
     extras = RequestExtras(request, CHUNK, Adapters("bfloat16"))
     assert extras.is_accountable, extras.reason
-    return request, RequestState(request, extras, 0)
+    return request, RequestState(request, extras)
 
 
 def more_input(request: Request, tokens: list[int]) -> None:

@@ -2,38 +2,33 @@
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_clients import BLOCK, CHUNK, SmallEngine, settings
-from cache_probe import server_pid, wait_for
-from server_processes import end_server
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from tiered_kv.vllm.adapters import Adapters
-from tiered_kv.vllm.groups import CacheGroup, CacheGroups
-from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
+from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, lone_engine
+from tests.kit.server.probe import server_pid, wait_for
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.identity.adapters import Adapters
+from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.scheduler import SchedulerSide
 
 pytestmark = pytest.mark.vllm
 
 GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
-ABILITIES = Abilities(may_load=True, may_store=False, has_prefix_caching=False)
+ROLE = EngineRole(may_load=True, may_store=False, has_prefix_caching=False)
 CHUNKS = 3
 
 
 @pytest.fixture
 def engine() -> Iterator[SmallEngine]:
-    with tempfile.TemporaryDirectory(prefix="tkv-") as directory:
-        root = Path(directory) / "cache"
-        engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, lookup_timeout_ms=300))
+    with lone_engine(lookup_timeout_ms=300) as engine:
         engine.store(CHUNKS)
         engine.wait_hits(CHUNKS)
         yield engine
-        engine.close()
-        end_server(root)
 
 
 def request(name: str) -> Request:
@@ -56,7 +51,7 @@ def answers(side: SchedulerSide, name: str) -> list[int | None]:
 
 
 def test_only_the_first_request_waits_for_a_server_that_stands_still(engine: SmallEngine) -> None:
-    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ABILITIES)
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ROLE)
     pid = server_pid(Path(engine.config.storage_uri.removeprefix("file://")))
     os.kill(pid, signal.SIGSTOP)
     try:

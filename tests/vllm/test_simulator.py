@@ -11,12 +11,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from cache_probe import wait_written
-from counts import count, seed
-from server_processes import end_server
-from simulator_checks import content
-from simulator_engine import Setup, SimulatedEngine
-from simulator_faults import (
+from vllm import SamplingParams
+
+from tests.kit.counts import count, seed
+from tests.kit.server.probe import wait_written
+from tests.kit.server.processes import end_server
+from tests.sim.vllm.checks import content
+from tests.sim.vllm.engine import Setup, SimulatedEngine
+from tests.sim.vllm.faults import (
     CopyFaults,
     change_stored_tokens,
     first_load_fails,
@@ -24,9 +26,8 @@ from simulator_faults import (
     save_before_forward,
     store_without_pins,
 )
-from simulator_model import VOCAB
-from simulator_scenario import IDLE_S, Plan, run_scenario
-from vllm import SamplingParams
+from tests.sim.vllm.model import VOCAB
+from tests.sim.vllm.scenario import IDLE_S, Plan, run_scenario
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +158,7 @@ class Twice:
 
     @property
     def loads(self):
-        counters = self.engine.connector._scheduler.counters
+        counters = self.engine.connector._scheduler.side.counters
         return counters["loads"] - counters["loads_failed"]
 
 
@@ -188,7 +189,7 @@ def test_a_chunk_that_is_lost_without_a_word_is_noticed(twice):
     twice.ask()
     assert twice.engine.accounts.wrong() == []
     assert twice.engine.accounts.computed > 0
-    twice.engine.connector._scheduler.counters["stores"] -= 1
+    twice.engine.connector._scheduler.side.counters["stores"] -= 1
     assert twice.engine.accounts.wrong() != []
 
 

@@ -1,4 +1,4 @@
-"""The sizes that `tiered-kv size` tells are those of vLLM's own specs and of the pages a worker registers.
+"""The sizes that `tools.kv_size` tells are those of vLLM's own specs and of the pages a worker registers.
 
 No engine is started: vLLM's configuration classes read the same config.json, its specs give the page sizes.
 """
@@ -7,10 +7,13 @@ import json
 
 import pytest
 import torch
-from model_configs import KNOWN
 
-from tiered_kv.admin.model_config import shape_of
-from tiered_kv.admin.model_types import (
+from tests.kit.samples.model_configs import KNOWN
+from tiered_kv.chunks.geometry import ChunkGeometry
+from tiered_kv.vllm.kv_groups import CacheGroups
+from tiered_kv.vllm.kv_layout import rank_pages
+from tools.kv_size.model_config import shape_of
+from tools.kv_size.model_types import (
     ALL_HEADS,
     DEFAULTS,
     MLA_TYPES,
@@ -19,10 +22,7 @@ from tiered_kv.admin.model_types import (
     REFUSED_TYPES,
     WINDOW_PATTERNS,
 )
-from tiered_kv.admin.sizing import LAYER_NAME, Run, geometry_of
-from tiered_kv.chunks.geometry import ChunkGeometry
-from tiered_kv.vllm.geometry import rank_pages
-from tiered_kv.vllm.groups import CacheGroups
+from tools.kv_size.sizing import LAYER_NAME, Run, geometry_of
 
 pytestmark = pytest.mark.vllm
 
@@ -137,7 +137,7 @@ def field(made, name):
 
 
 def test_no_type_that_vllm_serves_has_a_default_that_would_be_guessed_wrong():
-    """A type that is new to transformers fails here: add it to the tables of ``admin.model_types``."""
+    """A type that is new to transformers fails here: add it to the tables of ``tools.kv_size.model_types``."""
     wrong = []
     for model_type, made in class_defaults():
         known = DEFAULTS.get(model_type, {})

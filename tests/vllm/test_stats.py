@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from figure_samples import flow, operation, server, tier
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
@@ -15,10 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tiered_kv.admin.exposition import FiguresCollector
+from tests.kit.samples.figures import flow, operation, server, tier
+from tiered_kv.metrics.exposition import FiguresCollector
+from tiered_kv.metrics.names import ENGINE_PREFIX, MetricKind
 from tiered_kv.vllm.connector import TieredKVConnector
-from tiered_kv.vllm.prometheus import PREFIX, SHOWN_OF_SERVER, definitions, server_values
-from tiered_kv.vllm.stats import SAMPLES_MAX, TieredKVStats, stats_of
+from tiered_kv.vllm.engine_metrics import SAMPLES_MAX, TieredKVStats, stats_of
+from tiered_kv.vllm.prometheus import SHOWN_OF_SERVER, definitions, server_values
 
 pytestmark = pytest.mark.vllm
 
@@ -110,7 +111,7 @@ def test_each_engine_has_its_own_series(registry: CollectorRegistry) -> None:
     metrics.observe(measured(3).to_dict(), engine_idx=1)
 
     def value(name: str, engine: str, **labels: str) -> float | None:
-        return registry.get_sample_value(PREFIX + name, {"model_name": "m", "engine": engine} | labels)
+        return registry.get_sample_value(ENGINE_PREFIX + name, {"model_name": "m", "engine": engine} | labels)
 
     assert [value("hit_tokens_total", engine, tier="host") for engine in "01"] == [100, 33]
     assert [value("load_seconds_count", engine) for engine in "01"] == [1, 0]
@@ -142,7 +143,7 @@ def test_a_multi_connector_carries_and_shows_them(registry: CollectorRegistry) -
     metrics = prom_of_multi(multi)
     metrics.observe(stats.to_dict(), 1)
     labels = {"model_name": "m", "engine": "1", "tier": "host"}
-    assert registry.get_sample_value(f"{PREFIX}hit_tokens_total", labels) == 5
+    assert registry.get_sample_value(f"{ENGINE_PREFIX}hit_tokens_total", labels) == 5
 
 
 def prom_of_multi(transfer: dict[str, Any]) -> Any:
@@ -167,9 +168,9 @@ def test_what_engines_show_of_the_server_are_metrics_of_the_server_with_its_labe
         tiers=[tier("disk", breaker="open")],
     )
     families = {family.name: family for family in FiguresCollector(figures, 0.0).collect()}
-    for name, labels in SHOWN_OF_SERVER.items():
+    for name, metric in SHOWN_OF_SERVER.items():
         samples = families[f"tiered_kv_{name}"].samples
-        assert samples and all(set(sample.labels) == set(labels) for sample in samples), name
+        assert samples and all(set(sample.labels) == set(metric.labels) for sample in samples), name
     values = {(name, labels): value for name, labels, value in server_values(figures)}
     assert values["server_removed_chunks", ("host", "evicted")] == 2
     assert values["server_breaker_open", ("disk",)] == 1
@@ -180,15 +181,15 @@ def test_what_engines_show_of_the_server_are_metrics_of_the_server_with_its_labe
 def test_help_says_what_may_be_added_up_over_engines() -> None:
     for one in definitions():
         is_of_server = one.name.startswith("server_") and one.name != "server_figures_time_seconds"
-        assert is_of_server == one.text.endswith("Of the server, the same in every engine that shares it."), one.name
+        assert is_of_server == one.help.endswith("Of the server, the same in every engine that shares it."), one.name
         assert (
             is_of_server
-            or "engine" in one.text
-            or "per rank" in one.text
-            or "Of those" in one.text
-            or ("as bytes of blobs" in one.text)
+            or "engine" in one.help
+            or "per rank" in one.help
+            or "Of those" in one.help
+            or ("as bytes of blobs" in one.help)
         ), one.name
-        assert not is_of_server or one.kind is Gauge
+        assert not is_of_server or one.kind is MetricKind.GAUGE
 
 
 def test_the_page_lists_every_metric_with_its_labels(repository: Path) -> None:
@@ -196,7 +197,7 @@ def test_the_page_lists_every_metric_with_its_labels(repository: Path) -> None:
     rows = re.findall(r"^\| `vllm:tiered_kv_(\w+)(?:\{([a-z, ]+)\})?` \| (\w+) \|", page, flags=re.MULTILINE)
     listed = [(name, tuple(filter(None, labels.split(", "))), kind) for name, labels, kind in rows]
     expected = [
-        (one.name + ("_total" if one.kind is Counter else ""), one.labels, one.kind.__name__.lower())
+        (one.name + ("_total" if one.kind is MetricKind.COUNTER else ""), one.labels, one.kind.value)
         for one in definitions()
     ]
     assert listed == sorted(expected, key=lambda row: [name for name, *_ in listed].index(row[0]))

@@ -1,42 +1,28 @@
-"""Which chunks of a request are stored, and when, step by step through the scheduler's side (DESIGN rule 9)."""
+"""Which chunks of a request are stored, and when, step by step through the scheduler's side (rule 9)."""
 
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cache_clients import BLOCK, CHUNK, SmallEngine, poll_until, settings
-from server_processes import end_server
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
-from tiered_kv.vllm.extras import Adapters
-from tiered_kv.vllm.groups import CacheGroup, CacheGroups
-from tiered_kv.vllm.metadata import SaveJob, SaveReport, StepMetadata
-from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
+from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, poll_until
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.identity.adapters import Adapters
+from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.scheduler import SchedulerSide
+from tiered_kv.vllm.step import BlockRun, ChunkCopy, SaveJob, SaveReport, StepMetadata
 from tiered_kv.vllm.worker import WorkerSide
 
 pytestmark = pytest.mark.vllm
 
 PER_CHUNK = CHUNK // BLOCK
 GROUPS = CacheGroups([CacheGroup(BLOCK, PER_CHUNK, PER_CHUNK)])
-BOTH = Abilities(may_load=True, may_store=True, has_prefix_caching=False)
+BOTH = EngineRole(may_load=True, may_store=True, has_prefix_caching=False)
 BLOCKS = 100
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[SmallEngine]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tkv-") as directory:
-        patch.setenv("XDG_RUNTIME_DIR", directory)
-        root = Path(directory) / "cache"
-        engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, lookup_timeout_ms=20_000))
-        yield engine
-        engine.close()
-        end_server(root)
 
 
 class Steps:
@@ -79,9 +65,10 @@ class Steps:
         self.pool.free_blocks(reversed(self.blocks))
         self.blocks = []
 
-    def finish(self) -> None:
-        self.side.finish_request(self.request, self.tables)
+    def finish(self) -> dict[str, Any] | None:
+        promise = self.side.finish_request(self.request, self.tables)
         self.take_back()
+        return promise
 
     @property
     def free(self) -> int:
@@ -120,6 +107,18 @@ def test_chunks_that_the_last_step_completed_are_pinned_when_the_request_ends(en
     lookup, answer = engine.look_up(3, first_token=100_000)
     assert answer.held == 3
     engine.client.release(lookup)
+
+
+def test_what_another_engine_is_promised_is_to_be_written_at_once(engine: SmallEngine) -> None:
+    """Where only second touches are written, it would not be there for the other engine."""
+    steps = Steps(engine, 150_000)
+    steps.request.kv_transfer_params = {"do_remote_decode": True}
+    steps.admit()
+    steps.request.num_computed_tokens = 3 * CHUNK + 5
+    assert steps.finish() == {"tiered_kv.stored_tokens": 3 * CHUNK}
+    assert not steps.side.counters["handovers_sent"], "a copy may still fail"
+    steps.side.saves_finished(reported(steps.step()))
+    assert steps.side.counters["handovers_sent"] == 1
 
 
 def test_what_had_no_slot_while_the_request_ran_is_pinned_when_it_ends(engine: SmallEngine) -> None:
@@ -225,12 +224,34 @@ def test_blocks_are_planned_once_however_often_vllm_tells_of_them(engine: SmallE
     assert not engine.client.lookups
 
 
-def worker(engine: SmallEngine, rank: int, replicas: int) -> WorkerSide:
+OF_VLLM_0_30: dict[str, int] = {}
+"""What its configuration of the KV cache tells of ranks that hold equal KV, as with MLA: there is no such field."""
+
+
+def worker(engine: SmallEngine, rank: int, told: dict[str, int]) -> WorkerSide:
     """A rank that never joined the server."""
     parallel = SimpleNamespace(rank=rank, world_size=2)
-    return WorkerSide(
-        engine.config, SimpleNamespace(parallel_config=parallel), SimpleNamespace(kv_tp_replicas=replicas), "e"
-    )
+    return WorkerSide(engine.config, SimpleNamespace(parallel_config=parallel), SimpleNamespace(**told), "e")
+
+
+@pytest.mark.parametrize(
+    ("told", "storing"), [(OF_VLLM_0_30, {0, 1}), ({"kv_tp_replicas": 1}, {0, 1}), ({"kv_tp_replicas": 2}, {0})]
+)
+def test_every_rank_stores_its_own_kv_unless_vllm_tells_that_another_holds_the_same(
+    engine: SmallEngine, told: dict[str, int], storing: set[int]
+) -> None:
+    """MLA on several ranks of vLLM 0.30 is stored once per rank: twice the size, and right."""
+    copy = ChunkCopy(0, (BlockRun(0, tuple(range(PER_CHUNK))),))
+    copying = set()
+    for rank in range(2):
+        side = worker(engine, rank, told)
+        side.start_saves(StepMetadata(0, None, saves=(SaveJob(7, 0, (copy,)),)))
+        report = side.take_finished_saves()
+        assert report is not None and report.ranks_done == {7: 1}
+        if report.failed:  # it wanted to copy, and has no server
+            copying.add(rank)
+        side.close()
+    assert copying == storing
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -239,7 +260,7 @@ def test_a_job_that_every_rank_skipped_is_reported(engine: SmallEngine, replicas
     job = SaveJob(7, 0, ())
     report = SaveReport()
     for rank in range(2):
-        side = worker(engine, rank, replicas)
+        side = worker(engine, rank, {"kv_tp_replicas": replicas})
         side.start_saves(StepMetadata(0, None, saves=(job,)))
         told = side.take_finished_saves()
         assert told is not None

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cache_clients import settings, worker_part
-from cache_probe import wait_for
-from server_processes import end_server, kill_server
 
+from tests.kit.server.clients import settings, worker_part
+from tests.kit.server.probe import wait_for
+from tests.kit.server.processes import end_server, kill_server
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.vllm.metadata import BlockRun, ChunkCopy, LoadJob
+from tiered_kv.vllm.step import BlockRun, ChunkCopy, LoadJob
 from tiered_kv.vllm.worker import CopyThread, WorkerSide
 
 pytestmark = pytest.mark.vllm

@@ -2,7 +2,7 @@
 
 Owned by the server (or by an in-process cache), mapped by every worker. A slab is a memfd: it has no name, obeys no
 /dev/shm limit, is passed over the Unix socket by SCM_RIGHTS, and is gone when the last process that mapped it is gone.
-Knows nothing of slots' contents or states (``hierarchy/slots.py``) and nothing of torch.
+Knows nothing of slots' contents or states (``tiering/slots.py``) and nothing of torch.
 """
 
 import ctypes

@@ -1,50 +1,206 @@
-"""Seal a blob right before its first put, verify it right after every get, and read headers of unknown namespaces.
+"""The header of a blob: its fields and tensor table, how they are written, and how a blob is verified against them.
 
-Owns what makes a blob trustworthy (docs/format.md): the header's template, the two hashes and the order in which they
-are checked. Must not read or write media. ``BlobFormat`` is the hot path and compares bytes at fixed offsets; ``peek``
-serves scans; ``read_header`` and ``check_blob`` serve the CLI, which does not know the geometry. Nothing here copies a
-payload; a whole payload is hashed without the GIL, in parallel by several threads (a piece of one with it: 20 us for
-512 KiB).
+Owns offsets, widths and limits of the metadata (docs/format.md lists them; a test compares the two), the table of
+tensors, the header's template, the two hashes and the order in which they are checked. Must not read or write media.
+``BlobFormat`` is the hot path and compares bytes at fixed offsets: a tier's wrapper seals right before the first put
+and verifies right after every get. ``peek`` serves scans; ``read_header`` and ``check_blob`` serve the CLI, which does
+not know the geometry. Nothing here copies a payload; a whole payload is hashed without the GIL, in parallel by several
+threads (a piece of one with it: 20 us for 512 KiB).
+
+A header starts, in every format version to come, with the *frame*: u64 length, the text
+``{"__metadata__":{"tiered_kv_format":"dddd","header_xxh3":"``, and the hash of the whole header with the hash's own 32
+digits as zeros. So a reader tells a blob of another version, which it leaves alone, from a damaged one, which goes.
+
+A tensor table is written in one way, as safetensors wants it, so reading one is parsing it and comparing what this
+module would have written: no second set of rules to keep.
 """
 
-from collections.abc import Callable
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Final, NamedTuple
 
+import msgspec
 import xxhash
 
-from tiered_kv.chunks import fields as f
-from tiered_kv.chunks.fields import MAX_HEADER_BYTES, PEEK_BYTES, BlobHeader, Bytes, SealFields
-from tiered_kv.chunks.geometry import ChunkGeometry, align_up
-from tiered_kv.chunks.table import TensorEntry, geometry_entries, read_table, write_table
+from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, DTYPE_BYTES, ChunkGeometry, align_up
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.keys.stored_by import STORED_BY_CHARS_MAX, shared_line
+from tiered_kv.keys.tags import shared_tag
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MAX_HEADER_BYTES",
-    "PEEK_BYTES",
-    "BlobCheck",
-    "BlobFormat",
-    "BlobHeader",
-    "ParsedHeader",
-    "SealFields",
-    "TensorEntry",
-    "check_blob",
-    "peek",
-    "read_header",
-]
+MAX_HEADER_BYTES: Final = 1 << 20
+"""About 8,000 tensors. A header that claims more is damaged; nothing is ever allocated for it."""
+
+PEEK_BYTES: Final = ALIGNMENT_BYTES
+"""How much of a blob holds all of its metadata, whatever its namespace."""
+
+LENGTH_BYTES: Final = 8
+
+Bytes = bytes | bytearray | memoryview
+
+PAD_NAME: Final = "_pad"
+MAX_DIMENSIONS: Final = 16
+MAX_EXTENT: Final = 2**48
+
+# -- fields of the metadata --------------------------------------------------------------------------------------------
+
+_HEX, _DECIMAL, _TEXT = "hex", "decimal", "text"
+_DIGITS: Final = {_HEX: "[0-9a-f]", _DECIMAL: "[0-9]", _TEXT: r"[ !#-\[\]-~]"}
+"""What a value of each kind is made of; text needs no escapes in JSON."""
+
+
+class Field(NamedTuple):
+    """One metadata value: ``width`` characters at ``offset`` bytes from the start of the blob.
+
+    Attributes:
+        kind: ``hex``, ``decimal`` with leading zeros, or ``text`` with spaces at its end.
+    """
+
+    name: str
+    offset: int
+    width: int
+    kind: str
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.offset, self.offset + self.width)
+
+    @property
+    def digits(self) -> str:
+        """What a value is made of, as a regular expression."""
+        return f"{_DIGITS[self.kind]}{{{self.width}}}"
+
+    @property
+    def blank(self) -> str:
+        """The value before a seal fills it in."""
+        return (" " if self.kind == _TEXT else "0") * self.width
+
+    def encode(self, value: int | bytes | str) -> bytes:
+        """The value's characters.
+
+        Raises:
+            ValueError: They are not as many as the field has, or a number is negative.
+        """
+        if isinstance(value, str):
+            text = value.ljust(self.width)
+        else:
+            text = value.hex() if isinstance(value, bytes) else f"{value:0{self.width}d}"
+        if len(text) != self.width or text.startswith("-"):
+            raise ValueError(f"{self.name} does not fit its field. characters={self.width} observed={text}")
+        return text.encode("ascii")
+
+
+def _lay_out(fields: tuple[tuple[str, int, str], ...]) -> tuple[Field, ...]:
+    result = []
+    position = LENGTH_BYTES + len('{"__metadata__":{')
+    for name, width, kind in fields:
+        position += len(f'"{name}":"')
+        result.append(Field(name, position, width, kind))
+        position += width + len('",')
+    return tuple(result)
+
+
+FIELDS: Final = _lay_out(
+    (
+        ("tiered_kv_format", 4, _DECIMAL),
+        ("header_xxh3", 32, _HEX),
+        ("namespace", 32, _HEX),
+        ("key", 32, _HEX),
+        ("parent", 32, _HEX),
+        ("chunk_index", 10, _DECIMAL),
+        ("token_count", 10, _DECIMAL),
+        ("prefix_sha256", 64, _HEX),
+        ("payload_xxh3", 32, _HEX),
+        ("created_unix_s", 12, _DECIMAL),
+        ("tag", 32, _HEX),
+        ("stored_by", STORED_BY_CHARS_MAX, _TEXT),
+    )
+)
+(
+    FORMAT,
+    HEADER_XXH3,
+    NAMESPACE,
+    KEY,
+    PARENT,
+    CHUNK_INDEX,
+    TOKEN_COUNT,
+    PREFIX_SHA256,
+    PAYLOAD_XXH3,
+    CREATED_UNIX_S,
+    TAG,
+    STORED_BY,
+) = FIELDS
+
+TABLE_OFFSET: Final = STORED_BY.offset + STORED_BY.width + len('"}')
+"""Where the metadata ends and the tensor table begins, with the comma before its first name."""
+
+assert TABLE_OFFSET <= PEEK_BYTES
+
+
+def _metadata_pattern(fields: tuple[Field, ...], end: str) -> re.Pattern[bytes]:
+    members = ",".join(f'"{f.name}":"({f.digits})"' for f in fields)
+    return re.compile((re.escape('{"__metadata__":{') + members + end).encode("ascii"))
+
+
+_FRAME = _metadata_pattern((FORMAT, HEADER_XXH3), ",")
+_METADATA = _metadata_pattern(FIELDS, re.escape("},"))
+_FRAME_END = HEADER_XXH3.offset + HEADER_XXH3.width + len('",')
 
 _SEALED_FIELDS = (
-    f.HEADER_XXH3,
-    f.KEY,
-    f.PARENT,
-    f.CHUNK_INDEX,
-    f.PREFIX_SHA256,
-    f.PAYLOAD_XXH3,
-    f.CREATED_UNIX_S,
-    f.TAG,
-    f.STORED_BY,
+    HEADER_XXH3,
+    KEY,
+    PARENT,
+    CHUNK_INDEX,
+    PREFIX_SHA256,
+    PAYLOAD_XXH3,
+    CREATED_UNIX_S,
+    TAG,
+    STORED_BY,
 )
+
+
+# -- what a header says ------------------------------------------------------------------------------------------------
+
+
+class Frame(NamedTuple):
+    """What every format version says in the same place."""
+
+    format_version: int
+    header_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlobHeader:
+    """The metadata of one blob, as read.
+
+    Attributes:
+        record: Which chunk it is.
+        created_unix_s: Wall clock when the chunk was sealed; for people and for eviction by age.
+        header_bytes: Where the payload begins.
+    """
+
+    record: ChunkRecord
+    format_version: int
+    token_count: int
+    payload_xxh3: bytes
+    created_unix_s: int
+    header_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of the payload; ``offset_bytes`` counts from the payload's first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +220,9 @@ class ParsedHeader:
         return self.header.header_bytes + self.payload_bytes
 
 
+# -- sealing and verifying ---------------------------------------------------------------------------------------------
+
+
 class BlobFormat:
     """How the blobs of one namespace are written and checked.
 
@@ -78,7 +237,7 @@ class BlobFormat:
         Raises:
             ConfigError: The geometry cannot be declared: too many layers for a header, or names that clash.
         """
-        template = f.pack_metadata(namespace_digest, geometry.chunk_tokens, write_table(geometry_entries(geometry)))
+        template = pack_metadata(namespace_digest, geometry.chunk_tokens, write_table(geometry_entries(geometry)))
         if len(template) > MAX_HEADER_BYTES:
             raise ConfigError(f"too many layers for one header. limit={MAX_HEADER_BYTES} observed={len(template)}")
         self._namespace = namespace_digest
@@ -88,7 +247,7 @@ class BlobFormat:
         self.payload_bytes = geometry.payload_bytes
         self.blob_bytes = self.header_bytes + self.payload_bytes
 
-    def seal(self, blob: memoryview, fields: SealFields) -> None:
+    def seal(self, blob: memoryview, record: ChunkRecord, created_unix_s: int) -> None:
         """Write padding and header around the payload that lies in ``blob``.
 
         Modifies:
@@ -96,21 +255,23 @@ class BlobFormat:
             carry another chunk's bytes into a file.
 
         Raises:
-            ValueError: ``blob`` is not ``blob_bytes`` long.
+            ValueError: ``blob`` is not ``blob_bytes`` long, or the record is none of this namespace or does not fit.
         """
         if len(blob) != self.blob_bytes:
             raise ValueError(f"blob has another size. expected={self.blob_bytes} observed={len(blob)}")
+        if record.namespace != self._namespace:
+            raise ValueError(_difference("namespace", self._namespace.hex(), record.namespace.hex()))
         blob[self.header_bytes + self._data_bytes :] = bytes(self.payload_bytes - self._data_bytes)
         header = bytearray(self._template)
-        header[f.KEY.slice] = f.KEY.encode(fields.key)
-        header[f.PARENT.slice] = f.PARENT.encode(fields.parent)
-        header[f.CHUNK_INDEX.slice] = f.CHUNK_INDEX.encode(fields.chunk_index)
-        header[f.PREFIX_SHA256.slice] = f.PREFIX_SHA256.encode(fields.prefix_sha256)
-        header[f.CREATED_UNIX_S.slice] = f.CREATED_UNIX_S.encode(fields.created_unix_s)
-        header[f.TAG.slice] = f.TAG.encode(fields.tag)
-        header[f.STORED_BY.slice] = f.STORED_BY.encode(fields.stored_by)
-        header[f.PAYLOAD_XXH3.slice] = _payload_hash(blob, self.header_bytes).encode("ascii")
-        header[f.HEADER_XXH3.slice] = f.header_hash(header).encode("ascii")
+        header[KEY.slice] = KEY.encode(record.key)
+        header[PARENT.slice] = PARENT.encode(record.parent)
+        header[CHUNK_INDEX.slice] = CHUNK_INDEX.encode(record.chunk_index)
+        header[PREFIX_SHA256.slice] = PREFIX_SHA256.encode(record.prefix_sha256)
+        header[CREATED_UNIX_S.slice] = CREATED_UNIX_S.encode(created_unix_s)
+        header[TAG.slice] = TAG.encode(record.tag)
+        header[STORED_BY.slice] = STORED_BY.encode(shared_line(record.stored_by))
+        header[PAYLOAD_XXH3.slice] = _payload_hash(blob, self.header_bytes).encode("ascii")
+        header[HEADER_XXH3.slice] = header_hash(header).encode("ascii")
         blob[: self.header_bytes] = header
 
     def verify(
@@ -127,15 +288,16 @@ class BlobFormat:
             ChunkCorrupt: Anything else; the message says which field, expected and observed.
         """
         header, metadata = _whole_header(blob)
-        if metadata.namespace != self._namespace:
-            raise ChunkMismatch(_difference("namespace", self._namespace.hex(), metadata.namespace.hex()))
+        found = metadata.record
+        if found.namespace != self._namespace:
+            raise ChunkMismatch(_difference("namespace", self._namespace.hex(), found.namespace.hex()))
         if len(blob) != self.blob_bytes:
             raise ChunkCorrupt(_difference("blob size", self.blob_bytes, len(blob)))
         self._check_constant_part(header)
-        if metadata.key != key:
-            raise ChunkCorrupt(_difference("key", key.hex(), metadata.key.hex()))
-        if prefix_sha256 is not None and metadata.prefix_sha256 != prefix_sha256:
-            raise ChunkCorrupt(_difference("prefix_sha256", prefix_sha256.hex(), metadata.prefix_sha256.hex()))
+        if found.key != key:
+            raise ChunkCorrupt(_difference("key", key.hex(), found.key.hex()))
+        if prefix_sha256 is not None and found.prefix_sha256 != prefix_sha256:
+            raise ChunkCorrupt(_difference("prefix_sha256", prefix_sha256.hex(), found.prefix_sha256.hex()))
         _check_payload(metadata, hasher() if hasher else _payload_hash(blob, self.header_bytes))
 
     def _check_constant_part(self, header: bytes) -> None:
@@ -144,7 +306,7 @@ class BlobFormat:
             constant[field.slice] = self._template[field.slice]
         if constant != self._template:
             at = next(i for i, (x, y) in enumerate(zip(constant, self._template, strict=True)) if x != y)
-            expected, observed = f.text_of(self._template[at : at + 32]), f.text_of(constant[at : at + 32])
+            expected, observed = text_of(self._template[at : at + 32]), text_of(constant[at : at + 32])
             raise ChunkCorrupt(f"{_difference('header template', expected, observed)} offset={at}")
 
 
@@ -188,9 +350,9 @@ def peek(first: bytes | memoryview) -> BlobHeader:
         ChunkMismatch: Another format version.
         ChunkCorrupt: This is not the start of a blob.
     """
-    frame = f.read_frame(first)
+    frame = read_frame(first)
     _check_version(frame)
-    return f.read_metadata(first, frame.header_bytes)
+    return read_metadata(first, frame.header_bytes)
 
 
 def refuse_foreign(first: bytes | memoryview, namespace: bytes) -> None:
@@ -206,8 +368,9 @@ def refuse_foreign(first: bytes | memoryview, namespace: bytes) -> None:
         header = peek(first)
     except ChunkCorrupt:
         return
-    if header.namespace != namespace:
-        raise ChunkMismatch(f"blob of another namespace. observed={header.namespace.hex()} expected={namespace.hex()}")
+    observed = header.record.namespace
+    if observed != namespace:
+        raise ChunkMismatch(f"blob of another namespace. observed={observed.hex()} expected={namespace.hex()}")
 
 
 def read_header(data: memoryview) -> ParsedHeader:
@@ -220,10 +383,10 @@ def read_header(data: memoryview) -> ParsedHeader:
         ChunkCorrupt: Anything else.
     """
     header, metadata = _whole_header(data)
-    table = header[f.TABLE_OFFSET :].rstrip(b" ")
+    table = header[TABLE_OFFSET:].rstrip(b" ")
     tensors = read_table(table)
-    if len(header) != align_up(f.TABLE_OFFSET + len(table)):
-        raise ChunkCorrupt(_difference("header length", align_up(f.TABLE_OFFSET + len(table)), len(header)))
+    if len(header) != align_up(TABLE_OFFSET + len(table)):
+        raise ChunkCorrupt(_difference("header length", align_up(TABLE_OFFSET + len(table)), len(header)))
     return ParsedHeader(metadata, tensors)
 
 
@@ -243,16 +406,16 @@ def check_blob(blob: memoryview) -> ParsedHeader:
 
 def _whole_header(data: Bytes) -> tuple[bytes, BlobHeader]:
     """Copy the header out, once its hash is right and its version ours, and read its metadata."""
-    frame = f.read_frame(data)
+    frame = read_frame(data)
     if len(data) < frame.header_bytes:
         raise ChunkCorrupt(f"header is truncated. expected_bytes={frame.header_bytes} observed_bytes={len(data)}")
     header = bytes(data[: frame.header_bytes])
-    f.check_header_hash(header)
+    check_header_hash(header)
     _check_version(frame)
-    return header, f.read_metadata(header, frame.header_bytes)
+    return header, read_metadata(header, frame.header_bytes)
 
 
-def _check_version(frame: f.Frame) -> None:
+def _check_version(frame: Frame) -> None:
     if frame.format_version != FORMAT_VERSION:
         raise ChunkMismatch(_difference("format version", FORMAT_VERSION, frame.format_version))
 
@@ -260,7 +423,7 @@ def _check_version(frame: f.Frame) -> None:
 def _check_payload(metadata: BlobHeader, observed: str) -> None:
     if observed != metadata.payload_xxh3.hex():
         raise ChunkCorrupt(
-            f"{_difference('payload_xxh3', metadata.payload_xxh3.hex(), observed)} key={metadata.key.hex()}"
+            f"{_difference('payload_xxh3', metadata.payload_xxh3.hex(), observed)} key={metadata.record.key.hex()}"
         )
 
 
@@ -272,3 +435,193 @@ def _payload_hash(blob: memoryview, header_bytes: int) -> str:
 
 def _difference(what: str, expected: object, observed: object) -> str:
     return f"{what} mismatch. expected={expected} observed={observed}"
+
+
+# -- the metadata ------------------------------------------------------------------------------------------------------
+
+
+def read_frame(data: Bytes) -> Frame:
+    """Read the version-independent start of a blob.
+
+    Raises:
+        ChunkCorrupt: This is not the start of a tiered_kv blob.
+    """
+    if len(data) < _FRAME_END:
+        raise ChunkCorrupt(f"blob is truncated. expected_bytes>={_FRAME_END} observed_bytes={len(data)}")
+    header_bytes = LENGTH_BYTES + int(struct.unpack_from("<Q", data)[0])
+    if not ALIGNMENT_BYTES <= header_bytes <= MAX_HEADER_BYTES or header_bytes % ALIGNMENT_BYTES:
+        raise ChunkCorrupt(
+            f"header length is not possible. expected=multiple of {ALIGNMENT_BYTES} up to {MAX_HEADER_BYTES} "
+            f"observed={header_bytes}"
+        )
+    found = _FRAME.match(data, LENGTH_BYTES)
+    if found is None:
+        raise ChunkCorrupt(f"blob does not start as ours. observed={bytes(data[LENGTH_BYTES:_FRAME_END])!r}")
+    return Frame(int(found[1]), header_bytes)
+
+
+def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
+    """Read the fields of a blob of this format version, whose frame was read.
+
+    Raises:
+        ChunkCorrupt: A field or what stands between the fields is not as a seal writes it.
+    """
+    found = _METADATA.match(data, LENGTH_BYTES)
+    if found is None:
+        raise ChunkCorrupt(_first_bad_field(data))
+    (version, _, namespace, key, parent, chunk_index, token_count, prefix_sha256, payload_xxh3, created, tag, line) = (
+        text.decode("ascii") for text in found.groups()
+    )
+    try:
+        stored_by = shared_line(line.rstrip(" "))
+    except ValueError as exc:
+        raise ChunkCorrupt(f"{STORED_BY.name} is not well-formed: {exc}") from exc
+    record = ChunkRecord(
+        namespace=bytes.fromhex(namespace),
+        key=bytes.fromhex(key),
+        parent=bytes.fromhex(parent),
+        chunk_index=int(chunk_index),
+        prefix_sha256=bytes.fromhex(prefix_sha256),
+        tag=shared_tag(bytes.fromhex(tag)),
+        stored_by=stored_by,
+    )
+    return BlobHeader(
+        record=record,
+        format_version=int(version),
+        token_count=int(token_count),
+        payload_xxh3=bytes.fromhex(payload_xxh3),
+        created_unix_s=int(created),
+        header_bytes=header_bytes,
+    )
+
+
+def header_hash(header: Bytes) -> str:
+    """Hash a whole header, length prefix and padding included, with the digits of its own hash as zeros."""
+    zeroed = bytearray(header)
+    zeroed[HEADER_XXH3.slice] = b"0" * HEADER_XXH3.width
+    return xxhash.xxh3_128_hexdigest(zeroed)
+
+
+def check_header_hash(header: Bytes) -> None:
+    """Compare a whole header with the hash it holds.
+
+    Raises:
+        ChunkCorrupt: They differ.
+    """
+    expected, observed = bytes(header[HEADER_XXH3.slice]), header_hash(header)
+    if observed.encode("ascii") != expected:
+        raise ChunkCorrupt(f"header_xxh3 mismatch. expected={text_of(expected)} observed={observed}")
+
+
+def pack_metadata(namespace: bytes, token_count: int, table: bytes) -> bytes:
+    """Write a header in which all that a seal fills in is zeros, or spaces: what is constant in a namespace.
+
+    Args:
+        table: The JSON after the metadata, from the comma to the last brace.
+    """
+    constant: dict[Field, int | bytes] = {FORMAT: FORMAT_VERSION, NAMESPACE: namespace, TOKEN_COUNT: token_count}
+    members = ",".join(
+        f'"{f.name}":"{f.encode(constant[f]).decode("ascii") if f in constant else f.blank}"' for f in FIELDS
+    )
+    text = f'{{"__metadata__":{{{members}}}'.encode("ascii") + table
+    json_bytes = align_up(LENGTH_BYTES + len(text)) - LENGTH_BYTES
+    return struct.pack("<Q", json_bytes) + text.ljust(json_bytes, b" ")
+
+
+def text_of(observed: Bytes) -> str:
+    """Show bytes of a header in a message, whatever they are."""
+    return ascii(bytes(observed).decode("latin-1"))[1:-1]
+
+
+def _first_bad_field(data: Bytes) -> str:
+    for field in FIELDS:
+        observed = bytes(data[field.slice])
+        if re.fullmatch(field.digits.encode("ascii"), observed) is None:
+            expected = f"{field.width} {field.kind} {'characters' if field.kind == _TEXT else 'digits'}"
+            return f"{field.name} is not well-formed. expected={expected} observed={text_of(observed)}"
+    return f"metadata between the fields is not well-formed. expected_bytes={TABLE_OFFSET} observed_bytes={len(data)}"
+
+
+# -- the tensor table --------------------------------------------------------------------------------------------------
+
+
+def geometry_entries(geometry: ChunkGeometry) -> tuple[TensorEntry, ...]:
+    """Declare a geometry's segments, named ``rank<r>/<layer>``, and the padding behind them.
+
+    Raises:
+        ConfigError: A rank has two layers of one name, or a name is not valid Unicode.
+    """
+    entries = []
+    for segment in geometry.segments:
+        name = f"rank{segment.rank}/{segment.page.layer}"
+        if not _is_unicode(name):
+            raise ConfigError(f"layer name is not valid Unicode. rank={segment.rank} layer={segment.page.layer!a}")
+        shape = (geometry.stored_blocks(segment.page), *segment.page.shape)
+        entries.append(TensorEntry(name, segment.page.dtype, shape, segment.offset_bytes, segment.size_bytes))
+    if len({entry.name for entry in entries}) != len(entries):
+        raise ConfigError("a rank has two layers of one name")
+    pad_bytes = geometry.payload_bytes - geometry.data_bytes
+    # Declared also when it is empty, so that a reader always finds the payload's end in the last tensor.
+    entries.append(TensorEntry(PAD_NAME, "U8", (pad_bytes,), geometry.data_bytes, pad_bytes))
+    return tuple(entries)
+
+
+def write_table(entries: Iterable[TensorEntry]) -> bytes:
+    """Write the table as it follows the metadata, from the comma before the first name to the last brace."""
+    members = []
+    for entry in entries:
+        shape = ",".join(map(str, entry.shape))
+        end = entry.offset_bytes + entry.size_bytes
+        members.append(
+            f',{json.dumps(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{shape}],'
+            f'"data_offsets":[{entry.offset_bytes},{end}]}}'
+        )
+    return ("".join(members) + "}").encode("ascii")
+
+
+def read_table(table: bytes) -> tuple[TensorEntry, ...]:
+    """Read a table that ``write_table`` wrote; allocates at most a small multiple of its length.
+
+    Raises:
+        ChunkCorrupt: It is not one: other JSON, tensors that overlap, leave a gap or do not fit their shape.
+    """
+    try:
+        # Typed decoding: what does not fit the two declared structures fails before anything is built from it.
+        members = _DECODER.decode(b"{" + table[1:])
+    except (ValueError, RecursionError) as exc:
+        # The reason quotes the table: damaged bytes, of any length.
+        raise ChunkCorrupt(f"tensor table cannot be read. reason={str(exc)[:200]!a}") from exc
+    entries = []
+    position = 0
+    for name, member in members.items():
+        begin, end = member.data_offsets
+        size = DTYPE_BYTES.get(member.dtype, 0) * prod(member.shape)
+        if begin != position or end != position + size or member.dtype not in DTYPE_BYTES:
+            raise ChunkCorrupt(
+                f"tensor does not lie where it must. tensor={name[:200]!a} dtype={member.dtype!a} "
+                f"expected={position},{position + size} observed={begin},{end}"
+            )
+        entries.append(TensorEntry(name, member.dtype, tuple(member.shape), begin, size))
+        position = end
+    if not entries or entries[-1].name != PAD_NAME or entries[-1].dtype != "U8" or position % ALIGNMENT_BYTES:
+        raise ChunkCorrupt(f"tensor table does not end in padding to {ALIGNMENT_BYTES}. payload_bytes={position}")
+    if write_table(entries) != table:
+        raise ChunkCorrupt("tensor table is not written as a seal writes it (spaces, escapes or a repeated name)")
+    return tuple(entries)
+
+
+class _Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_EXTENT)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[int, int]
+
+
+_DECODER: Final = msgspec.json.Decoder(dict[str, _Member])
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

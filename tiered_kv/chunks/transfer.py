@@ -1,8 +1,8 @@
-"""Copies between vLLM's paged KV and a slot, for one KV cache group of one rank: gather for stores, scatter for loads.
+"""Copies between vLLM's paged KV and one rank's bytes of a slot: gather for stores, scatter for loads.
 
-Owns the copying. Must not decide which blocks move nor when (the worker does), nor look into
-a header. Called by the worker's copy thread; ``note_compute`` by the thread that runs the model. The only module
-outside ``tiered_kv.vllm`` that imports torch.
+Owns the copying (``PagedKV``, one KV cache group) and where the groups lie in a rank's byte range (``RankKV``). Must
+not decide which blocks move nor when (the worker does), nor look into a header. Called by the worker's copy threads;
+``note_compute`` by the thread that runs the model. The only module outside ``tiered_kv.vllm`` that imports torch.
 
 A layer's tensor is a view ``[B, H, N, C]`` (blocks, KV heads, tokens, content) whose strides express the layout; dim 0
 counts kernel blocks where those are smaller than vLLM's blocks. What has to hold is that a block's page is one dense
@@ -17,12 +17,11 @@ the GIL. torch's index_select and index_copy_ would start OpenMP threads beside 
 ``put`` and assignments of void items hold the GIL. benchmarks/transfer.py measures them all.
 """
 
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, Final, Protocol
 
@@ -32,8 +31,6 @@ import torch
 
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import UnsupportedModel
-
-logger = logging.getLogger(__name__)
 
 LOGICAL_AXES: Final = "KHNC"
 """Axes of one block's elements in logical order; K counts the kernel blocks and is there only if there are several."""
@@ -212,14 +209,6 @@ class PagedKV:
         """Remember what the model's thread has queued on its stream: later copies run after it. Free on the CPU."""
         self._copier.note_compute()
 
-    def register_host(self, memory: memoryview) -> None:
-        """Pin host memory that slots lie in, if the device profits from it; trouble is logged once and harmless."""
-        self._copier.register_host(memory)
-
-    def unregister_host(self) -> None:
-        """Undo every ``register_host``; call it before the memory is unmapped and after all copies are done."""
-        self._copier.unregister_host()
-
     def _checked(self, block_ids: Sequence[int], buffer: memoryview) -> Rows:
         # numpy's clip mode would quietly copy another block: an id outside the pool must never get there.
         ids = np.asarray(block_ids, dtype=np.intp)
@@ -228,6 +217,77 @@ class PagedKV:
         if buffer.nbytes != self.group_bytes:
             raise ValueError(f"buffer has another size. expected={self.group_bytes} observed={buffer.nbytes}")
         return ids
+
+
+class RankKV:
+    """Moves whole chunks of one rank between vLLM's tensors and a slot: all groups, one behind the other.
+
+    Block ids of different groups are different blocks of one pool, also where two groups' layers lie in the same
+    memory.
+
+    Threads: as :class:`PagedKV`.
+    """
+
+    def __init__(
+        self,
+        group_pages: Sequence[Sequence[LayerPage]],
+        tensors: Mapping[str, Any],
+        stored_blocks: Sequence[int],
+    ) -> None:
+        """Plan the copies.
+
+        Args:
+            group_pages: The layers of every group, in payload order.
+            tensors: The registered KV tensor of every layer.
+            stored_blocks: For every group, how many blocks of a chunk are stored.
+
+        Raises:
+            UnsupportedModel: A tensor cannot be copied (see :class:`PagedKV`).
+        """
+        self.groups: Final = tuple(
+            PagedKV(pages, tensors, blocks) for pages, blocks in zip(group_pages, stored_blocks, strict=True)
+        )
+        self._block_bytes: Final = tuple(
+            group.group_bytes // blocks for group, blocks in zip(self.groups, stored_blocks, strict=True)
+        )
+        ends = list(accumulate(group.group_bytes for group in self.groups))
+        self._ranges: Final = tuple(
+            slice(end - group.group_bytes, end) for group, end in zip(self.groups, ends, strict=True)
+        )
+        self.rank_bytes: Final = ends[-1]
+
+    def gather(self, block_ids: Sequence[Sequence[int]], out: memoryview, started: list[CopyDone]) -> None:
+        """Copy one chunk's stored blocks, given per group, into ``out``, which is ``rank_bytes`` long.
+
+        Every copy that begins is added to ``started``, also when a later one cannot begin and raises: until they are
+        done, neither the blocks nor the slot may be given to anyone else.
+        """
+        self._check(out)
+        for group, place, ids in zip(self.groups, self._ranges, block_ids, strict=True):
+            started.append(group.gather(ids, out[place]))
+
+    def scatter(self, src: memoryview, runs: Sequence[tuple[int, Sequence[int]]], started: list[CopyDone]) -> None:
+        """Copy from ``src`` into blocks, given per group as the first stored block to copy and where the blocks go.
+
+        ``started`` as for :meth:`gather`.
+        """
+        self._check(src)
+        for group, place, (first, ids) in zip(self.groups, self._ranges, runs, strict=True):
+            if ids:
+                started.append(group.scatter(src[place], ids, first))
+
+    def copied_bytes(self, blocks: Sequence[int]) -> int:
+        """Size of so many blocks, given per group."""
+        return sum(count * size for count, size in zip(blocks, self._block_bytes, strict=True))
+
+    def _check(self, buffer: memoryview) -> None:
+        if buffer.nbytes != self.rank_bytes:
+            raise ValueError(f"buffer has another size. expected={self.rank_bytes} observed={buffer.nbytes}")
+
+    def note_compute(self) -> None:
+        """Remember what the model's thread has queued on its stream: later copies run after it. Free on the CPU."""
+        for group in self.groups:
+            group.note_compute()
 
 
 def _plan(layers: Sequence[PagedLayer], blocks: int) -> list[_Run]:
@@ -288,12 +348,6 @@ class _HostCopier:
     def note_compute(self) -> None:
         return
 
-    def register_host(self, memory: memoryview) -> None:
-        del memory
-
-    def unregister_host(self) -> None:
-        return
-
 
 class _EventDone:
     """Done when an event recorded behind the copy has passed. Keeps the host buffer alive until then."""
@@ -329,8 +383,6 @@ class _DeviceCopier:
         self._compute = torch.cuda.Event()
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
         self._staging = [torch.empty(group_bytes, dtype=torch.uint8, device=device) for _ in self._streams]
-        self._registered: list[int] = []
-        self._warned = False
         self.note_compute()
 
     def note_compute(self) -> None:
@@ -369,25 +421,3 @@ class _DeviceCopier:
 
     def _index(self, run: _Run, block_ids: Rows) -> torch.Tensor:
         return torch.from_numpy(run.rows_of(block_ids).reshape(-1)).to(self._device)
-
-    def register_host(self, memory: memoryview) -> None:
-        address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-        status = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)
-        if status.value == 0:
-            self._registered.append(address)
-            return
-        if not self._warned:
-            logger.warning(
-                "host memory is not pinned, so copies go through the driver's buffers. cuda_error=%s", status
-            )
-        self._warned = True
-        try:
-            torch.zeros(1, device=self._device)
-        except RuntimeError as exc:
-            # CUDA keeps the failed call's error for the next launch to report: here, not inside the model.
-            logger.debug("cleared the error of the failed registration. error=%s", exc)
-
-    def unregister_host(self) -> None:
-        for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._registered.clear()

@@ -1,17 +1,18 @@
-"""The `tiered-kv` application: which verbs there are, and how one is loaded when it is asked for.
+"""The `tiered-kv` application: the table of verbs, each loaded on first use.
 
 ``tiered-kv --help`` must be quick, and shells run it for every completion: the list of verbs is a table here, and a
-verb's module is imported when somebody runs that verb or asks for its help.
+verb's module is imported when that verb or its help is run.
 """
 
+import sys
 from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tiered_kv import __version__
-from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.exits import EXIT_CODES, EXIT_SETTINGS
+from tiered_kv.version import __version__
 
 VERBS: Final = {
     "ls": "List the namespaces of a tier, then its chunks.",
@@ -22,7 +23,6 @@ VERBS: Final = {
     "stat": "Show what a cache holds, serves and drops: from its server if one runs, else from the tier itself.",
     "top": "Show what a running server does, live: tokens asked for and hit, bytes moved, queues, drops, per second.",
     "explain": "Say why a prompt is a hit in this tier, or where and why it stops being one.",
-    "size": "Say what a model's KV takes: bytes per token and chunk, what fits into a tier, what prompts need.",
     "doctor": "Check whether a configuration would work here, and say what it comes to.",
     "verify": "Read blobs and check every byte of them; name what is bad, and remove what is corrupt if asked to.",
     "gc": "Remove what nobody can use any more: orphans, temp files and dead namespaces, after showing and asking.",
@@ -40,6 +40,12 @@ MODULES: Final[dict[str, str]] = {"cp": "tiered_kv.cli.warm", "unpin": "tiered_k
 """Modules of the verbs that have none of their own name."""
 
 
+MOVED: Final = {
+    "size": "`size` is `python -m tools.kv_size` now, run in a clone of the repository: docs/sizing.md has examples."
+}
+"""Verbs of earlier versions, and where each went."""
+
+
 class Verbs(TyperGroup):
     """The verbs of the table, each loaded on first use."""
 
@@ -54,6 +60,8 @@ class Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         del ctx
+        if cmd_name in MOVED:
+            return _moved(cmd_name)
         if cmd_name not in VERBS:
             return None
         import_module(MODULES.get(cmd_name, f"tiered_kv.cli.{cmd_name}"))  # which registers itself with `app`
@@ -77,6 +85,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes as long to import as all the rest
 )
+
+
+def _moved(verb: str) -> TyperCommand:
+    """A command that takes any arguments, names the verb's new place and ends with 2."""
+
+    def tell() -> None:
+        print(f"tiered-kv: {MOVED[verb]}", file=sys.stderr)
+        raise typer.Exit(EXIT_SETTINGS)
+
+    ignore = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return TyperCommand(verb, callback=tell, context_settings=ignore, add_help_option=False)
 
 
 def _show_version(is_wanted: bool) -> None:

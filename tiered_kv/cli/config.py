@@ -5,7 +5,9 @@ import msgspec
 from tiered_kv.cli.app import app
 from tiered_kv.cli.exits import EXIT_CODES
 from tiered_kv.cli.options import AsJson
-from tiered_kv.cli.output import Report, exit_codes, print_json, print_table
+from tiered_kv.cli.output import exit_codes, print_json, print_table
+from tiered_kv.config import Config
+from tiered_kv.ops.report import Report
 
 
 class ConfigSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +44,6 @@ def config(as_json: AsJson = False) -> None:
     a whole configuration.
     """
     with exit_codes():
-        from tiered_kv.config import Config
-
         settings = Config.settings()
         if as_json:
             print_json(

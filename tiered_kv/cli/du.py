@@ -1,19 +1,21 @@
-"""`tiered-kv du`: what takes the room."""
+"""`tiered-kv du`: space used, by namespace and by last use."""
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import ago, look, shortened
-from tiered_kv.cli.options import AsJson, Settings, Uri, open_uri
-from tiered_kv.cli.output import EXIT_CODES, Report, exit_codes, note, print_json, print_table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tiered_kv.admin.storage import Content, Storage
+from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.options import AsJson, Settings, Uri, look, open_uri
+from tiered_kv.cli.output import exit_codes, note, print_json, print_table
+from tiered_kv.cli.text import ago, shortened
+from tiered_kv.config import size_text
+from tiered_kv.errors import TieredKVError
+from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.listing import DuAge, set_self_test_apart, sum_up
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.storage import Content, Reader
 
 
 class DuNamespace(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,21 +36,6 @@ class DuNamespace(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int
     size_bytes: int
     used_s: float | None
-
-
-class DuAge(msgspec.Struct, frozen=True, kw_only=True):
-    """What was last used in one span of time.
-
-    Attributes:
-        last_use: ``hour``: within the last hour; ``day``: before that, within a day; likewise ``week`` and ``month``,
-            which is 30 days; ``older``.
-        chunks: Chunks last used then; a use of a chunk is a use of the prefix before it.
-        size_bytes: What they take of the tier.
-    """
-
-    last_use: str
-    chunks: int
-    size_bytes: int
 
 
 class DuReport(Report, frozen=True, kw_only=True):
@@ -94,8 +81,6 @@ def du(uri: Uri, more: Settings = None, as_json: AsJson = False) -> None:
     share the bucket. Without a server a directory has none, unless one is given by --set disk_bytes=SIZE.
     """
     with exit_codes():
-        from tiered_kv.admin.listing import set_self_test_apart
-
         now_s = time.time()
         with open_uri(uri, more) as storage:
             content = look(storage)
@@ -107,12 +92,9 @@ def du(uri: Uri, more: Settings = None, as_json: AsJson = False) -> None:
             _show(report, now_s)
 
 
-def _report(storage: "Storage", content: "Content", now_s: float) -> DuReport:
-    from tiered_kv.admin.forest import Forest
-    from tiered_kv.admin.listing import describe, sum_up
-
+def _report(storage: Reader, content: Content, now_s: float) -> DuReport:
     forest = Forest(content.blobs)
-    usage = sum_up(content.records, forest, forest.last_uses(), now_s)
+    namespaces, ages = sum_up(content.records, forest, forest.last_uses(), now_s)
     capacity_bytes = _capacity(storage, content.notes)
     return DuReport(
         uri=storage.uri,
@@ -123,26 +105,14 @@ def _report(storage: "Storage", content: "Content", now_s: float) -> DuReport:
         stray_bytes=sum(stray.size_bytes for stray in content.strays),
         own_bytes=content.own_bytes,
         capacity_bytes=capacity_bytes,
-        namespaces=[
-            DuNamespace(
-                namespace=found.digest.hex(),
-                model=None if found.record.problem else describe(found.record),
-                problem=found.record.problem or None,
-                chunks=found.chunks,
-                size_bytes=found.size_bytes,
-                used_s=found.used_s,
-            )
-            for found in usage.namespaces
-        ],
-        ages=[DuAge(last_use=age.name, chunks=age.chunks, size_bytes=age.size_bytes) for age in usage.ages],
+        namespaces=msgspec.convert(namespaces, list[DuNamespace], from_attributes=True),
+        ages=ages,
         notes=content.notes,
     )
 
 
-def _capacity(storage: "Storage", notes: list[str]) -> int | None:
-    """The capacity; a server that cannot say it must not keep the rest from being shown."""
-    from tiered_kv.errors import TieredKVError
-
+def _capacity(storage: Reader, notes: list[str]) -> int | None:
+    """The capacity; None with a note if its server cannot be reached."""
     try:
         return storage.capacity_bytes()
     except TieredKVError as exc:
@@ -153,8 +123,6 @@ def _capacity(storage: "Storage", notes: list[str]) -> int | None:
 
 
 def _show(report: DuReport, now_s: float) -> None:
-    from tiered_kv.config import size_text
-
     print_table(
         "By namespace",
         ("namespace", "model", "chunks", "size", "share", "last use"),
@@ -192,9 +160,7 @@ AGE_TEXTS = {
 }
 
 
-def _totals(report: DuReport) -> "Sequence[Sequence[object]]":
-    from tiered_kv.config import size_text
-
+def _totals(report: DuReport) -> Sequence[Sequence[object]]:
     capacity = report.capacity_bytes
     rows: list[tuple[object, ...]] = [
         (what, count, size_text(size_bytes), "-" if capacity is None else _share(size_bytes, capacity))

@@ -1,5 +1,7 @@
-"""`tiered-kv evict`: remove chunks by age, by size, by name, never pinned ones; by tag or by who stored them, any."""
+"""`tiered-kv evict`: remove chunks by age, size or name, except pinned ones; by tag or storer, pinned ones too."""
 
+import re
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,25 +9,44 @@ import msgspec
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import look, look_for_origins
-from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, Yes, find_chunk, find_namespace, open_uri
-from tiered_kv.cli.output import (
-    EXIT_CODES,
-    EXIT_FOUND,
-    Report,
-    confirm,
-    exit_codes,
-    note,
-    print_json,
-    print_table,
-    progress,
+from tiered_kv.cli.exits import EXIT_CODES, EXIT_FOUND
+from tiered_kv.cli.options import (
+    AsJson,
+    NamespaceOption,
+    Settings,
+    Yes,
+    find_chunk,
+    find_namespace,
+    look,
+    look_for_origins,
+    open_uri,
+    parse_stored_by,
+    parse_tag,
 )
+from tiered_kv.cli.output import confirm, exit_codes, note, print_json, print_table, progress
+from tiered_kv.config import parse_size, parse_time_s, size_text
+from tiered_kv.errors import ConfigError
+from tiered_kv.keys.conditions import Conditions
+from tiered_kv.keys.tags import tag_text
+from tiered_kv.location import redact
+from tiered_kv.metrics.figures import HOST_NAME
+from tiered_kv.ops.eviction import (
+    DISK,
+    Criteria,
+    EvictReport,
+    Selection,
+    TierRemoval,
+    note_on_foreign,
+    select,
+    used_bytes,
+)
+from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.open import open_directory, open_server
+from tiered_kv.ops.storage import Content, NamespaceRecord, Origin, RemovalTotals, Storage, StoredBlob
+from tiered_kv.ops.text import counted, option_value
 
 if TYPE_CHECKING:
-    from tiered_kv.admin.selection import Selection
-    from tiered_kv.admin.server_link import ServerLink
-    from tiered_kv.admin.storage import Content, Origin, Removal, Storage
-    from tiered_kv.keys.conditions import Conditions
+    from tiered_kv.ops.server_link import ServerLink
 
 EXAMPLES_SHOWN = 5
 
@@ -49,73 +70,9 @@ StoredByOption = Annotated[
 ]
 
 
-class NamespaceShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes from one namespace.
-
-    Attributes:
-        namespace: Its digest.
-        chunks: How many chunks go.
-        size_bytes: What they take.
-    """
-
-    namespace: str
-    chunks: int
-    size_bytes: int
-
-
-class TierRemoval(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done in one tier.
-
-    Attributes:
-        tier: ``host``, ``disk`` or ``object``.
-        removed: Chunks that are gone, or are going.
-        removed_bytes: What they took; null for host memory, which does not say.
-        kept: Chunks that stay because they are in use at the moment.
-        missing: Chunks that were gone already.
-    """
-
-    tier: str
-    removed: int
-    removed_bytes: int | None
-    kept: int
-    missing: int
-
-
-class EvictReport(Report, frozen=True, kw_only=True):
-    """What ``evict`` chose and did.
-
-    Attributes:
-        uri: The tier that was named, null with ``--server``.
-        server: The server that was named, null without.
-        tag: Digest of the tag that was named, null without.
-        stored_by: The conditions on who stored it, none without.
-        is_dry_run: Whether nothing was changed because of ``--dry-run``.
-        selected: Chunks that were chosen to go from the listed tier; 0 where only host memory was meant.
-        selected_bytes: What they take.
-        pinned: Chunks that were asked for and stay, because they are pinned or a chunk behind them is.
-        pinned_bytes: What they take.
-        namespaces: The chosen chunks by namespace.
-        tiers: What was done; empty after a dry run, or where nothing was chosen.
-        notes: What may make this incomplete, in words.
-    """
-
-    uri: str | None
-    server: str | None
-    tag: str | None
-    stored_by: list[str]
-    is_dry_run: bool
-    selected: int
-    selected_bytes: int
-    pinned: int
-    pinned_bytes: int
-    namespaces: list[NamespaceShare]
-    tiers: list[TierRemoval]
-    notes: list[str]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """What the command line says, unread."""
+    """The arguments of the command line, mostly unparsed."""
 
     uri: str | None
     server: str | None
@@ -126,17 +83,15 @@ class _Order:
     namespace: str | None
     key: str | None
     tag: bytes | None
-    stored_by: "Conditions | None"
+    stored_by: Conditions | None
     is_all: bool
     is_dry_run: bool
     is_confirmed: bool
     as_json: bool
 
     @property
-    def origin(self) -> "Origin | None":
-        """By what all that is meant is found, on a server and whatever pins say; None where something else is said."""
-        from tiered_kv.admin.storage import Origin
-
+    def origin(self) -> Origin | None:
+        """The origin to erase, pinned chunks included; None where chunks are selected otherwise."""
         if self.tag is None and self.stored_by is None:
             return None
         return Origin(self.tag or b"", () if self.stored_by is None else self.stored_by.texts)
@@ -190,8 +145,6 @@ def evict(
     not. It goes with --namespace, --key, --tag, --stored-by or --all.
     """
     with exit_codes():
-        from tiered_kv.admin.origins import parse_stored_by, parse_tag
-
         order = _Order(
             uri=uri,
             server=server,
@@ -216,11 +169,8 @@ def evict(
 
 
 def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
-    from tiered_kv.admin.server_link import ServerLink
-    from tiered_kv.errors import ConfigError
-
     if order.server is not None and order.uri is None:
-        with ServerLink.of_socket(order.server) as link:
+        with open_server(order.server) as link:
             return _evict_server(link, order)
     if order.uri is None or order.server is not None:
         raise ConfigError("name either the storage URI or --server")
@@ -230,8 +180,8 @@ def _carry_out(order: _Order, more: list[str] | None) -> EvictReport:
         return _evict_tier(storage, look(storage), order)
 
 
-def _look_for_origin(storage: "Storage", content: "Content", order: _Order) -> None:
-    """Learn whose everything is and who stored it, and say what may be missing."""
+def _look_for_origin(storage: Storage, content: Content, order: _Order) -> None:
+    """Read all tags and storers, and note what an erasure may miss."""
     look_for_origins(storage, content, find_namespace(content, order.namespace), order.stored_by)
     unfinished, is_served, text = sum(stray.kind == "temp" for stray in content.strays), storage.is_served(), None
     if is_served and order.server is None:
@@ -246,30 +196,26 @@ def _look_for_origin(storage: "Storage", content: "Content", order: _Order) -> N
         note(text)
 
 
-def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictReport:
-    from tiered_kv.admin.eviction import Amount, make_criteria
-    from tiered_kv.admin.forest import Forest
-    from tiered_kv.admin.origins import note_on_foreign
-    from tiered_kv.admin.selection import select
-
+def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictReport:
     origin = order.origin
     if origin is not None:
         _look_for_origin(storage, content, order)
     forest = Forest(content.blobs)
-    place = find_namespace(content, order.namespace), None if order.key is None else find_chunk(forest, order.key)
-    if origin is None and (text := note_on_foreign(content, place[0])):
+    namespace = find_namespace(content, order.namespace)
+    chunk = None if order.key is None else find_chunk(forest, order.key)
+    if origin is None and (text := note_on_foreign(content, namespace)):
         content.notes.append(text)
         note(text)
-    amount = Amount(order.free, order.to, order.older_than)
-    whose = order.tag, order.stored_by
-    criteria = make_criteria(storage, content, amount, place=place, whose=whose, is_all=order.is_all)
+    criteria = _criteria(order, storage, content, namespace, chunk)
     selection = select(forest, criteria)
     if not order.as_json:
         _show_selection(selection, storage.uri)
     tiers: list[TierRemoval] = []
     is_any = selection.blobs or (origin is not None and storage.is_served())  # which may be about to write some
     if is_any and not order.is_dry_run:
-        confirm(f"{_chunks(len(selection.blobs))} go from {storage.uri}. Go on?", is_confirmed=order.is_confirmed)
+        confirm(
+            f"{counted(len(selection.blobs), 'chunk')} go from {storage.uri}. Go on?", is_confirmed=order.is_confirmed
+        )
         with progress("evicting") as tick:
             if origin is not None:
                 removal = storage.erase(selection.blobs, origin, criteria.namespace, tick)
@@ -279,28 +225,67 @@ def _evict_tier(storage: "Storage", content: "Content", order: _Order) -> EvictR
     return _report(order, selection, tiers, content.notes)
 
 
+def _criteria(
+    order: _Order, storage: Storage, content: Content, namespace: bytes | None, chunk: StoredBlob | None
+) -> Criteria:
+    """The criteria of the command line, resolved against the listing.
+
+    Raises:
+        ConfigError: It is empty or contradictory, or needs a capacity that is unknown.
+    """
+    if order.free is not None and order.to is not None:
+        raise ConfigError("say either --bytes or --to: they contradict each other")
+    free_bytes = None
+    if order.free is not None:
+        free_bytes = option_value("--bytes", parse_size, order.free)
+    elif order.to is not None:
+        free_bytes = max(0, used_bytes(storage, content) - _goal(storage, order.to))
+    used_before_s = None
+    if order.older_than is not None:
+        used_before_s = time.time() - option_value("--older-than", parse_time_s, order.older_than)
+    return Criteria(
+        free_bytes=free_bytes,
+        used_before_s=used_before_s,
+        key=chunk,
+        tag=order.tag,
+        stored_by=order.stored_by,
+        is_all=order.is_all,
+        namespace=namespace,
+    )
+
+
+def _goal(storage: Storage, text: str) -> int:
+    share = re.fullmatch(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*", text)
+    if share is None:
+        return option_value("--to", parse_size, text)
+    percent = float(share[1])
+    if percent > 100:
+        raise ConfigError(f"option --to: expected at most 100%, got {text!r}")
+    capacity = storage.capacity_bytes()
+    if capacity is None:
+        raise ConfigError(
+            "option --to: the capacity is not known, because no server is running that enforces one: give --bytes, "
+            "--to with a size such as 10GiB, or the limit of a directory as --set disk_bytes=SIZE"
+        )
+    return int(capacity * percent / 100)
+
+
 def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
     """The server's disk tier as if its URI had been named, then its memory."""
-    from tiered_kv.admin.disk_storage import DiskStorage
-    from tiered_kv.admin.eviction import DISK, HOST, evict_host, host_selection, lower_tiers, open_namespaces
-    from tiered_kv.admin.forest import Forest
-    from tiered_kv.admin.selection import Criteria, Selection
-    from tiered_kv.admin.storage import NamespaceRecord
-    from tiered_kv.errors import ConfigError
-
     if order.free or order.to or order.older_than:
         raise ConfigError(
             "--server goes with --namespace, --key, --tag, --stored-by or --all; for the rest name the directory's URI"
         )
-    there = [HOST, *(name for name in lower_tiers(link) if name == DISK)]
+    figures = link.stat()
+    there = [HOST_NAME, *(tier.name for tier in figures.tiers if tier.name == DISK)]
     if order.tier not in (None, *there):
         raise ConfigError(f"option --tier: expected {' or '.join(there)}, got {order.tier!r}")
     tiers = there if order.tier is None else [order.tier]
     if order.key is not None and DISK not in there:
         raise ConfigError("option --key: only a disk tier tells what is behind a chunk; say --namespace or --all")
-    with DiskStorage(link.directory) as storage:
+    with open_directory(link.directory) as storage:
         content = look(storage)
-        for digest in open_namespaces(link):
+        for digest in {bytes.fromhex(session.namespace) for session in figures.sessions if session.namespace}:
             content.records.setdefault(digest, NamespaceRecord(digest, None))
         forest = Forest(content.blobs)
         namespace = find_namespace(content, order.namespace)
@@ -308,47 +293,47 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
         # Says what contradicts.
         Criteria(namespace=namespace, key=chunk, tag=order.tag, stored_by=order.stored_by, is_all=order.is_all)
         report = _report(order, Selection([], []), [], content.notes)
-        if order.origin is not None and HOST in tiers:
+        if order.origin is not None and HOST_NAME in tiers:
             return _erase_server(link, storage, content, order, tiers)
         if DISK in tiers:
             report = _evict_tier(storage, content, order)
-    if HOST in tiers and not order.is_dry_run:
-        keys = None if chunk is None else [b.name.key for b in host_selection(forest, chunk).blobs]
+    if HOST_NAME in tiers and not order.is_dry_run:
+        keys = None if chunk is None else _keys_behind(forest, chunk)
         space = chunk.name.namespace if chunk is not None else namespace
-        what = "all chunks" if keys is None else _chunks(len(keys))
+        what = "all chunks" if keys is None else counted(len(keys), "chunk")
         where = "" if space is None else f" of namespace {space.hex()}"
-        if not report.tiers:  # else it was asked already
+        if not report.tiers:  # else it was confirmed already
             confirm(f"{what}{where} go from the server's memory. Go on?", is_confirmed=order.is_confirmed)
-        done = _done(HOST, evict_host(link, space, keys), None, as_json=order.as_json)
+        done = _done(HOST_NAME, link.evict(HOST_NAME, space or b"", keys, holes=True), None, as_json=order.as_json)
         report = msgspec.structs.replace(report, tiers=[*report.tiers, done])
     return report
 
 
+def _keys_behind(forest: Forest, chunk: StoredBlob) -> list[bytes]:
+    """A chunk and everything behind it, pinned or not: pins keep what is stored, not what is in memory."""
+    found = sorted(forest.behind([chunk]), key=lambda blob: -blob.name.chunk_index)
+    return [blob.name.key for blob in found]
+
+
 def _erase_server(
-    link: "ServerLink", storage: "Storage", content: "Content", order: _Order, tiers: list[str]
+    link: "ServerLink", storage: Storage, content: Content, order: _Order, tiers: list[str]
 ) -> EvictReport:
     """The server's memory, then its disk tier, which what is in memory might be written to again."""
-    from tiered_kv.admin.eviction import DISK, HOST, erase_host
-    from tiered_kv.admin.selection import Selection
-
     assert order.origin is not None
     done: list[TierRemoval] = []
     if not order.is_dry_run:
         where = " and disk" if DISK in tiers else ""
         what = "all of this tag" if order.tag is not None else "all that was stored by these, and all behind it,"
         confirm(f"{what} goes from the server's memory{where}. Go on?", is_confirmed=order.is_confirmed)
-        removal = erase_host(link, find_namespace(content, order.namespace), order.origin)
-        done.append(_done(HOST, removal, None, as_json=order.as_json))
+        removal = link.erase(HOST_NAME, find_namespace(content, order.namespace) or b"", order.origin)
+        done.append(_done(HOST_NAME, removal, None, as_json=order.as_json))
     report = _report(order, Selection([], []), [], content.notes)
     if DISK in tiers:
         report = _evict_tier(storage, content, replace(order, is_confirmed=True))
     return msgspec.structs.replace(report, tiers=[*done, *report.tiers])
 
 
-def _report(order: _Order, selection: "Selection", tiers: list[TierRemoval], notes: list[str]) -> EvictReport:
-    from tiered_kv.keys.tags import tag_text
-    from tiered_kv.location import redact
-
+def _report(order: _Order, selection: Selection, tiers: list[TierRemoval], notes: list[str]) -> EvictReport:
     return EvictReport(
         uri=None if order.uri is None else redact(order.uri),
         server=order.server,
@@ -359,21 +344,16 @@ def _report(order: _Order, selection: "Selection", tiers: list[TierRemoval], not
         selected_bytes=selection.size_bytes,
         pinned=len(selection.pinned),
         pinned_bytes=selection.pinned_bytes,
-        namespaces=[
-            NamespaceShare(namespace=digest.hex(), chunks=chunks, size_bytes=size_bytes)
-            for digest, (chunks, size_bytes) in selection.by_namespace().items()
-        ],
+        namespaces=selection.by_namespace(),
         tiers=tiers,
         notes=notes,
     )
 
 
-def _show_selection(selection: "Selection", uri: str) -> None:
-    from tiered_kv.config import size_text
-
+def _show_selection(selection: Selection, uri: str) -> None:
     if selection.blobs:
-        print(f"{_chunks(len(selection.blobs))}, {size_text(selection.size_bytes)}, to go from {uri}")
-        rows = [(d.hex(), chunks, size_text(size)) for d, (chunks, size) in selection.by_namespace().items()]
+        print(f"{counted(len(selection.blobs), 'chunk')}, {size_text(selection.size_bytes)}, to go from {uri}")
+        rows = [(one.namespace, one.chunks, size_text(one.size_bytes)) for one in selection.by_namespace()]
         print_table("", ("namespace", "chunks", "size"), rows)
         names = ", ".join(blob.name.key.hex() for blob in selection.blobs[:EXAMPLES_SHOWN])
         print(f"first: {names}{', ...' if len(selection.blobs) > EXAMPLES_SHOWN else ''}")
@@ -381,22 +361,16 @@ def _show_selection(selection: "Selection", uri: str) -> None:
         print(f"nothing to remove from {uri}")
     if selection.pinned:
         size = size_text(selection.pinned_bytes)
-        print(f"{_chunks(len(selection.pinned))}, {size}, stay because of pins; `tiered-kv unpin` ends them")
+        print(f"{counted(len(selection.pinned), 'chunk')}, {size}, stay because of pins; `tiered-kv unpin` ends them")
 
 
-def _done(tier: str, removal: "Removal", removed_bytes: int | None, *, as_json: bool) -> TierRemoval:
-    from tiered_kv.config import size_text
-
+def _done(tier: str, removal: RemovalTotals, removed_bytes: int | None, *, as_json: bool) -> TierRemoval:
     if not as_json:
         size = "" if removed_bytes is None else f", {size_text(removed_bytes)},"
         where = "the server's memory" if tier == "host" else f"the {tier} tier"
-        print(f"removed {_chunks(removal.removed)}{size} from {where}")
+        print(f"removed {counted(removal.removed, 'chunk')}{size} from {where}")
         if removal.kept:
-            print(f"{_chunks(removal.kept)} stay because they are in use; say it again later")
+            print(f"{counted(removal.kept, 'chunk')} stay because they are in use; say it again later")
     return TierRemoval(
         tier=tier, removed=removal.removed, removed_bytes=removed_bytes, kept=removal.kept, missing=removal.missing
     )
-
-
-def _chunks(count: int) -> str:
-    return f"{count} chunk{'' if count == 1 else 's'}"

@@ -6,9 +6,13 @@ from typing import Annotated
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import find_stored, look
-from tiered_kv.cli.options import AsJson, Settings, Uri, open_uri
-from tiered_kv.cli.output import EXIT_CODES, EXIT_FOUND, Report, exit_codes, note, print_json
+from tiered_kv.cli.exits import EXIT_CODES, EXIT_FOUND
+from tiered_kv.cli.options import AsJson, Settings, Uri, find_stored, look, open_uri
+from tiered_kv.cli.output import exit_codes, note, print_json
+from tiered_kv.config import size_text
+from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.inspection import examine, write_new
+from tiered_kv.ops.report import Report
 
 
 class ExportReport(Report, frozen=True, kw_only=True):
@@ -51,10 +55,6 @@ def export(
     at all, readable by its owner only: whoever has the KV and the model can reconstruct much of the prompt.
     """
     with exit_codes():
-        from tiered_kv.admin.forest import Forest
-        from tiered_kv.admin.inspection import examine, write_new
-        from tiered_kv.config import size_text
-
         with open_uri(uri, more) as storage:
             content = look(storage)
             blob = find_stored(content, Forest(content.blobs), key)

@@ -1,39 +1,20 @@
-"""`tiered-kv gc`: remove what nobody can use any more."""
+"""`tiered-kv gc`: remove garbage: orphans, temp files and dead namespaces."""
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import Annotated
 
 import msgspec
 import typer
 
 from tiered_kv.cli.app import app
+from tiered_kv.cli.exits import EXIT_CODES
 from tiered_kv.cli.options import AsJson, Settings, Uri, Yes, open_uri
-from tiered_kv.cli.output import EXIT_CODES, Report, confirm, exit_codes, note, print_json, print_table, progress
-
-if TYPE_CHECKING:
-    from tiered_kv.admin.garbage import Garbage
-    from tiered_kv.admin.storage import Storage
-
-
-class GcItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Garbage of one kind, of one namespace where that matters.
-
-    Attributes:
-        kind: ``orphans``: chunks behind a gap. ``temp``: left by writes that were cut off. ``retired``: a namespace
-            from before a reset. ``private``: one that a single engine used since its reset, unused for long. ``empty``:
-            the record and directories of a namespace without a chunk.
-        namespace: Its digest; null for ``temp``.
-        count: Chunks or files; 1 for an empty namespace.
-        size_bytes: What they take.
-        removed: How many of them are gone; 0 after a dry run.
-        removed_bytes: What those took.
-    """
-
-    kind: str
-    namespace: str | None
-    count: int
-    size_bytes: int
-    removed: int
-    removed_bytes: int
+from tiered_kv.cli.output import confirm, exit_codes, note, print_json, print_table, progress
+from tiered_kv.config import parse_time_s, size_text
+from tiered_kv.ops.garbage import KINDS, Garbage, GcItem, MinimumAges, collect, find
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.storage import Storage
+from tiered_kv.ops.text import option_value
 
 
 class GcReport(Report, frozen=True, kw_only=True):
@@ -75,20 +56,14 @@ def gc(
     files itself, and records and directories go when none runs.
     """
     with exit_codes():
-        import time
-
-        from tiered_kv.admin.garbage import Patience, collect, find
-        from tiered_kv.admin.words import option_value
-        from tiered_kv.config import parse_time_s
-
-        patience = Patience(
+        ages = MinimumAges(
             temp_s=option_value("--temp-older-than", parse_time_s, temp_older_than),
             dead_s=option_value("--dead-after", parse_time_s, dead_after),
         )
         with open_uri(uri, more, to_change=True) as storage:
             with progress("listing") as tick:
                 content = storage.look(tick)
-            garbage = find(storage, content, patience, time.time())
+            garbage = find(storage, content, ages, time.time())
             garbage.notes[:0] = content.notes
             if not as_json:
                 _show(garbage, storage.uri)
@@ -104,24 +79,18 @@ def gc(
                 _show_end(garbage)
 
 
-def _tell(garbage: "Garbage", start: int) -> int:
+def _tell(garbage: Garbage, start: int) -> int:
     """Show the notes from a position on; returns where they end."""
     for text in garbage.notes[start:]:
         note(text)
     return len(garbage.notes)
 
 
-def _show(garbage: "Garbage", uri: str) -> None:
-    from tiered_kv.admin.garbage import KINDS
-    from tiered_kv.config import size_text
-
+def _show(garbage: Garbage, uri: str) -> None:
     if not garbage.items:
         print(f"no garbage in {uri}")
         return
-    rows = [
-        (item.kind, item.namespace.hex() if item.namespace else "", item.count, size_text(item.size_bytes))
-        for item in garbage.items
-    ]
+    rows = [(item.kind, item.namespace or "", item.count, size_text(item.size_bytes)) for item in garbage.items]
     print_table(f"Garbage in {uri}", ("kind", "namespace", "count", "size"), rows)
     print()
     for kind, meaning in KINDS.items():
@@ -129,18 +98,14 @@ def _show(garbage: "Garbage", uri: str) -> None:
             print(f"{kind}: {meaning}")
 
 
-def _show_end(garbage: "Garbage") -> None:
-    from tiered_kv.config import size_text
-
+def _show_end(garbage: Garbage) -> None:
     for kind in dict.fromkeys(item.kind for item in garbage.items):
         items = [item for item in garbage.items if item.kind == kind]
         size = size_text(sum(item.removed_bytes for item in items))
         print(f"removed {sum(item.removed for item in items)} of {sum(item.count for item in items)} {kind}, {size}")
 
 
-def _summary(garbage: "Garbage") -> str:
-    from tiered_kv.config import size_text
-
+def _summary(garbage: Garbage) -> str:
     counts: dict[str, int] = {}
     for item in garbage.items:
         counts[item.kind] = counts.get(item.kind, 0) + item.count
@@ -148,16 +113,6 @@ def _summary(garbage: "Garbage") -> str:
     return f"{parts}, {size_text(garbage.size_bytes)},"
 
 
-def _report(storage: "Storage", garbage: "Garbage", *, is_dry_run: bool) -> GcReport:
-    items = [
-        GcItem(
-            kind=item.kind,
-            namespace=None if item.namespace is None else item.namespace.hex(),
-            count=item.count,
-            size_bytes=item.size_bytes,
-            removed=item.removed,
-            removed_bytes=item.removed_bytes,
-        )
-        for item in garbage.items
-    ]
+def _report(storage: Storage, garbage: Garbage, *, is_dry_run: bool) -> GcReport:
+    items = msgspec.convert(garbage.items, list[GcItem], from_attributes=True)
     return GcReport(uri=storage.uri, is_dry_run=is_dry_run, items=items, notes=garbage.notes)

@@ -1,23 +1,25 @@
-"""`tiered-kv inspect`: one chunk, looked at closely."""
+"""`tiered-kv inspect`: header, checksums, ancestry and record of one chunk."""
 
 import json
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import ago, end_of, find_stored, look, pin_text
-from tiered_kv.cli.options import AsJson, Settings, Uri, open_uri
-from tiered_kv.cli.output import EXIT_CODES, EXIT_FOUND, Report, exit_codes, print_json, print_table
-
-if TYPE_CHECKING:
-    from tiered_kv.admin.forest import Forest
-    from tiered_kv.admin.inspection import Finding
-    from tiered_kv.admin.storage import Content, Storage, StoredBlob
+from tiered_kv.cli.exits import EXIT_CODES, EXIT_FOUND
+from tiered_kv.cli.options import AsJson, Settings, Uri, find_stored, look, open_uri
+from tiered_kv.cli.output import exit_codes, print_json, print_table
+from tiered_kv.cli.text import ago, end_of, pin_text
+from tiered_kv.config import size_text
+from tiered_kv.keys.tags import tag_text
+from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.inspection import BlobFinding, examine, is_complete
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.storage import Content, Reader, StoredBlob
+from tiered_kv.ops.text import counted, printable
 
 FIELD_MAX = 100
 """Of a field of the namespace record in a table; ``geometry`` takes kilobytes."""
@@ -129,9 +131,6 @@ def inspect(
     If the blob is damaged, or lies under another one's name, this says how and ends with 4.
     """
     with exit_codes():
-        from tiered_kv.admin.forest import Forest
-        from tiered_kv.admin.inspection import examine
-
         now_s = time.time()
         with open_uri(uri, more) as storage:
             content = look(storage)
@@ -147,15 +146,9 @@ def inspect(
             raise typer.Exit(EXIT_FOUND)
 
 
-def _report(
-    storage: "Storage", content: "Content", forest: "Forest", blob: "StoredBlob", finding: "Finding"
-) -> InspectReport:
-    from tiered_kv.admin.forest import ident
-    from tiered_kv.admin.inspection import is_complete, path_of
-    from tiered_kv.keys.tags import tag_text
-
+def _report(storage: Reader, content: Content, forest: Forest, blob: StoredBlob, finding: BlobFinding) -> InspectReport:
     chain = forest.prefix(blob)
-    children = forest.children.get(ident(blob), [])
+    children = forest.children(blob)
     behind = forest.behind(children)
     record = content.records.get(blob.name.namespace)
     parsed = finding.parsed
@@ -166,17 +159,17 @@ def _report(
         tier=storage.kind,
         key=blob.name.key.hex(),
         namespace=blob.name.namespace.hex(),
-        path=path_of(storage, blob.name),
+        path=storage.path(blob.name),
         is_sound=finding.is_sound,
         header=finding.header,
         payload=finding.payload,
         parent=parent or None,
         chunk_index=blob.name.chunk_index,
         tokens=None if header is None else header.token_count,
-        prefix_sha256=None if header is None else header.prefix_sha256.hex(),
+        prefix_sha256=None if header is None else header.record.prefix_sha256.hex(),
         created_s=None if header is None else float(header.created_unix_s),
-        tag=None if header is None else tag_text(header.tag),
-        stored_by=None if header is None else header.stored_by or None,
+        tag=None if header is None else tag_text(header.record.tag),
+        stored_by=None if header is None else header.record.stored_by or None,
         header_bytes=None if header is None else header.header_bytes,
         payload_bytes=None if parsed is None else parsed.payload_bytes,
         blob_bytes=len(finding.data),
@@ -192,20 +185,12 @@ def _report(
         behind_bytes=sum(other.size_bytes for other in behind),
         record=None if record is None or record.namespace is None else record.namespace.fields,
         record_problem="there is no namespace.json" if record is None else record.problem or None,
-        tensors=[]
-        if parsed is None
-        else [
-            InspectTensor(name=t.name, dtype=t.dtype, shape=list(t.shape), size_bytes=t.size_bytes)
-            for t in parsed.tensors
-        ],
+        tensors=[] if parsed is None else msgspec.convert(parsed.tensors, list[InspectTensor], from_attributes=True),
         notes=content.notes,
     )
 
 
 def _show(report: InspectReport, now_s: float) -> None:
-    from tiered_kv.admin.listing import printable
-    from tiered_kv.config import size_text
-
     print_table("Chunk", ("field", "value"), _facts(report, now_s))
     print()
     print_table("Prefix", ("field", "value"), _place(report))
@@ -230,8 +215,6 @@ def _show(report: InspectReport, now_s: float) -> None:
 
 
 def _facts(report: InspectReport, now_s: float) -> list[tuple[str, object]]:
-    from tiered_kv.config import size_text
-
     return [
         ("key", report.key),
         ("namespace", report.namespace),
@@ -253,8 +236,6 @@ def _facts(report: InspectReport, now_s: float) -> list[tuple[str, object]]:
 
 
 def _place(report: InspectReport) -> list[tuple[str, object]]:
-    from tiered_kv.config import size_text
-
     missing = report.chunk_index - len(report.chain)
     chain = "complete" if report.is_reachable else f"{missing} of {report.chunk_index} missing: it hangs in the air"
     return [

@@ -6,6 +6,8 @@ import re
 from datetime import UTC, datetime
 from typing import Final
 
+from tiered_kv.errors import ConfigError
+
 FORMATS: Final = ("text", "json")
 
 _FIELD = re.compile(r"(?<=\s)([a-z][a-z0-9_]*)=(\S+)")
@@ -39,8 +41,6 @@ def set_up(level_name: str, format_name: str) -> None:
     Raises:
         ConfigError: No such level or format.
     """
-    from tiered_kv.errors import ConfigError
-
     level = logging.getLevelNamesMapping().get(level_name.upper())
     if level is None:
         raise ConfigError(f"option --log-level: expected debug, info, warning or error, got {level_name!r}")

@@ -1,53 +1,37 @@
 """`tiered-kv ls`: the namespaces of a tier, then its chunks."""
 
 import time
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import ago, end_of, look, look_for_origins, pin_text, shortened
-from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, StoredByOption, Uri, find_namespace, open_uri
-from tiered_kv.cli.output import EXIT_CODES, Report, exit_codes, note, print_json, print_table
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tiered_kv.admin.forest import Forest, Ident
-    from tiered_kv.admin.listing import NamespaceSum
-    from tiered_kv.admin.storage import Content, Storage, StoredBlob
-    from tiered_kv.keys.conditions import Conditions
-
-
-class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
-    """One namespace: one model, run in one way.
-
-    Attributes:
-        namespace: Its digest.
-        model: The model in a few words, as the namespace's record says; null where there is none that can be read.
-        problem: Why there is no ``model``; null where there is.
-        epoch: Changes when the cache is reset; null if unknown.
-        chunks: Chunks stored.
-        size_bytes: What they take of the tier.
-        chunk_tokens: Tokens of a chunk; null if unknown.
-        used_s: Last use of any chunk; null without chunks.
-        first_stored_by: Who opened the namespace here first: package, engine, encoding; null where that is not said.
-        stored_by: How many of its chunks each stored, whether ``--stored-by`` means them or not; empty in a bucket
-            where no header is read.
-    """
-
-    namespace: str
-    model: str | None
-    problem: str | None
-    epoch: str | None
-    chunks: int
-    size_bytes: int
-    chunk_tokens: int | None
-    used_s: float | None
-    first_stored_by: str | None
-    stored_by: dict[str, int]
+from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.options import (
+    AsJson,
+    NamespaceOption,
+    Settings,
+    StoredByOption,
+    Uri,
+    find_namespace,
+    look,
+    look_for_origins,
+    open_uri,
+    parse_stored_by,
+    parse_tag,
+)
+from tiered_kv.cli.output import exit_codes, note, print_json, print_table
+from tiered_kv.cli.text import ago, end_of, pin_text, shortened
+from tiered_kv.config import parse_time_s, size_text
+from tiered_kv.keys.tags import tag_text
+from tiered_kv.ops.forest import Forest, Ident, ident
+from tiered_kv.ops.listing import LsNamespace, first, matching, orders, set_self_test_apart, sum_up
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.storage import Content, StoredBlob
+from tiered_kv.ops.text import option_value
 
 
 class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,11 +135,6 @@ def ls(
     On a terminal keys are shortened; in a pipe and in JSON they are whole. Any verb takes the beginning of a key.
     """
     with exit_codes():
-        from tiered_kv.admin.listing import set_self_test_apart
-        from tiered_kv.admin.origins import parse_stored_by, parse_tag
-        from tiered_kv.admin.words import option_value
-        from tiered_kv.config import parse_time_s
-
         digest = None if tag is None else parse_tag(tag)
         conditions = parse_stored_by(stored_by)
         now_s = time.time()
@@ -166,74 +145,28 @@ def ls(
             space = find_namespace(content, namespace)
             if digest is not None or conditions is not None:
                 look_for_origins(storage, content, space, conditions)
-        wish = _Wish(space, used_before_s, sort, is_reversed, limit or None, digest, conditions)
-        report = _report(storage, content, wish, now_s)
+        forest = Forest(content.blobs)
+        used = forest.last_uses()
+        chosen = matching(forest, used, space, used_before_s, digest, conditions)
+        shown = first(chosen, orders(used)[sort], limit or None, is_reversed=is_reversed)
+        report = LsReport(
+            uri=storage.uri,
+            tier=storage.kind,
+            namespaces=sum_up(content.records, forest, used, now_s, space)[0],
+            chunks=_chunks(shown, storage.kind, content, forest, used),
+            chunk_count=len(chosen),
+            chunk_bytes=sum(blob.size_bytes for blob in chosen),
+            notes=content.notes,
+        )
         if as_json:
             print_json(report)
         else:
             _show(report, now_s)
 
 
-class _Wish(NamedTuple):
-    """Which chunks are asked for, in which order."""
-
-    namespace: bytes | None
-    used_before_s: float | None
-    sort: Sort
-    is_reversed: bool
-    limit: int | None
-    tag: bytes | None
-    stored_by: "Conditions | None"
-
-
-def _report(storage: "Storage", content: "Content", wish: _Wish, now_s: float) -> LsReport:
-    from tiered_kv.admin.forest import Forest
-    from tiered_kv.admin.listing import first, matching, orders, sum_up
-
-    forest = Forest(content.blobs)
-    used = forest.last_uses()
-    chosen = matching(forest, used, wish.namespace, wish.used_before_s)
-    if wish.tag is not None:
-        chosen = [blob for blob in chosen if blob.tag == wish.tag]
-    if wish.stored_by is not None:
-        chosen = [blob for blob in chosen if wish.stored_by.matches(blob.stored_by or "")]
-    usage = sum_up(content.records, forest, used, now_s, wish.namespace)
-    shown = first(chosen, orders(used)[wish.sort], wish.limit, is_reversed=wish.is_reversed)
-    return LsReport(
-        uri=storage.uri,
-        tier=storage.kind,
-        namespaces=[_namespace(found) for found in usage.namespaces],
-        chunks=_chunks(shown, storage.kind, content, forest, used),
-        chunk_count=len(chosen),
-        chunk_bytes=sum(blob.size_bytes for blob in chosen),
-        notes=content.notes,
-    )
-
-
-def _namespace(found: "NamespaceSum") -> LsNamespace:
-    from tiered_kv.admin.listing import describe, epoch_of
-
-    record = found.record
-    return LsNamespace(
-        namespace=found.digest.hex(),
-        model=None if record.problem else describe(record),
-        problem=record.problem or None,
-        epoch=epoch_of(record),
-        chunks=found.chunks,
-        size_bytes=found.size_bytes,
-        chunk_tokens=record.chunk_tokens,
-        used_s=found.used_s,
-        first_stored_by=record.first_stored_by or None,
-        stored_by={line: count for line, count in found.storers.most_common() if line},
-    )
-
-
 def _chunks(
-    blobs: "Sequence[StoredBlob]", tier: str, content: "Content", forest: "Forest", used: "Mapping[Ident, float]"
+    blobs: Sequence[StoredBlob], tier: str, content: Content, forest: Forest, used: Mapping[Ident, float]
 ) -> list[LsChunk]:
-    from tiered_kv.admin.forest import ident
-    from tiered_kv.keys.tags import tag_text
-
     kept = forest.pinned()
     tokens = {digest: record.chunk_tokens for digest, record in content.records.items()}
     return [
@@ -256,8 +189,6 @@ def _chunks(
 
 
 def _show(report: LsReport, now_s: float) -> None:
-    from tiered_kv.config import size_text
-
     print_table(
         "Namespaces",
         ("namespace", "model", "epoch", "chunks", "size", "tokens/chunk", "last use", "stored by"),

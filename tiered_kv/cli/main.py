@@ -1,4 +1,4 @@
-"""The entry point of `tiered-kv`. Verbs are registered in ``app.VERBS``, and imported when they are asked for."""
+"""The entry point of `tiered-kv`. Verbs are registered in ``app.VERBS`` and imported on first use."""
 
 from tiered_kv.cli.app import VERBS, app
 

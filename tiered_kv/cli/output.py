@@ -1,8 +1,7 @@
-"""How the command line speaks: tables for people, JSON for programs, one exit code per kind of outcome.
+"""Print tables for people and JSON for programs; map errors to exit codes.
 
-Results go to standard output, everything else to standard error. On a terminal tables are set by rich (which obeys
-``NO_COLOR``); in a pipe they are plain columns that no width cuts. Exit codes are part of the interface;
-``tiered-kv --help`` lists them.
+Results go to standard output, everything else to standard error. On a terminal tables are set by ``terminal.py``; in a
+pipe they are plain columns that no width cuts. Exit codes are part of the interface; ``tiered-kv --help`` lists them.
 """
 
 import json
@@ -14,42 +13,12 @@ import msgspec
 import typer
 
 from tiered_kv.cli.exits import (
-    EXIT_CODES,
-    EXIT_FOUND,
     EXIT_LOCKED,
     EXIT_SETTINGS,
     EXIT_UNAVAILABLE,
     EXIT_UNCONFIRMED,
 )
 from tiered_kv.errors import ConfigError, DirectoryLocked, TieredKVError
-
-__all__ = [
-    "EXIT_CODES",
-    "EXIT_FOUND",
-    "EXIT_LOCKED",
-    "EXIT_SETTINGS",
-    "EXIT_UNAVAILABLE",
-    "EXIT_UNCONFIRMED",
-    "Report",
-    "age_text",
-    "confirm",
-    "exit_codes",
-    "note",
-    "plain",
-    "print_json",
-    "print_table",
-    "progress",
-]
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what verbs print with ``--json``: one object per call, described by docs/cli-schema.json.
-
-    Digests and keys are hex digits, sizes whole bytes, times seconds since 1970, what is unknown null. Fields are added
-    and never change their meaning; ``version`` counts what breaks that promise.
-    """
-
-    version: int = 1
 
 
 @contextmanager
@@ -58,7 +27,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # `tiered-kv ls | head`: whoever read has seen enough, and nothing is wrong
+        raise  # `tiered-kv ls | head`: the reader closed the pipe, which is no error
     except DirectoryLocked as exc:
         raise _ended(EXIT_LOCKED, exc) from exc
     except ConfigError as exc:
@@ -78,7 +47,7 @@ def note(text: str) -> None:
 
 
 def plain(value: object) -> str:
-    """Text for people: what records and names of files say must not give orders to their terminal."""
+    """Text made safe for a terminal: records and file names may contain control characters."""
     text = str(value)
     if text.isprintable():
         return text
@@ -104,16 +73,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     if not sys.stdout.isatty():
         _print_plain(title, columns, rows, is_number)
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from tiered_kv.cli import terminal  # noqa: PLC0415 - on a terminal only
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if is_number[number] else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(plain(cell)) for cell in row))
-    Console(soft_wrap=False).print(table)
+    terminal.print_table(title, columns, [[plain(cell) for cell in row] for row in rows], is_number)
 
 
 def _print_plain(
@@ -134,19 +96,17 @@ def progress(label: str) -> Iterator[Callable[[int, int | None], None]]:
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
-    from rich.console import Console
-    from rich.progress import Progress
+    from tiered_kv.cli import terminal  # noqa: PLC0415 - on a terminal only
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with terminal.progress(label) as tick:
+        yield tick
 
 
 def confirm(question: str, *, is_confirmed: bool) -> None:
-    """Ask before something is destroyed, unless ``--yes`` was said.
+    """Ask before something is destroyed, unless ``--yes`` was given.
 
     Raises:
-        typer.Exit: The answer was no, or nobody can be asked.
+        typer.Exit: The answer was no, or there is no terminal.
     """
     if is_confirmed:
         return
@@ -157,11 +117,3 @@ def confirm(question: str, *, is_confirmed: bool) -> None:
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         note("nothing was changed.")
         raise typer.Exit(EXIT_UNCONFIRMED)
-
-
-def age_text(seconds: float) -> str:
-    """A time span as people read it: ``42s``, ``3h``, ``12d``."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{max(seconds, 0):.0f}s"

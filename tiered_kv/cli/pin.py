@@ -1,19 +1,23 @@
-"""`tiered-kv pin` and `tiered-kv unpin`: keep a prefix, whatever was used since."""
+"""`tiered-kv pin` and `tiered-kv unpin`: exempt a prefix from eviction."""
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.options import AsJson, Settings, Uri, find_chunk, find_pin, open_uri
-from tiered_kv.cli.output import EXIT_CODES, Report, age_text, exit_codes, note, print_json, print_table, progress
-
-if TYPE_CHECKING:
-    from tiered_kv.admin.forest import Forest
-    from tiered_kv.admin.storage import StoredBlob
-    from tiered_kv.keys.naming import BlobName
+from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.options import AsJson, Settings, Uri, find_chunk, find_pin, look, open_uri
+from tiered_kv.cli.output import exit_codes, print_json, print_table, progress
+from tiered_kv.cli.text import age_text
+from tiered_kv.config import parse_time_s, size_text
+from tiered_kv.errors import ConfigError
+from tiered_kv.keys.naming import BlobName
+from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.storage import FOR_GOOD, StoredBlob
+from tiered_kv.ops.text import option_value
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,22 +88,13 @@ def pin(
     changes the end of its pin.
     """
     with exit_codes():
-        from tiered_kv.admin.forest import Forest
-        from tiered_kv.admin.storage import FOR_GOOD
-        from tiered_kv.admin.words import option_value
-        from tiered_kv.config import parse_time_s
-        from tiered_kv.errors import ConfigError
-
         if (key is None) != list_pins:
             raise ConfigError("name either the KEY to pin or --list")
         if list_pins and ttl is not None:
             raise ConfigError("option --ttl goes with a KEY")
         until_s = FOR_GOOD if ttl is None else time.time() + option_value("--ttl", parse_time_s, ttl)
         with open_uri(uri, more, to_change=key is not None) as storage:
-            with progress("listing") as tick:
-                content = storage.look(tick)
-            for text in content.notes:
-                note(text)
+            content = look(storage)
             forest = Forest(content.blobs)
             if key is None:
                 pins = [_described(forest, name, end_s) for name, end_s in storage.pins().items()]
@@ -128,8 +123,6 @@ def unpin(
     The chunk need not be there any more. Nothing is removed: `evict` does that. A chunk that is not pinned stays so.
     """
     with exit_codes(), open_uri(uri, more, to_change=True) as storage:
-        from tiered_kv.admin.forest import Forest
-
         name = find_pin(storage.pins(), key)
         was_pinned = name is not None and storage.unpin([name]) > 0
         if name is None:
@@ -142,9 +135,7 @@ def unpin(
             print(f"unpinned {name.key.hex()}" if was_pinned else f"{name.key.hex()} was not pinned")
 
 
-def _described(forest: "Forest", name: "BlobName", until_s: float) -> Pin:
-    from tiered_kv.admin.storage import FOR_GOOD
-
+def _described(forest: Forest, name: BlobName, until_s: float) -> Pin:
     blob = forest.blobs.get((name.namespace, name.key))
     prefix: list[StoredBlob] = [] if blob is None else forest.prefix(blob)
     return Pin(
@@ -158,8 +149,6 @@ def _described(forest: "Forest", name: "BlobName", until_s: float) -> Pin:
 
 
 def _show(report: PinReport) -> None:
-    from tiered_kv.config import size_text
-
     if not report.pins:
         print("no pins")
         return

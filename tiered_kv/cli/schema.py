@@ -1,4 +1,4 @@
-"""What every verb prints with ``--json``, as JSON Schema made from the types that write it.
+"""Generate the JSON Schema of every verb's ``--json`` output from its types.
 
 ``python -m tiered_kv.cli.schema`` prints docs/cli-schema.json. Importing this imports every verb, which no verb needs.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tiered_kv.cli.app import MODULES, VERBS
-from tiered_kv.cli.output import Report
+from tiered_kv.ops.report import Report
 
 
 def reports() -> dict[str, type[Report]]:

@@ -3,17 +3,23 @@
 import gc
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tiered_kv.cli.app import app
+from tiered_kv.cli.exits import EXIT_CODES
 from tiered_kv.cli.logs import set_up
-from tiered_kv.cli.output import EXIT_CODES, exit_codes
-from tiered_kv.cli.settings import Settings, parse_settings
-
-if TYPE_CHECKING:
-    from tiered_kv.admin.operations_port import OperationsPort
+from tiered_kv.cli.options import Settings, parse_settings
+from tiered_kv.cli.output import exit_codes
+from tiered_kv.config import Config
+from tiered_kv.errors import ConfigError
+from tiered_kv.location import redact
+from tiered_kv.server.compose import serve as run
+from tiered_kv.server.daemonize import keep_heap_small, raise_descriptor_limit
+from tiered_kv.server.directory import ServerInfo
+from tiered_kv.server.http import OperationsPort
+from tiered_kv.server.server import Server
 
 
 @app.command(epilog=EXIT_CODES)
@@ -51,14 +57,6 @@ def serve(
     """
     with exit_codes(), ExitStack() as at_end:
         set_up(log_level, log_format)
-        from tiered_kv.config import Config
-        from tiered_kv.errors import ConfigError
-        from tiered_kv.location import redact
-        from tiered_kv.server.compose import serve as run
-        from tiered_kv.server.detach import keep_heap_small, raise_descriptor_limit
-        from tiered_kv.server.paths import ServerInfo
-        from tiered_kv.server.server import Server
-
         given = {
             "storage_uri": uri,
             "host_bytes": host_bytes,
@@ -87,10 +85,8 @@ def serve(
         run(settings, until_idle=False, on_ready=on_ready, on_server=Server.install_signal_handlers, listen_at=socket)
 
 
-def _open_metrics(host: str, port: int, at_end: ExitStack) -> "OperationsPort":
+def _open_metrics(host: str, port: int, at_end: ExitStack) -> OperationsPort:
     """Take the port before the cache starts, which may take long; ``at_end`` gives it back."""
-    from tiered_kv.admin.operations_port import OperationsPort
-
     metrics = OperationsPort(host, port)
     at_end.callback(metrics.close)
     return metrics

@@ -1,36 +1,34 @@
-"""`tiered-kv stat`: what a running server holds and does, and what a tier holds whose server does not run."""
+"""`tiered-kv stat`: statistics of a running server, or sums of a tier without one."""
 
+import os
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from tiered_kv.admin.survey import StorageFigures, survey
-from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
-from tiered_kv.cli.figure_text import (
-    admission_text,
+from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.options import AsJson, Settings, open_uri, parse_settings
+from tiered_kv.cli.output import exit_codes, note, print_json, print_table, progress
+from tiered_kv.cli.text import (
+    BREAKER,
+    age_text,
     capacity_text,
     count_text,
     decisions_text,
     rate_text,
     share_text,
-    state_text,
     time_text,
-    tokens_text,
 )
-from tiered_kv.cli.options import AsJson, open_uri
-from tiered_kv.cli.output import EXIT_CODES, Report, age_text, exit_codes, note, print_json, print_table, progress
-from tiered_kv.cli.settings import Settings, parse_settings
 from tiered_kv.config import Config, size_text
 from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.metrics.figures import HOST, ServerFigures, TierFigures, sum_operations
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiered_kv.admin.server_link import ServerLink
-    from tiered_kv.admin.survey import BucketState
+from tiered_kv.metrics.figures import HOST_NAME, ServerFigures, TierFigures, TokenFigures, sum_operations
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.ops.summary import BucketState, StorageFigures, summarize
+from tiered_kv.ops.text import counted
 
 
 class StatReport(Report, frozen=True, kw_only=True):
@@ -80,18 +78,13 @@ def stat(uri: OptionalUri = None, server: ServerOption = None, more: Settings = 
             _show_storage(report.storage, has_server=report.server is not None)
 
 
-def connect(uri: str | None, server: str | None, more: list[str] | None) -> "ServerLink | None":
+def connect(uri: str | None, server: str | None, more: list[str] | None) -> ServerLink | None:
     """The running server that a URI or a socket means; None: none runs for the URI. The caller closes it.
 
     Raises:
         ConfigError: Both or neither were given, or one is wrong.
         TierUnavailable: Nobody answers at the socket.
     """
-    import os
-    from pathlib import Path
-
-    from tiered_kv.admin.server_link import ServerLink
-
     if (uri is None) == (server is None):
         raise ConfigError("name either the storage URI or --server unix:///path/of/socket")
     if server is not None:
@@ -113,7 +106,7 @@ def _report(uri: str | None, server: str | None, more: list[str] | None) -> Stat
     if uri is not None and (figures is None or _config(uri, more).location().kind == "object"):
         try:
             with open_uri(uri, more) as opened, progress("listing") as tick:
-                storage, notes = survey(opened, tick)
+                storage, notes = summarize(opened, tick)
         except TierUnavailable as exc:
             if figures is None:
                 raise
@@ -127,7 +120,7 @@ def _report(uri: str | None, server: str | None, more: list[str] | None) -> Stat
 
 
 def _show_server(figures: ServerFigures) -> None:
-    print(f"tokens    {tokens_text(figures.tokens)}")
+    print(f"tokens    {_tokens_text(figures.tokens)}")
     counts = {name: count_text(count) for name, count in figures.tokens.decisions.items() if count}
     print(f"lookups   {decisions_text(counts)}")
     print(f"server    pid {figures.pid}, version {figures.version}, up {age_text(figures.uptime_s)}, ", end="")
@@ -187,12 +180,23 @@ def _host_row(figures: ServerFigures) -> tuple[object, ...]:
     hierarchy = figures.hierarchy
     used, capacity = size_text(hierarchy["host_assigned_bytes"]), size_text(hierarchy["host_capacity_bytes"])
     leased = f"{size_text(hierarchy['leased_bytes'])} leased" if hierarchy["leased_bytes"] else ""
-    return (HOST, used, capacity, hierarchy["host_ready_chunks"], _hit_text(figures, HOST), "", "", "", "", leased)
+    return (
+        HOST_NAME,
+        used,
+        capacity,
+        hierarchy["host_ready_chunks"],
+        _hit_text(figures, HOST_NAME),
+        "",
+        "",
+        "",
+        "",
+        leased,
+    )
 
 
 def _tier_row(figures: ServerFigures, tier: TierFigures) -> tuple[object, ...]:
     moved = [sum_operations(figures.operations, tier.name, operation).bytes for operation in ("get", "put")]
-    state = [state_text(tier), f"{tier.corrupt} damaged chunks read" if tier.corrupt else "", admission_text(tier)]
+    state = [_state_text(tier), f"{tier.corrupt} damaged chunks read" if tier.corrupt else "", _admission_text(tier)]
     return (
         tier.name,
         size_text(tier.used_bytes),
@@ -209,6 +213,30 @@ def _tier_row(figures: ServerFigures, tier: TierFigures) -> tuple[object, ...]:
 def _hit_text(figures: ServerFigures, tier: str) -> str:
     tokens = sum(hit.tokens for hit in figures.tokens.hits if hit.tier == tier)
     return f"{count_text(tokens)} ({share_text(tokens, figures.tokens.asked_tokens)})" if tokens else ""
+
+
+def _tokens_text(tokens: TokenFigures) -> str:
+    """The hit rate in one line."""
+    if not tokens.asked_tokens:
+        return "none asked yet"
+    shares = ", ".join(f"{share_text(hit.tokens, tokens.asked_tokens)} {hit.tier}" for hit in tokens.hits)
+    share = share_text(tokens.hit_tokens, tokens.asked_tokens)
+    return f"{count_text(tokens.asked_tokens)} asked, {count_text(tokens.hit_tokens)} hit ({share}): {shares}"
+
+
+def _admission_text(tier: TierFigures) -> str:
+    """How much of what came was worth a write; empty where everything is."""
+    if not tier.declined_chunks:
+        return ""
+    return f"{count_text(tier.admitted_chunks)} chunks admitted, {count_text(tier.declined_chunks)} declined"
+
+
+def _state_text(tier: TierFigures) -> str:
+    """State of the breaker, and this server's role in a shared bucket."""
+    parts = [BREAKER.get(tier.breaker or "", ""), tier.breaker_reason or ""]
+    if tier.bucket is not None:
+        parts.append(f"bucket: {tier.bucket.role}" + (f", term {tier.bucket.term}" if tier.bucket.term else ""))
+    return "; ".join(part for part in parts if part)
 
 
 # -- a tier by itself -------------------------------------------------------------------------------------------------
@@ -269,7 +297,7 @@ def _show_storage(storage: StorageFigures, *, has_server: bool) -> None:
     )
 
 
-def _leader(bucket: "BucketState", ago: "Callable[[float | None], str]") -> str:
+def _leader(bucket: BucketState, ago: Callable[[float | None], str]) -> str:
     if bucket.term is None:
         return "nobody ever led: no server has limits"
     if bucket.leader is None:

@@ -1,4 +1,4 @@
-"""`tiered-kv top`: what a running server does at the moment, like a process monitor."""
+"""`tiered-kv top`: live rates of a running server."""
 
 import itertools
 import os
@@ -6,26 +6,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
 
-from tiered_kv.admin.rates import Rates, TierRates, rates
-from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
-from tiered_kv.cli.figure_text import BREAKER, capacity_text, count_text, decisions_text, rate_text, time_text
-from tiered_kv.cli.output import EXIT_CODES, Report, age_text, exit_codes, print_table
-from tiered_kv.cli.settings import Settings
+from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.options import Settings
+from tiered_kv.cli.output import exit_codes, print_table
 from tiered_kv.cli.stat import OptionalUri, ServerOption, connect
+from tiered_kv.cli.text import BREAKER, age_text, capacity_text, count_text, decisions_text, rate_text, time_text
 from tiered_kv.config import size_text
 from tiered_kv.errors import TierUnavailable
-from tiered_kv.metrics.figures import HOST
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-    from tiered_kv.admin.server_link import ServerLink
+from tiered_kv.metrics.figures import HOST_NAME
+from tiered_kv.ops.rates import Rates, TierRates, rates
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.ops.text import counted
 
 TIERS = ("tier", "used", "capacity", "chunks", "hit tokens/s", "in flight", "waiting", "state")
 MOVED = ("tier", "read", "reads/s", "each", "written", "writes/s", "each", "failures/s")
@@ -77,7 +75,7 @@ def top(
                     show(report)
 
 
-def _reports(link: "ServerLink", interval_s: float) -> Iterator[TopReport]:
+def _reports(link: ServerLink, interval_s: float) -> Iterator[TopReport]:
     before = link.stat()
     while True:
         time.sleep(interval_s)
@@ -116,28 +114,17 @@ def _blocks(*, as_json: bool) -> Iterator[Callable[[TopReport], None]]:
 
 @contextmanager
 def _screen() -> Iterator[Callable[[TopReport], None]]:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
+    from tiered_kv.cli import terminal  # noqa: PLC0415 - on a terminal only
 
-    with Live(Text("waiting for the first interval"), console=Console(), screen=True, auto_refresh=False) as live:
-        yield lambda report: live.update(_picture(report), refresh=True)
+    def blocks(report: TopReport) -> Iterator[terminal.Block]:
+        yield from _head(report)
+        for columns, rows in _tables(report.rates):
+            yield ""
+            yield columns, [(row, row[-1].startswith(BREAKER["open"])) for row in rows]
+        yield from ["", *_drops(report.rates)]
 
-
-def _picture(report: TopReport) -> "Group":
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    parts: list[Text | Table] = [Text(line) for line in _head(report)]
-    for columns, rows in _tables(report.rates):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column, justify="left" if column in ("tier", "state") else "right")
-        for row in rows:
-            table.add_row(*row, style="red" if row[-1].startswith(BREAKER["open"]) else None)
-        parts += [Text(), table]
-    return Group(*parts, Text(), *map(Text, _drops(report.rates)))
+    with terminal.screen() as show:
+        yield lambda report: show(blocks(report))
 
 
 def _head(report: TopReport) -> list[str]:
@@ -161,7 +148,7 @@ Rows = list[tuple[str, ...]]
 def _tables(now: Rates) -> list[tuple[tuple[str, ...], Rows]]:
     return [
         (TIERS, [_state_row(tier) for tier in now.tiers]),
-        (MOVED, [_moved_row(tier) for tier in now.tiers if tier.tier != HOST]),
+        (MOVED, [_moved_row(tier) for tier in now.tiers if tier.tier != HOST_NAME]),
     ]
 
 

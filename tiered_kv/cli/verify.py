@@ -1,14 +1,13 @@
-"""`tiered-kv verify`: read blobs, check them, say what is bad and why; remove what is corrupt if asked to."""
+"""`tiered-kv verify`: read and check blobs, report bad ones, and remove corrupt ones with ``--repair``."""
 
 import re
-from typing import TYPE_CHECKING, Annotated
+import secrets
+from typing import Annotated
 
-import msgspec
 import typer
 
-from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
-from tiered_kv.cli.looking import look_for_origins
+from tiered_kv.cli.exits import EXIT_CODES, EXIT_FOUND
 from tiered_kv.cli.options import (
     AsJson,
     NamespaceOption,
@@ -17,51 +16,22 @@ from tiered_kv.cli.options import (
     Uri,
     Yes,
     find_namespace,
+    look,
+    look_for_origins,
     open_uri,
+    parse_stored_by,
 )
-from tiered_kv.cli.output import (
-    EXIT_CODES,
-    EXIT_FOUND,
-    Report,
-    confirm,
-    exit_codes,
-    note,
-    print_json,
-    print_table,
-    progress,
-)
-
-if TYPE_CHECKING:
-    from tiered_kv.admin.scrub import Bad, Choice, Repair, Scrub
-    from tiered_kv.admin.storage import Content, Storage
+from tiered_kv.cli.output import confirm, exit_codes, note, print_json, print_table, progress
+from tiered_kv.config import size_text
+from tiered_kv.errors import ConfigError
+from tiered_kv.ops.blob_check import CORRUPT, REASONS
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.scrub import BadBlob, Choice, Repair, Scrub, scrub
+from tiered_kv.ops.scrub import repair as remove_corrupt
+from tiered_kv.ops.storage import Content, Storage
+from tiered_kv.ops.text import counted
 
 LINES_SHOWN = 100
-
-
-class BadBlob(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is not as it must be.
-
-    Attributes:
-        path: Relative to the tier's root.
-        reason: ``header``, ``payload``: damaged there. ``truncated``, ``longer``: cut, or followed by something.
-            ``swapped``: a sound blob of another key. ``misplaced``: one whose place in its prefix is not what its name,
-            the index or its own header says. ``misfit``: one of another shape than its namespace has. ``foreign``: one
-            of another namespace. ``version``: one of another format version. ``stray``: not a blob, by its name.
-            ``unreadable``: the medium does not give its bytes. ``record``: namespace.json is missing or wrong.
-        detail: Expected and observed, in words.
-        namespace: Digest of the namespace by its path, null where that says none.
-        key: The chunk's key by its path, null where that says none.
-        size_bytes: What it takes.
-        is_mended: Whether it is gone by now, or was replaced by a sound one.
-    """
-
-    path: str
-    reason: str
-    detail: str
-    namespace: str | None
-    key: str | None
-    size_bytes: int
-    is_mended: bool
 
 
 class VerifyReport(Report, frozen=True, kw_only=True):
@@ -140,18 +110,15 @@ def verify(
     made to agree with its files, too.
     """
     with exit_codes():
-        from tiered_kv.admin import scrub as admin
-        from tiered_kv.admin.origins import parse_stored_by
-
         share = _share(sample)
         with open_uri(uri, more, to_change=repair) as storage:
-            content = _look(storage)
+            content = look(storage)
             space, conditions = find_namespace(content, namespace), parse_stored_by(stored_by)
             if conditions is not None:
                 look_for_origins(storage, content, space, conditions)
-            choice = admin.Choice(namespace=space, share=share, seed=_seed(seed), stored_by=conditions)
+            choice = Choice(namespace=space, share=share, seed=_seed(seed), stored_by=conditions)
             with progress("verifying") as tick:
-                found = admin.scrub(storage, content, choice, tick)
+                found = scrub(storage, content, choice, tick)
             if not as_json:
                 _show(found, storage.uri)
             done = None
@@ -166,32 +133,18 @@ def verify(
             raise typer.Exit(EXIT_FOUND)
 
 
-def _look(storage: "Storage") -> "Content":
-    with progress("listing") as tick:
-        content = storage.look(tick)
-    for text in content.notes:
-        note(text)
-    return content
-
-
-def _repair(storage: "Storage", content: "Content", found: "Scrub", *, is_confirmed: bool) -> "Repair":
-    from tiered_kv.admin.scrub import repair
-    from tiered_kv.config import size_text
-
+def _repair(storage: Storage, content: Content, found: Scrub, *, is_confirmed: bool) -> Repair:
     if found.corrupt:
         size = size_text(sum(bad.size_bytes for bad in found.corrupt))
         confirm(f"{_blobs(len(found.corrupt))}, {size}, to go from {storage.uri}. Go on?", is_confirmed=is_confirmed)
     with progress("repairing") as tick:
-        done = repair(storage, content, found.corrupt, tick)
+        done = remove_corrupt(storage, content, found, tick)
     if done.problem:
         note(done.problem)
     return done
 
 
-def _show(found: "Scrub", uri: str) -> None:
-    from tiered_kv.admin.soundness import REASONS
-    from tiered_kv.config import size_text
-
+def _show(found: Scrub, uri: str) -> None:
     if found.bad:
         rows = [(bad.reason, bad.path, size_text(bad.size_bytes), bad.detail) for bad in found.bad[:LINES_SHOWN]]
         print_table(f"Bad in {uri}", ("reason", "path", "size", "detail"), rows)
@@ -214,15 +167,13 @@ def _show(found: "Scrub", uri: str) -> None:
 
 
 def _show_end(report: VerifyReport) -> None:
-    from tiered_kv.config import size_text
-
     if not report.is_repair:
-        if any(_is_corrupt(bad) for bad in report.bad):
+        if any(bad.reason in CORRUPT for bad in report.bad):
             print("--repair removes what is corrupt")
         return
     left = [bad for bad in report.bad if not bad.is_mended]
     print(f"removed {_blobs(report.removed)}, {size_text(report.removed_bytes)}")
-    if stuck := sum(_is_corrupt(bad) for bad in left):
+    if stuck := sum(bad.reason in CORRUPT for bad in left):
         print(f"{_blobs(stuck)} could not be removed, or may be the right one of two")
     if len(left) > stuck:
         print(f"{len(left) - stuck} not removed: it may be somebody's data, or may be mended in another way")
@@ -232,16 +183,7 @@ def _blobs(count: int) -> str:
     return f"{count} corrupt blob{'' if count == 1 else 's'}"
 
 
-def _is_corrupt(bad: BadBlob) -> bool:
-    from tiered_kv.admin.soundness import CORRUPT
-
-    return bad.reason in CORRUPT
-
-
-def _report(
-    storage: "Storage", content: "Content", choice: "Choice", found: "Scrub", done: "Repair | None"
-) -> VerifyReport:
-    left = set() if done is None else {bad.path for bad in done.left}
+def _report(storage: Storage, content: Content, choice: Choice, found: Scrub, done: Repair | None) -> VerifyReport:
     return VerifyReport(
         uri=storage.uri,
         namespace=None if choice.namespace is None else choice.namespace.hex(),
@@ -253,7 +195,7 @@ def _report(
         read_bytes=found.read_bytes,
         vanished=found.vanished,
         seconds=found.seconds,
-        bad=[_line(bad, is_mended=done is not None and bad.is_corrupt and bad.path not in left) for bad in found.bad],
+        bad=found.bad if done is None else done.bad,
         unreachable=len(found.unreachable),
         unreachable_bytes=sum(blob.size_bytes for blob in found.unreachable),
         is_repair=done is not None,
@@ -263,26 +205,12 @@ def _report(
     )
 
 
-def _line(bad: "Bad", *, is_mended: bool) -> BadBlob:
-    return BadBlob(
-        path=bad.path,
-        reason=bad.reason,
-        detail=bad.detail,
-        namespace=None if bad.blob is None else bad.blob.name.namespace.hex(),
-        key=None if bad.blob is None else bad.blob.name.key.hex(),
-        size_bytes=bad.size_bytes,
-        is_mended=is_mended,
-    )
-
-
 def _share(text: str) -> float:
-    """What ``--sample`` says, above 0 and at most 1.
+    """The value of ``--sample``, above 0 and at most 1.
 
     Raises:
         ConfigError: It is no such share.
     """
-    from tiered_kv.errors import ConfigError
-
     found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?) ?%", text)
     share = float(found[1]) / 100 if found else 0.0
     if not 0 < share <= 1:
@@ -293,6 +221,4 @@ def _share(text: str) -> float:
 
 
 def _seed(given: int | None) -> int:
-    import secrets
-
     return secrets.randbits(32) if given is None else given

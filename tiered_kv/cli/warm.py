@@ -1,18 +1,21 @@
 """`tiered-kv warm` and `tiered-kv cp`: copy chunks from one tier to another."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tiered_kv.admin.words import counted
 from tiered_kv.cli.app import app
-from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, find_chunk, find_namespace
-from tiered_kv.cli.output import EXIT_CODES, Report, exit_codes, note, print_json, progress
-from tiered_kv.cli.settings import parse_settings
-
-if TYPE_CHECKING:
-    from tiered_kv.admin.copying import Copied
+from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, find_chunk, find_namespace, look, parse_settings
+from tiered_kv.cli.output import exit_codes, note, print_json, progress
+from tiered_kv.config import Config, parse_size, size_text
+from tiered_kv.errors import ConfigError
+from tiered_kv.ops.copy_targets import opened_target
+from tiered_kv.ops.copying import AT_ONCE, Wanted, WarmReport, carry_epochs, choose, copy
+from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.open import open_storage
+from tiered_kv.ops.text import counted, option_value
 
 MoreOfSource = Annotated[
     list[str] | None,
@@ -24,42 +27,8 @@ Amount = Annotated[
 ]
 
 
-class WarmReport(Report, frozen=True, kw_only=True):
-    """What ``warm`` or ``cp`` copied.
-
-    Attributes:
-        source: The tier that was copied from.
-        target: The tier that was copied to.
-        selected: Chunks of the source that were to be in the target.
-        selected_bytes: What they take in the source.
-        copied: Chunks that were written.
-        copied_bytes: What they take in the source.
-        there: Chunks that the target had already.
-        corrupt: Damaged or misplaced blobs of the source; they were not copied.
-        vanished: Chunks that went from the source meanwhile.
-        left_out: Chunks that were not copied, because the target is full or a chunk before them is not there.
-        dropped: Chunks that the target's running server took and did not write.
-        full: Why the target took no more; null while it did.
-        notes: What may make this incomplete, in words: namespaces that were left out, and why.
-    """
-
-    source: str
-    target: str
-    selected: int
-    selected_bytes: int
-    copied: int
-    copied_bytes: int
-    there: int
-    corrupt: int
-    vanished: int
-    left_out: int
-    dropped: int
-    full: str | None
-    notes: list[str]
-
-
 CpReport = WarmReport
-"""``cp`` tells the same."""
+"""``cp`` prints the same report."""
 
 
 @app.command(epilog=EXIT_CODES)
@@ -117,21 +86,10 @@ def _copy(
     size: str | None,
 ) -> WarmReport:
     """Copy; ``settings`` are those of the target and of the source, ``place`` a namespace and a key."""
-    from tiered_kv.admin.copying import AT_ONCE, Wanted, carry_epochs, choose, copy
-    from tiered_kv.admin.forest import Forest
-    from tiered_kv.admin.open import open_storage
-    from tiered_kv.admin.targets import opened_target
-    from tiered_kv.admin.words import option_value
-    from tiered_kv.config import Config, parse_size
-    from tiered_kv.errors import ConfigError
-
     config = Config.from_mapping({"storage_uri": uris[0]} | dict(settings[1]))
     limit = None if size is None else option_value("--bytes", parse_size, size)
     with open_storage(uris[0], settings[1]) as source:
-        with progress("listing") as tick:
-            content = source.look(tick)
-        for text in content.notes:
-            note(text)
+        content = look(source)
         forest = Forest(content.blobs)
         chunk = None if place[1] is None else find_chunk(forest, place[1])
         wanted = Wanted(namespace=find_namespace(content, place[0]), key=chunk, size_bytes=limit)
@@ -148,31 +106,10 @@ def _copy(
                 note(text)
                 content.notes.append(text)
             with progress("copying") as tick:
-                done = copy(source, target, blobs, content, at_once, tick)
-            return _report((source.uri, storage.uri), done, content.notes)
-
-
-def _report(uris: tuple[str, str], done: "Copied", notes: list[str]) -> WarmReport:
-    return WarmReport(
-        source=uris[0],
-        target=uris[1],
-        selected=done.selected,
-        selected_bytes=done.selected_bytes,
-        copied=done.copied,
-        copied_bytes=done.copied_bytes,
-        there=done.there,
-        corrupt=done.corrupt,
-        vanished=done.vanished,
-        left_out=done.left_out,
-        dropped=done.dropped,
-        full=done.full or None,
-        notes=[*notes, *done.notes],
-    )
+                return copy(source, target, blobs, content, at_once, tick)
 
 
 def _finish(report: WarmReport, *, as_json: bool) -> None:
-    from tiered_kv.config import size_text
-
     if as_json:
         print_json(report)
         return

@@ -1,1 +1,1 @@
-"""The engine: drives the hierarchy, performs its jobs on tiers and arena. The only threads of the package."""
+"""The engine: drives tiering, performs its jobs on tiers and arena. The only threads of the package."""

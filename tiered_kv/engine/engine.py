@@ -1,10 +1,10 @@
-"""The engine: one owner that feeds the hierarchy, performs its jobs in threads and hands out its updates.
+"""The engine: one owner that feeds tiering, performs its jobs in threads and hands out its updates.
 
 Called by the server's loop, by the in-process cache and, with a stepping executor, by tests. Nothing in here blocks
 except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one small file) and :meth:`Engine.close`.
 
     field                                         owner
-    hierarchy, guards, _throughput, _probe_times,
+    tiering, guards, _throughput, _probe_times,
     _geometries, _served, _jobs                   the caller of ``step``
     tiers, arena                                  executor threads; the owner asks for usage and notes recency
     _finished                                     appended by executor threads, emptied by the owner (both are atomic)
@@ -16,10 +16,13 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+
+import msgspec
 
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena
 from tiered_kv.chunks.geometry import ChunkGeometry
@@ -27,31 +30,39 @@ from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import Executor, Pool
 from tiered_kv.engine.guards import Guards
-from tiered_kv.engine.performer import Ended, Performer
+from tiered_kv.engine.performer import JobResult, Performer
 from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import ProbeTimes, Throughput
 from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
-from tiered_kv.hierarchy.admission import ALL
-from tiered_kv.hierarchy.hierarchy import Hierarchy
-from tiered_kv.hierarchy.limits import Limits
-from tiered_kv.hierarchy.plan import (
-    Arriving,
-    ChunkRecord,
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.tiering.admission import ALL
+from tiered_kv.tiering.quotas import Quota
+from tiered_kv.tiering.stats import TierStats
+from tiered_kv.tiering.tiering import Tiering
+from tiered_kv.tiering.types import (
+    HOST,
+    Arrival,
     Copy,
     Delete,
     Grow,
     Job,
+    Limits,
+    LookupAnswer,
     Outcome,
     Probe,
     Read,
+    RemovalCount,
     Seal,
     SlotId,
+    TierSpec,
+    TierUsage,
+    Turn,
     Update,
     Write,
 )
-from tiered_kv.keys.namespace import Namespace
-from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiers.base import BlobName, Tier
 
 logger = logging.getLogger(__name__)
@@ -87,8 +98,32 @@ _REMOTE_POOL: dict[type, tuple[Pool, int]] = {
 _KINDS: dict[type, str] = {Read: "get", Write: "put", Copy: "put", Probe: "contains", Delete: "delete"}
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What is where and what happened.
+
+    Attributes:
+        counters: What happened how often, since the start.
+        host: Host memory and chunks, by name.
+        secondary: The secondary tiers, by number.
+        events: What was inserted into each tier and removed from it, by number.
+        usage: Bytes of each namespace in each tier, by number.
+        quotas: Of the namespaces that have one.
+    """
+
+    counters: dict[str, int]
+    host: dict[str, int]
+    secondary: dict[int, TierUsage]
+    events: dict[int, TierStats]
+    usage: dict[int, dict[bytes, int]]
+    quotas: dict[bytes, Quota]
+
+
 class Engine:
-    """Hierarchy, tiers, arena and threads as one cache.
+    """Tiering, tiers, arena and threads as one cache.
+
+    Attributes:
+        tiers: The secondary tiers by number, highest first.
 
     Threads: one owner; see the module's ownership table.
     """
@@ -97,67 +132,73 @@ class Engine:
         self,
         tiers: Sequence[Tier],
         arena: Arena,
-        hierarchy: Hierarchy,
+        tiering: Tiering,
         executor: Executor,
         clock: Clock,
         formats: dict[bytes, BlobFormat],
     ) -> None:
-        """Take the parts; ``formats`` is shared with the verifying wrappers and filled as sessions open."""
-        self.tiers = list(tiers)
+        """Take the parts.
+
+        Args:
+            tiers: The secondary tiers, highest first.
+            formats: Shared with the verifying wrappers; filled as sessions open.
+        """
+        self.tiers = dict(enumerate(tiers, HOST + 1))
         self.arena = arena
-        self.hierarchy = hierarchy
+        self.tiering = tiering
         self.executor = executor
         self.clock = clock
         self._performer = Performer(self.tiers, arena, clock, formats)
-        self._throughput = [Throughput() for _ in self.tiers]
+        self._throughput = {number: Throughput() for number in self.tiers}
         self._probe_times = ProbeTimes()
         self._geometries: dict[bytes, ChunkGeometry] = {}
         self._served = Totals()
         self._jobs: Counter[tuple[int, str]] = Counter()
-        self._finished: deque[tuple[Job, Ended]] = deque()
+        self._finished: deque[tuple[Job, JobResult]] = deque()
         now_s = clock.monotonic()
-        self._flush_due_s = [now_s + tier.traits.flush_interval_s for tier in self.tiers]
+        self._flush_due_s = {number: now_s + tier.traits.flush_interval_s for number, tier in self.tiers.items()}
         self._flushing: set[int] = set()
         self._pins: dict[int, Collection[bytes]] = {}
         self._retry_due_s = now_s + RETRY_INTERVAL_S
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
         self._stalls = Stalls(clock)
-        self.guards = Guards(hierarchy, executor, clock, self._stalls)
+        self.guards = Guards(tiering, executor, clock, self._stalls)
 
     @staticmethod
-    def build_hierarchy(
+    def build_tiering(
         host_bytes: int,
         tiers: Sequence[Tier],
         limits: Limits | None = None,
         *,
         eviction: str = "multi-queue",
         admissions: Mapping[str, str] = MappingProxyType({}),
-    ) -> Hierarchy:
-        """The hierarchy that fits these tiers; only the last may be shared. ``admissions`` are by their names."""
-        capacities = [None if tier.traits.is_shared else tier.usage().capacity_bytes for tier in tiers]
-        is_last_shared = bool(tiers) and tiers[-1].traits.is_shared
-        rules = [admissions.get(tier.traits.name, ALL) for tier in tiers]
-        return Hierarchy(
-            host_bytes, capacities, limits, is_last_shared=is_last_shared, eviction=eviction, admissions=rules
-        )
+    ) -> Tiering:
+        """Tiering that fits these tiers; only the last may be shared. ``admissions`` are by their names."""
+        specs = [
+            TierSpec(
+                capacity_bytes=None if tier.traits.is_shared else tier.usage().capacity_bytes,
+                admission=admissions.get(tier.traits.name, ALL),
+                is_shared=tier.traits.is_shared,
+            )
+            for tier in tiers
+        ]
+        return Tiering(host_bytes, specs, limits, eviction=eviction)
 
     def start(self) -> None:
         """Learn what this machine's tiers hold. Blocks for the time of the scans; a shared tier is not scanned."""
-        for number, tier in enumerate(self.tiers):
+        for number, tier in self.tiers.items():
             if tier.traits.is_shared:
-                self.hierarchy.restored(number)
+                self.tiering.restored(number)
                 continue
             started_s = self.clock.monotonic()
             count = size_bytes = 0
             for info in tier.scan():
-                place = info.name.namespace, info.name.key, info.parent, info.chunk_index, info.prefix_sha256
-                record = ChunkRecord(*place, info.tag, info.stored_by)
-                self.hierarchy.restore(number, record, info.size_bytes)
+                self.tiering.restore(number, info.record, info.size_bytes)
                 count += 1
                 size_bytes += info.size_bytes
-            self.hierarchy.set_pinned(number, tier.pinned())
-            self.hierarchy.restored(number, max(0, tier.usage().used_bytes - size_bytes))
+            self.tiering.set_pinned(number, tier.pinned())
+            self.tiering.restored(number, max(0, tier.usage().used_bytes - size_bytes))
             seconds = self.clock.monotonic() - started_s
             logger.info("tier scanned. tier=%s blobs=%d seconds=%.3f", tier.traits.name, count, seconds)
         self._submit_jobs()
@@ -191,21 +232,21 @@ class Engine:
                 f"a chunk takes {blob_format.blob_bytes} bytes, more than the {SLAB_BYTES} of a slab: "
                 "set chunk_tokens to less"
             )
-        slots = self.hierarchy.slots.slot_count_max(blob_format.blob_bytes)
+        slots = self.tiering.slots.slot_count_max(blob_format.blob_bytes)
         if slots < MINIMUM_SLOTS:
             raise ConfigError(
-                f"host_bytes={self.hierarchy.slots.host_bytes} holds {slots} chunks of {blob_format.blob_bytes} bytes; "
+                f"host_bytes={self.tiering.slots.host_bytes} holds {slots} chunks of {blob_format.blob_bytes} bytes; "
                 f"at least {MINIMUM_SLOTS} are needed: set host_bytes to {MINIMUM_SLOTS * blob_format.blob_bytes} or "
                 "more, or chunk_tokens to less"
             )
-        for tier in self.tiers:
+        for tier in self.tiers.values():
             if tier.traits.is_shared:
                 self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace, stored_by))
             else:
                 self._describe(tier, namespace, stored_by)
         self._performer.formats[namespace.digest] = blob_format
         self._geometries[namespace.digest] = geometry
-        session = self.hierarchy.open_session(namespace.digest, blob_format.blob_bytes, lease_s)
+        session = self.tiering.open_session(namespace.digest, blob_format.blob_bytes, lease_s)
         self._submit_jobs()
         return session, blob_format
 
@@ -218,10 +259,10 @@ class Engine:
 
     def has_memory(self, slot_bytes: int) -> bool:
         """Whether slots of this size exist, or none will soon: then a session opens without, rather than never."""
-        slots = self.hierarchy.slots
+        slots = self.tiering.slots
         if slots.slot_count(slot_bytes):
             return True
-        return not slots.is_growing(slot_bytes) or self.hierarchy.counters["slab_refused"] > 0
+        return not slots.is_growing(slot_bytes) or self.tiering.counters["slab_refused"] > 0
 
     def format_of(self, namespace: bytes) -> BlobFormat | None:
         """The blob format of a namespace that some session opened."""
@@ -231,12 +272,142 @@ class Engine:
         """The bytes of a slot, for callers in this process."""
         return self._performer.slot_view(slot, size_bytes)
 
+    # -- what sessions do --------------------------------------------------------------------------------------
+    # Each changes state only; what follows from it is done by the next :meth:`step`.
+
+    def watch(self, session: int, namespace: bytes) -> None:
+        """Send a session the events of its namespace from now on."""
+        self.tiering.stats.watch(session, namespace)
+
+    def suspend_session(self, session: int) -> None:
+        """The client is lost, but processes may still copy; see :meth:`Tiering.suspend_session`."""
+        self.tiering.suspend_session(session)
+
+    def close_session(self, session: int) -> None:
+        """No process touches the session's slots any more."""
+        self.tiering.close_session(session)
+
+    def lookup(
+        self,
+        session: int,
+        keys: Sequence[bytes],
+        digests: Sequence[bytes],
+        start: int = 0,
+        turn: Turn = (0, 0),
+        *,
+        is_claimed: bool = False,
+    ) -> int:
+        """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
+        return self.tiering.lookup(session, keys, digests, start, turn, is_claimed=is_claimed)
+
+    def claim(self, session: int, lookup: int) -> None:
+        """A load begins of what is ready: the leases stay until :meth:`release`."""
+        self.tiering.claim(session, lookup)
+
+    def release(self, session: int, lookup: int, *, is_asked_anew: bool = False) -> None:
+        """End a lookup and its leases; see :meth:`Tiering.release`."""
+        self.tiering.release(session, lookup, is_asked_anew=is_asked_anew)
+
+    def commit(self, session: int, slot: SlotId, record: ChunkRecord) -> None:
+        """A granted slot was filled by every rank.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        self.tiering.commit(session, slot, record)
+
+    def touch_prefix(self, key: bytes) -> None:
+        """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
+        self.tiering.touch_prefix(key)
+
+    def give_back(self, session: int, slot: SlotId) -> None:
+        """A granted slot will not be filled.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        self.tiering.give_back(session, slot)
+
+    def want(self, namespace: bytes, key: bytes) -> None:
+        """A client will ask for a chunk: it and the prefix before it are worth a write to every tier now."""
+        self.tiering.want(namespace, key)
+
+    # -- what operators do -------------------------------------------------------------------------------------
+
+    def remove(self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool) -> RemovalCount:
+        """Remove chunks from one tier; see :func:`~tiered_kv.tiering.removal.remove`."""
+        return self.tiering.remove(tier, namespace, keys, leaves_holes=leaves_holes)
+
+    def erase(self, tier: int, namespace: bytes, tag: bytes) -> RemovalCount:
+        """Remove what was stored under a tag, and all behind it; see :func:`~tiered_kv.tiering.removal.erase`."""
+        return self.tiering.erase(tier, namespace, tag)
+
+    def erase_stored_by(self, tier: int, namespace: bytes, is_meant: Callable[[str], bool]) -> RemovalCount:
+        """The same for what was stored by those that ``is_meant`` accepts."""
+        return self.tiering.erase_stored_by(tier, namespace, is_meant)
+
+    def set_quota(self, namespace: bytes, quota: Quota) -> None:
+        """What a namespace keeps and takes from now on; a quota that asks for nothing is none."""
+        self.tiering.quotas.set(namespace, quota)
+
+    def quota_of(self, namespace: bytes) -> Quota | None:
+        """What a namespace keeps and takes of each tier; None: it has no quota."""
+        return self.tiering.quotas.get(namespace)
+
+    # -- what is where -----------------------------------------------------------------------------------------
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory that slots may take together."""
+        return self.tiering.slots.host_bytes
+
+    @property
+    def pending_writes(self) -> int:
+        """Chunks that are to be written: what a drain waits for."""
+        return self.tiering.pending_writes
+
+    def capacity_bytes(self, tier: int) -> int | None:
+        """What quotas are of; None: the tier has no limit here, and quotas mean nothing."""
+        return self.tiering.usage_of(tier).capacity_bytes
+
+    def chunks_leased_max(self, namespace: bytes) -> int:
+        """The most chunks one lookup of an opened namespace may lease."""
+        most_bytes = self.tiering.usage_of(HOST).most_bytes(namespace)
+        return int(most_bytes * self.tiering.limits.request_share) // self._performer.formats[namespace].blob_bytes
+
+    def prefix_of(self, key: bytes) -> dict[bytes, int] | None:
+        """Keys of a chunk and its ancestors, deepest first, with their bytes on the first secondary tier.
+
+        None: the chunk is not known.
+        """
+        entry = self.tiering.index.get(key)
+        return (
+            None if entry is None else {e.record.key: e.blob_bytes[HOST + 1] for e in self.tiering.index.prefix(entry)}
+        )
+
+    def count(self, name: str) -> None:
+        """Count an event that happened outside of tiering."""
+        self.tiering.counters[name] += 1
+
+    def stats(self) -> EngineStats:
+        """What is where, what happened, and what namespaces keep and take, as of now. No I/O."""
+        numbers = (HOST, *self.tiers)
+        quotas = self.tiering.quotas
+        return EngineStats(
+            counters=dict(self.tiering.counters),
+            host=self.tiering.usage(),
+            secondary={number: self.tiering.tier_usage(number) for number in self.tiers},
+            events={number: self.tiering.stats[number] for number in numbers},
+            usage={number: self.tiering.usage_of(number).by_namespace() for number in numbers},
+            quotas={namespace: quotas.get(namespace) or Quota() for namespace in quotas.namespaces()},
+        )
+
     # -- work --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
         """Take in what ended, start what follows; returns what sessions must be told. Does not block.
 
-        Call after every change made through ``hierarchy`` and whenever the executor notifies.
+        Call after every change made through ``tiering`` and whenever the executor notifies.
         """
         self.executor.drain_notifications()
         while self._finished:
@@ -245,57 +416,56 @@ class Engine:
             if result.size_bytes:
                 self.sample_read(number, result.size_bytes, result.read_s)
         now_s = self.clock.monotonic()
-        self.hierarchy.expire_leases(now_s)
+        self.tiering.expire_leases(now_s)
         self._keep_time(now_s)
         while self._pins:
-            self.hierarchy.set_pinned(*self._pins.popitem())
+            self.tiering.set_pinned(*self._pins.popitem())
         self._submit_jobs()
         self._persist_uses(now_s)
-        return self.hierarchy.take_updates()
+        return self.tiering.take_updates()
 
     def _keep_time(self, now_s: float) -> None:
         if now_s >= self._retry_due_s:
             self._retry_due_s = now_s + RETRY_INTERVAL_S
-            self.hierarchy.try_again()
+            self.tiering.try_again()
         if now_s >= self._resume_due_s:
             self._resume_due_s = now_s + RESUME_INTERVAL_S
-            self.hierarchy.resume_writes()
+            self.tiering.resume_writes()
         if now_s >= self._absent_due_s:
             self._absent_due_s = now_s + ABSENT_S / 2
-            self.hierarchy.age_absences()
+            self.tiering.age_absences()
 
-    def arrivals(self, namespace: bytes, runs: Arriving) -> list[tuple[int, float | None]]:
-        """For chunks that arrive: the first alone, then those up to the end of each run, and the seconds until they
-        should be here.
+    def timed(self, namespace: bytes, answer: LookupAnswer) -> LookupAnswer:
+        """A lookup's answer with the times until its chunks should be here, as far as tiers were measured."""
+        return msgspec.structs.replace(
+            answer,
+            arriving=self._arrivals(namespace, answer.arriving),
+            search_s=self._probe_times.slow_s if answer.unknown else 0.0,
+        )
+
+    def _arrivals(self, namespace: bytes, runs: Sequence[Arrival]) -> tuple[Arrival, ...]:
+        """The first chunk alone, then the rest of its run and the others, each with the time until it should be here.
 
         The time is None from the first tier on that was never measured. Tiers are read at the same time.
         """
-        if runs and runs[0][1] > 1:
-            (tier, chunks), *rest = runs
-            runs = [(tier, 1), (tier, chunks - 1), *rest]
+        if runs and runs[0].chunks > 1:
+            first, *rest = runs
+            runs = [Arrival(first.tier, 1), Arrival(first.tier, first.chunks - 1), *rest]
         blob_bytes = self._performer.formats[namespace].blob_bytes
         now_s = self.clock.monotonic()
         own = Counter[int]()
-        for tier, chunks in runs:
-            if tier is not None:
-                own[tier] += chunks * blob_bytes
-        parts: list[tuple[int, float | None]] = []
-        until, eta_s = 0, 0.0
+        for run in runs:
+            own[run.tier] += run.chunks * blob_bytes
+        timed: list[Arrival] = []
+        eta_s: float | None = 0.0
         read = Counter[int]()
-        for tier, chunks in runs:
-            until += chunks
-            if tier is not None:
-                read[tier] += chunks * blob_bytes
-                part_s = self._throughput[tier].eta_s(read[tier], own[tier], now_s)
-                if part_s is None:
-                    return [*parts, (sum(chunks for _, chunks in runs), None)]
-                eta_s = max(eta_s, part_s)
-            parts.append((until, eta_s))
-        return parts
-
-    def search_s(self) -> float | None:
-        """Seconds that a question to a shared tier takes; None without samples."""
-        return self._probe_times.slow_s
+        for run in runs:
+            read[run.tier] += run.chunks * blob_bytes
+            if run.tier != HOST and eta_s is not None:
+                run_s = self._throughput[run.tier].eta_s(read[run.tier], own[run.tier], now_s)
+                eta_s = None if run_s is None else max(eta_s, run_s)
+            timed.append(Arrival(run.tier, run.chunks, eta_s))
+        return tuple(timed)
 
     def read_bytes_per_s(self, tier: int) -> float | None:
         """How fast promotions from a tier run; None without samples."""
@@ -303,7 +473,7 @@ class Engine:
 
     def served(self) -> Totals:
         """What ended lookups asked for and got since the start. The caller does not change it."""
-        for namespace, chunks in self.hierarchy.served.take().items():
+        for namespace, chunks in self.tiering.hit_stats.take().items():
             self._served.add(chunks, self._geometries[namespace].chunk_tokens)
         return self._served
 
@@ -312,7 +482,7 @@ class Engine:
         return {kind: self._jobs[tier, kind] for kind in dict.fromkeys(_KINDS.values())}
 
     def _submit_jobs(self) -> None:
-        for job in self.hierarchy.take_jobs():
+        for job in self.tiering.take_jobs():
             if not isinstance(job, Seal | Grow):
                 self._jobs[job.tier, _KINDS[type(job)]] += 1
             if isinstance(job, Read):
@@ -332,35 +502,35 @@ class Engine:
         self._finished.append((job, ended))
         self.executor.notify()
 
-    def _report(self, job: Job, ended: Ended) -> None:
+    def _report(self, job: Job, ended: JobResult) -> None:
         outcome = ended.outcome
         if not isinstance(job, Seal | Grow):
             self._jobs[job.tier, _KINDS[type(job)]] -= 1
         match job:
             case Seal():
-                self.hierarchy.sealed(job, outcome)
+                self.tiering.sealed(job, outcome)
             case Write():
-                self.hierarchy.written(job, outcome)
+                self.tiering.written(job, outcome)
             case Read():
                 now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
                 self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
-                self.hierarchy.read(job, outcome, ended.tag, ended.stored_by)
+                self.tiering.read(job, outcome, ended.tag, ended.stored_by)
             case Copy():
-                self.hierarchy.copied(job, outcome)
+                self.tiering.copied(job, outcome)
             case Probe():
                 self._probe_times.finished(job.record.key, self.clock.monotonic())
-                self.hierarchy.probed(job, outcome)
+                self.tiering.probed(job, outcome)
             case Delete():
-                self.hierarchy.deleted(job.tier, job.record, outcome)
+                self.tiering.deleted(job.tier, job.record, outcome)
             case Grow():
-                self.hierarchy.grown(job, outcome)
+                self.tiering.grown(job, outcome)
 
     def _blob_bytes(self, job: Read) -> int:
         return self._performer.formats[job.record.namespace].blob_bytes
 
     def _persist_uses(self, now_s: float) -> None:
-        uses = [BlobName(r.namespace, r.key, r.parent, r.chunk_index) for r in self.hierarchy.take_uses()]
-        for number, tier in enumerate(self.tiers):
+        uses = list(map(BlobName.of, self.tiering.take_uses()))
+        for number, tier in self.tiers.items():
             if uses:
                 tier.record_use(uses)
             if now_s >= self._flush_due_s[number] and number not in self._flushing:
@@ -381,7 +551,7 @@ class Engine:
         """End the threads and close tiers and arena, all of them. What was not written yet is lost; drain first."""
         with ExitStack() as closing:
             closing.callback(self.arena.close)
-            for tier in self.tiers:
+            for tier in self.tiers.values():
                 closing.callback(tier.close)
             self.executor.close()
 

@@ -1,4 +1,4 @@
-"""What becomes of a tier whose breaker opened: it is taken out of the hierarchy, tried now and then, and taken back.
+"""What becomes of a tier whose breaker opened: it is taken out of tiering, tried now and then, and taken back.
 
 Owns no breaker (``tiers/wrappers/breaker.py``). Driven by the engine's step.
 """
@@ -12,7 +12,7 @@ from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import Executor, Pool
 from tiered_kv.engine.self_test import SelfTest, self_test
 from tiered_kv.engine.stalls import STALL_S, Stalls
-from tiered_kv.hierarchy.hierarchy import Hierarchy
+from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiers.base import BlobName, Tier
 from tiered_kv.tiers.wrappers.breaker import Breaker
 
@@ -35,9 +35,9 @@ class Guards:
     Threads: one owner; trials run in the executor and report through ``_ended`` (appending is atomic).
     """
 
-    def __init__(self, hierarchy: Hierarchy, executor: Executor, clock: Clock, stalls: Stalls) -> None:
+    def __init__(self, tiering: Tiering, executor: Executor, clock: Clock, stalls: Stalls) -> None:
         self._stalls = stalls
-        self._hierarchy = hierarchy
+        self._tiering = tiering
         self._executor = executor
         self._clock = clock
         self._guarded: list[_Guarded] = []
@@ -79,7 +79,7 @@ class Guards:
             logger.warning("tier taken out until it answers again. tier=%s reason=%s", name, one.breaker.reason)
         else:
             logger.warning("tier answers again. tier=%s", name)
-        self._hierarchy.set_readable(one.number, not one.is_out)
+        self._tiering.set_readable(one.number, not one.is_out)
 
     def _try(self, one: _Guarded) -> None:
         result = self_test(one.trial, self._clock, one.left)

@@ -1,4 +1,4 @@
-"""Performs the hierarchy's jobs on real tiers and a real arena, and turns how they ended into an outcome.
+"""Performs tiering's jobs on real tiers and a real arena, and turns how they ended into an outcome.
 
 The only place where tier exceptions become outcomes. Called from the executor's threads.
 """
@@ -6,15 +6,17 @@ The only place where tier exceptions become outcomes. Called from the executor's
 import logging
 import mmap
 import threading
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tiered_kv.chunks.arena import Arena
-from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, SealFields, peek
+from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, peek
 from tiered_kv.engine.clock import Clock
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
-from tiered_kv.hierarchy.plan import ChunkRecord, Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, SlotId, Write
-from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import relative_path
+from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, SlotId, Write
 from tiered_kv.tiers.base import BlobName, Tier
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ WARN_INTERVAL_S = 10.0
 them."""
 
 
-class Ended(NamedTuple):
+class JobResult(NamedTuple):
     """How a job ended; of a read also whose the chunk is and who stored it, as its header says."""
 
     outcome: Outcome
@@ -32,7 +34,7 @@ class Ended(NamedTuple):
     stored_by: str | None = None
 
 
-_OK, _MISSING = Ended(Outcome.OK), Ended(Outcome.MISSING)
+_OK, _MISSING = JobResult(Outcome.OK), JobResult(Outcome.MISSING)
 
 
 class Performer:
@@ -42,10 +44,10 @@ class Performer:
 
         field             guarded by
         formats           filled by the owner before the first job of a namespace; read by all
-        _quiet_until_s    _lock; by outcome and tier, -1 for host memory
+        _quiet_until_s    _lock; by outcome and tier
     """
 
-    def __init__(self, tiers: list[Tier], arena: Arena, clock: Clock, formats: dict[bytes, BlobFormat]) -> None:
+    def __init__(self, tiers: Mapping[int, Tier], arena: Arena, clock: Clock, formats: dict[bytes, BlobFormat]) -> None:
         self._tiers = tiers
         self._arena = arena
         self._clock = clock
@@ -58,7 +60,7 @@ class Performer:
         slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
         return self._arena.view(slab, index * size_bytes, size_bytes)
 
-    def perform(self, job: Job) -> Ended:
+    def perform(self, job: Job) -> JobResult:
         """Do the job; never raises."""
         try:
             return self._perform(job)
@@ -72,71 +74,69 @@ class Performer:
             return self._failed(job, Outcome.UNAVAILABLE, exc)
         except Exception:  # a storage event may never end a thread; a miss is always right
             logger.exception("job failed in a way no tier declared. job=%s", type(job).__name__)
-            return Ended(Outcome.UNAVAILABLE)
+            return JobResult(Outcome.UNAVAILABLE)
 
-    def _failed(self, job: Job, outcome: Outcome, reason: Exception) -> Ended:
+    def _failed(self, job: Job, outcome: Outcome, reason: Exception) -> JobResult:
         """Say what failed, where and why: once in a while, because the medium may fail for thousands of blobs."""
-        tier = -1 if isinstance(job, Seal | Grow) else job.tier
+        tier = HOST if isinstance(job, Seal | Grow) else job.tier
         now_s = self._clock.monotonic()
         with self._lock:
             is_quiet = now_s < self._quiet_until_s.get((outcome, tier), now_s)
             if not is_quiet:
                 self._quiet_until_s[outcome, tier] = now_s + WARN_INTERVAL_S
         # A shared tier without room is every day's work where it has a limit: the write is put off, not lost.
-        is_usual = outcome is Outcome.NO_ROOM and tier >= 0 and self._tiers[tier].traits.is_shared
+        is_usual = outcome is Outcome.NO_ROOM and tier != HOST and self._tiers[tier].traits.is_shared
         logger.log(
             logging.DEBUG if is_quiet or is_usual else logging.WARNING,
             "a blob could not be handled. outcome=%s operation=%s tier=%s blob=%s cause=%s",
             outcome.value,
             type(job).__name__.lower(),
-            "host" if tier < 0 else self._tiers[tier].traits.name,
-            "" if isinstance(job, Grow) else relative_path(_name(job.record)),
+            "host" if tier == HOST else self._tiers[tier].traits.name,
+            "" if isinstance(job, Grow) else relative_path(BlobName.of(job.record)),
             # Its text, not the exception: a handler that keeps records would keep the traceback's views of the arena.
             str(reason) or type(reason).__name__,
         )
-        return Ended(outcome)
+        return JobResult(outcome)
 
-    def _perform(self, job: Job) -> Ended:
+    def _perform(self, job: Job) -> JobResult:
         match job:
             case Seal(record, slot):
-                place = record.key, record.parent, record.chunk_index, record.prefix_sha256
-                fields = SealFields(*place, self._clock.wall(), record.tag, record.stored_by)
                 with self._blob(record, slot) as blob:
-                    self.formats[record.namespace].seal(blob, fields)
+                    self.formats[record.namespace].seal(blob, record, self._clock.wall())
             case Write(tier, record, slot):
                 with self._blob(record, slot) as blob:
-                    self._tiers[tier].put(_name(record), blob)
+                    self._tiers[tier].put(BlobName.of(record), blob)
             case Read(tier, record, slot):
                 with self._blob(record, slot) as blob:
                     return self._read(tier, record, blob)
             case Delete(tier, record):
-                return _OK if self._tiers[tier].delete(_name(record)) else _MISSING
+                return _OK if self._tiers[tier].delete(BlobName.of(record)) else _MISSING
             case Copy():
                 return self._copy(job)
             case Probe(tier, record):
-                return _OK if self._tiers[tier].contains(_name(record)) else _MISSING
+                return _OK if self._tiers[tier].contains(BlobName.of(record)) else _MISSING
             case Grow(slab, size_bytes):
                 self._arena.allocate(slab, size_bytes)
         return _OK
 
-    def _read(self, tier: int, record: ChunkRecord, blob: memoryview) -> Ended:
-        if not self._tiers[tier].get_into(_name(record), blob):
+    def _read(self, tier: int, record: ChunkRecord, blob: memoryview) -> JobResult:
+        if not self._tiers[tier].get_into(BlobName.of(record), blob):
             return _MISSING
-        found = peek(blob[:PEEK_BYTES])
+        found = peek(blob[:PEEK_BYTES]).record
         if found.prefix_sha256 != record.prefix_sha256:
             raise ChunkCorrupt(f"prefix digest differs from the index. key={record.key.hex()}")
-        return Ended(Outcome.OK, found.tag, found.stored_by)
+        return JobResult(Outcome.OK, found.tag, found.stored_by)
 
-    def _copy(self, job: Copy) -> Ended:
+    def _copy(self, job: Copy) -> JobResult:
         """Read from the tier above into memory of our own, verified, and put it below."""
-        name, target = _name(job.record), self._tiers[job.tier]
+        name, target = BlobName.of(job.record), self._tiers[job.tier]
         if job.is_asked_first and target.contains(name):
             return _OK
         with mmap.mmap(-1, self.formats[job.record.namespace].blob_bytes) as memory:  # page-aligned, as slots are
             with memoryview(memory) as blob:
                 try:
                     if self._read(job.source, job.record, blob).outcome is not Outcome.OK:
-                        return Ended(Outcome.NO_SOURCE)
+                        return JobResult(Outcome.NO_SOURCE)
                 except (ChunkCorrupt, ChunkMismatch, TierUnavailable) as exc:
                     return self._failed(job, Outcome.NO_SOURCE, exc)
                 target.put(name, blob)
@@ -144,7 +144,3 @@ class Performer:
 
     def _blob(self, record: ChunkRecord, slot: SlotId) -> memoryview:
         return self.slot_view(slot, self.formats[record.namespace].blob_bytes)
-
-
-def _name(record: ChunkRecord) -> BlobName:
-    return BlobName(record.namespace, record.key, record.parent, record.chunk_index)

@@ -11,14 +11,14 @@ import os
 from dataclasses import dataclass
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.chunks.header import BlobFormat, SealFields
+from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, TierUnavailable
+from tiered_kv.keys.chunk_record import PREFIX_DIGEST_BYTES, ChunkRecord
+from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.tiers.base import BlobName, Tier
 
 TEST_BYTES = 4 << 20
-SELF_TEST_NAMESPACE = b"tiered_kv-test-1"
-"""16 bytes that no SHA-256 of a record yields in practice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,14 @@ def self_test(tier: Tier, clock: Clock, left: BlobName | None = None) -> SelfTes
             return SelfTest(0, 0.0, 0.0, str(exc), left)
     blob_format = self_test_format()
     key = os.urandom(16)
-    name = BlobName(SELF_TEST_NAMESPACE, key, SELF_TEST_NAMESPACE, 0)
+    record = ChunkRecord(SELF_TEST_NAMESPACE, key, SELF_TEST_NAMESPACE, 0, bytes(PREFIX_DIGEST_BYTES))
+    name = BlobName.of(record)
     size = blob_format.blob_bytes
     with mmap.mmap(-1, size) as wrote, mmap.mmap(-1, size) as read:  # page-aligned, as slots are
         blob, back = memoryview(wrote), memoryview(read)
         try:
             blob[blob_format.header_bytes : blob_format.header_bytes + TEST_BYTES] = os.urandom(TEST_BYTES)
-            blob_format.seal(blob, SealFields(key, SELF_TEST_NAMESPACE, 0, bytes(32), clock.wall()))
+            blob_format.seal(blob, record, clock.wall())
             return _round_trip(tier, clock, name, blob, back)
         finally:
             blob.release()

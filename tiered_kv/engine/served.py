@@ -3,22 +3,22 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tiered_kv.hierarchy.served import Chunks
+from tiered_kv.tiering.stats import HitCounts
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all ended lookups of all namespaces; see :class:`tiered_kv.hierarchy.served.Chunks`.
+    """Sums over all ended lookups of all namespaces; see :class:`tiered_kv.tiering.stats.HitCounts`.
 
     Attributes:
         tokens: As ``chunks``, each times the tokens of a chunk of its namespace. ``lookups`` and
             ``decisions`` are counted in ``chunks``.
     """
 
-    chunks: Chunks = field(default_factory=Chunks)
-    tokens: Chunks = field(default_factory=Chunks)
+    chunks: HitCounts = field(default_factory=HitCounts)
+    tokens: HitCounts = field(default_factory=HitCounts)
 
-    def add(self, chunks: Chunks, chunk_tokens: int) -> None:
+    def add(self, chunks: HitCounts, chunk_tokens: int) -> None:
         """Take in what was served to one namespace."""
         self.chunks.lookups += chunks.lookups
         self.chunks.decisions.update(chunks.decisions)

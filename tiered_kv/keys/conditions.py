@@ -1,4 +1,6 @@
-"""What an operator selects by who stored it: ``vllm<0.32.1``, ``tiered_kv==0.9.0``, ``encoding=CPU_ATTN/cpu/amx``.
+"""Conditions that select chunks by the software that stored them: ``vllm<0.32.1``.
+
+Other examples: ``tiered_kv==0.9.0``, ``encoding=CPU_ATTN/cpu/amx``.
 
 A condition is a name, a comparison and a value. ``tiered_kv`` and the doors (``vllm``, ``cache``) compare versions in
 the order of PEP 440, so 0.32.1rc1 comes before 0.32.1. A local part (``+cpu``) counts only where the condition has one,
@@ -61,14 +63,28 @@ class Conditions:
         if not 0 < len(self.texts) <= CONDITIONS_MAX:
             raise ConfigError(f"expected 1 to {CONDITIONS_MAX} conditions such as {EXAMPLES}, got {len(self.texts)}")
         self._tests = [_parse(text) for text in self.texts]
+        self._exact = [exact for text in self.texts if (exact := _exact_release(text)) is not None]
         self._known: dict[str, bool] = {UNKNOWN: False}
         self.incomparable: set[str] = set()
 
     def matches(self, line: str) -> bool:
-        """Whether a chunk with this line is meant. Who is not known is never meant, nor what cannot be compared."""
+        """Whether a chunk with this line is selected. An unknown line never is, nor one that cannot be compared."""
         if line not in self._known:
             self._known[line] = self._decide(line)
         return self._known[line]
+
+    def longer(self, lines: Iterable[str]) -> dict[str, set[str]]:
+        """Versions in these lines that begin as a condition's does and are not it, by the condition that means them.
+
+        ``vllm=0.32`` is 0.32.0 alone; who writes it may have meant ``vllm==0.32.*``.
+        """
+        found: dict[str, set[str]] = {}
+        for line in lines:
+            for name, start in self._exact:
+                version = _version_in(StoredBy.parse(line), name)
+                if version is not None and _begins(version, start, "==") and not _compare(version, start, "=="):
+                    found.setdefault(f"{name}=={start}.*", set()).add(version)
+        return found
 
     def _decide(self, line: str) -> bool:
         told = StoredBy.parse(line)
@@ -90,9 +106,22 @@ def _parse(text: str) -> Test:
     if name == _ENCODING:
         return _encoding_test(sign, value, text)
     compare = _version_test(sign, value, text)
+    return lambda told: compare(version) if (version := _version_in(told, name)) is not None else False
+
+
+def _exact_release(text: str) -> tuple[str, Version] | None:
+    """The name and the version of a condition that means one release."""
+    found = _CONDITION.fullmatch(text)
+    if found is None or found[1] == _ENCODING or found[2] not in ("=", "=="):
+        return None
+    version = _version_of(found[3])
+    return (found[1], version) if version is not None and str(version) == version.base_version else None
+
+
+def _version_in(told: StoredBy, name: str) -> str | None:
     if name == "tiered_kv":
-        return lambda told: compare(told.package)
-    return lambda told: compare(told.version) if told.door == name else False
+        return told.package
+    return told.version if told.door == name else None
 
 
 def _encoding_test(sign: str, value: str, text: str) -> Test:

@@ -1,7 +1,9 @@
-"""What besides the tokens makes a chunk's KV differ, typed and encoded so that no two sets of extras share bytes.
+"""Extras of a chunk: everything besides its tokens that changes its KV, encoded.
+
+No two sets of extras share their bytes.
 
 Owns the encoding; must not decide which extras apply to a chunk (the vLLM door reads them from the request). Called by
-the vLLM door; the bytes go into ``rolling.PrefixKeys`` behind the chunk's tokens.
+the vLLM door; the bytes go into ``prefix_keys.PrefixKeys`` behind the chunk's tokens.
 
 Each extra is a record, and records are sorted, so the order in which they were found does not matter::
 
@@ -23,7 +25,7 @@ SHA256_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapter a request runs with: what identifies its weights, not the name a user gave it."""
+    """The adapter of a request, identified by its weights and not by its name."""
 
     identity: str
 

@@ -1,4 +1,4 @@
-"""The namespace: everything that must be equal for two KV caches to hold comparable bytes.
+"""Namespace: everything that must be equal for KV bytes to be comparable.
 
 Owns the canonical record, its digest and the comparison of two records. Must not know how the fields are found out
 (the vLLM door does that) nor where a record is stored (the tiers do). Called by the vLLM door, the server and the CLI.
@@ -28,6 +28,9 @@ MAX_DEPTH: Final = 32
 
 MIN_INT: Final = -(2**63)
 MAX_INT: Final = 2**64 - 1
+
+SELF_TEST_NAMESPACE: Final = b"tiered_kv-test-1"
+"""Digest of the namespace of the blobs of self-tests, which no SHA-256 of a record yields in practice."""
 
 REQUIRED_FIELDS: Final = (
     "format_version",  # FORMAT_VERSION
@@ -74,7 +77,9 @@ class FieldDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class Namespace:
-    """One cache identity. Built by ``from_fields`` and ``from_record`` only, which check what they are given.
+    """One cache identity.
+
+    Built by ``from_fields`` and ``from_record`` only, which check their arguments.
 
     Attributes:
         record: Canonical JSON: sorted keys, no spaces, ASCII, no floats.
@@ -135,12 +140,12 @@ class Namespace:
         return cls._of(fields, [name for name in REQUIRED_FIELDS if version >= ADDED_FIELDS.get(name, 0)])
 
     def described(self, stored_by: str) -> bytes:
-        """The record as it is kept beside the blobs, with who is the first to store there; empty: nobody said."""
+        """The record as it is kept beside the blobs, with the line of its first writer; empty: unknown."""
         return _canonical(self.fields | {FIRST_STORED_BY: stored_by}) if stored_by else self.record
 
     @classmethod
     def from_described(cls, data: bytes) -> tuple["Namespace", object]:
-        """Read what is kept beside the blobs, which may have been set for people: only what it says counts.
+        """Read a record kept beside the blobs; its spacing and order may be those of a person.
 
         Returns:
             The namespace, and what stands there for the first who stored; None where nothing does.

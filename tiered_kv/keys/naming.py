@@ -15,7 +15,9 @@ Owns the path layout and nothing else: no root, no file system. Called by the ti
 
 import re
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
+
+from tiered_kv.keys.chunk_record import ChunkRecord
 
 NAME_BYTES: Final = 16
 SUFFIX: Final = ".safetensors"
@@ -28,7 +30,7 @@ _OBJECT_PATH = re.compile(r"([0-9a-f]{32})/([0-9a-f]{2})/(\2[0-9a-f]{30})\.([0-9
 
 @dataclass(frozen=True, slots=True)
 class BlobName:
-    """What a blob is called in every tier: two names are equal if namespace and key are.
+    """The name of a blob in every tier; equal if namespace and key are.
 
     Attributes:
         namespace: Digest of the namespace, 16 bytes.
@@ -43,6 +45,15 @@ class BlobName:
     parent: bytes = field(default=b"", compare=False)
     chunk_index: int = field(default=0, compare=False)
 
+    @classmethod
+    def of(cls, record: ChunkRecord) -> Self:
+        """The name of a chunk's blob, with its ancestry."""
+        return cls(record.namespace, record.key, record.parent, record.chunk_index)
+
+    def is_whole_name_of(self, record: ChunkRecord) -> bool:
+        """Whether this is the chunk's name and tells its ancestry right."""
+        return self == BlobName.of(record) and (self.parent, self.chunk_index) == (record.parent, record.chunk_index)
+
 
 def relative_path(name: BlobName) -> str:
     """Path of a blob relative to the root of a disk tier."""
@@ -52,7 +63,7 @@ def relative_path(name: BlobName) -> str:
 
 
 def parse_path(path: str) -> BlobName | None:
-    """Give the name whose path this is, without its ancestry; None for anything ``relative_path`` does not write."""
+    """The name of a path, without its ancestry; None for a path that ``relative_path`` does not write."""
     found = _PATH.fullmatch(path)
     if found is None:
         return None
@@ -69,7 +80,7 @@ def object_path(name: BlobName) -> str:
 
 
 def parse_object_path(path: str) -> BlobName | None:
-    """Give the name whose path this is; None for anything that ``object_path`` does not write."""
+    """The name of a path; None for a path that ``object_path`` does not write."""
     found = _OBJECT_PATH.fullmatch(path)
     if found is None:
         return None

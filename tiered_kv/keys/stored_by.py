@@ -1,4 +1,4 @@
-"""Who stored a chunk: the package, the engine and the encoding of its KV, in one line of a blob's header.
+"""Provenance of a chunk: package, engine and encoding, one line in its header.
 
 Keys and namespaces say which bytes may be taken for each other; a patch release of vLLM or of this package changes
 neither, or every release would empty the cache. So a version that stores wrong bytes is found by this line instead:
@@ -10,7 +10,7 @@ what is loaded. What an operator selects by it: ``conditions.py``.
     door       1 to 12 of a-z 0-9 _, a letter first: "vllm"; "cache" for ``tiered_kv.Cache``
     encoding   1 to 39 printable ASCII characters but space, quote and backslash; "-" where the door does not know
 
-Called by the doors, which know it, by ``chunks/fields.py``, and by whoever reads a line that somebody else wrote.
+Called by the doors, which know it, by ``chunks/header.py``, and by whoever reads a line that somebody else wrote.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ class StoredBy:
 
 
 def stored_by(package: str, door: str, version: str, encoding: str | None) -> str:
-    """The line of a door, whatever its version and encoding are called: what has no place in a line becomes ``_``.
+    """The line of a door; characters of version and encoding that have no place in it become ``_``.
 
     A version that is too long loses its local part, then its end; the end of a long encoding becomes a digest, so that
     two long ones stay two.

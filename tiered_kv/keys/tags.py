@@ -1,8 +1,8 @@
-"""Whose a chunk is: the tag a request was given, kept as a digest so that what was stored for it can be erased later.
+"""Tags: digests of a chunk's owner, so that its chunks can be erased later.
 
 A tag is the operator's own name for a tenant, a user or a contract. Nothing here or below keeps its text: headers,
-indexes and messages hold the first half of its SHA-256, which is enough to ask "is it this one's?" and tells nobody who
-there is. It is no secret either: who guesses a name can compute its digest.
+indexes and messages hold the first half of its SHA-256, which is enough to compare owners and does not list
+them. It is no secret either: a name that is guessed gives its digest.
 
 Called by the vLLM door, which is given tags, and by the command line, which erases by them.
 """
@@ -14,14 +14,14 @@ TAG_BYTES: Final = 16
 TAG_CHARS_MAX: Final = 256
 
 NO_TAG: Final = bytes(TAG_BYTES)
-"""Of a chunk that was stored for nobody in particular."""
+"""Of a chunk without an owner."""
 
 _SHARED_MAX: Final = 1 << 14
 _shared: dict[bytes, bytes] = {NO_TAG: NO_TAG}
 
 
 def tag_digest(text: str) -> bytes:
-    """What is kept of a tag.
+    """The digest of a tag, which is all that is kept of it.
 
     Raises:
         ValueError: It is empty, too long, or no text; says what a tag is, and not what was given.

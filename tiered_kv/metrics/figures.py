@@ -1,7 +1,7 @@
 """What a running server says of itself: the answer to ``StatRequest``, shown by ``stat``, ``top`` and the metrics.
 
 Values only. Counts and sums grow from the server's start on, so differences of two answers are rates; everything else
-is as of now. Written by ``server/figures.py``.
+is as of now. Written by ``server/stats.py``.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ from typing import Final
 
 import msgspec
 
-HOST: Final = "host"
+from tiered_kv.metrics.names import ShownIn, server_event
+
+HOST_NAME: Final = "host"
 """Name of host memory among the tiers."""
 
 
@@ -218,7 +220,7 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
         pending_writes: Chunks that a server that ends still writes, to all tiers.
         tokens: What lookups asked for and got.
         hierarchy: Host memory and chunks as of now: bytes assigned, capacity, leases, lookups, sessions.
-        counters: What happened how often; those with ``dropped`` in their names are chunks that were not written.
+        counters: What happened how often; ``names.py`` says what each of them is.
         tiers: Below host memory, highest first.
         flows: What came and went, from host memory downwards.
         sessions: Engines that take part.
@@ -246,7 +248,8 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     def drops(self) -> dict[str, int]:
         """Chunks that were not written to a tier, by the reason."""
-        return {name: count for name, count in sorted(self.counters.items()) if "_dropped" in name and count}
+        drops = [name for name in self.counters if server_event(name).shown_in is ShownIn.DROPPED_CHUNKS]
+        return {name: self.counters[name] for name in sorted(drops) if self.counters[name]}
 
 
 def sum_operations(

@@ -23,12 +23,12 @@ import msgspec
 from tiered_kv.config import Config
 from tiered_kv.errors import DirectoryLocked, TieredKVError
 from tiered_kv.server.compose import serve
-from tiered_kv.server.detach import detach, use_whole_machine
-from tiered_kv.server.paths import ServerInfo, log_path, read_info, server_directory
+from tiered_kv.server.connect import is_answering
+from tiered_kv.server.daemonize import detach, use_whole_machine
+from tiered_kv.server.directory import ServerInfo, log_path, read_info, server_directory
 from tiered_kv.server.server import Server
-from tiered_kv.server.spawn import is_answering
-from tiered_kv.tiers.disk_io import make_root, read_head
-from tiered_kv.tiers.disk_marker import claim
+from tiered_kv.tiers.disk.files import make_root, read_head
+from tiered_kv.tiers.disk.marker import claim
 
 logger = logging.getLogger("tiered_kv.server")
 

@@ -17,38 +17,76 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
-from tiered_kv.hierarchy.plan import ChunkRecord, SlotId, Turn
+from tiered_kv.keys.chunk_record import KEY_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import Namespace
-from tiered_kv.server import messages as m
-from tiered_kv.server.answers import EndedLookup, LookupAnswer, SessionInfo
-from tiered_kv.server.background import Background
-from tiered_kv.server.checks import check_credits, check_moved, check_ready, check_updated
+from tiered_kv.server import protocol as m
+from tiered_kv.server.connect import Background, refusal_error, say_hello
 from tiered_kv.server.epochs import is_private_epoch
-from tiered_kv.server.handshake import read_message, refusal_error, say_hello
-
-__all__ = ["EndedLookup", "LookupAnswer", "SchedulerClient", "SessionInfo", "read_message", "say_hello"]
+from tiered_kv.tiering.types import LookupAnswer, SlotId, Turn
 
 logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES_MAX = 4 << 20
 """A server that does not read this much gets no more stores and lookups: they are dropped, which is a miss."""
+
 READ_BYTES = 256 << 10
 READS_MAX = 16
 """Of one poll: a server that floods its client must not hold the scheduler's step."""
 
 ENDED_MAX = 1 << 14
 """Lookups that ended and were not counted yet; whoever counts them does so every step."""
+
 MOVES_MAX = 1 << 12
 """Messages about moves that nobody has taken yet; what is lost costs a router a wrong guess."""
-MOVES_BYTES_MAX = 64 << 20
 
+MOVES_BYTES_MAX = 64 << 20
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 10.0
 PATIENCE_LAST_S = 3600.0
+CREDITS_MAX: Final = 1 << 20
+"""Slots a session may hold ahead: a quarter of an arena of 1 TiB, in chunks of 256 KiB."""
+
+TIERS_MAX: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLookup:
+    """A lookup that was released.
+
+    Attributes:
+        generation: Of the session it belonged to.
+        keys: The prefix that was looked up; chunks from ``start`` on were wanted.
+        answer: What was known of it then.
+        is_asked_anew: Another one of the same request has replaced it: it does not count.
+    """
+
+    id: int
+    generation: int
+    keys: Sequence[bytes]
+    start: int
+    answer: LookupAnswer
+    is_asked_anew: bool = False
+
+    @property
+    def asked(self) -> int:
+        """Chunks that were wanted."""
+        return max(0, len(self.keys) - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What workers must know of a session to copy for it."""
+
+    generation: int
+    slot_bytes: int
+    payload_offset: int
+    rank_offsets: tuple[int, ...]
 
 
 class SchedulerClient:
@@ -182,7 +220,7 @@ class SchedulerClient:
     def pin(self, key: bytes, ttl_s: float) -> bool:
         """Keep a stored chunk and the prefix before it; False when it could not be said, and then nobody does.
 
-        For 0 seconds: only have them written to the lower tiers, whatever these take otherwise.
+        For 0 seconds: only have them written to the secondary tiers, whatever these take otherwise.
         """
         return self.is_ready and self._send(m.Pin(key, ttl_s))
 
@@ -197,10 +235,7 @@ class SchedulerClient:
         if self._is_resetting:  # filled before the reset: nobody may find them
             self.give_back([slot for slot, _ in chunks])
             return
-        items = [
-            m.Chunk(slot, r.key, r.parent, r.chunk_index, r.prefix_sha256, r.tag, r.stored_by) for slot, r in chunks
-        ]
-        self._send(m.Commit(items), may_drop=False)
+        self._send(m.Commit(list(chunks)), may_drop=False)
 
     def give_back(self, slots: Sequence[SlotId]) -> None:
         """Taken slots that will not be committed."""
@@ -268,16 +303,14 @@ class SchedulerClient:
 
     def _take(self, message: object) -> None:
         match message:
-            case m.Updated(lookup, held, slots, ready, is_done, parts, unknown, search_s, sources, queued):
-                check_updated(message)
+            case m.Updated(lookup, answer):
+                _check_answer(answer)
                 if lookup in self.lookups and not self.lookups[lookup].is_ended:
-                    self.lookups[lookup] = LookupAnswer(
-                        held, slots, ready, is_done, parts, unknown, search_s, sources, queued, is_answered=True
-                    )
+                    self.lookups[lookup] = answer
             case m.Ended(lookup):
                 if lookup in self.lookups:
                     held = self.lookups[lookup].held
-                    self.lookups[lookup] = LookupAnswer(held, is_done=True, is_answered=True, is_ended=True)
+                    self.lookups[lookup] = LookupAnswer(held=held, is_done=True, is_answered=True, is_ended=True)
             case m.Moved():
                 check_moved(message, len(self.tiers))
                 self._note_moves(message)
@@ -435,3 +468,55 @@ class SchedulerClient:
         with contextlib.suppress(IndexError):  # close() and a join that comes too late may both be here
             while True:
                 self._joined.popleft()[1].close()
+
+
+def check_ready(ready: m.Ready, world_size: int) -> None:
+    """Check what copies are placed by, and what metrics are labelled with.
+
+    Raises:
+        ProtocolError: Sizes or offsets are impossible, or tiers are too many or have no proper names.
+    """
+    offsets = ready.rank_offsets
+    if not 0 < ready.payload_offset < ready.slot_bytes or len(offsets) != world_size:
+        raise ProtocolError(
+            f"impossible slots. slot_bytes={ready.slot_bytes} payload_offset={ready.payload_offset} "
+            f"rank_offsets={len(offsets)} world_size={world_size}"
+        )
+    if not all(0 <= offset < ready.slot_bytes - ready.payload_offset for offset in offsets):
+        raise ProtocolError(f"a rank's bytes lie outside of the slot. slot_bytes={ready.slot_bytes}")
+    names = ready.tiers
+    if not 0 < len(names) <= TIERS_MAX or not all(0 < len(one) <= 64 and one.isidentifier() for one in names):
+        raise ProtocolError(f"tiers without proper names. count={len(names)} max={TIERS_MAX}")
+
+
+def _check_answer(answer: LookupAnswer) -> None:
+    """Check that what is said to be ready has a slot and a source.
+
+    Raises:
+        ProtocolError: It is not so.
+    """
+    if not answer.ready <= len(answer.slots) == len(answer.sources):
+        raise ProtocolError(
+            f"an impossible answer to a lookup. slots={len(answer.slots)} ready={answer.ready} "
+            f"sources={len(answer.sources)}"
+        )
+
+
+def check_credits(slots: Sequence[int], held: int) -> None:
+    """Check slots that are granted beside ``held`` others.
+
+    Raises:
+        ProtocolError: They are too many, or none that an arena has.
+    """
+    if held + len(slots) > CREDITS_MAX or (slots and min(slots) < 0):
+        raise ProtocolError(f"impossible credits. slots={len(slots)} held={held} max={CREDITS_MAX}")
+
+
+def check_moved(moved: m.Moved, tiers: int) -> None:
+    """Check that a move is of whole keys and of one of so many tiers.
+
+    Raises:
+        ProtocolError: It is not.
+    """
+    if not 0 <= moved.tier < max(tiers, 1) or len(moved.keys) % KEY_BYTES:
+        raise ProtocolError(f"an impossible move. tier={moved.tier} tiers={tiers} key_bytes={len(moved.keys)}")

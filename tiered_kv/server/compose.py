@@ -4,41 +4,50 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from tiered_kv import __version__
 from tiered_kv.chunks.arena import Arena, create_slabs
 from tiered_kv.config import Config
 from tiered_kv.engine.clock import Clock, SystemClock
 from tiered_kv.engine.engine import Engine
 from tiered_kv.engine.executor import LOCAL_THREADS, Pool, ThreadExecutor
-from tiered_kv.engine.self_test import SELF_TEST_NAMESPACE, self_test, self_test_format
+from tiered_kv.engine.self_test import self_test, self_test_format
 from tiered_kv.errors import ConfigError, TierUnavailable
+from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.machine import memory_limit_bytes
 from tiered_kv.metrics.recorder import Recorder
-from tiered_kv.server.arena_lock import release_stale_arena_locks
-from tiered_kv.server.epochs import Epochs
-from tiered_kv.server.messages import PROTOCOL
-from tiered_kv.server.paths import ServerInfo, info_path, refuse_foreign_info, server_directory, socket_path
-from tiered_kv.server.pinning import Pinning
-from tiered_kv.server.presence import Presence
+from tiered_kv.server.connect import is_answering
+from tiered_kv.server.directory import (
+    DirectoryWatch,
+    ServerInfo,
+    info_path,
+    refuse_foreign_info,
+    release_stale_arena_locks,
+    server_directory,
+    socket_path,
+)
+from tiered_kv.server.epochs import EpochFile, Epochs
+from tiered_kv.server.pins import Pinning
+from tiered_kv.server.protocol import PROTOCOL
 from tiered_kv.server.server import Server
 from tiered_kv.server.sessions import Sessions
-from tiered_kv.server.shared_epochs import SharedEpochs
-from tiered_kv.server.spawn import bind
-from tiered_kv.tiers.disk_io import mapped_errors
-from tiered_kv.tiers.disk_lock import DirectoryLock
-from tiered_kv.tiers.disk_marker import claim, require_ours
-from tiered_kv.tiers.object_store import ObjectStore
+from tiered_kv.tiers.disk.files import mapped_errors
+from tiered_kv.tiers.disk.lock import DirectoryLock
+from tiered_kv.tiers.disk.marker import claim, require_ours
+from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.open import OpenTier, open_tiers
+from tiered_kv.version import __version__
 
 logger = logging.getLogger("tiered_kv.server")
 
 FIRST_TURNS = 3
 """Turns of a shared tier's keeper that may pass before the first write finds room."""
+
+BACKLOG = 64
 
 
 def build_engine(config: Config, recorder: Recorder) -> tuple[Engine, ObjectStore | None]:
@@ -55,15 +64,15 @@ def build_engine(config: Config, recorder: Recorder) -> tuple[Engine, ObjectStor
         tiers = [one.tier for one in opened]
         for tier in tiers:
             undo.callback(tier.close)
-        hierarchy = Engine.build_hierarchy(
+        tiering = Engine.build_tiering(
             config.resolved_host_bytes(), tiers, eviction=config.eviction, admissions=config.admissions()
         )
-        arena = Arena(create_slabs(hierarchy.slots.slab_count))
+        arena = Arena(create_slabs(tiering.slots.slab_count))
         undo.callback(arena.close)
         executor = ThreadExecutor(_threads(config, opened))
         undo.callback(executor.close)
-        engine = Engine(tiers, arena, hierarchy, executor, clock, formats)
-        for number, one in enumerate(opened):
+        engine = Engine(tiers, arena, tiering, executor, clock, formats)
+        for number, one in zip(engine.tiers, opened, strict=True):
             engine.guards.add(number, one.breaker, one.trial)
             _test(engine, number, one, clock, is_strict=config.strict)
         _remove_empty(config.disk_root())
@@ -156,27 +165,26 @@ def serve(
             if on_server is not None:
                 on_server(server)
             info = ServerInfo(str(path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest())
-            presence = Presence(root, info, partial(_in_background, engine), engine.clock.monotonic)
-            at_end.callback(_leave, root, presence)  # still under the directory's lock: nobody else's files
+            watch = DirectoryWatch(root, info, partial(_in_background, engine), engine.clock.monotonic)
+            at_end.callback(_leave, root, watch)  # still under the directory's lock: nobody else's files
             on_ready(info)
-            server.run(until_idle=until_idle, is_found=presence.is_found)
+            server.run(until_idle=until_idle, is_found=watch.is_found)
             sessions.pinning.flush()
-            if not presence.is_found():
+            if not watch.is_found():
                 raise TierUnavailable(f"the directory of this server was removed or taken over. path={root}")
 
 
-def _leave(root: Path, presence: Presence) -> None:
-    presence.look()
-    if not presence.is_found():
+def _leave(root: Path, watch: DirectoryWatch) -> None:
+    watch.look()
+    if not watch.is_found():
         return
     info_path(root).unlink(missing_ok=True)
     release_stale_arena_locks(root, own_id="")
 
 
-def _epochs(engine: Engine, store: ObjectStore | None, root: Path) -> Epochs | SharedEpochs:
+def _epochs(engine: Engine, store: ObjectStore | None, root: Path) -> Epochs:
     submit = partial(_in_background, engine)
-    local = Epochs(root, submit)
-    return local if store is None else SharedEpochs(local, store, submit, root=root)
+    return Epochs(EpochFile(root, submit), submit, store)
 
 
 def _pinning(engine: Engine, store: ObjectStore | None, config: Config) -> Pinning:
@@ -204,6 +212,38 @@ def _listening(path: Path) -> Iterator[socket.socket]:
             # Whose directory was removed may have a successor, with a socket of its own in this place.
             if os.path.samestat(path.lstat(), ours):
                 path.unlink()
+
+
+def bind(path: Path) -> socket.socket:
+    """A listening socket, mode 0600. The caller holds the directory's lock, so an old socket of it is stale.
+
+    Raises:
+        ConfigError: The place is taken by another server or by something else, or cannot be used.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        _clear(path)
+        listener.bind(str(path))
+        path.chmod(0o600)  # before listen: nobody can have connected yet. A umask would be the whole process's
+        listener.listen(BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(f"cannot make the socket. path={path}: {exc}") from exc
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+def _clear(path: Path) -> None:
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"the socket's place is taken by something that is not a socket. path={path}")
+    except FileNotFoundError:
+        return
+    if is_answering(str(path)):
+        raise ConfigError(f"another server listens there. path={path}")
+    path.unlink(missing_ok=True)
 
 
 def _check_host_bytes(config: Config) -> None:

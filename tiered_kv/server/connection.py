@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tiered_kv.errors import ProtocolError
-from tiered_kv.server.messages import FRAME_BYTES_MAX, HELLO_BYTES_MAX, FrameReader, FromClient, Message, frame
+from tiered_kv.server.protocol import FRAME_BYTES_MAX, HELLO_BYTES_MAX, FrameReader, FromClient, Message, frame
 
 OUTBOX_BYTES_MAX = 8 << 20
 """A client that does not read this much is lost: its session ends, its engine goes on without the cache."""

@@ -1,18 +1,36 @@
 """Epochs: how ``reset_cache`` makes old KV unreachable without touching a byte of it.
 
-A namespace's base epoch is a number kept in the disk tier's directory. A reset raises it durably, so every later start
-uses a fresh epoch, and gives the calling engine a random private epoch that nobody else, nor its own restart, adopts.
-With a bucket the directory also says which resets the bucket has not heard of yet, and the highest number that was seen
-there (``shared_epochs.py``).
+The base epoch of a namespace is a number. A reset raises it durably, so every later start uses a fresh epoch, and gives
+the calling engine a random private epoch that nobody else, nor its own restart, adopts. The number lies in the disk
+tier's directory (``epochs.json``, :class:`EpochFile`). With a bucket it lies there (:class:`BucketEpochs`), so that a
+reset on one machine counts for all that use the bucket; then the directory also remembers which resets the bucket does
+not have yet, and the highest number that was seen there. Sessions use
+:class:`Epochs`, with a bucket or without.
 
-Writing lasts as long as the disk likes (fsync), and every engine's lookups wait for the server's loop: so the loop
-hands what is to be written to another thread, and confirms a reset only when that has said that it is durable.
+**File.** Writing lasts as long as the disk likes (fsync), and every engine's lookups wait for the server's loop: so the
+loop hands what is to be written to another thread, and confirms a reset only when that has said that it is durable.
+
+**Bucket.** The epoch in force is the highest number among the objects ``_tiered_kv/epochs/<namespace>/<number>``; a
+retirement adds the next one, so it needs no atomic create and two at once do no harm. The bucket is read and written in
+the background, because one that does not answer must not hold up the server's loop: a session whose question found no
+answer gets an epoch of this machine alone, which is never wrong and never shared.
+
+The bucket's owner may delete any of these objects, e.g. by a lifecycle rule on their age, and no retired epoch may
+come back by that. So the number that begins a namespace, also one that lost its objects, is a random one: what is
+forgotten is never guessed again. The objects of retired epochs are deleted, so that none is left to be the highest. A
+number below one that this machine has seen is not believed. And the number in force is written anew every few hours,
+so that in use it does not age: losing it is safe, but costs the hits.
+
+A retirement that the bucket does not have is owed: this machine remembers it durably, writes it as soon as the bucket
+answers, also after a restart, and opens no session with a shared epoch before. Called by ``sessions.py``.
 """
 
+import hashlib
 import logging
 import os
 import re
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,26 +40,39 @@ from typing import Final
 
 import msgspec
 
-from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.tiers.disk_io import read_small_file, replace_small_file, write_new_file
+from tiered_kv.errors import Closed, ConfigError, TierUnavailable
+from tiered_kv.machine import machine_name
+from tiered_kv.tiers.disk.files import read_small_file, replace_small_file, write_new_file
+from tiered_kv.tiers.object.medium import ObjectInfo
+from tiered_kv.tiers.object.store import OWN, ObjectStore
 
 logger = logging.getLogger(__name__)
 
 EPOCHS_FILE: Final = "epochs.json"
 BYTES_MAX: Final = 16 << 20
 """A number of each of 300,000 namespaces."""
-
 _OWED: Final = "owed:"
 """Before a digest: a reset of that namespace is not in the bucket yet."""
 _OWED_NAME = re.compile(f"{_OWED}([0-9a-f]{{32}})")
 _SEEN: Final = "seen:"
 """Before a digest: the highest number that this machine has seen in the bucket."""
+EPOCHS: Final = f"{OWN}/epochs/"
+RETRY_S: Final = 10.0
+"""How often the bucket is told again of a reset that it did not hear of."""
+REFRESH_S: Final = 6 * 3600.0
+"""How often a number in force is written anew. The shortest lifecycle rule of S3 is a day."""
+FIRST_BITS: Final = 48
+"""Of the random number that begins a namespace: every version of this package reads up to 15 digits."""
+JUMP_BITS: Final = 36
+"""Of the random step above the highest known number, where the bucket has lost it."""
+NOTE: Final = b"numbers below are retired\n"
+_PATH = re.compile(r"([0-9a-f]{32})/([0-9]{1,15})")
+_NUMBER = re.compile(r".*/([0-9]{1,15})")
+_PRIVATE = re.compile(r"private-[0-9a-f]{32}")
 
 Numbers = dict[str, int]
 Submit = Callable[[Callable[[], None]], None]
 """Runs a task in another thread and wakes the server's loop when it is done."""
-
-_PRIVATE = re.compile(r"private-[0-9a-f]{32}")
 
 
 def is_private_epoch(epoch: str) -> bool:
@@ -67,6 +98,38 @@ def read_epochs(root: Path) -> dict[str, int]:
         raise TierUnavailable(f"cannot read the epochs. path={path}: {exc}") from exc
 
 
+def read_shared_epochs(store: ObjectStore) -> dict[str, int]:
+    """The numbers of a bucket, by base digest in hex.
+
+    Raises:
+        TierUnavailable: The bucket does not answer.
+    """
+    numbers: dict[str, int] = {}
+    for info in store.list(EPOCHS):
+        found = _PATH.fullmatch(info.path.removeprefix(EPOCHS))
+        if found is not None:
+            numbers[found[1]] = max(int(found[2]), numbers.get(found[1], 0))
+    return numbers
+
+
+def begin_with(store: ObjectStore, digest: bytes, number: int) -> int:
+    """Have a bucket that has no number of a namespace begin with this one; returns the number in force.
+
+    For copies of another bucket, where that number must be in force: this bucket would begin with one of its own, under
+    which nobody finds them.
+
+    Args:
+        digest: The namespace's, computed with an empty epoch.
+
+    Raises:
+        TierUnavailable: The bucket does not answer.
+    """
+    there = read_shared_epochs(store).get(digest.hex(), 0)
+    if not there:
+        store.put(f"{EPOCHS}{digest.hex()}/{number}", NOTE)
+    return there or number
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
     """One thing to be written.
@@ -86,8 +149,8 @@ def _at_once(task: Callable[[], None]) -> None:
     task()
 
 
-class Epochs:
-    """Base epochs by namespace digest (computed with an empty epoch).
+class EpochFile:
+    """Numbers of this machine's directory, by namespace digest (computed with an empty epoch).
 
     Threads: one owner, the server's loop. One save at a time runs where ``submit`` runs it; it reads nothing of this
     object and hands its result over through ``_saved`` (a deque: appends are atomic).
@@ -100,6 +163,7 @@ class Epochs:
             ConfigError: The file is sound and says something else: it is somebody's, and stays as it is.
             TierUnavailable: The file cannot be read, or a fresh one cannot be written.
         """
+        self.root = root
         self._path = root / EPOCHS_FILE
         self._submit = submit
         self._numbers: Numbers = {}  # what is durable
@@ -133,7 +197,7 @@ class Epochs:
 
     def base(self, digest: bytes) -> str | None:
         """The epoch that newcomers of a namespace use; None while a reset of it is being written: ask again."""
-        if not self.is_told(digest):
+        if not self.is_durable(digest):
             return None
         floor = self._numbers.get("", 0)
         return f"base-{floor + self._numbers.get(digest.hex(), 0)}"
@@ -221,8 +285,8 @@ class Epochs:
             failure = exc
         self._saved.append((numbers, failure))
 
-    def is_told(self, digest: bytes) -> bool:
-        """Whether everybody who may hear of a reset of the namespace has: what is in the directory is."""
+    def is_durable(self, digest: bytes) -> bool:
+        """Whether no reset of the namespace waits to be written."""
         return all(change.digest != digest for change in (*self._saving, *self._waiting))
 
 
@@ -237,3 +301,259 @@ def _save(path: Path, numbers: Numbers) -> None:
             os.close(directory)
     except OSError as exc:
         raise TierUnavailable(f"cannot write the epochs. path={path}: {exc}") from exc
+
+
+class BucketEpochs:
+    """Numbers of namespaces in a bucket, as objects.
+
+    Threads: any; every call blocks for as long as the bucket does. ``seen`` gives the highest number of a namespace
+    that this machine has seen, 0 if none.
+    """
+
+    def __init__(self, store: ObjectStore, seen: Callable[[bytes], int]) -> None:
+        self._store = store
+        self._seen = seen
+
+    def retire(self, digest: bytes) -> None:
+        """Add a number above all others.
+
+        Raises:
+            TierUnavailable, Closed: The bucket does not answer; call again.
+        """
+        there = self._numbers(digest)
+        number = self._fresh(digest, there)
+        self._store.put(self._path(digest, number), NOTE)
+        self._delete_below(number, there)  # or it has failed: a rule may leave one of them the highest
+
+    def agreed(self, digest: bytes) -> int:
+        """The number in force; where there is none that can be believed, a new one.
+
+        Raises:
+            TierUnavailable, Closed: The bucket does not answer.
+        """
+        there, seen = self._numbers(digest), self._seen(digest)
+        highest = self._highest(there)
+        if highest < seen or not there:
+            if seen:
+                logger.warning(
+                    "the bucket has lost the number of a namespace's epoch, so a new one begins and what is stored of "
+                    "it is not found any more: exempt %s from lifecycle rules. namespace=%s seen=%d there=%d",
+                    EPOCHS,
+                    digest.hex(),
+                    seen,
+                    highest,
+                )
+            self._store.put(self._path(digest, self._fresh(digest, there)), NOTE)
+            there = self._numbers(digest)  # another machine may have done the same: the higher number counts for both
+            highest = self._highest(there)
+        try:
+            self._delete_below(highest, there)
+            if time.time() - there[highest].modified_s > REFRESH_S:
+                self._renew(digest, highest)
+        except TierUnavailable as exc:  # a bucket that may only be read from: those who write to it do it
+            logger.info("a namespace's epoch was read and could not be tended. %s", exc)
+        return highest
+
+    def refresh(self, digest: bytes, number: int) -> None:
+        """Keep the number from ageing. One that is gone stays so: a retirement may have come and gone with it."""
+        try:
+            if self._highest(self._numbers(digest)) == number:
+                self._renew(digest, number)
+        except (TierUnavailable, Closed) as exc:
+            logger.info("a namespace's epoch was not written anew; next_try_s=%g %s", REFRESH_S, exc)
+
+    def _renew(self, digest: bytes, number: int) -> None:
+        self._store.put(self._path(digest, number), NOTE)
+        there = self._numbers(digest)
+        self._delete_below(self._highest(there), there)  # retired at this moment, it must not come back
+
+    def _numbers(self, digest: bytes) -> dict[int, ObjectInfo]:
+        found = ((_NUMBER.fullmatch(info.path), info) for info in self._store.list(self._folder(digest)))
+        return {int(match[1]): info for match, info in found if match is not None}
+
+    def _fresh(self, digest: bytes, there: dict[int, ObjectInfo]) -> int:
+        """A number above all others that nobody has used; where some were forgotten, the next one may have been."""
+        highest, seen = self._highest(there), self._seen(digest)
+        if there and highest >= seen:
+            return highest + 1
+        return seen + 1 + secrets.randbits(JUMP_BITS if seen else FIRST_BITS)
+
+    @staticmethod
+    def _highest(there: dict[int, ObjectInfo]) -> int:
+        return max(there, default=0)
+
+    def _delete_below(self, number: int, there: dict[int, ObjectInfo]) -> None:
+        self._store.delete([info.path for below, info in there.items() if below < number])
+
+    @staticmethod
+    def _folder(digest: bytes) -> str:
+        return f"{EPOCHS}{digest.hex()}/"
+
+    def _path(self, digest: bytes, number: int) -> str:
+        return f"{self._folder(digest)}{number}"
+
+
+class Epochs:
+    """Base and private epochs of a server's sessions, kept by its directory and, if there is one, by its bucket.
+
+    Threads: one owner, the server's loop. Results of background tasks come through ``_answers`` (item assignment is
+    atomic) and ``_told`` (a deque: appends are atomic).
+    """
+
+    def __init__(
+        self,
+        file: EpochFile,
+        submit: Submit = _at_once,
+        store: ObjectStore | None = None,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Without a ``store`` the file alone counts; with one, for sessions that open while the bucket is away."""
+        self._file = file
+        self._submit = submit
+        self._bucket = None if store is None else BucketEpochs(store, file.seen)
+        self._monotonic = monotonic
+        self._machine = hashlib.sha256(f"{machine_name()} {file.root}".encode()).hexdigest()[:16]
+        self._asked: set[bytes] = set()
+        self._answers: dict[bytes, int | None] = {}
+        self._owed = (
+            {} if store is None else dict.fromkeys(file.owed, 0)
+        )  # which retirement the bucket does not have, counted from here
+        self._retirements = 0
+        self._telling: set[bytes] = set()
+        self._told: deque[tuple[bytes, int, bool]] = deque()
+        self._unsaved: dict[bytes, None] = {}  # retirements that are not durable here yet
+        self._in_force: dict[bytes, int] = {}  # what sessions were given last
+        self._again_s = monotonic()
+        self._refresh_due_s = monotonic() + REFRESH_S
+
+    def base(self, digest: bytes) -> str | None:
+        """The epoch that a new session of a namespace uses; None until file and bucket have answered: call again."""
+        if self._bucket is None:
+            return self._file.base(digest)
+        if digest in self._unsaved:
+            return None
+        if digest not in self._asked:
+            self._asked.add(digest)
+            if digest in self._owed:
+                self._tell(digest)
+            else:
+                self._submit(lambda: self._ask(digest))
+            return None
+        if digest in self._telling:
+            return None
+        if digest in self._owed:  # the bucket did not take it
+            self._asked.discard(digest)
+            return self._own(digest)
+        if digest not in self._answers:
+            return None
+        self._asked.discard(digest)  # the next session asks anew: another machine may have reset by then
+        number = self._answers.pop(digest)
+        if number is None:
+            return self._own(digest)
+        self._in_force[digest] = number
+        self._file.note_seen(digest, number)
+        return f"shared-{number}"
+
+    def _own(self, digest: bytes) -> str:
+        return f"{self._file.base(digest)}-of-{self._machine}"
+
+    def retire(self, digest: bytes) -> str:
+        """Begin to retire the base epoch in the file and then in the bucket; returns a private one.
+
+        The caller uses the private one once :meth:`is_settled` and :meth:`check` let it.
+
+        Raises:
+            TierUnavailable: As :meth:`check`, where that is known at once.
+        """
+        private = self._file.retire(digest, owes=self._bucket is not None)
+        if self._bucket is not None:
+            self._retirements += 1
+            self._owed[digest] = self._retirements
+            self._unsaved[digest] = None
+            self._tell_saved()
+        return private
+
+    def check(self, private: str) -> None:
+        """Fail where the reset behind a private epoch did; the engine needs no more than this machine's memory of it.
+
+        Raises:
+            TierUnavailable: It could not be written; the old epoch is still in force.
+        """
+        self._file.check(private)
+
+    def is_settled(self, digest: bytes) -> bool:
+        """Whether file and bucket have the namespace's resets, or the bucket did not take them when it was asked."""
+        if self._bucket is None:
+            return self._file.is_durable(digest)
+        return digest not in self._unsaved and digest not in self._telling
+
+    def turn(self) -> None:
+        """Take in what was written, and write again what the bucket did not take. Call it often."""
+        self._file.turn()
+        if self._bucket is not None:
+            self._turn_bucket(self._bucket)
+
+    def _turn_bucket(self, bucket: BucketEpochs) -> None:
+        self._tell_saved()
+        while self._told:
+            digest, retirement, is_told = self._told.popleft()
+            self._telling.discard(digest)
+            if not is_told:
+                self._again_s = self._monotonic() + RETRY_S
+            elif self._owed.get(digest) != retirement:  # another reset meanwhile
+                self._tell(digest)
+            else:
+                self._paid(digest)
+        if self._owed and self._monotonic() >= self._again_s:
+            self._again_s = self._monotonic() + RETRY_S
+            for digest in self._owed:
+                self._tell(digest)
+        if self._monotonic() >= self._refresh_due_s:
+            self._refresh_due_s = self._monotonic() + REFRESH_S
+            for digest, number in self._in_force.items():
+                self._submit(partial(bucket.refresh, digest, number))
+
+    def _tell_saved(self) -> None:
+        """Send the bucket those resets that are durable here by now, so that no crash leaves one half done."""
+        for digest in [digest for digest in self._unsaved if self._file.is_durable(digest)]:
+            del self._unsaved[digest]
+            if digest in self._file.owed:
+                self._tell(digest)
+            else:  # it could not be written: that reset never was
+                self._owed.pop(digest, None)
+
+    def _paid(self, digest: bytes) -> None:
+        del self._owed[digest]
+        self._file.pay(digest)
+        if digest in self._asked:
+            self._submit(lambda: self._ask(digest))
+
+    def _tell(self, digest: bytes) -> None:
+        if digest not in self._telling and digest not in self._unsaved and digest in self._owed:
+            self._telling.add(digest)
+            self._submit(partial(self._put_next, digest, self._owed[digest]))
+
+    def _put_next(self, digest: bytes, retirement: int) -> None:
+        assert self._bucket is not None
+        is_told = False
+        try:
+            self._bucket.retire(digest)
+            is_told = True
+        except (TierUnavailable, Closed) as exc:
+            logger.warning(
+                "the bucket could not be told of a reset: until it is, engines that start on other machines find what "
+                "was stored before. next_try_s=%g %s",
+                RETRY_S,
+                exc,
+            )
+        finally:
+            self._told.append((digest, retirement, is_told))
+
+    def _ask(self, digest: bytes) -> None:
+        assert self._bucket is not None
+        try:
+            self._answers[digest] = self._bucket.agreed(digest)
+        except (TierUnavailable, Closed) as exc:
+            logger.warning("session opens with an epoch of this machine alone: nothing of it is shared. %s", exc)
+            self._answers[digest] = None

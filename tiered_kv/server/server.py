@@ -12,20 +12,25 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tiered_kv import __version__
 from tiered_kv.config import Config
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
+from tiered_kv.keys.chunk_record import KEY_BYTES
+from tiered_kv.keys.conditions import Conditions
+from tiered_kv.keys.tags import NO_TAG, TAG_BYTES
+from tiered_kv.metrics.figures import HOST_NAME
 from tiered_kv.metrics.recorder import Recorder
-from tiered_kv.server import messages as m
-from tiered_kv.server.arena_lock import release_stale_arena_locks
+from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
-from tiered_kv.server.figures import FigureSource, check_limits
-from tiered_kv.server.orders import evict
+from tiered_kv.server.directory import release_stale_arena_locks
 from tiered_kv.server.sessions import Sessions
+from tiered_kv.server.stats import FigureSource
+from tiered_kv.tiering.types import HOST
+from tiered_kv.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +55,16 @@ FINAL_READS_MAX = 64
 """Of a client that is being dropped: what a socket's buffer holds, however fast the client goes on writing."""
 
 REASON_CHARS_MAX = 2000
-
-_ALLOWED: dict[type[m.Message], tuple[str, ...]] = {
-    m.JoinWorker: ("worker", "cache"),
-    m.Decline: ("worker", "cache"),
-    m.Unmapped: ("worker", "cache"),
-    m.JoinScheduler: ("scheduler", "cache"),
-    m.Lookup: ("scheduler", "cache"),
-    m.Claim: ("scheduler", "cache"),
-    m.Release: ("scheduler", "cache"),
-    m.Commit: ("scheduler", "cache"),
-    m.GiveBack: ("scheduler", "cache"),
-    m.Reset: ("scheduler", "cache"),
-    m.Pin: ("scheduler", "cache"),
-    m.StatRequest: ("scheduler", "worker", "cache", "admin"),
-    m.Evict: ("admin",),
-}
 _ROLES = ("scheduler", "worker", "cache", "admin")
-
+_WORKERS, _SCHEDULERS = ("worker", "cache"), ("scheduler", "cache")
 Callback = Callable[[int], None]
+
+
+class Route(NamedTuple):
+    """Which roles may send a message, and what handles it."""
+
+    roles: tuple[str, ...]
+    handle: Callable[[Connection, Any], None]
 
 
 class Server:
@@ -95,11 +91,12 @@ class Server:
         self.server_id = os.urandom(8).hex()
         self._figures = FigureSource(engine, recorder, config, server_id=self.server_id, root=root)
         self._root = root
+        self._routes = self._all_routes()
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._pidfds: dict[Connection, int] = {}
         self._disk_bytes = config.disk_bytes or (
-            None if config.disk_root() is None else engine.tiers[0].usage().capacity_bytes
+            None if config.disk_root() is None else engine.tiers[HOST + 1].usage().capacity_bytes
         )
         self._idle_since_s: float | None = None
         self._accept_again_s: float | None = None
@@ -191,9 +188,9 @@ class Server:
         """Write what was accepted, for at most ``drain_s`` since the last client left or the order to stop came."""
         deadline_s = since_s + self._config.drain_s
         self._turn(0)  # what clients have sent already
-        while self._engine.hierarchy.pending_writes and self._clock.monotonic() < deadline_s:
+        while self._engine.pending_writes and self._clock.monotonic() < deadline_s:
             self._turn(min(TICK_S, max(deadline_s - self._clock.monotonic(), 0)))
-        left = self._engine.hierarchy.pending_writes
+        left = self._engine.pending_writes
         if left:
             logger.warning("drain ended with chunks unwritten. chunks=%d drain_s=%g", left, self._config.drain_s)
 
@@ -207,7 +204,7 @@ class Server:
         idle_s = now_s - self._idle_since_s
         if not self._has_served:
             return idle_s > FIRST_CLIENT_S
-        return idle_s > LINGER_S and (not self._engine.hierarchy.pending_writes or idle_s > self._config.drain_s)
+        return idle_s > LINGER_S and (not self._engine.pending_writes or idle_s > self._config.drain_s)
 
     # -- sockets -----------------------------------------------------------------------------------------------
 
@@ -282,56 +279,44 @@ class Server:
             # unmaps its memory before it closes its files.
             self._sessions.exited(connection)
 
+    def _all_routes(self) -> dict[type[m.Message], Route]:
+        """Every message that a client may send once it has said Hello."""
+        sessions = self._sessions
+        return {
+            m.JoinWorker: Route(_WORKERS, self._join_worker),
+            m.Decline: Route(_WORKERS, self._decline),
+            m.Unmapped: Route(_WORKERS, lambda connection, _: sessions.unmapped(connection)),
+            m.JoinScheduler: Route(_SCHEDULERS, sessions.join_scheduler),
+            m.Lookup: Route(_SCHEDULERS, sessions.lookup),
+            m.Claim: Route(_SCHEDULERS, sessions.claim),
+            m.Release: Route(_SCHEDULERS, sessions.release),
+            m.Commit: Route(_SCHEDULERS, sessions.commit),
+            m.GiveBack: Route(_SCHEDULERS, sessions.give_back),
+            m.Pin: Route(_SCHEDULERS, sessions.pin),
+            m.Reset: Route(_SCHEDULERS, lambda connection, _: sessions.reset(connection)),
+            m.StatRequest: Route(_ROLES, self._stat),
+            m.Evict: Route(("admin",), lambda connection, order: connection.send(evict(self._engine, order))),
+        }
+
     def _handle(self, connection: Connection, message: m.Message) -> None:
         if isinstance(message, m.Hello):
             self._hello(connection, message)
             return
         if not connection.role:
             raise ProtocolError("the first message must be Hello")
-        if connection.role not in _ALLOWED[type(message)]:
+        route = self._routes[type(message)]
+        if connection.role not in route.roles:
             raise ProtocolError(f"a client of role {connection.role} may not send {type(message).__name__}")
-        match message:
-            case m.JoinWorker():
-                self._join_worker(connection, message)
-            case m.Decline():
-                self._check_watched()
-                self._sessions.decline(connection, message)
-                self._watch(connection)
-            case m.JoinScheduler():
-                self._sessions.join_scheduler(connection, message)
-            case m.Lookup() | m.Claim() | m.Release() | m.Commit() | m.GiveBack() | m.Pin():
-                self._work(connection, message)
-            case m.Reset():
-                self._sessions.reset(connection)
-            case m.Unmapped():
-                self._sessions.unmapped(connection)
-            case m.StatRequest() | m.Evict():
-                connection.send(self._answer(message))
-            case _:
-                raise ProtocolError(f"unexpected message. type={type(message).__name__}")
+        route.handle(connection, message)
 
-    def _work(
-        self, connection: Connection, message: m.Lookup | m.Claim | m.Release | m.Commit | m.GiveBack | m.Pin
-    ) -> None:
-        match message:
-            case m.Lookup():
-                self._sessions.lookup(connection, message)
-            case m.Claim():
-                self._sessions.claim(connection, message)
-            case m.Release():
-                self._sessions.release(connection, message)
-            case m.Commit():
-                self._sessions.commit(connection, message)
-            case m.GiveBack():
-                self._sessions.give_back(connection, message)
-            case m.Pin():
-                self._sessions.pinning.pin(self._sessions.owned(connection).namespace, message)
-
-    def _answer(self, message: m.StatRequest | m.Evict) -> m.Message:
-        if isinstance(message, m.Evict):
-            return evict(self._engine, message)
+    def _stat(self, connection: Connection, _: m.StatRequest) -> None:
         figures = self._figures.now(len(self._connections), [group.describe() for group in self._sessions.groups])
-        return m.Stat(msgspec.json.encode(figures))
+        connection.send(m.Stat(msgspec.json.encode(figures)))
+
+    def _decline(self, connection: Connection, decline: m.Decline) -> None:
+        self._check_watched()
+        self._sessions.decline(connection, decline)
+        self._watch(connection)
 
     def _hello(self, connection: Connection, hello: m.Hello) -> None:
         if connection.role:
@@ -403,3 +388,61 @@ class Server:
             if self._old_arenas and self._old_arenas != before:
                 logger.warning("sessions wait until the arenas of earlier servers are unmapped. n=%d", self._old_arenas)
         return self._old_arenas == 0
+
+
+def check_limits(hello: m.Hello, config: Config, disk_bytes: int | None) -> None:
+    """Compare the limits a client names with those the server runs with (rule 6).
+
+    Raises:
+        ConfigError: They differ; the message names both.
+    """
+    for name, wanted, given, is_default in (
+        ("host_bytes", hello.host_bytes, config.resolved_host_bytes(), config.host_bytes is None),
+        ("disk_bytes", hello.disk_bytes, disk_bytes, config.disk_bytes is None),
+        ("min_free_bytes", hello.min_free_bytes, config.min_free_bytes, False),
+    ):
+        if wanted is not None and wanted != given:
+            default = " (the default)" if is_default else ""
+            raise ConfigError(
+                f"the server of this directory (pid {os.getpid()}) runs with {name}={given}{default}, this client was "
+                f"configured with {name}={wanted}: use one value, or leave it out here"
+            )
+    storage = config.location().storage
+    if hello.storage and hello.storage != storage:
+        raise ConfigError(
+            f"the server of this directory (pid {os.getpid()}) keeps it in front of {storage}, this client names "
+            f"{hello.storage[:500]}: use one storage_uri, or another disk_path"
+        )
+
+
+def evict(engine: Engine, order: m.Evict) -> m.Evicted:
+    """Remove chunks from one tier of this machine; the server's loop only.
+
+    Raises:
+        ProtocolError: There is no such tier here, or the namespace, the keys, the tag or the conditions are not such.
+    """
+    numbers = {HOST_NAME: HOST}
+    numbers |= {tier.traits.name: number for number, tier in engine.tiers.items() if not tier.traits.is_shared}
+    if order.tier not in numbers:
+        raise ProtocolError(f"no tier {order.tier[:100]!a} to evict from; there are {', '.join(numbers)}")
+    tier = numbers[order.tier]
+    if len(order.keys) % KEY_BYTES:
+        raise ProtocolError(f"keys have {KEY_BYTES} bytes each. observed={len(order.keys)}")
+    if len(order.namespace) != KEY_BYTES and (order.namespace or order.keys):
+        raise ProtocolError(f"a namespace has {KEY_BYTES} bytes. observed={len(order.namespace)}")
+    keys = [order.keys[i : i + KEY_BYTES] for i in range(0, len(order.keys), KEY_BYTES)]
+    if order.tag and (len(order.tag) != TAG_BYTES or order.tag == NO_TAG or order.keys):
+        raise ProtocolError(f"a tag has {TAG_BYTES} bytes, not all zero, and goes without keys. keys={len(keys)}")
+    if order.stored_by:
+        if order.keys or order.tag:
+            raise ProtocolError(f"who stored chunks goes without keys and tag. keys={len(keys)}")
+        try:
+            conditions = Conditions(order.stored_by)
+        except ConfigError as exc:
+            raise ProtocolError(f"who stored chunks cannot be understood: {exc}") from exc
+        removed, kept, left = engine.erase_stored_by(tier, order.namespace, conditions.matches)
+        return m.Evicted(removed, kept, 0, left)
+    if order.tag:
+        removed, kept, left = engine.erase(tier, order.namespace, order.tag)
+        return m.Evicted(removed, kept, 0, left)
+    return m.Evicted(*engine.remove(tier, order.namespace, keys or None, leaves_holes=order.holes))

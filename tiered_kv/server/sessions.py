@@ -1,41 +1,150 @@
 """Sessions: one engine's scheduler and workers, joined into one owner of leases and slots.
 
 Workers come before their scheduler, each with its part of the geometry; when all are in, the namespace is known and
-the session opens. The scheduler client alone owns leases and reservations (DESIGN rule 1). When it is lost, its slots
+the session opens. The scheduler client alone owns leases and reservations (rule 1). When it is lost, its slots
 stay quarantined until every worker that mapped the arena has unmapped it or has exited: it may still be copying.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import dataclass, field
 
+import msgspec
+
+from tiered_kv.chunks.geometry import ChunkGeometry
+from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
-from tiered_kv.hierarchy.plan import CreditGrant, CreditRecall, LeaseEnd, LookupUpdate, Moves, SlotId, Update
-from tiered_kv.keys.namespace import Namespace
-from tiered_kv.server import messages as m
+from tiered_kv.keys.chunk_record import KEY_BYTES, PREFIX_DIGEST_BYTES, ChunkRecord
+from tiered_kv.keys.namespace import DIGEST_BYTES, Namespace
+from tiered_kv.keys.stored_by import shared_line
+from tiered_kv.keys.tags import shared_tag
+from tiered_kv.metrics.figures import HOST_NAME, SessionFigures
+from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
 from tiered_kv.server.epochs import Epochs
-from tiered_kv.server.groups import (
-    Group,
-    Member,
+from tiered_kv.server.members import (
     check_join,
     check_same_engine,
     check_scheduler,
-    chunk_record,
-    keys_of,
+    geometry_of,
     namespace_of,
-    other_world,
+    parts_of,
+    stored_by_all,
 )
-from tiered_kv.server.pinning import Pinning
-from tiered_kv.server.shared_epochs import SharedEpochs
-from tiered_kv.server.shares import ServerShares
-from tiered_kv.server.telling import ready_message, tell_lookup, tell_moves
+from tiered_kv.server.pins import Pinning
+from tiered_kv.server.quotas import ServerQuotas
+from tiered_kv.tiering.quotas import Quota
+from tiered_kv.tiering.types import LeaseEnd, LookupUpdate, SlotGrant, SlotId, SlotRecall, TierEvents, Update
 
 logger = logging.getLogger(__name__)
 
 LOOKUPS_MAX = 1 << 18
 """Of one engine at once: one per waiting request."""
+
+MOVES_OUTBOX_MAX = 1 << 20
+"""Bytes that may wait for a scheduler before it is not told of moves any more: they are hints, and must not be what
+ends the session of an engine that is slow to read."""
+
+KEYS_MAX = m.FRAME_BYTES_MAX // (2 * KEY_BYTES)
+"""Keys of one message, within what a frame may hold."""
+
+
+@dataclass(slots=True)
+class GroupWorker:
+    """A worker of a group; ``is_mapped`` until it said it unmapped the arena or its process exited."""
+
+    connection: Connection
+    join: m.JoinWorker
+    is_mapped: bool = True
+
+
+@dataclass(slots=True)
+class Group:
+    """One generation of one engine.
+
+    Attributes:
+        sessions: Engine sessions of this group: the last one is current, earlier ones (before a reset) only drain.
+        rank_offsets: Where each rank's bytes start in the payload; ranks with equal KV start at the same place.
+        private_epoch: That of the engine, if a reset in an earlier generation gave it one.
+        granted: Slots the scheduler holds empty, per session.
+        lookups: The scheduler's lookup id -> (engine session, engine lookup id).
+        is_watching: The scheduler is told which chunks come and go.
+        quota: What the engine says that its namespace keeps and may take, if it says anything.
+        slot_bytes: Size of its slots, once the geometry is known.
+        stored_by: What headers say of who stored its chunks.
+        lease_s: How long its lookups hold leases that they do not claim.
+        ending: Lookups whose leases' end was said and may not be in the scheduler's socket yet, by their engine ids.
+        decliners: Connections of workers that cannot take part, until their processes exit.
+    """
+
+    engine_id: str
+    generation: int
+    scheduler: Connection | None = None
+    world_size: int = 0
+    members: dict[int, GroupWorker] = field(default_factory=dict)
+    sessions: list[int] = field(default_factory=list)
+    granted: dict[int, set[int]] = field(default_factory=dict)
+    namespace: Namespace | None = None
+    geometry: ChunkGeometry | None = None
+    rank_offsets: list[int] = field(default_factory=list)
+    base_digest: bytes = b""
+    private_epoch: str = ""
+    lookups: dict[int, tuple[int, int]] = field(default_factory=dict)
+    client_ids: dict[tuple[int, int], int] = field(default_factory=dict)
+    early_credits: list[int] = field(default_factory=list)
+    decliners: set[Connection] = field(default_factory=set)
+    declined: str = ""
+    is_watching: bool = False
+    quota: Quota | None = None
+    slot_bytes: int = 0
+    stored_by: str = ""
+    lease_s: float = math.inf
+    ending: list[tuple[int, int]] = field(default_factory=list)
+    is_ready: bool = False
+    is_lost: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine_id}/{self.generation}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody takes part, or waits to be heard."""
+        return self.scheduler is None and not self.members and not self.decliners
+
+    @property
+    def joins(self) -> list[m.JoinWorker]:
+        """All workers' parts, by rank; call when all are in."""
+        return [self.members[rank].join for rank in range(self.world_size)]
+
+    def set_geometry(self) -> None:
+        """Combine all workers' parts into what a chunk looks like.
+
+        Raises:
+            ConfigError, ValueError: They give no geometry.
+        """
+        geometry = geometry_of(self.joins)
+        self.rank_offsets = [geometry.rank_segments(part)[0].offset_bytes for part in parts_of(self.joins)]
+        self.geometry = geometry
+        self.stored_by = stored_by_all(self.joins)
+        self.slot_bytes = BlobFormat(bytes(DIGEST_BYTES), geometry).blob_bytes
+
+    def describe(self) -> SessionFigures:
+        """Figures for ``stat``."""
+        return SessionFigures(
+            engine=self.name,
+            namespace=self.namespace.digest.hex() if self.namespace else None,
+            workers=len(self.members),
+            declined=len(self.decliners),
+            state="lost" if self.is_lost else "ready" if self.is_ready else "joining",
+        )
+
+    def is_drained(self, session: int) -> bool:
+        """Whether the scheduler holds no slot and no lookup of a session any more."""
+        return not self.granted[session] and all(owner != session for owner, _ in self.lookups.values())
 
 
 class Sessions:
@@ -44,11 +153,11 @@ class Sessions:
     Threads: the server's loop only.
     """
 
-    def __init__(self, engine: Engine, epochs: Epochs | SharedEpochs, pinning: Pinning) -> None:
+    def __init__(self, engine: Engine, epochs: Epochs, pinning: Pinning) -> None:
         self._engine = engine
         self.pinning = pinning
         self._epochs = epochs
-        self._shares = ServerShares(engine)
+        self._quotas = ServerQuotas(engine)
         self._groups: dict[tuple[str, int], Group] = {}
         self._by_session: dict[int, Group] = {}
 
@@ -84,7 +193,7 @@ class Sessions:
             raise ConfigError(other_world(group, join.world_size))
         for member in group.members.values():
             check_same_engine(join, member.join)
-        group.members[join.rank] = Member(connection, join)
+        group.members[join.rank] = GroupWorker(connection, join)
         self._keep(group, connection)
 
     def decline(self, connection: Connection, decline: m.Decline) -> None:
@@ -115,13 +224,13 @@ class Sessions:
                 f"engine {group.name} has a scheduler already, pid {group.scheduler.pid}: two engines must not share "
                 "an engine id"
             )
-        share = check_scheduler(join)
+        quota = check_scheduler(join)
         for member in group.members.values():
             if member.join.world_size != join.world_size:
                 group.world_size = join.world_size
                 raise ConfigError(other_world(group, member.join.world_size))
         group.scheduler, group.world_size, group.private_epoch = connection, join.world_size, join.epoch
-        group.is_watching, group.share, group.lease_s = join.is_watching, share, join.lease_s
+        group.is_watching, group.quota, group.lease_s = join.is_watching, quota, join.lease_s
         self._keep(group, connection)
 
     def _find(self, connection: Connection) -> Group:
@@ -138,7 +247,7 @@ class Sessions:
     def open_complete(self) -> None:
         """Open every session whose members are all in."""
         self._epochs.turn()
-        self._shares.turn()
+        self._quotas.turn()
         for group in self.groups:
             if group.scheduler is None or group.is_ready or group.is_lost:
                 continue
@@ -172,20 +281,20 @@ class Sessions:
         epoch = group.private_epoch or self._epochs.base(base.digest)
         if epoch is not None:
             namespace = namespace_of(group.joins, epoch)
-            self._shares.check(namespace.digest, group.share, group.slot_bytes)
+            self._quotas.check(namespace.digest, group.quota, group.slot_bytes)
             self._start(group, namespace)
 
     def _start(self, group: Group, namespace: Namespace) -> None:
         assert group.geometry is not None
         session, _ = self._engine.open_session(namespace, group.geometry, group.stored_by, group.lease_s)
-        self._shares.opened(session, namespace.digest, group.share, group.slot_bytes)
+        self._quotas.opened(session, namespace.digest, group.quota, group.slot_bytes)
         group.sessions.append(session)
         group.granted[session] = set()
         group.namespace = namespace
         group.is_ready = False
         self._by_session[session] = group
         if group.is_watching:
-            self._engine.hierarchy.index.flows.watch(session, namespace.digest)
+            self._engine.watch(session, namespace.digest)
 
     def _tell_ready(self, group: Group) -> None:
         """Say ``Ready`` once the session's first slots have memory: before that a promotion would find no slot.
@@ -198,7 +307,7 @@ class Sessions:
             return
         self._epochs.check(str(namespace.fields["epoch"]))
         blob_format = self._engine.format_of(namespace.digest)
-        has_epoch = self._epochs.is_told(group.base_digest)
+        has_epoch = self._epochs.is_settled(group.base_digest)
         if blob_format is None or not has_epoch or not self._engine.has_memory(blob_format.blob_bytes):
             return
         group.is_ready = True
@@ -224,8 +333,8 @@ class Sessions:
         group = self.owned(connection)
         epoch = self._epochs.retire(group.base_digest)
         old, untold, group.early_credits = group.sessions[-1], group.early_credits, []
-        self._engine.hierarchy.suspend_session(old)
-        self._shares.closed(old, is_reset=True)  # before the next one states the same again
+        self._engine.suspend_session(old)
+        self._quotas.closed(old, is_reset=True)  # before the next one states the same again
         self._start(group, namespace_of(group.joins, epoch))
         for slot in untold:
             self._take_back(group, old, slot)
@@ -234,13 +343,13 @@ class Sessions:
     def _close_drained(self, group: Group) -> None:
         """End the sessions from before a reset whose slots and leases are all back."""
         for session in [s for s in group.sessions[:-1] if group.is_drained(s)]:
-            self._engine.hierarchy.close_session(session)
+            self._engine.close_session(session)
             group.sessions.remove(session)
             del group.granted[session], self._by_session[session]
 
     def _take_back(self, group: Group, session: int, slot: SlotId) -> None:
         group.granted[session].discard(slot)
-        self._engine.hierarchy.give_back(session, slot)
+        self._engine.give_back(session, slot)
 
     # -- work --------------------------------------------------------------------------------------------------
 
@@ -258,7 +367,7 @@ class Sessions:
             raise ProtocolError(f"too many lookups at once. max={LOOKUPS_MAX}")
         session = group.sessions[-1]
         wanted = (keys, digests, lookup.start, lookup.turn)
-        engine_id = self._engine.hierarchy.lookup(session, *wanted, is_claimed=lookup.is_claimed)
+        engine_id = self._engine.lookup(session, *wanted, is_claimed=lookup.is_claimed)
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup
 
@@ -266,7 +375,7 @@ class Sessions:
         """A load begins; the leases of an unknown id have ended."""
         found = self.owned(connection).lookups.get(claim.lookup)
         if found is not None:
-            self._engine.hierarchy.claim(*found)
+            self._engine.claim(*found)
 
     def release(self, connection: Connection, release: m.Release) -> None:
         """End a lookup; an unknown id was released before."""
@@ -279,7 +388,7 @@ class Sessions:
         client_id = group.client_ids.pop(lookup, None)
         if client_id is not None:
             del group.lookups[client_id]
-            self._engine.hierarchy.release(*lookup, is_asked_anew=is_asked_anew)
+            self._engine.release(*lookup, is_asked_anew=is_asked_anew)
             self._close_drained(group)
 
     def end_leases(self) -> bool:
@@ -301,22 +410,20 @@ class Sessions:
         """Take filled slots in.
 
         Raises:
-            ProtocolError: A slot was not granted to this engine, or a key is malformed.
+            ProtocolError: A slot was not granted to this engine, or a record is none of its chunks.
         """
         group = self.owned(connection)
-        hierarchy = self._engine.hierarchy
         session = group.sessions[-1]
-        parents = {chunk.parent for chunk in commit.chunks}
-        for chunk in commit.chunks:
-            record = chunk_record(group, chunk)
+        parents = {record.parent for _, record in commit.chunks}
+        for slot, record in commit.chunks:
             try:
-                hierarchy.commit(session, chunk.slot, record)
+                self._engine.commit(session, slot, checked_record(group, record))
             except KeyError as exc:
-                raise ProtocolError(f"slot {chunk.slot} was not granted to engine {group.name}") from exc
-            group.granted[session].discard(chunk.slot)
-        for chunk in commit.chunks:
-            if chunk.key not in parents:
-                hierarchy.touch_prefix(chunk.key)
+                raise ProtocolError(f"slot {slot} was not granted to engine {group.name}") from exc
+            group.granted[session].discard(slot)
+        for _, record in commit.chunks:
+            if record.key not in parents:
+                self._engine.touch_prefix(record.key)
 
     def give_back(self, connection: Connection, give_back: m.GiveBack) -> None:
         """Take unused slots back, also of sessions before a reset.
@@ -331,6 +438,14 @@ class Sessions:
                 raise ProtocolError(f"slot {slot} was not granted to engine {group.name}")
             self._take_back(group, session, slot)
         self._close_drained(group)
+
+    def pin(self, connection: Connection, pin: m.Pin) -> None:
+        """Keep a chunk and the prefix before it, if there is room for that.
+
+        Raises:
+            ProtocolError: There is no open session on the connection, or the pin is none.
+        """
+        self.pinning.pin(self.owned(connection).namespace, pin)
 
     def owned(self, connection: Connection) -> Group:
         """The group whose scheduler this is, with an open session.
@@ -354,7 +469,7 @@ class Sessions:
             return
         current = group.sessions[-1]
         match update:
-            case CreditGrant(session, slots):
+            case SlotGrant(session, slots):
                 group.granted[session].update(slots)
                 if session != current:  # granted just before a reset: the scheduler never hears of them
                     for slot in slots:
@@ -364,14 +479,14 @@ class Sessions:
                     group.scheduler.send(m.Credits(list(slots)))
                 else:
                     group.early_credits.extend(slots)
-            case CreditRecall(session, slots) if session == current and group.is_ready:
+            case SlotRecall(session, slots) if session == current and group.is_ready:
                 group.scheduler.send(m.Recall(list(slots)))
             case LookupUpdate():
                 tell_lookup(self._engine, group, update)
             case LeaseEnd(session, lookup) if (session, lookup) in group.client_ids:
                 group.ending.append((session, lookup))
                 group.scheduler.send(m.Ended(group.client_ids[session, lookup]))
-            case Moves(session) if session == current and group.is_ready:
+            case TierEvents(session) if session == current and group.is_ready:
                 tell_moves(group.scheduler, update)
 
     # -- leaving -----------------------------------------------------------------------------------------------
@@ -427,13 +542,98 @@ class Sessions:
             group.is_lost = True
             logger.info("session over. engine=%s reason=%s", group.name, reason)
             for session in group.sessions:
-                self._engine.hierarchy.suspend_session(session)
+                self._engine.suspend_session(session)
             if group.scheduler is not None:
                 group.scheduler.close_soon()  # tells it; workers stay until they say that they unmapped
         if any(member.is_mapped for member in group.members.values()):
             return
         for session in group.sessions:
-            self._engine.hierarchy.close_session(session)
-            self._shares.closed(session)
+            self._engine.close_session(session)
+            self._quotas.closed(session)
             del self._by_session[session]
         del self._groups[group.engine_id, group.generation]
+
+
+def checked_record(group: Group, record: ChunkRecord) -> ChunkRecord:
+    """A committed chunk's record, complete with who stored it.
+
+    It shares the namespace, the tag and the line with all others: the index keeps a million of them.
+
+    Raises:
+        ProtocolError: It is no chunk of the group's namespace.
+    """
+    assert group.namespace is not None
+    namespace = group.namespace.digest
+    if record.namespace != namespace:
+        raise ProtocolError(f"a committed chunk is of another namespace. observed={record.namespace.hex()}")
+    if (record.parent == namespace) != (record.chunk_index == 0):
+        raise ProtocolError(f"a committed chunk is not where its parent says. chunk_index={record.chunk_index}")
+    try:
+        line = shared_line(record.stored_by) or group.stored_by
+    except ValueError as exc:
+        raise ProtocolError(f"a committed chunk does not say in a known way who stored it: {exc}") from exc
+    return msgspec.structs.replace(record, namespace=namespace, tag=shared_tag(record.tag), stored_by=line)
+
+
+def keys_of(lookup: m.Lookup) -> tuple[list[bytes], list[bytes]]:
+    """A lookup's keys and digests.
+
+    Raises:
+        ProtocolError: Their lengths do not match, or the lookup starts behind them.
+    """
+    count, rest = divmod(len(lookup.keys), KEY_BYTES)
+    if rest or len(lookup.digests) != count * PREFIX_DIGEST_BYTES or not 0 <= lookup.start <= count:
+        raise ProtocolError(
+            f"bad lookup. id={lookup.lookup} keys={len(lookup.keys)} digests={len(lookup.digests)} start={lookup.start}"
+        )
+    keys = [lookup.keys[i : i + KEY_BYTES] for i in range(0, len(lookup.keys), KEY_BYTES)]
+    digests = [lookup.digests[i : i + PREFIX_DIGEST_BYTES] for i in range(0, len(lookup.digests), PREFIX_DIGEST_BYTES)]
+    return keys, digests
+
+
+def other_world(group: Group, workers_say: int) -> str:
+    """Why a scheduler and its workers cannot form a session."""
+    return (
+        f"scheduler and workers of engine {group.name} disagree on world_size: the scheduler has {group.world_size}, "
+        f"a worker has {workers_say}"
+    )
+
+
+def ready_message(engine: Engine, group: Group, blob_format: BlobFormat) -> m.Ready:
+    """The session is open."""
+    assert group.namespace is not None
+    return m.Ready(
+        record=group.namespace.record,
+        slot_bytes=blob_format.blob_bytes,
+        payload_offset=blob_format.header_bytes,
+        rank_offsets=group.rank_offsets,
+        chunks_leased_max=engine.chunks_leased_max(group.namespace.digest),
+        tiers=[HOST_NAME, *(tier.traits.name for tier in engine.tiers.values())],
+    )
+
+
+def tell_lookup(engine: Engine, group: Group, update: LookupUpdate) -> None:
+    """Pass on what is known of a lookup now, unless it was released.
+
+    Raises:
+        ProtocolError, ConnectionError: The session's client is lost.
+    """
+    client_id = group.client_ids.get((update.session, update.lookup))
+    if client_id is None or group.scheduler is None:
+        return
+    assert group.namespace is not None
+    group.scheduler.send(m.Updated(client_id, engine.timed(group.namespace.digest, update.answer)))
+
+
+def tell_moves(connection: Connection, moves: TierEvents) -> None:
+    """Pass on which chunks came into a tier or left it; dropped while the client is slow to read.
+
+    Raises:
+        ProtocolError, ConnectionError: The session's client is lost.
+    """
+    for start in range(0, len(moves.keys), KEYS_MAX):
+        keys = moves.keys[start : start + KEYS_MAX]
+        if connection.outbox_bytes > MOVES_OUTBOX_MAX:
+            logger.debug("moves not told, the client is slow. pid=%d chunks=%d", connection.pid, len(keys))
+            return
+        connection.send(m.Moved(moves.tier, moves.is_here, b"".join(keys)))

@@ -17,10 +17,9 @@ from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.config import Config
 from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
-from tiered_kv.server import messages as m
-from tiered_kv.server.arena_lock import hold_arena_lock
-from tiered_kv.server.handshake import read_exactly, read_message_after, refusal_error, say_hello
-from tiered_kv.server.paths import server_directory
+from tiered_kv.server import protocol as m
+from tiered_kv.server.connect import read_exactly, read_message_after, refusal_error, say_hello
+from tiered_kv.server.directory import hold_arena_lock, server_directory
 
 logger = logging.getLogger(__name__)
 

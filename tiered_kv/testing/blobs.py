@@ -8,7 +8,8 @@ import random
 from dataclasses import dataclass
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.chunks.header import BlobFormat, SealFields
+from tiered_kv.chunks.header import BlobFormat
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.tags import TAG_BYTES
 from tiered_kv.tiers.base import BlobName
 
@@ -17,13 +18,12 @@ from tiered_kv.tiers.base import BlobName
 class SampleBlob:
     """A blob and what its header says."""
 
-    name: BlobName
-    parent: bytes
-    chunk_index: int
-    prefix_sha256: bytes
-    tag: bytes
-    stored_by: str
+    record: ChunkRecord
     data: bytes
+
+    @property
+    def name(self) -> BlobName:
+        return BlobName.of(self.record)
 
     def view(self) -> memoryview:
         """The bytes as a tier takes them."""
@@ -75,6 +75,6 @@ class SampleChain:
         data[start : start + len(payload)] = payload
         digest = hashlib.sha256(b"prefix %d %d" % (self._seed, index)).digest()
         whose = self.tag(index), self.stored_by(index)
-        fields = SealFields(self.key(index), self.key(index - 1), index, digest, 1_700_000_000, *whose)
-        self.form.seal(memoryview(data), fields)
-        return SampleBlob(self.name(index), fields.parent, index, digest, *whose, bytes(data))
+        record = ChunkRecord(self.namespace, self.key(index), self.key(index - 1), index, digest, *whose)
+        self.form.seal(memoryview(data), record, 1_700_000_000)
+        return SampleBlob(record, bytes(data))

@@ -165,14 +165,9 @@ class TierContract:
             found = {info.name: info for info in tier.scan()}
             assert set(found) == {blob.name for blob in blobs}
             for blob in blobs:
-                info = found[blob.name]
-                assert (info.parent, info.chunk_index, info.prefix_sha256, info.tag, info.stored_by) == (
-                    blob.parent,
-                    blob.chunk_index,
-                    blob.prefix_sha256,
-                    blob.tag,
-                    blob.stored_by,
-                )
+                record = found[blob.name].record
+                assert record == blob.record
+                assert (record.tag, record.stored_by) == (blob.record.tag, blob.record.stored_by)
 
     def test_usage_is_the_sum_of_the_scanned_sizes(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -249,7 +244,7 @@ class TierContract:
         blobs = [self.chain.blob(index) for index in range(32)]
 
         def work(tier: Tier, first: SampleBlob, seen: set[bytes | None]) -> None:
-            for blob in blobs[first.chunk_index :: 4]:
+            for blob in blobs[first.record.chunk_index :: 4]:
                 tier.put(blob.name, blob.view())
                 seen.add(self.read(tier, blob.name))
 

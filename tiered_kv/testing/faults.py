@@ -16,11 +16,11 @@ fail and are not counted.
 
 import random
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 
 from tiered_kv.errors import CapacityExceeded, TierUnavailable
-from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
+from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierWrapper
 
 
 class Fault(Enum):
@@ -56,7 +56,7 @@ def seeded(seed: int, rate: float, faults: tuple[Fault, ...] = tuple(Fault)) -> 
     return plan
 
 
-class FaultyTier(Tier):
+class FaultyTier(TierWrapper):
     """Meets each operation with what the plan says.
 
     Attributes:
@@ -66,9 +66,8 @@ class FaultyTier(Tier):
     """
 
     def __init__(self, inner: Tier, plan: Plan, on_operation: SlowHook | None = None) -> None:
-        self.traits = inner.traits
+        super().__init__(inner)
         self.operation_count = 0
-        self._inner = inner
         self._plan = plan
         self._hook = on_operation
         self._lock = threading.Lock()
@@ -92,16 +91,16 @@ class FaultyTier(Tier):
             torn = bytearray(blob)
             torn[len(torn) // 2 :] = bytes(len(torn) - len(torn) // 2)
             blob = memoryview(torn)
-        self._inner.put(name, blob)
+        self.inner.put(name, blob)
         if fault is Fault.VANISH:
-            self._inner.delete(name)
+            self.inner.delete(name)
         _raise_late(fault, "put")
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         fault = self._meet("get", name)
         if fault is Fault.VANISH:
-            self._inner.delete(name)
-        found = self._inner.get_into(name, buffer)
+            self.inner.delete(name)
+        found = self.inner.get_into(name, buffer)
         if found and fault is Fault.BIT_FLIP:
             position = random.Random(f"{name.key.hex()} {self.operation_count}").randrange(len(buffer) * 8)
             buffer[position // 8] ^= 1 << position % 8
@@ -111,45 +110,30 @@ class FaultyTier(Tier):
     def contains(self, name: BlobName) -> bool:
         fault = self._meet("contains", name)
         if fault is Fault.VANISH:
-            self._inner.delete(name)
-        found = self._inner.contains(name)
+            self.inner.delete(name)
+        found = self.inner.contains(name)
         _raise_late(fault, "contains")
         return found
 
     def delete(self, name: BlobName) -> bool:
         fault = self._meet("delete", name)
-        found = self._inner.delete(name)
+        found = self.inner.delete(name)
         _raise_late(fault, "delete")
         return found
 
     def scan(self) -> Iterator[BlobInfo]:
         _raise_late(self._meet("scan", None), "scan")
-        return self._inner.scan()
+        return self.inner.scan()
 
     def flush(self) -> None:
         fault = self._meet("flush", None)
-        self._inner.flush()
+        self.inner.flush()
         _raise_late(fault, "flush")
 
     def describe(self, namespace: bytes, record: bytes) -> None:
         fault = self._meet("describe", None)
-        self._inner.describe(namespace, record)
+        self.inner.describe(namespace, record)
         _raise_late(fault, "describe")
-
-    def usage(self) -> Usage:
-        return self._inner.usage()
-
-    def figures(self) -> dict[str, object]:
-        return self._inner.figures()
-
-    def pinned(self) -> Collection[bytes]:
-        return self._inner.pinned()
-
-    def record_use(self, names: Iterable[BlobName]) -> None:
-        self._inner.record_use(names)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _raise_late(fault: Fault | None, operation: str) -> None:

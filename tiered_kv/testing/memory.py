@@ -69,7 +69,7 @@ class MemoryTier(Tier):
     def scan(self) -> Iterator[BlobInfo]:
         with self._lock:
             self._check_open()
-            blobs = [(name, data, self._charged[name]) for name, data in self._blobs.items()]
+            blobs = [(data, self._charged[name]) for name, data in self._blobs.items()]
         return iter([info for info in (_info(*blob) for blob in blobs) if info is not None])
 
     def usage(self) -> Usage:
@@ -121,9 +121,9 @@ class MemoryTier(Tier):
             return self._blobs.get(name)
 
 
-def _info(name: BlobName, data: bytes, size_bytes: int) -> BlobInfo | None:
+def _info(data: bytes, size_bytes: int) -> BlobInfo | None:
     try:
         header = peek(data[:PEEK_BYTES])
     except (ChunkCorrupt, ChunkMismatch):
         return None
-    return BlobInfo.of(name, size_bytes, header)
+    return BlobInfo(header.record, size_bytes)

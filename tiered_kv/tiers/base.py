@@ -8,9 +8,8 @@ never starts a thread, never retries and never logs per blob: verification, retr
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
-from tiered_kv.chunks.header import BlobHeader
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import BlobName
 
 __all__ = ["BlobInfo", "BlobName", "Tier", "TierTraits", "Usage"]
@@ -22,26 +21,15 @@ class BlobInfo:
 
     Attributes:
         size_bytes: Bytes the blob takes from the tier's capacity (allocated bytes where the medium has blocks).
-        parent: Key of the chunk before this one; the namespace digest for the first chunk of a prefix.
-        chunk_index: Position of the chunk in its prefix, 0 for the first.
-        prefix_sha256: Rolling SHA-256 of the whole prefix up to and including this chunk.
-        tag: Digest of whose it is (``keys/tags.py``).
-        stored_by: Who stored it (``keys/stored_by.py``).
     """
 
-    name: BlobName
+    record: ChunkRecord
     size_bytes: int
-    parent: bytes
-    chunk_index: int
-    prefix_sha256: bytes
-    tag: bytes
-    stored_by: str
 
-    @classmethod
-    def of(cls, name: BlobName, size_bytes: int, header: BlobHeader) -> Self:
-        """What a blob's header tells."""
-        whose = header.tag, header.stored_by
-        return cls(name, size_bytes, header.parent, header.chunk_index, header.prefix_sha256, *whose)
+    @property
+    def name(self) -> BlobName:
+        """What it is stored under."""
+        return BlobName.of(self.record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +158,53 @@ class Tier(ABC):
             TierUnavailable: The medium failed.
         """
         del namespace, record
+
+
+class TierWrapper(Tier):
+    """A tier around another one: forwards every call, and a subclass overrides what it changes.
+
+    ``get_into_by_pieces`` is not forwarded: it ends in ``get_into`` here, so a wrapper that changes how a blob is read
+    changes both.
+
+    Threads: as thread-safe as ``inner``.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        self.traits = inner.traits
+        self.inner = inner
+
+    def put(self, name: BlobName, blob: memoryview) -> None:
+        self.inner.put(name, blob)
+
+    def get_into(self, name: BlobName, buffer: memoryview) -> bool:
+        return self.inner.get_into(name, buffer)
+
+    def contains(self, name: BlobName) -> bool:
+        return self.inner.contains(name)
+
+    def delete(self, name: BlobName) -> bool:
+        return self.inner.delete(name)
+
+    def scan(self) -> Iterator[BlobInfo]:
+        return self.inner.scan()
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def record_use(self, names: Iterable[BlobName]) -> None:
+        self.inner.record_use(names)
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def pinned(self) -> Collection[bytes]:
+        return self.inner.pinned()
+
+    def figures(self) -> dict[str, object]:
+        return self.inner.figures()
+
+    def describe(self, namespace: bytes, record: bytes) -> None:
+        self.inner.describe(namespace, record)
+
+    def close(self) -> None:
+        self.inner.close()

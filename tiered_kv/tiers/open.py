@@ -1,5 +1,8 @@
 """Settings to tiers with their wrappers: the only place where they are stacked.
 
+Owns the choice of the medium by the scheme of ``storage_uri``: the local disk, an object store, or the factory that an
+installed package registers as an entry point of the group ``tiered_kv.tiers`` (docs/extending.md).
+
 ::
 
     MeteredTier( GuardedTier( VerifiedTier( medium )))
@@ -16,16 +19,21 @@ from pathlib import Path
 
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.config import Config
+from tiered_kv.errors import ConfigError
+from tiered_kv.fleet.keeper import BucketKeeper, KeeperConfig
+from tiered_kv.fleet.timing import Timing
+from tiered_kv.location import Location, registered_medium
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.tiers.base import Tier
-from tiered_kv.tiers.bucket.keeper import BucketKeeper, KeeperConfig
-from tiered_kv.tiers.bucket.pace import Pace
-from tiered_kv.tiers.disk import DiskTier
-from tiered_kv.tiers.object_store import ObjectStore
-from tiered_kv.tiers.object_tier import ObjectTier
+from tiered_kv.tiers.disk.tier import DiskTier
+from tiered_kv.tiers.object.store import ObjectStore
+from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers.breaker import Breaker, GuardedTier
 from tiered_kv.tiers.wrappers.metered import MeteredTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
+
+TierFactory = Callable[[Location, Config], Tier]
+"""What a package registers for its scheme; called once for each server."""
 
 Formats = Callable[[bytes], BlobFormat | None]
 Monotonic = Callable[[], float]
@@ -64,6 +72,8 @@ def open_tiers(config: Config, formats: Formats, recorder: Recorder, monotonic: 
             tiers.append(wrapped(disk, formats, recorder, monotonic))
         if config.location().kind == "object":
             tiers.append(_object_tier(config, formats, recorder, monotonic))
+        elif config.location().kind == "extension":
+            tiers.append(wrapped(extension_tier(config), formats, recorder, monotonic))
         undo.pop_all()
     return tiers
 
@@ -76,12 +86,31 @@ def _object_tier(config: Config, formats: Formats, recorder: Recorder, monotonic
         limits = KeeperConfig(
             config.storage_bytes, config.storage_ttl, config.single_writer, config.evict_other_namespaces
         )
-        keeper = BucketKeeper(store, limits, Pace.for_timeout(config.storage_timeout_s))
+        keeper = BucketKeeper(store, limits, Timing.for_timeout(config.storage_timeout_s))
         tier = ObjectTier(store, keeper=keeper, io_concurrency=config.storage_concurrency)
     except BaseException:
         store.close()
         raise
     return wrapped(tier, formats, recorder, monotonic, store)
+
+
+def extension_tier(config: Config) -> Tier:
+    """A tier of a medium that an installed package registers.
+
+    Raises:
+        ConfigError: Its factory cannot be imported, or gives no tier.
+    """
+    location = config.location()
+    entry = registered_medium(location.scheme)
+    assert entry is not None, "the location was parsed by it"
+    try:
+        factory: TierFactory = entry.load()
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(f"the medium of {location.scheme}:// cannot be imported ({entry.value}): {exc}") from exc
+    tier = factory(location, config)
+    if not isinstance(tier, Tier):
+        raise ConfigError(f"the medium of {location.scheme}:// gives no Tier ({entry.value}): {type(tier).__name__}")
+    return tier
 
 
 def wrapped(

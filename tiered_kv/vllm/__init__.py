@@ -1,4 +1,4 @@
-"""vLLM's door: the connector and what it needs to know of vLLM. The only importer of vllm in the package.
+"""The connector for vLLM; no other package of tiered_kv imports vllm.
 
 ``kv_connector_module_path="tiered_kv.vllm"`` finds :class:`TieredKVConnector` here; it is imported on first use,
 because vLLM loads plugins of this package before it is fully imported itself.

@@ -1,11 +1,13 @@
-"""vLLM's connector: picks the side for its role and delegates; holds no state of its own and decides nothing.
+"""vLLM's connector: a facade that delegates every hook to the part for its role.
+
+Decides nothing and holds no state but its part.
 
 Loaded by ``kv_connector="TieredKVConnector"`` through the plugin entry point, or with
-``kv_connector_module_path="tiered_kv.vllm"``.
+``kv_connector_module_path="tiered_kv.vllm"``. The scheduler role has several parts, and ``hooks.py`` is where each of
+them sees each hook; the worker role has one, ``worker.py``.
 """
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -22,23 +24,13 @@ from vllm.logger import init_logger
 
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
-from tiered_kv.server.client import SchedulerClient
-from tiered_kv.vllm.adapters import Adapters, adapter_numerics
-from tiered_kv.vllm.events import Announcer, EventGroup
-from tiered_kv.vllm.extras import hashes_media
-from tiered_kv.vllm.geometry import check_groups
-from tiered_kv.vllm.groups import CacheGroups
-from tiered_kv.vllm.handover import Handover
-from tiered_kv.vllm.identity import cache_groups, check_supported
-from tiered_kv.vllm.longest_prompt import LongestPrompt
-from tiered_kv.vllm.metadata import SaveReport, StepMetadata
-from tiered_kv.vllm.meter import hit_sources
-from tiered_kv.vllm.observer import Observer
+from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
+from tiered_kv.vllm.hooks import SchedulerHooks
+from tiered_kv.vllm.kv_groups import cache_groups
 from tiered_kv.vllm.plugin import register
 from tiered_kv.vllm.prometheus import TieredKVPromMetrics
-from tiered_kv.vllm.resets import before_emptying, commit_last, let_go_of_blocks
-from tiered_kv.vllm.scheduler import Abilities, SchedulerSide
-from tiered_kv.vllm.stats import TieredKVStats, stats_of
+from tiered_kv.vllm.step import SaveReport, StepMetadata
+from tiered_kv.vllm.supported import check_groups, check_supported
 from tiered_kv.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -59,7 +51,9 @@ register()  # MultiConnector looks classes up by name, also when this one came b
 
 
 class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps KV in host memory and below, and loads the longest verified prefix of every new request.
+    """Stores KV in tiers below the GPU and loads the longest prefix held there.
+
+    Has one part, by its role, or none where the engine is not supported: then every hook answers "nothing".
 
     Threads: vLLM's scheduler thread (scheduler role) or its model runner's (worker role).
     """
@@ -70,10 +64,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(f"a connector is made for the scheduler or for a worker. role={role!r}")
         _show_our_logs()
         config = Config.from_mapping(self._kv_transfer_config.kv_connector_extra_config)
-        self._scheduler: SchedulerSide | None = None
-        self._observer: Observer | None = None
-        self._handover: Handover | None = None
-        self._longest_prompt: LongestPrompt | None = None
+        self._scheduler: SchedulerHooks | None = None
         self._worker: WorkerSide | None = None
         _recompute_failed_loads(self._kv_transfer_config)
         try:
@@ -91,45 +82,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(config, vllm_config, kv_cache_config, engine_id)
         else:
-            events = vllm_config.kv_events_config
-            has_events = events is not None and events.enable_kv_cache_events
-            world_size = vllm_config.parallel_config.world_size
-            client = SchedulerClient(config, engine_id, world_size, is_watching=has_events)
-            self._longest_prompt = LongestPrompt(config, client, int(vllm_config.model_config.max_model_len))
-            self._scheduler = self._open_scheduler(config, vllm_config, groups, client)
-            self._longest_prompt.look()
-            announcer = None
-            if has_events:
-                announcer = Announcer(client, EventGroup.of(groups, kv_cache_config), config.chunk_tokens)
-            self._observer = Observer(self._scheduler, client, config.chunk_tokens, announcer)
-            is_producer = not self._kv_transfer_config.is_kv_consumer
-            self._handover = Handover(config, client, self._scheduler, is_producer=is_producer)
-
-    def _open_scheduler(
-        self, config: Config, vllm_config: "VllmConfig", groups: CacheGroups, client: SchedulerClient
-    ) -> SchedulerSide:
-        logger.info("settings: %s", config.describe())
-        if not client.wait_ready(config.start_timeout_s):
-            reason = client.refusal or f"no session within {config.start_timeout_s:g} s"
-            if config.strict:
-                client.close()
-                raise TieredKVError(f"the cache is not ready: {reason}")
-            logger.error("this engine starts without the cache: %s", reason)
-        return SchedulerSide(
-            config,
-            client,
-            Adapters(adapter_numerics(vllm_config), vllm_config.parallel_config.world_size),
-            groups,
-            Abilities(
-                may_load=self._kv_transfer_config.is_kv_consumer,
-                may_store=self._kv_transfer_config.is_kv_producer,
-                has_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-                has_drafts=vllm_config.speculative_config is not None,
-                has_media_hashes=hashes_media(vllm_config),
-                is_by_priority=vllm_config.scheduler_config.policy == "priority",
-                step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
-            ),
-        )
+            self._scheduler = SchedulerHooks(config, vllm_config, kv_cache_config, self._kv_transfer_config, groups)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredKVStats:
@@ -154,60 +107,32 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            stores = self._scheduler.stores
-            self._scheduler.bind_block_pool(gpu_block_pool)
-            if (worker := _worker_here(self._kv_transfer_config)) is not None:
-                worker.before_leaving = partial(commit_last, stores, worker, self._scheduler.client)
-            before_emptying(gpu_block_pool, lambda: let_go_of_blocks(stores, _worker_here(self._kv_transfer_config)))
-            before_emptying(gpu_block_pool, self._look().pool_emptied)
+            self._scheduler.bind_block_pool(gpu_block_pool, lambda: _worker_here(self._kv_transfer_config))
 
     def on_new_request(self, request: "Request") -> None:
         if self._scheduler is not None:
-            self._scheduler.add_request(request)
-            self._look().added(request)
+            self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         matched = self._scheduler.matched_tokens(request, num_computed_tokens)
-        if self._handover is not None:
-            matched = self._handover.matched(request, num_computed_tokens, matched)
-        self._look().offered(request, matched)
         return matched, bool(matched)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            tables = blocks.get_block_ids() if num_external_tokens else ()
-            self._scheduler.allocated(request, tables, num_external_tokens)
-            self._look().allocated(request, num_external_tokens)
+            self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[Any, int]:
         """By tier, for vLLM's own metric of where cached prompt tokens came from (0.32 and later ask)."""
-        if self._scheduler is None or not num_external_tokens:
-            return {}
-        return hit_sources(self._look().sources(request))
+        return {} if self._scheduler is None else self._scheduler.hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        if self._scheduler is None:
-            return StepMetadata(0, None)
-        metadata = self._scheduler.plan_step(scheduler_output)
-        if self._longest_prompt is not None:
-            self._longest_prompt.look()
-        self._look().planned(scheduler_output)
-        return metadata
+        return StepMetadata(0, None) if self._scheduler is None else self._scheduler.plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        if self._scheduler is None:
-            return
-        if connector_output.invalid_block_ids:
-            # Another connector's load failed (ours are reported per request): what was copied meanwhile may be wrong.
-            self._scheduler.stores.reset()
-        if isinstance(connector_output.kv_connector_worker_meta, SaveReport):
-            self._scheduler.saves_finished(connector_output.kv_connector_worker_meta)
-        if connector_output.finished_recving:
-            finished, failed = connector_output.finished_recving, connector_output.failed_recving
-            connector_output.finished_recving = finished - self._scheduler.loads_finished(finished, failed)
-            self._look().loads_finished(connector_output.finished_recving, failed)
+        if self._scheduler is not None:
+            self._scheduler.step_ended(connector_output)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -215,38 +140,29 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._look().finishing(request)
-            state = self._scheduler.state(request.request_id)
-            self._scheduler.finish_request(request, block_ids)
-            return False, None if self._handover is None else self._handover.told(state)
-        return False, None
+        return False, None if self._scheduler is None else self._scheduler.finish_request(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_work
+        return self._scheduler is not None and self._scheduler.side.has_work
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.stores.frees_soon()
+        return self._scheduler is not None and self._scheduler.side.saves.frees_soon()
 
     def reset_cache(self) -> bool | None:
         """Never False: vLLM would refuse to sleep or pause for what is safe already, and only not durable yet."""
         if self._scheduler is not None:
-            self._scheduler.reset()
+            self._scheduler.side.reset()
         return True
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        return () if self._observer is None else self._observer.take_events()
-
-    def _look(self) -> Observer:
-        assert self._observer is not None
-        return self._observer
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     # -- both roles --------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> TieredKVStats | None:
         if self._worker is not None:
             return self._worker.copied.take()
-        return None if self._observer is None else self._observer.take_stats()
+        return None if self._scheduler is None else self._scheduler.take_stats()
 
     # -- worker role -------------------------------------------------------------------------------------------
 
@@ -296,7 +212,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _recompute_failed_loads(transfer_config: Any) -> None:
-    """vLLM ends a request whose load failed unless told to recompute it; it reads the policy after this."""
+    """Have vLLM recompute requests whose loads fail; its default ends them. It reads the policy after this."""
     if transfer_config.kv_load_failure_policy != "recompute":
         logger.info("kv_load_failure_policy was %r, now 'recompute'", transfer_config.kv_load_failure_policy)
         transfer_config.kv_load_failure_policy = "recompute"

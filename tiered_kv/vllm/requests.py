@@ -1,26 +1,40 @@
-"""What the scheduler side remembers of one request: its keys, its lookup, its load and how far it was stored."""
+"""State of one request: its keys, its lookup, its load, how far it was stored.
+
+Only tokens that are known for good get keys and are stored (rule 9)::
+
+    token ids     |------- prompt -------|-- generated --|last|
+    KV            computed as far as the scheduler has come; the last token's never
+    named         [......................................)
+    stored        [......................)   and behind the prompt with ``save_decode`` only
+
+The last generated token stays out. Its KV is computed by a later step, if at all; a streaming session may cut it off
+and go on with other tokens; and behind it lie drafts, of which vLLM counts as computed what may still be rejected. What
+is before it is never touched again: an accepted draft is a token like any other, and a rejected one's place is written
+again before the token that takes it is known to the scheduler.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.keys.namespace import Namespace
-from tiered_kv.keys.rolling import PrefixKeys
-from tiered_kv.server.answers import LookupAnswer
-from tiered_kv.vllm.controls import NO_CONTROLS, Controls
-from tiered_kv.vllm.extras import RequestExtras
-from tiered_kv.vllm.storable import final_tokens
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.vllm.request_extras import RequestExtras
+from tiered_kv.vllm.request_params import NO_PARAMS, RequestParams
 
 
 @dataclass(slots=True)
-class Lookup:
+class SentLookup:
     """A lookup that was sent.
+
+    Written by ``request_lookups.py``, but ``is_counted`` by ``engine_metrics.py``.
 
     Attributes:
         start: First chunk that is leased; those before it were in the GPU's prefix cache when it was sent.
-        given_up: The request was answered without it; it only tells what need not be stored.
-        is_counted: What it gave was counted.
-        answer, told_s: As it was looked at last, and when it was first.
+        given_up: The request was answered without it; it only shows which chunks need not be stored.
+        is_counted: Its outcome was counted.
+        answer, told_s: The newest answer, and when it came.
     """
 
     id: int
@@ -44,36 +58,55 @@ class Lookup:
 class RequestState:
     """One request of vLLM.
 
+    Every field is written in vLLM's scheduler thread, by one part of the scheduler side:
+
+    ======================  ==========================================================================================
+    ``request_lookups.py``  ``lookup``, ``renewal``, ``held``, ``is_asked_anew`` (the waiting queue clears it)
+    ``wait_policy.py``      ``number``, ``asked_s``, ``asked_step``, ``turn_s``, ``pauses``, ``first_s``
+    ``request_saves.py``    ``storable``, ``stored``, ``unstored``
+    ``disaggregated.py``    ``short_since_s``, ``asked_again_s``, ``asks_again``, ``is_short``
+    ``scheduler.py``        ``offer``, ``loading_keys``, ``loading_lookup`` (it takes ``lookup`` over), ``is_load_*``,
+                            ``is_finished``, ``is_from_before_reset``
+    this class              ``keys``, ``namespace``, ``prompt_tokens``, ``is_queued_again``
+    ======================  ==========================================================================================
+
     Attributes:
-        controls: What the request itself asked for.
-        prompt_tokens: Length of its prompt when it was last looked at; only a streaming session's grows.
-        resets: How many cache resets had happened when the request was first seen; an older request is never stored.
+        params: The request's own parameters for the cache.
+        prompt_tokens: Length of its prompt when that was read last; only a streaming session's grows.
+        lookup: What the server was asked; with its leases until it is released.
         renewal: The lookup that replaces ``lookup`` once it is answered; until then both hold their leases.
-        number: Of its arrival (``turns.py``).
-        asked_s, turn_s: When vLLM asked for it last, and when its turn began, which it pays for; None: it did not.
-        asked_step, pauses: In which step that was, and how many turns began because it had not been asked for.
-        first_s: Since when nobody is admitted before it, if it waits for room.
+        held: Leading chunks that the hierarchy holds, by the last answer.
         is_asked_anew: In this turn its lookup was made anew, and is not again.
-        held: Leading chunks the hierarchy holds, as last told.
+        number: Of its arrival.
+        asked_s, asked_step: When vLLM asked for it last, and in which step.
+        turn_s: When its turn began, which it pays for; None: it has not.
+        pauses: How many turns began because vLLM had not asked for it.
+        first_s: Since when it is the next to be admitted, if it waits for room.
         offer: Tokens computed on the GPU and tokens offered beyond them, as last answered.
         loading_keys: Keys whose chunks are being copied for this request now.
+        loading_lookup: The lookup whose leases that load holds.
+        is_load_failed: A load failed; vLLM asks again, and the answer is to compute.
+        is_load_stale: A reset came while the load ran: its bytes must not be used.
+        is_queued_again: The answer was "ask again" once after a failed load.
+        is_finished: The request is over; a load still copies into its blocks.
+        is_from_before_reset: The cache was reset while the request lived, so it is never stored.
         storable: Whole chunks that were computed and may be stored, counted as ``store_chunks``.
-        stored: Chunks that were dealt with by the store path: those between it and ``storable`` still wait for slots.
-        unstored: Where those that will not be stored any more end, counted as dropped. After a preemption all three
+        stored: Chunks that the save queue has dealt with: those between it and ``storable`` still wait for slots.
+        unstored: End of the chunks that will not be stored any more, counted as dropped. After a preemption all three
             begin again.
-        short_since_s: When less was found than another engine had told (``handover.py``), and when it was asked for
-            again last, and how often; ``is_short`` once it was waited for in vain.
+        short_since_s: Since when less is held than another engine had promised.
+        asked_again_s, asks_again: When another lookup was sent for the rest, and how many were.
+        is_short: The rest was waited for in vain.
     """
 
     request: Any
     extras: RequestExtras
-    resets: int
-    controls: Controls = NO_CONTROLS
+    params: RequestParams = NO_PARAMS
     keys: PrefixKeys | None = None
     namespace: bytes = b""
     prompt_tokens: int = field(default=0, init=False)
-    lookup: Lookup | None = None
-    renewal: Lookup | None = None
+    lookup: SentLookup | None = None
+    renewal: SentLookup | None = None
     number: int | None = None
     asked_s: float = 0.0
     turn_s: float | None = None
@@ -84,7 +117,7 @@ class RequestState:
     held: int = 0
     offer: tuple[int, int] = (0, 0)
     loading_keys: Sequence[bytes] = ()
-    loading_lookup: Lookup | None = None
+    loading_lookup: SentLookup | None = None
     storable: int = 0
     stored: int = 0
     unstored: int = 0
@@ -92,6 +125,7 @@ class RequestState:
     asked_again_s: float = 0.0
     asks_again: int = 0
     is_short: bool = False
+    is_from_before_reset: bool = False
     is_load_failed: bool = False
     is_queued_again: bool = False
     is_load_stale: bool = False
@@ -106,7 +140,7 @@ class RequestState:
         return self.loading_lookup is not None
 
     def queue_again_once(self) -> bool:
-        """Whether vLLM is to ask once more before it hears that nothing is left to load after a failure.
+        """Whether vLLM is to ask once more, after a failed load, before the answer is that nothing can be loaded.
 
         A request whose load failed holds no blocks any more, and vLLM (0.32) leaves it in front of those that do. If it
         does not fit then, none behind it is ever admitted, and it waits for their blocks: for ever. Asking again puts
@@ -118,8 +152,8 @@ class RequestState:
 
     @property
     def may_read(self) -> bool:
-        """Whether the request may be given what others computed; vLLM says no where it wants prompt logprobs."""
-        if self.request.skip_reading_prefix_cache or self.controls.skips_load:
+        """Whether the request may load KV; vLLM forbids it where prompt logprobs are wanted."""
+        if self.request.skip_reading_prefix_cache or self.params.skips_load:
             return False
         return self.extras.may_look_up
 
@@ -163,3 +197,13 @@ class RequestState:
         if request._all_token_ids[: request.num_prompt_tokens] != request.prompt_token_ids:
             self.extras.refuse("vLLM lost tokens of a streaming session")
         self.extras.read_again()
+
+
+def final_tokens(request: Any) -> int:
+    """Leading tokens whose ids are known and will not change."""
+    return int(min(max(request.num_prompt_tokens, request.num_tokens - 1), request.num_tokens))
+
+
+def storable_tokens(request: Any, computed_tokens: int, *, saves_generated: bool) -> int:
+    """Leading tokens that may be stored once the steps up to ``computed_tokens`` have run."""
+    return min(computed_tokens, final_tokens(request) if saves_generated else request.num_prompt_tokens)

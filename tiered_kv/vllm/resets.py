@@ -1,4 +1,4 @@
-"""What a reset of vLLM's caches needs beside forgetting: a pool that can be emptied, and a reset that lasts.
+"""Resets of vLLM's caches: blocks that can be let go, and a reset that lasts.
 
 vLLM empties its block pool first and asks the connector second. Blocks that are pinned for a copy would make the first
 fail: ``reset_prefix_cache`` then returns False, and sleeping or pausing raises ``RuntimeError``. An engine whose core
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.vllm.stores import Stores
+from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -35,15 +35,15 @@ def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:
     block_pool.reset_prefix_cache = reset_prefix_cache
 
 
-def let_go_of_blocks(stores: Stores, worker: WorkerSide | None) -> None:
-    """End pins: finish the copies of a worker in this process, and drop what is left if only that is in the way."""
+def let_go_of_blocks(stores: SaveQueue, worker: WorkerSide | None) -> None:
+    """End pins: finish the copies of a worker in this process, and drop the rest if only that is in the way."""
     if worker is not None and stores.has_work:
         _finish_saves(stores, worker)
     stores.let_go()
 
 
-def commit_last(stores: Stores, worker: WorkerSide, client: SchedulerClient) -> None:
-    """This engine ends: commit what its last step copied, which no later step will report.
+def commit_last(stores: SaveQueue, worker: WorkerSide, client: SchedulerClient) -> None:
+    """Commit the last step's copies of an engine that ends: no later step will report them.
 
     With its first worker the session ends, and no commit counts after it. So the server is asked for something that it
     answers in order, and not for long: it may be frozen.
@@ -59,7 +59,7 @@ def commit_last(stores: Stores, worker: WorkerSide, client: SchedulerClient) -> 
             client.poll()
 
 
-def _finish_saves(stores: Stores, worker: WorkerSide) -> None:
+def _finish_saves(stores: SaveQueue, worker: WorkerSide) -> None:
     """Wait for the copies of a worker in this process, and take their reports."""
     worker.finish_copies()
     if (report := worker.take_finished_saves()) is not None:

@@ -1,53 +1,60 @@
-"""The scheduler's side: which chunks a request loads, which it stores, and who holds what until that is done.
+"""The scheduler side: decides what each request loads and stores.
 
 Lives in vLLM's engine loop, so nothing here waits or touches a tier: every answer comes from local state, which
-:meth:`SchedulerSide.poll` brings up to date without blocking (DESIGN rule 2). Stores are in ``stores.py``.
+:meth:`SchedulerSide.poll` brings up to date without blocking (rule 2). What each part does::
+
+    RequestLookups        asks the server for a request's chunks, and keeps the answers fresh
+    WaitingQueue          whose turn it is among the requests that vLLM has not admitted
+    WaitPolicy            whether waiting for chunks on their way pays
+    LoadAdmission         which loads may be in flight together
+    DisaggregatedPrefill  what a producer promises with its answer, and how long a consumer waits for it
+    RequestSaves          which chunks of a request are stored
+    SaveQueue             chunks on their way into slots, and the pins of their blocks
+    RequestPins           pins that requests ask for
+
+This module decides what a request is offered, plans its load, and follows it to its end.
 """
 
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from tiered_kv.config import Config
-from tiered_kv.server.client import LookupAnswer, SchedulerClient
-from tiered_kv.vllm.adapters import Adapters, Unaccountable
-from tiered_kv.vllm.controls import ControlReader
-from tiered_kv.vllm.extras import RequestExtras
-from tiered_kv.vllm.groups import BlockTables, CacheGroups
-from tiered_kv.vllm.metadata import LoadJob, SaveReport, StepMetadata
-from tiered_kv.vllm.pins import PinRequests
-from tiered_kv.vllm.requests import Lookup, RequestState
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.vllm.disaggregated import DisaggregatedPrefill
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.identity.adapters import Adapters
+from tiered_kv.vllm.kv_groups import BlockTables, CacheGroups
+from tiered_kv.vllm.load_admission import LoadAdmission
+from tiered_kv.vllm.request_extras import RequestExtras
+from tiered_kv.vllm.request_lookups import RequestLookups
+from tiered_kv.vllm.request_params import RequestParamsReader
+from tiered_kv.vllm.request_pins import RequestPins
+from tiered_kv.vllm.request_saves import RequestSaves
+from tiered_kv.vllm.requests import RequestState, SentLookup
 from tiered_kv.vllm.resets import wait_until_durable
-from tiered_kv.vllm.room import LoadRoom
-from tiered_kv.vllm.storable import storable_tokens
-from tiered_kv.vllm.stores import ALL_DONE, Stores
-from tiered_kv.vllm.turns import FRESH_S, Turns
-from tiered_kv.vllm.waiting import Patience, PrefillRate, Wait
+from tiered_kv.vllm.save_queue import SaveQueue
+from tiered_kv.vllm.step import LoadJob, SaveReport, StepMetadata
+from tiered_kv.vllm.wait_policy import PrefillRate, WaitingQueue, WaitPolicy, WaitState
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
-    """What this engine does with the cache, from its ``kv_role`` and its own settings."""
-
-    may_load: bool
-    may_store: bool
-    has_prefix_caching: bool
-    has_drafts: bool = False
-    has_media_hashes: bool = True
-    is_by_priority: bool = False
-    step_tokens: int = 8192
-
-
 class SchedulerSide:
     """One engine's scheduler-side state.
+
+    Attributes:
+        counters: What happened, by name; every part adds to it, ``engine_metrics.py`` reads it.
+        saves: The save queue, which pins vLLM's blocks.
+
+    Of its own it has the requests (``_requests``, from arrival until the request is over and nothing copies into its
+    blocks), the keys being loaded, each as often as requests load it (``_loading``), and the load jobs that leave with
+    the next step (``_loads``). The fields of a request are written by the parts that :class:`RequestState` names.
 
     Threads: vLLM's scheduler thread only.
     """
@@ -58,56 +65,67 @@ class SchedulerSide:
         client: SchedulerClient,
         adapters: Adapters,
         groups: CacheGroups,
-        abilities: Abilities,
+        role: EngineRole,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
         self._client = client
         self._adapters = adapters
         self._groups = groups
         self._chunk_tokens = config.chunk_tokens
-        self._abilities = abilities
+        self._role = role
         self._monotonic = monotonic
         self._requests: dict[str, RequestState] = {}
         self._loading: Counter[bytes] = Counter()
         self._loads: list[LoadJob] = []
-        self._resets = 0
         self._block_pool: Any = None
-        self.prefill = PrefillRate()
-        self._patience = Patience(self.prefill, config.promotion_wait_ms, config.promotion_deadline_ms)
-        longest_s = config.promotion_deadline_ms / 1e3
-        self._turns = Turns(monotonic, longest_s, is_by_priority=abilities.is_by_priority)
         self.counters: Counter[str] = Counter()
-        self.stores = Stores(config, client, groups, self.counters, monotonic)
-        self._controls = ControlReader(self.counters, monotonic)
-        self._pins = PinRequests(client, self.stores, self.counters)
-        self._room = LoadRoom(groups, abilities.step_tokens, self.counters)
+        self._params_reader = RequestParamsReader(self.counters, monotonic)
+        self.prefill = PrefillRate()
+        self._wait_policy = WaitPolicy(self.prefill, config.promotion_wait_ms, config.promotion_deadline_ms)
+        longest_s = config.promotion_deadline_ms / 1e3
+        self._waiting_queue = WaitingQueue(monotonic, longest_s, is_by_priority=role.is_by_priority)
+        self._admission = LoadAdmission(groups, role.step_tokens, self.counters)
+        self.saves = SaveQueue(config, client, groups, self.counters, monotonic)
+        self._lookups = RequestLookups(
+            config, client, groups, role, self.saves, self._waiting_queue, self.counters, monotonic
+        )
+        self._request_saves = RequestSaves(config, client, role, self._lookups, self.saves, self.counters)
+        self._pins = RequestPins(client, self.saves, self.counters)
+        self._disaggregated = DisaggregatedPrefill(
+            config,
+            client,
+            self._lookups,
+            self.prefill,
+            self.counters,
+            is_producer=not role.may_load,
+            monotonic=monotonic,
+        )
 
     def bind_block_pool(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, whose blocks stores pin."""
+        """Take vLLM's block pool, whose blocks saves pin."""
         self._block_pool = block_pool
-        self._room.set_pool(block_pool.num_gpu_blocks - 1)  # less the null block
-        self.stores.bind_block_pool(block_pool)
+        self._admission.set_pool(block_pool.num_gpu_blocks - 1)  # less the null block
+        self._lookups.bind_block_pool(block_pool)
+        self.saves.bind_block_pool(block_pool)
 
     def state(self, request_id: str) -> RequestState | None:
-        """What is remembered of a request, for those who only look."""
+        """State of a request, to be read only."""
         return self._requests.get(request_id)
 
-    # -- lookup ------------------------------------------------------------------------------------------------
+    # -- offer -------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Any) -> None:
-        """A request is new: compute its keys and send its lookup, so that the answer is here when it is asked for."""
-        able = self._abilities
-        traits = {"has_drafts": able.has_drafts, "has_media_hashes": able.has_media_hashes}
+        """A request is new: compute its keys and send its lookup, so that the answer is here when vLLM asks."""
+        traits = {"has_drafts": self._role.has_drafts, "has_media_hashes": self._role.has_media_hashes}
         extras = RequestExtras(request, self._chunk_tokens, self._adapters, **traits)
-        state = RequestState(request, extras, self._resets, self._controls.read(request))
+        state = RequestState(request, extras, self._params_reader.read(request))
         self._requests[request.request_id] = state
         if not extras.is_accountable:
             self.counters["request_unaccountable"] += 1
             logger.warning("request neither looked up nor stored. reason=%s", extras.reason)
         self.poll()
-        self._turns.came(state)
-        self._send_lookup(state, self._cached_chunks(state))
+        self._waiting_queue.add(state)
+        self._lookups.send_for_new(state)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded; None to be asked again at the next step.
@@ -116,71 +134,40 @@ class SchedulerSide:
         discards the answer where the request may not read prefix caches.
         """
         state = self._requests.get(request.request_id)
-        if state is None or not self._abilities.may_load or state.is_load_failed or not state.may_read:
+        if state is None or not self._role.may_load or state.is_load_failed or not state.may_read:
             return None if state is not None and state.queue_again_once() else 0
-        if state.has_new_input and self._keys(state) is None:
-            self._drop_lookup(state)
+        matched = self._matched_tokens(state, computed_tokens)
+        return self._disaggregated.matched(state, computed_tokens, matched)
+
+    def _matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
+        """The same by what the server holds."""
+        if state.has_new_input and self._lookups.keys(state) is None:
+            self._lookups.drop(state)
             return 0
         self.poll()
-        self._turns.asked(state)
-        self._take_renewal(state)
+        self._waiting_queue.asked(state)
+        self._lookups.take_renewal(state)
         lookup = state.lookup
         if lookup is None or lookup.start * self._chunk_tokens > computed_tokens:
-            self._drop_lookup(state)  # the GPU evicted what it had when the lookup was sent
-            lookup = self._send_lookup(state, computed_tokens // self._chunk_tokens)
-            self._turns.begin(state)
+            self._lookups.drop(state)  # the GPU evicted what it had when the lookup was sent
+            lookup = self._lookups.send(state, computed_tokens // self._chunk_tokens)
+            self._waiting_queue.begin_turn(state)
         if lookup is None or lookup.given_up:
             return 0
-        answer = self._answer(state, lookup)
+        answer = self._lookups.answer(state, lookup)
         if answer is None:
-            matched = self._unanswered(state, lookup)
-        elif answer.queued and self._patience.is_any and self._turns.is_held_up(state):
+            matched = self._lookups.unanswered(state, lookup)
+        elif answer.queued and self._wait_policy.may_wait and self._waiting_queue.is_held_up(state):
             return None
-        elif self._asks_anew(state, lookup, answer):
+        elif self._lookups.awaits_renewal(state, lookup, answer):
             matched = None
         else:
             matched = self._offer(state, lookup, answer, computed_tokens)
         if matched is None:
-            self._turns.waits()
+            self._waiting_queue.hold_up_others()
         return matched
 
-    def _asks_anew(self, state: RequestState, lookup: Lookup, answer: LookupAnswer) -> bool:
-        """Whether the request's turn waits for a newer answer than the one there is."""
-        if state.renewal is not None:
-            return True
-        if state.is_asked_anew or not self._is_outdated(state, lookup, answer):
-            return False
-        state.is_asked_anew = True
-        return self._renew(state, lookup)
-
-    def _is_outdated(self, state: RequestState, lookup: Lookup, answer: LookupAnswer) -> bool:
-        """Whether a new lookup may find more: the leases ended, or it is old and found less than all."""
-        if lookup.given_up or state.renewal is not None:
-            return False
-        is_short = state.keys is not None and lookup.start + answer.ready < len(state.keys.keys)
-        is_old = answer.is_done and self._monotonic() - lookup.sent_s > FRESH_S
-        return answer.is_ended or (is_old and is_short)
-
-    def _renew(self, state: RequestState, lookup: Lookup) -> bool:
-        """Look the request up again from where it was; what is leased stays so until the answer is here."""
-        state.renewal = self._new_lookup(state, lookup.start)
-        self.counters["lookup_renewed"] += state.renewal is not None
-        return state.renewal is not None
-
-    def _take_renewal(self, state: RequestState) -> None:
-        """A newer answer is here, or will not come: one of the two lookups goes."""
-        if (renewal := state.renewal) is None or state.lookup is None:
-            return
-        is_current = renewal.generation == self._client.generation
-        answer = self._client.lookups.get(renewal.id) if is_current else None
-        if answer is not None and answer.is_answered:
-            self._client.release(state.lookup.id, is_asked_anew=True)
-            state.lookup, state.renewal = renewal, None
-        elif self._is_overdue(renewal):
-            self.counters["lookup_timeout"] += is_current
-            self._drop_renewal(state)
-
-    def _offer(self, state: RequestState, lookup: Lookup, answer: LookupAnswer, computed: int) -> int | None:
+    def _offer(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer, computed: int) -> int | None:
         held = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
         limit = self._groups.loadable_tokens(held, state.request.num_tokens, self._chunk_tokens)
 
@@ -191,109 +178,22 @@ class SchedulerSide:
         unknown = (answer.unknown + answer.queued) * self._chunk_tokens
         if not answer.is_done and promised + unknown > max(arrived, 0):
             parts = [(beyond(answer.ready + chunks) - max(arrived, 0), eta_s) for chunks, eta_s in answer.parts]
-            assert state.turn_s is not None, "an offer to a request that nobody asks for"
+            assert state.turn_s is not None, "an offer to a request that vLLM does not ask for"
             times = lookup.waits_s(answer, state.turn_s, self._monotonic())
-            if self._patience.lasts(Wait(*times, max(arrived, 0), parts, unknown, answer.search_s)):
+            if self._wait_policy.waits(WaitState(*times, max(arrived, 0), parts, unknown, answer.search_s)):
                 return None
         if arrived <= 0:
             if promised + unknown > 0:
                 self.counters["promotion_not_awaited"] += 1
-            lookup.given_up = True
-            self._client.release(lookup.id)
+            self._lookups.give_up(lookup)
             return 0
         first = state.keys.keys[computed // self._chunk_tokens] if state.keys else b""
-        if self._loading[first] and self._abilities.has_prefix_caching:
+        if self._loading[first] and self._role.has_prefix_caching:
             return None  # another request is loading it: soon it is a GPU prefix cache hit
-        if not self._room.admits(state.request.request_id, state.request.num_tokens, computed + arrived):
+        if not self._admission.admits(state.request.request_id, state.request.num_tokens, computed + arrived):
             return None
         state.offer = (computed, arrived)
         return arrived
-
-    def _answer(self, state: RequestState, lookup: Lookup) -> LookupAnswer | None:
-        answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
-        if answer is None or not answer.is_answered:
-            return None
-        if lookup.answered_s is None or answer.held != state.held:
-            # The first answer; or a search found more, or a promotion failed: what is not held must be stored again.
-            lookup.answered_s = lookup.answered_s or self._monotonic()
-            state.held = answer.held
-            self.stores.not_held(state.keys.keys[answer.held :] if state.keys else ())
-        return answer
-
-    def _unanswered(self, state: RequestState, lookup: Lookup) -> int | None:
-        if lookup.generation != self._client.generation:
-            self.counters["lookup_session_lost"] += 1
-            lookup.given_up = True
-            return 0
-        if not self._is_overdue(lookup):
-            return None
-        self.counters["lookup_timeout"] += 1
-        self._client.waited_in_vain()  # the next requests do not wait
-        lookup.given_up = True
-        self._client.release(lookup.id)
-        return 0
-
-    def _is_overdue(self, lookup: Lookup) -> bool:
-        """Whether a first answer is waited for no longer."""
-        waited_ms = (self._monotonic() - lookup.sent_s) * 1e3
-        is_lost = lookup.generation != self._client.generation
-        return is_lost or waited_ms > self._config.lookup_timeout_ms or self._client.is_silent
-
-    def _send_lookup(self, state: RequestState, start: int) -> Lookup | None:
-        state.lookup = self._new_lookup(state, start)
-        self.counters["lookups"] += state.lookup is not None
-        return state.lookup
-
-    def _new_lookup(self, state: RequestState, start: int) -> Lookup | None:
-        keys = self._keys(state)
-        if keys is None or not keys.keys or not self._client.is_ready:
-            return None
-        turn = self._turns.of(state)
-        lookup_id = self._client.lookup(keys.keys, keys.digests, min(start, len(keys.keys)), turn)
-        if lookup_id is None:
-            self.counters["lookup_not_sent"] += 1
-            return None
-        return Lookup(lookup_id, self._client.generation, start, self._monotonic())
-
-    def _keys(self, state: RequestState) -> Any:
-        namespace = self._client.namespace
-        if namespace is None or not state.extras.is_accountable:
-            return None
-        try:
-            return state.update_keys(namespace, self._chunk_tokens)
-        except Unaccountable as exc:
-            self.counters["request_unaccountable"] += 1
-            logger.warning("request neither looked up nor stored from here on. reason=%s", exc)
-            return None
-
-    def _cached_chunks(self, state: RequestState) -> int:
-        """Leading whole chunks that the GPU's prefix cache has now: these need no lease and no promotion."""
-        if not self._abilities.may_load or not state.may_read:
-            return sys.maxsize  # nothing is wanted; the lookup only tells what need not be stored
-        if not self._abilities.has_prefix_caching or self._block_pool is None:
-            return 0
-        return self._groups.cached_chunks(state.request.block_hashes, self._block_pool.get_cached_block)
-
-    def _drop_lookup(self, state: RequestState) -> None:
-        self._drop_renewal(state)
-        lookup, state.lookup = state.lookup, None
-        if lookup is not None and lookup.generation == self._client.generation:
-            self._client.release(lookup.id)
-
-    def _drop_renewal(self, state: RequestState) -> None:
-        renewal, state.renewal = state.renewal, None
-        if renewal is not None and renewal.generation == self._client.generation:
-            self._client.release(renewal.id, is_asked_anew=True)
-
-    def _look_ahead(self) -> None:
-        """Keep fresh what the next requests are told, so that it is in host memory when their turn comes."""
-        for state in self._turns.step():
-            self._take_renewal(state)
-            if state.lookup is None or self._turns.has_come(state):
-                continue
-            answer = self._answer(state, state.lookup)
-            if answer is not None and self._is_outdated(state, state.lookup, answer):
-                self._renew(state, state.lookup)
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -302,12 +202,11 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        self._turns.left(request.request_id)
-        self._drop_renewal(state)
+        self._waiting_queue.remove(request.request_id)
+        self._lookups.drop_renewal(state)
         if external_tokens == 0:
             if not state.is_loading and state.lookup is not None and not state.lookup.given_up:
-                state.lookup.given_up = True  # admitted without it
-                self._client.release(state.lookup.id)
+                self._lookups.give_up(state.lookup)  # admitted without it
             return
         lookup = state.lookup
         computed, offered = state.offer
@@ -325,8 +224,8 @@ class SchedulerSide:
         state.loading_keys = state.keys.keys[first:last] if state.keys else ()
         state.loading_lookup, state.lookup = lookup, None
         self._loading.update(state.loading_keys)
-        self._turns.load_began(request.request_id)
-        self._room.begin(request.request_id, request.num_tokens, end)
+        self._waiting_queue.load_began(request.request_id)
+        self._admission.begin(request.request_id, request.num_tokens, end)
         self._loads.append(LoadJob(request.request_id, lookup.generation, copies or ()))
         self.counters["loads"] += 1
         self.counters["load_tokens"] += external_tokens
@@ -344,7 +243,7 @@ class SchedulerSide:
                 continue  # another connector's request
             self._loading.subtract(state.loading_keys)
             self._loading += Counter()  # forget keys at zero
-            self._turns.load_ended(request_id)
+            self._waiting_queue.load_ended(request_id)
             if request_id not in failed_ids and not self._is_right(state, state.loading_lookup):
                 state.is_load_stale = True
             if state.loading_lookup.generation == self._client.generation:
@@ -362,14 +261,14 @@ class SchedulerSide:
                 state.is_load_failed = True
                 self.counters["loads_failed"] += 1
             if state.is_finished:
-                self._room.leave(request_id)
+                self._admission.leave(request_id)
                 del self._requests[request_id]
             elif state.is_load_failed:
-                self._room.begin(request_id, state.request.num_tokens, 0)
+                self._admission.begin(request_id, state.request.num_tokens, 0)
         return stale
 
-    def _is_right(self, state: RequestState, lookup: Lookup) -> bool:
-        """Whether what was loaded for a request is what was promised."""
+    def _is_right(self, state: RequestState, lookup: SentLookup) -> bool:
+        """Whether the leases held until the load had begun, so that its bytes are right."""
         is_leased = self._client.is_leased(lookup.id, lookup.generation)
         self.counters["loads_too_late"] += bool(state.loading_keys) and not is_leased
         return is_leased or not state.loading_keys
@@ -380,80 +279,35 @@ class SchedulerSide:
         """Work for the workers in this step."""
         self.poll()
         self.prefill.step(self._monotonic(), output.num_scheduled_tokens, self._requests)
-        self._room.leave(*output.num_scheduled_tokens)
-        self._look_ahead()
+        self._admission.leave(*output.num_scheduled_tokens)
+        self._lookups.keep_fresh(self._waiting_queue.end_step())
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id, is_back=request_id in output.num_scheduled_tokens)
-        if self._abilities.may_store:
-            self._queue_stores(output)
-        saves = self.stores.start_jobs()
-        if self.stores.has_waiting and self._is_short_of_blocks(output):
-            self.stores.make_room(is_standing=not output.num_scheduled_tokens)
+        self._request_saves.step(self._requests, output)
+        saves = self.saves.start_jobs()
+        if self.saves.has_waiting and self._is_short_of_blocks(output):
+            self.saves.make_room(is_standing=not output.num_scheduled_tokens)
         loads, self._loads = tuple(self._loads), []
         return StepMetadata(self._client.generation, self._client.info, loads, saves)
 
     def _preempted(self, request_id: str, *, is_back: bool) -> None:
-        """vLLM took the request's blocks away; when it comes back, it loads what was stored of it meanwhile.
+        """vLLM took the request's blocks away; when it comes back, it loads the part that was stored meanwhile.
 
-        After a reset of the GPU's cache it may be back in the very step that tells of it: then it waits for nothing.
+        After a reset of the GPU's cache it may be back in the very step that reports the preemption: then it waits for
+        nothing.
         """
         if (state := self._requests.get(request_id)) is None:
             return
-        self._leave_unstored(state, "preempted")
-        state.storable = state.stored = state.unstored = 0
+        self._request_saves.preempted(state)
         if is_back:
             return
-        self._drop_lookup(state)
-        self._turns.came(state)
-        if self._abilities.may_load and not state.is_load_failed:
-            self._send_lookup(state, self._cached_chunks(state))
-
-    def _queue_stores(self, output: Any) -> None:
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            if (state := self._requests.get(request_id)) is None:
-                continue
-            end = self._count_storable(state, state.request.num_computed_tokens + tokens)
-            if end <= state.stored or not self._client.is_ready:
-                continue
-            if (tables := output.kv_connector_block_state.get_block_ids(request_id)) is not None:
-                self._queue_request(state, end, tables, is_ending=False)
-
-    def _count_storable(self, state: RequestState, computed_tokens: int) -> int:
-        """How many chunks are whole, and may be stored, once this step has run (DESIGN rule 9)."""
-        if state.controls.skips_save or not state.extras.is_accountable:
-            return 0
-        tokens = storable_tokens(state.request, computed_tokens, saves_generated=self._config.save_decode)
-        chunks = tokens // self._chunk_tokens
-        if (more := chunks - state.storable) > 0:
-            state.storable = chunks
-            self.counters["store_chunks"] += more
-            if state.stored == ALL_DONE:
-                self.counters["store_dropped_window_passed"] += more
-        return chunks
-
-    def _queue_request(self, state: RequestState, end: int, tables: BlockTables, *, is_ending: bool) -> None:
-        """Queue the chunks before ``end`` that were not dealt with yet."""
-        if (keys := self._keys(state)) is None:
-            self._leave_unstored(state, "unaccountable")
-        elif state.resets != self._resets:
-            self._leave_unstored(state, "reset")
-        elif not state.extras.may_store:  # with its next step it may
-            if is_ending:
-                self._leave_unstored(state, "adapter_not_told")
-        elif end > state.stored:
-            if state.lookup is not None:
-                self._answer(state, state.lookup)
-            chunks, tag = range(state.stored, end), state.controls.tag
-            state.stored = self.stores.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
-
-    def _leave_unstored(self, state: RequestState, reason: str) -> None:
-        """Count chunks that were computed and are not stored, each once."""
-        if (dropped := state.storable - max(state.stored, state.unstored)) > 0:
-            self.counters[f"store_dropped_{reason}"] += dropped
-            state.unstored = state.storable
+        self._lookups.drop(state)
+        self._waiting_queue.add(state)
+        if self._role.may_load and not state.is_load_failed:
+            self._lookups.send_for_new(state)
 
     def _is_short_of_blocks(self, output: Any) -> bool:
-        """Whether a request waits that does not fit into the blocks that are free; vLLM asks nobody for more then."""
+        """Whether a request waits that does not fit into the free blocks; vLLM has no hook for that."""
         free = self._block_pool.get_num_free_blocks()
         return any(
             self._groups.whole_blocks(state.request.num_tokens) > free
@@ -464,13 +318,13 @@ class SchedulerSide:
         )
 
     def saves_finished(self, report: SaveReport) -> None:
-        """Save jobs ended on some ranks, or adapters were loaded, which is told with or before what they computed."""
+        """Take the ranks' reports: save jobs that ended, and adapters loaded, which come no later than their copies."""
         if report.adapters:
-            if self._adapters.told(report.adapters):
-                self.stores.reset()  # copies under way may be of either
+            if self._adapters.take_reports(report.adapters):
+                self.saves.reset()  # copies under way may be of either
             for state in self._requests.values():
                 self._check_adapter(state)
-        self.stores.finished(report)
+        self.saves.finished(report)
         self._pins.send()
 
     def _check_adapter(self, state: RequestState) -> None:
@@ -478,58 +332,59 @@ class SchedulerSide:
             self.counters["request_unaccountable"] += 1
             logger.warning("request neither looked up nor stored from here on. reason=%s", state.extras.reason)
 
-    def finish_request(self, request: Any, tables: BlockTables) -> None:
+    def finish_request(self, request: Any, tables: BlockTables) -> dict[str, Any] | None:
         """A request is over, for whatever reason; a load of it may still be running.
 
         Chunks that wait for a slot, or were completed since the last step, are pinned: their blocks are still whole.
+        Returns what the request's answer carries to another engine, if one goes on with it.
         """
         state = self._requests.get(request.request_id)
         if state is None:
-            return
+            return None
         if request.num_output_tokens:  # not one that was aborted while its first step ran
             self.prefill.finished(self._monotonic(), request.request_id)
-        if self._abilities.may_store and not state.is_loading:
-            end = self._count_storable(state, request.num_computed_tokens)
-            if self._client.is_ready:
-                self._queue_request(state, end, tables, is_ending=True)
-                self._leave_unstored(state, "preempted")  # by a reset of the GPU's cache, since the last step
-            self._leave_unstored(state, "no_session")
-        if state.controls.pin_ttl_s is not None:
-            self.pin(state, state.controls.pin_ttl_s)
-        self._drop_lookup(state)
-        self._turns.left(request.request_id)
+        if not state.is_loading:
+            self._request_saves.finish(state, tables)
+        if state.params.pin_ttl_s is not None:
+            self._pin_prompt(state, state.params.pin_ttl_s)
+        self._lookups.drop(state)
+        self._waiting_queue.remove(request.request_id)
         state.is_finished = True
         if not state.is_loading:  # or its load still holds its blocks
-            self._room.leave(request.request_id)
+            self._admission.leave(request.request_id)
             del self._requests[request.request_id]
+        promise = self._disaggregated.promise(state)
+        if promise is not None:
+            self._pin_prompt(state, 0)  # where only second touches are written, the other engine's would come too late
+        return promise
 
-    def pin(self, state: RequestState, ttl_s: float) -> None:
-        keys = self._keys(state) if state.resets == self._resets else None
+    def _pin_prompt(self, state: RequestState, ttl_s: float) -> None:
+        """Pin the prompt's chunks once they are stored; with a time of 0 they are only written at once."""
+        keys = None if state.is_from_before_reset else self._lookups.keys(state)
         if keys is None:
             self.counters["pins_dropped"] += 1
             return
-        if state.lookup is not None:
-            self._answer(state, state.lookup)
+        self._lookups.update_held(state)
         self._pins.want(keys.keys[: state.request.num_prompt_tokens // self._chunk_tokens], state.held, ttl_s)
 
     def poll(self) -> None:
-        """Take in what the server sent; never blocks."""
+        """Take the server's messages; never blocks."""
         generation = self._client.generation
         self._client.poll()
         if self._client.generation != generation:
             self.counters["sessions_lost"] += 1
-            self.stores.session_lost()
+            self.saves.session_lost()
 
     def reset(self) -> None:
         """The weights changed: nothing stored before may be loaded again, nothing computed before may be stored.
 
         Waits for the server to make it last, seconds at most.
         """
-        self._resets += 1
         for state in self._requests.values():
-            self._drop_lookup(state)
+            state.is_from_before_reset = True
+            self._lookups.drop(state)
             state.is_load_stale = state.is_loading
-        self.stores.reset()
+        self.saves.reset()
         self._pins.reset()
         self._client.reset()
         wait_until_durable(self._client, self.poll)
@@ -542,7 +397,7 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """Whether blocks are pinned or copies run, so that the engine must keep stepping."""
-        return self.stores.has_work or any(state.is_loading for state in self._requests.values())
+        return self.saves.has_work or any(state.is_loading for state in self._requests.values())
 
     def close(self) -> None:
         """End the session. Idempotent."""

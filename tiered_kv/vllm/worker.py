@@ -1,13 +1,17 @@
-"""The worker's side: copies between paged KV and slots, in threads of its own, and reports each copy exactly once.
+"""The worker side: copies between paged KV and slots, each reported exactly once.
 
-Copies are never timed out and never dropped half way (DESIGN rule 1): what was started is finished and then reported,
+Copies are never timed out and never dropped half way (rule 1): what was started is finished and then reported,
 and the arena is unmapped only when nothing copies from it or into it any more.
 
-    field                    owner
-    _client, _joining        the model runner's thread; the join itself runs in a thread that hands over its result
-    _loads_done, _saves_done filled by copy threads, emptied by the model runner's thread (deques: appends are atomic)
-    _running                 guarded by _idle, as is whether a client's server is gone: the watching thread says so and
-                             waits for the copies, and none begins after that
+    field                        written by
+    _client, _joining_generation the model runner's thread; the join itself runs in a thread that hands its result over
+    _is_joining, _early          in _joined (a deque: appends are atomic)
+    _loads_done, _saves_done     filled by copy threads, emptied by the model runner's thread (deques as well)
+    _running                     copy threads and the model runner's, under _idle; so is a client's is_lost, which the
+                                 watching thread sets before it waits for the copies: none begins after that
+    copied                       copy threads append, the model runner's thread takes
+    _paged, _join, _threads      register(), once, in the model runner's thread
+    before_leaving               a scheduler side in this process, before the first step
 """
 
 import contextlib
@@ -24,23 +28,24 @@ from typing import Any
 
 import vllm
 
-from tiered_kv import __version__
-from tiered_kv.chunks.rank import RankKV
-from tiered_kv.chunks.self_test import self_test
-from tiered_kv.chunks.transfer import CopyDone
+from tiered_kv.chunks.layout_test import self_test
+from tiered_kv.chunks.transfer import CopyDone, RankKV
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError, TierUnavailable, UnsupportedModel
-from tiered_kv.hierarchy.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.keys.stored_by import encoding_text, stored_by
-from tiered_kv.server import messages as m
-from tiered_kv.server.background import Background
+from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SessionInfo
+from tiered_kv.server.connect import Background
 from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
-from tiered_kv.vllm.geometry import rank_pages
-from tiered_kv.vllm.identity import base_fields, cache_groups, check_layers, page_encodings, with_experts
-from tiered_kv.vllm.loads import adapter_loads
-from tiered_kv.vllm.metadata import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
-from tiered_kv.vllm.meter import CopyMeter
+from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.version import __version__
+from tiered_kv.vllm.engine_metrics import CopyMeter
+from tiered_kv.vllm.identity.loader_watch import adapter_loads
+from tiered_kv.vllm.identity.record import base_fields, page_encodings, with_experts
+from tiered_kv.vllm.kv_groups import cache_groups
+from tiered_kv.vllm.kv_layout import rank_pages
+from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
+from tiered_kv.vllm.supported import check_layers
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +84,7 @@ class CopyThread:
 
 
 def _stored_by(encodings: Iterable[str]) -> str:
-    """Who stores what this worker copies: exact versions, which its namespace does not name, and layers' encodings."""
+    """The line in the headers of this worker's blobs: exact versions, and the encodings of its layers."""
     return stored_by(__version__, "vllm", vllm.__version__, encoding_text(encodings))
 
 
@@ -235,7 +240,7 @@ class WorkerSide:
                 backoff_s = min(2 * backoff_s, BACKOFF_LAST_S)
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Start this step's loads; they follow what the model's stream was told to do with their blocks so far."""
+        """Start this step's loads, after everything that the model's stream already has to do with their blocks."""
         if metadata.loads and self._paged is not None:
             self._paged.note_compute()
         for job in metadata.loads:
@@ -309,7 +314,7 @@ class WorkerSide:
         finally:
             while started:  # also when a later one could not begin: nothing is reported while bytes move
                 started.pop().wait()  # and a view cannot be released while a copy holds it
-            # Also when a copy failed: whoever keeps the error, as a log handler may, must not keep the arena mapped.
+            # Also when a copy failed: a log handler that keeps the error must not keep the arena mapped.
             for view in views:
                 with contextlib.suppress(BufferError):  # held by the frame of the copy that failed
                     view.release()

@@ -8,12 +8,12 @@ first and for longer after each trial that fails; a trial is a whole self-test p
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
 from tiered_kv.errors import TierUnavailable
-from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
+from tiered_kv.tiers.base import BlobName, Tier, TierWrapper
 
 FAILURES_MAX = 5
 """In a row, each operation by itself: a store that fails one request in ten stays closed, one that is down opens within
@@ -108,15 +108,16 @@ class Breaker:
         self._trial_due_s = self._monotonic() + self._open_s
 
 
-class GuardedTier(Tier):
+class GuardedTier(TierWrapper):
     """Passes calls on while the breaker is closed, and tells it how they ended.
+
+    ``scan`` passes also while it is open: a start reads once what a tier that failed its self-test will give.
 
     Threads: any; as thread-safe as ``inner``.
     """
 
     def __init__(self, inner: Tier, breaker: Breaker) -> None:
-        self.traits = inner.traits
-        self._inner = inner
+        super().__init__(inner)
         self._breaker = breaker
 
     @contextmanager
@@ -131,44 +132,25 @@ class GuardedTier(Tier):
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         with self._call("put"):
-            self._inner.put(name, blob)
+            self.inner.put(name, blob)
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         with self._call("get"):
-            return self._inner.get_into(name, buffer)
+            return self.inner.get_into(name, buffer)
 
     def contains(self, name: BlobName) -> bool:
         with self._call("contains"):
-            return self._inner.contains(name)
+            return self.inner.contains(name)
 
     def delete(self, name: BlobName) -> bool:
         with self._call("delete"):
-            return self._inner.delete(name)
-
-    def scan(self) -> Iterator[BlobInfo]:
-        """Passes also while the breaker is open: a start reads once what a tier that failed its self-test will give."""
-        return self._inner.scan()
+            return self.inner.delete(name)
 
     def describe(self, namespace: bytes, record: bytes) -> None:
         with self._call("describe"):
-            self._inner.describe(namespace, record)
+            self.inner.describe(namespace, record)
 
     def flush(self) -> None:
         """Persist what can be; while the breaker is open, nothing."""
         if not self._breaker.is_open:
-            self._inner.flush()
-
-    def usage(self) -> Usage:
-        return self._inner.usage()
-
-    def figures(self) -> dict[str, object]:
-        return self._inner.figures()
-
-    def record_use(self, names: Iterable[BlobName]) -> None:
-        self._inner.record_use(names)
-
-    def pinned(self) -> Collection[bytes]:
-        return self._inner.pinned()
-
-    def close(self) -> None:
-        self._inner.close()
+            self.inner.flush()

@@ -4,11 +4,11 @@ Owns no counters (``metrics`` does) and changes no behaviour. Stacked by ``tiers
 verification and re-reads are part of the time it tells.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
-from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
+from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierWrapper
 
 Record = Callable[[str, float, int, str], None]
 """Takes operation, seconds, bytes moved (0 unless the outcome is ``ok``) and outcome."""
@@ -36,7 +36,7 @@ class _Call:
         return found
 
 
-class MeteredTier(Tier):
+class MeteredTier(TierWrapper):
     """Reports put, get, contains, delete, scan, flush and describe, each exactly once, also when they raise.
 
     Threads: any; ``record`` is called in the caller's thread.
@@ -44,8 +44,7 @@ class MeteredTier(Tier):
 
     def __init__(self, inner: Tier, record: Record, clock: Callable[[], float]) -> None:
         """Wrap ``inner``; ``clock`` is monotonic and in seconds."""
-        self.traits = inner.traits
-        self._inner = inner
+        super().__init__(inner)
         self._record = record
         self._clock = clock
 
@@ -62,44 +61,29 @@ class MeteredTier(Tier):
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         with self._timed("put") as call:
-            self._inner.put(name, blob)
+            self.inner.put(name, blob)
             call.moved_bytes = blob.nbytes
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         with self._timed("get") as call:
-            return call.found(self._inner.get_into(name, buffer), buffer.nbytes)
+            return call.found(self.inner.get_into(name, buffer), buffer.nbytes)
 
     def contains(self, name: BlobName) -> bool:
         with self._timed("contains") as call:
-            return call.found(self._inner.contains(name))
+            return call.found(self.inner.contains(name))
 
     def delete(self, name: BlobName) -> bool:
         with self._timed("delete") as call:
-            return call.found(self._inner.delete(name))
+            return call.found(self.inner.delete(name))
 
     def scan(self) -> Iterator[BlobInfo]:
         with self._timed("scan"):
-            return self._inner.scan()
-
-    def usage(self) -> Usage:
-        return self._inner.usage()
-
-    def figures(self) -> dict[str, object]:
-        return self._inner.figures()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def record_use(self, names: Iterable[BlobName]) -> None:
-        self._inner.record_use(names)
-
-    def pinned(self) -> Collection[bytes]:
-        return self._inner.pinned()
+            return self.inner.scan()
 
     def flush(self) -> None:
         with self._timed("flush"):
-            self._inner.flush()
+            self.inner.flush()
 
     def describe(self, namespace: bytes, record: bytes) -> None:
         with self._timed("describe"):
-            self._inner.describe(namespace, record)
+            self.inner.describe(namespace, record)

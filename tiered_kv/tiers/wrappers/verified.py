@@ -1,17 +1,17 @@
 """Blob verification around any tier: nothing wrong goes in, nothing wrong comes out.
 
-Owns no state. Must not delete or heal anything: the hierarchy decides what a corrupt blob costs. Stacked by
+Owns no state. Must not delete or heal anything: tiering decides what a corrupt blob costs. Stacked by
 ``tiers/open.py`` right around the medium, so every medium gets the same checks.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable
 
 from tiered_kv.chunks.header import PEEK_BYTES, BlobCheck, BlobFormat, peek
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
-from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, Usage
+from tiered_kv.tiers.base import BlobName, Tier, TierWrapper
 
 
-class VerifiedTier(Tier):
+class VerifiedTier(TierWrapper):
     """Checks the header before a put and the whole blob after a get.
 
     Threads: any; as thread-safe as ``inner``.
@@ -23,8 +23,7 @@ class VerifiedTier(Tier):
         Args:
             formats: Gives the blob format of a namespace digest; None where the namespace is not known here.
         """
-        self.traits = inner.traits
-        self._inner = inner
+        super().__init__(inner)
         self._formats = formats
 
     def put(self, name: BlobName, blob: memoryview) -> None:
@@ -37,12 +36,13 @@ class VerifiedTier(Tier):
             ChunkMismatch: The header is of another format version.
         """
         header = peek(blob[:PEEK_BYTES])
-        if (header.namespace, header.key) != (name.namespace, name.key):
+        found = BlobName.of(header.record)
+        if found != name:
             raise ChunkCorrupt(
                 "blob is not what its name says. "
-                f"observed={header.namespace.hex()}/{header.key.hex()} expected={name.namespace.hex()}/{name.key.hex()}"
+                f"observed={found.namespace.hex()}/{found.key.hex()} expected={name.namespace.hex()}/{name.key.hex()}"
             )
-        self._inner.put(name, blob)
+        self.inner.put(name, blob)
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         """Read and verify; a corrupt blob is read once more, because the medium may have read it wrong.
@@ -61,37 +61,7 @@ class VerifiedTier(Tier):
 
     def _read(self, form: BlobFormat, name: BlobName, buffer: memoryview) -> bool:
         check = BlobCheck(form, buffer)
-        if not self._inner.get_into_by_pieces(name, buffer, check.advance):
+        if not self.inner.get_into_by_pieces(name, buffer, check.advance):
             return False
         check.finish(name.key, None)
         return True
-
-    def contains(self, name: BlobName) -> bool:
-        return self._inner.contains(name)
-
-    def delete(self, name: BlobName) -> bool:
-        return self._inner.delete(name)
-
-    def scan(self) -> Iterator[BlobInfo]:
-        return self._inner.scan()
-
-    def usage(self) -> Usage:
-        return self._inner.usage()
-
-    def figures(self) -> dict[str, object]:
-        return self._inner.figures()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def record_use(self, names: Iterable[BlobName]) -> None:
-        self._inner.record_use(names)
-
-    def pinned(self) -> Collection[bytes]:
-        return self._inner.pinned()
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def describe(self, namespace: bytes, record: bytes) -> None:
-        self._inner.describe(namespace, record)

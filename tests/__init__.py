@@ -1,0 +1,1 @@
+"""Tests, a folder per package of ``tiered_kv``, and what they share: see README.md."""

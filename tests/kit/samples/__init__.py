@@ -1,0 +1,1 @@
+"""Samples that tests feed in: values and bytes, no behaviour."""

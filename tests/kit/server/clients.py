@@ -1,0 +1,219 @@
+"""Engines without vLLM: a scheduler and its workers as real clients of a real server process.
+
+A worker's "paged KV" is one byte per chunk, so a slot's content says which chunk it should hold.
+"""
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.kit.server.probe import wait_for
+from tests.kit.server.processes import end_server
+from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.config import Config
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.namespace import FORMAT_VERSION, REQUIRED_FIELDS
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.keys.tags import NO_TAG, tag_digest
+from tiered_kv.server import protocol as m
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.connect import read_message, say_hello
+from tiered_kv.server.worker_client import WorkerClient, pages_on_the_wire
+from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.tiering.types import LookupAnswer
+
+BLOCK = 16
+CHUNK = 64
+PAGES = (LayerPage("layer.0", "BF16", (2, BLOCK, 64), "HNC"), LayerPage("layer.1", "BF16", (2, BLOCK, 64), "HNC"))
+ANSWER_S = 20.0
+STORED_BY = "tiered_kv/0.9.1 vllm/0.32.1 cuda/FLASH_ATTN"
+
+
+def settings(root: Path, **more: Any) -> Config:
+    """Settings of a small cache in ``root``; its slots are 36 KiB."""
+    given = {
+        "storage_uri": f"file://{root}",
+        "host_bytes": "8MiB",
+        "disk_bytes": "160MiB",
+        "chunk_tokens": CHUNK,
+        "drain_s": 5.0,
+        "start_timeout_s": 20.0,
+    }
+    return Config.from_mapping(given | more)
+
+
+def namespace_fields(weights: str = "w") -> bytes:
+    """What all workers of an engine say of their model."""
+    skipped = ("geometry", "epoch", "block_tokens", "chunk_tokens")
+    fields: dict[str, Any] = {name: None for name in REQUIRED_FIELDS if name not in skipped}
+    return json.dumps(fields | {"format_version": FORMAT_VERSION, "weights": weights}).encode()
+
+
+def worker_part(
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    weights: str = "w",
+    pages: Sequence[LayerPage] = PAGES,
+    stored_by: str = STORED_BY,
+) -> m.JoinWorker:
+    """A rank's part of a session."""
+    sizes = BLOCK, CHUNK, namespace_fields(weights), pages_on_the_wire(pages)
+    return m.JoinWorker(rank, world_size, *sizes, stored_by=stored_by)
+
+
+def hello(config: Config, role: str = "admin", engine_id: str = "", generation: int = 0) -> socket.socket:
+    """A connection that has said Hello and nothing more."""
+    sock, _ = say_hello(config, role, engine_id, generation)
+    return sock
+
+
+def tell(sock: socket.socket, *messages: m.Message) -> None:
+    """Send messages."""
+    for message in messages:
+        sock.sendall(m.frame(message))
+
+
+def refusal(sock: socket.socket) -> str:
+    """Why the server refuses this client; fails if it sends anything else."""
+    message = read_message(sock)
+    assert isinstance(message, m.Refused), message
+    return message.reason
+
+
+def poll_until(client: SchedulerClient, condition: Any, what: str) -> None:
+    """Poll a scheduler client until ``condition()`` holds."""
+
+    def is_met() -> bool:
+        client.poll()
+        return bool(condition())
+
+    wait_for(is_met, what, deadline_s=ANSWER_S)
+
+
+@dataclass
+class SmallEngine:
+    """One engine of one rank: joins at once, stores and looks up prefixes."""
+
+    client: SchedulerClient
+    worker: WorkerClient
+    config: Config
+    engine_id: str
+    weights: str
+    stored_by: str = STORED_BY
+
+    @classmethod
+    def start(
+        cls, config: Config, engine_id: str = "e", *, weights: str = "w", stored_by: str = STORED_BY
+    ) -> "SmallEngine":
+        worker = WorkerClient(config, engine_id, 0, worker_part(weights=weights, stored_by=stored_by))
+        client = SchedulerClient(config, engine_id, 1)
+        assert client.wait_ready(ANSWER_S), client.refusal
+        return cls(client, worker, config, engine_id, weights, stored_by)
+
+    def rejoin(self) -> None:
+        """As vLLM does after a lost session: the scheduler by itself, the worker once it hears of the generation."""
+        generation = self.client.generation
+        self.worker.leave()
+        part = worker_part(weights=self.weights, stored_by=self.stored_by)
+        self.worker = WorkerClient(self.config, self.engine_id, generation, part)
+        poll_until(self.client, lambda: self.client.is_ready, "the next session")
+        assert self.client.generation == generation
+
+    def wait_lost(self) -> None:
+        """Until the session is found to be over."""
+        generation = self.client.generation
+        poll_until(self.client, lambda: self.client.generation > generation, "the session's end")
+
+    def keys(self, count: int, first_token: int = 0) -> PrefixKeys:
+        """The keys of a prompt of ``count`` chunks."""
+        assert self.client.namespace is not None
+        keys = PrefixKeys(self.client.namespace, CHUNK)
+        keys.extend(range(first_token, first_token + count * CHUNK))
+        return keys
+
+    def payload(self, slot: int) -> memoryview:
+        """A slot's payload, less the padding."""
+        info = self.client.info
+        assert info is not None
+        slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
+        return self.worker.arena.view(slab, index * info.slot_bytes + info.payload_offset, payload_bytes())
+
+    def take_slot(self) -> int:
+        """A granted slot, waiting for one."""
+        poll_until(self.client, lambda: self.client.credit_count, "a slot")
+        slot = self.client.take_slot()
+        assert slot is not None
+        return slot
+
+    def store(self, count: int, first_token: int = 0, *, start: int = 0, tag: str = "") -> None:
+        """Fill and commit chunks [start, count) of a prompt, as a request with this tag would."""
+        assert self.client.namespace is not None
+        keys = self.keys(count, first_token)
+        for index in range(start, count):
+            slot = self.take_slot()
+            with self.payload(slot) as view:
+                view[:] = content(index, first_token)
+            digest = self.client.namespace.digest
+            whose = tag_digest(tag) if tag else NO_TAG
+            record = ChunkRecord(digest, keys.keys[index], keys.parent(index), index, keys.digests[index], whose)
+            self.client.commit([(slot, record)])
+
+    def look_up(self, count: int, first_token: int = 0) -> tuple[int, LookupAnswer]:
+        """A lookup and its final answer."""
+        keys = self.keys(count, first_token)
+        lookup = self.client.lookup(keys.keys, keys.digests)
+        assert lookup is not None
+        client = self.client
+        poll_until(client, lambda: client.lookups[lookup].is_answered and client.lookups[lookup].is_done, "the answer")
+        return lookup, client.lookups[lookup]
+
+    def hits(self, count: int, first_token: int = 0) -> int:
+        """How many leading chunks of a prompt are ready; their bytes are compared with what was stored."""
+        lookup, answer = self.look_up(count, first_token)
+        for index, slot in enumerate(answer.slots[: answer.ready]):
+            with self.payload(slot) as view:
+                assert view == content(index, first_token)
+        self.client.release(lookup)
+        return answer.ready
+
+    def wait_hits(self, count: int, first_token: int = 0) -> None:
+        """Until a whole prompt is ready: seals end a moment after their commit."""
+        wait_for(lambda: self.hits(count, first_token) == count, f"{count} hits", deadline_s=ANSWER_S)
+
+    def close(self) -> None:
+        self.client.close()
+        self.worker.leave()
+
+
+@contextmanager
+def lone_engine(**more: Any) -> Iterator[SmallEngine]:
+    """An engine on a server of its own, in a directory of its own, for the length of a ``with`` block."""
+    with (
+        tempfile.TemporaryDirectory(prefix="tkv-") as directory,
+        patch.dict(os.environ, XDG_RUNTIME_DIR=directory),  # a socket's path has at most 107 bytes
+    ):
+        root = Path(directory) / "cache"
+        engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, **more))
+        try:
+            yield engine
+        finally:
+            engine.close()
+            end_server(root)
+
+
+def payload_bytes() -> int:
+    """Bytes of one chunk's KV."""
+    return sum(page.page_bytes for page in PAGES) * (CHUNK // BLOCK)
+
+
+def content(index: int, first_token: int = 0) -> bytes:
+    """What chunk ``index`` of a prompt holds."""
+    return bytes([(index * 7 + first_token + 1) % 256]) * payload_bytes()

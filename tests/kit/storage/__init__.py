@@ -1,0 +1,1 @@
+"""Stored prompts on any medium, and what a directory or a bucket looks like from outside."""

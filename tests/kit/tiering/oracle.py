@@ -1,0 +1,423 @@
+"""The world around a tiering, as dictionaries: what every slot and every medium really holds.
+
+Performs tiering's jobs in the order and with the outcomes a test picks, plays the sessions' clients, and asserts
+on the way whatever must never happen: a promised slot with other bytes than the key's, a slot used by two, a blob
+written before its parent or beyond the capacity, a foreign blob touched, a chunk called held that nobody has. Knows no
+bytes: a slot's content is the key that was last sealed or read into it.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+
+from tests.kit.spaces import Space
+from tiered_kv.tiering.slots import slab_of
+from tiered_kv.tiering.tiering import Tiering
+from tiered_kv.tiering.types import (
+    HOST,
+    Copy,
+    Delete,
+    Grow,
+    Job,
+    LeaseEnd,
+    LookupAnswer,
+    LookupUpdate,
+    Outcome,
+    Probe,
+    Read,
+    Seal,
+    SlotGrant,
+    SlotId,
+    SlotRecall,
+    TierEvents,
+    Turn,
+    Write,
+)
+
+
+class Blob(Enum):
+    """What a medium has under a name."""
+
+    GOOD = "good"
+    CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+
+
+@dataclass(slots=True)
+class Asked:
+    """A lookup as its session sees it; ``update`` is the latest."""
+
+    session: int
+    keys: list[bytes]
+    start: int
+    update: LookupAnswer | None = None
+
+
+class World:
+    """Tiering and everything it is not.
+
+    Attributes:
+        jobs: Handed out and not yet reported.
+        media: Per secondary tier, by its number, what it really has. In a shared one others store and evict, too.
+        credits: Per open session, empty slots its client was told of.
+    """
+
+    def __init__(self, tiering: Tiering, capacities: list[int | None]) -> None:
+        """``capacities`` are those of the secondary tiers, highest first."""
+        self.tiering = tiering
+        self._capacities = dict(enumerate(capacities, HOST + 1))
+        self.jobs: list[Job] = []
+        self.media: dict[int, dict[bytes, Blob]] = {tier: {} for tier in self._capacities}
+        self.spaces: dict[int, Space] = {}
+        self.suspended: set[int] = set()
+        self.credits: dict[int, list[SlotId]] = defaultdict(list)
+        self.lookups: dict[int, Asked] = {}
+        self.claimed: set[int] = set()
+        self.ended: list[int] = []  # lookups whose leases ended although nobody released them
+        self.moves: list[TierEvents] = []  # what watching sessions were told
+        self._contents: dict[SlotId, bytes] = {}  # sealed bytes, as the key they belong to
+        self._filled: dict[SlotId, bytes] = {}  # committed and not yet sealed
+        self._shunned: set[tuple[int, bytes]] = set()  # tiering was told that these are foreign
+        self._damaged: set[tuple[int, bytes]] = set()
+        self._known_corrupt: set[tuple[int, bytes]] = set()
+        self._believed: dict[int, set[bytes]] = {tier: set() for tier in self.media}  # what tiering was told is there
+        self._asked: list[list[bytes]] = []
+        self._sizes: dict[bytes, int] = {}
+        self._slabs_with_memory: set[int] = set()
+        self._shrunk: set[int] = set(self.media)  # tiers that may hold too much since the start
+        self._spaces_seen: list[Space] = []
+
+    # -- the sessions' clients ---------------------------------------------------------------------------------
+
+    def restore(self, tier: int, space: Space, path: tuple[int, ...]) -> None:
+        """A blob is there when tiering starts."""
+        record = space.record(path)
+        self._sizes[record.key] = space.slot_bytes
+        self.media[tier][record.key] = Blob.GOOD
+        self._believed[tier].add(record.key)
+        self.tiering.restore(tier, record, space.slot_bytes)
+
+    def open(self, space: Space) -> int:
+        session = self.tiering.open_session(space.namespace, space.slot_bytes)
+        self.spaces[session] = space
+        if space not in self._spaces_seen:
+            self._spaces_seen.append(space)
+        return session
+
+    def lookup(self, session: int, path: tuple[int, ...], start: int = 0, turn: Turn = (0, 0)) -> int:
+        keys, digests = self.spaces[session].prefix(path)
+        lookup = self.tiering.lookup(session, keys, digests, start, turn)
+        self.lookups[lookup] = Asked(session, keys, start)
+        if keys not in self._asked:
+            self._asked.append(keys)
+        return lookup
+
+    def claim(self, lookup: int) -> None:
+        """A load begins: what is ready is read until the lookup is released."""
+        self.claimed.add(lookup)
+        self.tiering.claim(self.lookups[lookup].session, lookup)
+
+    def release(self, lookup: int) -> None:
+        self.claimed.discard(lookup)
+        self.tiering.release(self.lookups.pop(lookup).session, lookup)
+
+    def commit(self, session: int, path: tuple[int, ...]) -> bool:
+        """Fill the session's next empty slot and hand it over; False when it has none."""
+        if not self.credits[session]:
+            return False
+        slot = self.credits[session].pop(0)
+        record = self.spaces[session].record(path)
+        self._sizes[record.key] = self.spaces[session].slot_bytes
+        self._contents.pop(slot, None)
+        self._filled[slot] = record.key
+        self.tiering.commit(session, slot, record)
+        return True
+
+    def give_back(self, session: int) -> None:
+        if self.credits[session]:
+            self.tiering.give_back(session, self.credits[session].pop())
+
+    def suspend(self, session: int) -> None:
+        """The client is gone, but its processes go on writing to its slots and reading from its leases."""
+        self.tiering.suspend_session(session)
+        self.suspended.add(session)
+
+    def close(self, session: int) -> None:
+        self.tiering.close_session(session)
+        self.lookups = {i: asked for i, asked in self.lookups.items() if asked.session != session}
+        self.credits.pop(session, None)
+        self.suspended.discard(session)
+        del self.spaces[session]
+
+    # -- what the engine does ----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Collect jobs and updates, and check everything."""
+        jobs = self.tiering.take_jobs()
+        updates = self.tiering.take_updates()
+        for job in jobs:
+            self._begin(job)
+        for update in updates:
+            match update:
+                case LookupUpdate(session, lookup):
+                    assert session not in self.suspended, "a lost client was told something"
+                    self._learn(self.lookups[lookup], update.answer)
+                case SlotGrant(session, slots):
+                    assert session not in self.suspended, "a lost client was granted something"
+                    self.credits[session].extend(slots)
+                    for slot in slots:  # the client writes into it from now on
+                        assert slab_of(slot) in self._slabs_with_memory, "a slot is granted before it has memory"
+                        self._forget(slot)
+                case SlotRecall(session, slots):
+                    for slot in [slot for slot in slots if slot in self.credits[session]]:
+                        self.credits[session].remove(slot)
+                        self.tiering.give_back(session, slot)
+                case LeaseEnd(session, lookup):
+                    self._end_lease(session, lookup)
+                case TierEvents():
+                    self.moves.append(update)
+        self.check()
+
+    def _end_lease(self, session: int, lookup: int) -> None:
+        """A client that reads: it forgets the lookup, and the leases are back."""
+        assert session not in self.suspended, "a lost client was told something"
+        assert lookup not in self.claimed, "the leases of a running load end"
+        if lookup in self.lookups:
+            self.release(lookup)
+            self.ended.append(lookup)
+
+    def _learn(self, asked: Asked, update: LookupAnswer) -> None:
+        before = asked.update
+        if before is not None:
+            length = min(len(before.slots), len(update.slots))
+            assert before.slots[:length] == update.slots[:length], "a promised slot was exchanged"
+            assert before.ready <= update.ready, "a promise was taken back"
+            assert not before.is_done, "a lookup that was done changed"
+            assert update.held <= before.held + before.unknown, "more is held than was looked for"
+            assert update.unknown <= before.unknown, "a search grew"
+            assert len(before.slots) >= len(update.slots) or before.queued or before.unknown, "nobody waited for room"
+        assert update.ready <= len(update.slots)
+        assert update.is_done == (update.ready == len(update.slots) and not update.unknown and not update.queued)
+        assert asked.start + len(update.slots) <= max(asked.start, update.held)
+        known = 0 if before is None else before.held  # of these some may have been evicted since
+        for key in asked.keys[known : update.held]:
+            assert self._is_somewhere(key), "a chunk is called held that nobody has"
+        asked.update = update
+
+    def _is_somewhere(self, key: bytes) -> bool:
+        in_host = key in self._contents.values() or key in self._filled.values()
+        return in_host or any(key in believed for believed in self._believed.values())
+
+    def _begin(self, job: Job) -> None:
+        match job:
+            case Seal(record, slot):
+                assert self._filled[slot] == record.key, "a slot is sealed that was not committed"
+            case Write(tier, record, slot):
+                assert self._contents.get(slot) == record.key, "other bytes are written than the key's"
+                if record.chunk_index and (tier, record.parent) not in self._damaged:
+                    assert record.parent in self.media[tier], "a child is written before its parent"
+            case Copy(tier, _, record):
+                if record.chunk_index and (tier, record.parent) not in self._damaged:
+                    assert record.parent in self.media[tier], "a child is uploaded before its parent"
+            case Read(_, _, slot):
+                self._forget(slot)
+            case Delete(tier, record):
+                self._believed[tier].discard(record.key)
+            case Grow(slab):
+                self._slabs_with_memory.discard(slab)
+        if isinstance(job, Write | Copy | Probe):
+            assert self.tiering.index.readable[job.tier], "a tier that does not answer is asked"
+        self._check_alone(job)
+        self.jobs.append(job)
+
+    def _forget(self, slot: SlotId) -> None:
+        self._contents.pop(slot, None)
+        self._filled.pop(slot, None)  # a duplicate's slot came back without being sealed
+
+    def _check_alone(self, job: Job) -> None:
+        if isinstance(job, Read | Write | Delete | Copy):
+            assert (job.tier, job.record.key) not in self._shunned, "a foreign blob is touched"
+            others = [j for j in self.jobs if isinstance(j, Read | Write | Delete | Copy) and j.tier == job.tier]
+            assert job.record not in [other.record for other in others], "two jobs on one blob"
+        if isinstance(job, Read | Write | Seal):
+            users = [other for other in self.jobs if isinstance(other, Read | Write | Seal) and other.slot == job.slot]
+            assert not users, "two jobs on one slot"
+            assert slab_of(job.slot) in self._slabs_with_memory, "a slot is used before it has memory"
+            granted = [slot for slots in self.credits.values() for slot in slots]
+            assert job.slot not in granted, "a job uses a slot that a client may be filling"
+
+    def finish(self, index: int, fault: Outcome | None = None) -> Outcome:
+        """End one of the jobs as its medium would, or with a fault that leaves the medium as it was."""
+        job = self.jobs.pop(index)
+        outcome = self._perform(job, fault)
+        self._believe(job, outcome)
+        match job:
+            case Seal():
+                self.tiering.sealed(job, outcome)
+            case Write():
+                self.tiering.written(job, outcome)
+            case Copy():
+                self.tiering.copied(job, outcome)
+            case Probe():
+                self.tiering.probed(job, outcome)
+            case Read():
+                self.tiering.read(job, outcome)
+            case Delete():
+                self.tiering.deleted(job.tier, job.record, outcome)
+            case Grow():
+                self.tiering.grown(job, outcome)
+        self.step()
+        return outcome
+
+    def _believe(self, job: Job, outcome: Outcome) -> None:
+        match job:
+            case Probe(tier, record) if outcome is Outcome.OK:
+                self._believed[tier].add(record.key)
+                for keys in self._asked:  # where a chunk is, its prefix is taken to be
+                    if keys[record.chunk_index : record.chunk_index + 1] == [record.key]:
+                        self._believed[tier].update(keys[: record.chunk_index])
+            case Write(tier, record) | Copy(tier, _, record) if outcome is Outcome.OK:
+                self._believed[tier].add(record.key)
+                self._known_corrupt.discard((tier, record.key))
+            case Read(tier, record) if outcome not in (Outcome.OK, Outcome.UNAVAILABLE):
+                self._believed[tier].discard(record.key)
+                if outcome is Outcome.CORRUPT:
+                    self._known_corrupt.add((tier, record.key))
+            case Delete(tier, record) if outcome is Outcome.UNAVAILABLE:
+                if (tier, record.key) not in self._known_corrupt:
+                    self._believed[tier].add(record.key)
+
+    def _perform(self, job: Job, fault: Outcome | None) -> Outcome:
+        if isinstance(job, Copy | Probe):
+            return fault or self._perform_remotely(job)
+        match job:
+            case Seal(_, slot):
+                key = self._filled.pop(slot)
+                if fault is None:
+                    self._contents[slot] = key
+            case Write(tier, record, slot):
+                assert self._contents.get(slot) == record.key, "a slot changed while it was written"
+                if self.media[tier].get(record.key) is Blob.FOREIGN:
+                    self._shunned.add((tier, record.key))
+                    return Outcome.FOREIGN
+                if fault is None:
+                    self.media[tier][record.key] = Blob.GOOD
+                    self._damaged.discard((tier, record.key))
+            case Read(tier, record, slot):
+                if fault is None:
+                    return self._read(tier, record.key, slot)
+            case Grow(slab):
+                if fault is None:
+                    self._slabs_with_memory.add(slab)
+            case Delete(tier, record):
+                if self.media[tier].get(record.key, Blob.FOREIGN) is Blob.FOREIGN:
+                    return fault or Outcome.MISSING
+                if fault is None:
+                    del self.media[tier][record.key]
+        return fault or Outcome.OK
+
+    def _read(self, tier: int, key: bytes, slot: SlotId) -> Outcome:
+        blob = self.media[tier].get(key)
+        if blob is Blob.GOOD:
+            self._contents[slot] = key
+        elif blob is Blob.FOREIGN:
+            self._shunned.add((tier, key))
+        outcomes = {None: Outcome.MISSING, Blob.GOOD: Outcome.OK, Blob.CORRUPT: Outcome.CORRUPT}
+        return outcomes.get(blob, Outcome.FOREIGN)
+
+    def _perform_remotely(self, job: Copy | Probe) -> Outcome:
+        tier, key = job.tier, job.record.key
+        if isinstance(job, Probe):
+            return Outcome.OK if key in self.media[tier] else Outcome.MISSING
+        if self.media[tier].get(key) is Blob.FOREIGN:
+            self._shunned.add((tier, key))
+            return Outcome.FOREIGN
+        if self.media[job.source].get(key) is not Blob.GOOD:
+            return Outcome.NO_SOURCE
+        self.media[tier][key] = Blob.GOOD
+        self._damaged.discard((tier, key))
+        return Outcome.OK
+
+    def others_store(self, space: Space, path: tuple[int, ...]) -> None:
+        """Another machine puts a prefix into the shared tier."""
+        for depth in range(1, len(path) + 1):
+            record = space.record(path[:depth])
+            self._sizes[record.key] = space.slot_bytes
+            self.media[max(self.media)].setdefault(record.key, Blob.GOOD)
+
+    def damage(self, tier: int, key: bytes, blob: Blob | None) -> None:
+        """Change what a medium has behind tiering's back; None removes it."""
+        if self.media[tier][key] is Blob.FOREIGN:
+            return
+        self._damaged.add((tier, key))
+        if blob is None:
+            del self.media[tier][key]
+        else:
+            self.media[tier][key] = blob
+
+    def finish_all(self) -> None:
+        """End all jobs, and those that follow, without faults."""
+        self.step()
+        while self.jobs:
+            self.finish(0)
+
+    # -- what must always hold ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that promises are kept and limits are respected."""
+        self.tiering.check_integrity()
+        for asked in self.lookups.values():
+            if asked.update is None:
+                continue
+            promised = asked.update.slots[: asked.update.ready]
+            for key, slot in zip(asked.keys[asked.start :], promised, strict=False):
+                assert self._contents.get(slot) == key, "a promised slot holds other bytes"
+        for tier, capacity in self._capacities.items():
+            if capacity is not None and self._used(tier) <= capacity:
+                self._shrunk.discard(tier)
+            elif capacity is not None:
+                assert tier in self._shrunk, "a medium holds more than it may"
+        limits, usage = self.tiering.limits, self.tiering.usage()
+        host_bytes = self.tiering.slots.host_bytes
+        assert usage["host_assigned_bytes"] <= host_bytes
+        assert usage["leased_bytes"] <= host_bytes * limits.leased_share
+        pending = sum(isinstance(job, Write) for job in self.jobs)
+        assert self.tiering.pending_writes >= (pending if self.media else 0)
+
+    def _used(self, tier: int) -> int:
+        writing = [job.record.key for job in self.jobs if isinstance(job, Write) and job.tier == tier]
+        ours = [key for key, blob in self.media[tier].items() if blob is not Blob.FOREIGN]
+        return sum(self._sizes[key] for key in {*ours, *writing})
+
+    def wind_down(self) -> None:
+        """Let all faults and sessions end, and assert that nothing is left behind."""
+        for session in list(self.spaces):
+            self.close(session)
+        for tier in self.media:
+            self.tiering.set_readable(tier, True)
+        self.finish_all()
+        self.tiering.resume_writes()  # what was put off a moment ago
+        self.finish_all()
+        usage = self.tiering.usage()
+        assert not self.tiering.pending_writes, "writes are pending and none is running"
+        left = {name: usage[name] for name in ("leased_bytes", "lookups", "reserved_slots", "sessions")}
+        assert not any(left.values()), left
+        self.tiering.try_again()
+        self.finish_all()
+        for tier, capacity in self._capacities.items():
+            assert capacity is None or self._used(tier) <= capacity, "a medium stays above its capacity"
+        for number, space in enumerate(list(self._spaces_seen)):
+            self._prove_progress(space, number)
+
+    def _prove_progress(self, space: Space, number: int) -> None:
+        """A new session can store a chunk and have it again, whatever happened before."""
+        session = self.open(space)
+        self.finish_all()
+        path = (-1 - number,)
+        assert self.commit(session, path), "a new session gets no slot"
+        self.finish_all()
+        lookup = self.lookup(session, path)
+        self.finish_all()
+        update = self.lookups[lookup].update
+        assert update is not None and update.is_done and (update.held, update.ready) == (1, 1), "a stored chunk is lost"
+        self.close(session)

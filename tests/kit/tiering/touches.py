@@ -1,0 +1,67 @@
+"""A world that remembers who asked for what, and asserts that a selective tier is written nothing that came only once.
+
+Counts by itself: that a chunk is there at the start or put there by others, every commit of it and every lookup of a
+prefix with it is a touch. Tiering counts fewer (a lookup of what is not held is none), so two touches of a chunk,
+or of one behind it, must have come before a write.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from tests.kit.spaces import Space
+from tests.kit.tiering.oracle import World
+from tiered_kv.tiering.admission import SECOND_TOUCH
+from tiered_kv.tiering.tiering import Tiering
+from tiered_kv.tiering.types import Copy, Job, Write
+
+
+class TouchedWorld(World):
+    """Tiering with a rule of admission for each secondary tier."""
+
+    def __init__(self, tiering: Tiering, capacities: list[int | None], admissions: Sequence[str]) -> None:
+        super().__init__(tiering, capacities)
+        self._admissions = dict(enumerate(admissions, 1))
+        self._touches: Counter[bytes] = Counter()
+        self._children: dict[bytes, set[bytes]] = defaultdict(set)
+
+    def restore(self, tier: int, space: Space, path: tuple[int, ...]) -> None:
+        self._touch(space, path)
+        super().restore(tier, space, path)
+
+    def others_store(self, space: Space, path: tuple[int, ...]) -> None:
+        for depth in range(len(path)):
+            self._touch(space, path[: depth + 1])
+        super().others_store(space, path)
+
+    def lookup(self, session: int, path: tuple[int, ...], start: int = 0, turn: tuple[int, int] = (0, 0)) -> int:
+        for depth in range(len(path)):
+            self._touch(self.spaces[session], path[: depth + 1])
+        return super().lookup(session, path, start, turn)
+
+    def commit(self, session: int, path: tuple[int, ...]) -> bool:
+        is_taken = super().commit(session, path)
+        if is_taken:
+            self._touch(self.spaces[session], path)
+        return is_taken
+
+    def want(self, session: int, path: tuple[int, ...]) -> None:
+        """Somebody says that a chunk will be asked for: as good as both touches."""
+        space = self.spaces[session]
+        self._touch(space, path, 2)
+        self.tiering.want(space.namespace, space.key(path))
+
+    def _touch(self, space: Space, path: tuple[int, ...], times: int = 1) -> None:
+        record = space.record(path)
+        self._touches[record.key] += times
+        self._children[record.parent].add(record.key)
+
+    def _begin(self, job: Job) -> None:
+        if isinstance(job, Write | Copy) and self._admissions[job.tier] == SECOND_TOUCH:
+            assert self._is_touched_twice(job.record.key), "a chunk is written that came only once"
+        if isinstance(job, Copy):
+            seen = [space.namespace for space in self._spaces_seen]
+            assert job.record.namespace in seen, "an upload of a namespace whose sizes nobody knows"
+        super()._begin(job)
+
+    def _is_touched_twice(self, key: bytes) -> bool:
+        return self._touches[key] > 1 or any(map(self._is_touched_twice, self._children[key]))

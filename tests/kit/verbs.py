@@ -1,0 +1,59 @@
+"""Verbs of the command line, run in this process, and tiers for them to act on."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from tests.kit.s3 import S3
+from tiered_kv.cli.main import app
+from tiered_kv.ops.open import open_storage
+from tiered_kv.ops.storage import Storage
+
+
+def run(*arguments: object) -> Result:
+    """One call of `tiered-kv`, with nobody at a terminal."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def report(*arguments: object) -> Any:
+    """What a verb that succeeds prints with ``--json``."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def complaint(*arguments: object, code: int = 2) -> str:
+    """What a verb that fails says."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A tier as a user names it."""
+
+    uri: str
+    settings: dict[str, object] = field(default_factory=dict, repr=False)
+
+    def sets(self, option: str = "--set") -> list[str]:
+        """The settings as arguments."""
+        return [word for name, value in self.settings.items() for word in (option, f"{name}={json.dumps(value)}")]
+
+    def open(self) -> Storage:
+        return open_storage(self.uri, self.settings)
+
+
+def directory_tier(path: Path) -> Tier:
+    """A directory that is there, with a limit that no test reaches."""
+    path.mkdir()
+    return Tier(f"file://{path}", {"disk_bytes": 1 << 30})
+
+
+def s3_tier(s3: S3) -> Tier:
+    """A fresh prefix of the test's bucket."""
+    return Tier(s3.uri(s3.new_prefix()), {"storage_options": s3.options()})

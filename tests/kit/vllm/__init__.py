@@ -1,0 +1,1 @@
+"""Real vLLM engines on small models, and what versions of vLLM declare."""

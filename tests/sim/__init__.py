@@ -1,0 +1,1 @@
+"""Simulators: one seed, one run, everything judged."""

@@ -1,0 +1,341 @@
+"""vLLM's engine core with simulated workers: its real schedulers, its real aggregation, its order of calls.
+
+Owns how a configuration is built without a model, and the two loops of ``v1/engine/core.py``: ``step`` (schedule, run,
+update) and ``step_with_batch_queue`` (async scheduling: the next step is scheduled before the last one is known, and a
+rank runs what it was sent when it gets to it). Everything that crosses a process boundary in vLLM is copied.
+"""
+
+import random
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import LlamaConfig
+from vllm import envs
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.sim.vllm.accounts import StoreAccounts
+from tests.sim.vllm.model import Layer, Model, Reference
+from tests.sim.vllm.runner import Findings, SimulatedWorker
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_configs  # from 0.33 on
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+BLOCK_TOKENS = 4
+MAX_MODEL_LEN = 160
+KV_HEADS = 2
+HEAD_SIZE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How an engine is run.
+
+    Attributes:
+        windows: One entry per layer: its sliding window in tokens, None for full attention.
+        is_hybrid: Layers with windows get KV cache groups of their own.
+        is_replicated: All ranks hold the same KV, as with MLA or more ranks than KV heads.
+        late: Chance that a rank has not begun a step when the next one is scheduled (async scheduling only).
+    """
+
+    is_v2: bool = False
+    is_async: bool = False
+    ranks: int = 1
+    windows: tuple[int | None, ...] = (None, None)
+    is_hybrid: bool = False
+    is_replicated: bool = False
+    layout: str = "LBHNC"
+    pool_blocks: int = 64
+    token_budget: int = 64
+    requests_max: int = 8
+    draft_tokens: int = 0
+    policy: str = "fcfs"
+    has_prefix_caching: bool = True
+    late: float = 0.5
+    connector: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def pool_blocks_min(self) -> int:
+        """Blocks for one request of the longest kind, as vLLM counts them, and the null block."""
+        whole = -(-MAX_MODEL_LEN // BLOCK_TOKENS)
+        if not self.is_hybrid:
+            return whole + 1
+        in_flight = (self.token_budget + self.draft_tokens * self.requests_max) * (2 if self.is_async else 1)
+        layers = min(self.windows.count(None), len(self.windows) - self.windows.count(None))  # of one group
+        blocks = [
+            -(-min((w or MAX_MODEL_LEN) - 1 + in_flight, MAX_MODEL_LEN) // BLOCK_TOKENS) + 1 for w in self.windows
+        ]
+        return sum(blocks) // layers + 1
+
+
+@dataclass
+class _Answer:
+    """A request as its client sees it.
+
+    Attributes:
+        tokens: Its prompt and the answer so far.
+        given: Tokens that were answered, over all turns of a session.
+    """
+
+    tokens: list[int]
+    reference: Reference
+    given: int = 0
+    finish_reason: Any = None
+
+
+@dataclass
+class _Step:
+    """A step that was sent to the workers and what they have answered so far."""
+
+    output: Any
+    results: list[Any]
+
+
+class SimulatedEngine:
+    """An engine core and its workers."""
+
+    def __init__(self, setup: Setup, seed: int = 0, weights: int = 1) -> None:
+        self.setup = setup
+        self.findings = Findings()
+        self.answers: dict[str, _Answer] = {}
+        self.preemptions = 0
+        self._random = random.Random(seed)
+        layers = [Layer(f"model.layers.{n}.attn", n, window) for n, window in enumerate(setup.windows)]
+        self.model = Model(layers, weights)
+        self.config = _config(setup)
+        with _runner(is_v2=setup.is_v2):
+            per_rank = self._kv_cache_configs()
+            for config in per_rank:
+                config.kv_cache_layout = setup.layout
+            kv_cache_config = generate_scheduler_kv_cache_config(per_rank)
+            self.config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+            block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, self.config)
+            for config in (kv_cache_config, *per_rank):
+                config.hash_block_size = hash_block_size
+            # As in vLLM: workers register their KV caches before the scheduler exists.
+            self.workers = [
+                SimulatedWorker(self.config, rank, per_rank[rank], self.model, self.findings)
+                for rank in range(setup.ranks)
+            ]
+            self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
+                vllm_config=self.config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=block_size,
+                hash_block_size=hash_block_size,
+                log_stats=True,
+            )
+            self._queue_max = self.config.max_concurrent_batches
+        self.groups = len(kv_cache_config.kv_cache_groups)
+        self.connector = self.scheduler.connector
+        self.accounts = StoreAccounts(self.scheduler)
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.ranks)
+        hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._hasher = get_request_block_hasher(hash_block_size, hash_function)
+        self._queue: deque[_Step] = deque()
+        self._inboxes: list[deque[_Step]] = [deque() for _ in self.workers]
+
+    def _kv_cache_configs(self) -> list[Any]:
+        heads = {"num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": torch.bfloat16}
+        heads["max_tp_shards"] = 1 if self.setup.is_replicated else None
+        specs = {
+            layer.name: SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=layer.window, **heads)
+            if layer.window
+            else FullAttentionSpec(block_size=BLOCK_TOKENS, **heads)
+            for layer in self.model.layers
+        }
+        ranks = self.setup.ranks
+        configs: list[Any] = get_kv_cache_configs(self.config, [dict(specs) for _ in range(ranks)], [1 << 30] * ranks)
+        return configs
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: list[int], parameters: Any, **more: Any) -> None:
+        """A client sends a request, or more input to a session (``resumable``) of that id; the last one ends it."""
+        request = Request(request_id, list(prompt), parameters, None, block_hasher=self._hasher, **more)
+        self.scheduler.add_request(request)
+        if request_id in self.answers:
+            self._session_went_on(request_id)
+        else:
+            self.answers[request_id] = _Answer(list(prompt), Reference(self.model))
+
+    def abort(self, request_id: str) -> None:
+        """A client goes away."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def unfinished(self) -> list[str]:
+        """Requests that vLLM still answers."""
+        return [id_ for id_, request in self.scheduler.requests.items() if not request.is_finished()]
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether vLLM's busy loop would go on."""
+        return bool(self.scheduler.has_requests() or self._queue)
+
+    def step(self) -> bool:
+        """One turn of the busy loop; returns whether any token was scheduled in it."""
+        if self._queue_max > 1:
+            return self._step_with_queue()
+        if not self.scheduler.has_requests():
+            return False
+        step = self._schedule()
+        self._update(step)
+        if self.setup.draft_tokens and step.output.total_num_scheduled_tokens:
+            self.scheduler.update_draft_token_ids(self.workers[0].draft_tokens())
+        return bool(step.output.total_num_scheduled_tokens)
+
+    def _step_with_queue(self) -> bool:
+        is_model_run = False
+        if self.scheduler.has_requests():
+            step = self._schedule()
+            self._queue.appendleft(step)
+            is_model_run = bool(step.output.total_num_scheduled_tokens)
+            if len(self._queue) < self._queue_max and (is_model_run or self.scheduler.has_requests()):
+                return is_model_run
+        if self._queue:
+            self._update(self._queue.pop())
+        return is_model_run
+
+    def _schedule(self) -> _Step:
+        output = self.scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
+        step = _Step(output, [None] * len(self.workers))
+        for inbox in self._inboxes:
+            inbox.append(step)
+        for rank in self._random.sample(range(len(self.workers)), len(self.workers)):
+            if self._queue_max == 1 or self._random.random() > self.setup.late:
+                self._run_until(step, rank)
+        return step
+
+    def _run_until(self, step: _Step, rank: int) -> None:
+        """Let a rank do what it was sent, up to and including this step."""
+        while step.results[rank] is None:
+            sent = self._inboxes[rank].popleft()
+            sent.results[rank] = deepcopy(self.workers[rank].execute(deepcopy(sent.output)))
+
+    def _update(self, step: _Step) -> None:
+        for rank in range(len(self.workers)):
+            self._run_until(step, rank)
+        sampled = [result.sampled_token_ids for result in step.results]
+        if any(other != sampled[0] for other in sampled):
+            self.findings.add(f"ranks sampled different tokens: {sampled}")
+        result = self._aggregator.aggregate(step.results)
+        for outputs in self.scheduler.update_from_output(step.output, result).values():
+            for output in outputs.outputs:
+                self._answered(output)
+
+    def _answered(self, output: Any) -> None:
+        answer = self.answers[output.request_id]
+        for token in output.new_token_ids:
+            expected = answer.reference.of(answer.tokens).next_token(len(answer.tokens) - 1)
+            if token != expected:
+                self.findings.wrong_answers += 1
+                self.findings.add(f"{output.request_id} says {token} instead of {expected} at {len(answer.tokens)}")
+            answer.tokens.append(token)
+            answer.given += 1
+        if output.finish_reason is not None:
+            answer.finish_reason = output.finish_reason
+            self._session_went_on(output.request_id)
+
+    def _session_went_on(self, request_id: str) -> None:
+        """vLLM drops what was sampled last in a session's turn when the next turn begins."""
+        if request := self.scheduler.requests.get(request_id):
+            self.answers[request_id].tokens = list(request.all_token_ids)
+
+    def finish_steps(self) -> None:
+        """Take in the results of all steps that were sent."""
+        while self._queue:
+            self._update(self._queue.pop())
+
+    def replace_weights(self) -> None:
+        """What a weight update does: an idle engine gets other weights, and everything computed before is dropped."""
+        self.finish_steps()
+        self.model.weights += 1
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def close(self) -> None:
+        """End the connectors."""
+        self.scheduler.shutdown()
+        for worker in self.workers:
+            worker.connector.shutdown()
+
+
+@contextmanager
+def _runner(*, is_v2: bool) -> Iterator[None]:
+    """vLLM asks its environment which model runner it uses; its own check of the configuration, done before, finds no
+    Triton on a CPU and refuses V2.
+    """
+    with mock.patch.object(envs, "VLLM_USE_V2_MODEL_RUNNER", is_v2, create=True):
+        yield
+
+
+@cache
+def _model_folder() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tiered_kv_simulator")
+    LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1024, architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    ).save_pretrained(folder.name)  # fmt: skip
+    return folder
+
+
+def _config(setup: Setup) -> Any:
+    """vLLM's configuration, as far as schedulers and connectors read it."""
+    drafts = {"method": "ngram", "num_speculative_tokens": setup.draft_tokens, "prompt_lookup_max": 3}
+    config = EngineArgs(
+        model=str(Path(_model_folder().name)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=setup.requests_max,
+        max_num_batched_tokens=setup.token_budget + setup.draft_tokens * setup.requests_max,
+        num_gpu_blocks_override=setup.pool_blocks,
+        tensor_parallel_size=setup.ranks,
+        distributed_executor_backend="mp",
+        enable_prefix_caching=setup.has_prefix_caching,
+        scheduling_policy=setup.policy,
+        disable_hybrid_kv_cache_manager=not setup.is_hybrid,
+        speculative_config=drafts if setup.draft_tokens else None,
+        async_scheduling=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TieredKVConnector",
+            kv_connector_module_path="tiered_kv.vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(setup.connector),
+        ),
+    ).create_engine_config()
+    # The CPU backend takes other block sizes and layouts, and no async scheduling with n-grams; the schedulers do.
+    config.scheduler_config.async_scheduling = setup.is_async
+    config.cache_config.block_size = BLOCK_TOKENS
+    config.cache_config.kv_cache_layout = setup.layout
+    backend = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)
+    for number in range(len(setup.windows)):
+        config.compilation_config.static_forward_context[f"model.layers.{number}.attn"] = backend
+    return config

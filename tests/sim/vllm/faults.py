@@ -1,0 +1,159 @@
+"""What goes wrong in a simulated engine on purpose: slow and failing copies, and mistakes that must be noticed.
+
+``CopyFaults`` are part of every scenario. The others are negative controls: each breaks one rule that keeps KV right,
+so a simulator that does not notice them proves nothing.
+"""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import xxhash
+
+from tiered_kv.chunks import header as f
+from tiered_kv.chunks.header import read_header
+from tiered_kv.chunks.transfer import PagedKV
+
+LATE_S = 0.05
+
+
+class InjectedFailure(Exception):
+    """A copy that fails on purpose."""
+
+
+@dataclass
+class CopyFaults:
+    """How copies between paged KV and slots behave: each draws by itself, so often one rank alone is hit.
+
+    Attributes:
+        slow: Share of copies that take up to ``slow_s``.
+        failing_loads: Share of copies into paged KV that fail.
+        failing_saves: Share of copies out of it that fail.
+    """
+
+    seed: int = 0
+    slow: float = 0.0
+    slow_s: float = 0.01
+    failing_loads: float = 0.0
+    failing_saves: float = 0.0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """All copies in this process behave so."""
+        source = random.Random(self.seed)
+        gather, scatter = PagedKV.gather, PagedKV.scatter
+
+        def trouble(failing: float) -> None:
+            if source.random() < self.slow:
+                time.sleep(source.random() * self.slow_s)
+            if source.random() < failing:
+                raise InjectedFailure("injected")
+
+        def troubled_gather(paged: PagedKV, *arguments: Any, **more: Any) -> Any:
+            trouble(self.failing_saves)
+            return gather(paged, *arguments, **more)
+
+        def troubled_scatter(paged: PagedKV, *arguments: Any, **more: Any) -> Any:
+            trouble(self.failing_loads)
+            return scatter(paged, *arguments, **more)
+
+        with mock.patch.multiple(PagedKV, gather=troubled_gather, scatter=troubled_scatter):
+            yield
+
+
+@contextmanager
+def first_load_fails() -> Iterator[None]:
+    """The next copy into paged KV fails, and all others work."""
+    scatter = PagedKV.scatter
+    calls = itertools.count()
+
+    def fail_once(paged: PagedKV, *arguments: Any, **more: Any) -> Any:
+        if next(calls) == 0:
+            raise InjectedFailure("injected")
+        return scatter(paged, *arguments, **more)
+
+    with mock.patch.object(PagedKV, "scatter", fail_once):
+        yield
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+class _NoPins:
+    """vLLM's block pool for a connector that does not hold the blocks it stores."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def touch(self, blocks: object) -> None:
+        """Nothing."""
+
+    def free_blocks(self, blocks: object) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+def store_without_pins(engine: Any) -> None:
+    """Blocks that are being stored may be given to other requests."""
+    stores = engine.connector._scheduler.side.saves
+    stores.bind_block_pool(_NoPins(engine.scheduler.kv_cache_manager.block_pool))
+
+
+@contextmanager
+def loads_reported_early() -> Iterator[None]:
+    """Loads are reported at once, and their bytes arrive later."""
+    scatter = PagedKV.scatter
+    late: list[threading.Timer] = []
+
+    def later(paged: PagedKV, src: memoryview, *arguments: Any, **more: Any) -> Any:
+        kept = memoryview(bytearray(src))
+        late.append(threading.Timer(LATE_S, scatter, (paged, kept, *arguments), more))
+        late[-1].start()
+        return mock.Mock(wait=lambda: None)
+
+    with mock.patch.object(PagedKV, "scatter", later):
+        yield
+    for timer in late:
+        timer.join()
+
+
+def save_before_forward(engine: Any) -> None:
+    """Every worker gathers what it saves before the step that computes it."""
+    for worker in engine.workers:
+        connector = worker.connector
+        save = connector.wait_for_save
+
+        def save_now(save: Any = save, side: Any = connector._worker) -> None:
+            save()
+            with side._idle:
+                side._idle.wait_for(lambda: side._running == 0)
+
+        worker.before_forward = save_now
+        connector.wait_for_save = lambda: None
+
+
+def change_stored_tokens(root: Path) -> int:
+    """Change a few bytes in every blob of a directory and make its checksums right again; returns how many blobs.
+
+    The bytes lie in the first layer's first block, which every load of the chunk's beginning reads.
+    """
+    changed = 0
+    for path in (root / "blobs").rglob("*.safetensors"):
+        blob = bytearray(path.read_bytes())
+        size = read_header(memoryview(blob)).header.header_bytes
+        blob[size] ^= 1
+        header = blob[:size]
+        header[f.PAYLOAD_XXH3.slice] = xxhash.xxh3_128(bytes(blob[size:])).hexdigest().encode()
+        header[f.HEADER_XXH3.slice] = f.header_hash(header).encode("ascii")
+        path.write_bytes(header + blob[size:])
+        changed += 1
+    return changed

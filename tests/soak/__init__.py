@@ -1,0 +1,1 @@
+"""The soak: machines under traffic and faults for minutes or hours, run by scripts/soak.py."""

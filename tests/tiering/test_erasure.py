@@ -1,0 +1,293 @@
+"""Erasing what was stored under a tag: all behind it goes along, nothing of it is written later, what stays is told."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tests.kit.spaces import Space
+from tests.kit.tiering.world import Story, chunks_of
+from tiered_kv.keys.tags import NO_TAG
+from tiered_kv.tiering import removal
+from tiered_kv.tiering.types import HOST, Copy, Delete, Outcome, Read, Seal, Write
+
+DISK, BUCKET = 1, 2
+SPACE = Space(b"small-namespace-", 10, is_tagged=True)
+
+
+class Tenants(Story):
+    """A story in which a chunk is that tenant's whose number ends its path."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.spaces[self.session] = SPACE
+
+    def restore(self, tier, space, path):
+        super().restore(tier, SPACE, path)
+
+
+def erase(story, tier, tenant, namespace=b""):
+    """Erase a tenant's chunks; then let jobs wait, and check everything."""
+    counts = story.tiering.erase(tier, namespace, SPACE.tag((tenant,)))
+    story.step()
+    story.check()
+    return counts
+
+
+def test_a_tag_goes_from_memory_and_disk_with_all_behind_it_and_nothing_else():
+    story = Tenants()
+    story.store((1, 7, 2))  # 7 is asked for after 1, and 2 after 7
+    story.store((1, 3))
+    assert erase(story, HOST, 7) == (2, 0, 0)
+    assert erase(story, DISK, 7) == (2, 0, 0)
+    story.finish_all()
+    assert story.is_in_host((1,)) and story.is_below((1,)) and story.is_below((1, 3))
+    assert not any(story.is_in_host(chunk) or story.is_below(chunk) for chunk in ((1, 7), (1, 7, 2)))
+    assert erase(story, DISK, 7) == erase(story, HOST, 7) == (0, 0, 0)
+
+
+def test_another_namespace_stays_if_one_is_named():
+    story = Tenants()
+    story.store((7,))
+    assert erase(story, DISK, 7, b"another-namespac") == (0, 0, 0)
+    assert erase(story, DISK, 7, SPACE.namespace) == (1, 0, 0)
+
+
+def test_the_first_tag_stays_and_is_no_part_of_what_a_chunk_is():
+    story = Tenants()
+    story.store((7,))
+    assert erase(story, HOST, 7) == (1, 0, 0)
+    slot = story.credits[story.session].pop(0)
+    record = SPACE.record((7,))
+    changed = msgspec.structs.replace(record, tag=SPACE.tag((8,)))
+    assert changed == record and hash(changed) == hash(record)
+    story.tiering.commit(story.session, slot, changed)
+    assert story.counted("store_collision") == 0
+    (seal,) = [job for job in story.tiering._outbox.jobs if isinstance(job, Seal)]
+    assert seal.record.tag == SPACE.tag((7,)), "it is on disk under the first tag"
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_waits_to_be_written_is_dropped_and_not_written_later(is_sealed):
+    story = Tenants(capacities=(None,))
+    story.store((1,))
+    for chunk in ((1, 7), (1, 7, 2)):
+        story.commit(story.session, chunk)
+    story.step()
+    while is_sealed and story.waiting(Seal):
+        story.end(Seal)
+    writing = len(story.waiting(Write))
+    assert writing == is_sealed, "the child waits for its parent"
+    removed, kept, _ = erase(story, DISK, 7)
+    assert (removed, kept) == (0, writing)
+    story.finish_all()
+    assert story.is_below((1, 7)) == bool(writing) and not story.is_below((1, 7, 2))
+    assert story.counted("write_dropped_erased") >= 1
+    erase(story, DISK, 7)
+    erase(story, HOST, 7)
+    story.finish_all()
+    assert not story.is_below((1, 7)) and not story.is_in_host((1, 7))
+
+
+def test_a_write_that_was_put_off_is_forgotten():
+    story = Tenants()
+    story.tiering.set_readable(DISK, False)
+    story.store((7,))
+    assert story.counted("write_deferred") == 1
+    lookup = story.ask((7,))
+    assert erase(story, HOST, 7) == (0, 1, 0), "leased"
+    story.tiering.set_readable(DISK, True)
+    story.finish_all()
+    assert not story.is_below((7,)) and story.tiering.pending_writes == 0
+    story.release(lookup)
+    assert erase(story, HOST, 7) == (1, 0, 0)
+
+
+def test_a_chunk_that_is_stored_again_while_it_is_deleted_is_not_written():
+    story = Tenants(found=[(7,)])
+    assert erase(story, DISK, 7) == (1, 0, 0)
+    story.commit(story.session, (7,))
+    story.step()
+    story.end(Seal)
+    assert erase(story, HOST, 7) == (1, 0, 0)
+    story.finish_all()
+    assert not story.is_below((7,)) and not story.is_in_host((7,))
+
+
+def test_uploads_that_wait_are_dropped_and_the_one_that_runs_is_told():
+    story = Tenants(capacities=(None, None))
+    for number in (7, 8):
+        story.commit(story.session, (number,))
+    story.step()
+    while story.waiting(Seal):
+        story.end(Seal)
+    while story.waiting(Write):
+        story.end(Write)
+    assert len(story.waiting(Copy)) == 2
+    assert erase(story, DISK, 7) == (0, 1, 0), "it is being read for the upload"
+    story.finish_all()
+    assert erase(story, DISK, 7) == (1, 0, 0)
+    assert story.is_below((8,))
+
+
+def test_an_upload_that_did_not_begin_is_never_made():
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    story.tiering.set_readable(BUCKET, False)
+    story.store((7,))
+    assert story.is_below((7,)) and not story.media[BUCKET]
+    assert erase(story, DISK, 7) == (1, 0, 0) and erase(story, HOST, 7) == (1, 0, 0)
+    story.tiering.set_readable(BUCKET, True)
+    story.finish_all()
+    assert not story.media[BUCKET]
+
+
+def test_chunks_before_one_in_use_stay_with_it_so_that_it_can_be_found_again():
+    story = Tenants()
+    story.store((7, 1, 2))
+    lookup = story.ask((7, 1, 2))
+    assert erase(story, HOST, 7) == (0, 3, 0)
+    assert erase(story, DISK, 7) == (1, 2, 0), "the last has no chunk behind it that stays"
+    story.finish_all()
+    story.release(lookup)
+    assert erase(story, HOST, 7) == (3, 0, 0) and erase(story, DISK, 7) == (2, 0, 0)
+    story.finish_all()
+    assert not any(story.is_below(chunk) or story.is_in_host(chunk) for chunk in chunks_of((7, 1, 2)))
+
+
+def test_a_chunk_that_is_being_read_stays_and_so_does_what_is_before_it():
+    story = Tenants(found=chunks_of((7, 1)))
+    lookup = story.ask((7, 1))
+    assert story.waiting(Read)
+    assert erase(story, DISK, 7) == (0, 2, 0)
+    story.finish_all()
+    story.release(lookup)
+    assert erase(story, DISK, 7) == (2, 0, 0) and erase(story, HOST, 7) == (2, 0, 0)
+
+
+def test_pins_do_not_hold_an_erasure_up():
+    story = Tenants(found=chunks_of((7, 1)))
+    story.tiering.set_pinned(DISK, [SPACE.key((7, 1))])
+    assert erase(story, DISK, 7) == (2, 0, 0)
+    story.finish_all()
+    assert not story.is_below((7,))
+
+
+def test_a_damaged_blob_that_could_not_be_deleted_goes_too():
+    story = Tenants(found=[(7,)])
+    assert erase(story, DISK, 7) == (1, 0, 0)
+    story.finish(0, Outcome.UNAVAILABLE)
+    story.check()
+    assert story.is_below((7,))
+    assert erase(story, DISK, 7) == (1, 0, 0)
+    story.finish_all()
+    assert not story.is_below((7,))
+
+
+def test_what_came_from_a_bucket_is_whose_its_header_says():
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    story.others_store(SPACE, (7,))
+    lookup = story.ask((7,))
+    while story.jobs and not story.waiting(Read):
+        story.finish(0)
+    (place,) = story.waiting(Read)
+    (entry,) = story.tiering.index.entries()
+    assert entry.record.tag == NO_TAG, "its name does not tell"
+    job = story.jobs.pop(place)
+    story.tiering.read(job, Outcome.OK, SPACE.tag((7,)))
+    assert entry.record.tag == SPACE.tag((7,)) and entry.record == job.record
+    del lookup
+
+
+def test_many_chunks_go_in_parts_the_deepest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "ERASED_AT_ONCE", 3)
+    story = Tenants()
+    story.store((1, 2, 3, 4, 5))
+    story.store((2, 7))
+    tag = SPACE.tag((1,))
+    counts = []
+    while not counts or counts[-1][2]:
+        counts.append(story.tiering.erase(1, b"", tag))
+        story.finish_all()
+    assert counts == [(3, 0, 2), (2, 0, 0)] and story.is_below((2,)) and not story.is_below((1,))
+
+
+def test_what_cannot_be_deleted_is_told_to_be_there_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever says it again has to see that it does not become less."""
+    monkeypatch.setattr(removal, "ERASED_AT_ONCE", 3)
+    story = Tenants()
+    story.store((1, 2, 3, 4, 5))
+    for _ in range(3):
+        assert story.tiering.erase(1, b"", SPACE.tag((1,))) == (3, 0, 2)
+        story.step()
+        story.end_every(Delete, fault=Outcome.UNAVAILABLE)
+
+
+# -- by who stored it --------------------------------------------------------------------------------------------------
+
+BAD, GOOD = "tiered_kv/0.9.0 vllm/0.32.0 cpu/amx", "tiered_kv/0.9.0 vllm/0.32.1 cpu/amx"
+
+
+def commit_by(story, who, *paths):
+    """A session of ``who`` stores these chunks."""
+    story.spaces[story.session] = replace(SPACE, stored_by=who)
+    for path in paths:
+        assert story.commit(story.session, path)
+
+
+def erase_bad(story, tier):
+    counts = story.tiering.erase_stored_by(tier, b"", lambda line: line == BAD)
+    story.step()
+    story.check()
+    return counts
+
+
+def test_what_a_bad_version_stored_goes_with_what_good_ones_stored_behind_it():
+    story = Tenants()
+    commit_by(story, GOOD, (1,), (2,))
+    commit_by(story, BAD, (1, 7))
+    commit_by(story, GOOD, (1, 7, 2), (1, 3))
+    story.finish_all()
+    assert erase_bad(story, HOST) == (2, 0, 0) and erase_bad(story, DISK) == (2, 0, 0)
+    story.finish_all()
+    for path, is_left in {(1,): True, (2,): True, (1, 3): True, (1, 7): False, (1, 7, 2): False}.items():
+        assert story.is_in_host(path) == story.is_below(path) == is_left
+    assert erase_bad(story, DISK) == erase_bad(story, HOST) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("first", "second"), [(BAD, GOOD), (GOOD, BAD)])
+def test_a_chunk_of_which_two_stored_a_copy_is_found_by_either(first, second):
+    """One's is on disk, the other's in memory, under a header that says so; either may be the bad one."""
+    story = Tenants()
+    commit_by(story, first, (7,))
+    story.finish_all()
+    assert story.tiering.erase_stored_by(HOST, b"", lambda line: line == first) == (1, 0, 0)
+    story.finish_all()
+    commit_by(story, second, (7,))
+    (seal,) = [job for job in story.tiering._outbox.jobs if isinstance(job, Seal)]
+    assert seal.record.stored_by == second, "a header says who stored these bytes, whoever stored others"
+    story.step()
+    story.finish_all()
+    assert erase_bad(story, HOST) == (1, 0, 0) and erase_bad(story, DISK) == (1, 0, 0)
+    story.finish_all()
+    assert not story.is_below((7,)) and not story.is_in_host((7,))
+
+
+def test_who_stored_what_came_from_a_bucket_is_said_by_its_header():
+    story = Tenants(capacities=(None, None), is_last_shared=True)
+    story.others_store(SPACE, (7,))
+    story.ask((7,))
+    while story.jobs and not story.waiting(Read):
+        story.finish(0)
+    (place,) = story.waiting(Read)
+    (entry,) = story.tiering.index.entries()
+    assert entry.storers == {""} and erase_bad(story, HOST) == (0, 0, 0), "its name does not tell"
+    (place,) = story.waiting(Read)
+    story.tiering.read(story.jobs.pop(place), Outcome.OK, SPACE.tag((7,)), BAD)
+    assert entry.storers == {BAD}
+    assert story.tiering.erase_stored_by(HOST, b"", lambda line: line == BAD) == (0, 1, 0), "leased, and meant now"
+
+
+def test_who_stored_is_no_part_of_what_a_chunk_is():
+    record = SPACE.record((7,))
+    other = msgspec.structs.replace(record, stored_by=BAD)
+    assert other == record and hash(other) == hash(record)

@@ -1,0 +1,271 @@
+"""Random histories of tiering against the oracle: any order of jobs, any outcome, several sessions and sizes.
+
+Among what is checked after every step is the law of conservation, per tier: what was asked for is what was got and what
+was missed (here, against what the sessions were told); what was stored less what was removed is there (by
+``check_integrity``, which the oracle calls); and a session that watches knows exactly what is where.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.kit.counts import count
+from tests.kit.spaces import Space
+from tests.kit.tiering.accounts import Accounts
+from tests.kit.tiering.oracle import Blob
+from tests.kit.tiering.touches import TouchedWorld
+from tests.kit.tiering.world import tier_specs
+from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
+from tiered_kv.tiering.index import CLAIMED, BlobState, HostState
+from tiered_kv.tiering.quotas import Quota
+from tiered_kv.tiering.tiering import Tiering
+from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
+
+SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=True), Space(b"C" * 16, 10)]
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
+PICK = st.integers(0, 1 << 16)
+
+FAULTS: dict[type[Job], list[Outcome]] = {
+    Seal: [Outcome.UNAVAILABLE],
+    Write: [Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.CORRUPT],
+    Read: [Outcome.UNAVAILABLE],
+    Copy: [Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.NO_SOURCE],
+    Probe: [Outcome.UNAVAILABLE],
+    Delete: [Outcome.UNAVAILABLE],
+    Grow: [Outcome.NO_ROOM],
+}
+
+
+class Histories(RuleBasedStateMachine):
+    """Every rule is something a client, a medium or the engine may do at any time."""
+
+    @initialize(
+        host_bytes=st.sampled_from([60, 160, 200]),
+        capacities=st.sampled_from([[], [None], [45], [100], [300], [100, None], [300, 100]]),
+        is_shared=st.booleans(),
+        eviction=st.sampled_from(["multi-queue", "lru"]),
+        admissions=st.lists(st.sampled_from([ALL, SECOND_TOUCH]), min_size=2, max_size=2),
+        stored=st.lists(st.tuples(PICK, PATHS), max_size=8),
+    )
+    def start(self, host_bytes, capacities, is_shared, eviction, admissions, stored):
+        self.is_shared = is_shared and bool(capacities)
+        if self.is_shared:
+            capacities = [*capacities[:-1], None]
+        specs = tier_specs(capacities, admissions, is_last_shared=self.is_shared)
+        tiering = Tiering(host_bytes, specs, eviction=eviction)
+        self.world = TouchedWorld(tiering, capacities, admissions)
+        for tier in self.own_tiers:
+            for pick, path in {(pick % 3, path): None for pick, path in stored}:
+                self.world.restore(tier, SPACES[pick], path)
+            self.world.tiering.restored(tier)
+        self.accounts = Accounts(self.world)
+        self.world.open(SPACES[0])
+        self.world.step()
+
+    @property
+    def own_tiers(self):
+        """Secondary tiers that are not shared."""
+        return [*self.world.media][: len(self.world.media) - self.is_shared]
+
+    def session(self, pick):
+        live = [s for s in self.world.spaces if s not in self.world.suspended]
+        return live[pick % len(live)] if live else None
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    @rule(space=st.sampled_from(SPACES))
+    def open(self, space):
+        if len(self.world.spaces) < 4:
+            self.world.open(space)
+
+    @rule(pick=PICK, path=PATHS, start=st.integers(0, 7))
+    def lookup(self, pick, path, start):
+        if (session := self.session(pick)) is not None:
+            self.world.lookup(session, path, start)
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.world.lookups)
+    def release(self, pick):
+        lookup = sorted(self.world.lookups)[pick % len(self.world.lookups)]
+        if self.world.lookups[lookup].session not in self.world.suspended:
+            self.accounts.release(lookup)
+
+    @rule(pick=PICK)
+    def watch(self, pick):
+        if (session := self.session(pick)) is not None:
+            self.accounts.watch(session)
+
+    @rule(pick=PICK, path=PATHS)
+    def commit(self, pick, path):
+        if (session := self.session(pick)) is not None:
+            self.world.commit(session, path)
+
+    @rule(pick=PICK, path=PATHS)
+    def commit_a_prefix(self, pick, path):
+        """Every chunk of a prompt, a step's credits at a time."""
+        if (session := self.session(pick)) is None:
+            return
+        for depth in range(1, len(path) + 1):
+            if not self.world.commit(session, path[:depth]):
+                break
+            self.world.tiering.touch_prefix(self.world.spaces[session].key(path[:depth]))
+            self.world.step()
+
+    @rule(pick=PICK, path=PATHS)
+    def store_a_prefix(self, pick, path):
+        """The same without haste: all of it is where it belongs at the end."""
+        if (session := self.session(pick)) is not None:
+            for depth in range(1, len(path) + 1):
+                self.world.commit(session, path[:depth])
+                self.world.finish_all()
+
+    @rule(pick=PICK, first=st.integers(0, 3))
+    def fill_host_memory(self, pick, first):
+        """Prompts that share nothing push everything else out."""
+        if (session := self.session(pick)) is not None:
+            for number in range(8):
+                self.world.commit(session, (100 * first + number,))
+                self.world.step()
+
+    @rule(pick=PICK, path=PATHS)
+    def want(self, pick, path):
+        """A request's pin, or another engine that is to go on with it."""
+        if (session := self.session(pick)) is not None:
+            self.world.want(session, path)
+
+    @precondition(lambda self: self.world.media)
+    @rule(pick=PICK, path=PATHS)
+    def pin(self, pick, path):
+        """An operator's pin, that ends with the next one."""
+        if (session := self.session(pick)) is not None:
+            self.world.want(session, path)
+            self.world.tiering.set_pinned(1 + pick % len(self.world.media), [self.world.spaces[session].key(path)])
+
+    @rule(space=st.sampled_from(SPACES), shares=st.lists(st.sampled_from([0.0, 0.2, 0.5, 1.0]), min_size=2, max_size=2))
+    def share(self, space, shares):
+        """An engine states what its namespace keeps and may take."""
+        self.world.tiering.quotas.set(space.namespace, Quota(*sorted(shares), space.slot_bytes))
+
+    @rule(pick=PICK, tenant=st.integers(0, 1), namespace=st.sampled_from([b"", b"A" * 16]))
+    def erase(self, pick, tenant, namespace):
+        """Nothing of it waits to be written afterwards; what nobody uses is gone, and what stays is told."""
+        tiers = [HOST, *self.own_tiers]
+        tier, tag = tiers[pick % len(tiers)], SPACES[0].tag((tenant,))
+        _, kept, _ = self.world.tiering.erase(tier, namespace, tag)
+        index = self.world.tiering.index
+        mine = [e for e in index.entries() if e.record.tag == tag and namespace in (b"", e.record.namespace)]
+        assert not any(BlobState.QUEUED in e.blobs or e.is_unwritten for e in mine)
+        here = [
+            e
+            for e in mine
+            if (e.host is not HostState.ABSENT if tier == HOST else e.blobs[tier] in (*CLAIMED, BlobState.CORRUPT))
+        ]
+        assert len(here) <= kept
+        assert not here or any(e.is_busy for e in index.entries())
+
+    @rule(pick=PICK)
+    def give_back(self, pick):
+        if (session := self.session(pick)) is not None:
+            self.world.give_back(session)
+
+    @precondition(lambda self: len(self.world.spaces) > 1)
+    @rule(pick=PICK)
+    def suspend(self, pick):
+        if (session := self.session(pick)) is not None and len(self.world.spaces) > 1:
+            self.accounts.unwatch(session)
+            self.world.suspend(session)
+
+    @precondition(lambda self: len(self.world.spaces) > 1)
+    @rule(pick=PICK)
+    def close(self, pick):
+        sessions = sorted(self.world.spaces)
+        if len(sessions) > 1:
+            self.accounts.close(sessions[pick % len(sessions)])
+
+    # -- media ---------------------------------------------------------------------------------------------------------
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.world.jobs)
+    def finish(self, pick):
+        self.world.finish(pick % len(self.world.jobs))
+
+    @rule(picks=st.lists(PICK, min_size=3, max_size=8))
+    def finish_some(self, picks):
+        for pick in picks:
+            if self.world.jobs:
+                self.world.finish(pick % len(self.world.jobs))
+
+    @rule(pick=PICK, other=PICK)
+    @precondition(lambda self: self.world.jobs)
+    def fail(self, pick, other):
+        index = pick % len(self.world.jobs)
+        faults = FAULTS[type(self.world.jobs[index])]
+        self.world.finish(index, faults[other % len(faults)])
+
+    @rule()
+    def finish_all(self):
+        self.world.finish_all()
+
+    @precondition(lambda self: any(self.world.media.values()))
+    @rule(pick=PICK, blob=st.sampled_from([None, Blob.CORRUPT, Blob.FOREIGN]))
+    def damage(self, pick, blob):
+        blobs = [(tier, key) for tier, medium in self.world.media.items() for key in sorted(medium)]
+        if blobs:
+            self.world.damage(*blobs[pick % len(blobs)], blob)
+
+    @rule()
+    def try_again(self):
+        self.world.tiering.try_again()
+
+    @rule()
+    def resume_writes(self):
+        self.world.tiering.resume_writes()
+
+    @rule(pick=PICK, is_readable=st.booleans())
+    @precondition(lambda self: self.world.media)
+    def set_readable(self, pick, is_readable):
+        self.world.tiering.set_readable(1 + pick % len(self.world.media), is_readable)
+
+    # -- other machines on a shared tier -------------------------------------------------------------------------------
+
+    @rule(space=st.sampled_from(SPACES), path=PATHS)
+    @precondition(lambda self: self.is_shared)
+    def others_store(self, space, path):
+        self.world.others_store(space, path)
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.is_shared and self.world.media[max(self.world.media)])
+    def others_evict(self, pick):
+        shared = max(self.world.media)
+        keys = sorted(self.world.media[shared])
+        self.world.damage(shared, keys[pick % len(keys)], None)
+
+    @rule()
+    def age_absences(self):
+        self.world.tiering.age_absences()
+
+    @invariant()
+    def everything_holds(self):
+        if hasattr(self, "world"):
+            self.world.step()
+
+    @invariant()
+    def what_lookups_asked_for_is_what_they_got_and_missed(self):
+        if hasattr(self, "world"):
+            self.accounts.check_served()
+
+    @invariant()
+    def who_watches_knows_what_is_where(self):
+        if hasattr(self, "world"):
+            self.accounts.check_told()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            for space in SPACES:  # a share of less than a few chunks, which a server refuses, lets nobody go on
+                self.world.tiering.quotas.drop(space.namespace)
+            self.world.wind_down()
+            self.accounts.check_flows()
+
+
+Histories.TestCase.settings = settings(max_examples=4 * count("EXAMPLES", 30), stateful_step_count=60)
+TestHistories = Histories.TestCase

@@ -1,0 +1,158 @@
+"""The namespace's fields from real vLLM configurations, and what is refused before any tensor exists."""
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kit.vllm.engine_identities import (
+    BASE,
+    CHANGES,
+    SAME,
+    Config,
+    Identities,
+    Settings,
+    changed,
+    engine_config,
+    kv_config,
+)
+from tiered_kv.errors import ConfigError, UnsupportedModel
+from tiered_kv.keys.namespace import REQUIRED_FIELDS
+from tiered_kv.vllm import supported
+from tiered_kv.vllm.identity.record import attention_backends, base_fields, canonical_config
+from tiered_kv.vllm.supported import check_supported
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory):
+    return engine_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory):
+    return Identities(tmp_path_factory.mktemp("models"))
+
+
+def test_fields_make_a_namespace_and_only_what_the_server_adds_is_missing(vllm_config):
+    fields = base_fields(vllm_config, kv_config(), Settings())
+    assert set(REQUIRED_FIELDS) - set(fields) == {"geometry", "kv_encoding", "epoch"}
+    expected = {
+        "weights": "dummy:0", "kv_dtype": "bfloat16", "model_dtype": "bfloat16", "attention_backend": "CPU_ATTN",
+        "kv_layout": "LBHNC", "max_model_len": 512, "block_tokens": 32, "chunk_tokens": 256, "quantization": None,
+        "kv_scales": "none", "tp": 1, "pp": 1, "dcp": 1, "model_runner": "v1",
+        "vllm_version": "0.32",
+    }  # fmt: skip
+    assert {name: fields[name] for name in expected} == expected
+    assert fields["text_config"]["rope_parameters"] == {"rope_theta": "10000.0", "rope_type": "default"}
+
+
+def test_the_same_model_in_another_folder_is_the_same_namespace(identities, tmp_path):
+    assert Identities(tmp_path).namespace(BASE) == identities.namespace(BASE)
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_what_does_not_touch_kv_is_not_in_it(identities, change):
+    identities.check_same(change)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_touches_kv_makes_another_namespace(identities, change):
+    identities.check_apart(change)
+
+
+def test_backend_is_not_guessed_where_there_are_no_layers(vllm_config):
+    scheduler_side = changed(vllm_config, compilation_config={"static_forward_context": {}})
+    with pytest.raises(ValueError, match="workers only"):
+        attention_backends(scheduler_side, kv_config())
+
+
+def test_config_becomes_plain_data():
+    config = Config(
+        torch_dtype=torch.float16,
+        absent=None,
+        factors=(1.0, 2, math.inf),
+        nested={"_name_or_path": "x", "scale": 0.1, 3: True},
+        names={"b", "a"},
+        inner=Config(transformers_version="5", eps=1e-6),
+        thing=object(),
+    )
+    assert canonical_config(config) == {
+        "dtype": "float16",
+        "factors": ["1.0", 2, "inf"],
+        "nested": {"scale": "0.1", "<int> 3": True},
+        "names": ["a", "b"],
+        "inner": {"eps": "1e-06"},
+        "thing": {"class": "builtins.object", "fields": {}},
+    }
+
+
+@pytest.fixture
+def logged():
+    """Messages of the module's logger; vLLM's loggers do not pass them on to where caplog listens."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    supported.logger.addHandler(handler)
+    yield messages
+    supported.logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1+cpu"])
+def test_proven_versions_start_silently(vllm_config, logged, version):
+    check_supported(vllm_config, 256, version)
+    assert not logged
+
+
+def test_untested_version_starts_with_a_warning(vllm_config, logged):
+    check_supported(vllm_config, 256, "0.33.0rc1")
+    assert logged == ["vLLM 0.33.0rc1 is untested with tiered_kv. proven=>=0.30,<0.33"]
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.34.0", "1.0.0", "0.3.4", "dev"])
+def test_other_versions_are_refused(vllm_config, version):
+    with pytest.raises(ConfigError, match=r">=0\.30,<0\.34"):
+        check_supported(vllm_config, 256, version)
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 250, 0])
+def test_chunk_that_is_not_whole_blocks_is_refused_with_the_next_that_is(vllm_config, chunk_tokens):
+    with pytest.raises(ConfigError, match=r"block_size=32 nearest=(32|256)$"):
+        check_supported(vllm_config, chunk_tokens)
+
+
+def test_chunk_must_be_whole_blocks_of_all_context_parallel_ranks(vllm_config):
+    sharded = changed(vllm_config, parallel_config={"decode_context_parallel_size": 8})
+    check_supported(sharded, 256)
+    with pytest.raises(ConfigError, match="block_size=256"):
+        check_supported(sharded, 128)
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "message"),
+    [
+        ("model_config", {"is_encoder_decoder": True}, "encoder-decoder"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context"),
+        ("parallel_config", {"nnodes": 2}, "share a machine"),
+        ("cache_config", {"calculate_kv_scales": True}, "scales"),
+        ("attention_config", {"hisparse_config": object()}, "HiSparse"),
+    ],
+)
+def test_ways_to_run_that_cannot_be_right_are_refused(vllm_config, part, fields, message):
+    # A property of the real one.
+    value = SimpleNamespace(**fields) if part == "model_config" else fields
+    with pytest.raises(UnsupportedModel, match=message):
+        check_supported(changed(vllm_config, **{part: value}), 256)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "medusa", "custom_class"])
+def test_speculation_with_a_draft_model_is_refused(vllm_config, method):
+    config = changed(vllm_config, speculative_config=SimpleNamespace(method=method))
+    with pytest.raises(UnsupportedModel, match=f"method={method} supported=ngram,"):
+        check_supported(config, 256)
+
+
+def test_speculation_without_a_draft_model_is_supported(vllm_config):
+    for method in ("ngram", "ngram_gpu", "suffix"):
+        check_supported(changed(vllm_config, speculative_config=SimpleNamespace(method=method)), 256)

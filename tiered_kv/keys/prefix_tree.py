@@ -1,0 +1,194 @@
+"""Chunks as prefix trees: parents and children, gaps, last use of prefixes, and the order in which chunks may go.
+
+Owns which chunk follows which. Knows chunks by row number only: a caller keeps names, sizes and times in columns or
+lists of the same order. Pure. Used by the listing of a bucket (``fleet/listing.py``) and by the operator's tools.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from functools import cached_property
+from typing import Any, Final, Self
+
+from tiered_kv.keys.naming import BlobName
+
+ROOT: Final = -1
+"""Parent of the first chunk of a prefix."""
+
+GAP: Final = -2
+"""Parent of a chunk whose parent is not there."""
+
+
+class PrefixTree:
+    """Rows linked to their parents: every prefix tree of every namespace in one set of columns.
+
+    Attributes:
+        depths: Of each row its chunk's position in its prefix.
+        parents: Of each row the row of its parent, ``ROOT`` or ``GAP``.
+
+    Threads: one at a time. Nothing is changed after construction; what is derived is computed once, on first use.
+    """
+
+    def __init__(self, depths: Sequence[int], candidates: Iterable[int]) -> None:
+        """Link the rows.
+
+        A parent that is not exactly one chunk above is none: names may lie, and a circle must not be possible.
+
+        Args:
+            candidates: Of each row the row of the chunk in its namespace that its parent's key names; ``ROOT`` where
+                that key is the namespace digest, ``GAP`` where there is no such chunk.
+        """
+        self.depths: Final = depths
+        self.parents: Final = array("i")
+        link = self.parents.append
+        for depth, candidate in zip(depths, candidates, strict=True):
+            if depth == 0:
+                link(ROOT if candidate == ROOT else GAP)
+            else:
+                link(candidate if candidate >= 0 and depths[candidate] == depth - 1 else GAP)
+
+    @classmethod
+    def of(cls, names: Sequence[BlobName]) -> Self:
+        """Link chunks by their names, which are all different and tell their ancestry."""
+        # Nothing is called for each chunk but these: there may be a million.
+        row_of = {(name.namespace, name.key): row for row, name in enumerate(names)}.get
+        candidates = [
+            ROOT if name.parent == name.namespace else row_of((name.namespace, name.parent), GAP) for name in names
+        ]
+        return cls(array("I", [name.chunk_index for name in names]), candidates)
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the columns that every tree has; ``depths`` are the caller's."""
+        return self.parents.itemsize * len(self) + self.shallowest_first.itemsize * len(self)
+
+    # -- who follows whom ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def roots(self) -> list[int]:
+        """First chunks of a prefix."""
+        return [row for row, parent in enumerate(self.parents) if parent == ROOT]
+
+    @cached_property
+    def orphans(self) -> list[int]:
+        """Chunks right behind a gap: with all that follows them no request can reach them."""
+        return [row for row, parent in enumerate(self.parents) if parent == GAP]
+
+    def prefix(self, row: int) -> list[int]:
+        """The row and those before it, deepest first, as far as they are there."""
+        chain = [row]
+        while (row := self.parents[row]) >= 0:
+            chain.append(row)
+        return chain
+
+    def children(self, row: int) -> Sequence[int]:
+        """Rows that continue this one, in row order."""
+        starts, rows = self._children
+        return rows[starts[row] : starts[row + 1]]
+
+    def behind(self, rows: Iterable[int]) -> list[int]:
+        """These rows and everything that depends on them, each once."""
+        found: dict[int, None] = {}
+        pending = list(rows)
+        while pending:
+            row = pending.pop()
+            if row not in found:
+                found[row] = None
+                pending.extend(self.children(row))
+        return list(found)
+
+    def walk(self, order: Callable[[int], Any] | None = None) -> Iterator[int]:
+        """Every row that a request can reach, each tree before the next, parents before children.
+
+        Args:
+            order: Sort key of siblings and of roots; None: row order.
+        """
+        pending = self._sorted(self.roots, order)
+        while pending:
+            row = pending.pop()
+            yield row
+            pending.extend(self._sorted(self.children(row), order))
+
+    # -- gaps ---------------------------------------------------------------------------------------------------------
+
+    def with_prefixes(self, rows: Iterable[int]) -> bytearray:
+        """Marks these rows and what is before them."""
+        marked = bytearray(len(self))
+        for row in rows:
+            while row >= 0 and not marked[row]:
+                marked[row] = 1
+                row = self.parents[row]
+        return marked
+
+    def unreachable(self) -> bytearray:
+        """Marks every row behind a gap."""
+        dead = bytearray(len(self))
+        for row in self.shallowest_first:
+            parent = self.parents[row]
+            dead[row] = parent == GAP or (parent >= 0 and dead[parent])
+        return dead
+
+    def holes(self, is_kept: Callable[[int], object] | None = None) -> list[int]:
+        """Rows behind a gap, children before parents, less those to keep and whatever lies between them and the gap."""
+        dead = self.unreachable()
+        kept = bytearray(len(self))
+        if is_kept is not None:
+            kept = self.with_prefixes(row for row, is_dead in enumerate(dead) if is_dead and is_kept(row))
+        return [row for row in self.deepest_first() if dead[row] and not kept[row]]
+
+    # -- last use and order -------------------------------------------------------------------------------------------
+
+    def spread_uses(self, used: MutableSequence[Any]) -> None:
+        """Date prefixes: a use of a chunk is a use of what is before it, so no parent is older than its child.
+
+        Modifies:
+            ``used``: of each row when it was last used.
+        """
+        parents = self.parents
+        for row in self.deepest_first():
+            parent = parents[row]
+            if parent >= 0 and used[parent] < used[row]:
+                used[parent] = used[row]
+
+    def deepest_first(self) -> Iterator[int]:
+        """Every row, children before parents."""
+        return reversed(self.shallowest_first)
+
+    @cached_property
+    def shallowest_first(self) -> "array[int]":
+        """Every row, parents before children: a counting sort by depth."""
+        starts: dict[int, int] = {}
+        for depth in self.depths:
+            starts[depth] = starts.get(depth, 0) + 1
+        total = 0
+        for depth in sorted(starts):
+            starts[depth], total = total, total + starts[depth]
+        ordered = array("I", bytes(4 * len(self)))
+        for row, depth in enumerate(self.depths):
+            ordered[starts[depth]] = row
+            starts[depth] += 1
+        return ordered
+
+    # -- within -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _children(self) -> "tuple[array[int], array[int]]":
+        """Where each row's children begin in the second column, which holds all of them."""
+        starts = array("I", bytes(4 * (len(self) + 1)))
+        for parent in self.parents:
+            if parent >= 0:
+                starts[parent + 1] += 1
+        for row in range(len(self)):
+            starts[row + 1] += starts[row]
+        free = array("I", starts)
+        rows = array("I", bytes(4 * starts[-1]))
+        for row, parent in enumerate(self.parents):
+            if parent >= 0:
+                rows[free[parent]] = row
+                free[parent] += 1
+        return starts, rows
+
+    def _sorted(self, rows: Sequence[int], order: Callable[[int], Any] | None) -> list[int]:
+        """Rows so that the first one is popped first."""
+        return list(rows)[::-1] if order is None else sorted(rows, key=order)[::-1]

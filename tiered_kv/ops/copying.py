@@ -1,0 +1,293 @@
+"""Copy chunks from one tier to another, e.g. from a bucket to a new node's disk.
+
+The most recently used prefixes first, parents before their children and no child without its parent, so that whatever
+is copied can be used, also when the target is full or the command is interrupted. Every blob is verified before it is
+written. Nothing is overwritten; blobs and records are copied and nothing else. Where to: ``copy_targets.py``. Called by
+``cli/warm.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol
+
+from tiered_kv.chunks.header import ParsedHeader, check_blob
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch
+from tiered_kv.keys.naming import BlobName
+from tiered_kv.ops.forest import Forest, Ident, ident
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.storage import Content, NamespaceRecord, Progress, Reader, Storage, StoredBlob, no_progress
+
+AT_ONCE: Final = {"disk": 2, "object": 16}
+"""Copies in flight by the kind of the source or target, whichever has more: an object store answers late."""
+IN_FLIGHT_BYTES_MAX: Final = 256 << 20
+"""Memory that copies in flight may take."""
+
+
+class CopyOutcome(Enum):
+    """What became of one chunk."""
+
+    COPIED = "copied"
+    THERE = "there"
+    CORRUPT = "corrupt"
+    VANISHED = "vanished"
+    NO_PARENT = "no_parent"
+    LEFT_OUT = "left_out"
+
+
+HELD: Final = frozenset({CopyOutcome.COPIED, CopyOutcome.THERE})
+"""Outcomes after which the target has the chunk."""
+
+
+class Target(Protocol):
+    """Where chunks are copied to. ``has`` and ``put`` are called by several threads at once.
+
+    Attributes:
+        uri: As it may be shown.
+    """
+
+    @property
+    def uri(self) -> str: ...
+
+    def begin(self, record: NamespaceRecord) -> str:
+        """Get ready for a namespace's chunks; returns why it takes none of them, empty if it does."""
+
+    def has(self, name: BlobName) -> bool:
+        """Whether the chunk is there already."""
+
+    def put(self, name: BlobName, blob: memoryview, parsed: ParsedHeader) -> bool:
+        """Take a verified blob whose parent is there; False: it was there already.
+
+        Raises:
+            CapacityExceeded: There is no room.
+            ChunkMismatch: It does not have the form that the namespace's record declares.
+        """
+
+    def end(self) -> Collection[bytes]:
+        """No more come; returns the keys of those that were taken and not kept."""
+
+
+class WarmReport(Report, frozen=True, kw_only=True):
+    """What ``warm`` or ``cp`` copied.
+
+    Attributes:
+        source: The tier that was copied from.
+        target: The tier that was copied to.
+        selected: Chunks of the source that were to be in the target.
+        selected_bytes: What they take in the source.
+        copied: Chunks that were written.
+        copied_bytes: What they take in the source.
+        there: Chunks that the target had already.
+        corrupt: Damaged or misplaced blobs of the source; they were not copied.
+        vanished: Chunks that went from the source meanwhile.
+        left_out: Chunks that were not copied, because the target is full or a chunk before them is not there.
+        dropped: Chunks that the target's running server took and did not write.
+        full: Why the target took no more; null while it did.
+        notes: What may make this incomplete, in words: namespaces that were left out, and why.
+    """
+
+    source: str
+    target: str
+    selected: int
+    selected_bytes: int
+    copied: int
+    copied_bytes: int
+    there: int
+    corrupt: int
+    vanished: int
+    left_out: int
+    dropped: int
+    full: str | None
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What of a source is copied.
+
+    Attributes:
+        namespace: Only this one.
+        key: Only this chunk and the prefix before it.
+        size_bytes: At most so much of the source: its most recently used prefixes.
+    """
+
+    namespace: bytes | None = None
+    key: StoredBlob | None = None
+    size_bytes: int | None = None
+
+
+def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
+    """Chunks to copy, in order: the most recently used prefix first, each from its beginning on."""
+    if wanted.key is not None:
+        found = forest.prefix(wanted.key)[::-1]
+        blobs = found if found[0].name.chunk_index == 0 else []
+    else:
+        blobs = _by_recency(forest, wanted.namespace)
+    if wanted.size_bytes is None:
+        return blobs
+    total, limited = 0, []
+    for blob in blobs:
+        total += blob.size_bytes
+        if total > wanted.size_bytes:
+            break
+        limited.append(blob)
+    return limited
+
+
+def _by_recency(forest: Forest, namespace: bytes | None) -> list[StoredBlob]:
+    """What requests can reach: chunks used together stay together, and no child comes before its parent."""
+    used = forest.last_uses()
+    walked = forest.walk(lambda blob: -used[ident(blob)])
+    wanted = [blob for blob in walked if namespace in (None, blob.name.namespace)]
+    return sorted(wanted, key=lambda blob: -used[ident(blob)])  # stable, and a parent was used no earlier
+
+
+def copy(
+    source: Reader,
+    target: Target,
+    blobs: Sequence[StoredBlob],
+    content: Content,
+    at_once: int,
+    progress: Progress = no_progress,
+) -> WarmReport:
+    """Copy what :func:`choose` chose of a source's content.
+
+    The order holds but for the last ``at_once`` chunks that fit: which of those in flight get the room is chance.
+
+    Raises:
+        TierUnavailable: One side failed. What was copied until then is there and can be used.
+    """
+    notes, refused = list(content.notes), dict[bytes, bool]()
+    for space in dict.fromkeys(blob.name.namespace for blob in blobs):
+        reason = target.begin(content.records.get(space) or NamespaceRecord.missing(space))
+        refused[space] = bool(reason)
+        if reason:
+            notes.append(f"namespace {space.hex()} was left out: {reason}")
+    taken = [blob for blob in blobs if not refused[blob.name.namespace]]
+    run = _Copier(source, target)
+    counts: Counter[CopyOutcome] = Counter()
+    copied_bytes = 0
+    with ThreadPoolExecutor(at_once, thread_name_prefix="tiered_kv-copy") as pool:
+        for done, (blob, outcome) in enumerate(run.all(pool, taken, at_once), start=1):
+            counts[outcome] += 1
+            copied_bytes += blob.size_bytes if outcome is CopyOutcome.COPIED else 0
+            progress(done, len(taken))
+    dropped = target.end()
+    return WarmReport(
+        source=source.uri,
+        target=target.uri,
+        selected=len(taken),
+        selected_bytes=sum(blob.size_bytes for blob in taken),
+        copied=counts[CopyOutcome.COPIED] - len(dropped),
+        copied_bytes=copied_bytes - sum(blob.size_bytes for blob in taken if blob.name.key in dropped),
+        there=counts[CopyOutcome.THERE],
+        corrupt=counts[CopyOutcome.CORRUPT],
+        vanished=counts[CopyOutcome.VANISHED],
+        left_out=counts[CopyOutcome.NO_PARENT] + counts[CopyOutcome.LEFT_OUT],
+        dropped=len(dropped),
+        full=run.full or None,
+        notes=notes,
+    )
+
+
+def carry_epochs(source: Storage, target: Storage, records: Iterable[NamespaceRecord]) -> list[str]:
+    """Set the source bucket's epochs in the target bucket: without them no engine would find the copies there.
+
+    A bucket that has an epoch of a model keeps it. Returns what that means, in words.
+
+    Raises:
+        TierUnavailable: One of them does not answer.
+    """
+    from tiered_kv.ops.object_storage import ObjectStorage  # noqa: PLC0415 - its client takes long to import
+
+    if not isinstance(source, ObjectStorage) or not isinstance(target, ObjectStorage):
+        return []
+    epochs, notes = source.epochs(), []
+    for record in records:
+        found = None if record.namespace is None else epochs.in_force(record.namespace)
+        if found is None:
+            continue  # retired there, too, or of another kind
+        theirs = target.begin_with(*found)
+        if theirs != found[1]:
+            notes.append(
+                f"engines in front of {target.uri} do not find the chunks of namespace {record.digest.hex()}: they are "
+                f"of epoch shared-{found[1]}, and that bucket has begun shared-{theirs} of this model"
+            )
+    return notes
+
+
+class _Copier:
+    """Chunks in flight. A chunk waits for its parent, which was handed out before it and is never behind it."""
+
+    def __init__(self, source: Reader, target: Target) -> None:
+        self._source = source
+        self._target = target
+        self._is_stopped = threading.Event()
+        self.full = ""
+
+    def all(
+        self, pool: ThreadPoolExecutor, blobs: Sequence[StoredBlob], at_once: int
+    ) -> Iterator[tuple[StoredBlob, CopyOutcome]]:
+        """Every chunk with its outcome, in order."""
+        futures: dict[Ident, Future[CopyOutcome]] = {}
+        flying: deque[tuple[StoredBlob, Future[CopyOutcome]]] = deque()
+        flying_bytes = 0
+        try:
+            for blob in blobs:
+                while flying and (len(flying) >= at_once or flying_bytes + blob.size_bytes > IN_FLIGHT_BYTES_MAX):
+                    flying_bytes -= flying[0][0].size_bytes
+                    yield _ended(flying)
+                parent = futures.get((blob.name.namespace, blob.name.parent))
+                future = pool.submit(self._one, blob, parent)
+                futures[ident(blob)] = future
+                flying.append((blob, future))
+                flying_bytes += blob.size_bytes
+            while flying:
+                yield _ended(flying)
+        finally:
+            self._is_stopped.set()  # a copy raised, or the caller stopped iterating
+
+    def _one(self, blob: StoredBlob, parent: Future[CopyOutcome] | None) -> CopyOutcome:
+        if self._is_stopped.is_set():
+            return CopyOutcome.LEFT_OUT
+        if self._target.has(blob.name):
+            return CopyOutcome.THERE
+        data = self._source.read(blob)
+        if data is None:
+            return CopyOutcome.VANISHED
+        try:
+            parsed = check_named(data, blob.name)
+            if blob.name.chunk_index and (parent is None or parent.result() not in HELD):
+                return CopyOutcome.NO_PARENT
+            if self._is_stopped.is_set():
+                return CopyOutcome.LEFT_OUT
+            return CopyOutcome.COPIED if self._target.put(blob.name, memoryview(data), parsed) else CopyOutcome.THERE
+        except (ChunkCorrupt, ChunkMismatch):
+            return CopyOutcome.CORRUPT
+        except CapacityExceeded as exc:
+            self.full = str(exc)
+            self._is_stopped.set()
+            return CopyOutcome.LEFT_OUT
+
+
+def _ended(flying: deque[tuple[StoredBlob, Future[CopyOutcome]]]) -> tuple[StoredBlob, CopyOutcome]:
+    blob, future = flying.popleft()
+    return blob, future.result()
+
+
+def check_named(data: bytes, name: BlobName) -> ParsedHeader:
+    """Verify a blob and that its header matches its name.
+
+    Raises:
+        ChunkCorrupt, ChunkMismatch: It is not.
+    """
+    parsed = check_blob(memoryview(data))
+    found = parsed.header.record
+    if not name.is_whole_name_of(found):
+        raise ChunkCorrupt(f"a blob lies under another's name. expected={name.key.hex()} observed={found.key.hex()}")
+    return parsed

@@ -1,0 +1,212 @@
+"""Check the text that a user passes to vLLM: ``--kv-transfer-config`` or our part of it.
+
+Reads nothing but that text. Values are shown as ``Config`` shows them, so secrets are not; of JSON that cannot be read
+nothing is shown but the place.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Final
+
+from tiered_kv.config import Config
+from tiered_kv.errors import ConfigError
+from tiered_kv.ops.findings import DoctorFinding, error, ok, warning
+
+CONNECTOR: Final = "TieredKVConnector"
+MODULE: Final = "tiered_kv.vllm"
+ROLES: Final = {
+    "kv_both": "loads and stores",
+    "kv_producer": "stores only: what is here is never loaded",
+    "kv_consumer": "loads only: what it computes is never stored",
+}
+TRANSFER_FIELDS: Final = (
+    "kv_connector",
+    "kv_role",
+    "kv_connector_extra_config",
+    "kv_connector_module_path",
+    "kv_load_failure_policy",
+    "engine_id",
+    "kv_buffer_device",
+    "kv_port",
+    "enable_permute_local_kv",
+)
+"""What every vLLM from 0.30 on takes; any other name ends its start."""
+
+OLD_FIELDS: Final = ("kv_rank", "kv_parallel_size", "kv_ip", "kv_buffer_size")
+"""Fields of vLLM 0.30 that later ones refuse."""
+
+LISTED: Final = "`tiered-kv config` lists the settings"
+
+WITH_OTHERS: Final = ("storage_uri", "storage_options")
+"""Settings that cannot be judged one by one."""
+
+
+@dataclass(slots=True)
+class Given:
+    """Our settings in a text, as far as it can be parsed.
+
+    Attributes:
+        settings: Of ours, unchecked; None where the text cannot be read as far as that.
+        is_whole: The text was a whole ``--kv-transfer-config``.
+        findings: What the checks say of it so far.
+    """
+
+    settings: dict[str, object] | None = None
+    is_whole: bool = False
+    findings: list[DoctorFinding] = field(default_factory=list)
+
+
+def read_text(text: str) -> Given:
+    """Find our settings in what is passed to vLLM, and check what stands around them."""
+    given = Given()
+    try:
+        whole = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as exc:
+        where = f"line {exc.lineno}, column {exc.colno}: {exc.msg}" if isinstance(exc, json.JSONDecodeError) else exc
+        given.findings.append(error("json", f"this is no JSON: {where}", "mind quotes, commas and the shell's quoting"))
+        return given
+    except RecursionError:
+        given.findings.append(error("json", "this is JSON nested too deep", "pass what vLLM gets"))
+        return given
+    if not isinstance(whole, dict):
+        given.findings.append(
+            error(
+                "json", f"expected an object, got {_kind(whole)}", 'e.g. {"storage_uri": "file:///var/cache/tiered_kv"}'
+            )
+        )
+        return given
+    given.findings.append(ok("json", "it can be read"))
+    given.is_whole = any(str(name).startswith("kv_") for name in whole)
+    if given.is_whole:
+        _read_transfer(given, whole)
+    else:
+        given.settings = whole
+    return given
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a value that JSON has")
+
+
+def _kind(value: object) -> str:
+    names = {str: "a text", list: "a list", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _read_transfer(given: Given, whole: Mapping[str, object]) -> None:
+    """Take a whole ``--kv-transfer-config`` apart."""
+    for name in whole:
+        if name in OLD_FIELDS:
+            text = f"{name} is refused by vLLM after 0.30 and does nothing here"
+            given.findings.append(warning("connector", text, "leave it out"))
+        elif name not in TRANSFER_FIELDS:
+            near = difflib.get_close_matches(name, TRANSFER_FIELDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "our settings belong into kv_connector_extra_config"
+            given.findings.append(
+                error("connector", f"vLLM knows no field {name[:100]!r} here and does not start", hint)
+            )
+    given.findings.append(_role(whole.get("kv_role")))
+    policy, is_of_several = whole.get("kv_load_failure_policy"), whole.get("kv_connector") == "MultiConnector"
+    if is_of_several:
+        whole = _of_several(given, whole)
+    given.findings.append(_connector(whole))
+    if not whole:
+        return
+    given.findings.append(_policy(policy, is_of_several=is_of_several))
+    extra = whole.get("kv_connector_extra_config", {})
+    if isinstance(extra, dict):
+        given.settings = extra
+    else:
+        given.findings.append(
+            error(
+                "settings",
+                f"kv_connector_extra_config: expected an object, got {_kind(extra)}",
+                "put our settings there",
+            )
+        )
+
+
+def _of_several(given: Given, whole: Mapping[str, object]) -> Mapping[str, object]:
+    """Ours among the connectors of vLLM's MultiConnector; an empty mapping when there is none."""
+    extra = whole.get("kv_connector_extra_config")
+    connectors = extra.get("connectors") if isinstance(extra, dict) else None
+    ours = [
+        one
+        for one in (connectors if isinstance(connectors, list) else [])
+        if isinstance(one, dict) and one.get("kv_connector") == CONNECTOR
+    ]
+    if len(ours) > 1:
+        given.findings.append(warning("connector", f"{len(ours)} connectors are {CONNECTOR}; the first is checked"))
+    return ours[0] if ours else {}
+
+
+def _connector(whole: Mapping[str, object]) -> DoctorFinding:
+    name, module = whole.get("kv_connector"), whole.get("kv_connector_module_path")
+    if name != CONNECTOR:
+        found = "there is none" if name is None else f"it is {str(name)[:100]!r}"
+        return error("connector", f"expected kv_connector {CONNECTOR}, and {found}", f'"kv_connector": "{CONNECTOR}"')
+    if module is not None and module not in (MODULE, f"{MODULE}.connector"):
+        return error(
+            "connector", f"kv_connector_module_path is {str(module)[:100]!r}", f'leave it out, or say "{MODULE}"'
+        )
+    return ok("connector", f"kv_connector is {CONNECTOR}")
+
+
+def _role(role: object) -> DoctorFinding:
+    if role is None:
+        return error("role", "there is no kv_role, without which vLLM does not start", '"kv_role": "kv_both"')
+    if not isinstance(role, str) or role not in ROLES:
+        near = difflib.get_close_matches(str(role), ROLES, n=1)
+        return error("role", f"kv_role is {str(role)[:100]!r}", f'"kv_role": "{near[0] if near else "kv_both"}"')
+    text = f"{role}: the engine {ROLES[role]}"
+    return ok("role", text) if role == "kv_both" else warning("role", text, '"kv_role": "kv_both" does both')
+
+
+def _policy(policy: object, *, is_of_several: bool) -> DoctorFinding:
+    if is_of_several and policy in (None, "fail"):
+        return warning(
+            "load failures",
+            "a request whose load fails ends with an error: vLLM reads the policy of MultiConnector, not ours",
+            '"kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector"',
+        )
+    if policy in (None, "recompute"):
+        return ok("load failures", "a load that fails is computed again (the connector sees to it)")
+    if policy == "fail":
+        return warning(
+            "load failures",
+            "kv_load_failure_policy fail has no effect: the connector sets it to recompute",
+            "leave it out",
+        )
+    return error("load failures", "kv_load_failure_policy is neither recompute nor fail", "leave it out")
+
+
+def check_settings(settings: Mapping[str, object]) -> tuple[Config | None, list[DoctorFinding]]:
+    """Validate our settings, with one finding for each wrong one."""
+    known = {f.name for f in fields(Config)}
+    findings: list[DoctorFinding] = []
+    for name, value in settings.items():
+        if name in WITH_OTHERS:
+            continue
+        base: dict[str, object] = {"storage_uri": "memory://doctor", "disk_path": "/doctor"}
+        try:
+            Config.from_mapping(base | {name: value})
+        except ConfigError as exc:
+            if name in known:
+                findings.append(error("settings", str(exc), LISTED))
+            else:
+                text, _, hint = str(exc).partition("; ")
+                findings.append(error("settings", text, hint.partition(" known settings:")[0] or LISTED))
+    if findings:
+        return None, findings
+    try:
+        config = Config.from_mapping(settings)
+    except ConfigError as exc:
+        return None, [error("settings", str(exc), LISTED)]
+    count = len([value for value in settings.values() if value is not None])
+    findings = [ok("settings", f"{count} setting{'' if count == 1 else 's'}, all valid")]
+    findings += [warning("settings", text) for text in config.warnings()]
+    if config.single_writer and config.storage_bytes is None and config.storage_ttl is None:
+        findings.append(warning("settings", "single_writer has no effect without storage_bytes or storage_ttl"))
+    return config, findings

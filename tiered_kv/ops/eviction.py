@@ -1,0 +1,226 @@
+"""Eviction by an operator: which chunks go, and what `evict` reports of it.
+
+The least recently used go first, a parent only after its children. Pinned chunks and the prefixes before them go only
+where a tag, or the chunks of a bad version, are erased; the report counts what a pin keeps. Pure, but for the reports'
+base.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.keys.conditions import Conditions
+from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.ops.forest import Forest, Ident, ident
+from tiered_kv.ops.report import Report
+from tiered_kv.ops.storage import Content, Reader, StoredBlob
+from tiered_kv.ops.text import counted
+
+DISK = "disk"
+
+
+class NamespaceShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes from one namespace.
+
+    Attributes:
+        namespace: Its digest.
+        chunks: How many chunks go.
+        size_bytes: What they take.
+    """
+
+    namespace: str
+    chunks: int
+    size_bytes: int
+
+
+class TierRemoval(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done in one tier.
+
+    Attributes:
+        tier: ``host``, ``disk`` or ``object``.
+        removed: Chunks that are gone, or are going.
+        removed_bytes: What they took; null for host memory, which does not say.
+        kept: Chunks that stay because they are in use at the moment.
+        missing: Chunks that were gone already.
+    """
+
+    tier: str
+    removed: int
+    removed_bytes: int | None
+    kept: int
+    missing: int
+
+
+class EvictReport(Report, frozen=True, kw_only=True):
+    """What ``evict`` chose and did.
+
+    Attributes:
+        uri: The tier that was named, null with ``--server``.
+        server: The server that was named, null without.
+        tag: Digest of the tag that was named, null without.
+        stored_by: The conditions on who stored it, none without.
+        is_dry_run: Whether nothing was changed because of ``--dry-run``.
+        selected: Chunks that were chosen to go from the listed tier; 0 where only host memory was meant.
+        selected_bytes: What they take.
+        pinned: Chunks that were asked for and stay, because they are pinned or a chunk behind them is.
+        pinned_bytes: What they take.
+        namespaces: The chosen chunks by namespace.
+        tiers: What was done; empty after a dry run, or where nothing was chosen.
+        notes: What may make this incomplete, in words.
+    """
+
+    uri: str | None
+    server: str | None
+    tag: str | None
+    stored_by: list[str]
+    is_dry_run: bool
+    selected: int
+    selected_bytes: int
+    pinned: int
+    pinned_bytes: int
+    namespaces: list[NamespaceShare]
+    tiers: list[TierRemoval]
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criteria:
+    """What shall go: one of all but ``namespace``, or a namespace alone.
+
+    Attributes:
+        free_bytes: The least recently used, until at least so many bytes go. What no request can reach goes first.
+        used_before_s: What was not used since then.
+        key: This chunk, with everything behind it.
+        tag: What was stored under this digest of a tag, with everything behind it, pinned or not.
+        stored_by: What was stored by whom these mean, with everything behind it, pinned or not: that was computed from
+            it, or from what was loaded in its place.
+        is_all: Everything.
+        namespace: Only there; with nothing else: everything there.
+    """
+
+    free_bytes: int | None = None
+    used_before_s: float | None = None
+    key: StoredBlob | None = None
+    tag: bytes | None = None
+    stored_by: Conditions | None = None
+    is_all: bool = False
+    namespace: bytes | None = None
+
+    def __post_init__(self) -> None:
+        """Check that exactly one selection is given.
+
+        Raises:
+            ConfigError: None is, or several that contradict each other.
+        """
+        values = self.free_bytes, self.used_before_s, self.key, self.tag, self.stored_by
+        ways = sum(value is not None for value in values) + self.is_all
+        if ways > 1:
+            raise ConfigError(
+                "say one of --bytes, --to, --older-than, --key, --tag, --stored-by and --all: they contradict each "
+                "other"
+            )
+        if not ways and self.namespace is None:
+            raise ConfigError(
+                "say what shall go: --bytes, --to, --older-than, --namespace, --key, --tag, --stored-by or --all"
+            )
+        if self.key is not None and self.namespace not in (None, self.key.name.namespace):
+            raise ConfigError(
+                f"the chunk of --key lies in namespace {self.key.name.namespace.hex()}, and --namespace names another"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The chunks to remove, and those that match and are kept by a pin.
+
+    Attributes:
+        blobs: In the order of their going: children before parents.
+        pinned: Those that a pin keeps, on them or on a chunk behind them.
+    """
+
+    blobs: Sequence[StoredBlob]
+    pinned: Sequence[StoredBlob]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(blob.size_bytes for blob in self.blobs)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(blob.size_bytes for blob in self.pinned)
+
+    def by_namespace(self) -> list[NamespaceShare]:
+        """What goes from each namespace."""
+        sizes: dict[bytes, list[int]] = {}
+        for blob in self.blobs:
+            sizes.setdefault(blob.name.namespace, []).append(blob.size_bytes)
+        return [
+            NamespaceShare(namespace=space.hex(), chunks=len(found), size_bytes=sum(found))
+            for space, found in sorted(sizes.items())
+        ]
+
+
+def select(forest: Forest, criteria: Criteria) -> Selection:
+    """Choose what goes; whatever goes leaves no chunk behind it that stays, pinned ones beyond a gap excepted."""
+    used = forest.last_uses()
+    wanted = list(forest.blobs.values())
+    if criteria.tag is not None:
+        wanted = forest.behind(blob for blob in wanted if blob.tag == criteria.tag)
+    elif criteria.stored_by is not None:
+        is_meant = criteria.stored_by.matches
+        wanted = forest.behind(blob for blob in wanted if is_meant(blob.stored_by or UNKNOWN))
+    elif criteria.key is not None:
+        wanted = forest.behind([criteria.key])
+    wanted = [
+        blob
+        for blob in wanted
+        if criteria.namespace in (None, blob.name.namespace)
+        and (criteria.used_before_s is None or used[ident(blob)] < criteria.used_before_s)
+    ]
+    ordered = _ordered(forest, wanted, used)
+    kept = forest.pinned() if criteria.tag is None and criteria.stored_by is None else set()
+    free = [blob for blob in ordered if ident(blob) not in kept]
+    pinned = [blob for blob in ordered if ident(blob) in kept]
+    return Selection(free if criteria.free_bytes is None else _first(free, criteria.free_bytes), pinned)
+
+
+def _ordered(forest: Forest, blobs: Sequence[StoredBlob], used: dict[Ident, float]) -> list[StoredBlob]:
+    """Unreachable ones first, then by last use: a parent was used no earlier than its children, so it comes later."""
+    lost = {ident(blob) for blob in forest.unreachable()}
+    return sorted(blobs, key=lambda blob: (ident(blob) not in lost, used[ident(blob)], -blob.name.chunk_index))
+
+
+def _first(blobs: Sequence[StoredBlob], size_bytes: int) -> list[StoredBlob]:
+    found: list[StoredBlob] = []
+    total = 0
+    for blob in blobs:
+        if total >= size_bytes:
+            break
+        found.append(blob)
+        total += blob.size_bytes
+    return found
+
+
+def used_bytes(storage: Reader, content: Content) -> int:
+    """What counts against the tier's capacity: on disk a reserve beside it is for what is no blob."""
+    own_bytes = content.own_bytes if storage.kind == "object" else 0
+    return content.blob_bytes + own_bytes + sum(stray.size_bytes for stray in content.strays)
+
+
+def note_on_foreign(content: Content, namespace: bytes | None) -> str:
+    """What has a blob's name and a header that is not ours to read, so that no selection means it; empty without any.
+
+    Args:
+        namespace: None: in all of the tier.
+    """
+    below = "blobs/" if namespace is None else f"blobs/{namespace.hex()}/"
+    count = sum(stray.kind == "foreign" and stray.path.startswith(below) for stray in content.strays)
+    if not count:
+        return ""
+    return (
+        f"{counted(count, 'blob')} of another format version or namespace that no index tells of cannot be selected, "
+        f"not even by --namespace: to be rid of them, end the server and remove {below.rstrip('/')}"
+        f"{'/NAMESPACE by its digits (`tiered-kv verify` names them)' if namespace is None else ''}"
+    )

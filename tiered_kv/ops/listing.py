@@ -1,0 +1,203 @@
+"""Sum up a tier by namespace and by age, and sort its chunks. Pure.
+
+Called by ``cli/ls.py`` and ``cli/du.py``; other modules describe namespaces with it.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from tiered_kv.keys.conditions import Conditions
+from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
+from tiered_kv.keys.naming import relative_path
+from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.ops.forest import Forest, Ident, ident
+from tiered_kv.ops.storage import Content, NamespaceRecord, StoredBlob, Stray
+from tiered_kv.ops.text import printable
+
+AGES: Final = (("hour", 3600.0), ("day", 86400.0), ("week", 7 * 86400.0), ("month", 30 * 86400.0), ("older", None))
+"""Classes of last use: within an hour, else within a day, and so on."""
+
+DESCRIPTION_MAX: Final = 80
+
+
+class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
+    """One namespace: one model, run in one way.
+
+    Attributes:
+        namespace: Its digest.
+        model: The model in a few words, as the namespace's record says; null where there is none that can be read.
+        problem: Why there is no ``model``; null where there is.
+        epoch: Changes when the cache is reset; null if unknown.
+        chunks: Chunks stored.
+        size_bytes: What they take of the tier.
+        chunk_tokens: Tokens of a chunk; null if unknown.
+        used_s: Last use of any chunk; null without chunks.
+        first_stored_by: Who opened the namespace here first: package, engine, encoding; null where that is not said.
+        stored_by: How many of its chunks each stored, whether ``--stored-by`` means them or not; empty in a bucket
+            where no header is read.
+    """
+
+    namespace: str
+    model: str | None
+    problem: str | None
+    epoch: str | None
+    chunks: int
+    size_bytes: int
+    chunk_tokens: int | None
+    used_s: float | None
+    first_stored_by: str | None
+    stored_by: dict[str, int]
+
+
+class DuAge(msgspec.Struct, frozen=True, kw_only=True):
+    """What was last used in one span of time.
+
+    Attributes:
+        last_use: ``hour``: within the last hour; ``day``: before that, within a day; likewise ``week`` and ``month``,
+            which is 30 days; ``older``.
+        chunks: Chunks last used then; a use of a chunk is a use of the prefix before it.
+        size_bytes: What they take of the tier.
+    """
+
+    last_use: str
+    chunks: int
+    size_bytes: int
+
+
+def sum_up(
+    records: Mapping[bytes, NamespaceRecord],
+    forest: Forest,
+    used: Mapping[Ident, float],
+    now_s: float,
+    namespace: bytes | None = None,
+) -> tuple[list[LsNamespace], list[DuAge]]:
+    """Sum up a tier, or one namespace of it.
+
+    Args:
+        used: Last uses, from ``Forest.last_uses``.
+
+    Returns:
+        Namespaces, the largest first, then those that have only a record; and all classes of ``AGES``, in their order.
+    """
+    spaces: dict[bytes, list[StoredBlob]] = {space: [] for space in records}
+    bounds = [now_s - limit_s for _, limit_s in AGES if limit_s is not None]
+    counts, sizes = [0] * len(AGES), [0] * len(AGES)
+    for key, blob in forest.blobs.items():
+        if namespace in (None, key[0]):
+            spaces.setdefault(key[0], []).append(blob)
+            age = next((place for place, since_s in enumerate(bounds) if used[key] >= since_s), len(bounds))
+            counts[age] += 1
+            sizes[age] += blob.size_bytes
+    found = [
+        _sum_of(records.get(space) or NamespaceRecord.missing(space), space, blobs, used)
+        for space, blobs in spaces.items()
+        if namespace in (None, space)
+    ]
+    ages = [
+        DuAge(last_use=name, chunks=count, size_bytes=size_bytes)
+        for (name, _), count, size_bytes in zip(AGES, counts, sizes, strict=True)
+    ]
+    return sorted(found, key=lambda one: (-one.size_bytes, one.namespace)), ages
+
+
+def _sum_of(
+    record: NamespaceRecord, space: bytes, blobs: Sequence[StoredBlob], used: Mapping[Ident, float]
+) -> LsNamespace:
+    storers = Counter(blob.stored_by or UNKNOWN for blob in blobs)
+    return LsNamespace(
+        namespace=space.hex(),
+        model=None if record.problem else describe(record),
+        problem=record.problem or None,
+        epoch=epoch_of(record),
+        chunks=len(blobs),
+        size_bytes=sum(blob.size_bytes for blob in blobs),
+        chunk_tokens=record.chunk_tokens,
+        used_s=max((used[ident(blob)] for blob in blobs), default=None),
+        first_stored_by=record.first_stored_by or None,
+        stored_by={line: count for line, count in storers.most_common() if line},
+    )
+
+
+def set_self_test_apart(content: Content) -> None:
+    """Count what a server's self-test left as strays, not as a namespace: no model is behind it, and `gc` removes it.
+
+    A test deletes its blob; what is left is the empty directory of its namespace, and a blob where the server was
+    killed or may not delete.
+    """
+    content.records.pop(SELF_TEST_NAMESPACE, None)
+    tests = [blob for blob in content.blobs if blob.name.namespace == SELF_TEST_NAMESPACE]
+    if tests:
+        content.blobs = [blob for blob in content.blobs if blob.name.namespace != SELF_TEST_NAMESPACE]
+        reason = "left by the self-test of a server that was killed or may not delete"
+        content.strays += [
+            Stray(relative_path(blob.name), blob.size_bytes, blob.written_s, "temp", reason) for blob in tests
+        ]
+
+
+def orders(used: Mapping[Ident, float]) -> dict[str, Callable[[StoredBlob], float | bytes]]:
+    """Sort keys of chunks by the name of the order."""
+    return {
+        "used": lambda blob: -used[blob.name.namespace, blob.name.key],
+        "size": lambda blob: -blob.size_bytes,
+        "age": lambda blob: -blob.written_s,
+        "key": lambda blob: blob.name.key,
+        "depth": lambda blob: blob.name.chunk_index,
+    }
+
+
+def first(
+    blobs: Iterable[StoredBlob], order: Callable[[StoredBlob], float | bytes], limit: int | None, *, is_reversed: bool
+) -> list[StoredBlob]:
+    """The first chunks of an order, or the last ones, last first. Ties are broken by key, so that two calls agree."""
+
+    def by(blob: StoredBlob) -> tuple[float | bytes, bytes]:
+        return order(blob), blob.name.key
+
+    if limit is None:
+        return sorted(blobs, key=by, reverse=is_reversed)
+    return heapq.nlargest(limit, blobs, key=by) if is_reversed else heapq.nsmallest(limit, blobs, key=by)
+
+
+def matching(
+    forest: Forest,
+    used: Mapping[Ident, float],
+    namespace: bytes | None = None,
+    used_before_s: float | None = None,
+    tag: bytes | None = None,
+    stored_by: Conditions | None = None,
+) -> list[StoredBlob]:
+    """The chunks that meet every condition that is given, ``used_before_s``: not used since that time."""
+    return [
+        blob
+        for key, blob in forest.blobs.items()
+        if namespace in (None, key[0])
+        and (used_before_s is None or used[key] < used_before_s)
+        and tag in (None, blob.tag)
+        and (stored_by is None or stored_by.matches(blob.stored_by or UNKNOWN))
+    ]
+
+
+def describe(record: NamespaceRecord) -> str:
+    """A namespace in a few words: kind of model, weights, dtype; without a readable record the reason."""
+    if record.namespace is None:
+        return record.problem
+    fields = record.namespace.fields
+    config = fields.get("text_config")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    weights = str(fields["weights"])
+    scheme, _, digits = weights.partition(":")
+    if scheme in ("hf", "sha256", "sha256v2") and "+" not in weights:
+        weights = f"{scheme}:{digits[:12]}"  # enough to tell two of them apart
+    parts = [str(part) for part in (kind, weights, fields["kv_dtype"]) if part is not None]
+    parts += [f"{name}={fields[name]}" for name in ("tp", "pp", "dcp") if fields[name] not in (None, 1)]
+    return printable(" ".join(parts), DESCRIPTION_MAX)
+
+
+def epoch_of(record: NamespaceRecord) -> str | None:
+    """The epoch of a namespace; None where its record does not say."""
+    value = None if record.namespace is None else record.namespace.fields["epoch"]
+    return None if value is None else printable(str(value), DESCRIPTION_MAX)

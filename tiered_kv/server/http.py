@@ -1,0 +1,243 @@
+"""Metrics, health and readiness of a server, over HTTP, for Prometheus and whoever starts and stops servers.
+
+Runs in threads of the serving process and asks the server through its own socket, as ``tiered-kv stat`` does, so it
+shares no state with the loop and cannot hold it up::
+
+    /healthz  200 while the server starts, and while its loop has answered within the last minute; else 503: restart it
+    /readyz   200 while engines can join and every tier is used; else 503, and a line says why
+    /metrics  for Prometheus; 503 while there are no figures
+"""
+
+import logging
+import os
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, Final
+
+import msgspec
+
+from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnavailable
+from tiered_kv.metrics.figures import ServerFigures
+from tiered_kv.server import protocol as m
+from tiered_kv.server.connect import SCHEME, connect, read_message, refusal_error, shake_hands
+from tiered_kv.version import __version__
+
+logger = logging.getLogger(__name__)
+
+METRICS: Final = "/metrics"
+HEALTH: Final = "/healthz"
+READINESS: Final = "/readyz"
+
+ASK_S: Final = 2.0
+"""How long an answer waits for a server that is busy."""
+
+STALE_S: Final = 60.0
+"""How long the last figures are told instead."""
+
+FRESH_S: Final = 0.2
+"""Questions that come together share one to the server."""
+
+HTTP_S: Final = 10.0
+"""A client that does not send its request for this long is left."""
+
+
+def ask_figures(socket_path: str, timeout_s: float) -> ServerFigures:
+    """The figures of the server that listens there.
+
+    Raises:
+        ConfigError, ProtocolError: It refuses, or is of another version.
+        TierUnavailable: Nobody answers in time.
+    """
+    sock = connect(socket_path)
+    if sock is None:
+        raise TierUnavailable(f"no server answers at {SCHEME}{socket_path}")
+    with sock:
+        shake_hands(sock, m.Hello(m.PROTOCOL, __version__, "admin", os.getpid()), timeout_s)
+        try:
+            sock.sendall(m.frame(m.StatRequest()))
+            answer = read_message(sock)
+        except OSError as exc:
+            raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
+    if isinstance(answer, m.Refused):
+        raise refusal_error(answer)
+    if not isinstance(answer, m.Stat):
+        raise ProtocolError(f"expected Stat, got {type(answer).__name__}")
+    try:
+        return msgspec.json.decode(answer.figures, type=ServerFigures)
+    except msgspec.DecodeError as exc:  # ValidationError is one
+        raise ProtocolError(f"the server's figures cannot be understood: {exc}") from exc
+
+
+class LastFigures:
+    """Asks a server; remembers its last answer for when it is busy.
+
+    Threads: any; one asks at a time, under the lock that guards every field.
+    """
+
+    def __init__(self, ask: Callable[[], ServerFigures], clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last: ServerFigures | None = None
+        self._asked_at = clock()
+
+    def silent_s(self) -> float:
+        """Seconds since the server answered, or since it was asked to."""
+        return self._clock() - self._asked_at
+
+    def get(self) -> tuple[ServerFigures, float]:
+        """The figures and their age in seconds.
+
+        Raises:
+            TierUnavailable: The server does not answer, and has not for a while.
+        """
+        with self._lock:
+            age_s = self._clock() - self._asked_at
+            if self._last is not None and age_s < FRESH_S:
+                return self._last, age_s
+            try:
+                self._last = self._ask()
+            except TieredKVError as exc:
+                age_s = self._clock() - self._asked_at
+                if self._last is None or age_s > STALE_S:
+                    raise TierUnavailable(f"the cache server does not answer: {exc}") from exc
+                return self._last, age_s
+            self._asked_at = self._clock()
+            return self._last, 0.0
+
+
+def not_ready(figures: ServerFigures) -> str:
+    """Why the server is not ready: tiers that are left alone; empty if it is."""
+    tiers = [tier for tier in figures.tiers if tier.breaker not in (None, "closed")]
+    return "; ".join(f"{tier.name} tier is left alone ({tier.breaker}): {tier.breaker_reason}" for tier in tiers)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET; the server may still be starting."""
+
+    server: "_Listener"
+    timeout = HTTP_S
+    server_version = "tiered-kv"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        answers = {METRICS: self._metrics, HEALTH: self._health, READINESS: self._readiness}
+        if path not in answers:
+            known = ", ".join(answers)
+            self._say(HTTPStatus.NOT_FOUND, f"there is no {path[:100]!a} here, but {known}")
+        elif self.server.figures is not None:
+            answers[path](self.server.figures)
+        else:
+            self._say(HTTPStatus.OK if path == HEALTH else HTTPStatus.SERVICE_UNAVAILABLE, "starting")
+
+    def _metrics(self, last: LastFigures) -> None:
+        try:
+            figures, age_s = last.get()
+        except TierUnavailable as exc:
+            self._say(HTTPStatus.SERVICE_UNAVAILABLE, str(exc))
+            return
+        # Imported by the first scrape: a server that nobody scrapes need not hold the client.
+        from prometheus_client import CollectorRegistry  # noqa: PLC0415
+        from prometheus_client.exposition import choose_encoder  # noqa: PLC0415
+
+        from tiered_kv.metrics.exposition import FiguresCollector  # noqa: PLC0415
+
+        registry = CollectorRegistry()
+        registry.register(FiguresCollector(figures, age_s))
+        encode, content_type = choose_encoder(self.headers.get("Accept") or "")
+        self._answer(HTTPStatus.OK, content_type, encode(registry))
+
+    def _health(self, last: LastFigures) -> None:
+        try:
+            last.get()
+        except TierUnavailable as exc:
+            if last.silent_s() > STALE_S:
+                self._say(HTTPStatus.SERVICE_UNAVAILABLE, str(exc))
+                return
+        self._say(HTTPStatus.OK, "ok")
+
+    def _readiness(self, last: LastFigures) -> None:
+        try:
+            figures, age_s = last.get()
+            why = not_ready(figures) if age_s <= FRESH_S else f"the cache server does not answer since {age_s:.0f} s"
+        except TierUnavailable as exc:
+            why = str(exc)
+        self._say(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, why or "ready")
+
+    def _say(self, status: HTTPStatus, text: str) -> None:
+        self._answer(status, "text/plain; charset=utf-8", f"{text}\n".encode())
+
+    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - named by http.server
+        logger.debug(format, *args)
+
+
+class _Listener(socketserver.ThreadingMixIn, HTTPServer):
+    """One thread per connection."""
+
+    daemon_threads = True
+    figures: LastFigures | None = None
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # not HTTPServer's, which asks DNS for its own name
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        del request
+        logger.debug("a scrape was cut off. client=%s: %r", client_address, sys.exception())
+
+
+class OperationsPort:
+    """Listens and answers from its construction on, with figures from :meth:`start` on.
+
+    Attributes:
+        url: Where metrics are scraped; the others are beside it.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        """Take the port; 0: any that is free.
+
+        Raises:
+            ConfigError: It cannot be had.
+        """
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            kind = type("_Listener", (_Listener,), {"address_family": family})
+            self._http: _Listener = kind(address, _Handler)
+        except (OSError, OverflowError, UnicodeError) as exc:
+            raise ConfigError(
+                f"option --metrics-port: nothing can listen at {host} port {port}: {exc}. Name another port, or 0 for "
+                "any that is free"
+            ) from exc
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._http.server_port}{METRICS}"
+        self._thread = threading.Thread(target=self._http.serve_forever, name="tiered_kv-http", daemon=True)
+        self._thread.start()
+
+    def start(self, socket_path: str) -> None:
+        """Answer with the figures of the server that listens there."""
+
+        def ask() -> ServerFigures:
+            return ask_figures(socket_path, ASK_S)
+
+        self._http.figures = LastFigures(ask)
+
+    def close(self) -> None:
+        """Give the port back. Idempotent."""
+        if self._thread.is_alive():
+            self._http.shutdown()
+            self._thread.join()
+        self._http.server_close()

@@ -1,0 +1,230 @@
+"""Pins that requests ask for (``tiered_kv.pin_ttl_s``), written where an operator's pins are.
+
+Owns which are granted and when they are written: into the disk tier's ``pins.json`` and as objects of the bucket, the
+same that ``tiered-kv pin --ttl`` writes, so every reader of pins knows them. Requests come from tenants, so what they
+can keep is bounded: together at most ``request_pin_share`` of each tier's limit, counted over the chunks that their
+pins keep, prefixes included and shared ones once. A pin that finds no room is refused and counted; the request knows
+nothing of it. Pins change who is evicted, never how much is stored: a tier full of them stores less.
+
+A pin is renewed only when less than the wished time is left of it, and written for a tenth more than was wished, so
+that a prompt which every request pins is written now and then and not with every request.
+
+=====================  ===============================================================
+field                  who touches it
+=====================  ===============================================================
+``_wanted``            put by the loop, taken by the writing thread (under ``_lock``)
+``_failed``            put by the writing thread, taken by the loop (deque: both are atomic)
+``_is_writing``        set by the loop, cleared by the writing thread when it ends
+everything else        the server's loop
+=====================  ===============================================================
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from tiered_kv.config import TTL_MAX_S
+from tiered_kv.engine.engine import Engine
+from tiered_kv.errors import Closed, ProtocolError, TierUnavailable
+from tiered_kv.fleet.layout import PINS, parse_pin_path, pin_path
+from tiered_kv.keys.chunk_record import KEY_BYTES
+from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.naming import BlobName
+from tiered_kv.server import protocol as m
+from tiered_kv.tiers.disk.pins import changing_pins, read_pins
+from tiered_kv.tiers.object.store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+Submit = Callable[[Callable[[], None]], None]
+"""Runs a task in another thread."""
+
+KEPT_MAX: Final = 1 << 16
+"""Chunks that requests' pins may keep where a tier has no limit of its own."""
+
+WRITE_EVERY_S: Final = 1.0
+WRITTEN_MAX: Final = 4096
+"""Pins of requests at once: each is a line of a file that is written as a whole."""
+
+BATCH_MAX: Final = 64
+"""Pins written at once: in a bucket each takes three requests."""
+
+RENEWED_FOR: Final = 1.1
+
+
+class Pinning:
+    """Requests' pins of one server.
+
+    Threads: see the table above.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        submit: Submit,
+        share: float,
+        *,
+        disk_root: Path | None,
+        store: ObjectStore | None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Take the places to write to; ``share`` 0 refuses every pin. Reads what earlier servers left on disk."""
+        self._engine = engine
+        self._submit = submit
+        self._share = share
+        self._disk_root = disk_root
+        self._store = store
+        self._wall = wall  # what an end is compared with, here as on disk and in the bucket
+        self._lock = threading.Lock()
+        self._wanted: dict[BlobName, float] = {}
+        self._failed: deque[BlobName] = deque()
+        self._is_writing = False
+        self._write_due_s = self._forget_due_s = float("-inf")
+        self._pins: dict[BlobName, float] = {}
+        # chunk -> when the last pin that keeps it ends, its bytes and its namespace
+        self._kept: dict[bytes, tuple[float, int, bytes]] = {}
+        self._kept_bytes: Counter[bytes] = Counter()  # by namespace
+        if disk_root is not None:
+            self._adopt(disk_root)
+
+    def pin(self, namespace: Namespace | None, pin: m.Pin) -> None:
+        """Keep a chunk and the prefix before it, if there is room for that; the loop only.
+
+        What is granted, or asked to be kept for no time, is worth a write to every secondary tier at once.
+
+        Raises:
+            ProtocolError: The key has another length, or the time is none.
+        """
+        if len(pin.key) != KEY_BYTES or not 0 <= pin.ttl_s <= TTL_MAX_S:  # NaN is not between them either
+            raise ProtocolError(f"bad pin. key_bytes={len(pin.key)} ttl_s={pin.ttl_s!r:.40}")
+        assert namespace is not None, "an open session without a namespace"
+        if not pin.ttl_s:
+            self._engine.want(namespace.digest, pin.key)
+            return
+        now_s = self._wall()
+        name = BlobName(namespace.digest, pin.key)
+        if self._pins.get(name, 0.0) >= now_s + pin.ttl_s:
+            self._engine.count("request_pins_in_force")
+            return
+        prefix = self._engine.prefix_of(pin.key)
+        if prefix is None:
+            self._engine.count("request_pins_of_nothing")
+            return
+        self._forget_ended(now_s)
+        until_s = now_s + RENEWED_FOR * pin.ttl_s
+        form = self._engine.format_of(namespace.digest)
+        blob_bytes = form.blob_bytes if form is not None else 0
+        more_bytes = sum(blob_bytes for one in prefix if one not in self._kept)
+        if not self._has_room(namespace.digest, more_bytes, len(prefix)):
+            self._engine.count("request_pins_refused")
+            return
+        self._engine.count("request_pins")
+        self._engine.want(namespace.digest, pin.key)
+        self._keep(name, dict.fromkeys(prefix, blob_bytes), until_s)
+        with self._lock:
+            self._wanted[name] = until_s
+
+    def step(self) -> None:
+        """Write what was granted, about once a second; the loop only."""
+        now_s = self._engine.clock.monotonic()
+        while self._failed:
+            self._pins.pop(self._failed.popleft(), None)  # asked for again, it is written again
+        if not self._wanted or self._is_writing or now_s < self._write_due_s:
+            return
+        self._is_writing, self._write_due_s = True, now_s + WRITE_EVERY_S
+        self._submit(self._write)
+
+    def flush(self) -> None:
+        """Write what still waits, as much as is written at once; at the server's end."""
+        if self._wanted:
+            self._write()
+
+    # -- what is kept --------------------------------------------------------------------------------------------------
+
+    def _adopt(self, root: Path) -> None:
+        """Count pins with an end that are there already: a restart must not let requests pin as much again."""
+        try:
+            pins = read_pins(root)
+        except TierUnavailable as exc:
+            logger.warning("requests' pins of earlier servers are not counted. cause=%s", exc)
+            return
+        for name, until_s in pins.items():
+            prefix = self._engine.prefix_of(name.key)
+            if until_s and prefix is not None:
+                self._keep(name, prefix, until_s)
+
+    def _keep(self, name: BlobName, prefix: Mapping[bytes, int], until_s: float) -> None:
+        self._pins[name] = until_s
+        for key, size_bytes in prefix.items():
+            if key not in self._kept:
+                self._kept_bytes[name.namespace] += size_bytes
+                self._kept[key] = (until_s, size_bytes, name.namespace)
+            else:
+                self._kept[key] = (max(until_s, self._kept[key][0]), *self._kept[key][1:])
+
+    def _forget_ended(self, now_s: float) -> None:
+        """Give the room of ended pins back; looked for only when a pin is asked for, and then at most once a second."""
+        if 0 <= self._forget_due_s - now_s <= WRITE_EVERY_S:
+            return
+        self._forget_due_s = now_s + WRITE_EVERY_S
+        self._pins = {name: until_s for name, until_s in self._pins.items() if until_s > now_s}
+        self._kept = {key: kept for key, kept in self._kept.items() if kept[0] > now_s}
+        self._kept_bytes.clear()
+        for _, size_bytes, namespace in self._kept.values():
+            self._kept_bytes[namespace] += size_bytes
+
+    def _has_room(self, namespace: bytes, more_bytes: int, chunks: int) -> bool:
+        if not self._share or len(self._pins) >= WRITTEN_MAX or len(self._kept) + chunks > KEPT_MAX:
+            return False
+        limits = [tier.usage().capacity_bytes for tier in self._engine.tiers.values()]
+        wanted = self._kept_bytes.total() + more_bytes, self._kept_bytes[namespace] + more_bytes
+        quota = self._engine.quota_of(namespace)
+        most = 1.0 if quota is None else quota.at_most  # or its pins could fill all that it may have
+        return all(
+            wanted[0] <= self._share * limit and wanted[1] <= self._share * most * limit
+            for limit in limits
+            if limit is not None
+        )
+
+    # -- the writing thread --------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        with self._lock:
+            wanted = dict(itertools.islice(self._wanted.items(), BATCH_MAX))
+            for name in wanted:
+                del self._wanted[name]
+        try:
+            if self._disk_root is not None:
+                self._write_disk(self._disk_root, wanted)
+            if self._store is not None:
+                self._write_bucket(self._store, wanted)
+        except (TierUnavailable, Closed) as exc:
+            logger.warning("pins of requests were not written everywhere. pins=%d cause=%s", len(wanted), exc)
+            self._failed.extend(wanted)
+        finally:
+            self._is_writing = False
+
+    @staticmethod
+    def _write_disk(root: Path, wanted: dict[BlobName, float]) -> None:
+        with changing_pins(root) as pins:
+            for name, until_s in wanted.items():
+                old_s = pins.get(name)
+                if old_s is None or 0 < old_s < until_s:  # 0: an operator wants it kept for good
+                    pins[name] = until_s
+
+    @staticmethod
+    def _write_bucket(store: ObjectStore, wanted: dict[BlobName, float]) -> None:
+        """Put the new pin, then delete the shorter ones of the same chunk; a longer one makes the new one needless."""
+        for name, until_s in wanted.items():
+            place = f"{PINS}{name.namespace.hex()}/{name.key.hex()}."
+            old = {info.path: parse_pin_path(info.path) for info in store.list(place)}
+            ends = [pin[1] for pin in old.values() if pin is not None]
+            if any(end_s == 0 or end_s >= int(until_s) for end_s in ends):
+                continue
+            store.put(pin_path(name, int(until_s)), b"")
+            store.delete([path for path, pin in old.items() if pin is not None])

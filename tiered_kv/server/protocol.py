@@ -1,0 +1,407 @@
+"""What crosses the Unix socket: typed msgpack messages in length-prefixed frames.
+
+A frame is a little-endian uint32 length and that many bytes of msgpack; both sides bound the length before they
+allocate. Never pickle. ``PROTOCOL`` changes whenever a message does; peers of another protocol are refused with both
+versions named.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tiered_kv.errors import ProtocolError
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.tiering.types import LookupAnswer, SlotId
+
+PROTOCOL = 9
+FRAME_BYTES_MAX = 4 << 20
+"""Room for a lookup of 80,000 chunks, far above any context length."""
+HELLO_BYTES_MAX = 16 << 10
+"""Most that a client may send before it has said Hello."""
+NAME_CHARS_MAX = 200
+"""Of engine ids, versions and roles: they stand in every log line."""
+GENERATION_MAX = 1 << 31
+LENGTH = struct.Struct("<I")
+RANKS_MAX = 1024
+LAYERS_MAX = 4096
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class name is the tag.
+
+    ``Hello``, ``Welcome`` and ``Refused`` take unknown fields: peers of other protocols must understand them well
+    enough to name both versions.
+    """
+
+
+# -- client to server ------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
+    """First message of every client.
+
+    Attributes:
+        role: ``scheduler`` opens a session, ``worker`` maps the arena for one, ``cache`` does both, ``admin`` asks.
+        engine_id: Names the engine; workers and scheduler of one engine and generation form a session.
+        generation: Counts the sessions of an engine: a lost session is never continued, only followed.
+        host_bytes, disk_bytes, min_free_bytes: Limits the client was told to expect; None accepts what the server has.
+        storage: The object store the client was told to use, or ``disk``; empty accepts what the server has.
+    """
+
+    protocol: int
+    version: str
+    role: str
+    pid: int
+    engine_id: str = ""
+    generation: int = 0
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    min_free_bytes: int | None = None
+    storage: str = ""
+
+
+class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One layer's page on the wire (see ``chunks/geometry.py``).
+
+    ``encoding`` says what its bytes mean where name, dtype and shape do not; empty where the namespace's fields say it.
+    """
+
+    layer: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: str
+    blocks: int = 0
+    encoding: str = ""
+
+
+class JoinWorker(Message, frozen=True):
+    """A worker's part of the identity; the server answers with the arena.
+
+    Attributes:
+        fields: The namespace's fields except geometry and epoch, as JSON; equal on all ranks.
+        pages: The layers of this rank, in payload order.
+        part: Which part of the payload is this rank's; None: one of its own. Ranks with equal KV name one part.
+        stored_by: What the headers of this engine's blobs say of who stored them (``keys/stored_by.py``); equal on all
+            ranks but for the encoding, and never empty: one who does not say it is refused.
+    """
+
+    rank: int
+    world_size: int
+    block_tokens: int
+    chunk_tokens: int
+    fields: bytes
+    pages: list[Page]
+    part: int | None = None
+    stored_by: str = UNKNOWN
+
+
+class JoinScheduler(Message, frozen=True):
+    """Opens the session; the server answers ``Ready`` when all workers are in.
+
+    Attributes:
+        epoch: The private epoch that a reset gave this engine in an earlier session; empty before any.
+        is_watching: Tell it by ``Moved`` which chunks of its namespace come into tiers and leave them.
+        min_share, max_share: Of the limits of host memory and disk, what its namespace keeps and how much it may take.
+            None: not said; if neither is, what others of its namespace said stays.
+        lease_s: How long its lookups hold leases that it does not claim.
+    """
+
+    world_size: int
+    is_watching: bool = False
+    epoch: str = ""
+    min_share: float | None = None
+    max_share: float | None = None
+    lease_s: float = 30.0
+
+
+class Decline(Message, frozen=True):
+    """A worker cannot take part (its KV cache is of an unsupported kind): the engine serves without the cache."""
+
+    reason: str
+
+
+class Lookup(Message, frozen=True):
+    """Keys (16 bytes each) and prefix digests (32 bytes each) of a request's chunks, joined.
+
+    Attributes:
+        start: The first chunk that is wanted: those before it are in the GPU's prefix cache.
+        turn: When its request is admitted among the engine's: by priority, lowest first, then by number. So room for
+            leases is given and taken.
+        is_claimed: As if ``Claim`` were said with it.
+    """
+
+    lookup: int
+    start: int
+    keys: bytes
+    digests: bytes
+    turn: tuple[int, int] = (0, 0)
+    is_claimed: bool = False
+
+
+class Claim(Message, frozen=True):
+    """A load of what a lookup has begins: its leases stay until it is released.
+
+    Comes too late where the server has said ``Ended``: what that load copies is of no use.
+    """
+
+    lookup: int
+
+
+class Release(Message, frozen=True):
+    """End a lookup's leases.
+
+    Attributes:
+        is_asked_anew: Another lookup of the same request has replaced it, and is the one that counts.
+    """
+
+    lookup: int
+    is_asked_anew: bool = False
+
+
+class Commit(Message, frozen=True):
+    """Slots that every rank has filled, with their chunks, along one prefix in order.
+
+    A record without ``stored_by`` is of what this engine stores; one with it is a copy.
+    """
+
+    chunks: list[tuple[SlotId, ChunkRecord]]
+
+
+class GiveBack(Message, frozen=True):
+    """Granted slots that will not be filled."""
+
+    slots: list[int]
+
+
+class Reset(Message, frozen=True):
+    """Old KV is invalid (weights changed): retire the epoch; the server answers ``Ready`` with a private namespace."""
+
+
+class Pin(Message, frozen=True):
+    """A request wants a chunk, and the prefix before it, kept from eviction for so many seconds; nothing answers.
+
+    For 0 seconds: not kept, but written to the secondary tiers at once, whatever these take otherwise (``admission``).
+    """
+
+    key: bytes
+    ttl_s: float
+
+
+class Unmapped(Message, frozen=True):
+    """The worker has finished its copies and unmapped the arena."""
+
+
+class StatRequest(Message, frozen=True):
+    """Ask for ``Stat``."""
+
+
+class Evict(Message, frozen=True):
+    """Have chunks removed from one tier of this machine; the server answers ``Evicted``.
+
+    Attributes:
+        tier: ``host``, or a secondary tier by its name.
+        namespace: Empty: every namespace; then without keys.
+        keys: 16 bytes each, joined; empty: all of the namespace.
+        holes: Also chunks on which others depend that stay in the tier.
+        tag: Then without keys: only what was stored under this digest of a tag, and all behind it, whoever pinned it.
+            Empty: whatever the tag.
+        stored_by: Then without keys and tag: only what was stored by whom these conditions mean
+            (``keys/conditions.py``), and all behind it, whoever pinned it. Empty: whoever stored it.
+    """
+
+    tier: str
+    namespace: bytes
+    keys: bytes
+    holes: bool
+    tag: bytes = b""
+    stored_by: tuple[str, ...] = ()
+
+
+# -- server to client ------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, forbid_unknown_fields=False):
+    """Accepted. Workers get ``slab_count`` file descriptors with the following frames, ``SLABS_PER_FRAME`` each.
+
+    Attributes:
+        directory: The server's disk directory, as the server sees it.
+    """
+
+    protocol: int
+    version: str
+    server_id: str
+    pid: int
+    slab_count: int
+    directory: str
+
+
+class Slabs(Message, frozen=True):
+    """Carries ``count`` slab descriptors as ancillary data."""
+
+    count: int
+
+
+class Refused(Message, frozen=True, forbid_unknown_fields=False):
+    """The server will not serve this client; ``kind`` is ``config``, ``protocol`` or ``unavailable``."""
+
+    kind: str
+    reason: str
+
+
+class Ready(Message, frozen=True):
+    """The session is open.
+
+    Attributes:
+        record: The namespace record, canonical JSON.
+        slot_bytes: Size of a slot of this session.
+        payload_offset: Where the payload starts in a slot.
+        rank_offsets: Where each rank's bytes start in the payload.
+        chunks_leased_max: Most chunks one lookup may lease.
+        tiers: Their names, from host memory downwards; other messages name a tier by its place here.
+    """
+
+    record: bytes
+    slot_bytes: int
+    payload_offset: int
+    rank_offsets: list[int]
+    chunks_leased_max: int
+    tiers: list[str]
+
+
+class Updated(Message, frozen=True):
+    """What is known of a lookup has changed."""
+
+    lookup: int
+    answer: LookupAnswer
+
+
+class Ended(Message, frozen=True):
+    """A lookup's leases end: it held them unclaimed for too long, or gave way. Its slots are no longer its own.
+
+    The server uses none of them before all of this message is in the client's socket. So a client that has read its
+    socket to the end, after its last byte was copied, knows whether the slots were still leased.
+    """
+
+    lookup: int
+
+
+class Credits(Message, frozen=True):
+    """Empty slots the session may fill."""
+
+    slots: list[int]
+
+
+class Recall(Message, frozen=True):
+    """Granted slots that are wanted back if they are still unused: their memory goes to another slot size."""
+
+    slots: list[int]
+
+
+class Moved(Message, frozen=True):
+    """Chunks of the session's namespace are in a tier now, or are no more.
+
+    Attributes:
+        tier: Its place among the tiers of ``Ready``.
+        keys: 16 bytes each, joined.
+    """
+
+    tier: int
+    is_here: bool
+    keys: bytes
+
+
+class Stat(Message, frozen=True):
+    """Figures of the server, as JSON."""
+
+    figures: bytes
+
+
+class Evicted(Message, frozen=True):
+    """Chunks that are being removed, that stay because they are in use or needed, and that are not there.
+
+    ``left``: so many were not looked at, so that others are answered meanwhile; say it again.
+    """
+
+    removed: int
+    kept: int
+    missing: int
+    left: int = 0
+
+
+SLABS_PER_FRAME = 64
+
+FromClient = (
+    Hello
+    | JoinWorker
+    | Decline
+    | JoinScheduler
+    | Lookup
+    | Claim
+    | Release
+    | Commit
+    | GiveBack
+    | Reset
+    | Pin
+    | Unmapped
+    | StatRequest
+    | Evict
+)
+FromServer = Welcome | Slabs | Refused | Ready | Updated | Ended | Credits | Recall | Moved | Stat | Evicted
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Message) -> bytes:
+    """A message as bytes to send.
+
+    Raises:
+        ProtocolError: It is larger than a frame may be.
+    """
+    body = _encoder.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise ProtocolError(f"message too large. type={type(message).__name__} bytes={len(body)} max={FRAME_BYTES_MAX}")
+    return LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Collects received bytes and yields whole messages; holds at most one frame and one read of bytes.
+
+    Threads: one owner.
+
+    Attributes:
+        frame_bytes_max: Longest frame that is accepted from now on.
+    """
+
+    def __init__(self, types: Any, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self.frame_bytes_max = frame_bytes_max
+        self._decoder = msgspec.msgpack.Decoder(types)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Add received bytes, yield the messages they complete.
+
+        Raises:
+            ProtocolError: A frame is too long or is not a message of the protocol.
+        """
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if length > self.frame_bytes_max:
+                raise ProtocolError(f"frame too long. bytes={length} max={self.frame_bytes_max}")
+            end = LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[LENGTH.size : end])
+            del self._buffer[:end]
+            try:
+                message = self._decoder.decode(body)
+            except (ValueError, RecursionError) as exc:
+                # ValueError: msgspec's own errors, and the UnicodeDecodeError it lets through. The reason quotes what
+                # was sent, of any length.
+                raise ProtocolError(
+                    f"not a message of protocol {PROTOCOL}. bytes={length}: {str(exc)[:NAME_CHARS_MAX]!a}"
+                ) from exc
+            yield message

@@ -1,0 +1,401 @@
+"""Host memory, as tiering sees it: which chunk lies in which slot, which one goes when a slot is needed.
+
+The counterpart of ``secondary_tier.py``. Owns the slot pool, the order of eviction of each slot size, leases, and the
+growing and draining of slabs; must not know sessions, lookups or write queues. Called by ``tiering.py`` and, for the
+holds of pending writes, by the tier below.
+
+A chunk is *idle* when it is ready and nothing holds it: no lease, no pending write. The orders of eviction contain
+the idle chunks and no others, so that finding one to evict never walks over those that must stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+
+from tiered_kv.tiering.eviction import EvictionOrder
+from tiered_kv.tiering.eviction_policy import EvictionPolicy
+from tiered_kv.tiering.index import BlobState, Entry, HostState, Index
+from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
+from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX, SlotPool, slab_of
+from tiered_kv.tiering.stats import Outbox
+from tiered_kv.tiering.types import HOST, Grow, Outcome, Removal, SlotId
+
+VICTIMS_LOOKED_AT = 32
+"""Idle chunks looked at for one whose going strands no chunk behind it; the order puts such chunks first."""
+
+
+class HostTier:
+    """Slots and the chunks in them.
+
+    Attributes:
+        leased_bytes: Slots that lookups rely on now.
+        leased_by: The same by session; what several rely on counts for the one that does so longest.
+        ready_count, sealing_count: Chunks in these states.
+        usage: Bytes of each namespace: slots with its chunks, and empty ones its sessions hold.
+
+    Units: bytes. Threads: one owner, tiering.
+    """
+
+    def __init__(
+        self, host_bytes: int, index: Index, quotas: Quotas, policy: type[EvictionPolicy], outbox: Outbox
+    ) -> None:
+        self.slots = SlotPool(host_bytes)
+        self.usage = NamespaceUsage(quotas, lambda: self.slots.limit_bytes)
+        self.leased_bytes = 0
+        self.leased_by: Counter[int] = Counter()
+        self._lessees: dict[bytes, dict[int, int]] = {}  # leases of each session, for whose first the chunk counts
+        self.ready_count = 0
+        self.sealing_count = 0
+        self._orders: dict[
+            tuple[int, bool], EvictionOrder
+        ] = {}  # idle chunks by slot size and whether they are unwritten
+        self._tenants: dict[SlotId, Entry] = {}
+        self._idle_in_slab: Counter[int] = Counter()
+        self._users: Counter[int] = Counter()  # open sessions by slot size
+        self._drains: dict[int, int] = {}  # slab being drained, by the slot size that waits for its memory
+        self._has_new_drains = False
+        self._index = index
+        self._quotas = quotas
+        self._policy = policy
+        self._jobs = outbox.jobs
+        self._counters = outbox.counters
+        self._stats = outbox.stats
+
+    def add_user(self, slot_bytes: int) -> None:
+        """A session fills slots of this size from now on."""
+        self._users[slot_bytes] += 1
+        for is_unwritten in (False, True):
+            if (slot_bytes, is_unwritten) not in self._orders:
+                self._orders[slot_bytes, is_unwritten] = EvictionOrder(HOST, self._index, self._quotas, self._policy)
+        if self.slots.slot_count(slot_bytes) == 0:
+            self._grow(slot_bytes)
+
+    def remove_user(self, slot_bytes: int) -> None:
+        """The session is over; its slot size keeps its memory until another size needs it."""
+        self._users[slot_bytes] -= 1
+
+    # -- slots -------------------------------------------------------------------------------------------------
+
+    def take_for_store(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+        """A free slot, else that of an idle chunk; none is evicted while memory is on its way."""
+        if self.usage.excess_bytes(namespace, slot_bytes) > 0:
+            return self._take_idle(slot_bytes, namespace, only_own=True)
+        slot = self.slots.take(slot_bytes)
+        is_growing = self._grow_ahead(slot_bytes)
+        if slot is None and not is_growing:
+            slot = self._take_idle(slot_bytes, namespace)
+        return slot
+
+    def take_for_load(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+        """A free slot, else one of memory that is on its way (the read follows it), else that of an idle chunk."""
+        if self.usage.excess_bytes(namespace, slot_bytes) > 0:
+            return self._take_idle(slot_bytes, namespace, only_own=True)
+        slot = self.slots.take(slot_bytes)
+        self._grow_ahead(slot_bytes)
+        if slot is None:
+            slot = self.slots.take_early(slot_bytes)
+        if slot is None and self._grow(slot_bytes):
+            slot = self.slots.take_early(slot_bytes)
+        if slot is None:
+            slot = self._take_idle(slot_bytes, namespace)
+        return slot
+
+    def give(self, slot: SlotId) -> None:
+        """Return a slot that no chunk lies in."""
+        self.slots.give(slot)
+
+    def _take_idle(self, slot_bytes: int, namespace: bytes, *, only_own: bool = False) -> SlotId | None:
+        while (entry := self._victim(slot_bytes, namespace, only_own=only_own)) is not None:
+            slot = self.evict(entry)
+            if not self.slots.is_draining(slot):
+                return slot
+            self.slots.give(slot)
+        return None
+
+    def _victim(self, slot_bytes: int, namespace: bytes, *, only_own: bool) -> Entry | None:
+        """The idle chunk to evict next: the first whose children lose nothing by it, else simply the first.
+
+        The namespace that needs the slot gives one of its own where all the others are at their minima.
+        """
+        for is_unwritten in (False, True):
+            order = self._orders[slot_bytes, is_unwritten]
+            others = [] if only_own else [order.candidates(self._is_spare)]
+            for candidates in (*others, order.candidates(only=namespace)):
+                first: Entry | None = None
+                for entry in islice(candidates, VICTIMS_LOOKED_AT):
+                    if BlobState.PRESENT in entry.blobs or not any(map(self._index.is_held, entry.children or ())):
+                        return entry
+                    first = first or entry
+                if first is not None:
+                    return first
+        return None
+
+    def _is_spare(self, entry: Entry) -> bool:
+        return not self.usage.keeps(entry.record.namespace, entry.slot_bytes)
+
+    # -- chunks in slots ---------------------------------------------------------------------------------------
+
+    def place(self, entry: Entry, slot: SlotId, slot_bytes: int, state: HostState) -> None:
+        """The chunk's bytes are about to be in a slot that was taken for it."""
+        assert entry.host is HostState.ABSENT
+        entry.host, entry.slot, entry.slot_bytes = state, slot, slot_bytes
+        self._tenants[slot] = entry
+        self.usage.add(entry.record.namespace, slot_bytes)
+        self.sealing_count += state is HostState.SEALING
+
+    def now_ready(self, entry: Entry) -> None:
+        """The chunk's bytes are verified."""
+        self.sealing_count -= entry.host is HostState.SEALING
+        cause = "new" if entry.host is HostState.SEALING else "promoted"
+        entry.host, entry.source = HostState.READY, HOST
+        self.ready_count += 1
+        self._stats.inserted(entry, HOST, cause)
+        if entry.holds == 0:
+            self._now_idle(entry)
+
+    def vacate(self, entry: Entry, cause: str = "evicted") -> SlotId:
+        """Take the chunk's slot; it is the caller's."""
+        slot = entry.slot
+        assert slot is not None
+        if entry.host is HostState.READY:
+            self.ready_count -= 1
+            self._stats.removed(entry, HOST, cause)
+            if entry.holds == 0:
+                self._not_idle(entry)
+        self.sealing_count -= entry.host is HostState.SEALING
+        del self._tenants[slot]
+        self.usage.remove(entry.record.namespace, entry.slot_bytes)
+        entry.host, entry.slot, entry.source = HostState.ABSENT, None, HOST
+        return slot
+
+    def evict(self, entry: Entry, cause: str = "evicted") -> SlotId:
+        """Take the slot of an idle chunk; it is the caller's."""
+        assert entry.host is HostState.READY and entry.holds == 0
+        slot = self.vacate(entry, cause)
+        self._counters["host_evicted"] += 1
+        self._index.remove_if_gone(entry)
+        return slot
+
+    def contains(self, entry: Entry) -> bool:
+        """Whether the chunk is here or is going to be."""
+        return entry.host is not HostState.ABSENT
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that slots have, with chunks and without."""
+        return self.slots.assigned_bytes
+
+    def remove(self, entry: Entry, *, leaves_hole: bool) -> Removal:
+        """Evict a chunk because an operator said so, unless it is in use.
+
+        Args:
+            leaves_hole: Of no consequence here: chunks in slots do not depend on each other.
+        """
+        del leaves_hole
+        if entry.host is not HostState.READY or entry.holds:
+            return Removal.KEPT if self.contains(entry) else Removal.ABSENT
+        self.give(self.evict(entry, "removed"))
+        return Removal.REMOVED
+
+    def hold(self, entry: Entry) -> None:
+        """Keep the chunk in its slot until :meth:`let_go`."""
+        if entry.holds == 0 and entry.host is HostState.READY:
+            self._not_idle(entry)
+        entry.holds += 1
+
+    def let_go(self, entry: Entry) -> None:
+        """End one hold. The chunk counts as just used when it was the last."""
+        entry.holds -= 1
+        if entry.holds == 0 and entry.host is HostState.READY:
+            self._now_idle(entry)
+
+    def set_unwritten(self, entry: Entry, is_unwritten: bool) -> None:
+        """The chunk's write was put off, or is put off no longer."""
+        if entry.is_unwritten == is_unwritten:
+            return
+        is_idle = entry.host is HostState.READY and entry.holds == 0
+        if is_idle:
+            self._not_idle(entry)
+        entry.is_unwritten = is_unwritten
+        if is_idle:
+            self._now_idle(entry)
+
+    def lease(self, entry: Entry, slot_bytes: int, session: int, room_bytes: int) -> bool:
+        """Hold the chunk for a session's lookup; one that nobody holds yet only where there is room for it."""
+        if entry.leases == 0:
+            if slot_bytes > room_bytes:
+                return False
+            self.leased_bytes += slot_bytes
+            self.leased_by[session] += slot_bytes
+            self._lessees[entry.record.key] = {}
+        lessees = self._lessees[entry.record.key]
+        lessees[session] = lessees.get(session, 0) + 1
+        entry.leases += 1
+        self.hold(entry)
+        return True
+
+    def end_lease(self, entry: Entry, slot_bytes: int, session: int) -> None:
+        """End one lease of a session. Where that was its last, the chunk counts for another one that relies on it."""
+        entry.leases -= 1
+        lessees = self._lessees[entry.record.key]
+        lessees[session] -= 1
+        if not lessees[session]:
+            counted = next(iter(lessees))
+            del lessees[session]
+            if counted == session:
+                self._count_for_next(session, slot_bytes, lessees)
+        if entry.leases == 0:
+            self.leased_bytes -= slot_bytes
+            del self._lessees[entry.record.key]
+        self.let_go(entry)
+        self._index.remove_if_gone(entry)
+
+    def _count_for_next(self, session: int, slot_bytes: int, lessees: dict[int, int]) -> None:
+        self.leased_by[session] -= slot_bytes
+        if not self.leased_by[session]:
+            del self.leased_by[session]
+        if lessees:
+            self.leased_by[next(iter(lessees))] += slot_bytes
+
+    def record_use(self, slot_bytes: int, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """Note the use of a prefix, deepest chunk first."""
+        for is_unwritten in (False, True):
+            order = self._orders.get((slot_bytes, is_unwritten))
+            if order is not None and len(order):
+                order.record_use(namespace, keys)
+
+    def _now_idle(self, entry: Entry) -> None:
+        assert entry.slot is not None
+        self._orders[entry.slot_bytes, entry.is_unwritten].add(entry)
+        self._idle_in_slab[slab_of(entry.slot)] += 1
+
+    def _not_idle(self, entry: Entry) -> None:
+        assert entry.slot is not None
+        self._orders[entry.slot_bytes, entry.is_unwritten].remove(entry)
+        self._idle_in_slab[slab_of(entry.slot)] -= 1
+
+    # -- slabs -------------------------------------------------------------------------------------------------
+
+    def grown(self, job: Grow, outcome: Outcome) -> None:
+        """A slab has its memory, or the machine refused it and nothing lies in its slots."""
+        if outcome is not Outcome.OK:
+            self._counters["slab_refused"] += 1
+        self.slots.grown(job.slab, succeeded=outcome is Outcome.OK)
+
+    def finish_drains(self) -> None:
+        """Pass on every drained slab in which nothing is held any more."""
+        while (waiting := next(filter(self._is_drained, self._drains), None)) is not None:
+            slab = self._drains.pop(waiting)
+            for slot in self.slots.slots_of(slab):
+                if (entry := self._tenants.get(slot)) is not None:
+                    self.slots.give(self.evict(entry))
+            self.slots.reclaim(slab)
+            self._counters["slab_reclaimed"] += 1
+            if self._users[waiting]:
+                self._grow(waiting)
+
+    def _is_drained(self, waiting: int) -> bool:
+        slab = self._drains[waiting]
+        return self.slots.in_use(slab) <= self._idle_in_slab[slab]
+
+    def take_new_drains(self) -> bool:
+        """Whether a slab began to be drained since the last call."""
+        has_new, self._has_new_drains = self._has_new_drains, False
+        return has_new
+
+    def _grow_ahead(self, slot_bytes: int) -> bool:
+        """Get more memory before the last slot is taken; says whether some is on its way."""
+        if self.slots.is_growing(slot_bytes):
+            return True
+        if self.slots.free_count(slot_bytes) > self.slots.slot_count(slot_bytes) // 8:
+            return False
+        return self._grow(slot_bytes)
+
+    def _grow(self, slot_bytes: int) -> bool:
+        """Get the slot size one more slab if it may have one, else begin to drain one that it may have later.
+
+        A drain may yield less than another size needs for one slot; what it yielded is left alone until there is more.
+        """
+        own = self._unkept_bytes(slot_bytes)
+        if any(self._unkept_bytes(waiting) < own for waiting in self._drains):
+            return False
+        job = self.slots.grow(slot_bytes)
+        if job is None:
+            self._drain_for(slot_bytes)
+            return False
+        self._jobs.append(job)
+        return True
+
+    def _drain_for(self, slot_bytes: int) -> None:
+        """Begin to take a slab from a slot size that nobody uses or that has more memory than this one.
+
+        Beyond what their namespaces keep: of that nothing is taken, except for a size that has no slab at all.
+        """
+        richer = None if slot_bytes in self._drains else self._richer_than(slot_bytes)
+        if richer is not None:
+            slabs = self.slots.slabs(richer)
+            slab = min(slabs, key=lambda index: self.slots.in_use(index) - self._idle_in_slab[index])
+            self.slots.drain(slab)
+            self._drains[slot_bytes] = slab
+            self._has_new_drains = True
+
+    def _richer_than(self, slot_bytes: int) -> int | None:
+        """The slot size that can best do without a slab, if there is one."""
+        own, has_none = self._unkept_bytes(slot_bytes), self.slots.assigned_to(slot_bytes) == 0
+        best, most = None, -self.slots.host_bytes
+        for other in self.slots.sizes:
+            left = self._unkept_bytes(other) - self.slots.slab_bytes(other) * (1 + self._drained_from(other))
+            is_poorer = (self._users[other] and left <= own) or (self._kept_bytes(other) and left < 0)
+            if other == slot_bytes or left <= most or (is_poorer and not has_none):
+                continue
+            if len(list(islice(self.slots.slabs(other), 2))) > bool(self._users[other]):  # not the last of one in use
+                best, most = other, left
+        return best
+
+    def _drained_from(self, slot_bytes: int) -> int:
+        slabs = (slab * SLOTS_PER_SLAB_MAX for slab in self._drains.values())
+        return sum(self.slots.slot_bytes(first) == slot_bytes for first in slabs)
+
+    def _unkept_bytes(self, slot_bytes: int) -> int:
+        """What a slot size has beyond what its namespaces keep; negative: less than that."""
+        return self.slots.assigned_to(slot_bytes) - self._kept_bytes(slot_bytes)
+
+    def _kept_bytes(self, slot_bytes: int) -> int:
+        return self._quotas.floor_bytes(slot_bytes, self.slots.limit_bytes)
+
+    # -- tests -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, reserved: dict[SlotId, bytes]) -> None:
+        """Assert that slots, states and orders of eviction fit.
+
+        Args:
+            reserved: The slots that sessions hold empty, with the session's namespace.
+        """
+        entries = [entry for entry in self._index.entries() if entry.slot is not None]
+        tenants = {entry.slot: entry for entry in entries}
+        assert len(tenants) == len(entries), "a slot holds two chunks"
+        assert tenants == self._tenants, "tenants drifted"
+        assert not set(reserved) & set(self._tenants), "a granted slot holds a chunk"
+        self.slots.check_integrity({*reserved, *self._tenants})
+        held = [(e.record.namespace, e.slot_bytes) for e in entries]
+        held += [(namespace, self.slots.slot_bytes(slot)) for slot, namespace in reserved.items()]
+        self.usage.check_integrity(held)
+        states = Counter(entry.host for entry in entries)
+        assert self.ready_count == states[HostState.READY], "ready count drifted"
+        ready_bytes = sum(entry.slot_bytes for entry in entries if entry.host is HostState.READY)
+        stats = self._stats[HOST]
+        assert (stats.chunks, stats.size_bytes) == (self.ready_count, ready_bytes), "what came and left is not what is"
+        assert self.sealing_count == states[HostState.SEALING], "sealing count drifted"
+        assert self.leased_bytes == sum(e.slot_bytes for e in entries if e.leases), "leased bytes drifted"
+        assert self.leased_bytes == self.leased_by.total(), "leased bytes of sessions drifted"
+        assert self._lessees.keys() == {e.record.key for e in entries if e.leases}, "who leases what drifted"
+        idle = [entry for entry in entries if entry.host is HostState.READY and entry.holds == 0]
+        assert sum(len(order) for order in self._orders.values()) == len(idle), "orders and idle chunks disagree"
+        assert all(entry in self._orders[entry.slot_bytes, entry.is_unwritten] for entry in idle), (
+            "an idle chunk is not ordered"
+        )
+        assert +self._idle_in_slab == Counter(slab_of(entry.slot or 0) for entry in idle), "idle counts drifted"
+        for order in self._orders.values():
+            order.check_integrity()

@@ -1,0 +1,419 @@
+"""Lookups: which chunks each one leases, how much of it is ready, and what its session must be told.
+
+Owns leases on behalf of lookups. Must not decide what is promoted or from where: tiering does that between
+:meth:`Lookups.open` and :meth:`Lookups.wait`. Called by tiering only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.index import Entry, HostState, Index
+from tiered_kv.tiering.leases import LeaseQueue, Lookup
+from tiered_kv.tiering.slot_grants import Session
+from tiered_kv.tiering.slots import slab_of
+from tiered_kv.tiering.stats import HitStats, Outbox
+from tiered_kv.tiering.tiers import SecondaryTiers
+from tiered_kv.tiering.types import (
+    HOST,
+    Arrival,
+    LeaseEnd,
+    Limits,
+    LookupAnswer,
+    LookupUpdate,
+    Outcome,
+    Read,
+    SlotId,
+    Turn,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRequest:
+    """What a lookup asks for.
+
+    Attributes:
+        keys, digests: Of its prefix.
+        start: Chunks before it are not wanted.
+        turn: When its request is admitted.
+        is_claimed: Its leases end when it is released and not before.
+    """
+
+    keys: Sequence[bytes]
+    digests: Sequence[bytes]
+    start: int = 0
+    turn: Turn = (0, 0)
+    is_claimed: bool = False
+
+
+class Lookups:
+    """All lookups of all sessions.
+
+    Threads: one owner, tiering.
+    """
+
+    def __init__(self, host: HostTier, outbox: Outbox, hit_stats: HitStats, limits: Limits) -> None:
+        """Start empty; ``limits`` say what all lookups together, and one lookup, may hold."""
+        self._limits = limits
+        self._lookups: dict[int, Lookup] = {}
+        self._dirty: dict[int, None] = {}  # what has changed since it was last told
+        self._host = host
+        self._counters = outbox.counters
+        self._hit_stats = hit_stats
+        self._last_id = 0
+        self._ends: list[LeaseEnd] = []
+        self.line = LeaseQueue(host, lambda: int(host.slots.limit_bytes * limits.leased_share))
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def get(self, lookup_id: int) -> Lookup | None:
+        return self._lookups.get(lookup_id)
+
+    def take_updates(self) -> list[LookupUpdate | LeaseEnd]:
+        """One message per lookup that changed since the last call; suspended sessions are told nothing."""
+        changed = [self._lookups[i] for i in self._dirty if i in self._lookups]
+        self._dirty.clear()
+        told = [one for one in changed if not (one.session.is_suspended or one.is_ending)]
+        for lookup in changed:
+            if not lookup.queued and lookup.search is None:
+                lookup.keys = lookup.digests = ()
+        ends, self._ends = self._ends, []
+        return [*map(_describe, told), *ends]
+
+    # -- life of a lookup --------------------------------------------------------------------------------------
+
+    def open(self, session: Session, held: list[Entry], wish: LookupRequest) -> Lookup:
+        """Look up a prefix: lease the chunks of it that are held, as far as the limits allow."""
+        self._last_id += 1
+        lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
+        lookup.keys, lookup.digests = wish.keys, wish.digests
+        if wish.is_claimed:
+            lookup.is_claimed = True
+            self.line.claimed(lookup)
+        self._lookups[lookup.id] = lookup
+        session.lookups.add(lookup.id)
+        self.extend(lookup, held)
+        return lookup
+
+    def extend(self, lookup: Lookup, found: list[Entry]) -> None:
+        """More of the prefix is held: lease it, too, as far as the limits allow."""
+        wanted = found[max(0, lookup.start - lookup.held) :]
+        lookup.held += len(found)
+        self._dirty[lookup.id] = None
+        if lookup.queued:
+            self._queue(lookup)
+        elif not lookup.is_cut:
+            # Where others wait, so does this one: room goes by turns.
+            room_bytes = self._limit_bytes - self._host.leased_bytes if self.line.is_empty else 0
+            if not self._lease(lookup, wanted, room_bytes):
+                self._counters["lease_cap_reached"] += 1
+                self._queue(lookup)
+
+    def go_on(self, lookup: Lookup, held: list[Entry]) -> None:
+        """There is room for the first in line: lease more of what it wants, of which ``held`` is there now."""
+        first = lookup.start + len(lookup.entries)
+        if held[lookup.start : first] != lookup.entries:
+            lookup.is_cut = True  # what is before them is lost: more behind them is of no use
+        else:
+            lookup.held = min(lookup.held, len(held))
+            self._lease(lookup, held[first : lookup.held], self.line.free_bytes(lookup.session.id))
+        self._queue(lookup)
+
+    def lost(self, lookup: Lookup, held: int) -> None:
+        """No more than so many chunks are held, after room was made for its first."""
+        lookup.held = held
+        self._queue(lookup)
+
+    def _lease(self, lookup: Lookup, wanted: list[Entry], room_bytes: int) -> bool:
+        """Lease chunks as far as there is room for new ones; says whether the room was enough."""
+        session = lookup.session
+        length = self._longest(lookup)
+        for entry in wanted:
+            if len(lookup.entries) >= length:
+                return True
+            before = self._host.leased_bytes
+            if not self._host.lease(entry, session.slot_bytes, session.id, room_bytes):
+                return False
+            room_bytes -= self._host.leased_bytes - before
+            lookup.entries.append(entry)
+            if len(lookup.entries) == 1 and not lookup.is_claimed:
+                self.line.holds(lookup)
+        return True
+
+    def _queue(self, lookup: Lookup) -> None:
+        """Note what the lookup still waits for in line, if it does."""
+        wanted = min(lookup.held - lookup.start, self._longest(lookup)) - len(lookup.entries)
+        before = lookup.queued
+        lookup.is_cut |= lookup.is_claimed  # it must not wait for others while they wait for it
+        lookup.queued = 0 if lookup.is_cut else max(0, wanted)
+        if lookup.queued and not self.line.join(lookup):
+            self._counters["line_full"] += 1
+            lookup.queued, lookup.is_cut = 0, True
+        if not lookup.queued:
+            self.line.leave(lookup)
+        if lookup.queued != before:
+            self._dirty[lookup.id] = None
+
+    def _longest(self, lookup: Lookup) -> int:
+        """The most chunks it may lease."""
+        own_bytes = self._host.usage.most_bytes(lookup.session.namespace)
+        return int(own_bytes * self._limits.request_share) // lookup.session.slot_bytes
+
+    @property
+    def _limit_bytes(self) -> int:
+        return int(self._host.slots.limit_bytes * self._limits.leased_share)
+
+    def search_ended(self, lookup: Lookup) -> None:
+        """No more of the prefix will be found."""
+        lookup.search = None
+        self._dirty[lookup.id] = None
+
+    def wait(self, lookup: Lookup) -> None:
+        """All leased chunks are in slots or on their way: count what is ready, wait for the rest."""
+        lookup.sources.extend(entry.source for entry in lookup.entries[len(lookup.sources) :])
+        self._advance(lookup)
+        for entry in lookup.entries[lookup.ready :]:
+            if entry.lookups is None:
+                entry.lookups = set()
+            entry.lookups.add(lookup.id)
+        self._dirty[lookup.id] = None
+
+    def truncate(self, lookup: Lookup, length: int) -> None:
+        """Give up all but the first ``length`` chunks; promotions of the others go on for the next request."""
+        lookup.is_cut = True
+        self._queue(lookup)
+        dropped = lookup.entries[length:]
+        del lookup.entries[length:], lookup.sources[length:]
+        lookup.ready = min(lookup.ready, length)
+        for entry in dropped:
+            _wait_no_more(entry, lookup)
+            self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
+
+    def claim(self, lookup: Lookup) -> None:
+        """A load of what is ready begins: the leases stay until the lookup is closed. Not if their end was told."""
+        if not (lookup.is_ending or lookup.is_claimed):
+            lookup.is_claimed = lookup.is_cut = True
+            self._queue(lookup)
+            self.line.claimed(lookup)
+
+    def make_room(self) -> None:
+        """For those in line: have leases of others end, or have them wait no longer where that is of no use."""
+        if self.line.is_empty:
+            return
+        self.end_leases(self.line.giving_way(), "lease_gave_way")
+        for lookup in self.line.in_vain():
+            lookup.is_cut = True
+            self._queue(lookup)
+
+    def end_leases(self, lookups: list[Lookup], why: str) -> None:
+        """Have sessions told that these leases end; they do when the lookup is closed."""
+        for lookup in lookups:
+            self._counters[why] += 1
+            lookup.is_ending = lookup.is_cut = True
+            self._queue(lookup)
+            self.line.ends(lookup)
+            self._ends.append(LeaseEnd(lookup.session.id, lookup.id))
+
+    def close(self, lookup: Lookup, *, is_asked_anew: bool = False) -> None:
+        """End the lookup and its leases; only now is it known what it got.
+
+        Not if it is asked anew: then it is not counted.
+        """
+        sources = lookup.sources[: lookup.ready]
+        has_more = not _is_done(lookup)
+        if not is_asked_anew:
+            self._hit_stats.ended(lookup.session.namespace, lookup.length, lookup.start, sources, has_more=has_more)
+        self.truncate(lookup, 0)
+        self.line.released(lookup)
+        del self._lookups[lookup.id]
+        lookup.session.lookups.discard(lookup.id)
+
+    # -- what happens to a chunk -------------------------------------------------------------------------------
+
+    def chunk_ready(self, entry: Entry) -> None:
+        """The chunk's bytes are verified."""
+        for lookup_id in list(entry.lookups or ()):
+            lookup = self._lookups[lookup_id]
+            before = lookup.ready
+            self._advance(lookup)
+            if lookup.ready != before:
+                self._dirty[lookup_id] = None
+
+    def chunk_failed(self, entry: Entry) -> None:
+        """The chunk's bytes will not come: shorten every lookup that waits for them."""
+        for lookup_id in list(entry.lookups or ()):
+            lookup = self._lookups[lookup_id]
+            position = lookup.entries.index(entry)
+            lookup.held = min(lookup.held, lookup.start + position)  # what failed must be stored again
+            lookup.search = None  # whatever it finds lies behind the gap
+            self.truncate(lookup, position)
+            self._dirty[lookup_id] = None
+
+    def _advance(self, lookup: Lookup) -> None:
+        entries = lookup.entries
+        while lookup.ready < len(entries) and entries[lookup.ready].host is HostState.READY:
+            _wait_no_more(entries[lookup.ready], lookup)
+            lookup.ready += 1
+
+    # -- tests -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, entries: list[Entry]) -> None:
+        """Assert that leases and waits match the index's entries."""
+        leases: Counter[bytes] = Counter(e.record.key for lookup in self._lookups.values() for e in lookup.entries)
+        for entry in entries:
+            assert entry.leases == leases[entry.record.key], "leases do not match lookups"
+            for lookup_id in entry.lookups or ():
+                assert entry in self._lookups[lookup_id].entries, "a lookup waits for a chunk it gave up"
+        self.line.check_integrity(self._lookups)
+        for lookup in self._lookups.values():
+            states = [entry.host for entry in lookup.entries]
+            assert len(lookup.sources) == len(states), "where a chunk came from was not noted"
+            assert HostState.ABSENT not in states, "a lookup wants a chunk that has no slot"
+            assert all(state is HostState.READY for state in states[: lookup.ready]), "an unverified chunk was promised"
+            assert lookup.search is None or not lookup.search.is_over, "a lookup waits for a search that is over"
+            assert not (lookup.is_cut and lookup.queued), "a lookup that gets no more stands in line"
+            if lookup.ready < len(states):
+                waiting = lookup.entries[lookup.ready]
+                assert waiting.host is not HostState.READY and lookup.id in (waiting.lookups or ()), "waits for nothing"
+
+
+def _wait_no_more(entry: Entry, lookup: Lookup) -> None:
+    if entry.lookups is not None:
+        entry.lookups.discard(lookup.id)
+        if not entry.lookups:
+            entry.lookups = None
+
+
+def _describe(lookup: Lookup) -> LookupUpdate:
+    slots = tuple(entry.slot for entry in lookup.entries if entry.slot is not None)
+    assert len(slots) == len(lookup.entries), "a lookup wants a chunk that has no slot"
+    is_done = _is_done(lookup)
+    runs = () if is_done else groupby(entry.source for entry in lookup.entries[lookup.ready :])
+    answer = LookupAnswer(
+        held=lookup.held,
+        slots=slots,
+        ready=lookup.ready,
+        is_done=is_done,
+        arriving=tuple(Arrival(tier, sum(1 for _ in run)) for tier, run in runs),
+        unknown=_unknown(lookup),
+        sources=bytes(lookup.sources),
+        queued=lookup.queued,
+        is_answered=True,
+    )
+    return LookupUpdate(lookup.session.id, lookup.id, answer)
+
+
+def _unknown(lookup: Lookup) -> int:
+    return max(0, lookup.search.high - lookup.held) if lookup.search is not None else 0
+
+
+def _is_done(lookup: Lookup) -> bool:
+    return lookup.ready == len(lookup.entries) and not _unknown(lookup) and not lookup.queued
+
+
+class Promotions:
+    """All promotions.
+
+    Threads: one owner, tiering.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        host: HostTier,
+        tiers: SecondaryTiers,
+        lookups: Lookups,
+        outbox: Outbox,
+    ) -> None:
+        self._index = index
+        self._host = host
+        self._tiers = tiers
+        self._lookups = lookups
+        self._jobs = outbox.jobs
+        self._counters = outbox.counters
+        self._stats = outbox.stats
+        self._early: dict[int, list[Read]] = {}  # by the slab whose memory they wait for
+
+    def start(self, lookup: Lookup) -> None:
+        """Start reading what is not in host memory; takes slots that can be had now and never waits for more."""
+        slot_bytes, namespace = lookup.session.slot_bytes, lookup.session.namespace
+        for position, entry in enumerate(lookup.entries):
+            if entry.host is not HostState.ABSENT:
+                continue
+            slot = self._host.take_for_load(slot_bytes, namespace)
+            if slot is None:
+                slot = self._take_from_stores(slot_bytes, namespace)
+            if slot is None:
+                self._counters["promotion_without_slot"] += 1
+                self._lookups.truncate(lookup, position)
+                return
+            self._read(entry, slot, slot_bytes)
+
+    def _read(self, entry: Entry, slot: SlotId, slot_bytes: int) -> None:
+        tier = self._index.source(entry)
+        assert tier is not None, "a chunk is called held that nobody can give"
+        self._host.place(entry, slot, slot_bytes, HostState.PROMOTING)
+        entry.source = tier
+        job = Read(tier, entry.record, slot)
+        if self._host.slots.has_memory(slot):
+            self._jobs.append(job)
+        else:
+            self._early.setdefault(slab_of(slot), []).append(job)
+
+    def _take_from_stores(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+        """The slot of a chunk that waits for its write: under pressure stores are dropped first, loads never.
+
+        What others keep stays, and who is at its maximum gives its own.
+        """
+
+        def may_go(entry: Entry) -> bool:
+            owner, usage = entry.record.namespace, self._host.usage
+            return owner == namespace or not (
+                usage.excess_bytes(namespace, slot_bytes) > 0 or usage.keeps(owner, slot_bytes)
+            )
+
+        source = self._tiers.write_through
+        while source is not None and (entry := source.give_up_store(slot_bytes, may_go)) is not None:
+            slot = self._host.evict(entry)
+            if not self._host.slots.is_draining(slot):
+                return slot
+            self._host.give(slot)
+        return None
+
+    def memory_came(self, slab: int, succeeded: bool) -> None:
+        """A slab has its memory, or the machine refused it: go on with the reads that wait for it, or give them up."""
+        early = self._early.pop(slab, [])
+        if succeeded:
+            self._jobs.extend(early)
+        else:
+            for read in early:
+                entry = self._index.get(read.record.key)
+                assert entry is not None, "a read outlived its entry"
+                self.lost(entry)
+
+    def ended(self, job: Read, entry: Entry, outcome: Outcome) -> None:
+        """A read ended. Failures shorten the lookups that waited; what they leave behind is rule 4."""
+        if outcome is Outcome.OK:
+            self.filled(entry)
+            if job.tier > HOST + 1 and self._tiers.write_through is not None:
+                self._tiers.write_through.keep_promoted(entry)
+        else:
+            self._tiers[job.tier].read_failed(entry, outcome)
+            self.lost(entry)
+
+    def filled(self, entry: Entry) -> None:
+        """The slot holds the chunk's verified bytes."""
+        self._host.now_ready(entry)
+        self._stats.republish(entry, self._index.tiers_with(entry)[1:])
+        self._lookups.chunk_ready(entry)
+
+    def lost(self, entry: Entry) -> None:
+        """The slot will not hold the chunk's bytes: free it."""
+        self._lookups.chunk_failed(entry)
+        self._host.give(self._host.vacate(entry))
+        self._index.remove_if_gone(entry)

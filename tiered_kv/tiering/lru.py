@@ -1,0 +1,76 @@
+"""Eviction by age alone: the chunk that was used longest ago goes first, and a suffix before its prefix.
+
+A queue of groups: the keys that were used at one time, root first. Keys only: no sizes, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
+
+from tiered_kv.tiering.eviction_policy import UseClock
+
+
+class Lru:
+    """Least recently used; see :class:`~tiered_kv.tiering.eviction_policy.EvictionPolicy`.
+
+    Threads: one owner.
+    """
+
+    needs_uses: ClassVar[bool] = False
+
+    def __init__(self, uses: Callable[[bytes], int], clock: UseClock) -> None:
+        """Start empty; how often a chunk was used does not matter here."""
+        del uses
+        self._clock = clock
+        self._times: dict[bytes, int] = {}
+        self._groups: OrderedDict[int, dict[bytes, None]] = OrderedDict()  # by time, oldest first
+
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        """Start to order ``key``: right before ``parent`` if that is ordered, else as just used."""
+        assert key not in self._times, "a key was added twice"
+        time = self._times.get(parent) if parent is not None else None
+        self._put(key, self._clock.tick() if time is None else time)
+
+    def remove(self, key: bytes) -> None:
+        """Forget ``key``."""
+        time = self._times.pop(key)
+        group = self._groups[time]
+        del group[key]
+        if not group:
+            del self._groups[time]
+
+    def record_use(self, prefix: Iterable[bytes]) -> None:
+        """Note one use of a prefix, given from its deepest chunk to its root; unknown keys are ignored."""
+        now = self._clock.tick()
+        for key in [key for key in prefix if key in self._times][::-1]:
+            self.remove(key)
+            self._put(key, now)
+
+    def move(self, to: Lru, is_moved: Callable[[bytes], bool]) -> None:
+        """Give keys to another queue of the same clock. What was used at one time goes as a whole."""
+        for time, group in list(self._groups.items()):
+            if is_moved(next(iter(group))):
+                to._groups[time] = self._groups.pop(time)
+                to._times.update((key, self._times.pop(key)) for key in group)
+        to._groups = OrderedDict(sorted(to._groups.items()))
+
+    def candidates(self) -> Iterator[tuple[int, bytes]]:
+        """Keys in the order in which they should go, children before parents, each with its age."""
+        now = self._clock.now + 1
+        return ((now - time, key) for time, group in self._groups.items() for key in reversed(group))
+
+    def _put(self, key: bytes, time: int) -> None:
+        """Place a key behind all others of its group, which go after it."""
+        self._groups.setdefault(time, {})[key] = None
+        self._times[key] = time
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (key for _, key in self.candidates())
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._times
+
+    def __len__(self) -> int:
+        return len(self._times)

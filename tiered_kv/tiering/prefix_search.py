@@ -1,0 +1,196 @@
+"""How much of a prefix a shared tier has: a k-ary search by probes, because asking for every chunk would be a storm.
+
+What a tier holds is closed under prefixes, up to holes (rule 5), so "is chunk i there" is true up to some i and
+false behind it. The first probe asks for the first unknown chunk alone, because most prompts are not there at all;
+then up to ``PROBES_AT_ONCE`` chunks at a time, evenly spread over what is still unknown. 512 unknown chunks take at
+most 22 probes in 4 rounds::
+
+    1       7 of 511             7 of 63              7 of 7
+    [0] ->  |  |  |  |  |  |  |  ->  |  |  |  |  |  |  |  ->  |||||||
+
+An answer that is wrong by the time it is used, and a hole, are ordinary misses when the chunk is read. Chunks that are
+not there are remembered for a while, so that a prompt that is asked for again costs nothing; so are those that are.
+
+Owns searches, probes in flight and the memory of absences. Must not touch lookups. Called by tiering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.tiering.index import BlobState, Index
+from tiered_kv.tiering.stats import Outbox
+from tiered_kv.tiering.types import Outcome, Probe
+
+PROBES_AT_ONCE = 7
+SEARCHES_MAX = 256
+"""Searches at once; past it a lookup does not search: a storm of new prompts must not become a storm of requests."""
+
+ABSENCES_MAX = 1 << 16
+"""Remembered per generation."""
+
+
+_LOST = frozenset({BlobState.DELETING, BlobState.CORRUPT, BlobState.FOREIGN})
+
+
+@dataclass(slots=True, eq=False)
+class PrefixSearch:
+    """One search.
+
+    Attributes:
+        low: Chunks before it are there, as far as is known.
+        high: Chunks from here on are not, or do not exist.
+        lookup: Id of the lookup it works for. That may be closed by now: the rest is for the next one.
+        told: Chunks that were taken into the index.
+        answers: Of this round, by position.
+        waiting: Positions of this round that have no answer yet.
+    """
+
+    namespace: bytes
+    keys: Sequence[bytes]
+    digests: Sequence[bytes]
+    low: int
+    high: int
+    lookup: int = 0
+    told: int = 0
+    is_first_round: bool = True
+    is_over: bool = False
+    answers: dict[int, bool] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+
+    @property
+    def is_done(self) -> bool:
+        return self.low >= self.high
+
+    def record(self, position: int) -> ChunkRecord:
+        """What names the chunk at a position."""
+        parent = self.keys[position - 1] if position else self.namespace
+        return ChunkRecord(self.namespace, self.keys[position], parent, position, self.digests[position])
+
+    def next_positions(self) -> list[int]:
+        """Where to ask in the next round."""
+        count = self.high - self.low
+        if self.is_first_round:
+            return [self.low]
+        if count <= PROBES_AT_ONCE:
+            return list(range(self.low, self.high))
+        return [self.low + part * count // (PROBES_AT_ONCE + 1) for part in range(1, PROBES_AT_ONCE + 1)]
+
+    def narrow(self) -> None:
+        """Take the round's answers in: the first absence counts, whatever was found behind it."""
+        absent = [position for position, is_there in self.answers.items() if not is_there]
+        self.high = min([*absent, self.high])
+        there = [position for position, is_there in self.answers.items() if is_there and position < self.high]
+        self.low = max([position + 1 for position in there], default=self.low)
+        self.answers.clear()
+        self.is_first_round = False
+
+
+class PrefixSearches:
+    """All searches of one shared tier.
+
+    Threads: one owner, tiering.
+    """
+
+    def __init__(self, tier: int, index: Index, outbox: Outbox) -> None:
+        """No search runs; ``tier`` is the number of the shared tier."""
+        self.tier = tier
+        self._index = index
+        self._jobs = outbox.jobs
+        self._counters = outbox.counters
+        self._count = 0
+        self._probing: dict[bytes, list[tuple[PrefixSearch, int]]] = {}  # by key: who waits for the answer
+        self._absent: dict[bytes, None] = {}
+        self._absent_before: dict[bytes, None] = {}
+
+    def begin(self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes], low: int) -> PrefixSearch | None:
+        """Look for chunks from ``low`` on; None where there is nothing to ask.
+
+        The caller calls :meth:`advance` next.
+        """
+        if low >= len(keys) or not self._index.readable[self.tier] or self._is_absent(keys[low]):
+            return None
+        if self._count >= SEARCHES_MAX:
+            self._counters["search_refused"] += 1
+            return None
+        self._counters["searches"] += 1
+        self._count += 1
+        return PrefixSearch(namespace, keys, digests, low, len(keys), told=low)
+
+    def advance(self, search: PrefixSearch) -> None:
+        """Ask the next round's questions. Afterwards the search is done, or waits for at least one probe."""
+        if not self._index.readable[self.tier]:
+            search.high = search.low
+        while not search.is_done and not search.waiting:
+            for position in search.next_positions():
+                self._ask(search, position)
+            if not search.waiting:
+                search.narrow()  # all answers were known
+        if search.is_done:
+            self._end(search)
+
+    def probed(self, job: Probe, outcome: Outcome) -> list[PrefixSearch]:
+        """A probe ended; returns the searches whose round it completed, narrowed, for the caller to go on with."""
+        key = job.record.key
+        if outcome is Outcome.MISSING:
+            self._remember_absent(key)
+        completed = []
+        for search, position in self._probing.pop(key):
+            search.waiting.discard(position)
+            if outcome not in (Outcome.OK, Outcome.MISSING):
+                search.high = search.low  # nobody knows: no more questions, and nothing is remembered
+            search.answers[position] = outcome is Outcome.OK
+            if not search.waiting:
+                if not search.is_done:
+                    search.narrow()
+                completed.append(search)
+        return completed
+
+    def stop(self, search: PrefixSearch) -> None:
+        """The rest of the answer is of no use."""
+        search.high = search.low
+        if not search.waiting:
+            self._end(search)
+
+    def age_absences(self) -> None:
+        """Forget what was found absent before the last call; a steady pace of calls bounds how long it counts."""
+        self._absent_before, self._absent = self._absent, {}
+
+    def _end(self, search: PrefixSearch) -> None:
+        if not search.is_over:
+            search.is_over = True
+            self._count -= 1
+
+    def _ask(self, search: PrefixSearch, position: int) -> None:
+        key = search.keys[position]
+        entry = self._index.get(key)
+        state = BlobState.ABSENT if entry is None else entry.blobs[self.tier]
+        if state is BlobState.PRESENT:
+            search.answers[position] = True
+        elif self._is_absent(key) or state in _LOST:
+            search.answers[position] = False
+        else:
+            search.waiting.add(position)
+            askers = self._probing.setdefault(key, [])
+            askers.append((search, position))
+            if len(askers) == 1:
+                self._counters["probes"] += 1
+                self._jobs.append(Probe(self.tier, search.record(position)))
+
+    def _is_absent(self, key: bytes) -> bool:
+        return key in self._absent or key in self._absent_before
+
+    def _remember_absent(self, key: bytes) -> None:
+        if len(self._absent) >= ABSENCES_MAX:
+            self.age_absences()
+        self._absent[key] = None
+
+    def check_integrity(self) -> None:
+        """Assert that every search that waits is waited for."""
+        searches = {id(search): search for askers in self._probing.values() for search, _ in askers}
+        assert self._count == len(searches), "searches drifted"
+        for search in searches.values():
+            asked = {p for askers in self._probing.values() for s, p in askers if s is search}
+            assert asked == search.waiting, "a probe was lost"

@@ -1,0 +1,103 @@
+"""Removing chunks because an operator said so, not because room is needed.
+
+Pure, like tiering that calls it. What is in use stays, and what was removed is an ordinary miss from then on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from tiered_kv.tiering.index import Entry, Index
+from tiered_kv.tiering.types import Removal, RemovalCount
+
+ERASED_AT_ONCE = 20_000
+"""The owner answers nobody meanwhile: half a second, where 300,000 at once took four."""
+
+
+class RemovableTier(Protocol):
+    """What removal needs of a tier, whichever it is."""
+
+    def contains(self, entry: Entry) -> bool:
+        """Whether the chunk is here or is going to be."""
+
+    def remove(self, entry: Entry, *, leaves_hole: bool) -> Removal:
+        """Remove a chunk unless it is in use, or chunks that depend on it would be left behind a hole."""
+
+
+def remove(
+    index: Index, tier: RemovableTier, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool
+) -> RemovalCount:
+    """Remove chunks of a namespace from host memory or from a tier that is not shared, the deepest first.
+
+    Args:
+        namespace: Empty: of every namespace.
+        keys: None: all of the namespace.
+        leaves_holes: Also those on which chunks depend that stay in the tier; host memory has no such rule.
+
+    Returns:
+        How many are going, how many stay because they are in use or needed, and how many are not there.
+    """
+    found = index.entries() if keys is None else [index.get(key) for key in dict.fromkeys(keys)]
+    entries = [entry for entry in found if entry is not None and namespace in (b"", entry.record.namespace)]
+    deepest_first = sorted(entries, key=lambda entry: -entry.record.chunk_index)
+    ends = Counter(tier.remove(entry, leaves_hole=leaves_holes) for entry in deepest_first)
+    removed, kept = ends[Removal.REMOVED], ends[Removal.KEPT]
+    return RemovalCount(removed, kept, 0 if keys is None else len(found) - removed - kept)
+
+
+def erase(
+    index: Index,
+    tier: RemovableTier,
+    cancel_writes: Callable[[Entry], None],
+    namespace: bytes,
+    is_meant: Callable[[Entry], bool],
+) -> RemovalCount:
+    """Remove what is meant, and everything behind it, from host memory or from one secondary tier.
+
+    What is meant: what was stored under a tag, or by somebody. What lies behind a chunk was computed from it, or from
+    what was loaded in its place.
+
+    In no tier is any of it written that was not begun. A chunk stays while one behind it is in use, in whatever tier:
+    without it that one could not be found any more.
+
+    Args:
+        cancel_writes: Drops a chunk's writes to all tiers that were not begun.
+        namespace: Empty: of every namespace.
+
+    Returns:
+        ``left`` were not looked at because ``ERASED_AT_ONCE`` are going: call again. ``kept`` is complete only in the
+        last answer.
+    """
+    doomed = _behind(e for e in index.entries() if namespace in (b"", e.record.namespace) and is_meant(e))
+    for entry in doomed:
+        cancel_writes(entry)
+    removed = kept = 0
+    staying: set[Entry] = set()
+    deepest_first = sorted(doomed, key=lambda entry: -entry.record.chunk_index)
+    for number, entry in enumerate(deepest_first):
+        if removed == ERASED_AT_ONCE:
+            return RemovalCount(removed, kept, sum(tier.contains(one) for one in deepest_first[number:]))
+        is_needed = any(child in staying for child in entry.children or ())
+        if is_needed:
+            end = Removal.KEPT if tier.contains(entry) else Removal.ABSENT
+        else:
+            end = tier.remove(entry, leaves_hole=False)
+        if is_needed or end is Removal.KEPT or entry.is_busy:
+            staying.add(entry)
+        removed += end is Removal.REMOVED
+        kept += end is Removal.KEPT
+    return RemovalCount(removed, kept, 0)
+
+
+def _behind(entries: Iterable[Entry]) -> set[Entry]:
+    """These chunks and all that depend on them."""
+    found: set[Entry] = set()
+    pending = list(entries)
+    while pending:
+        entry = pending.pop()
+        if entry not in found:
+            found.add(entry)
+            pending.extend(entry.children or ())
+    return found

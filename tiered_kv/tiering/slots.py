@@ -1,0 +1,253 @@
+"""Bookkeeping of the host arena's slots, as integers: which are free, which slab serves which slot size.
+
+The arena has a fixed number of slabs. A slab without memory belongs to nobody; when a slot size needs room, a slab is
+assigned to it and given exactly as many bytes as its slots take, so the sum over slabs never passes ``host_bytes``
+and no slab wastes a part of a slot. A slab changes its slot size by being drained: its free slots are handed out no
+more, and once all its slots are free it belongs to nobody again.
+
+A :data:`~tiered_kv.tiering.types.SlotId` is ``slab * SLOTS_PER_SLAB_MAX + index``. Called by ``host_tier.py`` only,
+which decides when to grow and what to drain; must not know what lies in a slot.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tiered_kv.tiering.types import Grow, SlotId
+
+SLOTS_PER_SLAB_MAX = 1 << 18
+SLAB_BYTES_MAX = 1 << 30
+SLABS_WANTED = 8
+"""Slabs a full arena is cut into at least, so that several slot sizes can share a small one."""
+
+
+@dataclass(slots=True)
+class _Slab:
+    slot_bytes: int = 0
+    slot_count: int = 0
+    free_count: int = 0
+    is_growing: bool = False
+    is_draining: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slot_bytes * self.slot_count
+
+
+@dataclass(slots=True)
+class _Size:
+    """Sums over the slabs of one slot size.
+
+    Attributes:
+        slot_count: Slots that have their memory.
+        growing: Slabs that are just getting theirs.
+        free: Slots that can be taken now; leaves out slabs that are drained.
+        early: The same of growing slabs.
+    """
+
+    slot_count: int = 0
+    assigned_bytes: int = 0
+    growing: int = 0
+    free: list[SlotId] = field(default_factory=list)
+    early: list[SlotId] = field(default_factory=list)
+
+
+class SlotPool:
+    """Free slots by slot size.
+
+    Attributes:
+        host_bytes: Memory the slabs may take together.
+        limit_bytes: The same, but no more than the machine gave when it last refused some.
+
+    Units: bytes. Threads: one owner.
+    """
+
+    def __init__(self, host_bytes: int) -> None:
+        self.host_bytes = host_bytes
+        self.limit_bytes = host_bytes
+        self.assigned_bytes = 0
+        self.slab_bytes_max = min(SLAB_BYTES_MAX, max(host_bytes // SLABS_WANTED, 1))
+        slab_count = -(-host_bytes // self.slab_bytes_max) + SLABS_WANTED
+        self._slabs = [_Slab() for _ in range(slab_count)]
+        self._sizes: dict[int, _Size] = {}
+
+    @property
+    def slab_count(self) -> int:
+        return len(self._slabs)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Slot sizes that memory was ever assigned to."""
+        return list(self._sizes)
+
+    def slot_bytes(self, slot: SlotId) -> int:
+        """Size of a slot that was handed out."""
+        return self._slabs[slab_of(slot)].slot_bytes
+
+    def slot_count(self, slot_bytes: int) -> int:
+        """Slots of this size that exist now."""
+        size = self._sizes.get(slot_bytes)
+        return size.slot_count if size else 0
+
+    def slot_count_max(self, slot_bytes: int) -> int:
+        """Slots of this size the arena could hold if it served no other size."""
+        return self.host_bytes // slot_bytes
+
+    def slab_bytes(self, slot_bytes: int) -> int:
+        """Memory that one full slab of this slot size takes."""
+        return max(self.slab_bytes_max // slot_bytes, 1) * slot_bytes
+
+    def assigned_to(self, slot_bytes: int) -> int:
+        """Bytes of host memory that slabs of this size take now or are about to get."""
+        size = self._sizes.get(slot_bytes)
+        return size.assigned_bytes if size else 0
+
+    def free_count(self, slot_bytes: int) -> int:
+        """Slots of this size that can be taken now."""
+        size = self._sizes.get(slot_bytes)
+        return len(size.free) if size else 0
+
+    def take(self, slot_bytes: int) -> SlotId | None:
+        """A free slot, or None; the caller may then grow, evict, or do without."""
+        size = self._sizes.get(slot_bytes)
+        if size is None or not size.free:
+            return None
+        slot = size.free.pop()
+        self._slabs[slab_of(slot)].free_count -= 1
+        return slot
+
+    def take_early(self, slot_bytes: int) -> SlotId | None:
+        """A slot of a slab that is just getting its memory, or None. It must not be touched before :meth:`grown`."""
+        size = self._sizes.get(slot_bytes)
+        if size is None or not size.early:
+            return None
+        slot = size.early.pop()
+        self._slabs[slab_of(slot)].free_count -= 1
+        return slot
+
+    def has_memory(self, slot: SlotId) -> bool:
+        """Whether the slot's slab has its memory."""
+        return not self._slabs[slab_of(slot)].is_growing
+
+    def give(self, slot: SlotId) -> None:
+        """Return a slot taken before."""
+        slab = self._slabs[slab_of(slot)]
+        slab.free_count += 1
+        size = self._sizes[slab.slot_bytes]
+        if slab.is_growing:
+            size.early.append(slot)
+        elif not slab.is_draining:
+            size.free.append(slot)
+
+    # -- slabs -------------------------------------------------------------------------------------------------
+
+    def grow(self, slot_bytes: int) -> Grow | None:
+        """Assign a slab to this slot size; its slots appear with :meth:`grown`. None when the budget is spent."""
+        room = self.limit_bytes - self.assigned_bytes
+        count = min(max(self.slab_bytes_max // slot_bytes, 1), room // slot_bytes, SLOTS_PER_SLAB_MAX)
+        if count <= 0 or count * slot_bytes > SLAB_BYTES_MAX:
+            return None
+        empty = next((i for i, s in enumerate(self._slabs) if s.slot_count == 0), None)
+        if empty is None:
+            return None
+        slab = self._slabs[empty] = _Slab(slot_bytes, count, free_count=count, is_growing=True)
+        size = self._sizes.setdefault(slot_bytes, _Size())
+        size.growing += 1
+        size.early.extend(reversed(self.slots_of(empty)))
+        self._assign(slab, slab.size_bytes)
+        return Grow(empty, slab.size_bytes)
+
+    def is_growing(self, slot_bytes: int) -> bool:
+        """Whether a slab of this slot size is just getting its memory."""
+        size = self._sizes.get(slot_bytes)
+        return size is not None and size.growing > 0
+
+    def grown(self, slab_index: int, *, succeeded: bool) -> None:
+        """The slab has its memory, or could not get it and belongs to nobody again; then its slots must all be back.
+
+        After a refusal nothing grows until :meth:`allow_growth`: asking again at once would only be refused again.
+        """
+        slab = self._slabs[slab_index]
+        size = self._sizes[slab.slot_bytes]
+        slab.is_growing = False
+        size.growing -= 1
+        unused = [slot for slot in size.early if slab_of(slot) == slab_index]
+        size.early = [slot for slot in size.early if slab_of(slot) != slab_index]
+        if succeeded:
+            size.slot_count += slab.slot_count
+            size.free.extend(unused)
+            return
+        assert len(unused) == slab.slot_count, "a slab without memory has slots in use"
+        self._assign(slab, -slab.size_bytes)
+        self._slabs[slab_index] = _Slab()
+        self.limit_bytes = self.assigned_bytes
+
+    def allow_growth(self) -> None:
+        """Forget that the machine refused memory."""
+        self.limit_bytes = self.host_bytes
+
+    def slots_of(self, slab_index: int) -> range:
+        """Ids of a slab's slots."""
+        base = slab_index * SLOTS_PER_SLAB_MAX
+        return range(base, base + self._slabs[slab_index].slot_count)
+
+    def in_use(self, slab_index: int) -> int:
+        """How many of a slab's slots are taken."""
+        slab = self._slabs[slab_index]
+        return slab.slot_count - slab.free_count
+
+    def slabs(self, slot_bytes: int) -> Iterator[int]:
+        """Slabs of a slot size that have their memory and are not drained."""
+        for index, slab in enumerate(self._slabs):
+            if slab.slot_count and slab.slot_bytes == slot_bytes and not (slab.is_growing or slab.is_draining):
+                yield index
+
+    def is_draining(self, slot: SlotId) -> bool:
+        """Whether the slot's slab is being taken away from its slot size."""
+        return self._slabs[slab_of(slot)].is_draining
+
+    def drain(self, slab_index: int) -> None:
+        """Hand out no more slots of this slab."""
+        slab = self._slabs[slab_index]
+        slab.is_draining = True
+        size = self._sizes[slab.slot_bytes]
+        size.free = [slot for slot in size.free if slab_of(slot) != slab_index]
+
+    def reclaim(self, slab_index: int) -> None:
+        """Take a drained slab, whose slots are all free, away from its slot size."""
+        slab = self._slabs[slab_index]
+        assert slab.is_draining, "a slab was reclaimed without being drained"
+        assert slab.free_count == slab.slot_count, "a slab with slots in use was reclaimed"
+        self._sizes[slab.slot_bytes].slot_count -= slab.slot_count
+        self._assign(slab, -slab.size_bytes)
+        self._slabs[slab_index] = _Slab()
+
+    def _assign(self, slab: _Slab, size_bytes: int) -> None:
+        self.assigned_bytes += size_bytes
+        self._sizes[slab.slot_bytes].assigned_bytes += size_bytes
+
+    # -- tests -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, in_use: set[SlotId]) -> None:
+        """Assert that every slot is either free once or in use, and that memory stays under its limit."""
+        listed = [slot for size in self._sizes.values() for slot in (*size.free, *size.early)]
+        assert len(listed) == len(set(listed)), "a slot is free twice"
+        assert not set(listed) & in_use, "a slot is free and in use"
+        every = {slot for index in range(len(self._slabs)) for slot in self.slots_of(index)}
+        assert in_use <= every, "a slot was invented"
+        hidden = {slot for slot in every - in_use if self._slabs[slab_of(slot)].is_draining}
+        assert set(listed) | hidden | in_use == every, "a slot leaked"
+        for index in range(len(self._slabs)):
+            used = sum(slab_of(slot) == index for slot in in_use)
+            assert self.in_use(index) == used, "a slab's free slots were miscounted"
+        assert self.assigned_bytes == sum(s.size_bytes for s in self._slabs) <= self.host_bytes
+        for slot_bytes, size in self._sizes.items():
+            slabs = [s for s in self._slabs if s.slot_bytes == slot_bytes]
+            assert size.slot_count == sum(s.slot_count for s in slabs if not s.is_growing), "slots were miscounted"
+            assert size.assigned_bytes == sum(s.size_bytes for s in slabs), "a size's memory was miscounted"
+            assert size.growing == sum(s.is_growing for s in slabs), "a slab grows unnoticed"
+            assert all(self.has_memory(slot) for slot in size.free), "a slot without memory is offered"
+
+
+def slab_of(slot: SlotId) -> int:
+    """Number of the slab a slot lies in."""
+    return slot // SLOTS_PER_SLAB_MAX

@@ -1,0 +1,505 @@
+"""The state machine that decides which chunk is where: lookups, leases, stores, promotions, evictions.
+
+Pure: no I/O, no clock, no threads. Every public method changes state and leaves jobs and updates to be collected
+with :meth:`Tiering.take_jobs` and :meth:`Tiering.take_updates`; the engine performs the jobs and reports how each
+ended. One owner; nothing here waits. Host memory is in ``host_tier.py``, the tiers below it in ``tiers.py``, leases and
+reads into slots in ``lookups.py``, what a shared tier may have in ``prefix_search.py``, empty slots held by sessions in
+``slot_grants.py``; this file is where they meet.
+
+Life of a chunk::
+
+    commit -> host SEALING -> READY -> tier 1 QUEUED -> WRITING -> PRESENT -> (host evicted) -> PROMOTING -> READY
+                                            `-> tier 2 QUEUED -> WRITING -> PRESENT
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.tiering.admission import ADMISSION_POLICIES
+from tiered_kv.tiering.eviction import EVICTION_POLICIES
+from tiered_kv.tiering.eviction_policy import EvictionPolicy
+from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.index import SELECTIVE_GENERATION_MIN, BlobState, Entry, GhostList, HostState, Index
+from tiered_kv.tiering.leases import Lookup
+from tiered_kv.tiering.lookups import LookupRequest, Lookups, Promotions
+from tiered_kv.tiering.prefix_search import PrefixSearch
+from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
+from tiered_kv.tiering.removal import erase, remove
+from tiered_kv.tiering.secondary_tier import SecondaryTier
+from tiered_kv.tiering.slot_grants import Session, SlotGrants
+from tiered_kv.tiering.stats import HitStats, Outbox, Stats
+from tiered_kv.tiering.tiers import SecondaryTiers
+from tiered_kv.tiering.types import (
+    HOST,
+    Copy,
+    Grow,
+    Job,
+    Limits,
+    Outcome,
+    Probe,
+    Read,
+    RemovalCount,
+    Seal,
+    SlotId,
+    SlotRecall,
+    TierSpec,
+    TierUsage,
+    Turn,
+    Update,
+    Write,
+)
+
+GO_ON_MAX = 8
+"""Lookups of those that wait for room that go on in one step, a millisecond of it for long prefixes."""
+
+
+class Tiering:
+    """Where every chunk is and what moves next.
+
+    Attributes:
+        limits: How much of host memory may be held for what.
+        quotas: What namespaces keep and take of every tier. Written by the engine.
+        index: The entries of all chunks.
+        stats: What was inserted into each tier and removed from it, and the events for sessions that watch.
+        counters: What happened how often, since the start.
+        hit_stats: What lookups asked for and got, until the engine takes it.
+        slots: The slots of host memory.
+
+    Threads: one owner. Units: bytes.
+    """
+
+    def __init__(
+        self,
+        host_bytes: int,
+        tiers: Sequence[TierSpec],
+        limits: Limits | None = None,
+        *,
+        eviction: str = "multi-queue",
+    ) -> None:
+        """Start empty.
+
+        Args:
+            tiers: The tiers below host memory, highest first; only the last may be shared.
+            eviction: Name of the policy that says which chunk goes first when a tier is full.
+        """
+        assert not any(spec.is_shared for spec in tiers[:-1]), "only the last tier may be shared"
+        self.limits = limits or Limits()
+        policy = EVICTION_POLICIES[eviction]
+        self.quotas = Quotas()
+        tier_count = 1 + len(tiers)
+        self.index = Index(tier_count, _ghosts(policy, tiers))
+        self.stats = Stats(tier_count)
+        self._outbox = Outbox(self.stats)
+        self.counters = self._outbox.counters
+        self._host = HostTier(host_bytes, self.index, self.quotas, policy, self._outbox)
+        self.slots = self._host.slots
+        queue_limit_bytes = int(host_bytes * self.limits.write_queue_share)
+        self._tiers = SecondaryTiers(
+            tiers, self.index, self._host, self.quotas, policy, self._outbox, queue_limit_bytes
+        )
+        self._grants = SlotGrants(self._host, self.limits.credit_share)
+        self._sessions: dict[int, Session] = {}
+        self.hit_stats = HitStats()
+        self._lookups = Lookups(self._host, self._outbox, self.hit_stats, self.limits)
+        self._promotions = Promotions(self.index, self._host, self._tiers, self._lookups, self._outbox)
+        self._recalls: list[SlotRecall] = []
+        self._last_session = 0
+        self._used: deque[ChunkRecord] = deque()
+
+    # -- collected by the engine -------------------------------------------------------------------------------
+
+    def take_jobs(self) -> list[Job]:
+        """Jobs to perform now, in order; each ends in exactly one call of the method that reports it.
+
+        Also shares out what became free since the last call; updates are complete only after it.
+        """
+        self._share_out()
+        jobs = list(self._outbox.jobs)
+        self._outbox.jobs.clear()
+        return jobs
+
+    def take_updates(self) -> list[Update]:
+        """What sessions must be told: one update per changed lookup, then new credits and recalls."""
+        updates: list[Update] = list(self._lookups.take_updates())
+        updates.extend(self._grants.take_grants(self._sessions.values()))
+        updates.extend(self._recalls)
+        self._recalls.clear()
+        updates.extend(self.stats.take_events())
+        return updates
+
+    def take_uses(self) -> list[ChunkRecord]:
+        """Chunks used since the last call, oldest use first: what tiers persist as recency."""
+        uses, self._used = list(self._used), deque()
+        return uses
+
+    def _share_out(self) -> None:
+        for _ in range(GO_ON_MAX):
+            if (lookup := self._lookups.line.next()) is None:
+                break
+            held = self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests)
+            self._lookups.go_on(lookup, held)
+            self._promote(lookup, held)
+        self._lookups.make_room()
+        self._tiers.recover_some()
+        if self._tiers.write_through is not None:
+            self._tiers.write_through.refill()
+        self._grants.top_up(self._sessions.values())
+        self._host.finish_drains()
+        if self._host.take_new_drains():
+            self._recalls.extend(self._grants.recalls(self._sessions.values()))
+
+    # -- sessions ----------------------------------------------------------------------------------------------
+
+    def open_session(self, namespace: bytes, slot_bytes: int, lease_s: float = math.inf) -> int:
+        """Start a session that fills slots of ``slot_bytes``; returns its id.
+
+        Its lookups hold leases that they do not claim for ``lease_s``.
+
+        All chunks of one namespace have one size: the caller's duty, because the namespace names their geometry.
+        """
+        self._last_session += 1
+        session = Session(self._last_session, namespace, slot_bytes, lease_s=lease_s)
+        self._sessions[session.id] = session
+        self._host.add_user(slot_bytes)
+        self._tiers.recover(namespace)
+        return session.id
+
+    def suspend_session(self, session_id: int) -> None:
+        """The client is lost, but processes may still copy: keep its slots and leases, tell and grant nothing more."""
+        session = self._sessions[session_id]
+        session.is_suspended = True
+        self.stats.unwatch(session_id)
+        untold, session.untold = session.untold, []
+        self._grants.take_back(session, untold)
+
+    def close_session(self, session_id: int) -> None:
+        """No process touches the session's slots any more: take everything back."""
+        session = self._sessions.pop(session_id)
+        self.stats.unwatch(session_id)
+        for lookup_id in sorted(session.lookups):
+            self.release(session_id, lookup_id)
+        self._grants.take_back(session, list(session.reserved))
+        self._host.remove_user(session.slot_bytes)
+
+    # -- lookups -----------------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        session_id: int,
+        keys: Sequence[bytes],
+        digests: Sequence[bytes],
+        start: int = 0,
+        turn: Turn = (0, 0),
+        *,
+        is_claimed: bool = False,
+    ) -> int:
+        """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
+
+        Chunks before ``start`` are not wanted (the GPU has them): they are used, but neither leased nor promoted. An
+        update follows at once; more follow while promotions end and room comes for what the limits cut, until one is
+        done. Or a ``LeaseEnd``, unless the lookup is claimed before: room goes by ``turn``.
+        """
+        session, wish = self._sessions[session_id], LookupRequest(keys, digests, start, turn, is_claimed)
+        held = self.index.held_prefix(session.namespace, keys, digests)
+        self.index.count_use(held)
+        self._record_use(held, session.slot_bytes)
+        lookup = self._lookups.open(session, held, wish)
+        self._promote(lookup, held)
+        self._tiers.enqueue_if_used(held)
+        if self._tiers.searches is not None:
+            search = self._tiers.searches.begin(session.namespace, keys, digests, lookup.held)
+            if search is not None:
+                lookup.search, search.lookup = search, lookup.id
+                self._go_on(search)
+        return lookup.id
+
+    def _promote(self, lookup: Lookup, held: list[Entry]) -> None:
+        """Start reading what the lookup leased of the prefix that is held."""
+        evicted = self.counters["host_evicted"]
+        self._promotions.start(lookup)
+        if self.counters["host_evicted"] != evicted:  # reading some may push out others that were nowhere else
+            left = next((n for n, e in enumerate(held) if not self.index.is_held(e)), len(held))
+            self._lookups.lost(lookup, min(lookup.held, left))
+        self._lookups.wait(lookup)
+
+    def _go_on(self, search: PrefixSearch) -> None:
+        """Ask what is still unknown; take in what was found."""
+        assert self._tiers.searches is not None
+        self._tiers.searches.advance(search)
+        found = self._take_found(search)
+        if found:
+            self._tiers.want(found[-1])  # stored by another machine, and asked for here
+        lookup = self._lookups.get(search.lookup)
+        if lookup is None or lookup.search is not search:
+            return
+        if found:
+            self._lookups.extend(lookup, found)
+            self._record_use(self.index.prefix(found[-1])[::-1], lookup.session.slot_bytes)
+            self._promotions.start(lookup)
+            self._lookups.wait(lookup)
+        if search.is_over:
+            self._lookups.search_ended(lookup)
+
+    def _take_found(self, search: PrefixSearch) -> list[Entry]:
+        assert self._tiers.searches is not None
+        found: list[Entry] = []
+        while search.told < search.low:
+            record = search.record(search.told)
+            entry = self.index.get(record.key) or self.index.add(record)
+            if entry.record == record:
+                self._tiers.sources[self._tiers.searches.tier].found(entry)
+            if entry.record != record or not self.index.is_held(entry):
+                self.index.remove_if_gone(entry)
+                self._tiers.searches.stop(search)
+                break
+            search.told += 1
+            found.append(entry)
+        return found
+
+    def claim(self, session_id: int, lookup_id: int) -> None:
+        """A load begins of what is ready: the leases stay until ``release``. Too late once their end was told."""
+        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
+            self._lookups.claim(lookup)
+
+    def release(self, session_id: int, lookup_id: int, *, is_asked_anew: bool = False) -> None:
+        """End a lookup and its leases. Unknown ids are ignored: the session may have been told late.
+
+        One that another lookup of the same request replaces (``is_asked_anew``) is not counted.
+        """
+        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
+            self._lookups.close(lookup, is_asked_anew=is_asked_anew)
+
+    def expire_leases(self, now_s: float) -> None:
+        """End leases that were held unclaimed for too long. Call it at every step, with a clock that only goes on."""
+        self._lookups.end_leases(self._lookups.line.overdue(now_s), "lease_expired")
+
+    # -- stores ------------------------------------------------------------------------------------------------
+
+    def commit(self, session_id: int, slot: SlotId, record: ChunkRecord) -> None:
+        """A granted slot was filled by every rank: take it into the cache, or back if the chunk is known already.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        session = self._sessions[session_id]
+        self._grants.spend(session, slot)
+        entry = self.index.get(record.key)
+        if record.namespace != session.namespace or (entry is not None and entry.record != record):
+            self.counters["store_collision"] += 1
+            self._host.give(slot)
+        elif entry is not None and entry.host is not HostState.ABSENT:
+            self.counters["store_duplicate"] += 1
+            self.stats.republish(entry, self.index.tiers_with(entry))
+            self._host.give(slot)
+            self._tiers.want(entry)
+        else:
+            if entry is not None:  # a secondary tier has it, and it is stored again
+                self._tiers.want(entry)
+            entry = entry or self.index.add(record)
+            entry.stored_for(record.tag)
+            entry.bytes_are_of(record.stored_by)
+            self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
+            self._outbox.jobs.append(Seal(entry.record, slot))
+            if self._tiers.write_through is not None:
+                self._tiers.write_through.enqueue_write(entry)
+
+    def give_back(self, session_id: int, slot: SlotId) -> None:
+        """A granted slot will not be filled.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        self._grants.take_back(self._sessions[session_id], [slot])
+
+    def remove(self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool) -> RemovalCount:
+        """Remove chunks from one tier because an operator said so; see :func:`removal.remove`."""
+        return remove(self.index, self._tier(tier), namespace, keys, leaves_holes=leaves_holes)
+
+    def erase(self, tier: int, namespace: bytes, tag: bytes) -> RemovalCount:
+        """Remove what was stored under a tag, and all behind it, from one tier; see :func:`removal.erase`."""
+        return self._erase(tier, namespace, lambda entry: entry.record.tag == tag)
+
+    def erase_stored_by(self, tier: int, namespace: bytes, is_meant: Callable[[str], bool]) -> RemovalCount:
+        """Remove what somebody stored, as ``is_meant`` says of each, and all behind it; see :func:`removal.erase`."""
+        return self._erase(tier, namespace, lambda entry: any(map(is_meant, entry.storers)))
+
+    def _erase(self, tier: int, namespace: bytes, is_meant: Callable[[Entry], bool]) -> RemovalCount:
+        return erase(self.index, self._tier(tier), self._tiers.cancel_writes, namespace, is_meant)
+
+    def _tier(self, number: int) -> HostTier | SecondaryTier:
+        return self._host if number == HOST else self._tiers[number]
+
+    def set_pinned(self, tier: int, keys: Iterable[bytes]) -> None:
+        """What an operator wants kept in a secondary tier."""
+        self._tiers.set_pinned(tier, keys)
+
+    def want(self, namespace: bytes, key: bytes) -> None:
+        """Somebody will ask for a chunk: it and the prefix before it are worth a write to every tier now."""
+        if (entry := self.index.get(key)) is not None and entry.record.namespace == namespace:
+            self._tiers.want(entry)
+
+    def touch_prefix(self, key: bytes) -> None:
+        """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
+        if (entry := self.index.get(key)) is not None:
+            self._record_use(self.index.prefix(entry)[::-1], entry.slot_bytes)
+
+    def sealed(self, job: Seal, outcome: Outcome) -> None:
+        """A seal ended: the chunk is ready to be loaded now, or gone."""
+        entry = self._entry(job.record)
+        if outcome is Outcome.OK:
+            self._promotions.filled(entry)
+            if self._tiers.write_through is not None:
+                self._tiers.write_through.sealed(entry)
+        else:
+            self.counters["seal_failed"] += 1
+            if self._tiers.write_through is not None:
+                self._tiers.write_through.tier.drop(entry, "seal_failed")
+            self._promotions.lost(entry)
+
+    # -- transfers ---------------------------------------------------------------------------------------------
+
+    def read(self, job: Read, outcome: Outcome, tag: bytes | None = None, stored_by: str | None = None) -> None:
+        """A promotion ended; what its header says nobody knew of a chunk that a search found."""
+        entry = self._entry(job.record)
+        if tag is not None:
+            entry.set_tag(tag)
+        if stored_by is not None:
+            entry.bytes_are_of(stored_by)
+        self._promotions.ended(job, entry, outcome)
+
+    def written(self, job: Write, outcome: Outcome) -> None:
+        """A write to a secondary tier ended."""
+        entry = self._entry(job.record)
+        self._tiers[job.tier].written(entry, outcome)
+        if outcome is Outcome.CORRUPT and entry.holds == 0:  # not what was sealed: somebody wrote into the slot
+            self._host.give(self._host.evict(entry, "damaged"))
+
+    def copied(self, job: Copy, outcome: Outcome) -> None:
+        """An upload ended."""
+        entry = self._entry(job.record)
+        self._tiers[job.tier].written(entry, outcome)
+        self.index.remove_if_gone(entry)
+
+    def probed(self, job: Probe, outcome: Outcome) -> None:
+        """A probe ended."""
+        assert self._tiers.searches is not None
+        for search in self._tiers.searches.probed(job, outcome):
+            self._go_on(search)
+
+    def deleted(self, tier: int, record: ChunkRecord, outcome: Outcome) -> None:
+        """A deletion from a secondary tier ended."""
+        self._tiers[tier].deleted(self._entry(record), outcome)
+
+    def grown(self, job: Grow, outcome: Outcome) -> None:
+        """A slab has its memory, or the machine refused it; then nothing grows until :meth:`try_again`."""
+        self._promotions.memory_came(job.slab, outcome is Outcome.OK)
+        self._host.grown(job, outcome)
+
+    def try_again(self) -> None:
+        """The machine may have memory again, and media may delete again. Call it now and then, not at once."""
+        self.slots.allow_growth()
+        for tier in self._tiers:
+            tier.evict_to_capacity()
+
+    def set_readable(self, tier: int, is_readable: bool) -> None:
+        """A tier stopped to answer, or does again. Until then what lies only there is not held, nothing is written."""
+        self.index.readable[tier] = is_readable
+        if is_readable:
+            self.resume_writes()
+
+    def resume_writes(self) -> None:
+        """A tier that had no room or gave no answer may do better now. Call it about once a second."""
+        self._tiers.resume()
+
+    def age_absences(self) -> None:
+        """What a shared tier did not have may be there now. A steady pace of calls bounds how long absence counts."""
+        if self._tiers.searches is not None:
+            self._tiers.searches.age_absences()
+
+    def restore(self, tier: int, record: ChunkRecord, size_bytes: int) -> None:
+        """A blob found in a secondary tier at start. Call least recently used first, before any session."""
+        entry = self.index.get(record.key) or self.index.add(record)
+        if entry.record != record or entry.blobs[tier] is not BlobState.ABSENT:
+            self.counters["restore_conflict"] += 1  # two namespaces claim one key: the first is kept
+            return
+        self._tiers[tier].restore(entry, size_bytes)
+
+    def restored(self, tier: int, unlisted_bytes: int = 0) -> None:
+        """All blobs of the tier were told: evict what passes its capacity, less what else the medium counts."""
+        self._tiers[tier].restored(unlisted_bytes)
+
+    def _entry(self, record: ChunkRecord) -> Entry:
+        entry = self.index.get(record.key)
+        assert entry is not None, "a job outlived its entry"
+        return entry
+
+    def _record_use(self, prefix: Sequence[Entry], slot_bytes: int) -> None:
+        """Touch a prefix, given root first, in every tier: deepest chunk first, so that suffixes age first."""
+        keys = [entry.record.key for entry in reversed(prefix)]
+        namespace = prefix[0].record.namespace if prefix else b""
+        self._host.record_use(slot_bytes, namespace, keys)
+        self._tiers.record_use(namespace, keys)
+        self._used.extend(entry.record for entry in reversed(prefix))
+
+    def usage(self) -> dict[str, int]:
+        """Bytes and counts now, but for the secondary tiers: see :meth:`tier_usage`."""
+        return {
+            "chunks": len(self.index),
+            "host_assigned_bytes": self._host.slots.assigned_bytes,
+            "host_capacity_bytes": self._host.slots.host_bytes,
+            "host_ready_chunks": self._host.ready_count,
+            "leased_bytes": self._host.leased_bytes,
+            "reserved_slots": sum(len(session.reserved) for session in self._sessions.values()),
+            "sessions": len(self._sessions),
+            "lookups": len(self._lookups),
+        }
+
+    def tier_usage(self, number: int) -> TierUsage:
+        """Bytes and counts of a secondary tier now."""
+        source = self._tiers.sources[number]
+        return TierUsage(
+            used_bytes=source.tier.used_bytes,
+            queued_bytes=source.queued_bytes,
+            pending_writes=source.pending,
+            backlog_chunks=source.backlog,
+            chunks=source.tier.blob_count,
+            admitted_chunks=source.tier.admission.admitted,
+            declined_chunks=source.tier.admission.declined,
+        )
+
+    def usage_of(self, number: int) -> NamespaceUsage:
+        """What each namespace takes of a tier."""
+        return self._tier(number).usage
+
+    @property
+    def pending_writes(self) -> int:
+        """Chunks that are to be written to secondary tiers: what a drain waits for."""
+        return self._tiers.pending if len(self._tiers) else self._host.sealing_count
+
+    def check_integrity(self) -> None:
+        """Assert every invariant that ties the parts together; for tests and for an idle server in debug mode."""
+        sessions = self._sessions.values()
+        reserved = {slot: session.namespace for session in sessions for slot in session.reserved}
+        assert len(reserved) == sum(len(session.reserved) for session in sessions), "a slot was granted twice"
+        reserved_bytes = sum(len(s.reserved) * s.slot_bytes for s in sessions)
+        assert self._grants.reserved_bytes == reserved_bytes, "slot grants drifted"
+        entries = self.index.entries()
+        for entry in entries:
+            pending = sum(state in (BlobState.QUEUED, BlobState.WRITING) for state in entry.blobs[: HOST + 2])
+            assert entry.holds == entry.leases + pending, "holds do not match leases and writes"
+            assert not entry.is_gone, "an entry nobody holds"
+        self.index.check_integrity()
+        self._host.check_integrity(reserved)
+        self._lookups.check_integrity(entries)
+        self._tiers.check_integrity()
+
+
+def _ghosts(policy: type[EvictionPolicy], tiers: Sequence[TierSpec]) -> GhostList | None:
+    """The ghost list that the policies need: a larger one where chunks must be recognised before they are written."""
+    if any(ADMISSION_POLICIES[spec.admission].needs_uses for spec in tiers):
+        return GhostList(SELECTIVE_GENERATION_MIN)
+    return GhostList() if policy.needs_uses else None

@@ -1,0 +1,151 @@
+"""All secondary tiers together: their sources in order, and the searches of a shared last tier.
+
+Owns how they are tied together and what concerns all of them. Called by ``tiering.py`` and ``lookups.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from tiered_kv.tiering.eviction_policy import EvictionPolicy
+from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.index import Entry, Index
+from tiered_kv.tiering.prefix_search import PrefixSearches
+from tiered_kv.tiering.quotas import Quotas
+from tiered_kv.tiering.secondary_tier import SecondaryTier
+from tiered_kv.tiering.stats import Outbox
+from tiered_kv.tiering.types import HOST, TierSpec
+from tiered_kv.tiering.upload import Upload
+from tiered_kv.tiering.write_through import WriteThrough
+
+RECOVERED_AT_ONCE = 1000
+"""Chunks of an earlier life that are looked at in one step: there may be a hundred thousand, and the owner must not
+stop."""
+
+
+class SecondaryTiers:
+    """All tiers below host memory, highest first.
+
+    Attributes:
+        sources: Where each tier's bytes come from, and its deferred writes, by the tier's number; highest tier first.
+        write_through: The first of them; None if there is no tier.
+        searches: What a shared last tier may have; None if the last is not shared.
+
+    Threads: one owner, tiering.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TierSpec],
+        index: Index,
+        host: HostTier,
+        quotas: Quotas,
+        policy: type[EvictionPolicy],
+        outbox: Outbox,
+        queue_limit_bytes: int,
+    ) -> None:
+        """Start with empty tiers; ``queue_limit_bytes`` of host memory may wait for the first of them."""
+        uploads: list[Upload] = []  # lowest tier first: each tier is made with the source that reads from it
+        for number, spec in reversed([*enumerate(specs, HOST + 1)][1:]):
+            behind = uploads[-1] if uploads else None
+            uploads.append(Upload(number, spec, index, quotas, policy, outbox, next_source=behind))
+        self.write_through: WriteThrough | None = None
+        if specs:
+            self.write_through = WriteThrough(
+                specs[0],
+                index,
+                host,
+                quotas,
+                policy,
+                outbox,
+                queue_limit_bytes=queue_limit_bytes,
+                next_source=uploads[-1] if uploads else None,
+            )
+        self.sources: dict[int, WriteThrough | Upload] = {}
+        if self.write_through is not None:
+            self.sources[self.write_through.tier.number] = self.write_through
+        self.sources |= {upload.tier.number: upload for upload in reversed(uploads)}
+        self.searches: PrefixSearches | None = None
+        if specs and specs[-1].is_shared:
+            self.searches = PrefixSearches(max(self.sources), index, outbox)
+        self._has_uploads = bool(uploads)
+        self._opened: set[bytes] = set()
+        self._recovered: deque[Entry] = deque()
+        self._index = index
+
+    def __getitem__(self, number: int) -> SecondaryTier:
+        return self.sources[number].tier
+
+    def __iter__(self) -> Iterator[SecondaryTier]:
+        return (source.tier for source in self.sources.values())
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @property
+    def pending(self) -> int:
+        """Chunks that are to be written, to any of them."""
+        return sum(source.pending for source in self.sources.values())
+
+    def enqueue_if_used(self, prefix: Sequence[Entry]) -> None:
+        """A prefix is used, given root first: a write that was dropped gets another chance."""
+        for entry in prefix:
+            for source in self.sources.values():
+                source.enqueue_if_used(entry)
+
+    def want(self, entry: Entry) -> None:
+        """A chunk will be asked for, though no lookup says so: it and the prefix before it are admitted now.
+
+        One that was found at start is queued when its namespace's first session opens (:meth:`recover`). Does nothing
+        where every tier takes everything.
+        """
+        if any(tier.admission.policy.needs_uses for tier in self):
+            wanted = self._index.mark_used(entry)
+            if entry.record.namespace in self._opened:
+                self.enqueue_if_used(wanted)
+
+    def set_pinned(self, number: int, keys: Iterable[bytes]) -> None:
+        """Keep these chunks, and the prefixes before them, in a tier; what is pinned is worth a write everywhere."""
+        pins = list(keys)
+        self[number].set_pinned(pins)
+        for entry in filter(None, map(self._index.get, pins)):
+            self.want(entry)
+
+    def recover(self, namespace: bytes) -> None:
+        """Queue again what an earlier life did not upload: the size of a namespace's blobs is known from now on."""
+        if namespace in self._opened:
+            return
+        self._opened.add(namespace)
+        if self._has_uploads:
+            self._recovered.extend(entry for entry in self._index.entries() if entry.record.namespace == namespace)
+
+    def recover_some(self) -> None:
+        """Go on with that, a bounded part at a time."""
+        for _ in range(min(RECOVERED_AT_ONCE, len(self._recovered))):
+            entry = self._recovered.popleft()
+            if self._index.get(entry.record.key) is entry:
+                for source in self.sources.values():
+                    source.enqueue_recovered(entry)
+
+    def cancel_writes(self, entry: Entry) -> None:
+        """Nothing of the chunk is written any more, in any tier, that was not begun; nor of those behind it."""
+        for source in self.sources.values():
+            source.cancel_write(entry)
+
+    def resume(self) -> None:
+        """A tier that had no room or gave no answer may do better now."""
+        for tier in self:
+            tier.resume()
+
+    def record_use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """Note the use of a prefix, deepest chunk first."""
+        for tier in self:
+            tier.order.record_use(namespace, keys)
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of every tier."""
+        for source in self.sources.values():
+            source.check_integrity()
+        if self.searches is not None:
+            self.searches.check_integrity()

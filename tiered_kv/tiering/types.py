@@ -1,0 +1,294 @@
+"""The messages of tiering: jobs it wants done, outcomes it is told, updates it owes to sessions.
+
+Pure values. The engine turns jobs into calls of tiers and of the arena, and outcomes back into calls of
+:class:`~tiered_kv.tiering.tiering.Tiering`.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from tiered_kv.keys.chunk_record import ChunkRecord
+
+HOST: Final = 0
+"""The number of the host tier. The secondary tiers are 1, 2, ... from the highest to the lowest, here and wherever else
+a tier has a number: in the engine, on the wire and in figures."""
+
+SlotId = int
+"""Place of one blob in the arena: slab number and index in the slab (see ``slots.py``)."""
+
+
+class Outcome(Enum):
+    """How one tier operation ended. Absence and refusal are outcomes, not errors."""
+
+    OK = "ok"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+    NO_ROOM = "no_room"
+    UNAVAILABLE = "unavailable"
+    NO_SOURCE = "no_source"
+    """A copy between tiers found nothing usable in the tier it reads from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Write the header of a filled slot: hash the payload, then the chunk becomes visible."""
+
+    record: ChunkRecord
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Put a sealed slot's blob into a secondary tier."""
+
+    tier: int
+    record: ChunkRecord
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Get a blob from a secondary tier into a slot and verify it there (a promotion)."""
+
+    tier: int
+    record: ChunkRecord
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove a blob from a secondary tier; ``size_bytes`` come back to its capacity."""
+
+    tier: int
+    record: ChunkRecord
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Give a slab physical memory: ``size_bytes`` from its start."""
+
+    slab: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Put a blob into a secondary tier from the one above it; no slot is involved (an upload).
+
+    Attributes:
+        is_asked_first: The blob may well be there already (put there before a restart): ask before moving its bytes.
+    """
+
+    tier: int
+    source: int
+    record: ChunkRecord
+    is_asked_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask a tier whether it has a blob: OK or MISSING."""
+
+    tier: int
+    record: ChunkRecord
+
+
+Job = Seal | Write | Read | Delete | Grow | Copy | Probe
+
+Turn = tuple[int, int]
+"""When a request is admitted among those of its session: by priority, lowest first, then by number."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Chunks in a row that come from one tier.
+
+    Attributes:
+        tier: The chunks are being read from there; ``HOST``: they need not be read.
+        eta_s: Seconds until the last of them should be here. None: the tier was never measured, or it is not said.
+    """
+
+    tier: Count
+    chunks: Count
+    eta_s: float | None = None
+
+
+class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The state of one lookup: made by the tiering, timed by the engine, sent as it is, read by the scheduler.
+
+    ``LookupAnswer()`` is that of a lookup without an answer. Ranges are checked where it is decoded.
+
+    Attributes:
+        held: Leading chunks of the prefix that any tier holds: these need not be stored again.
+        slots: Slots granted to the lookup, from the chunk it starts at. Only the first ``ready`` may be read.
+        ready: Chunks from the start that are verified in host memory and leased to this lookup.
+        is_done: Nothing more will arrive.
+        arriving: Chunks from ``ready`` on, in runs by the tier they come from; empty when the answer is done.
+        unknown: Chunks behind ``held`` that a shared tier may have and that are being looked for; ``held`` and
+            ``slots`` may grow by as many.
+        search_s: Seconds that one question to that tier takes, if known; 0 when nothing is looked for.
+        sources: Per slot one byte: the tier its chunk was read from for this lookup, ``HOST`` where it was not read.
+        queued: Chunks behind ``slots`` that are held and wait for room among the leases; ``slots`` may grow by as many.
+        is_answered: Anything is known at all.
+        is_ended: The leases have ended: nothing may be read from its slots any more.
+    """
+
+    held: Count = 0
+    slots: tuple[Annotated[SlotId, msgspec.Meta(ge=0)], ...] = ()
+    ready: Count = 0
+    is_done: bool = False
+    arriving: tuple[Arrival, ...] = ()
+    unknown: Count = 0
+    search_s: float | None = None
+    sources: bytes = b""
+    queued: Count = 0
+    is_answered: bool = False
+    is_ended: bool = False
+
+    @property
+    def parts(self) -> list[tuple[int, float | None]]:
+        """Prefixes of what arrives: how many chunks, and the seconds until all of them should be here."""
+        counts = accumulate(run.chunks for run in self.arriving)
+        return [(count, run.eta_s) for count, run in zip(counts, self.arriving, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupUpdate:
+    """A lookup's answer has changed; only its session may know it."""
+
+    session: int
+    lookup: int
+    answer: LookupAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnd:
+    """A lookup's leases are about to end, although its session did not say so.
+
+    Its slots stay as they are until :meth:`~tiered_kv.tiering.tiering.Tiering.release`: whoever passes this on
+    calls that, once the session is sure to read this before anything it could read in those slots later.
+    """
+
+    session: int
+    lookup: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGrant:
+    """Empty slots the session may fill and commit without asking first."""
+
+    session: int
+    slots: tuple[SlotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecall:
+    """Granted slots that should come back unless they are being filled: their memory is wanted elsewhere.
+
+    A request: a session that gives none of them back only delays another slot size.
+    """
+
+    session: int
+    slots: tuple[SlotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvents:
+    """Chunks of the session's namespace that came into a tier or left it, for a session that asked to be told."""
+
+    session: int
+    tier: int
+    is_here: bool
+    keys: tuple[bytes, ...]
+
+
+Update = LookupUpdate | LeaseEnd | SlotGrant | SlotRecall | TierEvents
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One secondary tier, as the engine finds it.
+
+    Attributes:
+        capacity_bytes: None: not limited from here.
+        admission: Name of the policy that says what is worth a write.
+        is_shared: Other servers write and remove there, too, and keep it within its limits; only of the last tier.
+    """
+
+    capacity_bytes: int | None = None
+    admission: str = "all"
+    is_shared: bool = False
+
+
+class Removal(Enum):
+    """What became of a chunk that an operator wants removed from a tier."""
+
+    REMOVED = "removed"
+    KEPT = "kept"
+    """In use, or needed by others."""
+    ABSENT = "absent"
+
+
+class RemovalCount(NamedTuple):
+    """How many chunks are going.
+
+    Attributes:
+        kept: Stay because they, or some that depend on them, are in use.
+        left: Were not there; of an erasure: were not looked at yet.
+    """
+
+    removed: int
+    kept: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """One secondary tier now.
+
+    Attributes:
+        queued_bytes: Host memory that its pending writes hold.
+        pending_writes: What a drain waits for.
+        backlog_chunks: The same, and writes that the next life of the cache makes.
+        chunks: Blobs that can be had from there.
+        admitted_chunks, declined_chunks: By its admission policy, since the start.
+    """
+
+    used_bytes: int
+    queued_bytes: int
+    pending_writes: int
+    backlog_chunks: int
+    chunks: int
+    admitted_chunks: int
+    declined_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of tiering, as shares of host memory.
+
+    Attributes:
+        leased_share: Host memory that lookups may hold at once.
+        request_share: Host memory one lookup may hold.
+        credit_share: Host memory that empty granted slots may hold, all sessions together; up to twice as much if that
+            is what it takes to give every session one.
+        write_queue_share: Host memory that may be held for its write to a secondary tier; past it writes are put off,
+            and chunks that are evicted before their turn are never written.
+    """
+
+    leased_share: float = 0.5
+    request_share: float = 0.375
+    credit_share: float = 0.25
+    write_queue_share: float = 0.5
+
+    def least_host_bytes(self, tokens: int, chunk_tokens: int, chunk_bytes: int) -> int:
+        """Host memory with which one lookup may hold a prompt of so many tokens."""
+        return math.ceil(-(-tokens // chunk_tokens) * chunk_bytes / self.request_share)

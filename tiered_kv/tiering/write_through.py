@@ -1,0 +1,226 @@
+"""Writes to the first secondary tier: their bytes come from the slots of host memory.
+
+A queued write holds its chunk in its slot. How much may be held so is bounded; past it, and while the tier takes no
+writes, writes are deferred: the chunk is remembered and may be evicted before its turn comes, if nothing else can be.
+Called by ``tiers.py`` and by the tier it feeds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from tiered_kv.tiering.eviction_policy import EvictionPolicy
+from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.index import CLAIMED, BlobState, Entry, HostState, Index
+from tiered_kv.tiering.quotas import Quotas
+from tiered_kv.tiering.secondary_tier import SecondaryTier
+from tiered_kv.tiering.stats import Outbox
+from tiered_kv.tiering.types import HOST, Job, TierSpec, Write
+from tiered_kv.tiering.upload import Upload
+
+DEFERRED_MAX = 1 << 16
+"""Chunks remembered to be written when the queue has room again; a bound on memory, above what most arenas hold."""
+
+WRITES_MAX = 16
+"""Writes handed out at once: enough for every thread to have the next one; the rest can still be dropped."""
+
+
+class WriteThrough:
+    """The source of the first secondary tier; see :class:`~tiered_kv.tiering.secondary_tier.Source`.
+
+    Attributes:
+        tier: The tier that it feeds.
+        queued_bytes: Host memory that pending writes hold. Written here only.
+
+    Threads: one owner, tiering. Units: bytes.
+    """
+
+    waiting_first = False
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        index: Index,
+        host: HostTier,
+        quotas: Quotas,
+        policy: type[EvictionPolicy],
+        outbox: Outbox,
+        *,
+        queue_limit_bytes: int,
+        next_source: Upload | None,
+    ) -> None:
+        """Start with an empty tier.
+
+        Args:
+            queue_limit_bytes: Host memory that pending writes may hold.
+            next_source: Takes its bytes from this tier.
+        """
+        self.queued_bytes = 0
+        self._queue_limit_bytes = queue_limit_bytes
+        self._deferred: OrderedDict[Entry, None] = OrderedDict()  # stored while the queue was full; may be evicted
+        self._index = index
+        self._host = host
+        self._counters = outbox.counters
+        self.tier = SecondaryTier(HOST + 1, spec, self, index, quotas, policy, outbox, WRITES_MAX, next_source)
+
+    # -- asked by the tier -------------------------------------------------------------------------------------
+
+    @property
+    def is_available(self) -> bool:
+        return True
+
+    def has_bytes(self, entry: Entry) -> bool:
+        return entry.host is HostState.READY
+
+    def size_bytes(self, entry: Entry) -> int:
+        return entry.slot_bytes
+
+    def job(self, entry: Entry) -> Job:
+        assert entry.slot is not None
+        return Write(self.tier.number, entry.record, entry.slot)
+
+    def release(self, entry: Entry) -> None:
+        self.queued_bytes -= entry.slot_bytes
+        self._host.let_go(entry)
+
+    def put_back(self, entry: Entry) -> None:
+        self.tier.release_bytes(entry, BlobState.ABSENT)
+        descendants = self.tier.drop_descendants(entry)
+        self.release(entry)
+        for chunk in (entry, *descendants):
+            self._defer(chunk)
+
+    # -- writes ------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Chunks deferred, queued or being written."""
+        return len(self._deferred) + self.tier.backlog
+
+    @property
+    def backlog(self) -> int:
+        """The same: a drain waits for all of them."""
+        return self.pending
+
+    def enqueue_write(self, entry: Entry) -> None:
+        if entry.host is HostState.ABSENT:
+            return
+        is_new = entry.blobs[self.tier.number] is BlobState.ABSENT and entry not in self._deferred
+        if not self.tier.admission.admits(entry):
+            self.tier.admission.declined += is_new
+            return
+        self.tier.admission.admitted += is_new
+        self._queue_or_defer(entry)
+
+    def enqueue_if_used(self, entry: Entry) -> None:
+        """The chunk is used: a write that was dropped gets another chance."""
+        if entry.host in (HostState.READY, HostState.SEALING):
+            self.enqueue_write(entry)
+
+    def enqueue_recovered(self, entry: Entry) -> None:
+        """Chunks that were found at start have no slot: there is nothing to write."""
+
+    def _queue_or_defer(self, entry: Entry) -> None:
+        tier = self.tier
+        tier.enqueue_after_delete(entry)
+        if entry.blobs[tier.number] is not BlobState.ABSENT:
+            return
+        parent = self._index.parent(entry)
+        is_first = entry.record.chunk_index == 0
+        if not is_first and (parent is None or parent.blobs[tier.number] not in CLAIMED):
+            if parent is not None and parent in self._deferred:
+                self._defer(entry)
+            else:
+                self._counters["write_dropped_no_parent"] += 1
+        elif not tier.takes_writes or self.queued_bytes + entry.slot_bytes > self._queue_limit_bytes:
+            self._defer(entry)
+        else:
+            self._enqueue(entry)
+
+    def _enqueue(self, entry: Entry) -> None:
+        if entry in self._deferred:
+            self._undefer(entry)
+        self.tier.queue(entry)
+        self.queued_bytes += entry.slot_bytes
+        self._host.hold(entry)
+        if entry.host is HostState.READY:
+            self.sealed(entry)
+
+    def _defer(self, entry: Entry) -> None:
+        if entry in self._deferred:
+            return
+        if len(self._deferred) >= DEFERRED_MAX:
+            self._counters["write_dropped_queue_full"] += 1
+            return
+        self._counters["write_deferred"] += 1
+        self._deferred[entry] = None
+        self._host.set_unwritten(entry, True)
+
+    def _undefer(self, entry: Entry) -> None:
+        del self._deferred[entry]
+        self._host.set_unwritten(entry, False)
+
+    def keep_promoted(self, entry: Entry) -> None:
+        """Write a chunk that was promoted from further below, and those behind it that were promoted before it."""
+        number = self.tier.number
+        stack = [entry]
+        while stack:
+            chunk = stack.pop()
+            if chunk.host is not HostState.READY or chunk.blobs[number] is not BlobState.ABSENT:
+                continue
+            if not self.tier.admission.admits(chunk):
+                continue
+            parent = self._index.parent(chunk)
+            if chunk.record.chunk_index == 0 or (parent is not None and parent.blobs[number] in CLAIMED):
+                self.enqueue_write(chunk)
+                stack.extend(chunk.children or ())
+
+    def cancel_write(self, entry: Entry) -> None:
+        if entry in self._deferred:
+            self._undefer(entry)
+            self._counters["write_dropped_erased"] += 1
+        self.tier.cancel_write(entry)
+
+    def refill(self) -> None:
+        """Queue what was deferred, oldest first, as far as the queue has room again."""
+        while self._deferred and self.tier.takes_writes:
+            entry = next(iter(self._deferred))
+            if self._index.get(entry.record.key) is entry and entry.host is not HostState.ABSENT:
+                if self.queued_bytes + entry.slot_bytes > self._queue_limit_bytes:
+                    return
+                self._undefer(entry)
+                self._queue_or_defer(entry)
+            else:
+                self._undefer(entry)
+                self._counters["write_dropped_evicted"] += 1
+
+    def sealed(self, entry: Entry) -> None:
+        """The entry's slot is sealed: a write that waits for it may begin."""
+        if entry.blobs[self.tier.number] is BlobState.QUEUED:
+            self.tier.start_or_wait(entry)
+            self.tier.start_writes()
+
+    def give_up_store(self, slot_bytes: int, may_go: Callable[[Entry], bool]) -> Entry | None:
+        """Drop the newest queued write whose slot a load can have; returns the chunk, which is idle then."""
+        for entry in self.tier.newest_queued():
+            is_fit = entry.slot_bytes == slot_bytes and entry.host is HostState.READY and entry.holds == 1
+            if is_fit and may_go(entry):
+                self.tier.drop(entry, "for_load")
+                return entry
+        return None
+
+    def found(self, entry: Entry) -> None:
+        self.tier.found(entry)
+
+    def check_integrity(self) -> None:
+        """Assert the tier's invariants, and that bytes and slots match the pending writes."""
+        number = self.tier.number
+        self.tier.check_integrity()
+        entries = self._index.entries()
+        pending = [e for e in entries if e.blobs[number] in (BlobState.QUEUED, BlobState.WRITING)]
+        assert self.queued_bytes == sum(entry.slot_bytes for entry in pending), "queued bytes drifted"
+        assert all(entry.slot is not None for entry in pending), "a pending write has no slot"
+        known = {entry for entry in self._deferred if self._index.get(entry.record.key) is entry}
+        assert all(map(self.tier.admission.admits, known)), "a write is deferred that was not admitted"
+        assert known == {entry for entry in entries if entry.is_unwritten}, "a deferred write is forgotten"

@@ -1,0 +1,307 @@
+"""System calls of the disk tier: write one file, read one file, and what their errors mean.
+
+Owns the choice between O_DIRECT and the page cache and the mapping of ``OSError`` to the error tree. Must not know
+names, capacity or recency. Called by ``tier.py``; the small files beside the blobs are read and written through it by
+whoever owns them. Nothing here follows a symbolic link at the end of a path, waits for a FIFO, or reads without bound:
+others may be able to write into the directory (docs/security.md).
+
+Writes go around the page cache where the file system allows it, reads go through it. Measured by benchmarks/disk_io.py
+with 4 and 16 MiB files on a virtio disk (ext4, 2 cores), worst and best of three runs::
+
+                              1 thread                 4 threads
+                         GB/s      CPU-s/GB       GB/s      CPU-s/GB
+    write O_DIRECT     1.9-3.7    0.03-0.05     2.2-3.5    0.03-0.05
+    write buffered     0.4-6.2    0.16-2.02     0.7-7.2    0.18-1.02    into memory; the disk's work comes later
+    read O_DIRECT      1.1-1.9    0.03-0.04     1.1-1.6    0.04
+    read buffered      0.7-1.9    0.21-0.48     1.2-2.2    0.20-0.29    not in the page cache
+    read buffered      1.7-9.8    0.10-0.15     5.0-11     0.12-0.17    in the page cache
+
+So a write costs a fraction of the CPU without the page cache and takes a steady time; a read is on average as fast with
+it, and several times as fast when a chunk comes back after the host tier evicted it. For the same reason nothing is
+dropped with ``POSIX_FADV_DONTNEED``: those clean pages are a second chance that the kernel takes back when it must.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiered_kv.chunks.geometry import ALIGNMENT_BYTES
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, TierUnavailable
+
+READ_PIECE_BYTES = 512 << 10
+"""Bytes of one read. Files are read by pieces that stay in a core's cache until they are hashed, and so small that the
+kernel's read-ahead works on the next one meanwhile: a verified read takes less than a plain read of the whole file in
+one call, which the kernel serves request by request (benchmarks/verification.py; docs/decisions/0014)."""
+
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO under a blob's name must not block an open
+
+
+@contextmanager
+def mapped_errors(operation: str, path: Path | str) -> Iterator[None]:
+    """Turn what the operating system raises into the error tree, naming operation, path and errno.
+
+    Raises:
+        CapacityExceeded: The file system, a quota or a file size limit is reached.
+        TierUnavailable: Anything else went wrong.
+    """
+    try:
+        yield
+    except TierUnavailable:  # an OSError too; mapped already, further down
+        raise
+    except OSError as exc:
+        code = errno.errorcode.get(exc.errno or 0, str(exc.errno))
+        if exc.errno in _NO_ROOM:
+            raise CapacityExceeded(
+                f"no room on the file system. operation={operation} errno={code} path={path}"
+            ) from exc
+        raise TierUnavailable(f"disk operation failed. operation={operation} errno={code} path={path}") from exc
+
+
+def make_root(path: Path) -> None:
+    """Create a directory and its missing parents, each for the owner only, whatever the umask is.
+
+    Raises:
+        OSError: That cannot be, or there is a file in its place.
+    """
+    for directory in reversed([path, *path.parents]):
+        if not directory.exists():
+            with contextlib.suppress(FileExistsError):  # another process was quicker
+                directory.mkdir(DIRECTORY_MODE)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file stands in its place", str(path))
+
+
+def make_directories(path: Path, below: Path) -> None:
+    """Create ``path`` and its missing parents down from ``below``, each for the owner only.
+
+    Raises:
+        NotADirectoryError: One of them is a symbolic link, or a file.
+    """
+    for directory in reversed([path, *path.parents]):
+        if not directory.is_relative_to(below):
+            continue
+        if not os.path.lexists(directory):
+            with contextlib.suppress(FileExistsError):  # another thread was quicker
+                directory.mkdir(DIRECTORY_MODE)
+        refuse_links(directory, below)
+
+
+def refuse_links(path: Path, below: Path) -> None:
+    """Check that every directory from ``path`` up to ``below`` is one, and no link to a place that is not ours.
+
+    Raises:
+        NotADirectoryError: One is a symbolic link, or a file.
+    """
+    while path != below:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link or a file stands in its place", str(path))
+        path = path.parent
+
+
+def writable_by_others(directories: Iterable[Path]) -> list[str]:
+    """Those of the directories that are there into which another user may write, as a log line shows them."""
+    found = []
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(directory)
+            if status.st_mode & 0o022 or status.st_uid != os.geteuid():
+                found.append(f"{directory} owner={status.st_uid} mode={stat.S_IMODE(status.st_mode):04o}")
+    return found
+
+
+def supports_direct_io(directory: Path) -> bool:
+    """Whether a file in ``directory`` really can be written and read back with O_DIRECT.
+
+    Asking by doing: tmpfs, overlay and network file systems differ by kernel, and some accept the flag at open and
+    refuse the write.
+    """
+    path = directory / f"probe-{os.getpid()}-{secrets.token_hex(4)}"
+    page = mmap.mmap(-1, ALIGNMENT_BYTES)
+    page.write(b"\xa5" * ALIGNMENT_BYTES)
+    try:
+        descriptor = os.open(path, os.O_RDWR | _CREATE | os.O_DIRECT, FILE_MODE)
+        try:
+            wrote = os.pwrite(descriptor, page, 0)
+            return wrote == ALIGNMENT_BYTES and os.preadv(descriptor, [page], 0) == ALIGNMENT_BYTES
+        finally:
+            os.close(descriptor)
+    except OSError as exc:
+        if exc.errno in (errno.EINVAL, errno.EOPNOTSUPP, *_NO_ROOM):
+            return False
+        raise
+    finally:
+        page.close()
+        # Some file systems make the file before they refuse the flag: the name, eight random digits, is ours alone.
+        path.unlink(missing_ok=True)
+
+
+def is_aligned(view: memoryview) -> bool:
+    """Whether O_DIRECT can take this buffer: address and length are multiples of ``ALIGNMENT_BYTES``."""
+    if view.readonly or not view.nbytes or view.nbytes % ALIGNMENT_BYTES:
+        return False  # ctypes tells no address of a read-only buffer; arena slots are writable
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT_BYTES == 0
+
+
+def write_file(path: Path, blob: memoryview, *, direct: bool) -> int:
+    """Create ``path`` with the bytes of ``blob`` and return the bytes allocated for it.
+
+    No fsync: this is a cache. After a power failure a renamed file may hold anything, and the checksums in its
+    header find out; an fsync per blob would cost up to half of the throughput for nothing.
+    """
+    direct = direct and is_aligned(blob)
+    descriptor = os.open(path, os.O_WRONLY | _CREATE | (os.O_DIRECT if direct else 0), FILE_MODE)
+    try:
+        _write_all(descriptor, blob.cast("B"), direct)
+    finally:
+        os.close(descriptor)
+    # After the close: before it, some file systems count space they preallocated and give back.
+    return allocated_bytes(path.stat(follow_symlinks=False))
+
+
+def _write_all(descriptor: int, blob: memoryview, direct: bool) -> None:
+    offset = 0
+    while offset < len(blob):
+        try:
+            offset += os.pwrite(descriptor, blob[offset:], offset)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL or not direct:
+                raise
+            # A file size limit or a nearly full disk can cut a write off the alignment. Going on through the page
+            # cache either works or yields the errno that says what is wrong.
+            direct = False
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+
+def read_file(path: Path, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
+    """Fill ``buffer`` from the file, piece by piece; False when there is none.
+
+    Args:
+        on_piece: Called with the bytes read so far, after each piece.
+
+    Raises:
+        ChunkCorrupt: The file's size is not the buffer's.
+    """
+    try:
+        descriptor = os.open(path, _READ)
+    except FileNotFoundError:
+        return False
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != buffer.nbytes:
+            raise ChunkCorrupt(f"blob has the wrong size. path={path} observed={found} expected={buffer.nbytes}")
+        _read_all(descriptor, buffer.cast("B"), path, on_piece)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _read_all(descriptor: int, buffer: memoryview, path: Path, on_piece: Callable[[int], None]) -> None:
+    offset = 0
+    while offset < len(buffer):
+        count = os.preadv(descriptor, [buffer[offset : offset + READ_PIECE_BYTES]], offset)
+        if count == 0:
+            raise ChunkCorrupt(f"blob was cut while it was read. path={path} observed={offset} expected={len(buffer)}")
+        offset += count
+        on_piece(offset)
+
+
+def replace_small_file(path: Path, content: bytes, *, is_lasting: bool = False, temp_in: Path | None = None) -> None:
+    """Publish a small file under ``path`` by writing another one and renaming it.
+
+    What stands under ``path`` is replaced, whatever it is: whoever calls knows that it is ours.
+
+    Args:
+        is_lasting: It must survive a power failure once it is there; fsync, then.
+        temp_in: Where to write it meanwhile; None: beside it. Its name has eight random digits, so that it is taken
+            by nobody else's file and can be told from one (``sweep.py``).
+    """
+    temp = (temp_in or path.parent) / f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
+    write_new_file(temp, content, is_lasting=is_lasting)
+    try:
+        os.replace(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+
+
+def write_new_file(path: Path, content: bytes, *, is_lasting: bool = False, like: os.stat_result | None = None) -> None:
+    """Create a small file, of which nothing is left behind when that fails.
+
+    Args:
+        is_lasting: Its bytes must survive a power failure; fsync, then.
+        like: Give it to the owner and the group of this.
+
+    Raises:
+        OSError: The name is taken, or the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | _CREATE, FILE_MODE)
+    try:
+        if like is not None:
+            os.fchown(descriptor, like.st_uid, like.st_gid)
+        _write_all(descriptor, memoryview(content), direct=False)
+        if is_lasting:
+            os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def is_own_file(status: os.stat_result, owners: Collection[int]) -> bool:
+    """Whether this is a plain file of one of these users: we make no other. It may have a second name, as in a backup
+    of hard links, which loses nothing by the removal of this one."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid in owners
+
+
+def read_head(path: Path | str, length: int) -> bytes:
+    """The first ``length`` bytes of a file, fewer when it is shorter."""
+    descriptor = os.open(path, _READ)
+    try:
+        return os.pread(descriptor, length, 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_small_file(path: Path, bytes_max: int) -> bytes:
+    """All of a small file.
+
+    Raises:
+        OSError: There is none, it is no regular file, or it is larger than ``bytes_max`` (EFBIG).
+    """
+    descriptor = os.open(path, _READ)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > bytes_max:
+            raise OSError(errno.EFBIG, f"larger than {bytes_max} bytes", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(bytes_max)
+    finally:
+        os.close(descriptor)
+
+
+def allocated_bytes(status: os.stat_result) -> int:
+    """What a file takes from the disk, which is not its length: ``st_blocks`` counts 512-byte units everywhere."""
+    return status.st_blocks * 512
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes an unprivileged writer can still allocate on the file system of ``directory``."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,415 @@
+"""The local disk tier: one file per blob, bounded in bytes, kept across restarts.
+
+Owns one directory exclusively::
+
+    server.lock                                  held while the tier is open (``lock.py``)
+    server.json                                  who holds it; written by the server, read here
+    blobs/<namespace>/<kk>/<key>.safetensors     one blob each; kk = first two hex digits of the key
+    blobs/<namespace>/namespace.json             the namespace's readable record
+    tiered_kv.json                               says whose it is, before anything else is written (``marker.py``)
+    tmp/                                         writes in flight; ours are removed at open (``sweep.py``)
+    index/                                       sizes and recency (``index.py``)
+    pins.json                                    what must stay (``pins.py``); read again by every flush
+
+Must not verify payloads (``wrappers/verified.py``), retry, start threads or log per blob. Called by the engine's I/O
+threads and by the CLI, through ``tiers/open.py``.
+
+A blob is written to a temp file and renamed, without fsync: readers see all of it or nothing, and what a power failure
+tears is found by its checksums. Bytes are reserved before the write and accounted from ``st_blocks`` after it, so
+blobs, temp files and the metadata reserve stay within the capacity at every moment. (A file deleted while a get still
+reads it gives its blocks back a moment later than its bytes.)
+
+    field        guarded by
+    _ledger      its own lock: rows, bytes, recency
+    _gate        _active, _closed: close() waits for calls in flight before the directory is unlocked
+    _stripes     one lock per key byte mod 64: rename or unlink and their bookkeeping are one step for a name
+    _index       its own lock
+    _pinned      replaced as a whole by flush
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiered_kv.chunks.geometry import align_up
+from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, Closed, ConfigError, TierUnavailable
+from tiered_kv.keys.namespace import FIRST_STORED_BY
+from tiered_kv.keys.naming import relative_path
+from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
+from tiered_kv.tiers.disk.files import (
+    free_bytes,
+    make_directories,
+    make_root,
+    mapped_errors,
+    read_file,
+    read_head,
+    read_small_file,
+    refuse_links,
+    replace_small_file,
+    supports_direct_io,
+    writable_by_others,
+    write_file,
+)
+from tiered_kv.tiers.disk.index import DiskIndex, foreign_index, is_on_network
+from tiered_kv.tiers.disk.ledger import DiskLedger
+from tiered_kv.tiers.disk.lock import DirectoryLock
+from tiered_kv.tiers.disk.marker import claim
+from tiered_kv.tiers.disk.pins import read_pins
+from tiered_kv.tiers.disk.scan import NAMESPACE_FILE, RECORD_BYTES_MAX, DirectoryContent, reconcile
+from tiered_kv.tiers.disk.sweep import SweepLog, sweep_temp_files
+
+logger = logging.getLogger(__name__)
+
+MIN_FREE_BYTES = 1 << 30
+"""Left on the file system for everybody else, unless the caller says otherwise."""
+
+MIN_METADATA_RESERVE_BYTES = 64 << 20
+MIN_BLOB_SPACE_BYTES = 1 << 20
+_STRIPES = 64
+
+
+def metadata_reserve(capacity_bytes: int) -> int:
+    """Bytes set aside for directories, extents and the index: 1 %, at least 64 MiB."""
+    return max(MIN_METADATA_RESERVE_BYTES, capacity_bytes // 100)
+
+
+class DiskTier(Tier):
+    """Blobs in files below one directory.
+
+    Attributes:
+        direct_io: Writes bypass the page cache (buffers that are not 4096-aligned never do). Reads always use it.
+        unreadable_count: Files the scan at open left out: foreign, misnamed, or broken and removed.
+    """
+
+    traits = TierTraits(name="disk", io_concurrency=4, is_shared=False)
+
+    def __init__(
+        self,
+        root: Path,
+        capacity_bytes: int,
+        *,
+        min_free_bytes: int = MIN_FREE_BYTES,
+        metadata_reserve_bytes: int | None = None,
+        direct_io: bool | None = None,
+    ) -> None:
+        """Claim and lock the directory, sweep temp files, load the index and reconcile it with the files.
+
+        Args:
+            capacity_bytes: Limit of blobs, temp files and the metadata reserve together.
+            min_free_bytes: Refuse writes that would leave less than this on the file system.
+            metadata_reserve_bytes: Taken off the capacity first; None: ``metadata_reserve``.
+            direct_io: Whether writes use O_DIRECT; None: where a probe succeeds.
+
+        Raises:
+            ConfigError: The capacity is too small, ``direct_io`` is demanded where it does not work, or the directory
+                is somebody else's: then nothing in it was touched.
+            DirectoryLocked: Another process owns the directory.
+            TierUnavailable: The directory cannot be made, read or written.
+        """
+        reserve = metadata_reserve(capacity_bytes) if metadata_reserve_bytes is None else metadata_reserve_bytes
+        if capacity_bytes < reserve + MIN_BLOB_SPACE_BYTES:
+            raise ConfigError(
+                f"disk capacity leaves no room for blobs. capacity={capacity_bytes} metadata_reserve={reserve} "
+                f"least={reserve + MIN_BLOB_SPACE_BYTES}: raise disk_bytes"
+            )
+        self._root = Path(os.path.realpath(root))
+        self._blobs, self._tmp = self._root / "blobs", self._root / "tmp"
+        self._min_free_bytes = min_free_bytes
+        self._ledger = DiskLedger(capacity_bytes - reserve)
+        self._gate = threading.Condition()
+        self._active = 0
+        self._closed = False
+        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._flushing = threading.Lock()
+        self._is_flush_failing = False
+        self._pinned: frozenset[bytes] = frozenset()
+        self._has_warned_of_pins = False
+        self._temp_numbers = itertools.count()
+        with mapped_errors("open", self._root):
+            make_root(self._root)
+            owners = claim(self._root)
+        self._lock = DirectoryLock(self._root)
+        try:
+            with mapped_errors("open", self._root):
+                make_directories(self._blobs, self._root)
+                make_directories(self._tmp, self._root)
+                log = SweepLog(self._root)
+                sweep_temp_files(self._root, self._tmp, owners, log)
+                self.direct_io = self._choose_direct_io(direct_io)
+                self._index = self._choose_index(owners)
+                content = self._restore(owners, log)
+                log.end()
+                self._read_pins()
+                self.unreadable_count = content.unreadable_count
+                self._log_open(content)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    def _choose_direct_io(self, wanted: bool | None) -> bool:
+        if wanted is False:
+            return False
+        works = supports_direct_io(self._tmp)
+        if wanted and not works:
+            raise ConfigError(f"direct_io was asked for, but the file system refuses it. path={self._root}")
+        return works
+
+    def _choose_index(self, owners: Collection[int]) -> DiskIndex | None:
+        if is_on_network(self._root, Path("/proc/self/mounts").read_text("utf-8", "surrogateescape")):
+            logger.warning("disk directory is on a network mount: no index, every start scans it. path=%s", self._root)
+            return None
+        if (what := foreign_index(self._root, owners)) is not None:
+            logger.warning("index/ is not ours and stays: no index, every start scans. path=%s %s", self._root, what)
+            return None
+        return DiskIndex(self._root, owners)
+
+    def _restore(self, owners: Collection[int], log: SweepLog) -> DirectoryContent:
+        known = self._index.load() if self._index else {}
+        content = reconcile(self._blobs, known, owners, log.removed)
+        self._ledger.restore(content.shards, content.dirty, content.foreign, content.foreign_bytes)
+        return content
+
+    def _log_open(self, content: DirectoryContent) -> None:
+        for place in writable_by_others((self._root, self._blobs, self._tmp)):
+            logger.warning("another user may write into the disk directory, and so into answers: chmod 0700. %s", place)
+        used, count = self._ledger.totals()
+        logger.info(
+            "disk tier open. path=%s blobs=%d used=%d limit=%d direct_io=%s",
+            self._root, count, used, self._ledger.limit_bytes, self.direct_io,
+        )  # fmt: skip
+        if content.unreadable_count:
+            logger.warning(
+                "disk tier holds files that are not blobs of ours. path=%s left_out=%d removed=%d foreign_bytes=%d",
+                self._root, content.unreadable_count, content.removed_count, content.foreign_bytes,
+            )  # fmt: skip
+
+    # -- the tier contract --------------------------------------------------------------------------------------------
+
+    def put(self, name: BlobName, blob: memoryview) -> None:
+        """Store ``blob``; see ``Tier.put``.
+
+        Raises:
+            ChunkCorrupt: The blob does not begin with a header; nothing was stored.
+            ChunkMismatch: The header is of another format version, or a foreign file has the name; it is left alone.
+        """
+        header = peek(blob[:PEEK_BYTES])
+        with self._operation():
+            if self._ledger.is_foreign(name):
+                raise ChunkMismatch(f"a foreign file has this name. path={self._path(name)}")
+            reserved = align_up(blob.nbytes)
+            with mapped_errors("statvfs", self._root):
+                available = free_bytes(self._root) - self._min_free_bytes
+            self._ledger.reserve(reserved, available)
+            temp = self._free_temp()
+            try:
+                with mapped_errors("put", self._path(name)):
+                    self._lock.check()
+                    allocated = self._write_temp(temp, blob)
+                    if allocated > reserved:
+                        self._ledger.reserve(allocated - reserved, available)
+                        reserved = allocated
+                    # The reservation, not a smaller allocation: ZFS and btrfs tell the final one seconds later.
+                    info = BlobInfo(header.record, reserved)
+                    self._publish(temp, info, reserved)
+            except BaseException:
+                self._abandon(temp, reserved)
+                raise
+
+    def _free_temp(self) -> Path:
+        """A name in ``tmp`` that is free: what the sweep has left there is not overwritten, nor removed as ours."""
+        while os.path.lexists(temp := self._tmp / f"{os.getpid()}-{next(self._temp_numbers)}"):
+            pass
+        return temp
+
+    def _write_temp(self, temp: Path, blob: memoryview) -> int:
+        try:
+            return write_file(temp, blob, direct=self.direct_io)
+        except FileNotFoundError:  # somebody cleared the directory
+            make_directories(self._tmp, self._root)
+            return write_file(temp, blob, direct=self.direct_io)
+
+    def _publish(self, temp: Path, info: BlobInfo, reserved_bytes: int) -> None:
+        target = self._path(info.name)
+        with self._stripe(info.name):
+            try:
+                refuse_links(target.parent, self._root)
+                os.replace(temp, target)
+            except FileNotFoundError:  # the first blob of its directory
+                make_directories(target.parent, self._root)
+                os.replace(temp, target)
+            self._ledger.commit(info, reserved_bytes)
+
+    def _abandon(self, temp: Path, reserved_bytes: int) -> None:
+        try:
+            temp.unlink(missing_ok=True)
+        except OSError as exc:
+            # Its bytes stay reserved, because they stay on the disk until the sweep of the next open.
+            logger.warning("cannot remove a temp file. path=%s errno=%s", temp, exc.errno)
+        else:
+            self._ledger.release(reserved_bytes)
+
+    def get_into(self, name: BlobName, buffer: memoryview) -> bool:
+        """Read the blob into ``buffer``; see ``Tier.get_into``."""
+        return self.get_into_by_pieces(name, buffer, lambda _: None)
+
+    def get_into_by_pieces(self, name: BlobName, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
+        path = self._path(name)
+        with self._operation(), mapped_errors("get", path):
+            try:
+                found = read_file(path, buffer, on_piece)
+            except ChunkCorrupt:
+                with contextlib.suppress(OSError):  # gone by now, or no file: damaged is all that can be said
+                    refuse_foreign(read_head(path, PEEK_BYTES), name.namespace)
+                raise
+            if not found:
+                self._forget_vanished(name, path)
+            return found
+
+    def contains(self, name: BlobName) -> bool:
+        """Ask the directory, not the ledger: a vanished file is a miss."""
+        path = self._path(name)
+        with self._operation(), mapped_errors("contains", path):
+            try:
+                os.stat(path, follow_symlinks=False)
+            except FileNotFoundError:
+                self._forget_vanished(name, path)
+                return False
+            return True
+
+    def _forget_vanished(self, name: BlobName, path: Path) -> None:
+        with self._stripe(name):
+            if not os.path.lexists(path):  # again, now that no put can publish it meanwhile
+                self._ledger.forget(name)
+
+    def delete(self, name: BlobName) -> bool:
+        """Remove the blob; a foreign file under its name is not one and stays."""
+        path = self._path(name)
+        with self._operation(), mapped_errors("delete", path), self._stripe(name):
+            if self._ledger.is_foreign(name):
+                return False
+            try:
+                refuse_links(path.parent, self._root)
+                os.unlink(path)
+            except FileNotFoundError:
+                self._ledger.forget(name)
+                return False
+            self._ledger.forget(name)
+            return True
+
+    def scan(self) -> Iterator[BlobInfo]:
+        """Yield a snapshot of the blobs, least recently used first; those of unknown recency come first."""
+        with self._operation():
+            return self._ledger.snapshot()
+
+    def usage(self) -> Usage:
+        """Allocated bytes of blobs, of foreign files and of writes in flight; capacity without the metadata reserve."""
+        with self._operation():
+            used, count = self._ledger.totals()
+            return Usage(used, self._ledger.limit_bytes, count)
+
+    def record_use(self, names: Iterable[BlobName]) -> None:
+        """Note uses in memory; ``flush`` persists them."""
+        with self._operation():
+            self._ledger.touch(list(names))
+
+    def flush(self) -> None:
+        """Write the index rows that changed, read the pins. A failure is logged once and tried again next time."""
+        with self._operation():
+            self._write_index()
+            self._read_pins()
+
+    def pinned(self) -> Collection[bytes]:
+        return self._pinned
+
+    def _read_pins(self) -> None:
+        try:
+            self._pinned = frozenset(name.key for name in read_pins(self._root))
+            self._has_warned_of_pins = False
+        except TierUnavailable as exc:  # what was pinned stays so: nobody said otherwise
+            if not self._has_warned_of_pins:
+                logger.warning("the pins stay as they were. cause=%s", exc)
+            self._has_warned_of_pins = True
+
+    def _write_index(self) -> None:
+        if self._index is None:
+            return
+        with self._flushing:
+            dirty = self._ledger.take_dirty()
+            try:
+                self._lock.check()
+                if dirty and not self._index.write(dirty):
+                    self._ledger.mark_all_dirty()
+                    dirty = self._ledger.take_dirty()
+                    self._index.write(dirty)
+                self._is_flush_failing = False
+            except TierUnavailable as exc:
+                self._ledger.mark_dirty(dirty)
+                if not self._is_flush_failing:
+                    logger.warning("disk index not written, recency is kept in memory. cause=%s", exc)
+                self._is_flush_failing = True
+
+    def describe(self, namespace: bytes, record: bytes) -> None:
+        """Write ``namespace.json`` unless it already says the same."""
+        path = self._blobs / namespace.hex() / NAMESPACE_FILE
+        with self._operation(), mapped_errors("describe", path):
+            self._lock.check()
+            make_directories(path.parent, self._root)
+            if not _says_the_same(path, record):
+                text = json.dumps(json.loads(record), indent=2, sort_keys=True, ensure_ascii=False)
+                replace_small_file(path, text.encode() + b"\n", temp_in=self._tmp)
+
+    def close(self) -> None:
+        """Wait for calls in flight, persist the index and unlock the directory. Idempotent."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            self._gate.wait_for(lambda: self._active == 0)
+        try:
+            self._write_index()
+        finally:
+            self._lock.release()
+
+    # -- plumbing -----------------------------------------------------------------------------------------------------
+
+    def _path(self, name: BlobName) -> Path:
+        return self._blobs / relative_path(name)
+
+    def _stripe(self, name: BlobName) -> threading.Lock:
+        return self._stripes[name.key[0] % _STRIPES]
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        with self._gate:
+            if self._closed:
+                raise Closed(f"the disk tier is closed. path={self._root}")
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._active -= 1
+                if not self._active:
+                    self._gate.notify_all()
+
+
+def _says_the_same(path: Path, record: bytes) -> bool:
+    """Whether the file parses to ``record``, whoever was the first to store there.
+
+    A power failure may have left it empty; then it is written again.
+    """
+    try:
+        there, ours = json.loads(read_small_file(path, RECORD_BYTES_MAX)), json.loads(record)
+        ours.pop(FIRST_STORED_BY, None)
+        return isinstance(there, dict) and {**there, FIRST_STORED_BY: None} == {**ours, FIRST_STORED_BY: None}
+    except (OSError, ValueError, RecursionError):
+        return False

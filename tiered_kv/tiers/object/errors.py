@@ -1,0 +1,219 @@
+"""What went wrong with an object store, in words an operator can act on.
+
+Owns the table from error codes and exceptions to words. Judges by codes and class names and never imports a client:
+every fsspec backend brings its own exceptions. Shows no text of the store longer than a line. Called by
+``tiers/object/store.py`` and ``tiers/object/tier.py``.
+"""
+
+import errno
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Final
+
+TEXT_MAX: Final = 200
+
+_KEY = "check AWS_ACCESS_KEY_ID or key in storage_options"
+_SECRET = "check AWS_SECRET_ACCESS_KEY or secret in storage_options"
+_ALLOWED = (
+    "check the key and that it may get, put, delete and list there "
+    "(without leave to list, a store refuses missing objects, too)"
+)
+_EXPIRED = "the credentials have expired; renew them, or let the environment do it (instance role, profile)"
+_REGION = "the bucket is in another region; set the option region of storage_uri or AWS_REGION"
+_SLOW = "the store asks for fewer requests; lower storage_concurrency if this stays"
+
+_BY_CODE: Final[dict[str, str]] = {
+    "InvalidAccessKeyId": f"the store refuses these credentials: it does not know the access key; {_KEY}",
+    "SignatureDoesNotMatch": f"the store refuses these credentials: the secret does not fit the key; {_SECRET}",
+    "AccessDenied": f"the store refuses these credentials; {_ALLOWED}",
+    "AllAccessDisabled": f"the store refuses these credentials; {_ALLOWED}",
+    "AccountProblem": f"the store refuses these credentials; {_ALLOWED}",
+    "InvalidSecurity": f"the store refuses these credentials; {_ALLOWED}",
+    "Forbidden": f"the store refuses these credentials; {_ALLOWED}",
+    "Unauthorized": f"the store refuses these credentials; {_ALLOWED}",
+    "401": f"the store refuses these credentials; {_ALLOWED}",
+    "403": f"the store refuses these credentials; {_ALLOWED}",
+    "400": "the store refuses the request without a reason, often because the credentials have expired",
+    "ExpiredToken": _EXPIRED,
+    "ExpiredTokenException": _EXPIRED,
+    "RequestExpired": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
+    "InvalidToken": "the store refuses the session token; check AWS_SESSION_TOKEN or token in storage_options",
+    "RequestTimeTooSkewed": "this machine's clock is too far from the store's; set the clock (NTP)",
+    "PermanentRedirect": _REGION,
+    "TemporaryRedirect": _REGION,
+    "301": _REGION,
+    "307": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "SlowDown": _SLOW,
+    "Throttling": _SLOW,
+    "ThrottlingException": _SLOW,
+    "TooManyRequests": _SLOW,
+    "RequestLimitExceeded": _SLOW,
+    "429": _SLOW,
+    "503": _SLOW,
+    "ServiceUnavailable": _SLOW,
+    "RequestTimeout": "the store gave up waiting for the request's bytes",
+    "InvalidBucketName": "the store says that this is no name for a bucket; check storage_uri",
+    "NotImplemented": "the store does not know this kind of request",
+    "501": "the store does not know this kind of request",
+    "ConditionalRequestConflict": "another writer was at the same object at the same moment",
+    "OperationAborted": "another writer was at the same object at the same moment",
+}
+
+_FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "EntityTooLarge", "507"})
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+_CREATE_UNKNOWN_ERRNOS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+_MISSING_CODES = frozenset({"", "NoSuchKey", "404", "NotFound", "BlobNotFound"})
+
+_BY_CLASS: Final[dict[str, str]] = {
+    "NoCredentialsError": (
+        "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or storage_options"
+    ),
+    "PartialCredentialsError": "the credentials are not complete; key and secret belong together",
+    "CredentialRetrievalError": "credentials could not be fetched; check the profile or the instance's role",
+    "TokenRetrievalError": _EXPIRED,
+    "SSOTokenLoadError": _EXPIRED,
+    "UnauthorizedSSOTokenError": _EXPIRED,
+    "ProfileNotFound": "there is no such profile; check the option profile or AWS_PROFILE",
+    "NoRegionError": "no region is known; set the option region of storage_uri or AWS_REGION",
+    "InvalidRegionError": "this is no region; check the option region of storage_uri or AWS_REGION",
+}
+
+_TRUNCATED = frozenset(
+    {"ClientPayloadError", "ContentLengthError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError"}
+)
+_TIMEOUTS = frozenset({"ConnectTimeoutError", "ReadTimeoutError", "FSTimeoutError", "ServerTimeoutError"})
+_RESETS = frozenset({"ConnectionClosedError", "ServerDisconnectedError", "ClientOSError"})
+
+
+class IncompleteRead(ConnectionError):
+    """The body ended before its announced length."""
+
+
+def chain(exc: BaseException) -> Iterator[BaseException]:
+    """The error and what caused it, outermost first; what a client keeps in its own attributes included."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [exc]
+    while pending:
+        one = pending.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        kept = getattr(one, "kwargs", None)
+        inner = [getattr(one, "os_error", None), kept.get("error") if isinstance(kept, dict) else None]
+        pending += [e for e in inner if isinstance(e, BaseException)]
+        pending.append(one.__cause__ or (None if one.__suppress_context__ else one.__context__))
+
+
+def code_of(exc: BaseException) -> str:
+    """The store's error code, e.g. ``NoSuchBucket``; empty when the store said none."""
+    for one in chain(exc):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code") or "")
+    return ""
+
+
+def status_of(exc: BaseException) -> int | None:
+    """The HTTP status of the store's answer; None when there was none."""
+    for one in chain(exc):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        else:
+            status = getattr(one, "status", None)
+        if isinstance(status, int):
+            return status
+    return None
+
+
+def is_missing(exc: BaseException) -> bool:
+    """Whether the store says that this object is not there; a missing bucket is something else."""
+    if isinstance(exc, IsADirectoryError | NotADirectoryError):
+        return True  # the name is part of other objects' paths, or goes on below an object
+    code = code_of(exc)
+    if isinstance(exc, FileNotFoundError):
+        return code in _MISSING_CODES
+    return bool(code) and code in _MISSING_CODES
+
+
+def is_taken(exc: BaseException) -> bool:
+    """Whether a conditional create was refused because the object is there."""
+    return isinstance(exc, FileExistsError) or code_of(exc) in ("PreconditionFailed", "412") or status_of(exc) == 412
+
+
+def is_conflict(exc: BaseException) -> bool:
+    """Whether two writers met, and the store asks to try again."""
+    return code_of(exc) in ("ConditionalRequestConflict", "OperationAborted", "409")
+
+
+def is_full(exc: BaseException) -> bool:
+    """Whether the store has no room, by its own limit or by the file system's."""
+    return code_of(exc) in _FULL_CODES or any(isinstance(e, OSError) and e.errno in _FULL_ERRNOS for e in chain(exc))
+
+
+def is_without_create(exc: BaseException) -> bool:
+    """Whether the store does not know how to create an object only if it is absent."""
+    if code_of(exc) in ("NotImplemented", "501") or status_of(exc) == 501:
+        return True
+    if isinstance(exc, TypeError) and "'mode'" in str(exc):
+        return True  # an fsspec file system older than exclusive writes
+    return any(
+        isinstance(e, NotImplementedError) or (isinstance(e, OSError) and e.errno in _CREATE_UNKNOWN_ERRNOS)
+        for e in chain(exc)
+        if not isinstance(e, PermissionError) or e.errno == errno.EPERM
+    )
+
+
+def explain(exc: BaseException, bucket: str) -> str:
+    """Say what happened and what to do, in one line without values of options."""
+    code, status = code_of(exc), status_of(exc)
+    if code == "NoSuchBucket":
+        return f"there is no bucket {bucket!r}; create it (e.g. `aws s3 mb s3://{bucket}`) or mend storage_uri"
+    if code in _FULL_CODES or is_full(exc):
+        return "the store has no room left"
+    known = _BY_CODE.get(code)
+    if known is not None:
+        return known if not code or code.isdigit() else f"{known} ({code})"
+    if status is not None and status >= 500:
+        return f"the store failed inside (HTTP {status}{' ' + code if code else ''})"
+    if str(status) in _BY_CODE:
+        return f"{_BY_CODE[str(status)]} ({code or status})"
+    return _local(exc) or f"{type(exc).__name__}: {_line(exc)}"
+
+
+def _local(exc: BaseException) -> str | None:
+    """Words for what failed on this side of the network, or on a mounted file system."""
+    errors = list(chain(exc))
+    names = {base.__name__ for error in errors for base in type(error).__mro__}
+    for name, words in _BY_CLASS.items():
+        if name in names:
+            return words
+    if any(isinstance(e, socket.gaierror) for e in errors) or "ClientConnectorDNSError" in names:
+        return "the store's host name is not known here (DNS); check endpoint_url and the network"
+    if any(isinstance(e, ssl.SSLError) for e in errors) or names & {"SSLError", "ClientSSLError"}:
+        return "the TLS connection failed; check endpoint_url (http or https) and the option verify (CA bundle)"
+    if any(isinstance(e, ConnectionRefusedError) or "Connect call failed" in str(e) for e in errors):
+        return "the connection was refused: nothing listens there; check endpoint_url and that the store runs"
+    if names & _TRUNCATED:
+        return "the answer ended before all of its bytes came"
+    if names & _TIMEOUTS or any(isinstance(e, TimeoutError) for e in errors):
+        return "the store did not answer in time"
+    if names & _RESETS or any(isinstance(e, ConnectionError) for e in errors):
+        return "the connection was cut"
+    if "EndpointConnectionError" in names:
+        return "the store cannot be reached; check endpoint_url and the network"
+    if isinstance(exc, FileNotFoundError):
+        return "the directory is not there; check that it is mounted"
+    if isinstance(exc, PermissionError):
+        return f"the store refuses this: {_line(exc)}"
+    return None
+
+
+def _line(exc: BaseException) -> str:
+    text = " ".join((getattr(exc, "strerror", None) or str(exc)).split())
+    return text[:TEXT_MAX] or "no text"

@@ -1,0 +1,241 @@
+"""Objects below one URI: a small blocking client for S3, other fsspec file systems and shared directories.
+
+Owns the deadline and the words of every failure, and the choice of the medium. Knows paths and bytes, nothing of blobs,
+limits or retries of its own. Called by ``tier.py``, ``fleet`` and the CLI.
+"""
+
+import importlib.util
+import logging
+import os
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final, TypeVar
+
+from tiered_kv.errors import Closed, ConfigError, TieredKVError, TierUnavailable
+from tiered_kv.location import Location
+from tiered_kv.tiers.object.errors import explain, is_missing, is_taken, is_without_create
+from tiered_kv.tiers.object.fsspec import open_filesystem
+from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo
+from tiered_kv.tiers.object.s3 import open_s3
+from tiered_kv.tiers.object.shared_directory import SharedDirectory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OWN: Final = "_tiered_kv"
+"""Where everything of ours lies that is no blob."""
+
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
+_SECRET_OPTIONS = ("key", "secret", "token", "account_key", "sas_token", "connection_string")
+
+_INHERITED: Final[list[Medium]] = []
+"""Clients of a process that forked us, kept from being collected: their sockets and event loop's epoll are still the
+parent's, and closing them here would cut the parent off (seen as read timeouts there)."""
+
+
+class _MissingError(Exception):
+    """The object is not there; never leaves this module."""
+
+
+class ObjectStore:
+    """Objects below one URI.
+
+    Threads: any, at any time until ``close``. Every call ends within ``timeout_s`` (a page of a list and a batch of a
+    delete count as one call). The client is made on first use, in the process that uses it: it does not survive a fork.
+
+    Every method raises TierUnavailable for whatever the medium does, and Closed after ``close``.
+
+    Attributes:
+        uri: Where it is, safe to show.
+        timeout_s: Deadline of one call.
+    """
+
+    def __init__(self, location: Location, *, timeout_s: float = 10.0, concurrency: int = 16) -> None:
+        """Name a store; nothing is opened yet.
+
+        Raises:
+            ConfigError: The location is no object store, or the package for its scheme is not installed.
+        """
+        if location.kind != "object":
+            raise ConfigError(f"{location} is no object store")
+        package = _PACKAGES.get(location.scheme)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{location.scheme}:// needs the package {package}: pip install {package}")
+        self.uri = str(location)
+        self._location = location
+        self.timeout_s = timeout_s
+        self._concurrency = concurrency
+        self._secrets = _secrets(location)
+        self._state = threading.Condition()
+        self._is_closed = False
+        self._in_flight_count = 0
+        self._medium: Medium | None = None
+        self._medium_pid = 0
+        self._is_atomic: bool | None = None
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.uri!r})"
+
+    def get(self, path: str, size_max: int | None = None) -> bytes | None:
+        """A whole object, in one request; None when it is not there.
+
+        Raises:
+            ChunkCorrupt: It is larger than ``size_max`` bytes.
+        """
+        with suppress(_MissingError):
+            return self._call("get", path, lambda medium: medium.get(path, None, size_max))
+        return None
+
+    def get_head(self, path: str, length: int) -> bytes | None:
+        """The first ``length`` bytes of an object, fewer if it is shorter; None when it is not there."""
+        with suppress(_MissingError):
+            return self._call("get", path, lambda medium: medium.get(path, length, None))
+        return None
+
+    def get_into(self, path: str, buffer: memoryview) -> bool:
+        """Read a whole object into ``buffer``, in one request; False when it is not there.
+
+        After an error the buffer's content is undefined, but nobody writes into it any more.
+
+        Raises:
+            ChunkCorrupt: Its size is not that of the buffer.
+        """
+        with suppress(_MissingError):
+            self._call("get", path, lambda medium: medium.get_into(path, buffer))
+            return True
+        return False
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """Store an object in place of what is there; readers see all or nothing. After an error either may be there.
+
+        ``data`` is the caller's again when this returns, however it returns.
+        """
+        self._call("put", path, lambda medium: medium.put(path, data, only_if_absent=False))
+
+    def create(self, path: str, data: bytes | memoryview) -> bool:
+        """Store an object unless there is one; False: there is one.
+
+        That one may be our own: a request whose answer was lost is sent a second time. Who must know compares content.
+        """
+        try:
+            self._call("create", path, lambda medium: medium.put(path, data, only_if_absent=True))
+        except FileExistsError:
+            return False
+        return True
+
+    def head(self, path: str) -> ObjectInfo | None:
+        """Size and age of an object, in one request; None when it is not there (or its bucket: S3 does not say)."""
+        with suppress(_MissingError):
+            return self._call("head", path, lambda medium: medium.head(path))
+        return None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Everything below ``prefix``, a page at a time; raises while it is iterated."""
+        cursor: object | None = None
+        while True:
+            page = self._page(prefix, cursor)
+            yield from page.objects
+            cursor = page.cursor
+            if cursor is None:
+                return
+
+    def _page(self, prefix: str, cursor: object | None) -> ListPage:
+        with suppress(_MissingError):
+            return self._call("list", prefix, lambda medium: medium.page(prefix, cursor))
+        return ListPage([], None)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Remove objects; those that are not there are fine."""
+        if paths:
+            shown = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+            with suppress(_MissingError):
+                self._call("delete", shown, lambda medium: medium.delete(list(paths)))
+
+    def creates_atomically(self) -> bool:
+        """Whether ``create`` refuses a name that is taken. Asked once, by creating an object twice."""
+        if self._is_atomic is None:
+            path = f"{OWN}/probe/{uuid.uuid4().hex}"
+            try:
+                # A first refusal is one, too: nobody else has this name, so it met its own lost answer.
+                self._is_atomic = not self.create(path, b"probe") or not self.create(path, b"probe")
+            except TierUnavailable as exc:
+                if exc.__cause__ is None or not is_without_create(exc.__cause__):
+                    raise
+                self._is_atomic = False
+            self.delete([path])
+        return self._is_atomic
+
+    def close(self) -> None:
+        """Refuse further calls, wait for those in flight (at most the deadline), give connections back. Idempotent."""
+        with self._state:
+            self._is_closed = True
+            self._state.wait_for(lambda: self._in_flight_count == 0, self.timeout_s)
+            medium, self._medium = self._medium, None
+        if medium is not None and self._medium_pid != os.getpid():
+            _INHERITED.append(medium)
+        elif medium is not None:
+            try:
+                medium.close()
+            except Exception as exc:  # noqa: BLE001  # the client's own clean-up; nothing is lost with it
+                logger.debug("the object store's client did not close. error=%s", type(exc).__name__)
+
+    def _call(self, operation: str, path: str, work: Callable[[Medium], T]) -> T:
+        """Run one operation and put what fails into words; FileExistsError only if the object is there."""
+        with self._state:
+            if self._is_closed:
+                raise Closed("the object store is closed")
+            self._in_flight_count += 1
+        try:
+            return work(self._open_medium())
+        except TieredKVError:
+            raise
+        except Exception as exc:  # every backend has its own errors, and none of them may reach a request
+            if operation not in ("put", "create") and is_missing(exc):
+                raise _MissingError from None
+            if operation == "create" and is_taken(exc):
+                raise FileExistsError(path) from exc
+            words = self._scrub(explain(exc, self._location.path.partition("/")[0]))
+            raise TierUnavailable(
+                f"object store: {operation} failed: {words}. path={path} store={self.uri} timeout_s={self.timeout_s:g}"
+            ) from exc
+        finally:
+            with self._state:
+                self._in_flight_count -= 1
+                self._state.notify_all()
+
+    def _open_medium(self) -> Medium:
+        with self._state:
+            if self._medium is not None and self._medium_pid != os.getpid():
+                _INHERITED.append(self._medium)
+                self._medium = None
+            if self._medium is None:
+                self._medium = _open_medium(self._location, self.timeout_s, self._concurrency)
+                self._medium_pid = os.getpid()
+            return self._medium
+
+    def _scrub(self, text: str) -> str:
+        """Take out what a client may have put into its message: our secrets, and users and queries of addresses."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return re.sub(r"(https?://)\S*@|\?\S+", r"\1***", text)
+
+
+def _secrets(location: Location) -> list[str]:
+    """Values that no message may hold; long ones first, so that none hides inside another."""
+    values = [location.options.get(name) for name in _SECRET_OPTIONS]
+    nested = location.options.get("client_kwargs")
+    if isinstance(nested, dict):
+        values += [value for name, value in nested.items() if name.startswith("aws_")]
+    return sorted({value for value in values if isinstance(value, str) and len(value) > 3}, key=len, reverse=True)
+
+
+def _open_medium(location: Location, timeout_s: float, concurrency: int) -> Medium:
+    if location.scheme == "shared+file":
+        return SharedDirectory(location.path, timeout_s)
+    if location.scheme == "s3":
+        return open_s3(location, timeout_s, concurrency)
+    return open_filesystem(location, timeout_s)

@@ -1,0 +1,182 @@
+"""Identity of LoRA adapters, by the content of the files that vLLM loaded.
+
+Owns which adapters have an identity and what the scheduler side knows of them. Must not trust that a path still holds
+the files that vLLM read: the workers note what they load (``loader_watch.py``) and report it with every step.
+
+Conditions that make it right, whenever files are written:
+
+    looking up     every rank holds the files that lie there now; or no rank has reported a load yet, and nothing has
+                   touched the files since before this engine could have loaded any
+    storing        every rank has reported that it loaded the very files the request's keys were made of
+    both end for   an id whose adapter was replaced, and a name and path whose files changed, until the engine ends
+
+Threads: none; the scheduler's.
+"""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import vllm
+
+from tiered_kv.errors import TieredKVError
+from tiered_kv.vllm.identity.file_digests import FileStamp, digest_files, settle
+from tiered_kv.vllm.identity.loader_watch import adapter_stamps, stamps_text
+
+ADAPTER_FULL_BYTES: Final = 256 << 20
+"""Adapters up to this size are hashed completely, once; vLLM reads them at the same moment anyway."""
+
+MAX_ADAPTERS: Final = 4096
+"""Adapters remembered; beyond it requests with new ones are left alone, so that a stream of them cannot fill memory."""
+
+CLOCKS_APART_NS: Final = 2_000_000_000
+"""How far the clock of a file system that another machine serves may be from ours."""
+
+ADAPTER_FLAGS: Final = ("enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+"""Of vLLM's LoRA configuration: which layers an adapter is applied to, and as what its experts' tensors are read."""
+
+PATHS_HASHED_FROM: Final = (0, 31)
+"""First vLLM whose own prefix cache tells adapters of one name apart by their paths."""
+
+_ADVICE: Final = "Load each version of an adapter from a directory of its own, under a name of its own"
+
+
+class Unaccountable(TieredKVError):
+    """A request depends on something that its keys do not name.
+
+    It is neither looked up nor stored, and counted.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The adapter of one request, as its keys name it.
+
+    Attributes:
+        number: vLLM's id, under which workers hold it.
+        path: Where the request says it lies.
+        stamps: Stamps of the files that ``identity`` was made of, in the form in which workers report them.
+        changed_ns: When one of the files was last touched.
+    """
+
+    number: int
+    name: str
+    path: str
+    stamps: str
+    changed_ns: int
+    identity: str
+
+
+def adapter_numerics(vllm_config: Any) -> str:
+    """The settings of vLLM that decide how an adapter changes KV, as text; empty without LoRA.
+
+    Not in it are sizes, and sharding, which is rounding (``config_fields.py``). KV without an adapter is the same with
+    LoRA and without it, so none of this is in the namespace.
+    """
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    modules = None if lora.target_modules is None else sorted(set(lora.target_modules))
+    flags = {name: bool(getattr(lora, name, False)) for name in ADAPTER_FLAGS}
+    return json.dumps({"dtype": str(lora.lora_dtype), "modules": modules} | flags, sort_keys=True)
+
+
+class Adapters:
+    """Identities of LoRA adapters, and which of them workers hold.
+
+    Only its own methods write its fields. Threads: vLLM's scheduler thread only.
+    """
+
+    def __init__(self, numerics: str, world_size: int = 1) -> None:
+        """Take how vLLM applies adapters (``adapter_numerics``), and how many ranks load each of them."""
+        self._numerics = numerics
+        self._world_size = world_size
+        self._started_ns = time.time_ns()
+        self._first_seen: dict[tuple[str, ...], tuple[FileStamp, ...]] = {}
+        self._held: dict[int, dict[int, str]] = {}
+        self._replaced: set[int] = set()
+
+    def identity(self, lora_request: Any) -> Adapter:
+        """Identify an adapter by its weights, not by its name or path.
+
+        Raises:
+            Unaccountable: Its files cannot be read here, have changed, or are not those that vLLM loaded.
+        """
+        name, path, number = lora_request.lora_name, str(lora_request.lora_path), int(lora_request.lora_int_id)
+        stamps = adapter_stamps(path)
+        if not stamps:
+            raise Unaccountable(f"adapter's files cannot be read. adapter={name}")
+        # What vLLM's own prefix cache takes for one adapter: after a change it may still hold the old one's blocks.
+        key = (name, path) if _release() >= PATHS_HASHED_FROM else (name,)
+        if key not in self._first_seen and len(self._first_seen) >= MAX_ADAPTERS:
+            raise Unaccountable(f"too many adapters. limit={MAX_ADAPTERS}")
+        if key not in self._first_seen:
+            settle(stamps)
+        if self._first_seen.setdefault(key, stamps) != stamps:
+            raise Unaccountable(f"adapter's files changed while vLLM runs. {_ADVICE}. adapter={name}")
+        try:
+            digest = digest_files(stamps, ADAPTER_FULL_BYTES)
+        except OSError as exc:
+            raise Unaccountable(f"adapter's files cannot be read. adapter={name}") from exc
+        fused = int(getattr(lora_request, "is_3d_lora_weight", False))
+        identity = f"{digest} {self._numerics} fused_experts={fused}"
+        changed_ns = max(stamp.ctime_ns for stamp in stamps)
+        found = Adapter(number, name, path, stamps_text(stamps), changed_ns, identity)
+        self.check(found)
+        return found
+
+    def check(self, adapter: Adapter) -> None:
+        """See that no rank holds, or has held, other files under the adapter's id than those of its identity.
+
+        Raises:
+            Unaccountable: One does or did.
+        """
+        if adapter.number in self._replaced:
+            raise Unaccountable(f"adapter was replaced while vLLM runs. {_ADVICE}. adapter={adapter.name}")
+        if any(stamps != adapter.stamps for stamps in self._held.get(adapter.number, {}).values()):
+            raise Unaccountable(
+                "adapter's files are not those that vLLM loaded: they were written later, or meanwhile. "
+                f"{_ADVICE}. adapter={adapter.name}"
+            )
+
+    def is_held(self, adapter: Adapter) -> bool:
+        """Whether every rank has reported that it loaded the files of the adapter's identity, and nothing else."""
+        held = self._held.get(adapter.number, {})
+        is_everywhere = len(held) == self._world_size and all(stamps == adapter.stamps for stamps in held.values())
+        return is_everywhere and adapter.number not in self._replaced
+
+    def may_look_up(self, adapter: Adapter) -> bool:
+        """Whether KV stored for this identity fits the adapter that ranks hold, or will load for this request."""
+        if stamps_text(adapter_stamps(adapter.path)) != adapter.stamps:
+            return False
+        if self._held.get(adapter.number):
+            return self.is_held(adapter)
+        # An add_lora may not have been reported yet, since that needs a step; older files were the same then.
+        return adapter.changed_ns < self._started_ns - CLOCKS_APART_NS
+
+    def take_reports(self, loads: Mapping[int, Mapping[int, str]]) -> bool:
+        """Take the ranks' reports of loads: by adapter's id and rank the stamps of the files, "" for changed ones.
+
+        Returns whether one replaced another: KV on its way to the cache may then be of either.
+        """
+        is_any_replaced = False
+        for number, by_rank in loads.items():
+            held = self._held.get(number)
+            if held is None:
+                if len(self._held) >= MAX_ADAPTERS:
+                    continue  # counts as held by no rank
+                held = self._held[number] = {}
+            for rank, stamps in by_rank.items():
+                if held.setdefault(rank, stamps) != stamps:
+                    held[rank] = stamps
+                    self._replaced.add(number)
+                    is_any_replaced = True
+        return is_any_replaced
+
+
+def _release() -> tuple[int, int]:
+    numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)

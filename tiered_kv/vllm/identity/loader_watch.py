@@ -1,0 +1,155 @@
+"""Notes which files of weights and LoRA adapters vLLM reads, when it reads them.
+
+Neither can be asked for later: a link may have turned and a file may have been replaced by then. So vLLM's loaders are
+wrapped, once per process, before any model is loaded (``plugin.py``); the wrappers note stamps and change nothing.
+``weights.py`` and ``adapters.py`` accept only what was noted here, so a loader that this module does not know, or a
+vLLM that renames what is wrapped, costs hits and never a wrong byte. tests/vllm/test_api_drift.py names what is
+wrapped.
+
+Threads: vLLM loads models and adapters in a worker's main thread, and these notes are read there.
+"""
+
+import functools
+import glob
+import hashlib
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tiered_kv.vllm.identity.file_digests import FileStamp, file_stamps, local_path, settle, stamps_of
+
+logger = logging.getLogger("vllm." + __name__)
+
+ADAPTER_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".json")
+ADAPTER_CONFIG: Final = "adapter_config.json"
+MAX_NOTES: Final = 1 << 14
+"""Adapters whose loads are remembered until the next step reports them."""
+
+_MARK: Final = "_tiered_kv_watched"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Files that a loader of vLLM was about to read.
+
+    Attributes:
+        load_config: A weak reference to the ``LoadConfig`` of the engine that loaded.
+        loader: The loader's class.
+        stamps: Taken before the first byte was read; () if a file could not be looked at.
+    """
+
+    load_config: "weakref.ref[Any]"
+    loader: type
+    stamps: tuple[FileStamp, ...]
+
+
+_readings: list[Reading] = []
+_adapter_loads: dict[int, tuple[int, str]] = {}
+"""By vLLM's id of the adapter, oldest load first: which load of this process it was, and what was loaded."""
+
+
+def watch_loaders() -> None:
+    """Wrap vLLM's loaders of weights and adapters. Idempotent; call it before the model is loaded."""
+    try:
+        from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415 (as plugin.py)
+
+        for loader in watched_loaders():
+            _wrap(loader, "_prepare_weights", _noting_weights)
+        _wrap(WorkerLoRAManager, "_load_adapter", _noting_adapter)
+    except (ImportError, AttributeError) as exc:
+        logger.warning("vLLM's loaders cannot be watched: weights need model_id, adapters are not cached. %r", exc)
+
+
+def watched_loaders() -> tuple[type, ...]:
+    """The loaders whose files all pass ``_prepare_weights``; the files of other loaders are unknown."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # noqa: PLC0415
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader  # noqa: PLC0415
+
+    return DefaultModelLoader, ShardedStateLoader
+
+
+def readings_of(load_config: Any) -> list[Reading]:
+    """Readings for the engine with this very ``LoadConfig``, in order."""
+    _readings[:] = [reading for reading in _readings if reading.load_config() is not None]
+    return [reading for reading in _readings if reading.load_config() is load_config]
+
+
+def adapter_loads(after: int) -> tuple[int, dict[int, str]]:
+    """Adapters loaded since the load with this number: the newest number, and what each id holds now."""
+    found = {adapter_id: stamps for adapter_id, (number, stamps) in _adapter_loads.items() if number > after}
+    return next((number for number, _ in reversed(_adapter_loads.values())), 0), found
+
+
+def adapter_stamps(name: str) -> tuple[FileStamp, ...]:
+    """Stamps of an adapter's files, wherever it lies on this machine; () if it is not here."""
+    path = local_path(name, ADAPTER_CONFIG)
+    return () if path is None else file_stamps(path, ADAPTER_SUFFIXES)
+
+
+def stamps_text(stamps: tuple[FileStamp, ...]) -> str:
+    """Stamps as a short text that crosses from workers to the scheduler; "" where there are none."""
+    return hashlib.sha256(repr(stamps).encode()).hexdigest() if stamps else ""
+
+
+def _wrap(owner: type, name: str, noting: Any) -> None:
+    original = vars(owner)[name] if name in vars(owner) else getattr(owner, name)
+    if not getattr(original, _MARK, False):
+        wrapper = functools.wraps(original)(noting(original, owner))
+        setattr(wrapper, _MARK, True)
+        setattr(owner, name, wrapper)
+
+
+def _noting_weights(original: Any, _: type) -> Any:
+    def prepare_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        try:
+            stamps = stamps_of(_files_of(answer))
+            settle(stamps)
+        except (OSError, TypeError):
+            stamps = ()  # not local, or not what this vLLM should answer
+        _readings.append(Reading(weakref.ref(self.load_config), type(self), stamps))
+        return answer
+
+    return prepare_weights
+
+
+def _files_of(answer: Any) -> Iterator[str]:
+    """The files in a result of ``_prepare_weights``: a folder, or a tuple whose second item lists files."""
+    if isinstance(answer, str):
+        files = sorted(glob.glob(os.path.join(glob.escape(answer), "*.safetensors")))
+    else:
+        files = list(answer[1])
+    if not files:
+        raise FileNotFoundError(f"no weights in {answer!r}")
+    yield from files
+
+
+def _noting_adapter(original: Any, _: type) -> Any:
+    def load_adapter(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        name = str(lora_request.lora_path)
+        before = adapter_stamps(name) or _fetched(name)
+        settle(before)
+        loaded = original(self, lora_request, *args, **kwargs)  # if this fails, vLLM keeps what it had
+        _note_adapter(int(lora_request.lora_int_id), stamps_text(before) if adapter_stamps(name) == before else "")
+        return loaded
+
+    return load_adapter
+
+
+def _note_adapter(adapter_id: int, stamps: str) -> None:
+    number = adapter_loads(0)[0] + 1
+    _adapter_loads.pop(adapter_id, None)
+    _adapter_loads[adapter_id] = (number, stamps)
+    if len(_adapter_loads) > MAX_NOTES:
+        del _adapter_loads[next(iter(_adapter_loads))]
+
+
+def _fetched(name: str) -> tuple[FileStamp, ...]:
+    """An adapter of the hub that was never used here: vLLM fetches it in the very call, so let it do that first."""
+    from vllm.lora.utils import get_adapter_absolute_path  # noqa: PLC0415
+
+    get_adapter_absolute_path(name)
+    return adapter_stamps(name)

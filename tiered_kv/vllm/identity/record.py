@@ -1,0 +1,250 @@
+"""The fields of the namespace record, read from vLLM's configuration.
+
+Owns the reading of ``VllmConfig`` for the namespace record. Must not touch tensors (``kv_layout.py`` does) nor read
+weights (``model_files.py`` does). Called by the worker, because only there the attention layers and with them the
+attention backend exist.
+
+Three things make a field: what is observed where the KV lies (geometry, layout, encoding), what the weights are, and
+every setting that ``config_fields.py`` does not excuse. Excused are switches that only change rounding from step to
+step, as batch size does anyway: eager mode, compilation, scheduling. vLLM's minor version is a field of its own, since
+a kernel or a model's code that is mended changes nothing else; ``share_vllm_versions`` leaves it out.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import vllm
+from vllm import envs, platforms
+
+from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.vllm.identity.canonical import key_text, plain, written
+from tiered_kv.vllm.identity.config_values import kv_settings
+from tiered_kv.vllm.identity.model_files import model_files, weights_identity
+from tiered_kv.vllm.kv_groups import cache_groups
+
+PLAIN_DTYPES: Final = frozenset({"auto", "bfloat16", "float16", "half", "float", "float32"})
+"""KV dtypes that hold numbers as they are; the page's dtype says which."""
+
+EXPERTS_CHARS_MAX: Final = 100
+"""An encoding has at most 200 characters (``messages.NAME_CHARS_MAX``); of more kinds of experts there is a digest."""
+
+COSMETIC_FIELDS: Final = frozenset({
+    "_name_or_path", "_commit_hash", "transformers_version",  # where it came from
+    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript", "chunk_size_feed_forward",
+    "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task",  # transformers' own running
+    "sep_token_id", "decoder_start_token_id",  # where text ends; others are embedded with images or end n-grams
+    "initializer_range", "attention_dropout", "hidden_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "pretraining_tp",  # training
+})  # fmt: skip
+"""Fields of HF configs that have no influence on KV; everything else counts, known to us or not."""
+
+
+class IdentitySettings(Protocol):
+    """The settings that are part of the identity."""
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    @property
+    def model_id(self) -> str | None: ...
+
+    @property
+    def share_vllm_versions(self) -> bool: ...
+
+
+def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettings) -> dict[str, object]:
+    """Collect all fields of the namespace but ``geometry``, ``kv_encoding`` and ``epoch``; the same on every rank.
+
+    Call it in a worker when KV tensors are registered: the scheduler side has no attention layers to ask.
+
+    Raises:
+        ConfigError: The weights cannot be identified, or a file that belongs to the model cannot be read.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text_config = model.hf_text_config
+    return {
+        "format_version": FORMAT_VERSION,
+        "weights": weights_identity(vllm_config, settings.model_id),
+        "text_config": canonical_config(text_config),
+        # Multimodal models: the rest of the config shapes the embeddings that stand in for images.
+        "outer_config_sha256": None if model.hf_config is text_config else _digest(canonical_config(model.hf_config)),
+        "model_dtype": _plain(model.dtype),
+        "kv_dtype": _kv_dtype(vllm_config, kv_cache_config),
+        "quantization": _quantization(model),
+        "attention_backend": attention_backends(vllm_config, kv_cache_config),
+        "kv_layout": getattr(kv_cache_config, "kv_cache_layout", None),
+        "max_model_len": int(model.max_model_len),
+        # Scales come with the checkpoint, which the weights' identity covers; scales computed at run time are refused.
+        "kv_scales": "none" if _quant_mode(kv_cache_config) == "NONE" else "checkpoint",
+        "block_tokens": cache_groups(vllm_config, kv_cache_config, settings.chunk_tokens).block_tokens,
+        "chunk_tokens": int(settings.chunk_tokens),
+        "tp": int(parallel.tensor_parallel_size),
+        "pp": int(parallel.pipeline_parallel_size),
+        "dcp": int(parallel.decode_context_parallel_size),
+        "dcp_interleave": _interleave(parallel),
+        "model_runner": _model_runner(vllm_config),
+        "vllm_version": None if settings.share_vllm_versions else _minor_version(vllm.__version__),
+        "settings": {
+            **kv_settings(vllm_config),
+            "model_files": model_files(vllm_config, is_named=settings.model_id is not None),
+            "device_capability": _capability(model, kv_cache_config),
+        },
+    }
+
+
+def attention_backends(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Names of the attention backends that read and write the group's KV, sorted: ``"CPU_ATTN"``.
+
+    Raises:
+        ValueError: Called outside a worker. A guess here would give each role a namespace of its own.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    backends = {layers[name].get_attn_backend().get_name() for name in names if name in layers}
+    if not backends:
+        raise ValueError("attention layers exist in workers only, and after the model was loaded")
+    return ",".join(sorted(backends))
+
+
+def page_encodings(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """Encoding of each layer's page, which name, dtype and shape do not give: ``"CPU_ATTN cpu amx"``.
+
+    A CPU backend orders a page by the instructions it was built for, ROCm by a switch and with an FP8 of its own, and a
+    model may have a backend per kind of layer. Call it in a worker, as ``base_fields``.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    return {name: _encoding(layers[name]) for name in names if name in layers}
+
+
+def with_experts(vllm_config: Any, encodings: Mapping[str, str]) -> dict[str, str]:
+    """The encodings of one rank's layers, with the precisions its quantised experts are computed in, if it has any.
+
+    vLLM chooses those while it builds the model, by more than ``moe_backend``: W4A16 where an engine takes LoRA, or has
+    expert parallelism of some kinds, and W4A8 or W4A4 of the same weights elsewhere. Told per rank, as encodings are:
+    pipeline stages have different experts. Call it in a worker, as ``base_fields``.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    kinds = sorted(set(filter(None, map(_expert_precision, layers))))
+    if len(" ".join(kinds)) > EXPERTS_CHARS_MAX:
+        kinds = [f"experts:{_digest(kinds)}"]
+    return {name: " ".join((text, *kinds)) for name, text in encodings.items()}
+
+
+def _expert_precision(layer: Any) -> str:
+    """``experts:Mxfp4MoEMethod:mxfp8``: the method and the precision of its inputs; empty for plain ones."""
+    method = getattr(getattr(layer, "routed_experts", layer), "quant_method", None)
+    config = getattr(method, "moe_quant_config", None)
+    if config is None or getattr(config, "_w1", None) is None:
+        return ""
+    kinds = [plain(getattr(getattr(config, part, None), "dtype", None)) for part in ("_a1", "_a2", "_w1", "_w2")]
+    if not any(kinds):
+        return ""
+    return f"experts:{type(method).__name__}:{','.join('-' if kind is None else str(kind) for kind in kinds)}"
+
+
+def _encoding(layer: Any) -> str:
+    platform = platforms.current_platform
+    parts = [layer.get_attn_backend().get_name(), str(platform._enum.name).lower()]
+    if (isa := getattr(layer, "isa", None)) is not None:
+        parts.append(str(isa))
+    if (held := str(getattr(layer, "kv_cache_dtype", "auto"))) not in PLAIN_DTYPES:
+        parts.append(held)
+        if held.startswith("fp8"):
+            parts.append(str(plain(platform.fp8_dtype())))
+    if platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
+        parts.append("shuffled")
+    return " ".join(parts)
+
+
+def canonical_config(config: Any) -> dict[str, object]:
+    """A HF config as plain data for the namespace: no cosmetic fields, no ``None`` (it means absent), no floats."""
+    fields = config.to_dict()
+    # transformers 5 renamed it.
+    if "torch_dtype" in fields:
+        fields.setdefault("dtype", fields.pop("torch_dtype"))
+    form = _plain(fields)
+    assert isinstance(form, dict)
+    return form
+
+
+def _plain(value: object) -> object:
+    """As ``plain``, but cosmetic and absent fields go, at every depth of what a config holds."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        kept = {key_text(k): v for k, v in value.items() if v is not None and k not in COSMETIC_FIELDS}
+        return {name: _plain(item) for name, item in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(item) for item in value), key=written)
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    return plain(value)
+
+
+def _digest(plain: object) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _minor_version(version: str) -> str:
+    """``"0.32"`` of ``"0.32.1+cpu"``; a text that is no version, whole."""
+    numbers = re.match(r"\d+\.\d+", version)
+    return numbers[0] if numbers else version
+
+
+def _capability(model: Any, kv_cache_config: Any) -> str | None:
+    """The GPU's generation, which chooses the precision of quantised products; else it only changes rounding."""
+    if model.quantization is None and _quant_mode(kv_cache_config) == "NONE":
+        return None
+    capability = platforms.current_platform.get_device_capability()
+    return None if capability is None else capability.as_version_str()
+
+
+def _first_spec(kv_cache_config: Any) -> Any:
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+
+
+def _quant_mode(kv_cache_config: Any) -> str:
+    mode = getattr(_first_spec(kv_cache_config), "kv_quant_mode", None)
+    return str(getattr(mode, "name", "NONE"))
+
+
+def _kv_dtype(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Dtype of the KV cache, ``auto`` resolved: ``"bfloat16"``, ``"fp8_e5m2:FP8_PER_TENSOR"``."""
+    configured = str(vllm_config.cache_config.cache_dtype)
+    if configured == "auto":
+        configured = str(_plain(getattr(_first_spec(kv_cache_config), "dtype", None)))
+    mode = _quant_mode(kv_cache_config)
+    return configured if mode == "NONE" else f"{configured}:{mode}"
+
+
+def _quantization(model: Any) -> dict[str, object] | None:
+    """Method and options given at start; those of the checkpoint are in its config."""
+    options = getattr(model, "quantization_config", None)
+    if model.quantization is None and options is None:
+        return None
+    if options is not None and not isinstance(options, Mapping):
+        options = vars(options)
+    return {"method": _plain(model.quantization), "options": _plain(options)}
+
+
+def _interleave(parallel: Any) -> int:
+    """Tokens in a row on one rank under decode context parallelism; renamed on the way through the window."""
+    if parallel.decode_context_parallel_size == 1:
+        return 1
+    return int(getattr(parallel, "cp_kv_cache_interleave_size", getattr(parallel, "dcp_kv_cache_interleave_size", 1)))
+
+
+def _model_runner(vllm_config: Any) -> str:
+    generation = getattr(vllm_config, "use_v2_model_runner", None)
+    return "unknown" if generation is None else "v2" if generation else "v1"

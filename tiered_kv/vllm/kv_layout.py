@@ -1,0 +1,145 @@
+"""Reads the pages of one rank from the KV tensors that vLLM registered.
+
+Refuses tensors that cannot be stored byte for byte.
+
+Owns the reading of specs, shapes and strides. Must not copy KV nor believe a layout's name: what the tensors' strides
+say counts, and the layout self-test (``chunks.self_test``) has the last word. Called by the worker when vLLM registers
+its tensors.
+
+Order of layers: group by group as vLLM lists them, and in a group as vLLM lists its layers, which is the model's order;
+the same model gives the same order on every rank, machine and start. A layer that shares the tensor of a layer of its
+group is stored once, under the name that comes first. Layers of different groups may lie in one tensor, too: they never
+share a block.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import lcm
+from typing import Any, Final
+
+import torch
+
+from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.errors import UnsupportedModel
+from tiered_kv.vllm.kv_groups import CacheGroup
+from tiered_kv.vllm.supported import check_groups
+
+DTYPE_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""torch dtypes of KV tensors with their safetensors names; torch has more than the format can name."""
+
+
+def rank_pages(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_groups: Sequence[CacheGroup]
+) -> list[list[LayerPage]]:
+    """Describe one rank's pages per KV cache group, in the order they take in the payload.
+
+    Args:
+        kv_caches: What ``register_kv_caches`` got: layer name -> tensor ``[B, H, N, C]``.
+        kv_cache_config: vLLM's ``KVCacheConfig`` of this worker.
+        cache_groups: What is stored of each group's blocks.
+
+    Raises:
+        UnsupportedModel: A layer that is neither attention over all tokens or a window of them nor MLA, or a tensor
+            whose dtype, shape or layout is not one we can store; the message names the layer and the reason.
+    """
+    check_groups(kv_cache_config)
+    num_blocks = int(kv_cache_config.num_blocks)
+    scheduler_block = lcm(*(group.block_tokens for group in cache_groups))
+    result = []
+    for names, group in zip(_ordered_names(kv_caches, kv_cache_config), cache_groups, strict=True):
+        pages = [_page(name, kv_caches[name], num_blocks, group.block_tokens) for name in names]
+        _check_overlaps([kv_caches[name] for name in names], names)
+        if group.block_tokens != scheduler_block or group.stored_blocks != group.chunk_blocks:
+            pages = [replace(page, blocks=group.stored_blocks) for page in pages]
+        result.append(pages)
+    return result
+
+
+def _ordered_names(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> list[list[str]]:
+    """Layers in their group's order, each tensor once; layers that only share a tensor may be missing in the groups."""
+    groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+    listed = {name for names in groups for name in names}
+    if missing := [name for name in sorted(listed) if name not in kv_caches]:
+        raise UnsupportedModel(f"vLLM registered no KV tensor for a layer of the group. layers={missing[:3]}")
+    for name, tensor in kv_caches.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedModel(f"layer has no single KV tensor. layer={name} observed={type(tensor).__name__}")
+    places = {name: _place(tensor) for name, tensor in kv_caches.items()}
+    shared = {places[name] for name in listed}
+    for name in sorted(kv_caches.keys() - listed):
+        if places[name] not in shared:
+            raise UnsupportedModel(f"KV tensor belongs to no KV cache group and shares no layer's tensor. layer={name}")
+    return [_first_of_each(names, places) for names in groups]
+
+
+def _first_of_each(names: Sequence[str], places: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    first: dict[tuple[Any, ...], str] = {}
+    for name in names:
+        first.setdefault(places[name], name)
+    return list(first.values())
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _page(name: str, tensor: torch.Tensor, num_blocks: int, block_tokens: int) -> LayerPage:
+    what = f"layer={name} shape={tuple(tensor.shape)} strides={tensor.stride()} blocks={num_blocks}"
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnsupportedModel(f"KV dtype is not supported. dtype={tensor.dtype} {what}")
+    if tensor.dim() != 4 or num_blocks <= 0 or tensor.shape[0] == 0 or tensor.shape[0] % num_blocks:
+        raise UnsupportedModel(f"KV tensor is not [blocks, heads, tokens, content]. {what}")
+    # vLLM splits its blocks where the attention kernel wants smaller ones: so many of the tensor's make one of vLLM's.
+    ratio = tensor.shape[0] // num_blocks
+    tokens = ratio * tensor.shape[2]
+    if tokens == 0 or block_tokens % tokens:
+        raise UnsupportedModel(f"tokens per block do not divide vLLM's block size. block_tokens={block_tokens} {what}")
+    axes = _memory_order(tensor, what)
+    page = ratio * tensor[0].numel()
+    if ratio > 1:
+        axes.insert(0, ("K", ratio))
+        if tensor.stride(0) * ratio != page:
+            raise UnsupportedModel(f"kernel blocks of one block do not follow each other. kernel_blocks={ratio} {what}")
+    if tensor.stride(0) * ratio < page:
+        raise UnsupportedModel(f"blocks overlap. {what}")
+    return LayerPage(
+        layer=name,
+        dtype=DTYPE_NAMES[tensor.dtype],
+        shape=tuple(extent for _, extent in axes),
+        axes="".join(axis for axis, _ in axes),
+    )
+
+
+def _memory_order(tensor: torch.Tensor, what: str) -> list[tuple[str, int]]:
+    """Sort a kernel block's axes as they lie in memory, outermost first.
+
+    The stride of an axis with one element says nothing: such axes come first, so that equal bytes get equal names.
+    """
+    axes = list(zip("HNC", tensor.shape[1:], tensor.stride()[1:], strict=True))
+    axes.sort(key=lambda axis: (axis[1] > 1, -axis[2] if axis[1] > 1 else 0))
+    dense = 1
+    for axis, extent, stride in reversed(axes):
+        if extent > 1 and stride != dense:
+            raise UnsupportedModel(
+                "a block's page is not one dense run of bytes (in vLLM's layouts LBHNC, LBNHC, BLHNC and BLNHC it is). "
+                f"axis={axis} expected_stride={dense} {what}"
+            )
+        dense *= extent
+    return [(axis, extent) for axis, extent, _ in axes]
+
+
+def _check_overlaps(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Refuse two layers at the same address; finer overlaps are what the layout self-test is for."""
+    seen: dict[int, str] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        if (other := seen.setdefault(tensor.data_ptr(), name)) != name:
+            raise UnsupportedModel(f"two layers lie at one address with different shapes. layers={other},{name}")

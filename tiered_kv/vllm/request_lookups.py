@@ -1,0 +1,223 @@
+"""Lookups of requests: sends them, keeps their answers fresh, releases them.
+
+A request has one lookup, whose leases keep its chunks in host memory until it is released. A lookup whose answer may
+have grown old is made anew (a renewal); until the newer one is answered, both hold their leases::
+
+    add_request ──> sent ──> answered ──> claimed by a load ──> released
+                     │          │  └──> renewed: the older one of the two is released
+                     │          └─────> given up: the request is admitted without it
+                     └────────────────> given up: no answer in time, or the session is lost
+
+Owns lookups and the keys that they name. Must not decide what a request is offered (``scheduler.py``) nor for how long
+it waits (``wait_policy.py``). Called by the scheduler side and its parts, in vLLM's scheduler thread; never blocks.
+"""
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tiered_kv.config import Config
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.identity.adapters import Unaccountable
+from tiered_kv.vllm.kv_groups import CacheGroups
+from tiered_kv.vllm.requests import RequestState, SentLookup
+from tiered_kv.vllm.save_queue import SaveQueue
+from tiered_kv.vllm.wait_policy import FRESH_S, WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLookups:
+    """Sends, renews and releases the lookups of requests.
+
+    Writes of each :class:`RequestState`: ``keys`` (through ``update_keys``), ``lookup``, ``renewal``, ``held`` and
+    ``is_asked_anew``. Holds no state of its own but vLLM's block pool.
+
+    Threads: vLLM's scheduler thread only.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        client: SchedulerClient,
+        groups: CacheGroups,
+        role: EngineRole,
+        saves: SaveQueue,
+        waiting_queue: WaitingQueue,
+        counters: Counter[str],
+        monotonic: Callable[[], float],
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            saves: Hears which keys the hierarchy does not hold, so that they may be stored again.
+            waiting_queue: Gives each lookup its request's place in vLLM's order.
+            counters: Gets ``lookups``, ``lookup_*`` and ``request_unaccountable``.
+        """
+        self._config = config
+        self._client = client
+        self._groups = groups
+        self._role = role
+        self._saves = saves
+        self._waiting_queue = waiting_queue
+        self._counters = counters
+        self._monotonic = monotonic
+        self._block_pool: Any = None
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        """Take vLLM's block pool, which says what the GPU's prefix cache has."""
+        self._block_pool = block_pool
+
+    def keys(self, state: RequestState) -> PrefixKeys | None:
+        """The request's keys as far as its tokens are final; None without a session, or if it must be left alone."""
+        namespace = self._client.namespace
+        if namespace is None or not state.extras.is_accountable:
+            return None
+        try:
+            return state.update_keys(namespace, self._config.chunk_tokens)
+        except Unaccountable as exc:
+            self._counters["request_unaccountable"] += 1
+            logger.warning("request neither looked up nor stored from here on. reason=%s", exc)
+            return None
+
+    # -- sending -----------------------------------------------------------------------------------------------
+
+    def send(self, state: RequestState, start: int) -> SentLookup | None:
+        """Look up the request's chunks, of which those from ``start`` on are leased; None if nothing was sent."""
+        state.lookup = self._sent(state, start)
+        self._counters["lookups"] += state.lookup is not None
+        return state.lookup
+
+    def send_for_new(self, state: RequestState) -> SentLookup | None:
+        """Look up a request that is new or was preempted: what the GPU's prefix cache has now needs no lease."""
+        return self.send(state, self._cached_chunks(state))
+
+    def _cached_chunks(self, state: RequestState) -> int:
+        """Leading whole chunks that the GPU's prefix cache has now."""
+        if not self._role.may_load or not state.may_read:
+            return sys.maxsize  # no lease is wanted; the lookup only shows what need not be stored
+        if not self._role.has_prefix_caching or self._block_pool is None:
+            return 0
+        return self._groups.cached_chunks(state.request.block_hashes, self._block_pool.get_cached_block)
+
+    def _sent(self, state: RequestState, start: int) -> SentLookup | None:
+        keys = self.keys(state)
+        if keys is None or not keys.keys or not self._client.is_ready:
+            return None
+        turn = self._waiting_queue.turn_of(state)
+        lookup_id = self._client.lookup(keys.keys, keys.digests, min(start, len(keys.keys)), turn)
+        if lookup_id is None:
+            self._counters["lookup_not_sent"] += 1
+            return None
+        return SentLookup(lookup_id, self._client.generation, start, self._monotonic())
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    def answer(self, state: RequestState, lookup: SentLookup) -> LookupAnswer | None:
+        """The newest answer to a lookup; None while there is none, or if its session is lost."""
+        answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
+        if answer is None or not answer.is_answered:
+            return None
+        if lookup.answered_s is None or answer.held != state.held:
+            # The first answer; or a search found more, or a promotion failed: what is not held must be stored again.
+            lookup.answered_s = lookup.answered_s or self._monotonic()
+            state.held = answer.held
+            self._saves.not_held(state.keys.keys[answer.held :] if state.keys else ())
+        return answer
+
+    def update_held(self, state: RequestState) -> None:
+        """Bring ``state.held`` up to date."""
+        if state.lookup is not None:
+            self.answer(state, state.lookup)
+
+    def unanswered(self, state: RequestState, lookup: SentLookup) -> int | None:
+        """What to offer a request whose lookup has no answer: nothing yet (None), or nothing at all (0)."""
+        if lookup.generation != self._client.generation:
+            self._counters["lookup_session_lost"] += 1
+            lookup.given_up = True
+            return 0
+        if not self._is_overdue(lookup):
+            return None
+        self._counters["lookup_timeout"] += 1
+        self._client.waited_in_vain()  # the next requests do not wait
+        self.give_up(lookup)
+        return 0
+
+    def _is_overdue(self, lookup: SentLookup) -> bool:
+        """Whether a first answer is waited for no longer."""
+        waited_ms = (self._monotonic() - lookup.sent_s) * 1e3
+        is_lost = lookup.generation != self._client.generation
+        return is_lost or waited_ms > self._config.lookup_timeout_ms or self._client.is_silent
+
+    # -- renewals ----------------------------------------------------------------------------------------------
+
+    def awaits_renewal(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> bool:
+        """Whether the request's turn waits for a newer answer; sends the renewal, at most once per turn."""
+        if state.renewal is not None:
+            return True
+        if state.is_asked_anew or not self._is_outdated(state, lookup, answer):
+            return False
+        state.is_asked_anew = True
+        return self._renew(state, lookup)
+
+    def take_renewal(self, state: RequestState) -> None:
+        """Replace the lookup by its renewal once that is answered; drop a renewal that stays without an answer."""
+        if (renewal := state.renewal) is None or state.lookup is None:
+            return
+        is_current = renewal.generation == self._client.generation
+        answer = self._client.lookups.get(renewal.id) if is_current else None
+        if answer is not None and answer.is_answered:
+            self._client.release(state.lookup.id, is_asked_anew=True)
+            state.lookup, state.renewal = renewal, None
+        elif self._is_overdue(renewal):
+            self._counters["lookup_timeout"] += is_current
+            self.drop_renewal(state)
+
+    def keep_fresh(self, states: Iterable[RequestState]) -> None:
+        """Renew outdated lookups of the next requests, so that their chunks are here when their turn comes."""
+        for state in states:
+            self.take_renewal(state)
+            if state.lookup is None or self._waiting_queue.is_asked_for(state):
+                continue
+            answer = self.answer(state, state.lookup)
+            if answer is not None and self._is_outdated(state, state.lookup, answer):
+                self._renew(state, state.lookup)
+
+    def _is_outdated(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> bool:
+        """Whether a new lookup may find more: the leases ended, or it is old and found less than all."""
+        if lookup.given_up or state.renewal is not None:
+            return False
+        is_short = state.keys is not None and lookup.start + answer.ready < len(state.keys.keys)
+        is_old = answer.is_done and self._monotonic() - lookup.sent_s > FRESH_S
+        return answer.is_ended or (is_old and is_short)
+
+    def _renew(self, state: RequestState, lookup: SentLookup) -> bool:
+        """Look the request up again from where it was; what is leased stays so until the answer is here."""
+        state.renewal = self._sent(state, lookup.start)
+        self._counters["lookup_renewed"] += state.renewal is not None
+        return state.renewal is not None
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def give_up(self, lookup: SentLookup) -> None:
+        """Release a lookup whose request goes on without it; it still shows what need not be stored."""
+        lookup.given_up = True
+        self._client.release(lookup.id)
+
+    def drop(self, state: RequestState) -> None:
+        """Release what the request has; the next question sends a new lookup."""
+        self.drop_renewal(state)
+        lookup, state.lookup = state.lookup, None
+        if lookup is not None and lookup.generation == self._client.generation:
+            self._client.release(lookup.id)
+
+    def drop_renewal(self, state: RequestState) -> None:
+        """Release the renewal alone, if there is one."""
+        renewal, state.renewal = state.renewal, None
+        if renewal is not None and renewal.generation == self._client.generation:
+            self._client.release(renewal.id, is_asked_anew=True)

@@ -1,0 +1,106 @@
+"""Chooses the chunks of each request that are stored.
+
+A step completes some; the rest of a request follows when it ends.
+
+Owns how far each request was stored, and counts every chunk that was computed and is not stored, once, with its reason.
+The chunks themselves wait in ``save_queue.py``. Called by the scheduler side, in vLLM's scheduler thread.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from tiered_kv.config import Config
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.kv_groups import BlockTables
+from tiered_kv.vllm.request_lookups import RequestLookups
+from tiered_kv.vllm.requests import RequestState, storable_tokens
+from tiered_kv.vllm.save_queue import ALL_DONE, SaveQueue
+
+
+class RequestSaves:
+    """Hands chunks of requests to the save queue.
+
+    Writes of each :class:`RequestState`: ``storable``, ``stored`` and ``unstored``. Holds no state of its own.
+
+    Threads: vLLM's scheduler thread only.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        client: SchedulerClient,
+        role: EngineRole,
+        lookups: RequestLookups,
+        queue: SaveQueue,
+        counters: Counter[str],
+    ) -> None:
+        """``counters`` gets ``store_chunks`` and the ``store_dropped_*`` of chunks that never reach the queue."""
+        self._config = config
+        self._client = client
+        self._role = role
+        self._lookups = lookups
+        self._queue = queue
+        self._counters = counters
+
+    def step(self, requests: Mapping[str, RequestState], output: Any) -> None:
+        """Queue the chunks that this step of vLLM completes."""
+        if not self._role.may_store:
+            return
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if (state := requests.get(request_id)) is None:
+                continue
+            end = self._count_storable(state, state.request.num_computed_tokens + tokens)
+            if end <= state.stored or not self._client.is_ready:
+                continue
+            if (tables := output.kv_connector_block_state.get_block_ids(request_id)) is not None:
+                self._queue_chunks(state, end, tables, is_ending=False)
+
+    def finish(self, state: RequestState, tables: BlockTables) -> None:
+        """Queue what is left of a request that ends: its blocks are still whole."""
+        if not self._role.may_store:
+            return
+        end = self._count_storable(state, state.request.num_computed_tokens)
+        if self._client.is_ready:
+            self._queue_chunks(state, end, tables, is_ending=True)
+            self._leave_unstored(state, "preempted")  # by a reset of the GPU's cache, since the last step
+        self._leave_unstored(state, "no_session")
+
+    def preempted(self, state: RequestState) -> None:
+        """Forget how far a request came: vLLM took its blocks, and computes or loads them anew."""
+        self._leave_unstored(state, "preempted")
+        state.storable = state.stored = state.unstored = 0
+
+    def _count_storable(self, state: RequestState, computed_tokens: int) -> int:
+        """How many chunks are whole, and may be stored, once this step has run (rule 9)."""
+        if state.params.skips_save or not state.extras.is_accountable:
+            return 0
+        tokens = storable_tokens(state.request, computed_tokens, saves_generated=self._config.save_decode)
+        chunks = tokens // self._config.chunk_tokens
+        if (more := chunks - state.storable) > 0:
+            state.storable = chunks
+            self._counters["store_chunks"] += more
+            if state.stored == ALL_DONE:
+                self._counters["store_dropped_window_passed"] += more
+        return chunks
+
+    def _queue_chunks(self, state: RequestState, end: int, tables: BlockTables, *, is_ending: bool) -> None:
+        """Queue the chunks before ``end`` that were not dealt with yet."""
+        if (keys := self._lookups.keys(state)) is None:
+            self._leave_unstored(state, "unaccountable")
+        elif state.is_from_before_reset:
+            self._leave_unstored(state, "reset")
+        elif not state.extras.may_store:  # with its next step it may
+            if is_ending:
+                self._leave_unstored(state, "adapter_not_told")
+        elif end > state.stored:
+            self._lookups.update_held(state)
+            chunks, tag = range(state.stored, end), state.params.tag
+            state.stored = self._queue.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
+
+    def _leave_unstored(self, state: RequestState, reason: str) -> None:
+        """Count chunks that were computed and are not stored, each once."""
+        if (dropped := state.storable - max(state.stored, state.unstored)) > 0:
+            self._counters[f"store_dropped_{reason}"] += dropped
+            state.unstored = state.storable

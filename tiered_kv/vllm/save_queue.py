@@ -1,0 +1,308 @@
+"""The save queue: chunks on their way from paged KV into slots, blocks pinned.
+
+A chunk's blocks are pinned with ``block_pool.touch`` for its copy into a slot, and let go when all ranks have reported
+it: milliseconds, and never for disk or network. Without a slot a chunk waits, and costs vLLM nothing that it asks for::
+
+    its request     its blocks are kept meanwhile by                  it waits until
+    lives           the request: nothing is pinned                    a slot comes, it is preempted
+    lives, windows  a pin, within ``pinned_share``: vLLM frees them   a slot comes, vLLM lacks blocks, none came for 2 s
+    has ended       a pin                                             a slot comes, vLLM lacks blocks, none came for 2 s
+
+Every chunk that was computed and may be stored ends in exactly one counter: ``store_held``, ``stores``,
+``stores_failed`` or a ``store_dropped_<reason>`` (decisions/0026).
+"""
+
+import itertools
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.config import Config
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.tiering.types import SlotId
+from tiered_kv.vllm.kv_groups import BlockTables, CacheGroups
+from tiered_kv.vllm.step import SaveJob, SaveReport
+
+QUEUED_MAX_S = 2.0
+"""Chunks wait for slots as long as some come; after so long without any, what waited for all of it is dropped."""
+
+COPY_SOON_S = 0.1
+"""A copy that runs for longer hangs, and waiting for its blocks would stop vLLM: it preempts instead."""
+
+ALL_DONE = sys.maxsize
+"""What :meth:`SaveQueue.queue` returns for a request of which nothing more can be stored."""
+
+STORED_KEYS_MAX = 1 << 16
+"""Keys remembered as stored, so that concurrent requests with one prefix do not store it twice."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    record: ChunkRecord
+    blocks: tuple[Any, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+    queued_s: float
+
+
+@dataclass(slots=True)
+class _Job:
+    generation: int
+    resets: int
+    chunks: list[tuple[SlotId, _Chunk]]
+    started_s: float
+    ranks_done: int = 0
+    is_failed: bool = False
+    is_let_go: bool = False
+
+
+class SaveQueue:
+    """Chunks on their way from paged KV into granted slots.
+
+    Only its own methods write its fields; the blocks it pins are vLLM's. Threads: vLLM's scheduler thread only.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        client: SchedulerClient,
+        groups: CacheGroups,
+        counters: Counter[str],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._groups = groups
+        self._counters = counters
+        self._monotonic = monotonic
+        self._block_pool: Any = None
+        self._queue: deque[_Chunk] = deque()
+        self._jobs: OrderedDict[int, _Job] = OrderedDict()
+        self._job_ids = itertools.count(1)
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._in_flight: set[bytes] = set()
+        self._pinned = 0
+        self._slot_s = float("-inf")  # when a slot was taken last
+        self._resets = 0
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        """Take vLLM's block pool."""
+        self._block_pool = block_pool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether blocks are pinned or copies run."""
+        return self._pinned > 0 or bool(self._jobs)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether pinned chunks wait for a slot."""
+        return bool(self._queue)
+
+    def queue(
+        self,
+        keys: PrefixKeys,
+        tables: BlockTables,
+        chunks: range,
+        *,
+        held: int,
+        tag: bytes,
+        is_ending: bool = False,
+    ) -> int:
+        """Queue chunks of a request that are not known to be stored; pins their blocks.
+
+        Args:
+            tables: The request's blocks, per KV cache group.
+            held: Leading chunks the hierarchy is known to hold.
+            tag: Of their owner.
+            is_ending: vLLM takes the blocks back right after this.
+
+        Returns the first chunk that was not dealt with, because no slot is free for it now and the request keeps its
+        blocks; or ``ALL_DONE`` when a chunk's window has passed, so that no later chunk of the request could be found
+        either.
+        """
+        namespace = self._client.namespace
+        assert namespace is not None
+        for index in range(chunks.start, min(chunks.stop, len(keys.keys))):
+            key = keys.keys[index]
+            if index < held or key in self._stored or key in self._in_flight:
+                self._counters["store_held"] += 1
+                continue
+            if not is_ending and not self._may_pin():
+                return index
+            ids = self._groups.stored_ids(tables, index)
+            if ids is None:
+                self._counters["store_dropped_window_passed"] += chunks.stop - index
+                return ALL_DONE
+            blocks = tuple(self._block_pool.blocks[i] for of_group in ids for i in of_group)
+            self._block_pool.touch(blocks)
+            self._pinned += len(blocks)
+            record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index], tag)
+            self._queue.append(_Chunk(record, blocks, ids, self._monotonic()))
+            self._in_flight.add(key)
+        return chunks.stop
+
+    def _may_pin(self) -> bool:
+        """Whether one more chunk of a live request may be pinned: for a slot that is free, or before vLLM frees it."""
+        if len(self._queue) < self._client.credit_count:
+            return True
+        return self._groups.has_windows and len(self._queue) < self._waiting_max
+
+    @property
+    def _waiting_max(self) -> int:
+        """Chunks that may be pinned without a slot where vLLM could use their blocks."""
+        share_blocks = int(self._block_pool.num_gpu_blocks * self._config.pinned_share)
+        return max(1, share_blocks // self._groups.stored_blocks)
+
+    def is_stored(self, key: bytes) -> bool:
+        """Whether a chunk was stored through here and is not known to be gone."""
+        return key in self._stored
+
+    def is_under_way(self, key: bytes) -> bool:
+        """Whether a chunk waits for a slot or is being copied: it may still be dropped."""
+        return key in self._in_flight
+
+    def start_jobs(self) -> tuple[SaveJob, ...]:
+        """Give queued chunks the slots that were granted; one job for all that can start in this step."""
+        chunks: list[tuple[SlotId, _Chunk]] = []
+        while self._queue:
+            slot = self._client.take_slot()
+            if slot is None:
+                break
+            chunks.append((slot, self._queue.popleft()))
+        now_s = self._monotonic()
+        self._slot_s = now_s if chunks else self._slot_s
+        self._drop_waiting_too_long(now_s - QUEUED_MAX_S)
+        if not chunks:
+            return ()
+        job_id = next(self._job_ids)
+        self._jobs[job_id] = _Job(self._client.generation, self._resets, chunks, now_s)
+        copies = tuple(self._groups.whole_copy(slot, chunk.block_ids) for slot, chunk in chunks)
+        return (SaveJob(job_id, self._client.generation, copies),)
+
+    def finished(self, report: SaveReport) -> None:
+        """Ranks have reported jobs: let go of the blocks of those that all ranks have done, and commit their slots."""
+        info = self._client.info
+        world_size = self._client.world_size
+        for job_id, ranks in sorted(report.ranks_done.items()):
+            job = self._jobs[job_id]
+            job.ranks_done += ranks
+            job.is_failed = job.is_failed or job_id in report.failed
+            if job.ranks_done < world_size:
+                continue
+            del self._jobs[job_id]
+            if not job.is_let_go:
+                self._unpin([chunk for _, chunk in job.chunks])
+            outcome = self._outcome(job)
+            self._counters[outcome] += len(job.chunks)
+            if info is None or job.generation != self._client.generation:
+                continue  # the session that owned the slots is over
+            if outcome != "stores":
+                self._client.give_back([slot for slot, _ in job.chunks])
+            else:
+                self._client.commit([(slot, chunk.record) for slot, chunk in job.chunks])
+                self._remember(chunk.record.key for _, chunk in job.chunks)
+
+    def _outcome(self, job: _Job) -> str:
+        """The counter that the chunks of a job end in."""
+        if self._client.info is None or job.generation != self._client.generation:
+            return "store_dropped_session_lost"
+        if job.is_let_go:
+            return "store_dropped_pool_emptied"
+        if job.resets != self._resets:
+            return "store_dropped_reset"
+        return "stores_failed" if job.is_failed else "stores"
+
+    def not_held(self, keys: Iterable[bytes]) -> None:
+        """Forget that these keys were stored: no tier holds them, so they may be stored again."""
+        for key in keys:
+            self._stored.pop(key, None)
+
+    def session_lost(self) -> None:
+        """The slots are gone, and stored chunks may be: drop queued chunks; running copies are only reported."""
+        self._drop_queue("store_dropped_session_lost")
+        self._stored.clear()
+
+    def reset(self) -> None:
+        """Everything computed so far is invalid."""
+        self._resets += 1
+        self._drop_queue("store_dropped_reset")
+        self._stored.clear()
+
+    def let_go(self) -> None:
+        """vLLM wants its pool empty: give the blocks back if no request holds any.
+
+        A copy that runs may then read blocks that are in use again; its bytes are thrown away.
+        """
+        jobs = [job for job in self._jobs.values() if not job.is_let_go]
+        chunks = [*self._queue, *(chunk for job in jobs for _, chunk in job.chunks)]
+        pins = Counter(block.block_id for chunk in chunks for block in chunk.blocks)
+        pool = self._block_pool
+        is_alone = all(pool.blocks[block_id].ref_cnt == count for block_id, count in pins.items())
+        if not pins or not is_alone or pool.num_gpu_blocks - pool.get_num_free_blocks() != len(pins) + 1:
+            return  # the null block is always in use
+        self._counters["store_dropped_pool_emptied"] += len(self._queue)  # those of a job when it is reported
+        self._queue.clear()
+        for job in jobs:
+            job.is_let_go = True
+        self._unpin(chunks)
+
+    def frees_soon(self) -> bool:
+        """vLLM lacks blocks for a running request: drop what waits for a slot; returns whether waiting brings any.
+
+        Where it brings none, vLLM preempts. What runs holds its blocks whatever this answers (rule 1), so only
+        copies that should end within milliseconds are worth a step without this request, and only where no request
+        holds their blocks.
+        """
+        free = self._block_pool.get_num_free_blocks()
+        self._drop_queue("store_dropped_blocks_wanted")
+        if self._block_pool.get_num_free_blocks() > free:
+            return True  # they are there already; vLLM looks again in its next step
+        since_s = self._monotonic() - COPY_SOON_S
+        jobs = [job for job in self._jobs.values() if not job.is_let_go]
+        pins = Counter(block.block_id for job in jobs for _, chunk in job.chunks for block in chunk.blocks)
+        young = (chunk for job in jobs if job.started_s >= since_s for _, chunk in job.chunks)
+        return any(block.ref_cnt == pins[block.block_id] for chunk in young for block in chunk.blocks)
+
+    def make_room(self, *, is_standing: bool) -> None:
+        """A request waits for blocks: drop what waits for a slot beyond its share of them.
+
+        Args:
+            is_standing: Nothing runs, so no other blocks come back: it keeps none.
+        """
+        most = 0 if is_standing else self._waiting_max
+        dropped = [self._queue.pop() for _ in range(len(self._queue) - most)]  # the last ones: no parent of the others
+        self._counters["store_dropped_blocks_wanted"] += len(dropped)
+        self._unpin(dropped)
+
+    def _drop_queue(self, counter: str) -> None:
+        dropped = list(self._queue)
+        self._queue.clear()
+        self._counters[counter] += len(dropped)
+        self._unpin(dropped)
+
+    def _drop_waiting_too_long(self, expired_s: float) -> None:
+        """Drop chunks that waited too long, each with its queued descendants: without it they are never found."""
+        if not self._queue or self._slot_s >= expired_s:
+            return
+        dropped: dict[bytes, _Chunk] = {}
+        for chunk in self._queue:  # a prefix is queued in order, so a chunk follows its parent
+            if chunk.queued_s < expired_s or chunk.record.parent in dropped:
+                dropped[chunk.record.key] = chunk
+        self._queue = deque(chunk for chunk in self._queue if chunk.record.key not in dropped)
+        self._counters["store_dropped_no_slot"] += len(dropped)
+        self._unpin(dropped.values())
+
+    def _unpin(self, chunks: Iterable[_Chunk]) -> None:
+        for chunk in chunks:
+            self._block_pool.free_blocks(reversed(chunk.blocks))
+            self._pinned -= len(chunk.blocks)
+            self._in_flight.discard(chunk.record.key)
+
+    def _remember(self, keys: Iterable[bytes]) -> None:
+        self._stored.update((key, None) for key in keys)
+        while len(self._stored) > STORED_KEYS_MAX:
+            self._stored.popitem(last=False)

@@ -1,0 +1,1 @@
+"""What a model's KV takes. `python -m tools.kv_size` is its command line; docs/sizing.md has figures."""
