@@ -11,6 +11,7 @@
     end       no process and no shared memory is left
 """
 
+import contextlib
 import os
 import random
 import time
@@ -34,6 +35,7 @@ from tiered_kv.config import Config
 
 SAMPLE_S = 1.0
 QUIET_SAMPLES = 4
+ENDED_S = 180.0
 TCP_MAX = 2 * 16
 """Connections to the object store that may be kept open: ``storage_concurrency`` to load and as many to store."""
 
@@ -329,6 +331,8 @@ class Soak:
             node.wait_server_ended()
         processes = set().union(*(node.processes for node in self.nodes))
         inodes = set().union(*(node.slab_inodes for node in self.nodes))
+        with contextlib.suppress(TimeoutError):  # judged below; a server's file goes before its process does
+            wait_for(lambda: not still_running(processes), "the last server's end", deadline_s=ENDED_S)
         alive = still_running(processes)
         left = sorted(set(children(os.getpid())) - others)
         self._judge("no process is left", not alive and not left, alive or left or f"{len(processes)} ended")

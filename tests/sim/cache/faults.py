@@ -66,6 +66,7 @@ class FaultSource:
         self._struck = struck
         self._operation: tuple[str, BlobName | None] = ("", None)
         self._unharmed: set[BlobName] = set()  # puts under way that no fault has met
+        self._vanished: set[BlobName] = set()  # what a fault deletes, now or before
 
     def begin(self, kind: str) -> None:
         self.rates[kind] = self._hub.draw.uniform(*RATES[kind])
@@ -111,6 +112,8 @@ class FaultSource:
             self._hub.note(f"{self.medium} {kind} {operation} {label(name)}")
             if name is not None and ((kind, operation) in _HARMS or (fault, operation) == (Fault.LATE_ERROR, "delete")):
                 self._damage.add(name)
+                if fault is Fault.VANISH:
+                    self._vanished.add(name)
             return fault
         if operation == "put" and name is not None:
             self._unharmed.add(name)
@@ -124,6 +127,11 @@ class FaultSource:
         if name in self._unharmed:
             self._unharmed.discard(name)
             self._damage.keys.discard(name.key)
+
+    def deleted(self, name: BlobName) -> None:
+        """A disk's blob was deleted: if a fault did it, it may have stalled past a put that came after it began."""
+        if name in self._vanished:
+            self._damage.add(name)
 
     def _strike(self, kind: str) -> None:
         self._struck[f"{self.medium[:-1] if self.medium[-1].isdigit() else self.medium} {kind}"] += 1

@@ -174,6 +174,7 @@ class SimDisk(Tier):
             return False
         self._ledger.forget(name)
         found = self._disk.blobs.pop(name, None) is not None
+        self._faults.deleted(name)
         self._hub.note(f"disk delete {label(name)} {found}")
         return found
 

@@ -289,5 +289,7 @@ class Simulation:
             node.close()
 
     def _is_at_rest(self) -> bool:
+        for node in self.nodes:
+            node.step()  # what the clients left behind may begin writes
         jobs = [job for node in self.nodes for tier in node.engine.tiers for job in node.engine.jobs(tier).values()]
         return not self._unwell() and not any(jobs)
