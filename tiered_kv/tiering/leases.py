@@ -103,6 +103,11 @@ class LeaseQueue:
         """Whether nobody waits for room."""
         return not self._waiting
 
+    @property
+    def is_making_room(self) -> bool:
+        """Whether leases were told to end for somebody in line, and have not."""
+        return bool(self._waiting) and bool(self._ending)
+
     def free_bytes(self, session: int) -> int:
         """What a session may lease from the line now: what is free, and while others want some, up to its share."""
         free_bytes = self._limit_bytes() - self._host.leased_bytes
