@@ -100,6 +100,63 @@ def test_window_leaves_the_last_token_to_be_computed():
     assert groups(40).loadable_tokens(64, 64, CHUNK) == 0
 
 
+def of_specs(*specs, chunk=CHUNK):
+    return CacheGroups.of(SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs]), chunk)
+
+
+def spec_of(kind, **fields):
+    return type(kind, (), {"block_size": 16} | fields)()
+
+
+@pytest.mark.parametrize(("attention_chunk", "stored"), [(64, 0), (32, 0), (128, 4), (192, 4)])
+def test_of_attention_in_chunks_all_is_stored_or_nothing(attention_chunk, stored):
+    """All where a later chunk of the cache may attend to it, nothing where each one ends an attention chunk."""
+    local = spec_of("ChunkedLocalAttentionSpec", attention_chunk_size=attention_chunk)
+    found = of_specs(spec_of("FullAttentionSpec"), local)
+    assert found[1].stored_blocks == stored
+    assert len(found.stored) == 1 + bool(stored)
+    assert found.loadable_tokens(128, 128, CHUNK) == 64
+
+
+def test_attention_chunks_are_filled_as_vllm_allocates_them():
+    found = of_specs(spec_of("FullAttentionSpec"), spec_of("ChunkedLocalAttentionSpec", attention_chunk_size=128))
+    whole = list(range(100, 112))
+    three = [whole, [NULL_BLOCK] * 8 + list(range(208, 212))]  # 192 tokens: those from 128 on are attended to
+    copies = found.load_copies([7, 8, 9], three, 0, (0, 192), CHUNK)
+    assert [copy.groups[1].block_ids for copy in copies] == [(), (), (208, 209, 210, 211)]
+    two = [whole[:8], [NULL_BLOCK] * 8]
+    assert [copy.groups[1].block_ids for copy in found.load_copies([7, 8], two, 0, (0, 128), CHUNK)] == [(), ()]
+
+
+def test_short_attention_chunks_that_vllm_allocates_forbid_the_load():
+    """Nothing of them is stored, because vLLM keeps none at a chunk's end. One it kept it would take for computed."""
+    found = of_specs(spec_of("FullAttentionSpec"), spec_of("ChunkedLocalAttentionSpec", attention_chunk_size=32))
+    whole = list(range(100, 104))
+    assert found.load_copies([7], [whole, [NULL_BLOCK] * 4], 0, (0, CHUNK), CHUNK) is not None
+    assert found.load_copies([7], [whole, [NULL_BLOCK] * 3 + [203]], 0, (0, CHUNK), CHUNK) is None
+
+
+def test_ring_is_left_out_and_counted_as_the_one_block_it_is():
+    ring = spec_of("CircularBufferSpec", block_size=8, prefix_cacheable=False)
+    found = of_specs(ring, spec_of("MLAAttentionSpec", tokens_per_state=4))
+    assert found.stored_ids([[5], list(range(100, 108))], 1) == ((104, 105, 106, 107),)
+    copies = found.load_copies([7], [[5], list(range(100, 104))], 0, (0, CHUNK), CHUNK)
+    assert copies == (ChunkCopy(7, (BlockRun(0, (100, 101, 102, 103)),)),)
+    assert found.loadable_tokens(128, 128, CHUNK) == 64, "the last token alone cannot complete a state"
+    assert found[0].peak_blocks(1000, 0, 1000) == 1 and found.whole_blocks(64) == 2 + 5
+    assert found.cached_chunks(list(range(8)), lambda h, ids: ids == [1]) == 2
+
+
+def test_bounded_replay_is_left_out_and_counted_as_a_window():
+    replayed = spec_of("SlidingWindowMLASpec", sliding_window=32, prefix_cacheable=False)
+    found = of_specs(replayed, spec_of("MLAAttentionSpec"))
+    assert [group.stored_blocks for group in found] == [0, 4]
+    assert found[0].peak_blocks(1000, 0, 64) == 2 + 4 + 1
+    whole = list(range(100, 104))
+    copies = found.load_copies([7], [[NULL_BLOCK, NULL_BLOCK, 5, 6], whole], 0, (0, CHUNK), CHUNK)
+    assert copies == (ChunkCopy(7, (BlockRun(0, tuple(whole)),)),)
+
+
 def test_prefix_cache_is_believed_where_every_group_can_continue():
     found = groups(None, 40)
     hashes = list(range(12))

@@ -5,9 +5,10 @@ from fractions import Fraction
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
@@ -156,19 +157,25 @@ def test_block_of_a_decode_context_group_spans_several_ranks_pages():
 
 REFUSED_SPECS = {
     "Mamba": MambaSpec(block_size=BLOCK_TOKENS, shapes=((2, 2),), dtypes=(torch.float32,)),
-    "freed": ChunkedLocalAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, attention_chunk_size=64
-    ),
     "encoder's input": CrossAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16),
     "sinks": SinkFullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sink_len=BLOCK_TOKENS
     ),
-    "compressed": SlidingWindowMLASpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=64
-    ),
     "not causal": full(non_causal=True),
-    "one state per token": mla(tokens_per_state=4),
-    "not one state": full(tokens_per_state=Fraction(1, 2)),
+    "tokens_per_state=5 block_size=32": mla(tokens_per_state=5),
+    "tokens_per_state=1/2": full(tokens_per_state=Fraction(1, 2)),
+    "tokens_per_state=2": full(tokens_per_state=2),
+    "tokens_per_state=4": SlidingWindowMLASpec(
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=1,
+        head_size=24,
+        dtype=torch.bfloat16,
+        sliding_window=64,
+        tokens_per_state=4,
+    ),
+    "HiddenStateCacheSpec": HiddenStateCacheSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=24, dtype=torch.bfloat16
+    ),
 }
 
 
@@ -177,6 +184,32 @@ def test_specs_without_a_page_of_tokens_are_refused_with_the_reason(reason):
     kv, _ = registered(full(), "LBHNC")
     with pytest.raises(UnsupportedModel, match=rf"{reason}.*first_layer=model\.layers\.0"):
         pages_of(kv, group_config(KVCacheGroupSpec(NAMES, REFUSED_SPECS[reason])), BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("changes", [{}, {"head_size": 132, "dtype": torch.uint8, "alignment": 576}])
+def test_compressed_pages_are_opaque_and_say_their_tokens_per_state(layout, changes):
+    spec = mla(tokens_per_state=4, **changes)
+    kv, config = registered(spec, layout)
+    pages = pages_of(kv, config, BLOCK_TOKENS)
+    assert {(page.tokens_per_state, page.shape) for page in pages} == {(4, (1, BLOCK_TOKENS // 4, spec.head_size))}
+    assert pages[0].page_bytes == spec.unpadded_page_size_bytes <= spec.page_size_bytes
+    self_test(PagedKV(pages, kv, 4))
+
+
+def test_page_with_another_compression_than_its_spec_says_is_refused():
+    kv, _ = registered(mla(), "LBHNC")
+    with pytest.raises(UnsupportedModel, match="do not divide"):
+        pages_of(kv, group_config(KVCacheGroupSpec(NAMES, mla(tokens_per_state=4))), BLOCK_TOKENS)
+
+
+def test_ring_has_no_pages_and_its_tensors_are_not_looked_at():
+    kv, config = registered(full(), "LBHNC")
+    ring = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=24, head_size_v=0, dtype=torch.bfloat16)
+    config.kv_cache_groups.append(KVCacheGroupSpec(["ring"], ring))
+    groups = CacheGroups.of(config, 4 * BLOCK_TOKENS)
+    (pages,) = rank_pages(kv | {"ring": torch.zeros(3, dtype=torch.int32)}, config, groups)
+    assert [page.layer for page in pages] == NAMES
 
 
 def window(tokens, **changes):

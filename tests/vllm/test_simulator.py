@@ -6,16 +6,15 @@ seed is run again with ``TIERED_KV_SEED=<n> TIERED_KV_SEEDS=1``.
 
 import logging
 import random
-import time
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from vllm import SamplingParams
 
 from tests.kit.counts import count, seed
 from tests.kit.server.probe import wait_written
 from tests.kit.server.processes import end_server
+from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
 from tests.sim.vllm.checks import content
 from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tests.sim.vllm.faults import (
@@ -26,8 +25,7 @@ from tests.sim.vllm.faults import (
     save_before_forward,
     store_without_pins,
 )
-from tests.sim.vllm.model import VOCAB
-from tests.sim.vllm.scenario import IDLE_S, Plan, run_scenario
+from tests.sim.vllm.scenario import Plan, run_scenario
 
 pytestmark = pytest.mark.slow
 
@@ -106,30 +104,6 @@ def test_planning_a_step_changes_nothing_of_it(tmp_path):
 
 
 # -- negative controls -------------------------------------------------------------------------------------------------
-
-
-def settings(root):
-    return {
-        "storage_uri": f"file://{root}", "host_bytes": "8MiB", "disk_bytes": "160MiB", "chunk_tokens": 8,
-        "model_id": "simulated", "strict": True, "lookup_timeout_ms": 30_000, "promotion_wait_ms": 30_000,
-        "pinned_share": 0.5,
-    }  # fmt: skip
-
-
-def random_tokens(source, tokens):
-    return [source.randrange(VOCAB) for _ in range(tokens)]
-
-
-def parameters(max_tokens):
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-
-
-def come_to_rest(engine):
-    deadline_s = time.monotonic() + 60
-    while engine.has_work:
-        assert time.monotonic() < deadline_s, "the engine does not come to rest"
-        if not engine.step():
-            time.sleep(IDLE_S)
 
 
 class Twice:

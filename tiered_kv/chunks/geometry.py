@@ -42,6 +42,8 @@ class LayerPage:
         axes: What the extents are, e.g. ``"HNC"`` or ``"NHC"``: same extents in another order are other bytes.
         blocks: How many of a chunk's blocks are stored, its last ones; 0 means all of the geometry's
             ``blocks_per_chunk``. Layers with a sliding window, or with blocks of another size, say their own number.
+        tokens_per_state: Tokens that one entry of axis ``N`` stands for. Where it is not 1 the page is opaque: its
+            bytes are states that the model compressed, and stored as they are.
     """
 
     layer: str
@@ -49,6 +51,7 @@ class LayerPage:
     shape: tuple[int, ...]
     axes: str
     blocks: int = 0
+    tokens_per_state: int = 1
 
     @property
     def page_bytes(self) -> int:

@@ -85,6 +85,10 @@ def _check_page(page: m.Page) -> None:
         raise ConfigError(f"names have 1 to {m.NAME_CHARS_MAX} characters. layer={page.layer[:100]!a}")
     if not 0 <= page.blocks <= TOKENS_MAX:
         raise ConfigError(f"stored blocks are out of range. layer={page.layer[:100]!a} blocks={page.blocks}")
+    if not 0 < page.tokens_per_state <= TOKENS_MAX:
+        raise ConfigError(
+            f"tokens per state are out of range. layer={page.layer[:100]!a} tokens_per_state={page.tokens_per_state}"
+        )
 
 
 def check_same_engine(join: m.JoinWorker, other: m.JoinWorker) -> None:
@@ -169,7 +173,8 @@ def geometry_of(joins: Sequence[m.JoinWorker]) -> ChunkGeometry:
         ConfigError, ValueError: The parts give none.
     """
     ranks = tuple(
-        tuple(LayerPage(p.layer, p.dtype, p.shape, p.axes, p.blocks) for p in pages) for pages in _part_pages(joins)
+        tuple(LayerPage(p.layer, p.dtype, p.shape, p.axes, p.blocks, p.tokens_per_state) for p in pages)
+        for pages in _part_pages(joins)
     )
     return ChunkGeometry(joins[0].block_tokens, joins[0].chunk_tokens, ranks)
 
@@ -213,7 +218,11 @@ def _page_record(page: m.Page) -> dict[str, object]:
         "shape": list(page.shape),
         "axes": page.axes,
     }
-    return record | {"blocks": page.blocks} if page.blocks else record
+    if page.blocks:
+        record["blocks"] = page.blocks
+    if page.tokens_per_state != 1:
+        record["tokens_per_state"] = page.tokens_per_state
+    return record
 
 
 def recorded_geometry(fields: Mapping[str, Any]) -> ChunkGeometry:
@@ -225,7 +234,14 @@ def recorded_geometry(fields: Mapping[str, Any]) -> ChunkGeometry:
     try:
         ranks = tuple(
             tuple(
-                LayerPage(page["layer"], page["dtype"], tuple(page["shape"]), page["axes"], page.get("blocks", 0))
+                LayerPage(
+                    page["layer"],
+                    page["dtype"],
+                    tuple(page["shape"]),
+                    page["axes"],
+                    page.get("blocks", 0),
+                    page.get("tokens_per_state", 1),
+                )
                 for page in rank
             )
             for rank in fields["geometry"]["ranks"]

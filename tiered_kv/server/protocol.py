@@ -75,6 +75,7 @@ class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     axes: str
     blocks: int = 0
     encoding: str = ""
+    tokens_per_state: int = 1
 
 
 class JoinWorker(Message, frozen=True):

@@ -142,7 +142,10 @@ def pages_on_the_wire(pages: Sequence[LayerPage], encodings: Mapping[str, str] |
     """Pages as message parts; ``encodings``: by layer, what the bytes mean where nothing else says it."""
     said = encodings or {}
     return [
-        m.Page(page.layer, page.dtype, page.shape, page.axes, page.blocks, said.get(page.layer, "")) for page in pages
+        m.Page(
+            page.layer, page.dtype, page.shape, page.axes, page.blocks, said.get(page.layer, ""), page.tokens_per_state
+        )
+        for page in pages
     ]
 
 

@@ -11,8 +11,39 @@ table), so of a chunk only its last blocks are stored: enough to continue at the
     a window stores              [....]     [....]     [....]       min(chunk, W - 1 tokens rounded up to blocks)
     a hit of 3 chunks loads all of full attention, and of the window the blocks vLLM allocated: c2's
 
-A window longer than a chunk stores whole chunks and is loaded from several. The rule for how many blocks continue a
-window is that of vLLM's SlidingWindowManager: ``ceil((W - 1) / block)``.
+A window longer than a chunk stores whole chunks and is loaded from several.
+
+The rules by vLLM's kinds (``v1/core/single_type_kv_cache_manager.py`` of 0.32 and 0.33, unless a file is named). With
+``n`` tokens computed, ``B`` tokens in a block and a hit of ``L`` tokens:
+
+=================  ====================================  ================================  =============================
+kind               vLLM keeps                            a hit needs                       of a chunk is stored
+=================  ====================================  ================================  =============================
+full, MLA          all blocks                            all blocks before ``L``           all blocks
+MLA, ``R`` tokens  the same blocks: a page has ``B / R`` all blocks before ``L``; ``L`` is  all blocks
+per state          states, each of ``R`` tokens          a multiple of ``R``, as ``B`` is
+sliding window     blocks from token ``n - W + 1`` on    the last ``ceil((W - 1) / B)``    so many, its last ones
+(also MLA's)       (``get_num_skipped_tokens``)          (``_contiguous_blocks_for_hit``)
+attention in       blocks from ``n // A * A`` on         those from ``L // A * A`` on;     all blocks where chunks
+chunks of ``A``    (``get_num_skipped_tokens``)          none where ``A`` divides ``L``    divide ``A``, none where
+                                                                                           ``A`` divides chunks
+ring               one block per request, never shared   nothing (``prefix_cacheable`` of  nothing
+                   (``CircularBufferManager``)           kv_cache_interface.py is false)
+window with        as a sliding window                   nothing: vLLM computes the hit's  nothing
+bounded replay                                           last ``W`` tokens again
+                                                         (sched/scheduler.py,
+                                                         ``_mark_prefix_replay``)
+=================  ====================================  ================================  =============================
+
+A load must fill every block that vLLM allocated for it: those of ``[computed, L)`` that the group keeps at ``n = L``
+(``allocate_external_computed_blocks``). Of groups that are left out it fills none.
+
+``num_tokens - 1``: vLLM's own hits end there at the latest (``KVCacheManager.get_computed_blocks``), and of a prompt
+that was loaded whole it computes the last token again (``Scheduler._update_waiting_for_remote_kv``), alone. That is
+right only where a token's KV and what it attends to come from blocks that a load filled. A window lacks the token
+before its oldest; the blocks of an attention chunk that ends with the prompt are freed; and a state of ``R`` tokens
+that the last token completes would be computed from a ring that has nothing of the ``R - 1`` before it. So unless all
+groups keep one state per token of all tokens, the last chunk of such a prompt is computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,31 +68,63 @@ class CacheGroup:
     Attributes:
         block_tokens: Tokens of one block.
         chunk_blocks: Blocks of a chunk.
-        stored_blocks: How many of them are stored, its last ones.
+        stored_blocks: How many of them are stored, its last ones; 0: the group is left out.
         window_tokens: vLLM frees the blocks in front of so many tokens; None: it keeps all.
+        local_tokens: vLLM frees the blocks of an attention chunk of so many tokens when it ends; None: it keeps all.
+        state_tokens: Tokens of one stored state.
+        is_shared: vLLM's prefix cache has its blocks. Otherwise a request fills them by itself, after a load, too.
+        fixed_blocks: Blocks that a request holds, whatever its length; 0: it depends on that.
     """
 
     block_tokens: int
     chunk_blocks: int
     stored_blocks: int
     window_tokens: int | None = None
+    local_tokens: int | None = None
+    state_tokens: int = 1
+    is_shared: bool = True
+    fixed_blocks: int = 0
 
     @property
     def is_windowed(self) -> bool:
-        return self.window_tokens is not None
+        """Whether vLLM frees blocks of a request that runs."""
+        return self.window_tokens is not None or self.local_tokens is not None
+
+    @property
+    def may_compute_last_token_alone(self) -> bool:
+        """Whether a prompt's last token can be computed again when all of the prompt was loaded."""
+        return self.is_shared and not self.is_windowed and self.state_tokens == 1
 
     def peak_blocks(self, tokens: int, computed_tokens: int, step_tokens: int) -> int:
         """Most blocks that a request of ``tokens`` holds while it computes, step by step, those not computed yet."""
-        every = -(-tokens // self.block_tokens)
-        if self.window_tokens is None:
+        every = self.whole_blocks(tokens)
+        if not self.is_windowed:
             return every
-        kept, new = self.window_tokens - 1, min(tokens - computed_tokens, step_tokens)
+        kept, new = self.local_tokens or (self.window_tokens or 0) - 1, min(tokens - computed_tokens, step_tokens)
         return min(every, -(-kept // self.block_tokens) + -(-new // self.block_tokens) + 1)
+
+    def whole_blocks(self, tokens: int) -> int:
+        """Blocks that so many tokens take before vLLM frees any."""
+        return self.fixed_blocks or -(-tokens // self.block_tokens)
+
+    def first_kept(self, computed_tokens: int) -> int:
+        """Place of the first block that vLLM keeps when so many tokens are computed."""
+        skipped = 0
+        if self.window_tokens is not None:
+            skipped = max(0, computed_tokens - self.window_tokens + 1)
+        elif self.local_tokens is not None:
+            skipped = computed_tokens // self.local_tokens * self.local_tokens
+        return skipped // self.block_tokens
 
     def stored_range(self, chunk: int) -> range:
         """Places in the block table of a chunk's blocks that are stored."""
         end = (chunk + 1) * self.chunk_blocks
         return range(end - self.stored_blocks, end)
+
+    def needed_range(self, chunk: int) -> range:
+        """Places of a chunk's blocks that a prefix which ends with the chunk needs."""
+        end = (chunk + 1) * self.chunk_blocks
+        return range(max(self.first_kept(end * self.block_tokens), end - self.chunk_blocks), end)
 
 
 class CacheGroups(tuple[CacheGroup, ...]):
@@ -76,22 +139,23 @@ class CacheGroups(tuple[CacheGroup, ...]):
         Raises:
             ConfigError: ``chunk_tokens`` is no multiple of the blocks' common size.
         """
-        groups = []
-        for group in kv_cache_config.kv_cache_groups:
-            spec = group.kv_cache_spec
-            block = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", True) else 1)
-            window = window_tokens(spec)
-            per_chunk = chunk_tokens // block
-            stored = per_chunk if window is None else min(per_chunk, max(1, -(-(window - 1) // block)))
-            groups.append(CacheGroup(block, per_chunk, stored, window))
-        result = cls(groups)
+        result = cls(_cache_group(group.kv_cache_spec, chunk_tokens, dcp) for group in kv_cache_config.kv_cache_groups)
         if chunk_tokens % (block := result.block_tokens):
             raise ConfigError(
                 "chunk_tokens must be a multiple of the block sizes of all KV cache groups. "
                 f"chunk_tokens={chunk_tokens} block_sizes={[g.block_tokens for g in result]} "
                 f"nearest={-(-chunk_tokens // block) * block}"
             )
+        for group in result:
+            _check_local_attention(group, chunk_tokens)
+        if result and not result.stored:
+            raise ConfigError(f"no KV cache group has anything to store in a chunk. chunk_tokens={chunk_tokens}")
         return result
+
+    @property
+    def stored(self) -> tuple[CacheGroup, ...]:
+        """Those of which something is stored, in vLLM's order: copies and pages have a place for each of them."""
+        return tuple(group for group in self if group.stored_blocks)
 
     @property
     def block_tokens(self) -> int:
@@ -110,7 +174,7 @@ class CacheGroups(tuple[CacheGroup, ...]):
 
     def whole_blocks(self, tokens: int) -> int:
         """Most blocks that so many tokens take in all groups, with one more each for drafts."""
-        return sum(-(-tokens // group.block_tokens) + 1 for group in self)
+        return sum(group.whole_blocks(tokens) + 1 for group in self)
 
     def peak_blocks(self, tokens: int, computed_tokens: int, step_tokens: int) -> int:
         """The same over all groups."""
@@ -119,10 +183,11 @@ class CacheGroups(tuple[CacheGroup, ...]):
     def loadable_tokens(self, held_tokens: int, request_tokens: int, chunk_tokens: int) -> int:
         """How much of a held prefix may be loaded.
 
-        With a window the last token must not be part of it: vLLM computes that token again, and the blocks of the
-        window before it would be one token short.
+        Unless every group keeps one state per token of all tokens, the last token must not be part of it: vLLM computes
+        that token again, alone (see the module's docstring).
         """
-        if self.has_windows and held_tokens >= request_tokens:
+        is_right = all(group.may_compute_last_token_alone for group in self)
+        if not is_right and held_tokens >= request_tokens:
             return (request_tokens - 1) // chunk_tokens * chunk_tokens
         return held_tokens
 
@@ -135,24 +200,25 @@ class CacheGroups(tuple[CacheGroup, ...]):
             hashes: The request's block hashes, one per block; 0 is returned where groups differ in block size.
             cached: Gives the cached blocks of a hash in some groups, or None: ``BlockPool.get_cached_block``.
         """
-        if len({group.block_tokens for group in self}) > 1:
+        shared = [(i, group) for i, group in enumerate(self) if group.is_shared]
+        if len({group.block_tokens for _, group in shared}) > 1:
             return 0
-        per_chunk = self[0].chunk_blocks
-        whole = [i for i, group in enumerate(self) if not group.is_windowed]
+        per_chunk = shared[0][1].chunk_blocks
+        whole = [i for i, group in shared if not group.is_windowed]
         count = 0
         while (last := (count + 1) * per_chunk - 1) < len(hashes) and (not whole or cached(hashes[last], whole)):
             count += 1
-        windowed = [(i, group) for i, group in enumerate(self) if group.is_windowed]
-        while count and not all(cached(hashes[at], [i]) for i, g in windowed for at in g.stored_range(count - 1)):
+        windowed = [(i, group) for i, group in shared if group.is_windowed]
+        while count and not all(cached(hashes[at], [i]) for i, g in windowed for at in g.needed_range(count - 1)):
             count -= 1
         return count
 
     def stored_ids(self, tables: BlockTables, chunk: int) -> tuple[tuple[int, ...], ...] | None:
-        """The blocks of a chunk to store, per group; None when vLLM has none of them any more: too late."""
-        ranges = [group.stored_range(chunk) for group in self]
-        if any(wanted.stop > len(table) for wanted, table in zip(ranges, tables, strict=True)):
+        """The blocks of a chunk to store, per stored group; None when vLLM has some no more: too late."""
+        places = [(g.stored_range(chunk), table) for g, table in zip(self, tables, strict=True) if g.stored_blocks]
+        if any(wanted.stop > len(table) for wanted, table in places):
             return None
-        ids = tuple(tuple(table[i] for i in wanted) for wanted, table in zip(ranges, tables, strict=True))
+        ids = tuple(tuple(table[i] for i in wanted) for wanted, table in places)
         return None if any(NULL_BLOCK in of_group for of_group in ids) else ids
 
     def whole_copy(self, slot: int, ids: tuple[tuple[int, ...], ...]) -> ChunkCopy:
@@ -183,12 +249,16 @@ class CacheGroups(tuple[CacheGroup, ...]):
         for chunk in range(computed // chunk_tokens, -(-end // chunk_tokens)):
             runs = []
             for group, table in zip(self, tables, strict=True):
+                if not group.is_shared:
+                    continue
                 low = max(computed // group.block_tokens, chunk * group.chunk_blocks)
                 high = min(end // group.block_tokens, (chunk + 1) * group.chunk_blocks)
                 wanted = [i for i in range(low, high) if table[i] != NULL_BLOCK]
                 stored = group.stored_range(chunk)
                 if wanted and (wanted[0] < stored.start or wanted != list(range(wanted[0], high))):
                     return None
+                if not group.stored_blocks:
+                    continue
                 runs.append(BlockRun(wanted[0] - stored.start if wanted else 0, tuple(table[i] for i in wanted)))
             if any(run.block_ids for run in runs):
                 if chunk - first_chunk >= len(slots):
@@ -199,11 +269,52 @@ class CacheGroups(tuple[CacheGroup, ...]):
 
 def window_tokens(spec: Any) -> int | None:
     """Tokens that a group's layers attend to, if vLLM frees the blocks before them; None: it keeps all blocks."""
-    if hasattr(spec, "kv_cache_specs"):
-        spec = next(iter(spec.kv_cache_specs.values()))
-    if type(spec).__name__ != "SlidingWindowSpec":
+    if not _is_kind(spec := _first_spec(spec), "SlidingWindowSpec", "SlidingWindowMLASpec"):
         return None  # full attention; also with a window of its own when vLLM's hybrid manager is off
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def local_tokens(spec: Any) -> int | None:
+    """Tokens of an attention chunk, if vLLM frees a chunk's blocks when it ends; None: it does not."""
+    return int(spec.attention_chunk_size) if _is_kind(spec := _first_spec(spec), "ChunkedLocalAttentionSpec") else None
+
+
+def tokens_per_state(spec: Any) -> int:
+    """Tokens of one stored state of a layer."""
+    return int(getattr(spec, "tokens_per_state", 1))
+
+
+def _first_spec(spec: Any) -> Any:
+    """The spec of a group's first layer: vLLM puts layers into one group only where they free blocks alike."""
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+
+
+def _is_kind(spec: Any, *kinds: str) -> bool:
+    return type(spec).__name__ in kinds
+
+
+def _cache_group(spec: Any, chunk_tokens: int, dcp: int) -> CacheGroup:
+    block = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", True) else 1)
+    per_chunk = chunk_tokens // block
+    if not getattr(spec, "prefix_cacheable", True):
+        fixed = 1 if _is_kind(_first_spec(spec), "CircularBufferSpec") else 0
+        return CacheGroup(block, per_chunk, 0, window_tokens(spec), is_shared=False, fixed_blocks=fixed)
+    window, local, stored = window_tokens(spec), local_tokens(spec), per_chunk
+    if window is not None:
+        stored = min(per_chunk, max(1, -(-(window - 1) // block)))
+    elif local is not None and chunk_tokens % local == 0:
+        stored = 0  # every chunk ends an attention chunk: nothing in front of it is attended to any more
+    layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
+    return CacheGroup(block, per_chunk, stored, window, local, max(map(tokens_per_state, layers)))
+
+
+def _check_local_attention(group: CacheGroup, chunk_tokens: int) -> None:
+    """Chunks that cut attention chunks at varying places would need another number of blocks each."""
+    if (local := group.local_tokens) and local % chunk_tokens and chunk_tokens % local:
+        raise ConfigError(
+            "chunk_tokens must divide the attention chunk, or be a multiple of it. "
+            f"chunk_tokens={chunk_tokens} attention_chunk_size={local}"
+        )
 
 
 def cache_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> CacheGroups:

@@ -21,7 +21,7 @@ import torch
 
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import UnsupportedModel
-from tiered_kv.vllm.kv_groups import CacheGroup
+from tiered_kv.vllm.kv_groups import CacheGroup, tokens_per_state
 from tiered_kv.vllm.supported import check_groups
 
 DTYPE_NAMES: Final = {
@@ -40,7 +40,7 @@ DTYPE_NAMES: Final = {
 def rank_pages(
     kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_groups: Sequence[CacheGroup]
 ) -> list[list[LayerPage]]:
-    """Describe one rank's pages per KV cache group, in the order they take in the payload.
+    """Describe one rank's pages per stored KV cache group, in the order they take in the payload.
 
     Args:
         kv_caches: What ``register_kv_caches`` got: layer name -> tensor ``[B, H, N, C]``.
@@ -48,15 +48,20 @@ def rank_pages(
         cache_groups: What is stored of each group's blocks.
 
     Raises:
-        UnsupportedModel: A layer that is neither attention over all tokens or a window of them nor MLA, or a tensor
-            whose dtype, shape or layout is not one we can store; the message names the layer and the reason.
+        UnsupportedModel: A layer of a kind that is not stored, or a tensor whose dtype, shape or layout is not one we
+            can store; the message names the layer and the reason.
     """
     check_groups(kv_cache_config)
     num_blocks = int(kv_cache_config.num_blocks)
     scheduler_block = lcm(*(group.block_tokens for group in cache_groups))
     result = []
-    for names, group in zip(_ordered_names(kv_caches, kv_cache_config), cache_groups, strict=True):
-        pages = [_page(name, kv_caches[name], num_blocks, group.block_tokens) for name in names]
+    named = _ordered_names(kv_caches, kv_cache_config)
+    for names, group, of_vllm in zip(named, cache_groups, kv_cache_config.kv_cache_groups, strict=True):
+        if not group.stored_blocks:
+            continue
+        specs = getattr(of_vllm.kv_cache_spec, "kv_cache_specs", {})
+        states = {name: tokens_per_state(specs.get(name, of_vllm.kv_cache_spec)) for name in names}
+        pages = [_page(name, kv_caches[name], num_blocks, group.block_tokens, states[name]) for name in names]
         _check_overlaps([kv_caches[name] for name in names], names)
         if group.block_tokens != scheduler_block or group.stored_blocks != group.chunk_blocks:
             pages = [replace(page, blocks=group.stored_blocks) for page in pages]
@@ -92,7 +97,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _page(name: str, tensor: torch.Tensor, num_blocks: int, block_tokens: int) -> LayerPage:
+def _page(name: str, tensor: torch.Tensor, num_blocks: int, block_tokens: int, state_tokens: int) -> LayerPage:
     what = f"layer={name} shape={tuple(tensor.shape)} strides={tensor.stride()} blocks={num_blocks}"
     if tensor.dtype not in DTYPE_NAMES:
         raise UnsupportedModel(f"KV dtype is not supported. dtype={tensor.dtype} {what}")
@@ -100,7 +105,7 @@ def _page(name: str, tensor: torch.Tensor, num_blocks: int, block_tokens: int) -
         raise UnsupportedModel(f"KV tensor is not [blocks, heads, tokens, content]. {what}")
     # vLLM splits its blocks where the attention kernel wants smaller ones: so many of the tensor's make one of vLLM's.
     ratio = tensor.shape[0] // num_blocks
-    tokens = ratio * tensor.shape[2]
+    tokens = ratio * tensor.shape[2] * state_tokens
     if tokens == 0 or block_tokens % tokens:
         raise UnsupportedModel(f"tokens per block do not divide vLLM's block size. block_tokens={block_tokens} {what}")
     axes = _memory_order(tensor, what)
@@ -116,6 +121,7 @@ def _page(name: str, tensor: torch.Tensor, num_blocks: int, block_tokens: int) -
         dtype=DTYPE_NAMES[tensor.dtype],
         shape=tuple(extent for _, extent in axes),
         axes="".join(axis for axis, _ in axes),
+        tokens_per_state=state_tokens,
     )
 
 

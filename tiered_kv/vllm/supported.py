@@ -26,8 +26,12 @@ oldest and the newest; what lies between was run by hand (docs/versions.md)."""
 DRAFTLESS_METHODS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Speculation without a draft model of its own: no KV of other weights, and rejected tokens are only ever the last."""
 
-SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"})
-"""Exact class names: a subclass means other rules about which tokens a block holds (sinks, hidden states)."""
+SUPPORTED_SPECS: Final = frozenset({
+    "FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec",
+    "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "CircularBufferSpec",
+})  # fmt: skip
+"""Exact class names: a subclass means other rules about which tokens a block holds (sinks, hidden states). The rules of
+each are in ``kv_groups.py``; those of the second line were run in the engine simulator only (docs/models.md)."""
 
 GROUP_SPEC: Final = "UniformTypeKVCacheSpecs"
 """vLLM's spec of a group whose layers differ in page size; holds one spec per layer."""
@@ -36,10 +40,8 @@ REASONS: Final = {
     "MambaSpec": "the state of Mamba and linear-attention layers is not addressed by token",
     "CrossAttentionSpec": "cross-attention KV belongs to the encoder's input, not to the prompt's tokens",
     "EncoderOnlyAttentionSpec": "encoder layers keep no KV",
-    "SlidingWindowMLASpec": "its blocks hold compressed states that are replayed, not one per token",
-    "ChunkedLocalAttentionSpec": "blocks outside the attention chunk are freed; start vLLM with "
-    "--disable-hybrid-kv-cache-manager",
-    "SinkFullAttentionSpec": "its first blocks hold attention sinks instead of prompt tokens",
+    "SinkFullAttentionSpec": "its layers write attention sinks into blocks that vLLM gives to requests, and vLLM 0.32 "
+    "and 0.33 cannot make its block manager",
 }
 
 
@@ -124,12 +126,16 @@ def _check_spec(spec: Any, layer_names: Sequence[str]) -> None:
     kind = type(spec).__name__
     where = f"spec={kind} first_layer={layer_names[0] if layer_names else None}"
     if kind not in SUPPORTED_SPECS:
-        reason = REASONS.get(kind, "only full attention, sliding windows and MLA are supported")
+        reason = REASONS.get(kind, f"supported are {', '.join(sorted(SUPPORTED_SPECS))}")
         raise UnsupportedModel(f"KV cache of this kind cannot be stored: {reason}. {where}")
     if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
         raise UnsupportedModel(f"attention is not causal, so a prefix's KV depends on what follows it. {where}")
-    if getattr(spec, "tokens_per_state", 1) != 1:
-        raise UnsupportedModel(f"KV that is not one state per token is not supported yet. {where}")
+    states = getattr(spec, "tokens_per_state", 1)
+    if states != 1 and (kind != "MLAAttentionSpec" or states < 1 or spec.block_size % states):
+        raise UnsupportedModel(
+            f"one state per token, or in MLA several tokens per state of which a block holds whole ones, is supported. "
+            f"tokens_per_state={states} block_size={spec.block_size} {where}"
+        )
 
 
 def check_layers(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -147,7 +147,7 @@ class WorkerSide:
     def _prepare(self, kv_caches: dict[str, Any]) -> None:
         groups = cache_groups(self._vllm_config, self._kv_cache_config, self._config.chunk_tokens)
         pages = rank_pages(kv_caches, self._kv_cache_config, groups)
-        paged = RankKV(pages, kv_caches, [group.stored_blocks for group in groups])
+        paged = RankKV(pages, kv_caches, [group.stored_blocks for group in groups.stored])
         for of_group in paged.groups:
             self_test(of_group)
         check_layers(self._vllm_config, self._kv_cache_config)

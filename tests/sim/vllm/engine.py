@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
 from transformers import LlamaConfig
 from vllm import envs
 from vllm.config import KVTransferConfig
@@ -32,12 +31,13 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.sim.vllm import families
 from tests.sim.vllm.accounts import StoreAccounts
-from tests.sim.vllm.model import Layer, Model, Reference
+from tests.sim.vllm.families import BLOCK_TOKENS, LARGE_BLOCK_TOKENS
+from tests.sim.vllm.model import Model, Reference
 from tests.sim.vllm.runner import Findings, SimulatedWorker
 
 try:
@@ -45,10 +45,7 @@ try:
 except ImportError:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
-BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 160
-KV_HEADS = 2
-HEAD_SIZE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +54,7 @@ class Setup:
 
     Attributes:
         windows: One entry per layer: its sliding window in tokens, None for full attention.
+        family: Layers of other kinds instead, by name (``families.py``).
         is_hybrid: Layers with windows get KV cache groups of their own.
         is_replicated: All ranks hold the same KV, as with MLA or more ranks than KV heads.
         late: Chance that a rank has not begun a step when the next one is scheduled (async scheduling only).
@@ -66,6 +64,7 @@ class Setup:
     is_async: bool = False
     ranks: int = 1
     windows: tuple[int | None, ...] = (None, None)
+    family: str = ""
     is_hybrid: bool = False
     is_replicated: bool = False
     layout: str = "LBHNC"
@@ -79,8 +78,23 @@ class Setup:
     connector: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def kinds(self) -> tuple[families.Kind, ...]:
+        """The layers by their specs."""
+        if self.family:
+            return families.FAMILIES[self.family]
+        changes = {"max_tp_shards": 1 if self.is_replicated else None}
+        return tuple(families.windowed(w, **changes) if w else families.full(**changes) for w in self.windows)
+
+    @property
+    def block_tokens(self) -> int:
+        """What ``--block-size`` would be."""
+        return LARGE_BLOCK_TOKENS if self.family in families.LARGE_BLOCKS else BLOCK_TOKENS
+
+    @property
     def pool_blocks_min(self) -> int:
         """Blocks for one request of the longest kind, as vLLM counts them, and the null block."""
+        if self.family:
+            return self._family_blocks_min
         whole = -(-MAX_MODEL_LEN // BLOCK_TOKENS)
         if not self.is_hybrid:
             return whole + 1
@@ -90,6 +104,20 @@ class Setup:
             -(-min((w or MAX_MODEL_LEN) - 1 + in_flight, MAX_MODEL_LEN) // BLOCK_TOKENS) + 1 for w in self.windows
         ]
         return sum(blocks) // layers + 1
+
+    @property
+    def _family_blocks_min(self) -> int:
+        """The same for a family: vLLM makes a group of each kind of layer, or of each layer where pages are equal."""
+        in_flight = (self.token_budget + self.draft_tokens * self.requests_max) * (2 if self.is_async else 1)
+        specs = {}
+        for number, kind in enumerate(self.kinds):
+            spec: Any = kind.spec
+            whole = -(-MAX_MODEL_LEN // spec.block_size)
+            if hasattr(spec, "max_admission_blocks_per_request"):
+                whole = spec.max_admission_blocks_per_request(in_flight, MAX_MODEL_LEN)
+            place = getattr(spec, "sliding_window", 0) if self.block_tokens == LARGE_BLOCK_TOKENS else number
+            specs[type(spec), spec.block_size, place] = whole
+        return sum(specs.values()) + 1
 
 
 @dataclass
@@ -124,8 +152,7 @@ class SimulatedEngine:
         self.answers: dict[str, _Answer] = {}
         self.preemptions = 0
         self._random = random.Random(seed)
-        layers = [Layer(f"model.layers.{n}.attn", n, window) for n, window in enumerate(setup.windows)]
-        self.model = Model(layers, weights)
+        self.model = Model([kind.layer(number) for number, kind in enumerate(setup.kinds)], weights)
         self.config = _config(setup)
         with _runner(is_v2=setup.is_v2):
             per_rank = self._kv_cache_configs()
@@ -161,14 +188,7 @@ class SimulatedEngine:
         self._inboxes: list[deque[_Step]] = [deque() for _ in self.workers]
 
     def _kv_cache_configs(self) -> list[Any]:
-        heads = {"num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": torch.bfloat16}
-        heads["max_tp_shards"] = 1 if self.setup.is_replicated else None
-        specs = {
-            layer.name: SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=layer.window, **heads)
-            if layer.window
-            else FullAttentionSpec(block_size=BLOCK_TOKENS, **heads)
-            for layer in self.model.layers
-        }
+        specs = {layer.name: kind.spec for layer, kind in zip(self.model.layers, self.setup.kinds, strict=True)}
         ranks = self.setup.ranks
         configs: list[Any] = get_kv_cache_configs(self.config, [dict(specs) for _ in range(ranks)], [1 << 30] * ranks)
         return configs
@@ -333,9 +353,9 @@ def _config(setup: Setup) -> Any:
     ).create_engine_config()
     # The CPU backend takes other block sizes and layouts, and no async scheduling with n-grams; the schedulers do.
     config.scheduler_config.async_scheduling = setup.is_async
-    config.cache_config.block_size = BLOCK_TOKENS
+    config.cache_config.block_size = setup.block_tokens
     config.cache_config.kv_cache_layout = setup.layout
     backend = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)
-    for number in range(len(setup.windows)):
+    for number in range(len(setup.kinds)):
         config.compilation_config.static_forward_context[f"model.layers.{number}.attn"] = backend
     return config

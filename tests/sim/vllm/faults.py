@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,8 @@ import xxhash
 from tiered_kv.chunks import header as f
 from tiered_kv.chunks.header import read_header
 from tiered_kv.chunks.transfer import PagedKV
+from tiered_kv.vllm.kv_groups import CacheGroups
+from tiered_kv.vllm.step import BlockRun
 
 LATE_S = 0.05
 
@@ -141,19 +143,55 @@ def save_before_forward(engine: Any) -> None:
         connector.wait_for_save = lambda: None
 
 
-def change_stored_tokens(root: Path) -> int:
+def change_stored_tokens(root: Path, layer: str = "") -> int:
     """Change a few bytes in every blob of a directory and make its checksums right again; returns how many blobs.
 
-    The bytes lie in the first layer's first block, which every load of the chunk's beginning reads.
+    The bytes lie in the first block of the first layer, or of one by name: every load of the chunk's beginning reads
+    it.
     """
     changed = 0
     for path in (root / "blobs").rglob("*.safetensors"):
         blob = bytearray(path.read_bytes())
-        size = read_header(memoryview(blob)).header.header_bytes
-        blob[size] ^= 1
+        parsed = read_header(memoryview(blob))
+        size = parsed.header.header_bytes
+        blob[size + next(entry.offset_bytes for entry in parsed.tensors if layer in entry.name)] ^= 1
         header = blob[:size]
         header[f.PAYLOAD_XXH3.slice] = xxhash.xxh3_128(bytes(blob[size:])).hexdigest().encode()
         header[f.HEADER_XXH3.slice] = f.header_hash(header).encode("ascii")
         path.write_bytes(header + blob[size:])
         changed += 1
     return changed
+
+
+@contextmanager
+def load_leaves_one_block(group: int) -> Iterator[None]:
+    """Of each load the first block of one group's last run stays as it is, as if one fewer were needed."""
+    plan = CacheGroups.load_copies
+
+    def one_too_few(groups: CacheGroups, *arguments: Any) -> Any:
+        copies = plan(groups, *arguments)
+        place = groups.stored.index(groups[group])
+        for n in reversed(range(len(copies or ()))):
+            runs = list(copies[n].groups)
+            if runs[place].block_ids:
+                runs[place] = BlockRun(runs[place].first_block + 1, runs[place].block_ids[1:])
+                return (*copies[:n], replace(copies[n], groups=tuple(runs)), *copies[n + 1 :])
+        return copies
+
+    with mock.patch.object(CacheGroups, "load_copies", one_too_few):
+        yield
+
+
+@contextmanager
+def prompts_loaded_whole() -> Iterator[None]:
+    """A prompt of whole chunks is loaded with its last token, which vLLM then computes again, alone."""
+    with mock.patch.object(CacheGroups, "loadable_tokens", lambda _groups, held, *_: held):
+        yield
+
+
+@contextmanager
+def loads_said_to_bring_all_groups(engine: Any) -> Iterator[None]:
+    """vLLM is told that loads bring the groups that are left out, too, so that it computes nothing of them again."""
+    every = tuple(range(engine.groups))
+    with mock.patch.object(engine.connector, "get_loaded_kv_cache_group_ids", return_value=every):
+        yield

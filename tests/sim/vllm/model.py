@@ -2,9 +2,10 @@
 
 The state of a token is a rolling hash of the weights and of all tokens up to it. Its KV holds that state in every
 layer, mixed with the layer's and the rank's number, so KV of another prefix, layer, rank, token or set of weights is
-never equal by chance. The next token is a function of the KV a token attends to: all of it under full attention, the
-last ``window`` tokens in a layer with a sliding window. So wrong KV is seen twice: compared with what it should be,
-and in the text. Knows nothing of vLLM.
+never equal by chance. A compressed layer has one state for several tokens, a hash of theirs. The next token is a
+function of the KV a token attends to: all of it under full attention, the last ``window`` tokens in a layer with a
+sliding window, its own attention chunk, or the compressed states that are complete. So wrong KV is seen twice: compared
+with what it should be, and in the text. Knows nothing of vLLM.
 """
 
 from collections.abc import Sequence
@@ -36,11 +37,50 @@ def mix(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's place: its group's window (None: full attention) and its number in the model."""
+    """A layer's place, and what it keeps and attends to.
+
+    Attributes:
+        number: Of the layer in the model.
+        window: Tokens of its sliding window; None: there is none.
+        local: Tokens of an attention chunk; None: it attends across them.
+        tokens_per_state: Tokens that one of its states stands for; the unit of ``attended`` and of ``LayerKV``.
+        span: Tokens that one compressed state is computed from: those up to its end.
+        tail: Number of the layer that has the tokens of states which are not complete.
+        ring: Capacity of the one block that a request has; None: blocks lie in token order.
+        group: Of a ring: tokens of a state; those of the state that is not complete are what it is for.
+        replayed: Tokens at the end of a hit that are computed again into this layer; it is never loaded.
+    """
 
     name: str
     number: int
-    window: int | None
+    window: int | None = None
+    local: int | None = None
+    tokens_per_state: int = 1
+    span: int = 1
+    tail: int | None = None
+    ring: int | None = None
+    group: int = 1
+    replayed: int = 0
+
+    def attended(self, position: int) -> range:
+        """States that the token at ``position`` attends to."""
+        end = position + 1
+        if self.tokens_per_state > 1:
+            return range(end // self.tokens_per_state)
+        if self.ring is not None:
+            return range(end // self.group * self.group, end)
+        if self.local is not None:
+            return range(position // self.local * self.local, end)
+        return range(max(0, end - self.window) if self.window else 0, end)
+
+    def completed(self, first: int, end: int) -> range:
+        """States that computing tokens [first, end) completes."""
+        return range(first // self.tokens_per_state, end // self.tokens_per_state)
+
+    def sources(self, state: int) -> range:
+        """Tokens that a state is computed from."""
+        end = (state + 1) * self.tokens_per_state
+        return range(max(0, end - self.span), end)
 
     def salt(self, rank: int) -> int:
         """What this layer's KV is mixed with on a rank."""
@@ -67,6 +107,13 @@ class Model:
         state = states[-1] if states else self.start
         states.extend(list(accumulate(tokens, self.next_state, initial=state))[1:])
 
+    def compress(self, states: Sequence[int]) -> int:
+        """The state of several tokens, from theirs."""
+        value = 0
+        for state in states:
+            value = mix(value ^ state)
+        return value
+
     def sample(self, attended: Sequence[int]) -> int:
         """The next token, from the sum of attended states of each layer."""
         return mix(sum((n + 1) * total for n, total in enumerate(attended)) & _MASK) % VOCAB
@@ -79,35 +126,43 @@ class Reference:
     model: Model
     tokens: list[int] = field(default_factory=list)
     states: States = field(default_factory=list)
-    sums: list[int] = field(default_factory=lambda: [0])
+    sums: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     weights: int = -1
 
     def of(self, tokens: Sequence[int]) -> "Reference":
         """Make this the reference of ``tokens``; what is shared with the last call is kept."""
         if self.weights != self.model.weights:
-            self.tokens, self.states, self.sums, self.weights = [], [], [0], self.model.weights
+            self.tokens, self.states, self.sums, self.weights = [], [], {}, self.model.weights
         shared = next((i for i, (x, y) in enumerate(zip(self.tokens, tokens, strict=False)) if x != y), None)
         keep = min(len(self.tokens), len(tokens)) if shared is None else shared
-        del self.tokens[keep:], self.states[keep:], self.sums[keep + 1 :]
+        del self.tokens[keep:], self.states[keep:]
+        for (ratio, _), sums in self.sums.items():
+            del sums[keep // ratio + 1 :]
         self.tokens.extend(tokens[keep:])
         self.model.extend(self.states, tokens[keep:])
-        for state in self.states[keep:]:
-            self.sums.append((self.sums[-1] + state) & _MASK)
         return self
+
+    def states_of(self, layer: Layer, units: range) -> States:
+        """What a layer's KV must say."""
+        if layer.tokens_per_state == 1:
+            return self.states[units.start : units.stop]
+        return [self.model.compress([self.states[i] for i in layer.sources(unit)]) for unit in units]
+
+    def _sum(self, layer: Layer, units: range) -> int:
+        sums = self.sums.setdefault((layer.tokens_per_state, layer.span), [0])
+        for state in self.states_of(layer, range(len(sums) - 1, units.stop)):
+            sums.append((sums[-1] + state) & _MASK)
+        return (sums[units.stop] - sums[units.start]) & _MASK
 
     def next_token(self, position: int) -> int:
         """The token the model samples at ``position``, when everything it attends to is right."""
-        end = self.sums[position + 1]
-        return self.model.sample([
-            (end - (self.sums[max(0, position + 1 - layer.window)] if layer.window else 0)) & _MASK
-            for layer in self.model.layers
-        ])  # fmt: skip
+        return self.model.sample([self._sum(layer, layer.attended(position)) for layer in self.model.layers])
 
 
 class LayerKV:
-    """One layer's paged KV on one rank: a tensor ``[blocks, heads, tokens, content]`` seen as 64-bit words.
+    """One layer's paged KV on one rank: a tensor ``[blocks, heads, states, content]`` seen as 64-bit words.
 
-    A token's words are the state mixed with the layer's salt, and words that follow from the first, so that a changed
+    A state's words are the state mixed with the layer's salt, and words that follow from the first, so that a changed
     byte anywhere is seen.
     """
 
@@ -118,29 +173,35 @@ class LayerKV:
         self._words: Words = tensor.view(torch.int64).numpy().view(np.uint64)
         self.layer = layer
         self._salt = np.uint64(layer.salt(rank))
-        self.block_tokens = int(self._words.shape[2])
+        self.block_states = int(self._words.shape[2])
         heads, words = self._words.shape[1], self._words.shape[3]
         self._pattern = (np.arange(heads * words, dtype=np.uint64) * np.uint64(_STEP)).reshape(heads, words)
 
     def write(self, blocks: Sequence[int], first: int, states: Sequence[int]) -> None:
-        """Write tokens ``first``, ``first + 1``, ... through a block table."""
+        """Write states ``first``, ``first + 1``, ... through a block table; of a ring the last ones stay."""
+        if self.layer.ring is not None and len(states) > self.layer.ring:
+            first, states = first + len(states) - self.layer.ring, states[-self.layer.ring :]
         rows, offsets = self._places(blocks, np.arange(first, first + len(states)))
         self._words[rows, :, offsets, :] = self._encode(states)
 
     def read(self, blocks: Sequence[int], first: int, end: int) -> Words:
-        """The words of tokens [first, end) through a block table: [tokens, heads, words]."""
+        """The words of states [first, end) through a block table: [states, heads, words]."""
         rows, offsets = self._places(blocks, np.arange(first, end))
         found: Words = self._words[rows, :, offsets, :]
         return found
 
     def state(self, words: Words) -> list[int]:
-        """The states that tokens' words stand for, right or wrong."""
+        """The states that words stand for, right or wrong."""
         return [int(word) for word in words[:, 0, 0] ^ self._salt]
 
     def wrong(self, words: Words, states: Sequence[int]) -> list[int]:
-        """Which of the tokens differ from what they should be."""
+        """Which of the states differ from what they should be."""
         differs = (words != self._encode(states)).any(axis=(1, 2))
         return [int(i) for i in np.flatnonzero(differs)]
+
+    def block_of(self, blocks: Sequence[int], state: int) -> int:
+        """The block that holds a state."""
+        return blocks[0 if self.layer.ring is not None else state // self.block_states]
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Clear blocks."""
@@ -153,4 +214,6 @@ class LayerKV:
 
     def _places(self, blocks: Sequence[int], positions: npt.NDArray[np.intp]) -> tuple[Any, Any]:
         table = np.asarray(blocks, dtype=np.intp)
-        return table[positions // self.block_tokens], positions % self.block_tokens
+        if self.layer.ring is not None:
+            return table[positions * 0], positions % self.layer.ring
+        return table[positions // self.block_states], positions % self.block_states

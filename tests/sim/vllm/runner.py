@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from tests.sim.vllm.model import NO_TOKEN, VOCAB, LayerKV, Model, Reference, mix
+from tests.sim.vllm.model import NO_TOKEN, VOCAB, Layer, LayerKV, Model, Reference, mix
 
 NULL_BLOCK = 0
 SHOWN_MAX = 10
@@ -58,12 +58,14 @@ class _Request:
         computed: Tokens whose KV this worker has, rejected drafts not counted.
         blocks: The block table, one row per KV cache group.
         drafts: What the drafter proposed to follow ``tokens``.
+        replay_start: Where vLLM begins to compute a hit's end again for windows that no hit brings.
     """
 
     tokens: list[int]
     computed: int
     blocks: tuple[list[int], ...]
     drafts: list[int] = field(default_factory=list)
+    replay_start: int = 0
     expected: Reference | None = None
     guessed: Reference | None = None
 
@@ -201,6 +203,7 @@ class SimulatedWorker:
             self._requests.pop(request_id, None)
         self._zero(output.new_block_ids_to_zero)
         for new in output.scheduled_new_reqs:
+            assert not new.replay_start, "V1 replays nothing"
             self._requests[new.req_id] = _Request(list(new.prompt_token_ids), new.num_computed_tokens, new.block_ids)
         cached = output.scheduled_cached_reqs
         for n, request_id in enumerate(cached.req_ids):
@@ -222,7 +225,9 @@ class SimulatedWorker:
             self._requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             assert new.prefill_token_ids is not None
-            self._requests[new.req_id] = _Request(list(new.prefill_token_ids), new.num_computed_tokens, new.block_ids)
+            self._requests[new.req_id] = _Request(
+                list(new.prefill_token_ids), new.num_computed_tokens, new.block_ids, replay_start=new.replay_start
+            )
         cached = output.scheduled_cached_reqs
         assert not cached.resumed_req_ids, "V2 takes resumed requests as new ones"
         for n, request_id in enumerate(cached.req_ids):
@@ -274,44 +279,103 @@ class SimulatedWorker:
         return _Row(request_id, request, known + drafts, request.computed, draft_count)
 
     def _write(self, row: _Row) -> None:
-        layer = self._groups[0][0]
-        blocks = row.request.blocks
-        before = layer.state(layer.read(blocks[0], row.first - 1, row.first)) if row.first else []
+        """Write what a row computes: what it needs of earlier tokens is read through the block tables first."""
+        states = self._states(row)
+        compressed = {
+            layer.layer.number: self._compressed(row, layer.layer, states) for group in self._groups for layer in group
+        }
+        replay_end = self._replay_end(row)
+        for group, table in zip(self._groups, row.request.blocks, strict=True):
+            for layer in group:
+                first = row.first if layer.layer.replayed else min(max(row.first, replay_end), row.end)
+                units = layer.layer.completed(first, row.end)
+                if not units:
+                    continue
+                self._check_places(row, layer, table, units)
+                new = (
+                    compressed[layer.layer.number] if layer.layer.tokens_per_state > 1 else states[first - row.first :]
+                )
+                layer.write(table, units.start, new[-len(units) :])
+
+    def _states(self, row: _Row) -> list[int]:
+        """The states of a row's tokens, from that of the token before them in the first layer that has it."""
+        before: list[int] = []
+        if row.first:
+            found = self._token_layer(row)
+            if found is None:  # all windows are being replayed: nothing has it, and nothing is computed from it
+                before = (
+                    (row.request.expected or Reference(self.model)).of(row.tokens).states[row.first - 1 : row.first]
+                )
+            else:
+                layer, table = found
+                before = layer.state(layer.read(table, row.first - 1, row.first))
         states = list(before)
         self.model.extend(states, row.tokens[row.first :])
-        for layers, table in zip(self._groups, blocks, strict=True):
-            size = layers[0].block_tokens
-            if NULL_BLOCK in table[row.first // size : (row.end - 1) // size + 1]:
-                self.findings.add(f"rank {self.rank}: {row.request_id} writes into the null block")
-            for layer in layers:
-                layer.write(table, row.first, states[len(before) :])
+        return states[len(before) :]
+
+    def _token_layer(self, row: _Row) -> tuple[LayerKV, list[int]] | None:
+        """A layer with one state per token that attends to the token before the row, and its block table."""
+        is_replayed = row.first < self._replay_end(row)
+        for group, table in zip(self._groups, row.request.blocks, strict=True):
+            for layer in group:
+                has_it = row.first - 1 in layer.layer.attended(row.first) and layer.layer.tokens_per_state == 1
+                if has_it and layer.layer.ring is None and not (is_replayed and layer.layer.replayed):
+                    return layer, table
+        return None
+
+    def _compressed(self, row: _Row, layer: Layer, states: Sequence[int]) -> list[int]:
+        """The compressed states that a row completes; tokens before it are read from the layer's tail."""
+        units = layer.completed(max(row.first, self._replay_end(row)), row.end)
+        if layer.tokens_per_state == 1 or not units:
+            return []
+        start = min(layer.sources(units.start).start, row.first)
+        group, tail = next(
+            (n, one) for n, of in enumerate(self._groups) for one in of if one.layer.number == layer.tail
+        )
+        every = [*tail.state(tail.read(row.request.blocks[group], start, row.first)), *states]
+        return [self.model.compress([every[i - start] for i in layer.sources(unit)]) for unit in units]
+
+    def _replay_end(self, row: _Row) -> int:
+        """Up to where a row's request computes tokens again that only replayed windows need; 0: nowhere."""
+        window = max(layer.layer.replayed for group in self._groups for layer in group)
+        return row.request.replay_start + window if row.request.replay_start else 0
+
+    def _check_places(self, row: _Row, layer: LayerKV, table: Sequence[int], units: range) -> None:
+        if NULL_BLOCK in {layer.block_of(table, unit) for unit in units}:
+            self.findings.add(f"rank {self.rank}: {row.request_id} writes into the null block")
 
     def _attend(self, row: _Row) -> list[list[int]]:
         """Sums of attended states, per position that is sampled from and per layer in the model's order."""
         row.request.expected = row.request.expected or Reference(self.model)
-        expected = row.request.expected.of(row.tokens).states
+        expected = row.request.expected.of(row.tokens)
         last_known = row.end - 1 - row.draft_count
         sums: dict[int, list[int]] = {}
         for group, layers in enumerate(self._groups):
             for layer in layers:
-                window = layer.layer.window or row.end
-                start = max(0, row.first + 1 - window)
-                words = layer.read(row.request.blocks[group], start, row.end)
-                self._compare(row, group, layer, start, layer.wrong(words, expected[start : row.end]))
+                # A ring has the last tokens only; a window that is replayed, those from the replay's start on.
+                from_ = row.first if layer.layer.ring is None else max(row.first, last_known)
+                if layer.layer.replayed:
+                    from_ = max(from_, min(self._replay_end(row), row.end - 1))
+                start, end = layer.layer.attended(from_).start, layer.layer.attended(row.end - 1).stop
+                if layer.layer.replayed:
+                    start = max(start, row.request.replay_start)
+                words = layer.read(row.request.blocks[group], start, end)
+                self._compare(
+                    row, group, layer, start, layer.wrong(words, expected.states_of(layer.layer, range(start, end)))
+                )
                 states = layer.state(words)
+                places = [layer.layer.attended(at) for at in (range(last_known, row.end) if row.is_sampled else ())]
                 sums[layer.layer.number] = [
-                    sum(states[max(0, at + 1 - window - start) : at + 1 - start]) & ((1 << 64) - 1)
-                    for at in (range(last_known, row.end) if row.is_sampled else ())
+                    sum(states[units.start - start : units.stop - start]) & ((1 << 64) - 1) for units in places
                 ]
         return [list(column) for column in zip(*(sums[layer.number] for layer in self.model.layers), strict=True)]
 
     def _compare(self, row: _Row, group: int, layer: LayerKV, start: int, wrong: list[int]) -> None:
-        self.findings.checked_tokens += row.end - start
+        self.findings.checked_tokens += layer.layer.attended(row.end - 1).stop - start
         if wrong:
-            at = start + wrong[0]
-            block = row.request.blocks[group][at // layer.block_tokens]
+            block = layer.block_of(row.request.blocks[group], start + wrong[0])
             self.findings.add(
-                f"rank {self.rank} step {self._steps}: {row.request_id} reads wrong KV of tokens {start + wrong[0]}.."
+                f"rank {self.rank} step {self._steps}: {row.request_id} reads wrong KV of states {start + wrong[0]}.."
                 f"{start + wrong[-1]} of {row.end} ({len(wrong)} in all, {row.first} computed before) in "
                 f"{layer.layer.name} group {group}, block {block}",
                 len(wrong),

@@ -23,6 +23,7 @@ from tests.kit.server.probe import is_serving, server_pid, wait_for
 from tests.kit.server.processes import end_server, kill_server
 from tests.sim.vllm.checks import leaks, server_hits, server_leaks, unanswered
 from tests.sim.vllm.engine import MAX_MODEL_LEN, Setup, SimulatedEngine
+from tests.sim.vllm.families import LAYER_OUTERMOST
 from tests.sim.vllm.faults import CopyFaults
 from tests.sim.vllm.model import VOCAB
 
@@ -71,8 +72,11 @@ class Plan:
     is_chatty: bool
 
     @classmethod
-    def draw(cls, seed: int, root: Path, *, is_v2: bool, is_async: bool) -> "Plan":
-        """The scenario of a seed; every seed has some of the moves and faults, none has all."""
+    def draw(cls, seed: int, root: Path, *, is_v2: bool, is_async: bool, family: str = "") -> "Plan":
+        """The scenario of a seed; every seed has some of the moves and faults, none has all.
+
+        With a family of layers of other kinds the seed draws everything else.
+        """
         source = random.Random(seed)
 
         def sometimes(chance: float, most: float) -> float:
@@ -109,6 +113,9 @@ class Plan:
             late=source.random(),
             connector=connector,
         )
+        if family:
+            layout = setup.layout if family in LAYER_OUTERMOST else source.choice(["BLHNC", "BLNHC"])
+            setup = replace(setup, family=family, is_hybrid=True, is_replicated=False, layout=layout)
         spare_blocks = source.choice([0, 8, 30, 100])
         setup = replace(setup, pool_blocks=setup.pool_blocks_min + spare_blocks)
         moves = Moves(
