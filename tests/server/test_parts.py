@@ -9,7 +9,7 @@ from tests.kit.server.clients import PAGES, worker_part
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import protocol as m
-from tiered_kv.server.members import geometry_of, namespace_of, parts_of, recorded_geometry
+from tiered_kv.server.members import check_join, geometry_of, namespace_of, parts_of, recorded_geometry
 from tiered_kv.server.sessions import Group, GroupWorker
 
 OTHER_PAGES = [LayerPage("last", "BF16", (2, 16, 8), "HNC")]
@@ -58,6 +58,20 @@ def test_record_tells_the_geometry_that_made_it_with_windows_and_parts():
     fields = namespace_of(joins, epoch="e").fields
     assert recorded_geometry(fields) == geometry_of(joins)
     assert [page.get("blocks") for page in fields["geometry"]["ranks"][0]] == [None] * len(PAGES) + [2]
+
+
+def test_record_tells_how_many_tokens_a_compressed_state_stands_for():
+    joins = [part(0, 1, None, [*PAGES, LayerPage("compressed", "U8", (1, 4, 32), "HNC", tokens_per_state=4)])]
+    fields = namespace_of(joins, epoch="e").fields
+    assert recorded_geometry(fields) == geometry_of(joins)
+    assert recorded_geometry(fields).ranks[0][-1].tokens_per_state == 4
+    assert all("tokens_per_state" not in page for page in fields["geometry"]["ranks"][0][: len(PAGES)])
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1 << 40])
+def test_tokens_per_state_out_of_range_are_refused(tokens):
+    with pytest.raises(ConfigError, match=f"tokens_per_state={tokens}"):
+        check_join(part(0, 1, None, [LayerPage("l", "U8", (1, 4, 32), "HNC", tokens_per_state=tokens)]))
 
 
 def test_layer_that_stores_fewer_blocks_takes_so_many_bytes():

@@ -220,6 +220,7 @@ CHANGES: Final[Mapping[str, tuple[Engine, Engine]]] = {
     "order of the page's extents": page(shape=(32, 2, 16)),
     "order of the page's axes": page(axes="NHC"),
     "page's blocks": page(blocks=2),
+    "page's tokens per state": page(tokens_per_state=4),
     "order of layers": unlike_base(pages=((OTHER_PAGE, PAGE),)),
     "layers on two ranks": unlike_base(pages=((PAGE,), (OTHER_PAGE,))),
     "layers of the second rank": (
