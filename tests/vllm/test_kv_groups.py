@@ -4,6 +4,17 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 from tests.kit.counts import count, seed
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
@@ -155,6 +166,71 @@ def test_bounded_replay_is_left_out_and_counted_as_a_window():
     whole = list(range(100, 104))
     copies = found.load_copies([7], [[NULL_BLOCK, NULL_BLOCK, 5, 6], whole], 0, (0, CHUNK), CHUNK)
     assert copies == (ChunkCopy(7, (BlockRun(0, tuple(whole)),)),)
+
+
+def vllm_specs(source, block):
+    """vLLM's own specs of every kind that is stored, with random windows and attention chunks."""
+    heads = {"block_size": block, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
+    window = source.randrange(2, 200)
+    return {
+        "full": FullAttentionSpec(**heads),
+        "compressed": MLAAttentionSpec(**heads, tokens_per_state=4),
+        "window": SlidingWindowSpec(**heads, sliding_window=window),
+        "MLA window": SlidingWindowMLASpec(**heads, sliding_window=window, extra_retained_tokens=source.choice([0, 2])),
+        "local": ChunkedLocalAttentionSpec(**heads, attention_chunk_size=source.choice([16, 32, 64, 128, 192, 320])),
+        "ring": CircularBufferSpec(**heads | {"block_size": 8}),
+        "replayed": SlidingWindowMLASpec(**heads, sliding_window=64, bounded_replay=True),
+    }
+
+
+def allocated(spec, computed, end):
+    """The block table that vLLM's own block manager gives a request with a hit on the GPU and a load behind it."""
+    pool = BlockPool(200, enable_caching=True, hash_block_size=8)
+    manager = get_manager_for_kv_cache_spec(
+        spec,
+        max_in_flight_tokens=64,
+        max_model_len=1000,
+        block_pool=pool,
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=spec.block_size,
+    )
+    cached = pool.get_new_blocks(computed // spec.block_size)
+    pool.free_blocks(cached)
+    manager.add_local_computed_blocks("r", cached, computed, end - computed)
+    manager.allocate_external_computed_blocks("r", computed, end - computed)
+    return [block.block_id for block in manager.req_to_blocks["r"]]
+
+
+@pytest.mark.parametrize("kind", vllm_specs(random.Random(0), 16))
+def test_loads_fill_what_vllms_own_block_managers_allocate(kind):
+    """Every block that vLLM allocated for a load and shares is filled, each once, from its own place; no other is."""
+    source = random.Random(f"{seed()} {kind}")
+    filled_blocks = 0
+    for _ in range(count("EXAMPLES", 300)):
+        spec = vllm_specs(source, 16)[kind]
+        found = of_specs(FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.bfloat16), spec)
+        chunks = source.randint(1, 6)
+        end, computed = chunks * CHUNK, source.randrange(chunks * CHUNK // 16) * 16
+        table = allocated(spec, computed, end)
+        copies = found.load_copies(
+            list(range(chunks)), [list(range(500, 500 + end // 16)), table], 0, (computed, end), CHUNK
+        )
+        assert copies is not None
+        wanted = [i for i, block in enumerate(table) if block != NULL_BLOCK and i >= computed // 16]
+        if not found[1].stored_blocks:
+            assert all(len(copy.groups) == 1 for copy in copies)
+            assert not wanted or not found[1].is_shared, "vLLM would take blocks for computed that nothing fills"
+            continue
+        filled = []
+        for copy in copies:
+            stored = found[1].stored_range(copy.slot)
+            run = copy.groups[1]
+            filled += [(stored[place], block) for place, block in enumerate(run.block_ids, run.first_block)]
+        assert filled == [(i, table[i]) for i in wanted]
+        filled_blocks += len(filled)
+        assert found[1].first_kept(end) == next(i for i, block in enumerate([*table, 1]) if block != NULL_BLOCK)
+    assert filled_blocks or kind in ("ring", "replayed")
 
 
 def test_prefix_cache_is_believed_where_every_group_can_continue():
