@@ -109,7 +109,7 @@ class Setup:
     def _family_blocks_min(self) -> int:
         """The same for a family: vLLM makes a group of each kind of layer, or of each layer where pages are equal."""
         in_flight = (self.token_budget + self.draft_tokens * self.requests_max) * (2 if self.is_async else 1)
-        specs = {}
+        specs: dict[Any, int] = {}
         for number, kind in enumerate(self.kinds):
             spec: Any = kind.spec
             whole = -(-MAX_MODEL_LEN // spec.block_size)

@@ -169,7 +169,7 @@ def load_leaves_one_block(group: int) -> Iterator[None]:
     plan = CacheGroups.load_copies
 
     def one_too_few(groups: CacheGroups, *arguments: Any) -> Any:
-        copies = plan(groups, *arguments)
+        copies: Any = plan(groups, *arguments)
         place = groups.stored.index(groups[group])
         for n in reversed(range(len(copies or ()))):
             runs = list(copies[n].groups)
