@@ -73,10 +73,10 @@ class EventGroup:
     @classmethod
     def of(cls, groups: CacheGroups, kv_cache_config: Any) -> "EventGroup":
         """Choose the group; the first one where all have a window."""
-        shared = [i for i, group in enumerate(groups) if group.is_shared]
-        index = next((i for i in shared if not groups[i].is_windowed), shared[0])
-        kind = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
-        return cls(index, groups[index].block_tokens, gcd(*(groups[i].block_tokens for i in shared)), kind.value)
+        shared = [group for group in groups if group.is_shared]
+        group = next((group for group in shared if not group.is_windowed), shared[0])
+        kind = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[group.number].kv_cache_spec)
+        return cls(group.number, group.block_tokens, gcd(*(group.block_tokens for group in shared)), kind.value)
 
 
 class EventPublisher:
