@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
+from tiered_kv.vllm.drafts import check_drafts
 from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
 from tiered_kv.vllm.hooks import SchedulerHooks
 from tiered_kv.vllm.kv_groups import cache_groups
@@ -71,6 +72,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             # The kind of KV first: with states vLLM's block size is nothing that chunk_tokens could be a multiple of.
             check_groups(kv_cache_config)
             check_supported(vllm_config, config.chunk_tokens)
+            check_drafts(vllm_config, kv_cache_config)
             groups = cache_groups(vllm_config, kv_cache_config, config.chunk_tokens)
         except TieredKVError as exc:
             if config.strict:
