@@ -197,11 +197,17 @@ def test_drafts_are_refused_on_other_ranks_versions_and_kinds_of_kv(vllm_config)
     with pytest.raises(UnsupportedModel, match="world_size=2"):
         check_drafts(changed(config, parallel_config={"world_size": 2}), kv_config(), "0.32.0")
     window = SimpleNamespace(
-        kv_cache_spec=SlidingWindowSpec(32, 2, 8, torch.bfloat16, sliding_window=64), layer_names=["a"]
+        kv_cache_spec=SlidingWindowSpec(
+            block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64
+        ),
+        layer_names=["a"],
     )
     with pytest.raises(UnsupportedModel, match="sliding windows"):
         check_drafts(config, SimpleNamespace(kv_cache_groups=[window]), "0.32.0")
-    latent = SimpleNamespace(kv_cache_spec=MLAAttentionSpec(32, 1, 576, torch.bfloat16), layer_names=["a"])
+    latent = SimpleNamespace(
+        kv_cache_spec=MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
+        layer_names=["a"],
+    )
     with pytest.raises(UnsupportedModel, match="spec=MLAAttentionSpec"):
         check_drafts(config, SimpleNamespace(kv_cache_groups=[latent]), "0.32.0")
 
