@@ -158,6 +158,27 @@ def test_a_lost_clients_leases_never_end_by_the_clock():
     assert story.ended == [] and leased(story) == 3
 
 
+def test_leases_end_also_where_each_of_two_is_asked_anew_before_the_other_lets_go(monkeypatch):
+    story = story_with_cap()
+    shared = [story.lookup(story.session, PATHS[0], turn=(1, number)) for number in range(2)]
+    held = ask(story, 1)
+    forget = story._end_lease
+
+    def ask_anew(session: int, lookup: int) -> None:
+        forget(session, lookup)
+        shared[shared.index(lookup)] = story.lookup(session, PATHS[0], turn=(1, 0))
+
+    monkeypatch.setattr(story, "_end_lease", ask_anew)
+    first = story.lookup(story.session, PATHS[2], turn=(0, 5))
+    for _ in range(20):
+        story.step()
+    assert len(story.ended) == 2 and story.answer(first).ready == 3
+    for lookup in (first, held):
+        story.release(lookup)
+        story.step()
+    assert [story.answer(one).ready for one in shared] == [3, 3]
+
+
 def test_nobody_waits_for_room_that_only_its_own_chunks_could_give():
     story = story_with_cap()
     long = tuple(range(50, 59))

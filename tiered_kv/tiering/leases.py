@@ -103,6 +103,13 @@ class LeaseQueue:
         """Whether nobody waits for room."""
         return not self._waiting
 
+    def is_making_room(self, session: int) -> bool:
+        """Whether leases of a session were told to end for somebody in line, and have not.
+
+        Not those of another one: an engine that is frozen may never let go, and must not hold up anybody.
+        """
+        return bool(self._waiting) and self._ending[session] > 0
+
     def free_bytes(self, session: int) -> int:
         """What a session may lease from the line now: what is free, and while others want some, up to its share."""
         free_bytes = self._limit_bytes() - self._host.leased_bytes

@@ -107,6 +107,10 @@ class Lookups:
         self._dirty[lookup.id] = None
         if lookup.queued:
             self._queue(lookup)
+        elif self.line.is_making_room(lookup.session.id) and not lookup.is_claimed:
+            # What is leased already would cost no room, but then its leases would never end: those told to end are
+            # asked anew one after the other, each before the last one of its prefix has let go.
+            self._queue(lookup)
         elif not lookup.is_cut:
             # Where others wait, so does this one: room goes by turns.
             room_bytes = self._limit_bytes - self._host.leased_bytes if self.line.is_empty else 0

@@ -232,6 +232,9 @@ class Simulation:
         """Whatever happened before: what is stored now is there, at every node and in the lowest tier."""
         for client in self.clients:
             client.leave()
+        for node in self.nodes:
+            if node.disk is not None and any(minimum for minimum, _ in node.machine.shares.values()):
+                node.disk.pins.clear()  # pins of one namespace and the minima of the others may leave it no room at all
         spaces = sorted({client.space for client in self.clients})
         for number, (node, space) in enumerate((node, space) for node in self.nodes for space in spaces):
             path = (1000 + number, 1)
