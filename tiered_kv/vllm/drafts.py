@@ -52,9 +52,9 @@ class Drafts:
     @classmethod
     def of(cls, vllm_config: Any) -> "Drafts | None":
         """Read it; None where nothing is drafted, or by a method that keeps no KV."""
-        speculative = vllm_config.speculative_config
-        if speculative is None or speculative.method not in DRAFT_METHODS:
+        if not has_drafts_kv(vllm_config):
             return None
+        speculative = vllm_config.speculative_config
         draft = speculative.draft_model_config
         drafted_len = getattr(draft, "max_model_len", None) or vllm_config.model_config.max_model_len
         return cls(
@@ -67,6 +67,11 @@ class Drafts:
         """How much of a held prefix vLLM's own prefix cache would give the request, had it the same blocks."""
         most = min(held_tokens, (request_tokens - 1) // block_tokens * block_tokens)
         return max(0, most - block_tokens) if self.drops_block else most
+
+
+def has_drafts_kv(vllm_config: Any) -> bool:
+    """Whether a draft keeps KV among the model's, by a method that is served."""
+    return vllm_config.speculative_config is not None and vllm_config.speculative_config.method in DRAFT_METHODS
 
 
 def loadable_tokens(
@@ -84,7 +89,7 @@ def check_drafts(vllm_config: Any, kv_cache_config: Any, version: str = vllm.__v
     Raises:
         UnsupportedModel: The message says which.
     """
-    if Drafts.of(vllm_config) is None:
+    if not has_drafts_kv(vllm_config):
         return
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     numbers = re.match(r"(\d+)\.(\d+)", version)

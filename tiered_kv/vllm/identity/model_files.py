@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.vllm.drafts import Drafts
+from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.file_digests import FileStamp, digest_files, local_path, stamps_of
 from tiered_kv.vllm.identity.loader_watch import Reading, readings_of, watched_loaders
 
@@ -77,7 +77,7 @@ def weights_identity(vllm_config: Any, model_id: str | None) -> str:
     if model_id is not None:
         return f"user:{model_id}"
     own = _source(model)
-    apart = {_source(vllm_config.speculative_config.draft_model_config)} if _has_draft(vllm_config) else set()
+    apart = {_source(vllm_config.speculative_config.draft_model_config)} if has_drafts_kv(vllm_config) else set()
     readings = [reading for reading in readings_of(load) if reading.source not in apart - {own}]
     return _named(vllm_config, model, load, readings)
 
@@ -99,10 +99,6 @@ def draft_weights_identity(vllm_config: Any, model_id: str | None) -> str:
         if model_id is None:
             raise
         return f"user:{model_id}"
-
-
-def _has_draft(vllm_config: Any) -> bool:
-    return Drafts.of(vllm_config) is not None
 
 
 def _source(model: Any) -> str:

@@ -20,7 +20,7 @@ import vllm
 from vllm import envs, platforms
 
 from tiered_kv.keys.namespace import FORMAT_VERSION
-from tiered_kv.vllm.drafts import Drafts
+from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.canonical import key_text, plain, written
 from tiered_kv.vllm.identity.config_values import kv_settings
 from tiered_kv.vllm.identity.model_files import draft_weights_identity, model_files, weights_identity
@@ -111,7 +111,7 @@ def draft_fields(vllm_config: Any, settings: IdentitySettings) -> dict[str, obje
     How many tokens it guesses at a time is no part of it: what it writes for a guess is written again once the token
     is known. Its pages' encodings are in ``kv_encoding``, with those of all layers.
     """
-    if Drafts.of(vllm_config) is None:
+    if not has_drafts_kv(vllm_config):
         return {}
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config
