@@ -13,7 +13,6 @@ from tests.kit.vllm.tiny_models import HEAD_STD, TEXT, WEIGHT_STD, build_kind
 
 HIDDEN: Final = int(TEXT["hidden_size"])
 INNER: Final = int(TEXT["intermediate_size"])
-KV: Final = int(TEXT["num_key_value_heads"]) * int(TEXT["head_dim"])
 MTP_LAYER: Final = "model.mtp_layers.0."
 
 
@@ -36,23 +35,22 @@ def _head(path: Path, model: Path, seed: int, *, architecture: str, layer: str, 
     def drawn(*shape: int, std: float = WEIGHT_STD) -> Any:
         return torch.empty(*shape).normal_(0.0, std, generator=generator).to(torch.bfloat16)
 
+    config = json.loads((model / "config.json").read_text())
+    kv = config["num_key_value_heads"] * config["head_dim"]
     ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
     width = 2 * HIDDEN if is_third else HIDDEN  # EAGLE3's attention sees embedding and feature side by side
     tensors = {
         "fc.weight": drawn(HIDDEN, features * HIDDEN),
         f"{layer}self_attn.q_proj.weight": drawn(HIDDEN, width),
-        f"{layer}self_attn.k_proj.weight": drawn(KV, width),
-        f"{layer}self_attn.v_proj.weight": drawn(KV, width),
+        f"{layer}self_attn.k_proj.weight": drawn(kv, width),
+        f"{layer}self_attn.v_proj.weight": drawn(kv, width),
         f"{layer}self_attn.o_proj.weight": drawn(HIDDEN, HIDDEN),
         f"{layer}mlp.gate_proj.weight": drawn(INNER, HIDDEN),
         f"{layer}mlp.up_proj.weight": drawn(INNER, HIDDEN),
         f"{layer}mlp.down_proj.weight": drawn(HIDDEN, INNER),
         f"{layer}post_attention_layernorm.weight": ones.clone(),
     }
-    config = json.loads((model / "config.json").read_text()) | {
-        "num_hidden_layers": 1,
-        "architectures": [architecture],
-    }
+    config |= {"num_hidden_layers": 1, "architectures": [architecture]}
     if is_third:
         config |= {"draft_vocab_size": TEXT["vocab_size"], "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         norms = ("norm.weight", f"{layer}hidden_norm.weight", f"{layer}input_layernorm.weight")
