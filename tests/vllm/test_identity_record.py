@@ -155,23 +155,30 @@ def test_speculation_by_an_unknown_method_is_refused(vllm_config, method):
         check_supported(config, 256)
 
 
-def drafting(vllm_config, method="eagle", **fields):
+class Speculative:
+    """What the cache reads of vLLM's configuration of a draft."""
+
+    def __init__(self, **fields):
+        self.draft_parallel_config = self.draft_load_config = None
+        self.num_speculative_tokens = 2
+        vars(self).update(fields)
+
+    def use_eagle_block_drop(self):
+        return self.method != "draft_model"
+
+    def use_multi_module_mtp(self):
+        return getattr(self.draft_model_config, "has_several_modules", False)
+
+
+def drafting(vllm_config, **fields):
     """The configuration with a draft, which has the model's own configuration."""
-    defaults = {
-        "method": method,
-        "num_speculative_tokens": 2,
-        "draft_model_config": vllm_config.model_config,
-        "draft_parallel_config": None,
-        "draft_load_config": None,
-        "use_eagle_block_drop": lambda: method != "draft_model",
-        "use_multi_module_mtp": lambda: False,
-    }
-    return changed(vllm_config, speculative_config=SimpleNamespace(**defaults | fields))
+    given = {"method": "eagle", "draft_model_config": vllm_config.model_config} | fields
+    return changed(vllm_config, speculative_config=Speculative(**given))
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
 def test_drafts_beside_full_attention_are_supported(vllm_config, method):
-    config = drafting(vllm_config, method)
+    config = drafting(vllm_config, method=method)
     check_supported(config, 256)
     check_drafts(config, kv_config(), "0.32.0")
 
@@ -181,7 +188,10 @@ def test_drafts_beside_full_attention_are_supported(vllm_config, method):
     [
         ({"parallel_drafting": True}, "parallel_drafting"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 2)]}, "num_speculative_tokens_per_batch_size"),
-        ({"method": "mtp", "use_multi_module_mtp": lambda: True}, "several modules"),
+        (
+            {"method": "mtp", "draft_model_config": SimpleNamespace(max_model_len=512, has_several_modules=True)},
+            "several modules",
+        ),
     ],
 )
 def test_drafts_that_were_never_run_are_refused(vllm_config, fields, message):

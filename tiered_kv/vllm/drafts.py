@@ -71,7 +71,8 @@ class Drafts:
 
 def has_drafts_kv(vllm_config: Any) -> bool:
     """Whether a draft keeps KV among the model's, by a method that is served."""
-    return vllm_config.speculative_config is not None and vllm_config.speculative_config.method in DRAFT_METHODS
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return getattr(speculative, "method", None) in DRAFT_METHODS
 
 
 def loadable_tokens(
