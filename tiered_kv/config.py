@@ -212,7 +212,11 @@ class Config:
     max_share: float | None = _setting(
         _number(0.001, 1), "share of host memory and disk that this model may take", shown="1.0"
     )
-    chunk_tokens: int = _setting(_positive_int, "tokens in one chunk; a multiple of vLLM's block size", 256)
+    chunk_tokens: int = _setting(
+        _positive_int,
+        "tokens in one chunk; a multiple of vLLM's block size (models with recurrent layers: that block)",
+        256,
+    )
     save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     server: str | None = _setting(_socket, "unix:///path of a running `tiered-kv serve`; default: one is started")

@@ -32,7 +32,7 @@ LEFT_TO_VLLM = {
     "get_required_kvcache_layout": "any block-contiguous layout is copied as it is",
     "handle_preemptions": "blocks that are being saved are pinned",
     "has_connector_metadata": "whether the step's metadata is there",
-    "register_finished_partial_tail": "for mamba layers, which are refused",
+    "register_finished_partial_tail": "for states inside a block, which are not stored",
     "requires_piecewise_for_cudagraph": "nothing is done per layer",
     "reset_capture_state": "nothing is captured",
     "restore_kv_caches": "the tensors lie where they were before the sleep",

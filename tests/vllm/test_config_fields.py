@@ -203,6 +203,27 @@ def test_each_row_that_enters_makes_another_namespace(vllm_config, first, monkey
     assert differing == {(part, name)}
 
 
+RECURRENT = [(path, name) for path, section in TABLE.items() for name, kind in rows(section) if kind == "recurrent"]
+
+
+@pytest.mark.parametrize(("path", "name"), RECURRENT)
+def test_what_recurrent_layers_read_enters_where_there_are_some(vllm_config, monkeypatch, path, name):
+    def settings_of(has_states: bool) -> tuple[object, object]:
+        before = kv_settings(vllm_config, has_states=has_states)
+        with monkeypatch.context() as patch:
+            config = vllm_config
+            if path == ENVIRONMENT:
+                patch.setitem(envs.environment_variables, name, lambda: "another")
+            else:
+                config = flipped(vllm_config, path, name, "another")
+            return before, kv_settings(config, has_states=has_states)
+
+    before, after = settings_of(True)
+    assert before[path].get(name) != after[path][name] == "another"
+    before, after = settings_of(False)
+    assert before == after
+
+
 EXCUSED = [
     (path, name)
     for path, section in TABLE.items()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 
 CHUNK = 64
 RATE = 1024.0
-GROUPS = CacheGroups([CacheGroup(CHUNK // 2, 2, 2)])
+GROUPS = CacheGroups([CacheGroup(0, CHUNK // 2, 2, 2)])
 
 
 class Client:

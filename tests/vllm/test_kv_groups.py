@@ -34,7 +34,7 @@ def table_after(end, window, block=16, first=100):
     ("window", "stored"), [(None, 4), (1, 1), (2, 1), (17, 1), (18, 2), (33, 2), (49, 3), (50, 4), (65, 4), (1000, 4)]
 )
 def test_so_much_of_a_chunk_is_stored_as_its_end_can_be_continued_from(window, stored):
-    assert groups(window)[0] == CacheGroup(16, 4, stored, window)
+    assert groups(window)[0] == CacheGroup(0, 16, 4, stored, window)
 
 
 def test_window_with_tokens_that_vllm_retains_beyond_it_stores_them_too():

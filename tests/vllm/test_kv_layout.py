@@ -155,7 +155,7 @@ def test_block_of_a_decode_context_group_spans_several_ranks_pages():
 
 
 REFUSED_SPECS = {
-    "Mamba": MambaSpec(block_size=BLOCK_TOKENS, shapes=((2, 2),), dtypes=(torch.float32,)),
+    "mamba_cache_mode=none": MambaSpec(block_size=BLOCK_TOKENS, shapes=((2, 2),), dtypes=(torch.float32,)),
     "freed": ChunkedLocalAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, attention_chunk_size=64
     ),

@@ -10,8 +10,8 @@ from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
 from tiered_kv.vllm.load_admission import LoadAdmission
 
 BLOCK, STEP = 4, 48
-FULL = CacheGroup(BLOCK, 2, 2)
-WINDOW = CacheGroup(BLOCK, 2, 1, window_tokens=5)
+FULL = CacheGroup(0, BLOCK, 2, 2)
+WINDOW = CacheGroup(1, BLOCK, 2, 1, window_tokens=5)
 
 
 def room(pool_blocks: int, *groups: CacheGroup) -> LoadAdmission:
@@ -74,7 +74,7 @@ def test_nobody_overtakes_who_waits_for_room() -> None:
 def test_whoever_comes_first_in_vllm_can_go_on_once_nothing_runs(number: int) -> None:
     """The case that stood still, for random loads: all that is in flight holds blocks, and any of it finds the rest."""
     source = random.Random(number)
-    groups = CacheGroups([FULL, WINDOW, CacheGroup(BLOCK, 2, 2, window_tokens=source.choice([9, 33]))])
+    groups = CacheGroups([FULL, WINDOW, CacheGroup(2, BLOCK, 2, 2, window_tokens=source.choice([9, 33]))])
     pool_blocks = source.choice([70, 150, 400])
     one = LoadAdmission(groups, STEP, Counter())
     one.set_pool(pool_blocks)

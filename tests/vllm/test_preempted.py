@@ -18,7 +18,7 @@ from tiered_kv.vllm.wait_policy import FRESH_S
 
 pytestmark = pytest.mark.vllm
 
-GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
+GROUPS = CacheGroups([CacheGroup(0, BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
 BOTH = EngineRole(may_load=True, may_store=False, has_prefix_caching=False)
 
 
@@ -86,7 +86,9 @@ def test_controls_and_vllm_itself_can_forbid_loading(engine: SmallEngine) -> Non
 def test_a_load_that_fails_after_its_request_was_aborted_takes_no_room_from_others(engine: SmallEngine) -> None:
     """vLLM reports such a load, too; nobody would ever take it from the count again."""
     blocks = CHUNK // BLOCK
-    groups = CacheGroups([CacheGroup(BLOCK, blocks, blocks), CacheGroup(BLOCK, blocks, 1, window_tokens=BLOCK + 1)])
+    groups = CacheGroups(
+        [CacheGroup(0, BLOCK, blocks, blocks), CacheGroup(1, BLOCK, blocks, 1, window_tokens=BLOCK + 1)]
+    )
     side = SchedulerSide(engine.config, engine.client, Adapters(""), groups, BOTH)
     side.bind_block_pool(SimpleNamespace(num_gpu_blocks=4 * blocks))
     engine.store(3, first_token=30_000)
@@ -112,7 +114,9 @@ def test_a_load_that_fails_after_its_request_was_aborted_takes_no_room_from_othe
 def test_a_load_whose_request_was_aborted_keeps_its_room_until_it_ends(engine: SmallEngine) -> None:
     """vLLM gives its blocks to nobody before the load was reported."""
     blocks = CHUNK // BLOCK
-    groups = CacheGroups([CacheGroup(BLOCK, blocks, blocks), CacheGroup(BLOCK, blocks, 1, window_tokens=BLOCK + 1)])
+    groups = CacheGroups(
+        [CacheGroup(0, BLOCK, blocks, blocks), CacheGroup(1, BLOCK, blocks, 1, window_tokens=BLOCK + 1)]
+    )
     side = SchedulerSide(engine.config, engine.client, Adapters(""), groups, BOTH)
     side.bind_block_pool(SimpleNamespace(num_gpu_blocks=5 * blocks))
     engine.store(3, first_token=40_000)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCKS = 200
 PER_CHUNK = 4
-GROUPS = CacheGroups([CacheGroup(16, PER_CHUNK, PER_CHUNK)])
+GROUPS = CacheGroups([CacheGroup(0, 16, PER_CHUNK, PER_CHUNK)])
 NAMESPACE = Namespace.from_fields(dict.fromkeys(REQUIRED_FIELDS, "test") | {"format_version": 1})
 
 
@@ -251,7 +251,7 @@ def test_a_request_that_is_not_admitted_gets_all_but_a_share(is_standing: bool, 
 
 
 def test_windows_are_pinned_before_vllm_frees_them_and_within_the_share() -> None:
-    windowed = CacheGroups([CacheGroup(16, PER_CHUNK, PER_CHUNK), CacheGroup(16, PER_CHUNK, 1, window_tokens=17)])
+    windowed = CacheGroups([CacheGroup(0, 16, PER_CHUNK, PER_CHUNK), CacheGroup(1, 16, PER_CHUNK, 1, window_tokens=17)])
     world = World(pinned_share=0.1, groups=windowed)
     keys, ids = world.prompt(8)
     _, others = world.prompt(8)

@@ -18,7 +18,7 @@ from tiered_kv.vllm.scheduler import SchedulerSide
 
 pytestmark = pytest.mark.vllm
 
-GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
+GROUPS = CacheGroups([CacheGroup(0, BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
 ROLE = EngineRole(may_load=True, may_store=False, has_prefix_caching=False)
 CHUNKS = 3
 

@@ -20,7 +20,7 @@ from tiered_kv.vllm.worker import WorkerSide
 pytestmark = pytest.mark.vllm
 
 PER_CHUNK = CHUNK // BLOCK
-GROUPS = CacheGroups([CacheGroup(BLOCK, PER_CHUNK, PER_CHUNK)])
+GROUPS = CacheGroups([CacheGroup(0, BLOCK, PER_CHUNK, PER_CHUNK)])
 BOTH = EngineRole(may_load=True, may_store=True, has_prefix_caching=False)
 BLOCKS = 100
 

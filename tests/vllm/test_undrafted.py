@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCK, PER_CHUNK = 4, 2
 CHUNK = BLOCK * PER_CHUNK
-GROUPS = CacheGroups([CacheGroup(BLOCK, PER_CHUNK, PER_CHUNK)])
+GROUPS = CacheGroups([CacheGroup(0, BLOCK, PER_CHUNK, PER_CHUNK)])
 DRAFTED_LEN = 20
 EAGLE = Drafts(drops_block=True, draft_tokens=2, drafted_len=DRAFTED_LEN)
 MODEL = Drafts(drops_block=False, draft_tokens=2, drafted_len=DRAFTED_LEN)

@@ -30,6 +30,7 @@ from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, DTYPE_BYTES, ChunkGeometr
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.keys.state_keys import is_state
 from tiered_kv.keys.stored_by import STORED_BY_CHARS_MAX, shared_line
 from tiered_kv.keys.tags import shared_tag
 
@@ -229,10 +230,18 @@ class BlobFormat:
     Threads: immutable; any number of threads may seal and verify different blobs at once.
     """
 
-    __slots__ = ("_data_bytes", "_namespace", "_template", "blob_bytes", "header_bytes", "payload_bytes")
+    __slots__ = (
+        "_data_bytes",
+        "_namespace",
+        "_state_template",
+        "_template",
+        "blob_bytes",
+        "header_bytes",
+        "payload_bytes",
+    )
 
     def __init__(self, namespace_digest: bytes, geometry: ChunkGeometry) -> None:
-        """Build the header's template.
+        """Build the header's templates: of a chunk, and of a part of a state, which has as many bytes.
 
         Raises:
             ConfigError: The geometry cannot be declared: too many layers for a header, or names that clash.
@@ -242,6 +251,8 @@ class BlobFormat:
             raise ConfigError(f"too many layers for one header. limit={MAX_HEADER_BYTES} observed={len(template)}")
         self._namespace = namespace_digest
         self._template = template
+        state_table = write_table(state_entries(geometry))
+        self._state_template = pack_metadata(namespace_digest, geometry.chunk_tokens, state_table, len(template))
         self._data_bytes = geometry.data_bytes
         self.header_bytes = len(template)
         self.payload_bytes = geometry.payload_bytes
@@ -262,7 +273,7 @@ class BlobFormat:
         if record.namespace != self._namespace:
             raise ValueError(_difference("namespace", self._namespace.hex(), record.namespace.hex()))
         blob[self.header_bytes + self._data_bytes :] = bytes(self.payload_bytes - self._data_bytes)
-        header = bytearray(self._template)
+        header = bytearray(self._template_of(record))
         header[KEY.slice] = KEY.encode(record.key)
         header[PARENT.slice] = PARENT.encode(record.parent)
         header[CHUNK_INDEX.slice] = CHUNK_INDEX.encode(record.chunk_index)
@@ -293,21 +304,25 @@ class BlobFormat:
             raise ChunkMismatch(_difference("namespace", self._namespace.hex(), found.namespace.hex()))
         if len(blob) != self.blob_bytes:
             raise ChunkCorrupt(_difference("blob size", self.blob_bytes, len(blob)))
-        self._check_constant_part(header)
+        _check_constant_part(header, self._template_of(found))
         if found.key != key:
             raise ChunkCorrupt(_difference("key", key.hex(), found.key.hex()))
         if prefix_sha256 is not None and found.prefix_sha256 != prefix_sha256:
             raise ChunkCorrupt(_difference("prefix_sha256", prefix_sha256.hex(), found.prefix_sha256.hex()))
         _check_payload(metadata, hasher() if hasher else _payload_hash(blob, self.header_bytes))
 
-    def _check_constant_part(self, header: bytes) -> None:
-        constant = bytearray(header)
-        for field in _SEALED_FIELDS:
-            constant[field.slice] = self._template[field.slice]
-        if constant != self._template:
-            at = next(i for i, (x, y) in enumerate(zip(constant, self._template, strict=True)) if x != y)
-            expected, observed = text_of(self._template[at : at + 32]), text_of(constant[at : at + 32])
-            raise ChunkCorrupt(f"{_difference('header template', expected, observed)} offset={at}")
+    def _template_of(self, record: ChunkRecord) -> bytes:
+        return self._state_template if is_state(record) else self._template
+
+
+def _check_constant_part(header: bytes, template: bytes) -> None:
+    constant = bytearray(header)
+    for field in _SEALED_FIELDS:
+        constant[field.slice] = template[field.slice]
+    if constant != template:
+        at = next((i for i, (x, y) in enumerate(zip(constant, template, strict=False)) if x != y), len(template))
+        expected, observed = text_of(template[at : at + 32]), text_of(constant[at : at + 32])
+        raise ChunkCorrupt(f"{_difference('header template', expected, observed)} offset={at}")
 
 
 class BlobCheck:
@@ -385,8 +400,11 @@ def read_header(data: memoryview) -> ParsedHeader:
     header, metadata = _whole_header(data)
     table = header[TABLE_OFFSET:].rstrip(b" ")
     tensors = read_table(table)
-    if len(header) != align_up(TABLE_OFFSET + len(table)):
-        raise ChunkCorrupt(_difference("header length", align_up(TABLE_OFFSET + len(table)), len(header)))
+    expected = align_up(TABLE_OFFSET + len(table))
+    if is_state(metadata.record):
+        expected = max(expected, len(header))  # as long as the headers of its namespace's chunks
+    if len(header) != expected:
+        raise ChunkCorrupt(_difference("header length", expected, len(header)))
     return ParsedHeader(metadata, tensors)
 
 
@@ -513,18 +531,19 @@ def check_header_hash(header: Bytes) -> None:
         raise ChunkCorrupt(f"header_xxh3 mismatch. expected={text_of(expected)} observed={observed}")
 
 
-def pack_metadata(namespace: bytes, token_count: int, table: bytes) -> bytes:
+def pack_metadata(namespace: bytes, token_count: int, table: bytes, least_bytes: int = 0) -> bytes:
     """Write a header in which all that a seal fills in is zeros, or spaces: what is constant in a namespace.
 
     Args:
         table: The JSON after the metadata, from the comma to the last brace.
+        least_bytes: Of the header.
     """
     constant: dict[Field, int | bytes] = {FORMAT: FORMAT_VERSION, NAMESPACE: namespace, TOKEN_COUNT: token_count}
     members = ",".join(
         f'"{f.name}":"{f.encode(constant[f]).decode("ascii") if f in constant else f.blank}"' for f in FIELDS
     )
     text = f'{{"__metadata__":{{{members}}}'.encode("ascii") + table
-    json_bytes = align_up(LENGTH_BYTES + len(text)) - LENGTH_BYTES
+    json_bytes = max(align_up(LENGTH_BYTES + len(text)), least_bytes) - LENGTH_BYTES
     return struct.pack("<Q", json_bytes) + text.ljust(json_bytes, b" ")
 
 
@@ -564,6 +583,17 @@ def geometry_entries(geometry: ChunkGeometry) -> tuple[TensorEntry, ...]:
     # Declared also when it is empty, so that a reader always finds the payload's end in the last tensor.
     entries.append(TensorEntry(PAD_NAME, "U8", (pad_bytes,), geometry.data_bytes, pad_bytes))
     return tuple(entries)
+
+
+def state_entries(geometry: ChunkGeometry) -> tuple[TensorEntry, ...]:
+    """Declare a part of a state: bytes of each rank in its own range of the payload, named ``rank<r>/state``."""
+    entries = []
+    for rank in range(len(geometry.ranks)):
+        segments = geometry.rank_segments(rank)
+        size = sum(segment.size_bytes for segment in segments)
+        entries.append(TensorEntry(f"rank{rank}/state", "U8", (size,), segments[0].offset_bytes, size))
+    pad_bytes = geometry.payload_bytes - geometry.data_bytes
+    return (*entries, TensorEntry(PAD_NAME, "U8", (pad_bytes,), geometry.data_bytes, pad_bytes))
 
 
 def write_table(entries: Iterable[TensorEntry]) -> bytes:

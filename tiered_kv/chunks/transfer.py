@@ -233,6 +233,7 @@ class RankKV:
         group_pages: Sequence[Sequence[LayerPage]],
         tensors: Mapping[str, Any],
         stored_blocks: Sequence[int],
+        state_pages: Sequence[Sequence[LayerPage]] = (),
     ) -> None:
         """Plan the copies.
 
@@ -240,9 +241,11 @@ class RankKV:
             group_pages: The layers of every group, in payload order.
             tensors: The registered KV tensor of every layer.
             stored_blocks: For every group, how many blocks of a chunk are stored.
+            state_pages: The layers of every group of recurrent layers; a part of a state is one block of them.
 
         Raises:
-            UnsupportedModel: A tensor cannot be copied (see :class:`PagedKV`).
+            UnsupportedModel: A tensor cannot be copied (see :class:`PagedKV`), or a part of a state is larger than a
+                chunk.
         """
         self.groups: Final = tuple(
             PagedKV(pages, tensors, blocks) for pages, blocks in zip(group_pages, stored_blocks, strict=True)
@@ -255,6 +258,13 @@ class RankKV:
             slice(end - group.group_bytes, end) for group, end in zip(self.groups, ends, strict=True)
         )
         self.rank_bytes: Final = ends[-1]
+        self.states: Final = tuple(PagedKV(pages, tensors, 1) for pages in state_pages)
+        for state in self.states:
+            if state.group_bytes > self.rank_bytes:
+                raise UnsupportedModel(
+                    "the state of a group of layers does not fit into a chunk. "
+                    f"first_layer={state.layers[0].page.layer} bytes={state.group_bytes} chunk_bytes={self.rank_bytes}"
+                )
 
     def gather(self, block_ids: Sequence[Sequence[int]], out: memoryview, started: list[CopyDone]) -> None:
         """Copy one chunk's stored blocks, given per group, into ``out``, which is ``rank_bytes`` long.
@@ -276,6 +286,18 @@ class RankKV:
             if ids:
                 started.append(group.scatter(src[place], ids, first))
 
+    def gather_state(self, part: int, block: int, out: memoryview, started: list[CopyDone]) -> None:
+        """Copy one part of a state, which is one block, into ``out``, which is ``rank_bytes`` long; zeros behind it."""
+        self._check(out)
+        size = self.states[part].group_bytes
+        out[size:] = bytes(self.rank_bytes - size)  # the slot may have held another prompt's KV
+        started.append(self.states[part].gather((block,), out[:size]))
+
+    def scatter_state(self, src: memoryview, part: int, block: int, started: list[CopyDone]) -> None:
+        """Copy one part of a state from ``src``, which is ``rank_bytes`` long, into a block."""
+        self._check(src)
+        started.append(self.states[part].scatter(src[: self.states[part].group_bytes], (block,)))
+
     def copied_bytes(self, blocks: Sequence[int]) -> int:
         """Size of so many blocks, given per group."""
         return sum(count * size for count, size in zip(blocks, self._block_bytes, strict=True))
@@ -286,7 +308,7 @@ class RankKV:
 
     def note_compute(self) -> None:
         """Remember what the model's thread has queued on its stream: later copies run after it. Free on the CPU."""
-        for group in self.groups:
+        for group in (*self.groups, *self.states):
             group.note_compute()
 
 

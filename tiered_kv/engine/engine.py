@@ -296,9 +296,10 @@ class Engine:
         turn: Turn = (0, 0),
         *,
         is_claimed: bool = False,
+        state_parts: int = 0,
     ) -> int:
         """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
-        return self.tiering.lookup(session, keys, digests, start, turn, is_claimed=is_claimed)
+        return self.tiering.lookup(session, keys, digests, start, turn, is_claimed=is_claimed, state_parts=state_parts)
 
     def claim(self, session: int, lookup: int) -> None:
         """A load begins of what is ready: the leases stay until :meth:`release`."""

@@ -64,6 +64,7 @@ class EndedLookup:
         keys: The prefix that was looked up; chunks from ``start`` on were wanted.
         answer: What was known of it then.
         is_asked_anew: Another one of the same request has replaced it: it does not count.
+        state_parts: Of the state it was for; 0: for a prefix alone.
     """
 
     id: int
@@ -72,6 +73,7 @@ class EndedLookup:
     start: int
     answer: LookupAnswer
     is_asked_anew: bool = False
+    state_parts: int = 0
 
     @property
     def asked(self) -> int:
@@ -122,7 +124,7 @@ class SchedulerClient:
         self.figures: bytes | None = None
         self.is_silent = False
         self._is_read_out = False
-        self._asked: dict[int, tuple[Sequence[bytes], int]] = {}
+        self._asked: dict[int, tuple[Sequence[bytes], int, int]] = {}
         self.dropped_sends = 0
         self._credits: deque[SlotId] = deque()
         self._next_lookup = 1
@@ -168,19 +170,20 @@ class SchedulerClient:
         turn: Turn = (0, 0),
         *,
         is_claimed: bool = False,
+        state_parts: int = 0,
     ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
         None when it could not be sent: a miss. ``turn`` says when its request is admitted, ``is_claimed`` that its
-        leases are never ended by the server.
+        leases are never ended by the server; with ``state_parts`` the prefix ends where a state of so many parts is.
         """
         lookup = self._next_lookup
-        wanted = m.Lookup(lookup, start, b"".join(keys), b"".join(digests), turn, is_claimed)
+        wanted = m.Lookup(lookup, start, b"".join(keys), b"".join(digests), turn, is_claimed, state_parts)
         if not self.is_ready or not self._send(wanted):
             return None
         self._next_lookup += 1
         self.lookups[lookup] = LookupAnswer()
-        self._asked[lookup] = (keys, start)
+        self._asked[lookup] = (keys, start, state_parts)
         return lookup
 
     def claim(self, lookup: int) -> None:
@@ -203,8 +206,8 @@ class SchedulerClient:
         Lookups of a lost session are forgotten already.
         """
         if (answer := self.lookups.pop(lookup, None)) is not None:
-            asked = self._asked.pop(lookup)
-            self.ended.append(EndedLookup(lookup, self.generation, *asked, answer, is_asked_anew))
+            keys, start, parts = self._asked.pop(lookup)
+            self.ended.append(EndedLookup(lookup, self.generation, keys, start, answer, is_asked_anew, parts))
             self._send(m.Release(lookup, is_asked_anew), may_drop=False)
 
     def waited_in_vain(self) -> None:
@@ -495,10 +498,10 @@ def _check_answer(answer: LookupAnswer) -> None:
     Raises:
         ProtocolError: It is not so.
     """
-    if not answer.ready <= len(answer.slots) == len(answer.sources):
+    if not answer.ready <= len(answer.slots) == len(answer.sources) or answer.boundary > answer.held:
         raise ProtocolError(
             f"an impossible answer to a lookup. slots={len(answer.slots)} ready={answer.ready} "
-            f"sources={len(answer.sources)}"
+            f"sources={len(answer.sources)} boundary={answer.boundary} held={answer.held}"
         )
 
 

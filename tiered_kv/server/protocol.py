@@ -7,7 +7,7 @@ versions named.
 
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,7 +16,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 9
+PROTOCOL = 10
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -27,6 +27,7 @@ GENERATION_MAX = 1 << 31
 LENGTH = struct.Struct("<I")
 RANKS_MAX = 1024
 LAYERS_MAX = 4096
+STATE_PARTS_MAX = 256
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -131,6 +132,7 @@ class Lookup(Message, frozen=True):
         turn: When its request is admitted among the engine's: by priority, lowest first, then by number. So room for
             leases is given and taken.
         is_claimed: As if ``Claim`` were said with it.
+        state_parts: Wanted is the prefix up to the deepest boundary with a state of so many parts, and that state.
     """
 
     lookup: int
@@ -139,6 +141,7 @@ class Lookup(Message, frozen=True):
     digests: bytes
     turn: tuple[int, int] = (0, 0)
     is_claimed: bool = False
+    state_parts: Annotated[int, msgspec.Meta(ge=0, le=STATE_PARTS_MAX)] = 0
 
 
 class Claim(Message, frozen=True):

@@ -367,7 +367,7 @@ class Sessions:
             raise ProtocolError(f"too many lookups at once. max={LOOKUPS_MAX}")
         session = group.sessions[-1]
         wanted = (keys, digests, lookup.start, lookup.turn)
-        engine_id = self._engine.lookup(session, *wanted, is_claimed=lookup.is_claimed)
+        engine_id = self._engine.lookup(session, *wanted, is_claimed=lookup.is_claimed, state_parts=lookup.state_parts)
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup
 

@@ -13,6 +13,7 @@ from enum import Enum
 import msgspec
 
 from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.state_keys import state_records
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG, shared_tag
 from tiered_kv.tiering.types import HOST, SlotId
@@ -324,6 +325,17 @@ class Index:
                 break
             run.append(entry)
         return run
+
+    def held_state(self, chunk: Entry, parts: int) -> list[Entry]:
+        """Entries of the state behind a chunk, if some tier holds every part of it, else none."""
+        found: list[Entry] = []
+        if chunk.children:
+            for record in state_records(chunk.record, parts):
+                entry = self._entries.get(record.key)
+                if entry is None or entry.record != record or not self.is_held(entry):
+                    return []
+                found.append(entry)
+        return found
 
     def check_integrity(self) -> None:
         """Assert that links and counts between parents and children match."""

@@ -56,6 +56,11 @@ class Lookup:
         queued: Chunks for which it stands in line.
         is_claimed: A load may be running: its leases end when it is released and not before.
         is_ending: Its session is told that its leases end.
+        state_parts: Of the state it looks for; 0: it looks for a prefix alone. Once the state is found, ``keys``,
+            ``held`` and ``entries`` are those of the chunks up to ``boundary`` and of the state's parts behind them;
+            before that nothing is leased.
+        boundary: Chunks before the state.
+        prefix_held: Chunks of the prefix that are held, also behind the state.
     """
 
     id: int
@@ -74,6 +79,15 @@ class Lookup:
     queued: int = 0
     is_claimed: bool = False
     is_ending: bool = False
+    state_parts: int = 0
+    boundary: int = 0
+    prefix_held: int = 0
+
+    @property
+    def has_state(self) -> bool:
+        """Whether all that its state needs is leased, or still waited for in line."""
+        wanted = self.boundary - self.start + self.state_parts
+        return bool(self.boundary) and len(self.entries) + self.queued == wanted
 
 
 class LeaseQueue:

@@ -41,6 +41,7 @@ class LookupRequest:
         start: Chunks before it are not wanted.
         turn: When its request is admitted.
         is_claimed: Its leases end when it is released and not before.
+        state_parts: Wanted is the prefix up to the deepest state that is held, and that state, of so many parts.
     """
 
     keys: Sequence[bytes]
@@ -48,6 +49,7 @@ class LookupRequest:
     start: int = 0
     turn: Turn = (0, 0)
     is_claimed: bool = False
+    state_parts: int = 0
 
 
 class Lookups:
@@ -91,7 +93,7 @@ class Lookups:
         """Look up a prefix: lease the chunks of it that are held, as far as the limits allow."""
         self._last_id += 1
         lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
-        lookup.keys, lookup.digests = wish.keys, wish.digests
+        lookup.keys, lookup.digests, lookup.state_parts = wish.keys, wish.digests, wish.state_parts
         if wish.is_claimed:
             lookup.is_claimed = True
             self.line.claimed(lookup)
@@ -117,6 +119,22 @@ class Lookups:
             if not self._lease(lookup, wanted, room_bytes):
                 self._counters["lease_cap_reached"] += 1
                 self._queue(lookup)
+
+    def prefix_found(self, lookup: Lookup, held: int) -> None:
+        """So much of the prefix is held for which a lookup seeks a state."""
+        lookup.prefix_held = held
+        self._dirty[lookup.id] = None
+
+    def state_found(self, lookup: Lookup, boundary: int, path: list[Entry]) -> None:
+        """Lease the prefix up to a boundary and the state there, as far as the limits allow; ``path`` is held."""
+        lookup.boundary = boundary
+        lookup.keys = [entry.record.key for entry in path]
+        lookup.digests = [entry.record.prefix_sha256 for entry in path]
+        self.extend(lookup, path)
+
+    def most_chunks(self, lookup: Lookup) -> int:
+        """Chunks of its prefix up to which a lookup may lease all that a state needs."""
+        return lookup.start + self._longest(lookup) - lookup.state_parts
 
     def go_on(self, lookup: Lookup, held: list[Entry]) -> None:
         """There is room for the first in line: lease more of what it wants, of which ``held`` is there now."""
@@ -228,7 +246,10 @@ class Lookups:
 
         Not if it is asked anew: then it is not counted.
         """
-        sources = lookup.sources[: lookup.ready]
+        ready = lookup.ready
+        if lookup.state_parts:  # chunks count; the state is what they are of no use without
+            ready = lookup.boundary - lookup.start if ready and ready == len(lookup.entries) and lookup.has_state else 0
+        sources = lookup.sources[:ready]
         has_more = not _is_done(lookup)
         if not is_asked_anew:
             self._hit_stats.ended(lookup.session.namespace, lookup.length, lookup.start, sources, has_more=has_more)
@@ -254,6 +275,8 @@ class Lookups:
             lookup = self._lookups[lookup_id]
             position = lookup.entries.index(entry)
             lookup.held = min(lookup.held, lookup.start + position)  # what failed must be stored again
+            if lookup.start + position < lookup.boundary:
+                lookup.prefix_held = min(lookup.prefix_held, lookup.held)
             lookup.search = None  # whatever it finds lies behind the gap
             self.truncate(lookup, position)
             self._dirty[lookup_id] = None
@@ -299,7 +322,7 @@ def _describe(lookup: Lookup) -> LookupUpdate:
     is_done = _is_done(lookup)
     runs = () if is_done else groupby(entry.source for entry in lookup.entries[lookup.ready :])
     answer = LookupAnswer(
-        held=lookup.held,
+        held=lookup.prefix_held if lookup.state_parts else lookup.held,
         slots=slots,
         ready=lookup.ready,
         is_done=is_done,
@@ -308,12 +331,17 @@ def _describe(lookup: Lookup) -> LookupUpdate:
         sources=bytes(lookup.sources),
         queued=lookup.queued,
         is_answered=True,
+        boundary=lookup.boundary if lookup.has_state else 0,
     )
     return LookupUpdate(lookup.session.id, lookup.id, answer)
 
 
 def _unknown(lookup: Lookup) -> int:
-    return max(0, lookup.search.high - lookup.held) if lookup.search is not None else 0
+    if lookup.search is None:
+        return 0
+    if lookup.state_parts:  # its state may be anywhere, also while the length of the prefix is known
+        return max(1, lookup.length - lookup.prefix_held)
+    return max(0, lookup.search.high - lookup.held)
 
 
 def _is_done(lookup: Lookup) -> bool:

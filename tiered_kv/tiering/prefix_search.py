@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.state_keys import state_records
 from tiered_kv.tiering.index import BlobState, Index
 from tiered_kv.tiering.stats import Outbox
 from tiered_kv.tiering.types import Outcome, Probe
@@ -27,6 +28,9 @@ from tiered_kv.tiering.types import Outcome, Probe
 PROBES_AT_ONCE = 7
 SEARCHES_MAX = 256
 """Searches at once; past it a lookup does not search: a storm of new prompts must not become a storm of requests."""
+
+STATES_ASKED_MAX = 4 * PROBES_AT_ONCE
+"""Boundaries of one prefix."""
 
 ABSENCES_MAX = 1 << 16
 """Remembered per generation."""
@@ -88,6 +92,41 @@ class PrefixSearch:
         self.is_first_round = False
 
 
+@dataclass(slots=True, eq=False)
+class StateSearch(PrefixSearch):
+    """A search for the deepest state along a prefix that is there: boundary by boundary, the deepest first.
+
+    Position ``i`` is the last part of the state behind ``keys[len(keys) - 1 - i]``: where it is, the parts before it
+    are. No more than ``STATES_ASKED_MAX`` boundaries are asked for: states are few, and the last ones of a prefix are
+    what earlier requests left.
+
+    Attributes:
+        parts: Of a state.
+        found: The chunk whose state is there; None: no state was found.
+    """
+
+    parts: int = 0
+    found: ChunkRecord | None = None
+
+    def before(self, position: int) -> ChunkRecord:
+        """The chunk in front of the boundary at a position."""
+        return PrefixSearch.record(self, len(self.keys) - 1 - position)
+
+    def record(self, position: int) -> ChunkRecord:
+        return state_records(self.before(position), self.parts)[-1]
+
+    def next_positions(self) -> list[int]:
+        return list(range(self.low, min(self.low + PROBES_AT_ONCE, self.high)))
+
+    def narrow(self) -> None:
+        """Take the round's answers in: the deepest state that is there ends the search."""
+        there = [position for position, is_there in self.answers.items() if is_there]
+        if there:
+            self.found = self.before(min(there))
+        self.low = self.high if there else max([*self.answers, self.low - 1]) + 1
+        self.answers.clear()
+
+
 class PrefixSearches:
     """All searches of one shared tier.
 
@@ -118,6 +157,23 @@ class PrefixSearches:
         self._counters["searches"] += 1
         self._count += 1
         return PrefixSearch(namespace, keys, digests, low, len(keys), told=low)
+
+    def begin_states(
+        self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes], above: int, parts: int
+    ) -> StateSearch | None:
+        """Look for the deepest state behind more than ``above`` chunks of a prefix; None where there is nothing to ask.
+
+        The caller calls :meth:`advance` next.
+        """
+        count = min(len(keys) - above, STATES_ASKED_MAX)
+        if count <= 0 or not self._index.readable[self.tier]:
+            return None
+        if self._count >= SEARCHES_MAX:
+            self._counters["search_refused"] += 1
+            return None
+        self._counters["state_searches"] += 1
+        self._count += 1
+        return StateSearch(namespace, keys, digests, 0, count, parts=parts)
 
     def advance(self, search: PrefixSearch) -> None:
         """Ask the next round's questions. Afterwards the search is done, or waits for at least one probe."""
@@ -164,7 +220,8 @@ class PrefixSearches:
             self._count -= 1
 
     def _ask(self, search: PrefixSearch, position: int) -> None:
-        key = search.keys[position]
+        record = search.record(position)
+        key = record.key
         entry = self._index.get(key)
         state = BlobState.ABSENT if entry is None else entry.blobs[self.tier]
         if state is BlobState.PRESENT:
@@ -177,7 +234,7 @@ class PrefixSearches:
             askers.append((search, position))
             if len(askers) == 1:
                 self._counters["probes"] += 1
-                self._jobs.append(Probe(self.tier, search.record(position)))
+                self._jobs.append(Probe(self.tier, record))
 
     def _is_absent(self, key: bytes) -> bool:
         return key in self._absent or key in self._absent_before

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.state_keys import state_records
 from tiered_kv.tiering.admission import ADMISSION_POLICIES
 from tiered_kv.tiering.eviction import EVICTION_POLICIES
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
@@ -26,7 +27,7 @@ from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import SELECTIVE_GENERATION_MIN, BlobState, Entry, GhostList, HostState, Index
 from tiered_kv.tiering.leases import Lookup
 from tiered_kv.tiering.lookups import LookupRequest, Lookups, Promotions
-from tiered_kv.tiering.prefix_search import PrefixSearch
+from tiered_kv.tiering.prefix_search import PrefixSearch, StateSearch
 from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
 from tiered_kv.tiering.removal import erase, remove
 from tiered_kv.tiering.secondary_tier import SecondaryTier
@@ -196,14 +197,20 @@ class Tiering:
         turn: Turn = (0, 0),
         *,
         is_claimed: bool = False,
+        state_parts: int = 0,
     ) -> int:
         """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
 
         Chunks before ``start`` are not wanted (the GPU has them): they are used, but neither leased nor promoted. An
         update follows at once; more follow while promotions end and room comes for what the limits cut, until one is
         done. Or a ``LeaseEnd``, unless the lookup is claimed before: room goes by ``turn``.
+
+        With ``state_parts`` the prefix ends at the deepest boundary behind ``start`` whose state, of so many parts, is
+        held as well, and the state is leased with it; without a state nothing is leased.
         """
-        session, wish = self._sessions[session_id], LookupRequest(keys, digests, start, turn, is_claimed)
+        session, wish = self._sessions[session_id], LookupRequest(keys, digests, start, turn, is_claimed, state_parts)
+        if state_parts:
+            return self._look_up_state(session, wish)
         held = self.index.held_prefix(session.namespace, keys, digests)
         self.index.count_use(held)
         self._record_use(held, session.slot_bytes)
@@ -216,6 +223,66 @@ class Tiering:
                 lookup.search, search.lookup = search, lookup.id
                 self._go_on(search)
         return lookup.id
+
+    def _look_up_state(self, session: Session, wish: LookupRequest) -> int:
+        """The same for a state: first how much of the prefix is held, then the deepest state along that."""
+        lookup = self._lookups.open(session, [], wish)
+        held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
+        self._lookups.prefix_found(lookup, len(held))
+        search = None
+        if self._tiers.searches is not None:
+            search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, len(held))
+        self._search_state(lookup, search)
+        return lookup.id
+
+    def _search_state(self, lookup: Lookup, search: PrefixSearch | None) -> None:
+        """Go on with a search of the shared tier; where there is none, with the states that are known here."""
+        if search is not None:
+            lookup.search, search.lookup = search, lookup.id
+            self._go_on(search)
+            return
+        lookup.search = None
+        held = self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests)
+        self._lookups.prefix_found(lookup, len(held))
+        self._lease_state(lookup, held)
+
+    def _lease_state(self, lookup: Lookup, held: list[Entry], *, may_search: bool = True) -> None:
+        """Lease the deepest state along what is held of its prefix, unless a deeper one may be in the shared tier."""
+        longest = max(0, min(len(held), self._lookups.most_chunks(lookup)))
+        boundary, state = 0, list[Entry]()
+        for depth in range(longest, lookup.start, -1):
+            if state := self.index.held_state(held[depth - 1], lookup.state_parts):
+                boundary = depth
+                break
+        if may_search and self._tiers.searches is not None:
+            keys, digests = lookup.keys[:longest], lookup.digests[:longest]
+            above = max(boundary, lookup.start)
+            namespace, parts = lookup.session.namespace, lookup.state_parts
+            search = self._tiers.searches.begin_states(namespace, keys, digests, above, parts)
+            if search is not None:
+                self._search_state(lookup, search)
+                return
+        path = [*held[:boundary], *state]
+        self.index.count_use(path)
+        self._record_use(path, lookup.session.slot_bytes)
+        self._lookups.state_found(lookup, boundary, path)
+        self._promote(lookup, path)
+        self._tiers.enqueue_if_used(path)
+
+    def _state_searched(self, lookup: Lookup, search: StateSearch) -> None:
+        """Take in the state that the shared tier has, and lease the deepest one."""
+        searches = self._tiers.searches
+        assert searches is not None
+        lookup.search = None
+        if search.found is not None:
+            for record in state_records(search.found, search.parts):
+                entry = self.index.get(record.key) or self.index.add(record)
+                if entry.record == record:
+                    self._tiers.sources[searches.tier].found(entry)
+                self.index.remove_if_gone(entry)
+        held = self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests)
+        self._lookups.prefix_found(lookup, len(held))
+        self._lease_state(lookup, held, may_search=False)
 
     def _promote(self, lookup: Lookup, held: list[Entry]) -> None:
         """Start reading what the lookup leased of the prefix that is held."""
@@ -230,11 +297,21 @@ class Tiering:
         """Ask what is still unknown; take in what was found."""
         assert self._tiers.searches is not None
         self._tiers.searches.advance(search)
+        if isinstance(search, StateSearch):
+            owner = self._lookups.get(search.lookup)
+            if search.is_over and owner is not None and owner.search is search:
+                self._state_searched(owner, search)
+            return
         found = self._take_found(search)
         if found:
             self._tiers.want(found[-1])  # stored by another machine, and asked for here
         lookup = self._lookups.get(search.lookup)
         if lookup is None or lookup.search is not search:
+            return
+        if lookup.state_parts:
+            self._lookups.prefix_found(lookup, lookup.prefix_held + len(found))
+            if search.is_over:
+                self._search_state(lookup, None)
             return
         if found:
             self._lookups.extend(lookup, found)

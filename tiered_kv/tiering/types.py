@@ -139,6 +139,9 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         queued: Chunks behind ``slots`` that are held and wait for room among the leases; ``slots`` may grow by as many.
         is_answered: Anything is known at all.
         is_ended: The leases have ended: nothing may be read from its slots any more.
+        boundary: Of a lookup for a state: how many chunks are before the deepest one that is held. Then ``slots`` are
+            those of the chunks up to there and of the state's parts, of use only if all are ready. 0: there is none,
+            or it is not known yet.
     """
 
     held: Count = 0
@@ -152,6 +155,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     queued: Count = 0
     is_answered: bool = False
     is_ended: bool = False
+    boundary: Count = 0
 
     @property
     def parts(self) -> list[tuple[int, float | None]]:

@@ -8,6 +8,7 @@ them sees each hook; the worker role has one, ``worker.py``.
 """
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -27,11 +28,11 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.vllm.drafts import check_drafts
 from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
 from tiered_kv.vllm.hooks import SchedulerHooks
-from tiered_kv.vllm.kv_groups import cache_groups
+from tiered_kv.vllm.kv_groups import cache_groups, chunk_tokens_of
 from tiered_kv.vllm.plugin import register
 from tiered_kv.vllm.prometheus import TieredKVPromMetrics
 from tiered_kv.vllm.step import SaveReport, StepMetadata
-from tiered_kv.vllm.supported import check_groups, check_supported
+from tiered_kv.vllm.supported import check_groups, check_states, check_supported
 from tiered_kv.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             # The kind of KV first: with states vLLM's block size is nothing that chunk_tokens could be a multiple of.
             check_groups(kv_cache_config)
+            config = replace(config, chunk_tokens=chunk_tokens_of(kv_cache_config, config.chunk_tokens))
             check_supported(vllm_config, config.chunk_tokens)
+            check_states(vllm_config, kv_cache_config)
             check_drafts(vllm_config, kv_cache_config)
             groups = cache_groups(vllm_config, kv_cache_config, config.chunk_tokens)
         except TieredKVError as exc:

@@ -240,7 +240,7 @@ class SchedulerMeter:
             return
         info = self._client.info
         slot_bytes = 0 if info is None else info.slot_bytes
-        hits = Counter(ended.answer.sources[: ended.answer.ready])
+        hits = Counter(ended.answer.sources[: _hit_chunks(ended)])
         asked = ended.asked
         for place, tier in enumerate(self._client.tiers if asked else ()):
             for name, chunks in (("asked", asked), ("hit", hits[place]), ("missed", asked - hits[place])):
@@ -302,6 +302,15 @@ class SchedulerMeter:
 
     def _tier(self, place: int) -> str:
         return self._client.tiers[place] if place < len(self._client.tiers) else HOST_NAME
+
+
+def _hit_chunks(ended: EndedLookup) -> int:
+    """Chunks that the lookup got; of one for a state those before it, if all is there."""
+    answer = ended.answer
+    if not ended.state_parts:
+        return answer.ready
+    wanted = answer.boundary - ended.start + ended.state_parts
+    return answer.boundary - ended.start if answer.boundary and answer.ready == wanted else 0
 
 
 def _has_more(answer: LookupAnswer) -> bool:

@@ -73,9 +73,9 @@ class EventGroup:
     @classmethod
     def of(cls, groups: CacheGroups, kv_cache_config: Any) -> "EventGroup":
         """Choose the group; the first one where all have a window."""
-        index = next((i for i, group in enumerate(groups) if not group.is_windowed), 0)
-        kind = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
-        return cls(index, groups[index].block_tokens, gcd(*(group.block_tokens for group in groups)), kind.value)
+        group = next((group for group in groups if not group.is_windowed), groups[0])
+        kind = get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[group.number].kv_cache_spec)
+        return cls(group.number, group.block_tokens, gcd(*(group.block_tokens for group in groups)), kind.value)
 
 
 class EventPublisher:

@@ -13,9 +13,14 @@ table), so of a chunk only its last blocks are stored: enough to continue at the
 
 A window longer than a chunk stores whole chunks and is loaded from several. The rule for how many blocks continue a
 window is that of vLLM's SlidingWindowManager: ``ceil((W - 1) / block)``.
+
+A group of recurrent layers (Mamba, gated delta nets, short convolutions) has no block per token but a state per
+boundary between chunks, in one block; the chunk is vLLM's block then. What is stored of a boundary is the state of
+every such group, a *part* each (``keys/state_keys.py``). A load of tokens up to ``end`` fills the block at ``end /
+block - 1`` of the table, where vLLM's MambaManager puts the state that it goes on from (``mamba_cache_mode`` "align").
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Final
@@ -26,6 +31,13 @@ from tiered_kv.vllm.step import BlockRun, ChunkCopy
 NULL_BLOCK: Final = 0
 """vLLM's placeholder in block tables for blocks that no token needs any more."""
 
+RECURRENT_SPEC: Final = "MambaSpec"
+"""vLLM's spec of all recurrent layers, whatever they compute."""
+
+STATE_BLOCKS: Final = 3
+"""Most blocks of a group of recurrent layers that a request holds without drafts: the state it goes on from, the one it
+computes, and a copy at a boundary (MambaSpec.max_memory_usage_bytes)."""
+
 BlockTables = Sequence[Sequence[int]]
 """Block ids of one request, per group."""
 
@@ -35,12 +47,14 @@ class CacheGroup:
     """One KV cache group.
 
     Attributes:
+        number: Its place among vLLM's groups, and so its block table's.
         block_tokens: Tokens of one block.
         chunk_blocks: Blocks of a chunk.
         stored_blocks: How many of them are stored, its last ones.
         window_tokens: vLLM frees the blocks in front of so many tokens; None: it keeps all.
     """
 
+    number: int
     block_tokens: int
     chunk_blocks: int
     stored_blocks: int
@@ -64,10 +78,26 @@ class CacheGroup:
         return range(end - self.stored_blocks, end)
 
 
-class CacheGroups(tuple[CacheGroup, ...]):
-    """All groups of a model, in vLLM's order."""
+@dataclass(frozen=True, slots=True)
+class CacheGroups:
+    """The groups of a model. Iterates over those that have blocks per token, in vLLM's order.
 
-    __slots__ = ()
+    Attributes:
+        groups: These.
+        states: Places of the groups of recurrent layers among vLLM's groups; each is a part of a stored state.
+    """
+
+    groups: Sequence[CacheGroup]
+    states: tuple[int, ...] = ()
+
+    def __iter__(self) -> Iterator[CacheGroup]:
+        return iter(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, place: int) -> CacheGroup:
+        return self.groups[place]
 
     @classmethod
     def of(cls, kv_cache_config: Any, chunk_tokens: int, dcp: int = 1) -> "CacheGroups":
@@ -76,19 +106,24 @@ class CacheGroups(tuple[CacheGroup, ...]):
         Raises:
             ConfigError: ``chunk_tokens`` is no multiple of the blocks' common size.
         """
-        groups = []
-        for group in kv_cache_config.kv_cache_groups:
+        groups, states, blocks = [], [], []
+        for number, group in enumerate(kv_cache_config.kv_cache_groups):
             spec = group.kv_cache_spec
+            if is_recurrent(spec):
+                states.append(number)
+                blocks.append(int(spec.block_size))
+                continue
             block = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", True) else 1)
             window = window_tokens(spec)
             per_chunk = chunk_tokens // block
             stored = per_chunk if window is None else min(per_chunk, max(1, -(-(window - 1) // block)))
-            groups.append(CacheGroup(block, per_chunk, stored, window))
-        result = cls(groups)
-        if chunk_tokens % (block := result.block_tokens):
+            groups.append(CacheGroup(number, block, per_chunk, stored, window))
+            blocks.append(block)
+        result = cls(groups, tuple(states))
+        if chunk_tokens % (block := lcm(*blocks)) or (states and chunk_tokens != block):
             raise ConfigError(
                 "chunk_tokens must be a multiple of the block sizes of all KV cache groups. "
-                f"chunk_tokens={chunk_tokens} block_sizes={[g.block_tokens for g in result]} "
+                f"chunk_tokens={chunk_tokens} block_sizes={blocks} "
                 f"nearest={-(-chunk_tokens // block) * block}"
             )
         return result
@@ -110,11 +145,12 @@ class CacheGroups(tuple[CacheGroup, ...]):
 
     def whole_blocks(self, tokens: int) -> int:
         """Most blocks that so many tokens take in all groups, with one more each for drafts."""
-        return sum(-(-tokens // group.block_tokens) + 1 for group in self)
+        return sum(-(-tokens // group.block_tokens) + 1 for group in self) + STATE_BLOCKS * len(self.states)
 
     def peak_blocks(self, tokens: int, computed_tokens: int, step_tokens: int) -> int:
         """The same over all groups."""
-        return sum(group.peak_blocks(tokens, computed_tokens, step_tokens) for group in self)
+        peaks = (group.peak_blocks(tokens, computed_tokens, step_tokens) for group in self)
+        return sum(peaks) + STATE_BLOCKS * len(self.states)
 
     def loadable_tokens(self, held_tokens: int, request_tokens: int, chunk_tokens: int) -> int:
         """How much of a held prefix may be loaded.
@@ -138,21 +174,25 @@ class CacheGroups(tuple[CacheGroup, ...]):
         if len({group.block_tokens for group in self}) > 1:
             return 0
         per_chunk = self[0].chunk_blocks
-        whole = [i for i, group in enumerate(self) if not group.is_windowed]
+        whole = [group.number for group in self if not group.is_windowed]
+        states = list(self.states)
         count = 0
         while (last := (count + 1) * per_chunk - 1) < len(hashes) and (not whole or cached(hashes[last], whole)):
             count += 1
-        windowed = [(i, group) for i, group in enumerate(self) if group.is_windowed]
-        while count and not all(cached(hashes[at], [i]) for i, g in windowed for at in g.stored_range(count - 1)):
+        windowed = [group for group in self if group.is_windowed]
+        while count and not (
+            all(cached(hashes[at], [group.number]) for group in windowed for at in group.stored_range(count - 1))
+            and (not states or cached(hashes[count * per_chunk - 1], states))
+        ):
             count -= 1
         return count
 
     def stored_ids(self, tables: BlockTables, chunk: int) -> tuple[tuple[int, ...], ...] | None:
         """The blocks of a chunk to store, per group; None when vLLM has none of them any more: too late."""
-        ranges = [group.stored_range(chunk) for group in self]
-        if any(wanted.stop > len(table) for wanted, table in zip(ranges, tables, strict=True)):
+        places = [(group.stored_range(chunk), tables[group.number]) for group in self]
+        if any(wanted.stop > len(table) for wanted, table in places):
             return None
-        ids = tuple(tuple(table[i] for i in wanted) for wanted, table in zip(ranges, tables, strict=True))
+        ids = tuple(tuple(table[i] for i in wanted) for wanted, table in places)
         return None if any(NULL_BLOCK in of_group for of_group in ids) else ids
 
     def whole_copy(self, slot: int, ids: tuple[tuple[int, ...], ...]) -> ChunkCopy:
@@ -182,7 +222,8 @@ class CacheGroups(tuple[CacheGroup, ...]):
         copies = []
         for chunk in range(computed // chunk_tokens, -(-end // chunk_tokens)):
             runs = []
-            for group, table in zip(self, tables, strict=True):
+            for group in self:
+                table = tables[group.number]
                 low = max(computed // group.block_tokens, chunk * group.chunk_blocks)
                 high = min(end // group.block_tokens, (chunk + 1) * group.chunk_blocks)
                 wanted = [i for i in range(low, high) if table[i] != NULL_BLOCK]
@@ -195,6 +236,37 @@ class CacheGroups(tuple[CacheGroup, ...]):
                     return None  # the server takes back what it said was ready
                 copies.append(ChunkCopy(slots[chunk - first_chunk], tuple(runs)))
         return tuple(copies)
+
+    def state_copies(self, slots: Sequence[int], tables: BlockTables, end: int) -> tuple[ChunkCopy, ...] | None:
+        """Copies that fill the states of a load of tokens up to ``end``, from one slot per part.
+
+        None when vLLM has no block for one of them, or a part has no slot: nothing may be loaded then.
+        """
+        copies = []
+        for part, number in enumerate(self.states):
+            place = end // self.block_tokens - 1
+            if place >= len(tables[number]) or tables[number][place] == NULL_BLOCK or part >= len(slots):
+                return None
+            copies.append(self.state_copy(slots[part], part, tables[number][place]))
+        return tuple(copies)
+
+    @staticmethod
+    def state_copy(slot: int, part: int, block: int) -> ChunkCopy:
+        """A copy of one part of a state."""
+        return ChunkCopy(slot, (BlockRun(0, (block,)),), part)
+
+
+def is_recurrent(spec: Any) -> bool:
+    """Whether a group's layers keep a state per boundary instead of blocks per token."""
+    return type(spec).__name__ == RECURRENT_SPEC
+
+
+def chunk_tokens_of(kv_cache_config: Any, configured: int) -> int:
+    """Tokens of a chunk: as configured, or vLLM's block where a model has states, which exist at its ends only."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not any(map(is_recurrent, specs)):
+        return configured
+    return lcm(*(int(spec.block_size) for spec in specs))
 
 
 def window_tokens(spec: Any) -> int | None:

@@ -12,7 +12,7 @@ group is stored once, under the name that comes first. Layers of different group
 share a block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any, Final
@@ -38,7 +38,7 @@ DTYPE_NAMES: Final = {
 
 
 def rank_pages(
-    kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_groups: Sequence[CacheGroup]
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_groups: Iterable[CacheGroup]
 ) -> list[list[LayerPage]]:
     """Describe one rank's pages per KV cache group, in the order they take in the payload.
 
@@ -55,12 +55,43 @@ def rank_pages(
     num_blocks = int(kv_cache_config.num_blocks)
     scheduler_block = lcm(*(group.block_tokens for group in cache_groups))
     result = []
-    for names, group in zip(_ordered_names(kv_caches, kv_cache_config), cache_groups, strict=True):
+    ordered = _ordered_names(kv_caches, kv_cache_config)
+    for group in cache_groups:
+        names = ordered[group.number]
         pages = [_page(name, kv_caches[name], num_blocks, group.block_tokens) for name in names]
         _check_overlaps([kv_caches[name] for name in names], names)
         if group.block_tokens != scheduler_block or group.stored_blocks != group.chunk_blocks:
             pages = [replace(page, blocks=group.stored_blocks) for page in pages]
         result.append(pages)
+    return result
+
+
+def state_pages(kv_caches: Mapping[str, Any], kv_cache_config: Any, states: Sequence[int]) -> list[list[LayerPage]]:
+    """Describe one rank's states per group of recurrent layers: a page of bytes per layer.
+
+    vLLM registers one tensor ``[B, 1, 1, content]`` of int8 per layer: convolution and recurrent state of a block one
+    behind the other, whatever their shapes and dtypes, and a gap up to the next block.
+
+    Args:
+        states: Places of these groups among vLLM's.
+
+    Raises:
+        UnsupportedModel: A tensor that is not of this kind.
+    """
+    result = []
+    ordered = _ordered_names(kv_caches, kv_cache_config)
+    for number in states:
+        spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec
+        for name in ordered[number]:
+            tensor, content = kv_caches[name], int(spec.state_content_size_bytes)
+            if tensor.dtype != torch.int8 or tuple(tensor.shape[1:]) != (1, 1, content):
+                raise UnsupportedModel(
+                    f"a recurrent layer's state is not [blocks, 1, 1, {content}] of int8. layer={name} "
+                    f"dtype={tensor.dtype} shape={tuple(tensor.shape)}"
+                )
+        num_blocks = int(kv_cache_config.num_blocks)
+        result.append([_page(name, kv_caches[name], num_blocks, 1) for name in ordered[number]])
+        _check_overlaps([kv_caches[name] for name in ordered[number]], ordered[number])
     return result
 
 

@@ -112,12 +112,17 @@ class RequestLookups:
         keys = self.keys(state)
         if keys is None or not keys.keys or not self._client.is_ready:
             return None
+        names, digests, parts = keys.keys, keys.digests, len(self._groups.states)
+        if parts:
+            # Of use before the last token only: vLLM computes that one again, on top of a state that has it.
+            count = (state.request.num_tokens - 1) // self._config.chunk_tokens
+            names, digests = names[:count], digests[:count]
         turn = self._waiting_queue.turn_of(state)
-        lookup_id = self._client.lookup(keys.keys, keys.digests, min(start, len(keys.keys)), turn)
+        lookup_id = self._client.lookup(names, digests, min(start, len(names)), turn, state_parts=parts)
         if lookup_id is None:
             self._counters["lookup_not_sent"] += 1
             return None
-        return SentLookup(lookup_id, self._client.generation, start, self._monotonic())
+        return SentLookup(lookup_id, self._client.generation, start, self._monotonic(), len(names) if parts else None)
 
     # -- answers -----------------------------------------------------------------------------------------------
 
@@ -130,7 +135,7 @@ class RequestLookups:
             # The first answer; or a search found more, or a promotion failed: what is not held must be stored again.
             lookup.answered_s = lookup.answered_s or self._monotonic()
             state.held = answer.held
-            self._saves.not_held(state.keys.keys[answer.held :] if state.keys else ())
+            self._saves.not_held(state.keys.keys[answer.held : lookup.asked] if state.keys else ())
         return answer
 
     def update_held(self, state: RequestState) -> None:

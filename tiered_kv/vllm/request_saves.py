@@ -13,7 +13,7 @@ from typing import Any
 from tiered_kv.config import Config
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.engine_role import EngineRole
-from tiered_kv.vllm.kv_groups import BlockTables
+from tiered_kv.vllm.kv_groups import NULL_BLOCK, BlockTables, CacheGroups
 from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.requests import RequestState, storable_tokens
 from tiered_kv.vllm.save_queue import ALL_DONE, SaveQueue
@@ -33,6 +33,7 @@ class RequestSaves:
         config: Config,
         client: SchedulerClient,
         role: EngineRole,
+        groups: CacheGroups,
         lookups: RequestLookups,
         queue: SaveQueue,
         undrafted: UndraftedBlocks,
@@ -40,6 +41,7 @@ class RequestSaves:
     ) -> None:
         """``counters`` gets ``store_chunks`` and the ``store_dropped_*`` of chunks that never reach the queue."""
         self._config = config
+        self._groups = groups
         self._client = client
         self._role = role
         self._lookups = lookups
@@ -59,6 +61,38 @@ class RequestSaves:
                 continue
             if (tables := output.kv_connector_block_state.get_block_ids(request_id)) is not None:
                 self._queue_chunks(state, end, tables, is_ending=False)
+        if self._groups.states:
+            self._queue_states(requests, output)
+
+    def _queue_states(self, requests: Mapping[str, RequestState], output: Any) -> None:
+        """Queue the states that vLLM hands over in this step, behind the chunks before them.
+
+        Only now and only from these blocks: a request keeps no earlier state, and computes the next one in place. vLLM
+        hands over what a load brought, too; that is known to be stored.
+        """
+        for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
+            state = requests.get(request_id)
+            if state is None or request_id in (output.preempted_req_ids or ()) or state.is_from_before_reset:
+                continue
+            blocks: dict[int, dict[int, int]] = {}
+            for number, block, tokens in offers:
+                if block != NULL_BLOCK:
+                    blocks.setdefault(tokens, {})[number] = block
+            for tokens, by_group in sorted(blocks.items()):
+                self._queue_state(state, tokens, by_group)
+
+    def _queue_state(self, state: RequestState, tokens: int, by_group: Mapping[int, int]) -> None:
+        chunks, rest = divmod(tokens, self._config.chunk_tokens)
+        if state.params.skips_save or not state.extras.may_store or chunks > state.storable:
+            return
+        if rest or by_group.keys() != set(self._groups.states):
+            self._counters["state_dropped_partial"] += 1
+            return
+        keys = self._lookups.keys(state) if self._client.is_ready else None
+        if keys is None or not 0 < chunks <= len(keys.keys):
+            self._counters["state_dropped_no_session"] += 1
+            return
+        self._queue.queue_state(keys, chunks, [by_group[number] for number in self._groups.states], state.params.tag)
 
     def finish(self, state: RequestState, tables: BlockTables) -> None:
         """Queue what is left of a request that ends: its blocks are still whole."""

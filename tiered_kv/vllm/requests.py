@@ -32,6 +32,7 @@ class SentLookup:
 
     Attributes:
         start: First chunk that is leased; those before it were in the GPU's prefix cache when it was sent.
+        asked: Chunks of the prompt that were asked about; None: all.
         given_up: The request was answered without it; it only shows which chunks need not be stored.
         is_counted: Its outcome was counted.
         answer, told_s: The newest answer, and when it came.
@@ -41,6 +42,7 @@ class SentLookup:
     generation: int
     start: int
     sent_s: float
+    asked: int | None = None
     answered_s: float | None = None
     given_up: bool = False
     is_counted: bool = False

@@ -15,13 +15,14 @@ Every chunk that was computed and may be stored ends in exactly one counter: ``s
 import itertools
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.config import Config
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.keys.state_keys import state_records
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.tiering.types import SlotId
 from tiered_kv.vllm.kv_groups import BlockTables, CacheGroups
@@ -42,10 +43,13 @@ STORED_KEYS_MAX = 1 << 16
 
 @dataclass(slots=True)
 class _Chunk:
+    """A chunk, or a part of a state: then ``block_ids`` is one block of one group."""
+
     record: ChunkRecord
     blocks: tuple[Any, ...]
     block_ids: tuple[tuple[int, ...], ...]
     queued_s: float
+    state_part: int | None = None
 
 
 @dataclass(slots=True)
@@ -145,6 +149,32 @@ class SaveQueue:
             self._in_flight.add(key)
         return chunks.stop
 
+    def queue_state(self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes) -> None:
+        """Queue the state behind so many chunks of a request, part by part, unless it is known to be stored.
+
+        Args:
+            block_ids: The block of each part. vLLM uses them again after the step in which it handed them over, so
+                they are pinned now or never.
+        """
+        namespace = self._client.namespace
+        assert namespace is not None
+        last = chunks - 1
+        chunk = ChunkRecord(namespace.digest, keys.keys[last], keys.parent(last), last, keys.digests[last], tag)
+        records = state_records(chunk, len(block_ids))
+        if all(record.key in self._stored or record.key in self._in_flight for record in records):
+            self._counters["state_held"] += 1
+            return
+        if len(self._queue) + len(records) > max(self._client.credit_count, self._waiting_max):
+            self._counters["state_dropped_no_slot"] += 1
+            return
+        self._counters["states"] += 1
+        for part, (record, block_id) in enumerate(zip(records, block_ids, strict=True)):
+            blocks = (self._block_pool.blocks[block_id],)
+            self._block_pool.touch(blocks)
+            self._pinned += 1
+            self._queue.append(_Chunk(record, blocks, ((block_id,),), self._monotonic(), part))
+            self._in_flight.add(record.key)
+
     def _may_pin(self) -> bool:
         """Whether one more chunk of a live request may be pinned: for a slot that is free, or before vLLM frees it."""
         if len(self._queue) < self._client.credit_count:
@@ -180,7 +210,12 @@ class SaveQueue:
             return ()
         job_id = next(self._job_ids)
         self._jobs[job_id] = _Job(self._client.generation, self._resets, chunks, now_s)
-        copies = tuple(self._groups.whole_copy(slot, chunk.block_ids) for slot, chunk in chunks)
+        copies = tuple(
+            self._groups.whole_copy(slot, chunk.block_ids)
+            if chunk.state_part is None
+            else self._groups.state_copy(slot, chunk.state_part, chunk.block_ids[0][0])
+            for slot, chunk in chunks
+        )
         return (SaveJob(job_id, self._client.generation, copies),)
 
     def finished(self, report: SaveReport) -> None:
@@ -197,7 +232,7 @@ class SaveQueue:
             if not job.is_let_go:
                 self._unpin([chunk for _, chunk in job.chunks])
             outcome = self._outcome(job)
-            self._counters[outcome] += len(job.chunks)
+            self._count(outcome, [chunk for _, chunk in job.chunks])
             if info is None or job.generation != self._client.generation:
                 continue  # the session that owned the slots is over
             if outcome != "stores":
@@ -205,6 +240,13 @@ class SaveQueue:
             else:
                 self._client.commit([(slot, chunk.record) for slot, chunk in job.chunks])
                 self._remember(chunk.record.key for _, chunk in job.chunks)
+
+    def _count(self, outcome: str, chunks: Collection[_Chunk]) -> None:
+        """Count what became of chunks; parts of states count apart."""
+        states = sum(chunk.state_part is not None for chunk in chunks)
+        self._counters[outcome] += len(chunks) - states
+        if states:
+            self._counters["state_parts_stored" if outcome == "stores" else "state_parts_dropped"] += states
 
     def _outcome(self, job: _Job) -> str:
         """The counter that the chunks of a job end in."""
@@ -244,7 +286,7 @@ class SaveQueue:
         is_alone = all(pool.blocks[block_id].ref_cnt == count for block_id, count in pins.items())
         if not pins or not is_alone or pool.num_gpu_blocks - pool.get_num_free_blocks() != len(pins) + 1:
             return  # the null block is always in use
-        self._counters["store_dropped_pool_emptied"] += len(self._queue)  # those of a job when it is reported
+        self._count("store_dropped_pool_emptied", self._queue)  # those of a job when it is reported
         self._queue.clear()
         for job in jobs:
             job.is_let_go = True
@@ -275,13 +317,13 @@ class SaveQueue:
         """
         most = 0 if is_standing else self._waiting_max
         dropped = [self._queue.pop() for _ in range(len(self._queue) - most)]  # the last ones: no parent of the others
-        self._counters["store_dropped_blocks_wanted"] += len(dropped)
+        self._count("store_dropped_blocks_wanted", dropped)
         self._unpin(dropped)
 
     def _drop_queue(self, counter: str) -> None:
         dropped = list(self._queue)
         self._queue.clear()
-        self._counters[counter] += len(dropped)
+        self._count(counter, dropped)
         self._unpin(dropped)
 
     def _drop_waiting_too_long(self, expired_s: float) -> None:
@@ -293,7 +335,7 @@ class SaveQueue:
             if chunk.queued_s < expired_s or chunk.record.parent in dropped:
                 dropped[chunk.record.key] = chunk
         self._queue = deque(chunk for chunk in self._queue if chunk.record.key not in dropped)
-        self._counters["store_dropped_no_slot"] += len(dropped)
+        self._count("store_dropped_no_slot", list(dropped.values()))
         self._unpin(dropped.values())
 
     def _unpin(self, chunks: Iterable[_Chunk]) -> None:

@@ -41,7 +41,7 @@ from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.requests import RequestState, SentLookup
 from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.save_queue import SaveQueue
-from tiered_kv.vllm.step import LoadJob, SaveReport, StepMetadata
+from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveReport, StepMetadata
 from tiered_kv.vllm.undrafted import UndraftedBlocks
 from tiered_kv.vllm.wait_policy import PrefillRate, WaitingQueue, WaitPolicy, WaitState
 
@@ -94,7 +94,7 @@ class SchedulerSide:
         )
         self._undrafted = UndraftedBlocks(role.drafts, groups)
         self._request_saves = RequestSaves(
-            config, client, role, self._lookups, self.saves, self._undrafted, self.counters
+            config, client, role, groups, self._lookups, self.saves, self._undrafted, self.counters
         )
         self._pins = RequestPins(client, self.saves, self.counters)
         self._disaggregated = DisaggregatedPrefill(
@@ -172,13 +172,20 @@ class SchedulerSide:
         tokens = state.request.num_tokens
         limit = loadable_tokens(self._groups, self._role.drafts, held, tokens, self._chunk_tokens)
 
-        def beyond(chunks: int) -> int:
-            return min((lookup.start + chunks) * self._chunk_tokens, limit) - computed
+        def beyond(slots: int) -> int:
+            """Tokens behind ``computed`` that so many of the answer's slots give."""
+            if not self._groups.states:
+                return min((lookup.start + slots) * self._chunk_tokens, limit) - computed
+            wanted = answer.boundary - lookup.start + len(self._groups.states)
+            return answer.boundary * self._chunk_tokens - computed if answer.boundary and slots == wanted else 0
 
+        if self._groups.states and computed % self._chunk_tokens:
+            self._lookups.give_up(lookup)  # vLLM goes on inside a block, from a state that only it has
+            return 0
         arrived, promised = beyond(answer.ready), beyond(len(answer.slots))
         unknown = (answer.unknown + answer.queued) * self._chunk_tokens
         if not answer.is_done and promised + unknown > max(arrived, 0):
-            parts = [(beyond(answer.ready + chunks) - max(arrived, 0), eta_s) for chunks, eta_s in answer.parts]
+            parts = [(beyond(answer.ready + slots) - max(arrived, 0), eta_s) for slots, eta_s in answer.parts]
             assert state.turn_s is not None, "an offer to a request that vLLM does not ask for"
             times = lookup.waits_s(answer, state.turn_s, self._monotonic())
             if self._wait_policy.waits(WaitState(*times, max(arrived, 0), parts, unknown, answer.search_s)):
@@ -218,7 +225,7 @@ class SchedulerSide:
         copies = None
         if answer is not None and not answer.is_ended:
             self._client.claim(lookup.id)
-            copies = self._groups.load_copies(answer.slots, tables, lookup.start, (computed, end), self._chunk_tokens)
+            copies = self._load_copies(lookup, answer, tables, (computed, end))
             self.counters["load_window_unknown"] += copies is None
             self._undrafted.loaded(tables, computed, end)
         # Without copies - the session was lost since the offer - the job fails, and vLLM recomputes the request.
@@ -231,6 +238,18 @@ class SchedulerSide:
         self._loads.append(LoadJob(request.request_id, lookup.generation, copies or ()))
         self.counters["loads"] += 1
         self.counters["load_tokens"] += external_tokens
+
+    def _load_copies(
+        self, lookup: SentLookup, answer: LookupAnswer, tables: BlockTables, span: tuple[int, int]
+    ) -> tuple[ChunkCopy, ...] | None:
+        """Copies for the tokens of a span, with the states at its end; None where not all of it can be filled."""
+        copies = self._groups.load_copies(answer.slots, tables, lookup.start, span, self._chunk_tokens)
+        if not self._groups.states or copies is None:
+            return copies
+        if span[1] != answer.boundary * self._chunk_tokens:
+            return None  # vLLM took less than was offered, and no state is there
+        states = self._groups.state_copies(answer.slots[answer.boundary - lookup.start :], tables, span[1])
+        return None if states is None else copies + states
 
     def loads_finished(self, request_ids: set[str], failed_ids: set[str]) -> set[str]:
         """Every rank has reported these loads; nothing copies from their slots any more.

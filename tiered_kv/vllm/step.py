@@ -26,10 +26,14 @@ class ChunkCopy:
     """Blocks of one chunk, per KV cache group, and the slot at the other end of the copy.
 
     A save copies all stored blocks, a load those that vLLM allocated.
+
+    Attributes:
+        state_part: The copy is of this part of a state, whose block is the only one of the only run; None: of a chunk.
     """
 
     slot: SlotId
     groups: tuple[BlockRun, ...]
+    state_part: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

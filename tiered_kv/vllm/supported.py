@@ -7,14 +7,15 @@ served for certain is in docs/models.md and docs/versions.md.
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import vllm
+from vllm.v1.core.sched import output as sched_output
 
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.vllm.drafts import DRAFT_METHODS
-from tiered_kv.vllm.kv_groups import window_tokens
+from tiered_kv.vllm.kv_groups import is_recurrent, window_tokens
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -34,7 +35,6 @@ GROUP_SPEC: Final = "UniformTypeKVCacheSpecs"
 """vLLM's spec of a group whose layers differ in page size; holds one spec per layer."""
 
 REASONS: Final = {
-    "MambaSpec": "the state of Mamba and linear-attention layers is not addressed by token",
     "CrossAttentionSpec": "cross-attention KV belongs to the encoder's input, not to the prompt's tokens",
     "EncoderOnlyAttentionSpec": "encoder layers keep no KV",
     "SlidingWindowMLASpec": "its blocks hold compressed states that are replayed, not one per token",
@@ -94,6 +94,22 @@ def _check_version(version: str) -> None:
     logger.warning("vLLM %s is untested with tiered_kv. proven=>=%s,<%s", version, first, untested)
 
 
+def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse ways to run a model with recurrent layers whose states could not be put together.
+
+    Raises:
+        UnsupportedModel: Its layers are spread over pipeline stages or contexts, or prefill and decode are apart.
+    """
+    if not any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
+        return
+    parallel, role = vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_role
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if (size := int(getattr(parallel, name, 1))) > 1:
+            raise UnsupportedModel(f"recurrent layers with {name} above 1 are not supported yet. {name}={size}")
+    if role != "kv_both":
+        raise UnsupportedModel(f"recurrent layers with prefill and decode apart are not supported yet. kv_role={role}")
+
+
 def check_groups(kv_cache_config: Any) -> None:
     """Refuse a model by its KV cache specs alone; both roles can do that before any tensor exists.
 
@@ -102,6 +118,9 @@ def check_groups(kv_cache_config: Any) -> None:
     """
     groups = kv_cache_config.kv_cache_groups
     for group in groups:
+        if is_recurrent(group.kv_cache_spec):
+            _check_recurrent(group.kv_cache_spec, group.layer_names, kv_cache_config)
+            continue
         for spec in _layer_specs(group.kv_cache_spec):
             _check_spec(spec, group.layer_names)
         if len(windows := {window_tokens(spec) for spec in _layer_specs(group.kv_cache_spec)}) > 1:
@@ -112,6 +131,27 @@ def check_groups(kv_cache_config: Any) -> None:
             )
     if not groups:
         raise UnsupportedModel("the model has no KV cache")
+    if all(is_recurrent(group.kv_cache_spec) for group in groups):
+        raise UnsupportedModel("the model has recurrent layers only, and vLLM caches no prefixes of such")
+
+
+def _check_recurrent(spec: Any, layer_names: Sequence[str], kv_cache_config: Any) -> None:
+    where = f"first_layer={layer_names[0] if layer_names else None}"
+    if (mode := spec.mamba_cache_mode) != "align":
+        raise UnsupportedModel(
+            "the states of recurrent layers are kept at no boundary that could be stored. Start vLLM with "
+            f"--enable-prefix-caching and --mamba-cache-mode align. mamba_cache_mode={mode} {where}"
+        )
+    if spec.num_speculative_blocks:
+        raise UnsupportedModel(f"recurrent layers together with speculative decoding are not supported yet. {where}")
+    if int(getattr(kv_cache_config, "kv_tp_replicas", 1)) > 1 or getattr(spec, "tp_replicated", False):
+        raise UnsupportedModel(f"states that only some of several equal ranks hold are not supported yet. {where}")
+    if not hasattr(spec, "state_content_size_bytes") or "boundary_state_offloads" not in _block_state_fields():
+        raise UnsupportedModel(f"this version of vLLM offers no states at boundaries, 0.32 and later do. {where}")
+
+
+def _block_state_fields() -> Iterable[str]:
+    return getattr(getattr(sched_output, "KVConnectorBlockState", None), "__dataclass_fields__", ())
 
 
 def _layer_specs(spec: Any) -> Iterator[Any]:

@@ -54,7 +54,8 @@ class UndraftedBlocks:
             self._wrote(tables, computed, end, is_drafted=True)
 
     def _wrote(self, tables: BlockTables, start: int, end: int, *, is_drafted: bool) -> None:
-        for group, table in zip(self._groups, tables, strict=True):
+        for group in self._groups:
+            table = tables[group.number]
             first = -(-start // group.block_tokens) if is_drafted else start // group.block_tokens
             blocks = table[first : -(-end // group.block_tokens)]
             if is_drafted:
@@ -66,8 +67,8 @@ class UndraftedBlocks:
         """Of the first ``chunks`` of a request, the leading ones that have the draft's KV."""
         if not self._blocks:
             return chunks
-        for group, table in zip(self._groups, tables, strict=True):
-            for place, block in enumerate(table[: chunks * group.chunk_blocks]):
+        for group in self._groups:
+            for place, block in enumerate(tables[group.number][: chunks * group.chunk_blocks]):
                 if block in self._blocks:
                     chunks = min(chunks, place // group.chunk_blocks)
                     break

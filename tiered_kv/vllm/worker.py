@@ -43,7 +43,7 @@ from tiered_kv.vllm.engine_metrics import CopyMeter
 from tiered_kv.vllm.identity.loader_watch import adapter_loads
 from tiered_kv.vllm.identity.record import base_fields, page_encodings, with_experts
 from tiered_kv.vllm.kv_groups import cache_groups
-from tiered_kv.vllm.kv_layout import rank_pages
+from tiered_kv.vllm.kv_layout import rank_pages, state_pages
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
 from tiered_kv.vllm.supported import check_layers
 
@@ -147,8 +147,9 @@ class WorkerSide:
     def _prepare(self, kv_caches: dict[str, Any]) -> None:
         groups = cache_groups(self._vllm_config, self._kv_cache_config, self._config.chunk_tokens)
         pages = rank_pages(kv_caches, self._kv_cache_config, groups)
-        paged = RankKV(pages, kv_caches, [group.stored_blocks for group in groups])
-        for of_group in paged.groups:
+        states = state_pages(kv_caches, self._kv_cache_config, groups.states)
+        paged = RankKV(pages, kv_caches, [group.stored_blocks for group in groups], states)
+        for of_group in (*paged.groups, *paged.states):
             self_test(of_group)
         check_layers(self._vllm_config, self._kv_cache_config)
         fields = base_fields(self._vllm_config, self._kv_cache_config, self._config)
@@ -307,7 +308,13 @@ class WorkerSide:
                 slab, index = divmod(copy.slot, SLOTS_PER_SLAB_MAX)
                 view = client.arena.view(slab, index * session.slot_bytes + offset, self._paged.rank_bytes)
                 views.append(view)
-                if kind == "load":
+                if copy.state_part is not None:
+                    (block,) = copy.groups[0].block_ids
+                    if kind == "load":
+                        self._paged.scatter_state(view, copy.state_part, block, started)
+                    else:
+                        self._paged.gather_state(copy.state_part, block, view, started)
+                elif kind == "load":
                     self._paged.scatter(view, [(run.first_block, run.block_ids) for run in copy.groups], started)
                 else:
                     self._paged.gather([run.block_ids for run in copy.groups], view, started)
@@ -321,7 +328,12 @@ class WorkerSide:
 
     def _copied_bytes(self, copies: tuple[ChunkCopy, ...]) -> int:
         assert self._paged is not None
-        return sum(self._paged.copied_bytes([len(run.block_ids) for run in copy.groups]) for copy in copies)
+        return sum(
+            self._paged.copied_bytes([len(run.block_ids) for run in copy.groups])
+            if copy.state_part is None
+            else self._paged.states[copy.state_part].group_bytes
+            for copy in copies
+        )
 
     # -- reports -----------------------------------------------------------------------------------------------
 

@@ -7,10 +7,13 @@ bytes: a slot's content is the key that was last sealed or read into it.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from tests.kit.spaces import Space
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.state_keys import next_part
 from tiered_kv.tiering.slots import slab_of
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import (
@@ -50,7 +53,18 @@ class Asked:
     session: int
     keys: list[bytes]
     start: int
+    state_parts: int = 0
     update: LookupAnswer | None = None
+
+    @property
+    def wanted(self) -> list[bytes]:
+        """Keys of the chunks whose slots are promised, and of the state behind them."""
+        if not self.state_parts or self.update is None:
+            return self.keys[self.start :]
+        found = self.keys[self.start : self.update.boundary]
+        for _ in range(self.state_parts if self.update.boundary else 0):
+            found.append(next_part(found[-1], b"")[0])
+        return found
 
 
 class World:
@@ -104,10 +118,12 @@ class World:
             self._spaces_seen.append(space)
         return session
 
-    def lookup(self, session: int, path: tuple[int, ...], start: int = 0, turn: Turn = (0, 0)) -> int:
+    def lookup(
+        self, session: int, path: tuple[int, ...], start: int = 0, turn: Turn = (0, 0), *, state_parts: int = 0
+    ) -> int:
         keys, digests = self.spaces[session].prefix(path)
-        lookup = self.tiering.lookup(session, keys, digests, start, turn)
-        self.lookups[lookup] = Asked(session, keys, start)
+        lookup = self.tiering.lookup(session, keys, digests, start, turn, state_parts=state_parts)
+        self.lookups[lookup] = Asked(session, keys, start, state_parts)
         if keys not in self._asked:
             self._asked.append(keys)
         return lookup
@@ -122,11 +138,13 @@ class World:
         self.tiering.release(self.lookups.pop(lookup).session, lookup)
 
     def commit(self, session: int, path: tuple[int, ...]) -> bool:
-        """Fill the session's next empty slot and hand it over; False when it has none."""
+        """Fill the session's next empty slot with a chunk and hand it over; False when it has none."""
+        return self.commit_record(session, self.spaces[session].record(path))
+
+    def commit_record(self, session: int, record: ChunkRecord) -> bool:
         if not self.credits[session]:
             return False
         slot = self.credits[session].pop(0)
-        record = self.spaces[session].record(path)
         self._sizes[record.key] = self.spaces[session].slot_bytes
         self._contents.pop(slot, None)
         self._filled[slot] = record.key
@@ -198,7 +216,12 @@ class World:
             assert len(before.slots) >= len(update.slots) or before.queued or before.unknown, "nobody waited for room"
         assert update.ready <= len(update.slots)
         assert update.is_done == (update.ready == len(update.slots) and not update.unknown and not update.queued)
-        assert asked.start + len(update.slots) <= max(asked.start, update.held)
+        if asked.state_parts:
+            wanted = update.boundary - asked.start + asked.state_parts
+            assert not update.boundary or wanted == len(update.slots) + update.queued, "a state is promised in part"
+        else:
+            assert not update.boundary, "a state that nobody asked for"
+            assert asked.start + len(update.slots) <= max(asked.start, update.held)
         known = 0 if before is None else before.held  # of these some may have been evicted since
         for key in asked.keys[known : update.held]:
             assert self._is_somewhere(key), "a chunk is called held that nobody has"
@@ -340,9 +363,11 @@ class World:
 
     def others_store(self, space: Space, path: tuple[int, ...]) -> None:
         """Another machine puts a prefix into the shared tier."""
-        for depth in range(1, len(path) + 1):
-            record = space.record(path[:depth])
-            self._sizes[record.key] = space.slot_bytes
+        self.others_store_records([space.record(path[:depth]) for depth in range(1, len(path) + 1)], space.slot_bytes)
+
+    def others_store_records(self, records: Iterable[ChunkRecord], size_bytes: int) -> None:
+        for record in records:
+            self._sizes[record.key] = size_bytes
             self.media[max(self.media)].setdefault(record.key, Blob.GOOD)
 
     def damage(self, tier: int, key: bytes, blob: Blob | None) -> None:
@@ -370,7 +395,7 @@ class World:
             if asked.update is None:
                 continue
             promised = asked.update.slots[: asked.update.ready]
-            for key, slot in zip(asked.keys[asked.start :], promised, strict=False):
+            for key, slot in zip(asked.wanted, promised, strict=False):
                 assert self._contents.get(slot) == key, "a promised slot holds other bytes"
         for tier, capacity in self._capacities.items():
             if capacity is not None and self._used(tier) <= capacity:

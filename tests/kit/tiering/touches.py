@@ -33,10 +33,18 @@ class TouchedWorld(World):
             self._touch(space, path[: depth + 1])
         super().others_store(space, path)
 
-    def lookup(self, session: int, path: tuple[int, ...], start: int = 0, turn: tuple[int, int] = (0, 0)) -> int:
+    def lookup(
+        self,
+        session: int,
+        path: tuple[int, ...],
+        start: int = 0,
+        turn: tuple[int, int] = (0, 0),
+        *,
+        state_parts: int = 0,
+    ) -> int:
         for depth in range(len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
-        return super().lookup(session, path, start, turn)
+        return super().lookup(session, path, start, turn, state_parts=state_parts)
 
     def commit(self, session: int, path: tuple[int, ...]) -> bool:
         is_taken = super().commit(session, path)

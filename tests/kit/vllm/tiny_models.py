@@ -147,6 +147,50 @@ def _lfm2(transformers: Any) -> Any:
     return transformers.Lfm2Config(**fields, **sizes, block_auto_adjust_ff_dim=False)
 
 
+def _qwen3_next(transformers: Any) -> Any:
+    """Three layers of gated delta nets, then one that attends. vLLM's CPU kernel wants heads of 64 and an expert."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    return transformers.Qwen3NextConfig(
+        **_text(num_hidden_layers=4, rms_norm_eps=1e-6, head_dim=64),
+        **heads,
+        linear_value_head_dim=64,
+        **experts,
+        shared_expert_intermediate_size=128,
+    )
+
+
+_MAMBA2: Final = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 256,
+}
+
+
+def _granite4(transformers: Any) -> Any:
+    """Two layers of Mamba 2, one that attends, one of Mamba 2."""
+    kinds = ["mamba", "mamba", "attention", "mamba"]
+    fields = _text(without=("head_dim",), num_hidden_layers=4, layer_types=kinds, position_embedding_type="rope")
+    experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 512}
+    return transformers.GraniteMoeHybridConfig(**fields, **experts, **_MAMBA2)
+
+
+def _falcon_h1(transformers: Any) -> Any:
+    """Mamba 2 and attention side by side in every layer."""
+    return transformers.FalconH1Config(**_text(), **_MAMBA2, mamba_d_ssm=512)
+
+
+def _nemotron_h(transformers: Any) -> Any:
+    """Mamba 2, MLP, attention, MLP: layers that have nothing to store among them."""
+    sizes = {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32, "n_groups": 1, "conv_kernel": 4}
+    fields = _text(without=("rms_norm_eps",), num_hidden_layers=4, hybrid_override_pattern="M-*-")
+    return transformers.NemotronHConfig(**fields, **sizes, expand=2, chunk_size=256, layer_norm_epsilon=1e-5)
+
+
 def _idefics3(transformers: Any) -> Any:
     """Images through a small encoder into a Llama; chosen because its processor needs no torchvision."""
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -171,6 +215,10 @@ KINDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "deepseek_v2": _deepseek_v2,
     "mamba2": _mamba2,
     "lfm2": _lfm2,
+    "qwen3_next": _qwen3_next,
+    "granite4": _granite4,
+    "falcon_h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
     "idefics3": _idefics3,
 }
 
@@ -207,15 +255,19 @@ def _model(transformers: Any, config: Any, seed: int) -> Any:
 
     family = transformers.AutoModelForImageTextToText if hasattr(config, "vision_config") else None
     model = (family or transformers.AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
-    # Gemma adds 1 to the weight of a norm.
-    norm = 0.0 if config.model_type.startswith("gemma") else 1.0
+    # Gemma and Qwen3-Next add 1 to the weight of a norm, the latter not to that of its delta nets.
+    adds_one = config.model_type.startswith(("gemma", "qwen3_next"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.named_parameters()):
             if "norm" in name and tensor.dim() == 1 and not name.endswith("bias"):
-                tensor.fill_(norm)
+                tensor.fill_(0.0 if adds_one and "linear_attn.norm" not in name else 1.0)
             elif tensor.dim() > 1:
                 tensor.normal_(0.0, HEAD_STD if name.startswith("lm_head") else WEIGHT_STD, generator=generator)
+            elif name.endswith("A_log"):  # decays that forget slowly, so that a state matters for long
+                tensor.uniform_(0.0, 1.0, generator=generator)
+            elif name.endswith("dt_bias"):
+                tensor.uniform_(-2.0, 0.5, generator=generator)
             elif name.endswith(("bias", "sinks")):
                 tensor.normal_(0.0, BIAS_STD, generator=generator)
     return model

@@ -8,7 +8,8 @@ A row is of one of three kinds.
 
 ``enters``
     Its value is part of the namespace. Whatever changes how KV is computed or laid out in a way that does not average
-    out, and whatever is uncertain: a needless second namespace costs misses, a missing one wrong answers.
+    out, and whatever is uncertain: a needless second namespace costs misses, a missing one wrong answers. What only
+    recurrent layers read (``recurrent``) enters for models that have some.
 ``elsewhere``
     Another part of the identity says it, by name: a field of the namespace, the extras in the keys, or the refusal in
     ``supported.check_supported``.
@@ -37,6 +38,8 @@ class Section:
         enters: Fields whose value enters.
         files: Fields that name a file whose content enters.
         secret: Fields that enter as a digest: what they hold may be a user's secret.
+        recurrent: Fields whose value enters where the model has recurrent layers (Mamba, linear attention), which alone
+            read them.
         elsewhere: Where it is said -> fields.
         cannot: Why it cannot change KV -> fields.
         parts: Fields that hold a section of their own.
@@ -46,6 +49,7 @@ class Section:
     enters: str = ""
     files: str = ""
     secret: str = ""
+    recurrent: str = ""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     cannot: Mapping[str, str] = field(default_factory=dict)
     parts: str = ""
@@ -60,7 +64,6 @@ WATCHING: Final = "logs, measures, traces or limits time; computes nothing"
 SERVING: Final = "of the API server or the client: what reaches the engine are tokens and media, which the keys say"
 BUILDING: Final = "how vLLM is built, compiled, warmed up or cached on disk"
 LIMIT: Final = "refuses requests that are larger; those it takes are computed alike"
-REFUSED_KIND: Final = "of Mamba, linear-attention or recurrent layers: models that have them are refused"
 DRAFTS: Final = "of guesses: they are verified, and what a draft writes for them is written again once a token is known"
 DEFAULTS: Final = "sets the defaults of other fields, which are read themselves"
 LOADING: Final = "how fast and in which order the same weights are read"
@@ -130,8 +133,11 @@ TABLE: Final[Mapping[str, Section]] = {
     "cache_config": Section(
         of="CacheConfig",
         enters="kv_sharing_fast_prefill",
+        recurrent="mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode replayssm_buffer_len "
+        "use_replayssm use_kda_recoverssm",
         elsewhere={
-            "block_tokens": "block_size user_specified_block_size effective_attention_block_size _block_size_resolved",
+            "block_tokens": "block_size user_specified_block_size effective_attention_block_size _block_size_resolved "
+            "mamba_block_size user_specified_mamba_block_size",
             "kv_layout": "kv_cache_layout",
             "kv_dtype": "cache_dtype",
             "kv_encoding, geometry": "kv_cache_dtype_skip_layers skip_page_size_padded",
@@ -139,15 +145,13 @@ TABLE: Final[Mapping[str, Section]] = {
             "text_config": "is_attention_free",
         },
         cannot={
-            MEMORY: "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks kv_cache_size_tokens "
-            "kv_cache_max_concurrency kv_cache_memory_bytes kv_offloading_size kv_offloading_backend "
-            "simple_cpu_offload_num_blocks",
-            "which blocks vLLM's own prefix cache finds": "prefix_match_unit enable_prefix_caching "
-            "prefix_caching_hash_algo prefix_cache_retention_interval hash_block_size cache_hit_alignment_tokens",
-            REFUSED_KIND: "swa_bounded_replay mamba_page_size_padded mamba_block_size mamba_cache_dtype "
-            "mamba_ssm_cache_dtype mamba_cache_mode enable_mamba_shared_prefix_checkpoint "
-            "enable_mamba_fine_grained_prefix_cache "
-            "user_specified_mamba_block_size replayssm_buffer_len use_replayssm use_kda_recoverssm",
+            MEMORY: "mamba_page_size_padded gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks "
+            "num_cpu_blocks kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes kv_offloading_size "
+            "kv_offloading_backend simple_cpu_offload_num_blocks",
+            "which blocks and states vLLM's own prefix cache finds": "prefix_match_unit enable_prefix_caching "
+            "prefix_caching_hash_algo prefix_cache_retention_interval hash_block_size cache_hit_alignment_tokens "
+            "enable_mamba_shared_prefix_checkpoint enable_mamba_fine_grained_prefix_cache",
+            "keeps windows out of the prefix cache: such groups are refused": "swa_bounded_replay",
         },
     ),
     "parallel_config": Section(
@@ -247,7 +251,7 @@ TABLE: Final[Mapping[str, Section]] = {
     ),
     "mamba_config": Section(
         of="MambaConfig",
-        cannot={REFUSED_KIND: "backend enable_stochastic_rounding stochastic_rounding_philox_rounds ssu_algorithm"},
+        recurrent="backend enable_stochastic_rounding stochastic_rounding_philox_rounds ssu_algorithm",
     ),
     "kernel_config": Section(
         of="KernelConfig",
@@ -423,6 +427,7 @@ TABLE: Final[Mapping[str, Section]] = {
         "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB "
         "VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB "
         "VLLM_TEST_FORCE_LOAD_FORMAT VLLM_PLUGINS VLLM_VIDEO_LOADER_BACKEND VLLM_MEDIA_CONNECTOR",
+        recurrent="VLLM_SSM_CONV_STATE_LAYOUT VLLM_GDN_DECODE_KERNEL VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE",
         elsewhere={
             "kv_layout": "VLLM_KV_CACHE_LAYOUT",
             "kv_encoding": "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT VLLM_TARGET_DEVICE",
@@ -432,7 +437,6 @@ TABLE: Final[Mapping[str, Section]] = {
             "weights": "VLLM_MODEL_REDIRECT_PATH VLLM_USE_MODELSCOPE",
         },
         cannot={
-            REFUSED_KIND: "VLLM_SSM_CONV_STATE_LAYOUT VLLM_GDN_DECODE_KERNEL VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE",
             ROUNDING: "VLLM_CPU_ATTN_SPLIT_KV VLLM_TRITON_USE_TD VLLM_USE_AOT_COMPILE VLLM_USE_BYTECODE_HOOK "
             "VLLM_USE_MEGA_AOT_ARTIFACT VLLM_USE_STANDALONE_COMPILE VLLM_USE_BREAKABLE_CUDAGRAPH VLLM_USE_LAYERNAME "
             "VLLM_ENABLE_PREGRAD_PASSES VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE "

@@ -30,18 +30,24 @@ DERIVED: Final = frozenset({
 })  # fmt: skip
 """Attributes that vLLM sets on a part beside its fields, made from these and from the model's config and files."""
 
+READ: Final = frozenset({"enters", "file", "secret", "unknown"})
+"""Kinds of fields that enter in every model."""
+
 _ABSENT: Final = object()
 
 
-def kv_settings(vllm_config: Any) -> dict[str, object]:
+def kv_settings(vllm_config: Any, *, has_states: bool = False) -> dict[str, object]:
     """Everything that may change KV and no other field of the namespace says: part -> field -> value.
+
+    Args:
+        has_states: The model has recurrent layers, so that what they alone read enters, too.
 
     Raises:
         ConfigError: A file that a setting names cannot be read, or a value cannot be compared.
     """
     found: dict[str, dict[str, object]] = {}
     unknown = []
-    for path, name, value, kind in _rows(vllm_config):
+    for path, name, value, kind in _rows(vllm_config, READ | {"recurrent"} if has_states else READ):
         if kind == "unknown":
             unknown.append(f"{path}.{name}".removeprefix("."))
         # Every part but the outermost has a name.
@@ -52,24 +58,24 @@ def kv_settings(vllm_config: Any) -> dict[str, object]:
 
 
 def kind_of(path: str, name: str) -> str:
-    """The table's kind of a field: enters, file, secret, elsewhere, cannot or part; ``unknown`` without a row."""
+    """The table's kind of a field: a name of ``Section``'s, or ``unknown`` without a row."""
     return _kinds(path).get(name, "unknown")
 
 
-def _rows(vllm_config: Any) -> Iterator[tuple[str, str, object, str]]:
-    """Every field that enters: part, name, value and the table's kind."""
-    yield from _part("", vllm_config)
-    yield from _environment()
+def _rows(vllm_config: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str, object, str]]:
+    """Every field of the kinds that are read: part, name, value and the table's kind."""
+    yield from _part("", vllm_config, kinds)
+    yield from _environment(kinds)
 
 
-def _part(path: str, config: Any) -> Iterator[tuple[str, str, object, str]]:
+def _part(path: str, config: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str, object, str]]:
     for name in _names(config):
         kind, value = kind_of(path, name), getattr(config, name, None)
         below = f"{path}.{name}".removeprefix(".")
         if kind == "part":
             if value is not None:
-                yield from _part(below, value)
-        elif kind in ("enters", "file", "secret", "unknown") and OFF.get(below, _ABSENT) != value:
+                yield from _part(below, value, kinds)
+        elif kind in kinds and OFF.get(below, _ABSENT) != value:
             yield path, name, value, kind
 
 
@@ -85,10 +91,10 @@ def _is_derived(name: str) -> bool:
     return name.startswith("_") or name in DERIVED
 
 
-def _environment() -> Iterator[tuple[str, str, object, str]]:
+def _environment(kinds: frozenset[str]) -> Iterator[tuple[str, str, object, str]]:
     for name, read in envs.environment_variables.items():
         kind = kind_of(ENVIRONMENT, name)
-        if kind in ("enters", "unknown") and (name not in OFF_UNLESS_SET.split() or name in os.environ):
+        if kind in kinds and (name not in OFF_UNLESS_SET.split() or name in os.environ):
             yield ENVIRONMENT, name, read(), kind
 
 
@@ -124,6 +130,7 @@ def rows(section: Section) -> Iterator[tuple[str, str]]:
         ("enters", section.enters),
         ("file", section.files),
         ("secret", section.secret),
+        ("recurrent", section.recurrent),
         ("part", section.parts),
         *(("elsewhere", names) for names in section.elsewhere.values()),
         *(("cannot", names) for names in section.cannot.values()),

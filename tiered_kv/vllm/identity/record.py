@@ -24,7 +24,7 @@ from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.canonical import key_text, plain, written
 from tiered_kv.vllm.identity.config_values import kv_settings
 from tiered_kv.vllm.identity.model_files import draft_weights_identity, model_files, weights_identity
-from tiered_kv.vllm.kv_groups import cache_groups
+from tiered_kv.vllm.kv_groups import cache_groups, is_recurrent
 
 PLAIN_DTYPES: Final = frozenset({"auto", "bfloat16", "float16", "half", "float", "float32"})
 """KV dtypes that hold numbers as they are; the page's dtype says which."""
@@ -74,7 +74,8 @@ def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettin
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text_config = model.hf_text_config
-    return {
+    states = recurrent_state(kv_cache_config)
+    return ({"recurrent_state": states} if states else {}) | {
         "format_version": FORMAT_VERSION,
         "weights": weights_identity(vllm_config, settings.model_id),
         "text_config": canonical_config(text_config),
@@ -97,7 +98,7 @@ def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettin
         "model_runner": _model_runner(vllm_config),
         "vllm_version": None if settings.share_vllm_versions else _minor_version(vllm.__version__),
         "settings": {
-            **kv_settings(vllm_config),
+            **kv_settings(vllm_config, has_states=bool(states)),
             "model_files": model_files(vllm_config, is_named=settings.model_id is not None),
             "device_capability": _capability(model, kv_cache_config),
         },
@@ -129,6 +130,23 @@ def draft_fields(vllm_config: Any, settings: IdentitySettings) -> dict[str, obje
             "settings": {name: plain(getattr(speculative, name, None)) for name in DRAFT_SETTINGS},
         }
     }
+
+
+def recurrent_state(kv_cache_config: Any) -> list[dict[str, object]]:
+    """What the state of each group of recurrent layers consists of, in the order of its parts; empty without such.
+
+    Shapes depend on more than the model: a convolution is wider by the drafts of a step, and vLLM chooses dtypes.
+    """
+    groups = (group for group in kv_cache_config.kv_cache_groups if is_recurrent(group.kv_cache_spec))
+    return [
+        {
+            "layers": list(group.layer_names),
+            "kind": str(getattr(group.kv_cache_spec.mamba_type, "name", group.kv_cache_spec.mamba_type)),
+            "shapes": [list(shape) for shape in group.kv_cache_spec.shapes],
+            "dtypes": [_plain(dtype) for dtype in group.kv_cache_spec.dtypes],
+        }
+        for group in groups
+    ]
 
 
 def attention_backends(vllm_config: Any, kv_cache_config: Any) -> str:

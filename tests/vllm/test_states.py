@@ -1,0 +1,217 @@
+"""States of recurrent layers in the connector: which blocks they are in, what is pinned, what names them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+from tests.vllm.test_kv_layout import BLOCKS, NAMES, full, group_config
+from tests.vllm.test_save_queue import NAMESPACE, World
+from tiered_kv.chunks.layout_test import self_test
+from tiered_kv.chunks.transfer import RankKV
+from tiered_kv.errors import ConfigError, UnsupportedModel
+from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.keys.state_keys import state_records
+from tiered_kv.keys.tags import NO_TAG
+from tiered_kv.vllm.identity.record import recurrent_state
+from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups, chunk_tokens_of
+from tiered_kv.vllm.kv_layout import rank_pages, state_pages
+from tiered_kv.vllm.save_queue import QUEUED_MAX_S
+from tiered_kv.vllm.step import BlockRun, ChunkCopy, SaveReport
+from tiered_kv.vllm.supported import check_groups, check_states
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 64
+STATES = [f"model.layers.{n}.mixer" for n in (2, 3, 4, 5)]
+
+
+def mamba(**changes):
+    fields = {"block_size": BLOCK, "shapes": ((3, 10), (4, 5)), "dtypes": (torch.bfloat16, torch.float32)}
+    return MambaSpec(**fields | {"mamba_cache_mode": "align"} | changes)
+
+
+def hybrid(spec=None) -> KVCacheConfig:
+    """Two groups of recurrent layers, attention between them."""
+    spec = spec or mamba()
+    return group_config(
+        KVCacheGroupSpec(STATES[:2], spec),
+        KVCacheGroupSpec(NAMES, full(block_size=BLOCK)),
+        KVCacheGroupSpec(STATES[2:], spec),
+    )
+
+
+def tensors(content=140, page=512):
+    """As vLLM registers them: states of bytes, a page apart; attention beside them."""
+    kv = {name: torch.zeros(BLOCKS, 2, BLOCK, 16, dtype=torch.bfloat16) for name in NAMES}
+    for name in STATES:
+        memory = torch.zeros(BLOCKS * page, dtype=torch.int8)
+        kv[name] = torch.as_strided(memory, (BLOCKS, 1, 1, content), (page, content, content, 1))
+    return kv
+
+
+def test_states_are_parts_and_the_chunk_is_vllms_block():
+    groups = CacheGroups.of(hybrid(), BLOCK)
+    assert groups.states == (0, 2)
+    assert list(groups) == [CacheGroup(1, BLOCK, 1, 1)]
+    assert chunk_tokens_of(hybrid(), 256) == BLOCK
+    assert chunk_tokens_of(group_config(KVCacheGroupSpec(NAMES, full())), 256) == 256
+    with pytest.raises(ConfigError, match="chunk_tokens=128"):
+        CacheGroups.of(hybrid(), 2 * BLOCK)
+
+
+def test_a_load_fills_the_state_at_its_end_and_nothing_before():
+    groups = CacheGroups.of(hybrid(), BLOCK)
+    tables = [[NULL_BLOCK, NULL_BLOCK, 7], [1, 2, 3], [NULL_BLOCK, NULL_BLOCK, 8]]
+    assert groups.load_copies([50, 51, 52], tables, 0, (0, 3 * BLOCK), BLOCK) == tuple(
+        ChunkCopy(50 + n, (BlockRun(0, (1 + n,)),)) for n in range(3)
+    )
+    assert groups.state_copies([60, 61], tables, 3 * BLOCK) == (
+        ChunkCopy(60, (BlockRun(0, (7,)),), 0),
+        ChunkCopy(61, (BlockRun(0, (8,)),), 1),
+    )
+    assert groups.state_copies([60], tables, 3 * BLOCK) is None, "a part without a slot"
+    assert groups.state_copies([60, 61], tables, 2 * BLOCK) is None, "vLLM has no block there"
+    assert groups.state_copies([60, 61], tables, 4 * BLOCK) is None
+
+
+def test_vllms_own_prefix_reaches_as_far_as_its_states():
+    groups = CacheGroups.of(hybrid(), BLOCK)
+    attention, states = {"a", "b", "c"}, {"a", "b"}
+    cached = lambda key, numbers: key in (attention if numbers == [1] else states)  # noqa: E731
+    assert groups.cached_chunks(["a", "b", "c", "d"], cached) == 2
+    states.clear()
+    assert groups.cached_chunks(["a", "b", "c", "d"], cached) == 0
+
+
+def test_states_come_back_as_they_were_and_the_rest_of_the_slot_is_zeros():
+    config, kv = hybrid(), tensors()
+    groups = CacheGroups.of(config, BLOCK)
+    paged = RankKV(rank_pages(kv, config, groups), kv, [1], state_pages(kv, config, groups.states))
+    for of_group in (*paged.groups, *paged.states):
+        self_test(of_group)
+    for name in STATES:
+        kv[name].copy_(torch.randint(-128, 127, kv[name].shape, dtype=torch.int8))
+    before = {name: kv[name].clone() for name in STATES}
+    slots = [bytearray(b"\xee" * paged.rank_bytes) for _ in range(2)]
+    started = []
+    for part, slot in enumerate(slots):
+        paged.gather_state(part, 4, memoryview(slot), started)
+        assert set(slot[paged.states[part].group_bytes :]) == {0}
+    for part, slot in enumerate(slots):
+        paged.scatter_state(memoryview(slot), part, 6, started)
+    for name in STATES:
+        assert torch.equal(kv[name][6], before[name][4])
+        others = [block for block in range(BLOCKS) if block != 6]
+        assert torch.equal(kv[name][others], before[name][others])
+
+
+def test_a_state_larger_than_a_chunk_is_refused():
+    config, kv = hybrid(), tensors()
+    groups = CacheGroups.of(config, BLOCK)
+    pages = [rank_pages(kv, config, groups)[0][:1]]
+    small = {NAMES[0]: torch.zeros(BLOCKS, 1, BLOCK, 1, dtype=torch.bfloat16)} | {n: kv[n] for n in STATES}
+    page = pages[0][0].__class__(NAMES[0], "BF16", (1, BLOCK, 1), "HNC")
+    with pytest.raises(UnsupportedModel, match=r"does not fit into a chunk.*bytes=280 chunk_bytes=128"):
+        RankKV([[page]], small, [1], state_pages(kv, config, groups.states))
+
+
+@pytest.mark.parametrize("shape", [(BLOCKS, 1, 1, 139), (BLOCKS, 140)])
+def test_a_tensor_that_is_no_state_is_refused_by_name(shape):
+    kv = tensors() | {STATES[1]: torch.zeros(shape, dtype=torch.int8)}
+    with pytest.raises(UnsupportedModel, match=rf"layer={STATES[1]}"):
+        state_pages(kv, hybrid(), (0, 2))
+
+
+REFUSED = {
+    "kept at no boundary": mamba(mamba_cache_mode="all"),
+    "speculative decoding": mamba(num_speculative_blocks=2),
+    "several equal ranks": mamba(tp_replicated=True),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_states_that_could_not_be_right_are_refused(reason):
+    with pytest.raises(UnsupportedModel, match=rf"{reason}.*first_layer={STATES[0]}"):
+        check_groups(hybrid(REFUSED[reason]))
+    with pytest.raises(UnsupportedModel, match="recurrent layers only"):
+        check_groups(group_config(KVCacheGroupSpec(STATES, mamba())))
+    check_groups(hybrid())
+
+
+@pytest.mark.parametrize("changes", [{"pipeline_parallel_size": 2}, {"kv_role": "kv_producer"}])
+def test_states_that_are_spread_are_refused(changes):
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1} | changes
+    transfer = SimpleNamespace(kv_role=parallel.pop("kv_role", "kv_both"))
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), kv_transfer_config=transfer)
+    with pytest.raises(UnsupportedModel, match="not supported yet"):
+        check_states(config, hybrid())
+    check_states(config, group_config(KVCacheGroupSpec(NAMES, full())))
+
+
+def test_what_a_state_consists_of_is_part_of_the_identity():
+    assert recurrent_state(group_config(KVCacheGroupSpec(NAMES, full()))) == []
+    said = recurrent_state(hybrid())
+    assert [one["layers"] for one in said] == [STATES[:2], STATES[2:]]
+    others = [mamba(shapes=((4, 10), (4, 5))), mamba(dtypes=(torch.bfloat16, torch.bfloat16))]
+    assert all(recurrent_state(hybrid(spec)) != said for spec in others), "wider by a draft; another precision"
+
+
+class TestSaveQueue:
+    PARTS = CacheGroups([CacheGroup(1, 64, 1, 1)], (0, 2))
+
+    def world(self, slots=10, **more):
+        world = World(groups=self.PARTS, **more)
+        world.server.credits.extend(range(slots))
+        return world
+
+    def keys(self) -> PrefixKeys:
+        keys = PrefixKeys(NAMESPACE, 64)
+        keys.extend(list(range(64 * 3)))
+        return keys
+
+    def blocks(self, world: World) -> list[int]:
+        return [block.block_id for block in world.pool.get_new_blocks(2)]
+
+    def test_parts_are_pinned_until_they_are_copied_and_committed_by_name(self):
+        world, keys = self.world(), self.keys()
+        free = world.free_blocks
+        blocks = self.blocks(world)
+        committed = []
+        world.server.commit = committed.extend
+        world.saves.queue_state(keys, 2, blocks, NO_TAG)
+        world.free(blocks)  # vLLM goes on and lets them go
+        assert world.free_blocks == free - 2
+        (job,) = world.saves.start_jobs()
+        assert job.copies == tuple(ChunkCopy(n, (BlockRun(0, (block,)),), n) for n, block in enumerate(blocks))
+        world.saves.finished(SaveReport(ranks_done={job.job_id: 1}))
+        assert world.free_blocks == free
+        chunk = SimpleNamespace(
+            namespace=NAMESPACE.digest, key=keys.keys[1], prefix_sha256=keys.digests[1], chunk_index=1
+        )
+        assert [record for _, record in committed] == state_records(chunk, 2)
+        assert +world.counters == {"states": 1, "state_parts_stored": 2}, "no chunk was stored"
+
+    def test_what_is_stored_or_on_its_way_is_not_copied_again(self):
+        world, keys = self.world(), self.keys()
+        world.saves.queue_state(keys, 2, self.blocks(world), NO_TAG)
+        world.saves.queue_state(keys, 2, self.blocks(world), NO_TAG)
+        (job,) = world.saves.start_jobs()
+        world.saves.finished(SaveReport(ranks_done={job.job_id: 1}))
+        world.saves.queue_state(keys, 2, self.blocks(world), NO_TAG)
+        assert world.counters["state_held"] == 2 and world.saves.start_jobs() == ()
+        assert not world.saves.has_work
+
+    def test_without_slots_a_bounded_number_waits_and_gives_its_blocks_back(self):
+        world, keys = self.world(slots=0, pinned_share=0.01), self.keys()
+        free = world.free_blocks
+        for chunks in (1, 2, 3):
+            blocks = self.blocks(world)
+            world.saves.queue_state(keys, chunks, blocks, NO_TAG)
+            world.free(blocks)
+        assert world.counters["state_dropped_no_slot"] == 2 and world.free_blocks == free - 2
+        world.now_s += 2 * QUEUED_MAX_S
+        world.saves.start_jobs()
+        assert world.free_blocks == free and world.counters["state_parts_dropped"] == 2
+        assert world.counters["store_dropped_no_slot"] == 0

@@ -1,0 +1,46 @@
+"""Names of recurrent states: what continues a prefix beside its attention chunks.
+
+A model with recurrent layers (Mamba, gated delta nets, short convolutions) needs, to go on at a boundary, the state of
+every such layer there. A state is stored in *parts*, one per group of recurrent layers, each of a chunk's size. The
+parts follow the last chunk before the boundary as its continuation, in the same chain of names as chunks do::
+
+    chunk 0 <- chunk 1 <- chunk 2 <- chunk 3
+                  ^          ^
+                  |          part 0 <- part 1      the state after chunk 2
+                  part 0 <- part 1                 the state after chunk 1
+
+    key[part]    = xxh3_128(key of what is before it || MARK)
+    digest[part] = sha256(digest of what is before it || MARK)
+
+So everything that holds for prefixes holds for states: no tier keeps a state without the chunks before it, a state goes
+before them, and its digest names all their tokens. No chunk has such a name: its tokens alone are longer than the mark.
+"""
+
+import hashlib
+from typing import Final
+
+import xxhash
+
+from tiered_kv.keys.chunk_record import ChunkRecord
+
+MARK: Final = b"tiered_kv state"
+
+
+def next_part(key: bytes, digest: bytes) -> tuple[bytes, bytes]:
+    """Key and digest of the part behind a chunk or another part."""
+    return xxhash.xxh3_128_digest(key + MARK), hashlib.sha256(digest + MARK).digest()
+
+
+def state_records(before: ChunkRecord, parts: int) -> list[ChunkRecord]:
+    """The records of the state behind a chunk, part by part."""
+    records: list[ChunkRecord] = []
+    for _ in range(parts):
+        last = records[-1] if records else before
+        key, digest = next_part(last.key, last.prefix_sha256)
+        records.append(ChunkRecord(last.namespace, key, last.key, last.chunk_index + 1, digest))
+    return records
+
+
+def is_state(record: ChunkRecord) -> bool:
+    """Whether a record names a part of a state; told by its name alone."""
+    return record.key == xxhash.xxh3_128_digest(record.parent + MARK)
