@@ -9,6 +9,9 @@ import pytest
 from tiered_kv.config import Config
 from tiered_kv.keys.tags import tag_digest
 from tiered_kv.vllm.disaggregated import ASK_AGAIN_S, DisaggregatedPrefill
+from tiered_kv.vllm.drafts import Drafts
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
 from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.request_params import RequestParams, RequestParamsReader
 from tiered_kv.vllm.requests import RequestState, SentLookup
@@ -18,6 +21,7 @@ pytestmark = pytest.mark.vllm
 
 CHUNK = 64
 RATE = 1024.0
+GROUPS = CacheGroups([CacheGroup(0, CHUNK // 2, 2, 2)])
 
 
 class Client:
@@ -33,7 +37,14 @@ class Client:
 
 
 class World:
-    def __init__(self, *, is_producer: bool = False, chunks_per_s: float = RATE / CHUNK, **more: Any) -> None:
+    def __init__(
+        self,
+        *,
+        is_producer: bool = False,
+        drafts: Drafts | None = None,
+        chunks_per_s: float = RATE / CHUNK,
+        **more: Any,
+    ) -> None:
         self.client, self.counters, self.now_s = Client(), Counter[str](), 100.0
         config = Config(storage_uri="file:///unused", chunk_tokens=CHUNK, **more)
         unused: Any = None
@@ -43,15 +54,18 @@ class World:
         self.prefill = DisaggregatedPrefill(
             config,
             client,
+            GROUPS,
+            EngineRole(may_load=not is_producer, may_store=True, has_prefix_caching=True, drafts=drafts),
             lookups,
             prefill,
             self.counters,
-            is_producer=is_producer,
-            monotonic=lambda: self.now_s,
+            lambda: self.now_s,
         )
 
     def request(self, tokens: int, **params: Any) -> RequestState:
-        request = SimpleNamespace(request_id="r", num_prompt_tokens=tokens, skip_reading_prefix_cache=False)
+        request = SimpleNamespace(
+            request_id="r", num_prompt_tokens=tokens, num_tokens=tokens, skip_reading_prefix_cache=False
+        )
         request.kv_transfer_params = None
         plain: Any = SimpleNamespace(may_look_up=True)  # extras of a request without an adapter
         self.state = RequestState(request, plain, RequestParams(**params))
@@ -115,6 +129,18 @@ def test_consumer_asks_again_until_all_is_there_and_then_takes_it():
     assert world.client.released == [7], "not asked again at every step"
     assert world.prefill.matched(world.state, 0, 4 * CHUNK) == 4 * CHUNK
     assert world.counters == {"handovers_awaited": 1}
+
+
+@pytest.mark.parametrize("drops_block", [True, False])
+def test_consumer_with_a_draft_does_not_wait_for_what_it_could_not_load(drops_block: bool):
+    """A prompt of whole chunks is stored whole; vLLM computes its last block, and the one before it for EAGLE."""
+    world = World(drafts=Drafts(drops_block=drops_block, draft_tokens=2, drafted_len=4096))
+    world.request(4 * CHUNK, stored_tokens=4 * CHUNK)
+    blocks = 2 if drops_block else 1
+    loadable = 4 * CHUNK - blocks * GROUPS.block_tokens
+    assert world.prefill.matched(world.state, 0, loadable) == loadable
+    assert not world.counters
+    assert world.prefill.matched(world.state, 0, loadable - GROUPS.block_tokens) is None, "it waits for the rest"
 
 
 def test_wait_is_no_longer_than_computing_what_is_missing():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
 from tests.kit.vllm.engine_identities import (
     BASE,
@@ -21,6 +22,7 @@ from tests.kit.vllm.engine_identities import (
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.keys.namespace import REQUIRED_FIELDS
 from tiered_kv.vllm import supported
+from tiered_kv.vllm.drafts import check_drafts
 from tiered_kv.vllm.identity.record import attention_backends, base_fields, canonical_config
 from tiered_kv.vllm.supported import check_supported
 
@@ -146,11 +148,105 @@ def test_ways_to_run_that_cannot_be_right_are_refused(vllm_config, part, fields,
         check_supported(changed(vllm_config, **{part: value}), 256)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "medusa", "custom_class"])
-def test_speculation_with_a_draft_model_is_refused(vllm_config, method):
+@pytest.mark.parametrize("method", ["medusa", "custom_class", "mlp_speculator", "dflash", "dspark"])
+def test_speculation_by_an_unknown_method_is_refused(vllm_config, method):
     config = changed(vllm_config, speculative_config=SimpleNamespace(method=method))
-    with pytest.raises(UnsupportedModel, match=f"method={method} supported=ngram,"):
+    with pytest.raises(UnsupportedModel, match=f"method={method} supported=draft_model,eagle,eagle3,mtp,ngram,"):
         check_supported(config, 256)
+
+
+class Speculative:
+    """What the cache reads of vLLM's configuration of a draft."""
+
+    def __init__(self, **fields):
+        self.draft_parallel_config = self.draft_load_config = None
+        self.num_speculative_tokens = 2
+        vars(self).update(fields)
+
+    def use_eagle_block_drop(self):
+        return self.method != "draft_model"
+
+    def use_multi_module_mtp(self):
+        return getattr(self.draft_model_config, "has_several_modules", False)
+
+
+def drafting(vllm_config, **fields):
+    """The configuration with a draft, which has the model's own configuration."""
+    given = {"method": "eagle", "draft_model_config": vllm_config.model_config} | fields
+    return changed(vllm_config, speculative_config=Speculative(**given))
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
+def test_drafts_beside_full_attention_are_supported(vllm_config, method):
+    config = drafting(vllm_config, method=method)
+    check_supported(config, 256)
+    check_drafts(config, kv_config(), "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"parallel_drafting": True}, "parallel_drafting"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 4, 2)]}, "num_speculative_tokens_per_batch_size"),
+        (
+            {"method": "mtp", "draft_model_config": SimpleNamespace(max_model_len=512, has_several_modules=True)},
+            "several modules",
+        ),
+    ],
+)
+def test_drafts_that_were_never_run_are_refused(vllm_config, fields, message):
+    with pytest.raises(UnsupportedModel, match=f"{message}.* method="):
+        check_drafts(drafting(vllm_config, **fields), kv_config(), "0.32.0")
+
+
+def test_drafts_are_refused_on_other_ranks_versions_and_kinds_of_kv(vllm_config):
+    config = drafting(vllm_config)
+    for version in ("0.31.2", "dev"):
+        with pytest.raises(UnsupportedModel, match=r"needs vLLM 0\.32 or newer"):
+            check_drafts(config, kv_config(), version)
+    with pytest.raises(UnsupportedModel, match="world_size=2"):
+        check_drafts(changed(config, parallel_config={"world_size": 2}), kv_config(), "0.32.0")
+    window = SimpleNamespace(
+        kv_cache_spec=SlidingWindowSpec(
+            block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64
+        ),
+        layer_names=["a"],
+    )
+    with pytest.raises(UnsupportedModel, match="sliding windows"):
+        check_drafts(config, SimpleNamespace(kv_cache_groups=[window]), "0.32.0")
+    latent = SimpleNamespace(
+        kv_cache_spec=MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
+        layer_names=["a"],
+    )
+    with pytest.raises(UnsupportedModel, match="spec=MLAAttentionSpec"):
+        check_drafts(config, SimpleNamespace(kv_cache_groups=[latent]), "0.32.0")
+
+
+def test_the_draft_is_a_field_of_its_own_and_only_where_there_is_one(vllm_config):
+    plain = base_fields(vllm_config, kv_config(), Settings())
+    guessing = changed(vllm_config, speculative_config=SimpleNamespace(method="ngram"))
+    assert "draft" not in plain
+    assert base_fields(guessing, kv_config(), Settings()) == plain, "n-grams change no KV"
+    drafted = base_fields(drafting(vllm_config), kv_config(), Settings())
+    assert {name: value for name, value in drafted.items() if name != "draft" and plain[name] != value} == {}
+    assert drafted["draft"]["method"] == "eagle" and drafted["draft"]["weights"] == "dummy:0"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_same"),
+    [
+        ({"method": "eagle3"}, False),
+        ({"kv_cache_dtype": "fp8"}, False),
+        ({"disable_eagle_block_drop": True}, False),
+        ({"use_heterogeneous_vocab": True}, False),
+        ({"num_speculative_tokens": 5}, True),
+        ({"rejection_sample_method": "block"}, True),
+    ],
+)
+def test_what_changes_the_drafts_kv_is_in_it(vllm_config, fields, is_same):
+    one = base_fields(drafting(vllm_config), kv_config(), Settings())
+    other = base_fields(drafting(vllm_config, **fields), kv_config(), Settings())
+    assert (one == other) is is_same
 
 
 def test_speculation_without_a_draft_model_is_supported(vllm_config):

@@ -398,6 +398,7 @@ _ENGINE_EVENTS: Final = (
     EventName("store_chunks", _EVENTS),
     EventName("store_dropped_adapter_not_told", _DROPPED, "adapter_not_told"),
     EventName("store_dropped_blocks_wanted", _DROPPED, "blocks_wanted"),
+    EventName("store_dropped_undrafted", _DROPPED, "undrafted"),
     EventName("store_dropped_no_session", _DROPPED, "no_session"),
     EventName("store_dropped_no_slot", _DROPPED, "no_slot"),
     EventName("store_dropped_pool_emptied", _DROPPED, "pool_emptied"),

@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
+from tiered_kv.vllm.drafts import check_drafts
 from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
 from tiered_kv.vllm.hooks import SchedulerHooks
 from tiered_kv.vllm.kv_groups import cache_groups, chunk_tokens_of
@@ -74,6 +75,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             config = replace(config, chunk_tokens=chunk_tokens_of(kv_cache_config, config.chunk_tokens))
             check_supported(vllm_config, config.chunk_tokens)
             check_states(vllm_config, kv_cache_config)
+            check_drafts(vllm_config, kv_cache_config)
             groups = cache_groups(vllm_config, kv_cache_config, config.chunk_tokens)
         except TieredKVError as exc:
             if config.strict:

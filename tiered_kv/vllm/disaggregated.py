@@ -23,6 +23,9 @@ from typing import Any, Final
 from tiered_kv.config import Config
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.vllm.drafts import loadable_tokens
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.request_params import STORED_TOKENS, TAG
 from tiered_kv.vllm.requests import RequestState
@@ -48,25 +51,27 @@ class DisaggregatedPrefill:
         self,
         config: Config,
         client: SchedulerClient,
+        groups: CacheGroups,
+        role: EngineRole,
         lookups: RequestLookups,
         prefill: PrefillRate,
         counters: Counter[str],
-        *,
-        is_producer: bool,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the parts.
 
         Args:
             counters: Gets ``handovers_awaited`` and ``handovers_short``.
-            is_producer: The engine stores and never loads, so that its requests go on to another engine.
+            role: An engine that stores and never loads is a producer: its requests go on to another engine.
         """
         self._config = config
         self._client = client
+        self._groups = groups
+        self._drafts = role.drafts
         self._lookups = lookups
         self._prefill = prefill
         self._counters = counters
-        self._is_producer = is_producer
+        self._is_producer = not role.may_load
         self._monotonic = monotonic
 
     def promise(self, state: RequestState) -> dict[str, Any] | None:
@@ -89,8 +94,11 @@ class DisaggregatedPrefill:
         if state.is_load_failed or not state.may_read or not self._client.is_ready:
             return matched  # what is promised could not be loaded
         chunk_tokens = self._config.chunk_tokens
-        promised = min(state.params.stored_tokens, state.request.num_prompt_tokens)
-        missing = promised // chunk_tokens * chunk_tokens - computed_tokens - matched
+        promised = min(state.params.stored_tokens, state.request.num_prompt_tokens) // chunk_tokens * chunk_tokens
+        # Not all that is held may be loaded; waiting for the rest would be in vain.
+        tokens = state.request.num_tokens
+        loadable = loadable_tokens(self._groups, self._drafts, promised, tokens, chunk_tokens)
+        missing = loadable - computed_tokens - matched
         if missing <= 0:
             return matched
         now_s = self._monotonic()

@@ -103,7 +103,10 @@ class RequestLookups:
             return sys.maxsize  # no lease is wanted; the lookup only shows what need not be stored
         if not self._role.has_prefix_caching or self._block_pool is None:
             return 0
-        return self._groups.cached_chunks(state.request.block_hashes, self._block_pool.get_cached_block)
+        cached = self._groups.cached_chunks(state.request.block_hashes, self._block_pool.get_cached_block)
+        if self._role.drafts is not None and self._role.drafts.drops_block:
+            return max(0, cached - 1)  # vLLM gives up the last block that it finds there, too
+        return cached
 
     def _sent(self, state: RequestState, start: int) -> SentLookup | None:
         keys = self.keys(state)

@@ -17,6 +17,7 @@ from tiered_kv.vllm.kv_groups import NULL_BLOCK, BlockTables, CacheGroups
 from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.requests import RequestState, storable_tokens
 from tiered_kv.vllm.save_queue import ALL_DONE, SaveQueue
+from tiered_kv.vllm.undrafted import UndraftedBlocks
 
 
 class RequestSaves:
@@ -35,6 +36,7 @@ class RequestSaves:
         groups: CacheGroups,
         lookups: RequestLookups,
         queue: SaveQueue,
+        undrafted: UndraftedBlocks,
         counters: Counter[str],
     ) -> None:
         """``counters`` gets ``store_chunks`` and the ``store_dropped_*`` of chunks that never reach the queue."""
@@ -44,6 +46,7 @@ class RequestSaves:
         self._role = role
         self._lookups = lookups
         self._queue = queue
+        self._undrafted = undrafted
         self._counters = counters
 
     def step(self, requests: Mapping[str, RequestState], output: Any) -> None:
@@ -130,8 +133,11 @@ class RequestSaves:
                 self._leave_unstored(state, "adapter_not_told")
         elif end > state.stored:
             self._lookups.update_held(state)
-            chunks, tag = range(state.stored, end), state.params.tag
+            drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
+            chunks, tag = range(state.stored, drafted), state.params.tag
             state.stored = self._queue.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
+            if drafted < end and state.stored >= drafted:
+                self._leave_unstored(state, "undrafted")
 
     def _leave_unstored(self, state: RequestState, reason: str) -> None:
         """Count chunks that were computed and are not stored, each once."""

@@ -10,6 +10,7 @@ Lives in vLLM's engine loop, so nothing here waits or touches a tier: every answ
     DisaggregatedPrefill  what a producer promises with its answer, and how long a consumer waits for it
     RequestSaves          which chunks of a request are stored
     SaveQueue             chunks on their way into slots, and the pins of their blocks
+    UndraftedBlocks       blocks that lack the draft's KV, which are not stored
     RequestPins           pins that requests ask for
 
 This module decides what a request is offered, plans its load, and follows it to its end.
@@ -27,6 +28,7 @@ from tiered_kv.config import Config
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.tiering.types import LookupAnswer
 from tiered_kv.vllm.disaggregated import DisaggregatedPrefill
+from tiered_kv.vllm.drafts import loadable_tokens
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Adapters
 from tiered_kv.vllm.kv_groups import BlockTables, CacheGroups
@@ -40,6 +42,7 @@ from tiered_kv.vllm.requests import RequestState, SentLookup
 from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveReport, StepMetadata
+from tiered_kv.vllm.undrafted import UndraftedBlocks
 from tiered_kv.vllm.wait_policy import PrefillRate, WaitingQueue, WaitPolicy, WaitState
 
 logger = logging.getLogger(__name__)
@@ -89,16 +92,13 @@ class SchedulerSide:
         self._lookups = RequestLookups(
             config, client, groups, role, self.saves, self._waiting_queue, self.counters, monotonic
         )
-        self._request_saves = RequestSaves(config, client, role, groups, self._lookups, self.saves, self.counters)
+        self._undrafted = UndraftedBlocks(role.drafts, groups)
+        self._request_saves = RequestSaves(
+            config, client, role, groups, self._lookups, self.saves, self._undrafted, self.counters
+        )
         self._pins = RequestPins(client, self.saves, self.counters)
         self._disaggregated = DisaggregatedPrefill(
-            config,
-            client,
-            self._lookups,
-            self.prefill,
-            self.counters,
-            is_producer=not role.may_load,
-            monotonic=monotonic,
+            config, client, groups, role, self._lookups, self.prefill, self.counters, monotonic
         )
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -169,7 +169,8 @@ class SchedulerSide:
 
     def _offer(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer, computed: int) -> int | None:
         held = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
-        limit = self._groups.loadable_tokens(held, state.request.num_tokens, self._chunk_tokens)
+        tokens = state.request.num_tokens
+        limit = loadable_tokens(self._groups, self._role.drafts, held, tokens, self._chunk_tokens)
 
         def beyond(slots: int) -> int:
             """Tokens behind ``computed`` that so many of the answer's slots give."""
@@ -226,6 +227,7 @@ class SchedulerSide:
             self._client.claim(lookup.id)
             copies = self._load_copies(lookup, answer, tables, (computed, end))
             self.counters["load_window_unknown"] += copies is None
+            self._undrafted.loaded(tables, computed, end)
         # Without copies - the session was lost since the offer - the job fails, and vLLM recomputes the request.
         first, last = computed // self._chunk_tokens, -(-end // self._chunk_tokens)
         state.loading_keys = state.keys.keys[first:last] if state.keys else ()
@@ -302,6 +304,7 @@ class SchedulerSide:
         self._lookups.keep_fresh(self._waiting_queue.end_step())
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id, is_back=request_id in output.num_scheduled_tokens)
+        self._undrafted.step(self._requests, output)
         self._request_saves.step(self._requests, output)
         saves = self.saves.start_jobs()
         if self.saves.has_waiting and self._is_short_of_blocks(output):

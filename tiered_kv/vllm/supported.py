@@ -14,6 +14,7 @@ import vllm
 from vllm.v1.core.sched import output as sched_output
 
 from tiered_kv.errors import ConfigError, UnsupportedModel
+from tiered_kv.vllm.drafts import DRAFT_METHODS
 from tiered_kv.vllm.kv_groups import is_recurrent, window_tokens
 
 logger = logging.getLogger("vllm." + __name__)
@@ -49,8 +50,8 @@ def check_supported(vllm_config: Any, chunk_tokens: int, version: str = vllm.__v
     """Refuse what cannot be right before any tensor exists; warn about what was never tried.
 
     Speculative decoding is supported where it has no draft model (``DRAFTLESS_METHODS``), given that the scheduler side
-    stores no token past ``num_tokens - 1``. A draft model's KV lies among the model's own, computed from weights that
-    the namespace does not know.
+    stores no token past ``num_tokens - 1``, and with the drafts of ``drafts.py``. Another draft's KV lies among the
+    model's own, too, and nothing is known of when it is final.
 
     Raises:
         ConfigError: vLLM's version or ``chunk_tokens`` does not fit.
@@ -77,10 +78,10 @@ def check_supported(vllm_config: Any, chunk_tokens: int, version: str = vllm.__v
     if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
         raise UnsupportedModel("HiSparse keeps KV in a host pool of its own")
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in DRAFTLESS_METHODS:
+    if speculative is not None and speculative.method not in DRAFTLESS_METHODS | DRAFT_METHODS:
         raise UnsupportedModel(
-            "speculative decoding with a draft model is not supported yet: its KV lies among the model's own. "
-            f"method={speculative.method} supported={','.join(sorted(DRAFTLESS_METHODS))}"
+            "speculative decoding by this method is not supported: what it keeps among the model's KV is not known. "
+            f"method={speculative.method} supported={','.join(sorted(DRAFTLESS_METHODS | DRAFT_METHODS))}"
         )
 
 

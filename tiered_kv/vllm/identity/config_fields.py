@@ -64,7 +64,7 @@ WATCHING: Final = "logs, measures, traces or limits time; computes nothing"
 SERVING: Final = "of the API server or the client: what reaches the engine are tokens and media, which the keys say"
 BUILDING: Final = "how vLLM is built, compiled, warmed up or cached on disk"
 LIMIT: Final = "refuses requests that are larger; those it takes are computed alike"
-DRAFTS: Final = "of drafts: only methods without a draft model are taken, and what they guess is verified"
+DRAFTS: Final = "of guesses: they are verified, and what a draft writes for them is written again once a token is known"
 DEFAULTS: Final = "sets the defaults of other fields, which are read themselves"
 LOADING: Final = "how fast and in which order the same weights are read"
 OTHER_CONNECTORS: Final = "of other connectors"
@@ -282,18 +282,21 @@ TABLE: Final[Mapping[str, Section]] = {
     ),
     "speculative_config": Section(
         of="SpeculativeConfig",
-        elsewhere={"check_supported, which refuses draft models": "method model"},
+        elsewhere={
+            "draft": "method model quantization moe_backend kv_cache_dtype max_model_len revision code_revision "
+            "index_share_for_mtp_iteration disable_eagle_block_drop use_heterogeneous_vocab draft_model_config "
+            "draft_parallel_config draft_tensor_parallel_size tensor_parallel_size draft_load_config",
+            "kv_encoding, attention_backend": "attention_backend",
+            "check_drafts, which refuses it": "parallel_drafting num_speculative_tokens_per_batch_size",
+        },
         cannot={
-            DRAFTS: "enforce_eager num_speculative_tokens draft_tensor_parallel_size tensor_parallel_size quantization "
-            "moe_backend attention_backend kv_cache_dtype max_model_len revision code_revision "
-            "index_share_for_mtp_iteration disable_padded_drafter_batch disable_eagle_block_drop "
-            "use_local_argmax_reduction use_heterogeneous_vocab prompt_lookup_max prompt_lookup_min parallel_drafting "
-            "target_model_config target_parallel_config num_speculative_tokens_per_batch_size draft_model_config "
-            "draft_parallel_config suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
-            "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob draft_load_config rejection_sample_method "
-            "synthetic_acceptance_rates synthetic_acceptance_length enable_adaptive_verification draft_sample_method "
-            "dspark_draft_topk disable_lookahead_block_hashes draft_lm_head_quantization fly_entropy_threshold "
-            "fly_entropy_top_k fly_window_size xpress_topc"
+            DRAFTS: "enforce_eager num_speculative_tokens disable_padded_drafter_batch use_local_argmax_reduction "
+            "prompt_lookup_max prompt_lookup_min target_model_config target_parallel_config "
+            "suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor "
+            "suffix_decoding_min_token_prob rejection_sample_method synthetic_acceptance_rates "
+            "synthetic_acceptance_length enable_adaptive_verification draft_sample_method dspark_draft_topk "
+            "disable_lookahead_block_hashes draft_lm_head_quantization fly_entropy_threshold fly_entropy_top_k "
+            "fly_window_size xpress_topc"
         },
     ),
     "watermark_config": Section(

@@ -39,11 +39,13 @@ class Reading:
         load_config: A weak reference to the ``LoadConfig`` of the engine that loaded.
         loader: The loader's class.
         stamps: Taken before the first byte was read; () if a file could not be looked at.
+        source: The folder, file or repository that the loader was given.
     """
 
     load_config: "weakref.ref[Any]"
     loader: type
     stamps: tuple[FileStamp, ...]
+    source: str = ""
 
 
 _readings: list[Reading] = []
@@ -110,7 +112,8 @@ def _noting_weights(original: Any, _: type) -> Any:
             settle(stamps)
         except (OSError, TypeError):
             stamps = ()  # not local, or not what this vLLM should answer
-        _readings.append(Reading(weakref.ref(self.load_config), type(self), stamps))
+        source = args[0] if args else kwargs.get("model_name_or_path", "")
+        _readings.append(Reading(weakref.ref(self.load_config), type(self), stamps, str(source)))
         return answer
 
     return prepare_weights

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.file_digests import FileStamp, digest_files, local_path, stamps_of
-from tiered_kv.vllm.identity.loader_watch import readings_of, watched_loaders
+from tiered_kv.vllm.identity.loader_watch import Reading, readings_of, watched_loaders
 
 FULL_BYTES: Final = 64 << 20
 """Files up to this size in all are hashed completely: it takes about 50 ms."""
@@ -75,6 +76,38 @@ def weights_identity(vllm_config: Any, model_id: str | None) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     if model_id is not None:
         return f"user:{model_id}"
+    own = _source(model)
+    apart = {_source(vllm_config.speculative_config.draft_model_config)} if has_drafts_kv(vllm_config) else set()
+    readings = [reading for reading in readings_of(load) if reading.source not in apart - {own}]
+    return _named(vllm_config, model, load, readings)
+
+
+def draft_weights_identity(vllm_config: Any, model_id: str | None) -> str:
+    """Name the weights of the engine's draft in the same way.
+
+    A draft in the model's own files (MTP) has the model's name. Where ``model_id`` is given and the draft's files have
+    no name, it stands for them, too.
+
+    Raises:
+        ConfigError: As ``weights_identity``.
+    """
+    speculative = vllm_config.speculative_config
+    draft, load = speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config
+    try:
+        return _named(vllm_config, draft, load, [r for r in readings_of(load) if r.source == _source(draft)])
+    except ConfigError:
+        if model_id is None:
+            raise
+        return f"user:{model_id}"
+
+
+def _source(model: Any) -> str:
+    """What vLLM gives its loader for this model."""
+    return str(getattr(model, "model_weights", None) or model.model)
+
+
+def _named(vllm_config: Any, model: Any, load: Any, readings: list[Reading]) -> str:
+    """The name of what these readings read for one model."""
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if load_format == "dummy" and not getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
         return f"dummy:{model.seed}"  # elastic expert parallelism fills dummies with its peers' weights
@@ -83,7 +116,6 @@ def weights_identity(vllm_config: Any, model_id: str | None) -> str:
             f"weights cannot be named: tiered_kv does not see what this format loads. {_ADVICE}. "
             f"load_format={load_format} named={','.join(sorted(NAMED_FORMATS))} model={model.model}"
         )
-    readings = readings_of(load)
     if not readings:
         raise ConfigError(
             "weights cannot be named: they were loaded before tiered_kv's plugin was, or by a loader it does not know. "
@@ -121,18 +153,19 @@ def _name(stamps: tuple[FileStamp, ...], vocabulary: int, model: str) -> str:
     return name
 
 
-def model_files(vllm_config: Any, *, is_named: bool) -> dict[str, str] | str:
+def model_files(vllm_config: Any, *, is_named: bool, model: Any = None) -> dict[str, str] | str:
     """Digests of the files that count: name -> ``sha256:...``; code of another repository is ``repository/name``.
 
     The small files of a hub snapshot are named by its commit, ``hf:<commit>``, while each is as the hub gave it:
     machines have downloaded more or less of it. Weights that models read themselves are named by content there, too.
 
     ``is_named``: the user's ``model_id`` names the model, so files that are not on this machine are named by it, too.
+    ``model``: the configuration of the draft's model, for its files; None: the model that vLLM serves.
 
     Raises:
         ConfigError: The files are not on this machine or cannot be read.
     """
-    model = vllm_config.model_config
+    model = vllm_config.model_config if model is None else model
     folder = _folder(str(model.model), model.revision, vllm_config.load_config.download_dir)
     if folder is None:
         if is_named:

@@ -20,9 +20,10 @@ import vllm
 from vllm import envs, platforms
 
 from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.canonical import key_text, plain, written
 from tiered_kv.vllm.identity.config_values import kv_settings
-from tiered_kv.vllm.identity.model_files import model_files, weights_identity
+from tiered_kv.vllm.identity.model_files import draft_weights_identity, model_files, weights_identity
 from tiered_kv.vllm.kv_groups import cache_groups, is_recurrent
 
 PLAIN_DTYPES: Final = frozenset({"auto", "bfloat16", "float16", "half", "float", "float32"})
@@ -40,6 +41,14 @@ COSMETIC_FIELDS: Final = frozenset({
     "hidden_dropout_prob", "attention_probs_dropout_prob", "pretraining_tp",  # training
 })  # fmt: skip
 """Fields of HF configs that have no influence on KV; everything else counts, known to us or not."""
+
+
+DRAFT_SETTINGS: Final = (
+    "moe_backend", "kv_cache_dtype", "use_heterogeneous_vocab", "index_share_for_mtp_iteration",
+    "disable_eagle_block_drop",
+)  # fmt: skip
+"""Settings of the draft that may change its KV and show nowhere else. Without the block drop a prompt goes on from the
+slot that is another prompt's, and what follows it is of both."""
 
 
 class IdentitySettings(Protocol):
@@ -93,6 +102,33 @@ def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettin
             "model_files": model_files(vllm_config, is_named=settings.model_id is not None),
             "device_capability": _capability(model, kv_cache_config),
         },
+        **draft_fields(vllm_config, settings),
+    }
+
+
+def draft_fields(vllm_config: Any, settings: IdentitySettings) -> dict[str, object]:
+    """The field ``draft``: what made the KV of the draft's layers, which lie in the chunks; nothing without such KV.
+
+    How many tokens it guesses at a time is no part of it: what it writes for a guess is written again once the token
+    is known. Its pages' encodings are in ``kv_encoding``, with those of all layers.
+    """
+    if not has_drafts_kv(vllm_config):
+        return {}
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config
+    parallel = speculative.draft_parallel_config
+    return {
+        "draft": {
+            "method": str(speculative.method),
+            "weights": draft_weights_identity(vllm_config, settings.model_id),
+            "config": canonical_config(draft.hf_config),
+            "model_files": model_files(vllm_config, is_named=settings.model_id is not None, model=draft),
+            "model_dtype": _plain(draft.dtype),
+            "quantization": _quantization(draft),
+            "max_model_len": int(draft.max_model_len),  # LongRoPE, as for the model
+            "tp": int(parallel.tensor_parallel_size) if parallel is not None else 1,
+            "settings": {name: plain(getattr(speculative, name, None)) for name in DRAFT_SETTINGS},
+        }
     }
 
 

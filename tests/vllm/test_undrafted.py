@@ -1,0 +1,115 @@
+"""Blocks that lack the draft's KV: which count, for how long, and what is not stored because of them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiered_kv.vllm.drafts import Drafts, loadable_tokens
+from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.undrafted import UndraftedBlocks
+
+pytestmark = pytest.mark.vllm
+
+BLOCK, PER_CHUNK = 4, 2
+CHUNK = BLOCK * PER_CHUNK
+GROUPS = CacheGroups([CacheGroup(0, BLOCK, PER_CHUNK, PER_CHUNK)])
+DRAFTED_LEN = 20
+EAGLE = Drafts(drops_block=True, draft_tokens=2, drafted_len=DRAFTED_LEN)
+MODEL = Drafts(drops_block=False, draft_tokens=2, drafted_len=DRAFTED_LEN)
+
+
+class Steps:
+    """vLLM's steps over requests with the block tables that are given."""
+
+    def __init__(self, drafts: Drafts | None = EAGLE) -> None:
+        self.undrafted = UndraftedBlocks(drafts, GROUPS)
+        self.requests: dict[str, Any] = {}
+        self.tables: dict[str, tuple[list[int]]] = {}
+
+    def request(self, name: str, blocks: list[int], computed: int = 0) -> None:
+        self.requests[name] = SimpleNamespace(request=SimpleNamespace(num_computed_tokens=computed))
+        self.tables[name] = (blocks,)
+
+    def step(self, **tokens: int) -> None:
+        state = SimpleNamespace(get_block_ids=self.tables.get)
+        output = SimpleNamespace(num_scheduled_tokens=tokens, kv_connector_block_state=state)
+        self.undrafted.step(self.requests, output)
+        for name, count in tokens.items():
+            self.requests[name].request.num_computed_tokens += count
+
+    def drafted(self, name: str, chunks: int) -> int:
+        return self.undrafted.drafted_chunks(self.tables[name], chunks)
+
+
+def test_a_step_that_the_draft_takes_leaves_nothing_out():
+    steps = Steps()
+    steps.request("a", [1, 2, 3, 4, 5])
+    steps.step(a=DRAFTED_LEN - 2)
+    assert steps.drafted("a", 2) == 2
+
+
+def test_one_request_that_is_too_long_leaves_the_whole_step_undrafted():
+    steps = Steps()
+    steps.request("long", [1, 2, 3, 4, 5])
+    steps.request("short", [6, 7, 8, 9])
+    steps.step(short=CHUNK)
+    steps.step(long=DRAFTED_LEN - 1, short=CHUNK)
+    assert steps.drafted("long", 2) == 0
+    assert steps.drafted("short", 2) == 1, "its first chunk was drafted a step before"
+
+
+def test_what_lies_behind_an_undrafted_block_is_not_drafted_either():
+    steps = Steps()
+    steps.request("long", [1, 2, 3, 4, 5])
+    steps.request("short", [6, 7, 8, 9])
+    steps.step(long=DRAFTED_LEN - 1, short=BLOCK)
+    steps.step(short=3 * BLOCK)
+    assert steps.drafted("short", 2) == 0, "the draft attends to its first block"
+
+
+def test_another_request_that_finds_the_block_on_the_gpu_is_cut_there():
+    steps = Steps()
+    steps.request("long", [1, 2, 3, 4, 5])
+    steps.step(long=DRAFTED_LEN - 1)
+    steps.request("next", [1, 2, 6, 7], computed=CHUNK)
+    steps.step(next=CHUNK)
+    assert steps.drafted("next", 2) == 0
+
+
+def test_a_block_counts_until_it_is_written_from_its_first_token_on():
+    steps = Steps()
+    steps.request("long", [1, 2, 3, 4, 5])
+    steps.step(long=DRAFTED_LEN - 1)
+    steps.request("middle", [9, 1], computed=BLOCK + 1)
+    steps.step(middle=BLOCK - 1)
+    assert steps.drafted("middle", 1) == 0, "only its end was written again"
+    steps.request("anew", [1, 2])
+    steps.step(anew=CHUNK)
+    assert steps.drafted("anew", 1) == 1
+
+
+def test_a_load_brings_the_drafts_kv():
+    steps = Steps()
+    steps.request("long", [1, 2, 3, 4, 5])
+    steps.step(long=DRAFTED_LEN - 1)
+    steps.request("loads", [1, 2, 3, 4])
+    steps.undrafted.loaded(steps.tables["loads"], 0, CHUNK)
+    assert steps.drafted("loads", 2) == 1, "its second chunk was not loaded"
+
+
+def test_without_a_draft_nothing_is_ever_missing():
+    steps = Steps(None)
+    steps.request("long", [1, 2, 3, 4, 5])
+    steps.step(long=DRAFTED_LEN)
+    assert steps.drafted("long", 2) == 2
+
+
+@pytest.mark.parametrize("tokens", range(1, 4 * CHUNK))
+def test_as_much_may_be_loaded_as_vllm_would_find_by_itself(tokens: int):
+    """vLLM matches whole blocks of all tokens but the last, and gives up one of them for an EAGLE draft."""
+    held = tokens // CHUNK * CHUNK
+    found = min(held, (tokens - 1) // BLOCK * BLOCK)
+    assert loadable_tokens(GROUPS, MODEL, held, tokens, CHUNK) == found
+    assert loadable_tokens(GROUPS, EAGLE, held, tokens, CHUNK) == max(0, found - BLOCK)
+    assert loadable_tokens(GROUPS, None, held, tokens, CHUNK) == held
