@@ -94,7 +94,7 @@ def state_pages(kv_caches: Mapping[str, Any], kv_cache_config: Any, states: Sequ
                     f"dtype={tensor.dtype} shape={tuple(tensor.shape)}"
                 )
         num_blocks = int(kv_cache_config.num_blocks)
-        result.append([_page(name, kv_caches[name], num_blocks, 1) for name in ordered[number]])
+        result.append([_page(name, kv_caches[name], num_blocks, 1, 1) for name in ordered[number]])
         _check_overlaps([kv_caches[name] for name in ordered[number]], ordered[number])
     return result
 
