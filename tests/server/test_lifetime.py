@@ -36,12 +36,12 @@ EngineStarter = Callable[..., SmallEngine]
 
 def test_clients_that_race_to_start_the_server_meet_in_one(root: Path) -> None:
     answers: list[object] = []
+    workers: list[WorkerClient] = []  # the server ends with the last of them
 
     def join(number: int) -> None:
         try:
-            worker = WorkerClient(settings(root), f"engine-{number}", 0, worker_part())
+            workers.append(WorkerClient(settings(root), f"engine-{number}", 0, worker_part()))
             answers.append(server_pid(root))
-            worker.leave()
         except TieredKVError as exc:
             answers.append(exc)
 
@@ -50,6 +50,8 @@ def test_clients_that_race_to_start_the_server_meet_in_one(root: Path) -> None:
         racer.start()
     for racer in racers:
         racer.join()
+    for worker in workers:
+        worker.leave()
     assert len(answers) == 4
     assert len(set(answers)) == 1, answers
 
