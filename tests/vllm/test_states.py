@@ -59,6 +59,8 @@ def test_states_are_parts_and_the_chunk_is_vllms_block():
     assert chunk_tokens_of(group_config(KVCacheGroupSpec(NAMES, full())), 256) == 256
     with pytest.raises(ConfigError, match="chunk_tokens=128"):
         CacheGroups.of(hybrid(), 2 * BLOCK)
+    with pytest.raises(ConfigError, match=r"block_sizes=\[32, 64, 32\]"):
+        CacheGroups.of(hybrid(mamba(block_size=BLOCK // 2)), BLOCK)
 
 
 def test_a_load_fills_the_state_at_its_end_and_nothing_before():
@@ -67,13 +69,13 @@ def test_a_load_fills_the_state_at_its_end_and_nothing_before():
     assert groups.load_copies([50, 51, 52], tables, 0, (0, 3 * BLOCK), BLOCK) == tuple(
         ChunkCopy(50 + n, (BlockRun(0, (1 + n,)),)) for n in range(3)
     )
-    assert groups.state_copies([60, 61], tables, 3 * BLOCK) == (
+    assert groups.state_copies([60, 61], tables, 3) == (
         ChunkCopy(60, (BlockRun(0, (7,)),), 0),
         ChunkCopy(61, (BlockRun(0, (8,)),), 1),
     )
-    assert groups.state_copies([60], tables, 3 * BLOCK) is None, "a part without a slot"
-    assert groups.state_copies([60, 61], tables, 2 * BLOCK) is None, "vLLM has no block there"
-    assert groups.state_copies([60, 61], tables, 4 * BLOCK) is None
+    assert groups.state_copies([60], tables, 3) is None, "a part without a slot"
+    assert groups.state_copies([60, 61], tables, 2) is None, "vLLM has no block there"
+    assert groups.state_copies([60, 61], tables, 4) is None
 
 
 def test_vllms_own_prefix_reaches_as_far_as_its_states():
@@ -193,15 +195,25 @@ class TestSaveQueue:
         assert [record for _, record in committed] == state_records(chunk, 2)
         assert +world.counters == {"states": 1, "state_parts_stored": 2}, "no chunk was stored"
 
-    def test_what_is_stored_or_on_its_way_is_not_copied_again(self):
+    def test_what_is_on_its_way_is_not_copied_again_and_what_was_stored_is_for_it_may_be_evicted(self):
         world, keys = self.world(), self.keys()
         world.saves.queue_state(keys, 2, self.blocks(world), NO_TAG)
         world.saves.queue_state(keys, 2, self.blocks(world), NO_TAG)
+        assert world.counters["state_held"] == 1
+        for _ in range(2):
+            (job,) = world.saves.start_jobs()
+            world.saves.finished(SaveReport(ranks_done={job.job_id: 1}))
+            world.saves.queue_state(keys, 2, self.blocks(world), NO_TAG)
+        assert world.counters["states"] == 3 and world.counters["state_parts_stored"] == 4
+
+    def test_chunks_leave_slots_for_the_state_behind_them(self):
+        world, keys = self.world(slots=4), self.keys()
+        blocks = [block.block_id for block in world.pool.get_new_blocks(3)]
+        left = world.saves.queue(keys, [[], blocks, []], range(3), held=0, tag=NO_TAG)
+        world.saves.queue_state(keys, 3, self.blocks(world), NO_TAG)
+        assert left == 2 and world.counters["states"] == 1
         (job,) = world.saves.start_jobs()
-        world.saves.finished(SaveReport(ranks_done={job.job_id: 1}))
-        world.saves.queue_state(keys, 2, self.blocks(world), NO_TAG)
-        assert world.counters["state_held"] == 2 and world.saves.start_jobs() == ()
-        assert not world.saves.has_work
+        assert [copy.state_part for copy in job.copies] == [None, None, 0, 1]
 
     def test_without_slots_a_bounded_number_waits_and_gives_its_blocks_back(self):
         world, keys = self.world(slots=0, pinned_share=0.01), self.keys()

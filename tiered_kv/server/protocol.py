@@ -27,7 +27,7 @@ GENERATION_MAX = 1 << 31
 LENGTH = struct.Struct("<I")
 RANKS_MAX = 1024
 LAYERS_MAX = 4096
-STATE_PARTS_MAX = 256
+STATE_PARTS_MAX = 64
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from enum import Enum
 import msgspec
 
 from tiered_kv.keys.chunk_record import ChunkRecord
-from tiered_kv.keys.state_keys import state_records
+from tiered_kv.keys.state_keys import next_part
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG, shared_tag
 from tiered_kv.tiering.types import HOST, SlotId
@@ -328,14 +328,15 @@ class Index:
 
     def held_state(self, chunk: Entry, parts: int) -> list[Entry]:
         """Entries of the state behind a chunk, if some tier holds every part of it, else none."""
-        found: list[Entry] = []
-        if chunk.children:
-            for record in state_records(chunk.record, parts):
-                entry = self._entries.get(record.key)
-                if entry is None or entry.record != record or not self.is_held(entry):
-                    return []
-                found.append(entry)
-        return found
+        found = [chunk]
+        while found[-1].children and len(found) <= parts:
+            last = found[-1].record
+            key, digest = next_part(last.key, last.prefix_sha256)
+            entry = self._entries.get(key)
+            if entry is None or entry.record.prefix_sha256 != digest or not self.is_held(entry):
+                break
+            found.append(entry)
+        return found[1:] if len(found) == parts + 1 else []
 
     def check_integrity(self) -> None:
         """Assert that links and counts between parents and children match."""

@@ -142,14 +142,20 @@ class Lookups:
         if held[lookup.start : first] != lookup.entries:
             lookup.is_cut = True  # what is before them is lost: more behind them is of no use
         else:
-            lookup.held = min(lookup.held, len(held))
+            self._now_held(lookup, min(lookup.held, len(held)))
             self._lease(lookup, held[first : lookup.held], self.line.free_bytes(lookup.session.id))
         self._queue(lookup)
 
     def lost(self, lookup: Lookup, held: int) -> None:
         """No more than so many chunks are held, after room was made for its first."""
-        lookup.held = held
+        self._now_held(lookup, held)
         self._queue(lookup)
+
+    @staticmethod
+    def _now_held(lookup: Lookup, held: int) -> None:
+        lookup.held = held
+        if held < lookup.boundary:
+            lookup.prefix_held = min(lookup.prefix_held, held)
 
     def _lease(self, lookup: Lookup, wanted: list[Entry], room_bytes: int) -> bool:
         """Lease chunks as far as there is room for new ones; says whether the room was enough."""

@@ -46,9 +46,9 @@ that the last token completes would be computed from a ring that has nothing of 
 groups keep one state per token of all tokens, the last chunk of such a prompt is computed.
 
 A group of recurrent layers (Mamba, gated delta nets, short convolutions) has no block per token but a state per
-boundary between chunks, in one block; the chunk is vLLM's block then. What is stored of a boundary is the state of
+boundary between chunks, in one block; the chunk is that block then. What is stored of a boundary is the state of
 every such group, a *part* each (``keys/state_keys.py``). A load of tokens up to ``end`` fills the block at ``end /
-block - 1`` of the table, where vLLM's MambaManager puts the state that it goes on from (``mamba_cache_mode`` "align").
+chunk - 1`` of the table, where vLLM's MambaManager puts the state that it goes on from (``mamba_cache_mode`` "align").
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -179,7 +179,7 @@ class CacheGroups:
             groups.append(_cache_group(number, spec, chunk_tokens, dcp))
             blocks.append(groups[-1].block_tokens)
         result = cls(groups, tuple(states))
-        if chunk_tokens % (block := lcm(*blocks)) or (states and chunk_tokens != block):
+        if chunk_tokens % (block := lcm(*blocks)) or any(blocks[number] != chunk_tokens for number in states):
             raise ConfigError(
                 "chunk_tokens must be a multiple of the block sizes of all KV cache groups. "
                 f"chunk_tokens={chunk_tokens} block_sizes={blocks} "
@@ -311,14 +311,14 @@ class CacheGroups:
                 copies.append(ChunkCopy(slots[chunk - first_chunk], tuple(runs)))
         return tuple(copies)
 
-    def state_copies(self, slots: Sequence[int], tables: BlockTables, end: int) -> tuple[ChunkCopy, ...] | None:
-        """Copies that fill the states of a load of tokens up to ``end``, from one slot per part.
+    def state_copies(self, slots: Sequence[int], tables: BlockTables, chunks: int) -> tuple[ChunkCopy, ...] | None:
+        """Copies that fill the states of a load of so many chunks of a prompt, from one slot per part.
 
         None when vLLM has no block for one of them, or a part has no slot: nothing may be loaded then.
         """
         copies = []
         for part, number in enumerate(self.states):
-            place = end // self.block_tokens - 1
+            place = chunks - 1
             if place >= len(tables[number]) or tables[number][place] == NULL_BLOCK or part >= len(slots):
                 return None
             copies.append(self.state_copy(slots[part], part, tables[number][place]))

@@ -68,7 +68,7 @@ class RequestSaves:
         """Queue the states that vLLM hands over in this step, behind the chunks before them.
 
         Only now and only from these blocks: a request keeps no earlier state, and computes the next one in place. vLLM
-        hands over what a load brought, too; that is known to be stored.
+        hands over what a load brought, too, which is stored.
         """
         for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
             state = requests.get(request_id)
@@ -83,7 +83,12 @@ class RequestSaves:
 
     def _queue_state(self, state: RequestState, tokens: int, by_group: Mapping[int, int]) -> None:
         chunks, rest = divmod(tokens, self._config.chunk_tokens)
-        if state.params.skips_save or not state.extras.may_store or chunks > state.storable:
+        if (
+            tokens == state.loaded_tokens
+            or state.params.skips_save
+            or not state.extras.may_store
+            or chunks > state.storable
+        ):
             return
         if rest or by_group.keys() != set(self._groups.states):
             self._counters["state_dropped_partial"] += 1

@@ -150,7 +150,9 @@ class SaveQueue:
         return chunks.stop
 
     def queue_state(self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes) -> None:
-        """Queue the state behind so many chunks of a request, part by part, unless it is known to be stored.
+        """Queue the state behind so many chunks of a request, part by part, unless it is on its way already.
+
+        What was stored before is not remembered: a state is the first to be evicted, and the server knows what it has.
 
         Args:
             block_ids: The block of each part. vLLM uses them again after the step in which it handed them over, so
@@ -161,7 +163,7 @@ class SaveQueue:
         last = chunks - 1
         chunk = ChunkRecord(namespace.digest, keys.keys[last], keys.parent(last), last, keys.digests[last], tag)
         records = state_records(chunk, len(block_ids))
-        if all(record.key in self._stored or record.key in self._in_flight for record in records):
+        if all(record.key in self._in_flight for record in records):
             self._counters["state_held"] += 1
             return
         if len(self._queue) + len(records) > max(self._client.credit_count, self._waiting_max):
@@ -177,7 +179,8 @@ class SaveQueue:
 
     def _may_pin(self) -> bool:
         """Whether one more chunk of a live request may be pinned: for a slot that is free, or before vLLM frees it."""
-        if len(self._queue) < self._client.credit_count:
+        parts = len(self._groups.states)  # vLLM offers a state once, and its chunks are of no use without it
+        if len(self._queue) + parts < self._client.credit_count:
             return True
         return self._groups.has_windows and len(self._queue) < self._waiting_max
 
@@ -185,7 +188,7 @@ class SaveQueue:
     def _waiting_max(self) -> int:
         """Chunks that may be pinned without a slot where vLLM could use their blocks."""
         share_blocks = int(self._block_pool.num_gpu_blocks * self._config.pinned_share)
-        return max(1, share_blocks // self._groups.stored_blocks)
+        return max(1, len(self._groups.states), share_blocks // self._groups.stored_blocks)
 
     def is_stored(self, key: bytes) -> bool:
         """Whether a chunk was stored through here and is not known to be gone."""
@@ -239,7 +242,7 @@ class SaveQueue:
                 self._client.give_back([slot for slot, _ in job.chunks])
             else:
                 self._client.commit([(slot, chunk.record) for slot, chunk in job.chunks])
-                self._remember(chunk.record.key for _, chunk in job.chunks)
+                self._remember(chunk.record.key for _, chunk in job.chunks if chunk.state_part is None)
 
     def _count(self, outcome: str, chunks: Collection[_Chunk]) -> None:
         """Count what became of chunks; parts of states count apart."""

@@ -231,7 +231,7 @@ class SchedulerSide:
         # Without copies - the session was lost since the offer - the job fails, and vLLM recomputes the request.
         first, last = computed // self._chunk_tokens, -(-end // self._chunk_tokens)
         state.loading_keys = state.keys.keys[first:last] if state.keys else ()
-        state.loading_lookup, state.lookup = lookup, None
+        state.loading_lookup, state.lookup, state.loaded_tokens = lookup, None, end
         self._loading.update(state.loading_keys)
         self._waiting_queue.load_began(request.request_id)
         self._admission.begin(request.request_id, request.num_tokens, end)
@@ -248,7 +248,8 @@ class SchedulerSide:
             return copies
         if span[1] != answer.boundary * self._chunk_tokens:
             return None  # vLLM took less than was offered, and no state is there
-        states = self._groups.state_copies(answer.slots[answer.boundary - lookup.start :], tables, span[1])
+        slots = answer.slots[answer.boundary - lookup.start :]
+        states = self._groups.state_copies(slots, tables, span[1] // self._chunk_tokens)
         return None if states is None else copies + states
 
     def loads_finished(self, request_ids: set[str], failed_ids: set[str]) -> set[str]:
