@@ -22,7 +22,7 @@ DISK = ("tiers/test_disk.py::namespace", "tiers/test_disk.py::broken_header")
 
 CHECKED = {
     "a blob against key, prefix and namespace": (header.BlobFormat, "verify", BLOBS),
-    "what all blobs of a namespace share": (header.BlobFormat, "_check_constant_part", BLOBS),
+    "what all blobs of a namespace share": (header, "_check_constant_part", BLOBS),
     "a header": (header, "_whole_header", BLOBS),
     "a header's hash": (header, "check_header_hash", BLOBS),
     "a format version": (header, "_check_version", BLOBS),
@@ -32,6 +32,7 @@ CHECKED = {
     "a file against its name": (scan, "read_named_header", DISK),
     "what was read against the index": (Performer, "_read", ("engine/test_engine.py",)),
     "what the index holds": (Index, "held_prefix", ("tiering/test_lookups.py", "tiering/test_failures.py")),
+    "what the index holds of states": (Index, "held_state", ("tiering/test_states.py",)),
     "keys": (PrefixKeys, "extend", ("keys/test_golden_keys.py", "keys/test_prefix_keys.py")),
 }
 

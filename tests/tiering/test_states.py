@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from tests.kit.spaces import Space
@@ -149,6 +150,29 @@ def test_a_state_that_waits_for_room_goes_on_when_there_is_some():
     story.release(other)
     story.step()
     assert story.found(lookup) == (5, 4, 4 + PARTS, 4 + PARTS)
+
+
+def test_a_state_of_another_prompt_under_the_same_key_is_none():
+    """A crafted collision of xxhash: the digest names all tokens before it."""
+    story = StateStory()
+    story.store(PROMPT)
+    for record in state_records(SMALL.record(PROMPT), PARTS):
+        assert story.commit_record(story.session, msgspec.structs.replace(record, prefix_sha256=b"x" * 32))
+        story.step()
+    story.finish_all()
+    assert story.found(story.seek(PROMPT)) == (5, 0, 0, 0)
+
+
+def test_a_state_in_a_tier_that_cannot_be_read_is_not_there_for_now():
+    story = StateStory(host_bytes=400)
+    story.store_states(PROMPT, 2, 5)
+    story.flush_host(avoid=(*PROMPT,))
+    story.release(story.ask(PROMPT))  # the chunks alone come back
+    story.finish_all()
+    story.tiering.set_readable(1, False)
+    assert story.found(story.seek(PROMPT)) == (5, 0, 0, 0)
+    story.tiering.set_readable(1, True)
+    assert story.found(story.seek(PROMPT))[:2] == (5, 5)
 
 
 def test_a_state_goes_before_its_chunk():
