@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.counts import count
 from tests.kit.server.probe import wait_ended, wait_written
 from tests.kit.vllm.cached_engine import CachedEngine, cached_engine
 from tests.kit.vllm.harness import (
@@ -214,7 +215,7 @@ def behind_the_cache(run: Run, model: Path, options: dict[str, Any], root: Path)
         )
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=list(KINDS) if count("MODELS", 0) else ["eagle", "mtp", "draft_model"])
 def run(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     model, options = KINDS[request.param](tiny_model, folder)
