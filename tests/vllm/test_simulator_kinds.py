@@ -91,6 +91,15 @@ class Asked:
         come_to_rest(self.engine)
         assert self.engine.scheduler.reset_prefix_cache()
 
+    def ask_until_stored(self):
+        """Ask until every chunk is stored: in a pool as tight as this, a window may pass while a chunk waits for a slot."""
+        for _ in range(10):
+            before = self.counters["store_dropped_window_passed"]
+            self.ask()
+            if self.counters["store_dropped_window_passed"] == before:
+                return
+        pytest.fail(f"still dropped after ten rounds: {dict(self.counters)}")
+
     @property
     def counters(self):
         return Counter(self.engine.connector._scheduler.side.counters)
@@ -132,10 +141,12 @@ def test_what_was_stored_is_loaded_and_right(asked, family, runner):
     one = asked(family, is_v2=runner == "v2")
     one.ask()
     assert not one.counters["load_tokens"]
+    one.ask_until_stored()
+    before = one.counters["load_tokens"]
     one.ask()
     is_replayed = family in ONLY_V2
     wanted = sum((len(prompt) - 1) // CHUNK * CHUNK for prompt in one.prompts if not is_replayed or len(prompt) > 33)
-    assert one.counters["load_tokens"] >= wanted - 64 * 2, "the two with a common beginning may share it on the GPU"
+    assert one.counters["load_tokens"] - before >= wanted - 64 * 2, "the two with a common beginning may share it on the GPU"
     assert one.findings.wrong == [] and not one.counters["loads_failed"]
     assert not one.counters["load_window_unknown"]
     assert leaks(one.engine) == [] and server_leaks(one.engine, one.root) == []
