@@ -16,7 +16,6 @@ from tests.kit.vllm.cached_engine import CachedEngine, cached_engine
 from tests.kit.vllm.harness import Answer, generate, random_prompt, reset_gpu_cache, running, zero_kv
 from tests.kit.vllm.mamba_draft_shim import mamba_drafts
 from tests.kit.vllm.tiny_drafts import qwen3_next_mtp
-from tests.kit.vllm.tiny_models import build_kind
 from tests.kit.vllm.wrong_loads import abort_during_load, failing_copies, zeroed_state
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -33,12 +32,7 @@ def mtp(models: Path, folder: Path, tiny: Path) -> Engines:
     return qwen3_next_mtp(folder / "model", models), {"method": "mtp", "num_speculative_tokens": 2}
 
 
-def draft_model(models: Path, folder: Path, tiny: Path) -> Engines:
-    draft = {"method": "draft_model", "model": str(tiny), "num_speculative_tokens": 2}
-    return build_kind(models, "qwen3_next"), draft
-
-
-KINDS: dict[str, Callable[[Path, Path, Path], Engines]] = {"mtp": mtp, "draft_model": draft_model}
+KINDS: dict[str, Callable[[Path, Path, Path], Engines]] = {"mtp": mtp}
 
 
 class Run:
@@ -63,7 +57,7 @@ class Run:
         return {length: (length - 1) // B * B for length in lengths}
 
 
-@pytest.fixture(scope="module", params=list(KINDS) if count("MODELS", 0) else ["mtp"])
+@pytest.fixture(scope="module", params=list(KINDS))
 def run(
     request: pytest.FixtureRequest, repository: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:

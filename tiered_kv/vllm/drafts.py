@@ -30,7 +30,7 @@ from tiered_kv.vllm.kv_groups import CacheGroups, is_recurrent, window_tokens
 DRAFT_METHODS: Final = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
 """vLLM's names of the methods that are served with the draft's KV."""
 
-DRAFT_METHODS_WITH_STATES: Final = frozenset({"mtp", "draft_model"})
+DRAFT_METHODS_WITH_STATES: Final = frozenset({"mtp"})
 """Those of them that are served with models that have recurrent layers."""
 
 FIRST_VERSION_WITH_DRAFTS: Final = (0, 32)
