@@ -95,6 +95,14 @@ def is_exact(run: StateRun) -> bool:
     return "lfm2" not in run.model.name
 
 
+def is_steady(run: StateRun) -> bool:
+    """Whether vLLM gives one answer in a batch, too: where a step takes less than a block, others move chunks' ends.
+
+    Without any load, too: sixteen prompts computed together in such steps got other tokens than in another such run.
+    """
+    return is_exact(run) and run.options.get("max_num_batched_tokens", run.block) >= run.block
+
+
 def assert_right(run: StateRun, where: str, *names: str) -> None:
     """The answers of plain vLLM, to the last digit."""
     for name in names or run.answers[where]:
@@ -161,7 +169,7 @@ def test_sixteen_at_once_also_with_too_few_blocks(run: StateRun) -> None:
     assert cached(run, "together") == hits(run, *names)
     for where in ("cold together", "together", "few blocks"):
         assert {answer.finish_reason for answer in run.answers[where].values()} == {"length"}
-        for name in names if is_exact(run) else ():
+        for name in names if is_steady(run) else ():
             assert_near(run.answers[where][name], run.plain[name])
 
 
@@ -171,7 +179,7 @@ def test_preempted_requests_load_again_and_answer_as_if_nothing_had_been(run: St
     assert run.facts["loads with preemption"] > sum(run.hit_tokens(name) > 0 for name in answers)
     for name, answer in answers.items():
         assert answer.finish_reason == "length"
-        if is_exact(run):
+        if is_steady(run):
             assert_near(answer, run.plain[name])
 
 
