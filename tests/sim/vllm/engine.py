@@ -31,6 +31,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -57,6 +58,8 @@ class Setup:
         family: Layers of other kinds instead, by name (``families.py``).
         is_hybrid: Layers with windows get KV cache groups of their own.
         is_replicated: All ranks hold the same KV, as with MLA or more ranks than KV heads.
+        match_unit: Of vLLM's prefix cache, in tokens; None: a block.
+        retention: vLLM's ``prefix_cache_retention_interval``, which says what states it keeps.
         late: Chance that a rank has not begun a step when the next one is scheduled (async scheduling only).
     """
 
@@ -74,6 +77,8 @@ class Setup:
     draft_tokens: int = 0
     policy: str = "fcfs"
     has_prefix_caching: bool = True
+    match_unit: int | None = None
+    retention: int | None = 0
     late: float = 0.5
     connector: Mapping[str, Any] = field(default_factory=dict)
 
@@ -112,6 +117,9 @@ class Setup:
         specs: dict[Any, int] = {}
         for number, kind in enumerate(self.kinds):
             spec: Any = kind.spec
+            if isinstance(spec, MambaSpec):
+                specs[MambaSpec, spec.block_size, number] = 3  # what it goes on from, what it computes, a copy
+                continue
             whole = -(-MAX_MODEL_LEN // spec.block_size)
             if hasattr(spec, "max_admission_blocks_per_request"):
                 whole = spec.max_admission_blocks_per_request(in_flight, MAX_MODEL_LEN)
@@ -355,6 +363,11 @@ def _config(setup: Setup) -> Any:
     config.scheduler_config.async_scheduling = setup.is_async
     config.cache_config.block_size = setup.block_tokens
     config.cache_config.kv_cache_layout = setup.layout
+    config.cache_config.prefix_match_unit = setup.match_unit
+    if setup.family in families.STATES:
+        config.cache_config.mamba_block_size = setup.block_tokens
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.prefix_cache_retention_interval = setup.retention
     backend = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)
     for number in range(len(setup.kinds)):
         config.compilation_config.static_forward_context[f"model.layers.{number}.attn"] = backend

@@ -49,6 +49,7 @@ class Layer:
         ring: Capacity of the one block that a request has; None: blocks lie in token order.
         group: Of a ring: tokens of a state; those of the state that is not complete are what it is for.
         replayed: Tokens at the end of a hit that are computed again into this layer; it is never loaded.
+        is_recurrent: It keeps one state of all tokens so far, in one block, and goes on from that.
     """
 
     name: str
@@ -61,10 +62,13 @@ class Layer:
     ring: int | None = None
     group: int = 1
     replayed: int = 0
+    is_recurrent: bool = False
 
     def attended(self, position: int) -> range:
         """States that the token at ``position`` attends to."""
         end = position + 1
+        if self.is_recurrent:
+            return range(position, end)
         if self.tokens_per_state > 1:
             return range(end // self.tokens_per_state)
         if self.ring is not None:
@@ -202,6 +206,18 @@ class LayerKV:
     def block_of(self, blocks: Sequence[int], state: int) -> int:
         """The block that holds a state."""
         return blocks[0 if self.layer.ring is not None else state // self.block_states]
+
+    def write_block(self, block: int, state: int) -> None:
+        """Write the one state of a recurrent layer's block."""
+        self._words[block, :, 0, :] = self._encode([state])[0]
+
+    def read_block(self, block: int) -> Words:
+        """The words of the one state of a recurrent layer's block: [1, 1, words]."""
+        return self._words[block : block + 1, :, 0, :].copy()
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block as it is."""
+        self._words[target] = self._words[source]
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Clear blocks."""

@@ -23,7 +23,7 @@ from tests.kit.server.probe import is_serving, server_pid, wait_for
 from tests.kit.server.processes import end_server, kill_server
 from tests.sim.vllm.checks import leaks, server_hits, server_leaks, unanswered
 from tests.sim.vllm.engine import MAX_MODEL_LEN, Setup, SimulatedEngine
-from tests.sim.vllm.families import LAYER_OUTERMOST
+from tests.sim.vllm.families import LAYER_OUTERMOST, STATES
 from tests.sim.vllm.faults import CopyFaults
 from tests.sim.vllm.model import VOCAB
 
@@ -116,6 +116,9 @@ class Plan:
         if family:
             layout = setup.layout if family in LAYER_OUTERMOST else source.choice(["BLHNC", "BLNHC"])
             setup = replace(setup, family=family, is_hybrid=True, is_replicated=False, layout=layout)
+        if family in STATES:
+            # vLLM keeps states for its prefix cache only, and with drafts they are refused.
+            setup = replace(setup, has_prefix_caching=True, draft_tokens=0)
         spare_blocks = source.choice([0, 8, 30, 100])
         setup = replace(setup, pool_blocks=setup.pool_blocks_min + spare_blocks)
         moves = Moves(
