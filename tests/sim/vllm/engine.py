@@ -5,6 +5,7 @@ update) and ``step_with_batch_queue`` (async scheduling: the next step is schedu
 rank runs what it was sent when it gets to it). Everything that crosses a process boundary in vLLM is copied.
 """
 
+import json
 import random
 import tempfile
 from collections import deque
@@ -59,6 +60,7 @@ class Setup:
         is_hybrid: Layers with windows get KV cache groups of their own.
         is_replicated: All ranks hold the same KV, as with MLA or more ranks than KV heads.
         match_unit: Of vLLM's prefix cache, in tokens; None: a block.
+        drafted_len: Longest sequence that a draft takes, of families with a draft.
         retention: vLLM's ``prefix_cache_retention_interval``, which says what states it keeps.
         late: Chance that a rank has not begun a step when the next one is scheduled (async scheduling only).
     """
@@ -78,6 +80,7 @@ class Setup:
     policy: str = "fcfs"
     has_prefix_caching: bool = True
     match_unit: int | None = None
+    drafted_len: int = MAX_MODEL_LEN
     retention: int | None = 0
     late: float = 0.5
     connector: Mapping[str, Any] = field(default_factory=dict)
@@ -334,9 +337,23 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+@cache
+def _eagle_folder() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tiered_kv_simulator")
+    config = json.loads((Path(_model_folder().name) / "config.json").read_text())
+    (Path(folder.name) / "config.json").write_text(json.dumps(config | {"architectures": ["EagleLlamaForCausalLM"]}))
+    return folder
+
+
 def _config(setup: Setup) -> Any:
     """vLLM's configuration, as far as schedulers and connectors read it."""
-    drafts = {"method": "ngram", "num_speculative_tokens": setup.draft_tokens, "prompt_lookup_max": 3}
+    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": setup.draft_tokens, "prompt_lookup_max": 3}
+    if method := families.DRAFTS.get(setup.family):
+        folder = _eagle_folder() if method == "eagle" else _model_folder()
+        drafts = {
+            "method": method, "num_speculative_tokens": setup.draft_tokens, "model": str(Path(folder.name)),
+            "max_model_len": setup.drafted_len,
+        }  # fmt: skip
     config = EngineArgs(
         model=str(Path(_model_folder().name)),
         load_format="dummy",

@@ -8,7 +8,7 @@ in chunks).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.sim.vllm.model import Layer
+from tests.sim.vllm.model import NEXT, OWN, Layer
 
 BLOCK_TOKENS = 4
 """Of models with one state per token in all layers."""
@@ -43,6 +43,7 @@ class Kind:
     Attributes:
         tail: For compressed states: the number of the layer that has the tokens of the open group, one by one.
         group: For a ring: tokens of a group.
+        draft: It belongs to a draft, of this kind (``Layer.draft``).
         span: Tokens that one compressed state is computed from, its last ones; 0: those it stands for.
     """
 
@@ -50,6 +51,7 @@ class Kind:
     tail: int | None = None
     span: int = 0
     group: int = 1
+    draft: str = ""
 
     def layer(self, number: int) -> Layer:
         """The layer as the simulated model sees it."""
@@ -60,6 +62,7 @@ class Kind:
             name=f"model.layers.{number}.attn",
             number=number,
             is_recurrent=is_recurrent,
+            draft=self.draft,
             window=getattr(spec, "sliding_window", None),
             local=getattr(spec, "attention_chunk_size", None),
             tokens_per_state=ratio,
@@ -75,6 +78,11 @@ def full(**changes: Any) -> Kind:
     """Full attention, two KV heads."""
     fields = {"num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": torch.bfloat16}
     return Kind(FullAttentionSpec(**{"block_size": BLOCK_TOKENS} | fields | changes))
+
+
+def draft(kind: str) -> Kind:
+    """A draft's layer: full attention, which nothing tells from the model's own."""
+    return replace(full(), draft=kind)
 
 
 def windowed(tokens: int, **changes: Any) -> Kind:
@@ -157,6 +165,11 @@ FAMILIES: Mapping[str, tuple[Kind, ...]] = {
         recurrent(), recurrent(), full(block_size=LARGE_BLOCK_TOKENS), full(block_size=LARGE_BLOCK_TOKENS),
         windowed(20, block_size=LARGE_BLOCK_TOKENS), windowed(20, block_size=LARGE_BLOCK_TOKENS),
     ),
+    # The same as "state", with a prefix cache that finds prefixes inside blocks (``MATCH_UNIT``).
+    "state_tail": (recurrent(), recurrent(), recurrent(), full(block_size=LARGE_BLOCK_TOKENS)),
+    # A draft beside the model's layers: an EAGLE head, or a model of its own.
+    "draft_eagle": (full(), full(), draft(NEXT)),
+    "draft_model": (full(), full(), draft(OWN)),
 }
 
 STATES = frozenset({"state", "state_window", "state_tail"})
@@ -167,3 +180,8 @@ LAYER_OUTERMOST = frozenset({"compressed", "local", "local_short"})
 """Families that vLLM also lays out layer by layer: those of one group, or of equal pages."""
 ONLY_V2 = frozenset({"replayed"})
 """Families that vLLM runs with model runner V2 only."""
+
+DRAFTS: Mapping[str, str] = {"draft_eagle": "eagle", "draft_model": "draft_model"}
+"""Families with a draft, and vLLM's name of its method."""
+MATCH_UNIT: Mapping[str, int] = {"state_tail": 2}
+"""Families that are run with vLLM's ``prefix_match_unit``, in tokens."""

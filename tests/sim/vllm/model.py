@@ -19,6 +19,9 @@ import numpy.typing as npt
 VOCAB = 997
 NO_TOKEN = VOCAB + 1
 """Stands where a draft is missing: the model never samples it."""
+NEXT, OWN = "next", "own"
+UNDRAFTED = 0xD5D5D5D5D5D5D5D5
+"""What stands in a draft's layer where the model's KV was computed and the draft did not run."""
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -50,6 +53,8 @@ class Layer:
         group: Of a ring: tokens of a state; those of the state that is not complete are what it is for.
         replayed: Tokens at the end of a hit that are computed again into this layer; it is never loaded.
         is_recurrent: It keeps one state of all tokens so far, in one block, and goes on from that.
+        draft: It is a draft's, which the model does not attend to: ``NEXT`` takes at each position the token behind
+            it, as EAGLE and MTP do, ``OWN`` the token there; "" is no draft's.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Layer:
     group: int = 1
     replayed: int = 0
     is_recurrent: bool = False
+    draft: str = ""
 
     def attended(self, position: int) -> range:
         """States that the token at ``position`` attends to."""
@@ -118,6 +124,16 @@ class Model:
             value = mix(value ^ state)
         return value
 
+    @property
+    def attending(self) -> list[Layer]:
+        """The model's own layers, without a draft's."""
+        return [layer for layer in self.layers if not layer.draft]
+
+    @staticmethod
+    def draft_state(layer: Layer, state: int, next_token: int) -> int:
+        """What a draft keeps of a token, from the model's state there."""
+        return mix(state ^ mix(next_token + 7 if layer.draft == NEXT else 5))
+
     def sample(self, attended: Sequence[int]) -> int:
         """The next token, from the sum of attended states of each layer."""
         return mix(sum((n + 1) * total for n, total in enumerate(attended)) & _MASK) % VOCAB
@@ -160,7 +176,7 @@ class Reference:
 
     def next_token(self, position: int) -> int:
         """The token the model samples at ``position``, when everything it attends to is right."""
-        return self.model.sample([self._sum(layer, layer.attended(position)) for layer in self.model.layers])
+        return self.model.sample([self._sum(layer, layer.attended(position)) for layer in self.model.attending])
 
 
 class LayerKV:
@@ -214,6 +230,11 @@ class LayerKV:
     def read_block(self, block: int) -> Words:
         """The words of the one state of a recurrent layer's block: [1, 1, words]."""
         return self._words[block : block + 1, :, 0, :].copy()
+
+    def mark(self, blocks: Sequence[int], first: int, end: int) -> None:
+        """Leave states [first, end) undrafted."""
+        rows, offsets = self._places(blocks, np.arange(first, end))
+        self._words[rows, :, offsets, :] = np.uint64(UNDRAFTED)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block as it is."""

@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 
+from tests.sim.vllm.drafter import Drafter
 from tests.sim.vllm.model import NO_TOKEN, VOCAB, Layer, LayerKV, Model, Reference, mix
 
 NULL_BLOCK = 0
@@ -34,13 +35,24 @@ SHOWN_MAX = 10
 
 @dataclass
 class Findings:
-    """What the model saw: how much KV it checked, and what was wrong, in words."""
+    """What the model saw: how much KV it checked, and what was wrong, in words.
+
+    Attributes:
+        wrong_draft_tokens: Of a draft's KV. Answers are right all the same: the model verifies what a draft guesses.
+        neighbour_draft_tokens: A draft's KV of a block's last token that was made with another next token. vLLM's own
+            prefix cache has such, where two prompts differ right behind a block.
+        undrafted_tokens: Those for which the draft did not run.
+    """
 
     checked_tokens: int = 0
     wrong_tokens: int = 0
     wrong_answers: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    checked_draft_tokens: int = 0
+    wrong_draft_tokens: int = 0
+    neighbour_draft_tokens: int = 0
+    undrafted_tokens: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def add(self, text: str, tokens: int = 0) -> None:
@@ -134,6 +146,7 @@ class SimulatedWorker:
             [LayerKV(by_name[name], rank // replicas, tensors[name]) for name in group.layer_names]
             for group in kv_cache_config.kv_cache_groups
         ]
+        self._drafter = self._its_drafter(vllm_config)
         self._v2: ActiveKVConnector | None = None
         with self._as_the_process():
             if self.is_v2:
@@ -141,6 +154,15 @@ class SimulatedWorker:
             else:
                 self.connector.register_kv_caches(tensors)
                 self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)
+
+    def _its_drafter(self, vllm_config: Any) -> Drafter | None:
+        """The draft of a model that has one with KV of its own."""
+        layers = [(n, layer) for n, group in enumerate(self._groups) for layer in group if layer.layer.draft]
+        if not layers:
+            return None
+        longest = int(vllm_config.speculative_config.draft_model_config.max_model_len)
+        guesses = int(vllm_config.num_speculative_tokens)
+        return Drafter(self.model, layers, guesses, None if self.is_v2 else longest, self.findings, self.rank)
 
     @contextmanager
     def _as_the_process(self) -> Iterator[None]:
@@ -329,6 +351,8 @@ class SimulatedWorker:
         replay_end = self._replay_end(row)
         for group, table in zip(self._groups, row.request.blocks, strict=True):
             for layer in group:
+                if layer.layer.draft:
+                    continue  # when the next token is known
                 if layer.layer.is_recurrent:
                     self._go_on(row, layer, table)
                     continue
@@ -387,7 +411,7 @@ class SimulatedWorker:
         for group, table in zip(self._groups, row.request.blocks, strict=True):
             for layer in group:
                 has_it = row.first - 1 in layer.layer.attended(row.first) and layer.layer.tokens_per_state == 1
-                if has_it and layer.layer.ring is None and not (is_replayed and layer.layer.replayed):
+                if has_it and not layer.layer.draft and layer.layer.ring is None and not (is_replayed and layer.layer.replayed):
                     return layer, table
         return None
 
@@ -420,6 +444,8 @@ class SimulatedWorker:
         sums: dict[int, list[int]] = {}
         for group, layers in enumerate(self._groups):
             for layer in layers:
+                if layer.layer.draft:
+                    continue
                 if layer.layer.is_recurrent:
                     sampled = range(last_known, row.end) if row.is_sampled else ()
                     sums[layer.layer.number] = [row.carried[layer.layer.number][at - row.first] for at in sampled]
@@ -440,7 +466,7 @@ class SimulatedWorker:
                 sums[layer.layer.number] = [
                     sum(states[units.start - start : units.stop - start]) & ((1 << 64) - 1) for units in places
                 ]
-        return [list(column) for column in zip(*(sums[layer.number] for layer in self.model.layers), strict=True)]
+        return [list(column) for column in zip(*(sums[layer.number] for layer in self.model.attending), strict=True)]
 
     def _compare(self, row: _Row, group: int, layer: LayerKV, start: int, wrong: list[int]) -> None:
         self.findings.checked_tokens += layer.layer.attended(row.end - 1).stop - start
@@ -457,7 +483,10 @@ class SimulatedWorker:
 
     def _sample(self, rows: Sequence[_Row], attended: Sequence[list[list[int]]]) -> list[list[int]]:
         self._drafted = [row.request_id for row in rows if row.is_sampled] if self._has_drafter else []
-        return [self._sample_row(row, sums) for row, sums in zip(rows, attended, strict=True)]
+        sampled = [self._sample_row(row, sums) for row, sums in zip(rows, attended, strict=True)]
+        if self._drafter is not None:
+            self._drafter.run(rows, self._steps)
+        return sampled
 
     def _sample_row(self, row: _Row, sums: list[list[int]]) -> list[int]:
         request = row.request
@@ -476,11 +505,11 @@ class SimulatedWorker:
         if self.rank == 0:
             self.findings.accepted_drafts += len(sampled) - 1
             self.findings.rejected_drafts += rejected
-        if self._has_drafter:
-            request.drafts = self._draft(request)
+        if self._has_drafter and self._drafter is None:
+            request.drafts = self._guess(request)
         return sampled
 
-    def _draft(self, request: _Request) -> list[int]:
+    def _guess(self, request: _Request) -> list[int]:
         """Guess what comes next, as an n-gram drafter does: often right, often not, and the same on every rank."""
         request.guessed = request.guessed or Reference(self.model)
         tokens = list(request.tokens)

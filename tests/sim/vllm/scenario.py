@@ -23,7 +23,7 @@ from tests.kit.server.probe import is_serving, server_pid, wait_for
 from tests.kit.server.processes import end_server, kill_server
 from tests.sim.vllm.checks import leaks, server_hits, server_leaks, unanswered
 from tests.sim.vllm.engine import MAX_MODEL_LEN, Setup, SimulatedEngine
-from tests.sim.vllm.families import LAYER_OUTERMOST, STATES
+from tests.sim.vllm.families import DRAFTS, LAYER_OUTERMOST, MATCH_UNIT, STATES
 from tests.sim.vllm.faults import CopyFaults
 from tests.sim.vllm.model import VOCAB
 
@@ -119,6 +119,16 @@ class Plan:
         if family in STATES:
             # vLLM keeps states for its prefix cache only, and with drafts they are refused.
             setup = replace(setup, has_prefix_caching=True, draft_tokens=0)
+        if family in DRAFTS:
+            # Drafts were never run on several ranks, and are refused there.
+            setup = replace(
+                setup, ranks=1, draft_tokens=max(1, setup.draft_tokens), drafted_len=source.choice([MAX_MODEL_LEN, 100])
+            )
+        if family in STATES:
+            # Further states at every block or every other one, and none but the last.
+            setup = replace(
+                setup, match_unit=MATCH_UNIT.get(family), retention=source.choice([0, 0, None, 2 * setup.block_tokens])
+            )
         spare_blocks = source.choice([0, 8, 30, 100])
         setup = replace(setup, pool_blocks=setup.pool_blocks_min + spare_blocks)
         moves = Moves(
@@ -437,4 +447,8 @@ def _end_engine(world: _World) -> None:
         wrong_answers=engine.findings.wrong_answers,
         accepted_drafts=engine.findings.accepted_drafts,
         rejected_drafts=engine.findings.rejected_drafts,
+        checked_draft_tokens=engine.findings.checked_draft_tokens,
+        wrong_draft_tokens=engine.findings.wrong_draft_tokens,
+        neighbour_draft_tokens=engine.findings.neighbour_draft_tokens,
+        undrafted_tokens=engine.findings.undrafted_tokens,
     )
