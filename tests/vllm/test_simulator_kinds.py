@@ -146,7 +146,9 @@ def test_what_was_stored_is_loaded_and_right(asked, family, runner):
     one.ask()
     is_replayed = family in ONLY_V2
     wanted = sum((len(prompt) - 1) // CHUNK * CHUNK for prompt in one.prompts if not is_replayed or len(prompt) > 33)
-    assert one.counters["load_tokens"] - before >= wanted - 64 * 2, "the two with a common beginning may share it on the GPU"
+    assert one.counters["load_tokens"] - before >= wanted - 64 * 2, (
+        "the two with a common beginning may share it on the GPU"
+    )
     assert one.findings.wrong == [] and not one.counters["loads_failed"]
     assert not one.counters["load_window_unknown"]
     assert leaks(one.engine) == [] and server_leaks(one.engine, one.root) == []

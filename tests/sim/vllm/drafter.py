@@ -42,9 +42,9 @@ class Drafter:
             for group, layer in self.layers:
                 self._write(row, layer, row.request.blocks[group], is_drafted=is_drafted)
         for row in rows:
-            is_right = is_drafted and all(
-                [self._is_right(row, layer, row.request.blocks[group], step) for group, layer in self.layers]
-            )
+            is_right = is_drafted
+            for group, layer in self.layers if is_drafted else ():
+                is_right &= self._is_right(row, layer, row.request.blocks[group], step)
             row.request.drafts = self._guess(row.request, is_right=is_right, is_drafted=is_drafted)
 
     def _write(self, row: Any, layer: LayerKV, table: Sequence[int], *, is_drafted: bool) -> None:

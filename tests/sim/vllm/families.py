@@ -162,8 +162,12 @@ FAMILIES: Mapping[str, tuple[Kind, ...]] = {
     "state": (recurrent(), recurrent(), recurrent(), full(block_size=LARGE_BLOCK_TOKENS)),
     # The same kinds, two layers to a group, beside windows.
     "state_window": (
-        recurrent(), recurrent(), full(block_size=LARGE_BLOCK_TOKENS), full(block_size=LARGE_BLOCK_TOKENS),
-        windowed(20, block_size=LARGE_BLOCK_TOKENS), windowed(20, block_size=LARGE_BLOCK_TOKENS),
+        recurrent(),
+        recurrent(),
+        full(block_size=LARGE_BLOCK_TOKENS),
+        full(block_size=LARGE_BLOCK_TOKENS),
+        windowed(20, block_size=LARGE_BLOCK_TOKENS),
+        windowed(20, block_size=LARGE_BLOCK_TOKENS),
     ),
     # The same as "state", with a prefix cache that finds prefixes inside blocks (``MATCH_UNIT``).
     "state_tail": (recurrent(), recurrent(), recurrent(), full(block_size=LARGE_BLOCK_TOKENS)),

@@ -411,7 +411,12 @@ class SimulatedWorker:
         for group, table in zip(self._groups, row.request.blocks, strict=True):
             for layer in group:
                 has_it = row.first - 1 in layer.layer.attended(row.first) and layer.layer.tokens_per_state == 1
-                if has_it and not layer.layer.draft and layer.layer.ring is None and not (is_replayed and layer.layer.replayed):
+                if (
+                    has_it
+                    and not layer.layer.draft
+                    and layer.layer.ring is None
+                    and not (is_replayed and layer.layer.replayed)
+                ):
                     return layer, table
         return None
 
