@@ -1,0 +1,217 @@
+"""Our hits beside vLLM's own: one engine whose pool never evicts, whose cache has room for all, and one history.
+
+The engine computes a history of prompts, from vLLM's own prefix cache alone; the connector stores what it is handed.
+Then a prompt is measured twice: what vLLM's real KV cache manager finds for it in its own cache, and what the real
+connector offers an engine whose GPU has nothing. What the connector should offer is predicted from the history by its
+rules (:meth:`Hits.predicted`), and every difference between the two hits has one of the ``REASONS``, or it is a mistake.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
+from tests.sim.vllm.engine import MAX_MODEL_LEN, Setup, SimulatedEngine
+from tests.sim.vllm.families import DRAFTS, LAYER_OUTERMOST, MATCH_UNIT, ONLY_V2, STATES
+
+REASONS = {
+    "equal": "as long as vLLM's own",
+    "chunk": "ours ends at a whole chunk, vLLM's at a whole block",
+    "answer": "vLLM keeps what was generated, too; ours the prompts, without save_decode",
+    "last token": "a prompt of whole chunks is loaded whole, and vLLM computes its last token again, not its last block",
+    "window": "vLLM keeps of a window's blocks those at a prompt's end, ours those at each chunk's",
+    "unit": "vLLM finds a state inside a block (prefix_match_unit); ours are at the ends of blocks",
+}
+"""Why a hit of ours is not as long as vLLM's own."""
+
+PROMPT_MAX = 130
+HISTORY_MAX = 4
+MEASURED = 5
+"""Prompts measured behind each prompt of a history."""
+
+
+@dataclass
+class Measured:
+    """A prompt, what vLLM's own prefix cache gives of it, what we offer, and what we should."""
+
+    prompt: list[int]
+    own: int
+    ours: int
+    predicted: int
+
+
+@dataclass
+class Hits:
+    """One engine and the history it has computed.
+
+    Attributes:
+        prompts: Since the last history began.
+        answered: The same with their answers.
+        states: Prefixes whose states vLLM handed over, of all recurrent groups.
+    """
+
+    root: Path
+    family: str
+    chunk_tokens: int
+    windows: tuple[int | None, ...] = (None, None)
+    prompts: list[list[int]] = field(default_factory=list)
+    answered: list[list[int]] = field(default_factory=list)
+    states: set[tuple[int, ...]] = field(default_factory=set)
+    sent: int = 0
+
+    def __post_init__(self) -> None:
+        """Start the engine."""
+        setup = Setup(
+            windows=self.windows,
+            family=self.family,
+            is_hybrid=bool(self.family) or any(self.windows),
+            is_v2=self.family in ONLY_V2,
+            layout="LBHNC" if not self.family or self.family in LAYER_OUTERMOST else "BLHNC",
+            token_budget=MAX_MODEL_LEN,
+            draft_tokens=2 if self.family in DRAFTS else 0,
+            match_unit=MATCH_UNIT.get(self.family),
+            pool_blocks=4000,
+            connector=settings(self.root, self.chunk_tokens) | {"host_bytes": "256MiB", "disk_bytes": "1GiB"},
+        )
+        self.setup = setup
+        self.engine = SimulatedEngine(setup)
+        self.side = self.engine.connector._scheduler.side
+        if self.family in STATES:
+            self.chunk_tokens = setup.block_tokens
+            self._watch_states()
+
+    def _watch_states(self) -> None:
+        """Note what vLLM hands over, from its own output."""
+        plan, requests = self.engine.connector.build_connector_meta, self.engine.scheduler.requests
+        parts = sum(layer.is_recurrent for layer in self.engine.model.layers)
+
+        def watched(output: Any) -> Any:
+            for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
+                groups: dict[int, set[int]] = {}
+                for number, _, tokens in offers:
+                    groups.setdefault(tokens, set()).add(number)
+                for tokens, numbers in groups.items():
+                    if len(numbers) == self._state_groups and tokens <= requests[request_id].num_prompt_tokens:
+                        self.states.add(tuple(requests[request_id].prompt_token_ids[:tokens]))
+            return plan(output)
+
+        assert parts
+        groups = self.engine.scheduler.kv_cache_config.kv_cache_groups
+        self._state_groups = sum(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
+        self.engine.connector.build_connector_meta = watched
+
+    # -- the history -------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """A new history: vLLM's own cache is emptied; prompts of another one have nothing in common with it."""
+        assert self.engine.scheduler.reset_prefix_cache()
+        self.prompts, self.answered = [], []
+        self.states.clear()
+
+    def compute(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Answer a prompt from vLLM's own cache, and store it."""
+        self.sent += 1
+        name, asked = f"h{self.sent}", parameters(max_tokens)
+        asked.extra_args = {"kv_transfer_params": {"tiered_kv.skip_load": True}}
+        self.engine.add(name, list(prompt), asked)
+        come_to_rest(self.engine)
+        self.prompts.append(list(prompt))
+        self.answered.append(self.engine.answers.pop(name).tokens)
+
+    # -- measuring ---------------------------------------------------------------------------------------------
+
+    def measure(self, prompt: Sequence[int]) -> Measured:
+        """What a prompt would hit, in vLLM's own cache and in ours."""
+        self.sent += 1
+        request = Request(
+            f"m{self.sent}", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=self.engine._hasher
+        )
+        _, own, _ = self.engine.scheduler.kv_cache_manager.get_computed_blocks(request)
+        connector = self.engine.connector
+        connector.on_new_request(request)
+        deadline_s = time.monotonic() + 30
+        while (ours := connector.get_num_new_matched_tokens(request, 0)[0]) is None:
+            assert time.monotonic() < deadline_s, "no answer"
+            time.sleep(0.0002)
+        request.status = RequestStatus.FINISHED_ABORTED
+        connector.request_finished_all_groups(request, tuple([] for _ in range(self.engine.groups)))
+        return Measured(list(prompt), own, ours, self.predicted(prompt))
+
+    def _common(self, prompt: Sequence[int], others: list[list[int]]) -> int:
+        """The longest common prefix with one of the others."""
+        longest = 0
+        for other in others:
+            pairs = zip(prompt, other, strict=False)
+            longest = max(longest, next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(prompt), len(other))))
+        return longest
+
+    def predicted(self, prompt: Sequence[int]) -> int:
+        """What the rules say that we offer: whole chunks of prompts in the history, as far as the kind allows."""
+        chunk, tokens, block = self.chunk_tokens, len(prompt), self.setup.block_tokens
+        held = self._common(prompt, self.prompts) // chunk * chunk
+        if self.family in STATES:
+            ends = range(min(held, (tokens - 1) // chunk * chunk), 0, -chunk)
+            return next((end for end in ends if tuple(prompt[:end]) in self.states), 0)
+        if method := DRAFTS.get(self.family):
+            drop = block if method == "eagle" else 0
+            return max(0, min(held, (tokens - 1) // block * block) - drop)
+        is_plain = all(layer.window is None and layer.local is None for layer in self.engine.model.layers) and all(
+            layer.tokens_per_state == 1 and layer.ring is None for layer in self.engine.model.layers
+        )
+        return held if is_plain or held < tokens else (tokens - 1) // chunk * chunk
+
+    def reason(self, one: Measured) -> str | None:
+        """Why our hit is not vLLM's own; None: for no reason that is known, or it is not what it should be."""
+        if one.ours != one.predicted:
+            return None
+        return next(iter(self._reasons(one)), None)
+
+    def _reasons(self, one: Measured) -> list[str]:
+        tokens, chunk, block = len(one.prompt), self.chunk_tokens, self.setup.block_tokens
+        drop = block if DRAFTS.get(self.family) == "eagle" else 0
+        own, ours = one.own, one.ours
+        asked = self._common(one.prompt, self.prompts)
+        whole = max(0, (own + drop) // chunk * chunk - drop)
+        without_answers = max(0, min(own + drop, asked // chunk * chunk) - drop)
+        holds = {
+            "equal": ours == own,
+            "last token": ours == tokens and own == (tokens - 1) // block * block - drop,
+            "unit": self.setup.match_unit is not None and own % block and ours == own // block * block,
+            "chunk": ours == whole < own,
+            "answer": asked < own + drop and ours <= without_answers // chunk * chunk + drop,
+            "window": ours > own and any(layer.window or layer.local for layer in self.engine.model.layers),
+        }
+        return [name for name, is_so in holds.items() if is_so]
+
+
+def run_histories(hits: Hits, source: random.Random, prompts: int) -> list[tuple[Measured, str | None]]:
+    """Measure so many prompts behind random histories that fork, go on where others ended, or are equal."""
+    found: list[tuple[Measured, str | None]] = []
+    while len(found) < prompts:
+        hits.forget()
+        trunk = random_tokens(source, PROMPT_MAX)
+        for _ in range(source.randrange(1, HISTORY_MAX + 1)):
+            hits.compute(_draw(hits, source, trunk), source.choice([1, 2, 6, 12]))
+            for _ in range(MEASURED):
+                one = hits.measure(_draw(hits, source, trunk))
+                found.append((one, hits.reason(one)))
+    return found[:prompts]
+
+
+def _draw(hits: Hits, source: random.Random, trunk: list[int]) -> list[int]:
+    """A prompt of the trunk's beginning and a tail of its own, or one of the history, longer or shorter."""
+    tail = random_tokens(source, source.choice([0, 0, 1, 3, 12]))
+    kind = source.random()
+    if hits.answered and kind < 0.3:
+        start = source.choice(hits.answered)
+        return (start + tail)[: MAX_MODEL_LEN - 16]
+    if hits.prompts and kind < 0.5:
+        start = source.choice(hits.prompts)
+        return start[: source.randrange(1, len(start) + 1)] + tail
+    return trunk[: source.randrange(1, PROMPT_MAX + 1)] + tail
