@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -251,22 +250,6 @@ def states_saved_by_position() -> Iterator[None]:
 
     finish_chunks = RequestSaves.finish
     with mock.patch.multiple(RequestSaves, finish=finish, _queue_states=mock.DEFAULT):
-        yield
-
-
-@contextmanager
-def states_saved_late() -> Iterator[None]:
-    """The states vLLM hands over are saved one step later, from the blocks that were named then."""
-    queue_now = RequestSaves._queue_states
-    kept: list[Any] = []
-
-    def queue_later(saves: RequestSaves, requests: Any, output: Any) -> None:
-        offers = SimpleNamespace(boundary_state_offloads=output.kv_connector_block_state.boundary_state_offloads)
-        kept.append(SimpleNamespace(preempted_req_ids=output.preempted_req_ids, kv_connector_block_state=offers))
-        if len(kept) > 1:
-            queue_now(saves, requests, kept.pop(0))
-
-    with mock.patch.object(RequestSaves, "_queue_states", queue_later):
         yield
 
 

@@ -3,17 +3,18 @@
 The engine computes a history of prompts, from vLLM's own prefix cache alone; the connector stores what it is handed.
 Then a prompt is measured twice: what vLLM's real KV cache manager finds for it in its own cache, and what the real
 connector offers an engine whose GPU has nothing. What the connector should offer is predicted from the history by its
-rules (:meth:`Hits.predicted`), and every difference between the two hits has one of the ``REASONS``, or it is a mistake.
+rules (:meth:`Hits.predicted`), and every difference between the two hits has one of the ``REASONS``; else it is wrong.
 """
 
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
@@ -24,8 +25,9 @@ REASONS = {
     "equal": "as long as vLLM's own",
     "chunk": "ours ends at a whole chunk, vLLM's at a whole block",
     "answer": "vLLM keeps what was generated, too; ours the prompts, without save_decode",
-    "last token": "a prompt of whole chunks is loaded whole, and vLLM computes its last token again, not its last block",
+    "last token": "a prompt of whole chunks is loaded whole, and vLLM computes its last token again, not a block",
     "window": "vLLM keeps of a window's blocks those at a prompt's end, ours those at each chunk's",
+    "passed": "a chunk that was an answer's when a window left it: as a prompt's it could be stored no more",
     "unit": "vLLM finds a state inside a block (prefix_match_unit); ours are at the ends of blocks",
 }
 """Why a hit of ours is not as long as vLLM's own."""
@@ -53,6 +55,7 @@ class Hits:
     Attributes:
         prompts: Since the last history began.
         answered: The same with their answers.
+        stored: Leading chunks of each that could be stored: the rest was counted as dropped.
         states: Prefixes whose states vLLM handed over, of all recurrent groups.
     """
 
@@ -62,6 +65,7 @@ class Hits:
     windows: tuple[int | None, ...] = (None, None)
     prompts: list[list[int]] = field(default_factory=list)
     answered: list[list[int]] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
     states: set[tuple[int, ...]] = field(default_factory=set)
     sent: int = 0
 
@@ -89,7 +93,8 @@ class Hits:
     def _watch_states(self) -> None:
         """Note what vLLM hands over, from its own output."""
         plan, requests = self.engine.connector.build_connector_meta, self.engine.scheduler.requests
-        parts = sum(layer.is_recurrent for layer in self.engine.model.layers)
+        groups = self.engine.scheduler.kv_cache_config.kv_cache_groups
+        recurrent = {number for number, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)}
 
         def watched(output: Any) -> Any:
             for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
@@ -97,13 +102,10 @@ class Hits:
                 for number, _, tokens in offers:
                     groups.setdefault(tokens, set()).add(number)
                 for tokens, numbers in groups.items():
-                    if len(numbers) == self._state_groups and tokens <= requests[request_id].num_prompt_tokens:
+                    if numbers == recurrent and tokens <= requests[request_id].num_prompt_tokens:
                         self.states.add(tuple(requests[request_id].prompt_token_ids[:tokens]))
             return plan(output)
 
-        assert parts
-        groups = self.engine.scheduler.kv_cache_config.kv_cache_groups
-        self._state_groups = sum(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
         self.engine.connector.build_connector_meta = watched
 
     # -- the history -------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class Hits:
     def forget(self) -> None:
         """A new history: vLLM's own cache is emptied; prompts of another one have nothing in common with it."""
         assert self.engine.scheduler.reset_prefix_cache()
-        self.prompts, self.answered = [], []
+        self.prompts, self.answered, self.stored = [], [], []
         self.states.clear()
 
     def compute(self, prompt: Sequence[int], max_tokens: int) -> None:
@@ -119,10 +121,20 @@ class Hits:
         self.sent += 1
         name, asked = f"h{self.sent}", parameters(max_tokens)
         asked.extra_args = {"kv_transfer_params": {"tiered_kv.skip_load": True}}
+        dropped = self._dropped
         self.engine.add(name, list(prompt), asked)
         come_to_rest(self.engine)
+        self.stored.append(len(prompt) // self.chunk_tokens - (self._dropped - dropped))
         self.prompts.append(list(prompt))
         self.answered.append(self.engine.answers.pop(name).tokens)
+
+    @property
+    def _dropped(self) -> int:
+        counters = self.side.counters
+        lost = {name: n for name, n in counters.items() if name.startswith("store") and n}
+        passed = lost.pop("store_dropped_window_passed", 0)
+        assert lost.keys() <= {"store_chunks", "store_held", "stores"}, f"not all is stored: {lost}"
+        return int(passed)
 
     # -- measuring ---------------------------------------------------------------------------------------------
 
@@ -141,7 +153,7 @@ class Hits:
             time.sleep(0.0002)
         request.status = RequestStatus.FINISHED_ABORTED
         connector.request_finished_all_groups(request, tuple([] for _ in range(self.engine.groups)))
-        return Measured(list(prompt), own, ours, self.predicted(prompt))
+        return Measured(list(prompt), int(own), int(ours), self.predicted(prompt))
 
     def _common(self, prompt: Sequence[int], others: list[list[int]]) -> int:
         """The longest common prefix with one of the others."""
@@ -151,43 +163,50 @@ class Hits:
             longest = max(longest, next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(prompt), len(other))))
         return longest
 
+    def _held(self, prompt: Sequence[int]) -> int:
+        """Tokens of the prompt whose chunks some prompt of the history stored."""
+        chunk, held = self.chunk_tokens, 0
+        common = [self._common(prompt, [other]) for other in self.prompts]
+        while any(held + chunk <= n and held // chunk < stored for n, stored in zip(common, self.stored, strict=True)):
+            held += chunk
+        return held
+
     def predicted(self, prompt: Sequence[int]) -> int:
         """What the rules say that we offer: whole chunks of prompts in the history, as far as the kind allows."""
         chunk, tokens, block = self.chunk_tokens, len(prompt), self.setup.block_tokens
-        held = self._common(prompt, self.prompts) // chunk * chunk
+        held = self._held(prompt)
         if self.family in STATES:
             ends = range(min(held, (tokens - 1) // chunk * chunk), 0, -chunk)
             return next((end for end in ends if tuple(prompt[:end]) in self.states), 0)
-        if method := DRAFTS.get(self.family):
-            drop = block if method == "eagle" else 0
-            return max(0, min(held, (tokens - 1) // block * block) - drop)
-        is_plain = all(layer.window is None and layer.local is None for layer in self.engine.model.layers) and all(
-            layer.tokens_per_state == 1 and layer.ring is None for layer in self.engine.model.layers
-        )
+        if self.family in DRAFTS:
+            return max(0, min(held, (tokens - 1) // block * block) - self._drop)
+        layers = self.engine.model.layers
+        is_plain = all(one.tokens_per_state == 1 and not (one.window or one.local or one.ring) for one in layers)
         return held if is_plain or held < tokens else (tokens - 1) // chunk * chunk
+
+    @property
+    def _drop(self) -> int:
+        """Tokens at the end of a match that are given up for a draft, by vLLM and by us."""
+        return self.setup.block_tokens if DRAFTS.get(self.family) == "eagle" else 0
 
     def reason(self, one: Measured) -> str | None:
         """Why our hit is not vLLM's own; None: for no reason that is known, or it is not what it should be."""
         if one.ours != one.predicted:
             return None
-        return next(iter(self._reasons(one)), None)
-
-    def _reasons(self, one: Measured) -> list[str]:
         tokens, chunk, block = len(one.prompt), self.chunk_tokens, self.setup.block_tokens
-        drop = block if DRAFTS.get(self.family) == "eagle" else 0
-        own, ours = one.own, one.ours
+        own, ours, matched = one.own, one.ours, one.own + self._drop
         asked = self._common(one.prompt, self.prompts)
-        whole = max(0, (own + drop) // chunk * chunk - drop)
-        without_answers = max(0, min(own + drop, asked // chunk * chunk) - drop)
+        has_windows = any(layer.window or layer.local for layer in self.engine.model.layers)
         holds = {
             "equal": ours == own,
-            "last token": ours == tokens and own == (tokens - 1) // block * block - drop,
+            "last token": ours == tokens and own == (tokens - 1) // block * block,
             "unit": self.setup.match_unit is not None and own % block and ours == own // block * block,
-            "chunk": ours == whole < own,
-            "answer": asked < own + drop and ours <= without_answers // chunk * chunk + drop,
-            "window": ours > own and any(layer.window or layer.local for layer in self.engine.model.layers),
+            "chunk": ours == max(0, matched // chunk * chunk - self._drop) < own,
+            "passed": ours < own and self._held(one.prompt) < min(asked, matched) // chunk * chunk,
+            "answer": ours < own and asked < matched,
+            "window": ours > own and has_windows,
         }
-        return [name for name, is_so in holds.items() if is_so]
+        return next((name for name, is_so in holds.items() if is_so), None)
 
 
 def run_histories(hits: Hits, source: random.Random, prompts: int) -> list[tuple[Measured, str | None]]:
