@@ -92,7 +92,7 @@ class Asked:
         assert self.engine.scheduler.reset_prefix_cache()
 
     def ask_until_stored(self):
-        """Ask until every chunk is stored: in a pool as tight as this, a window may pass while a chunk waits for a slot."""
+        """Ask until all is stored: in so tight a pool a window may pass while its chunk waits for a slot."""
         for _ in range(10):
             before = self.counters["store_dropped_window_passed"]
             self.ask()
