@@ -17,7 +17,7 @@ from tests.sim.vllm.hits import REASONS, Hits, run_histories
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = count("HIT_PROMPTS", 60)
+PROMPTS = count("HIT_PROMPTS", 25)
 CHUNKS = {"state": 8, "state_window": 8, "state_tail": 8}
 """Of families whose chunk is vLLM's block, whatever the setting says."""
 WINDOWS = {"full": (None, None), "window": (None, 9, 9)}

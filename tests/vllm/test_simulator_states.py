@@ -1,7 +1,8 @@
 """Recurrent states and drafts in the simulator: vLLM's real specs, block managers and schedulers, both runners.
 
 Each of the wrong ways that real engines show by a log-probability only (``tests/e2e/test_recurrent_state.py``,
-``tests/e2e/test_drafts.py``) must be noticed here, too, or the seeds of ``test_simulator_kinds.py`` prove nothing.
+``tests/e2e/test_drafts.py``) must be noticed here, too, or the seeds prove nothing. A seed is run again with
+``TIERED_KV_SEED=<n> TIERED_KV_STATE_SEEDS=1``.
 """
 
 import logging
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.kit.counts import count, seed
 from tests.kit.server.probe import wait_written
 from tests.kit.server.processes import end_server
 from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
@@ -24,12 +26,22 @@ from tests.sim.vllm.faults import (
     states_saved_by_position,
     undrafted_blocks_are_stored,
 )
+from tests.sim.vllm.scenario import Plan, run_scenario
 
 pytestmark = pytest.mark.slow
 
 BLOCK = 8
 """Of states, and so a chunk."""
 RUNNERS = ("v1", "v2")
+KINDS = (*sorted(STATES), *DRAFTS)
+SEEDS = count("STATE_SEEDS", len(KINDS))
+SEEN_IN_200 = (
+    "loads", "loads_failed", "stores", "states", "state_parts_stored", "state_parts_dropped", "state_dropped_partial",
+    "store_dropped_undrafted", "preemptions", "aborts", "aborts_while_loading", "restarts", "resets", "kills",
+    "freezes", "follow_ups", "lost_states", "lost_chunks", "hit_chunks_host", "hit_chunks_disk", "accepted_drafts",
+    "rejected_drafts", "checked_draft_tokens", "undrafted_tokens", "block_copies",
+)  # fmt: skip
+"""What must have happened in so many seeds, or they show less than they should."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +50,32 @@ def _quiet():
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def totals():
+    """What all seeds of this run did."""
+    return Counter()
+
+
+@pytest.mark.parametrize("number", range(seed(), seed() + SEEDS))
+def test_seed(number, tmp_path, totals):
+    """One family after the other; each under both runners and both schedulers."""
+    family, mode = KINDS[number % len(KINDS)], (number + number // len(KINDS)) % 4
+    plan = Plan.draw(number, tmp_path / "cache", is_v2=bool(mode & 1), is_async=bool(mode & 2), family=family)
+    outcome = run_scenario(plan, tmp_path / "cache")
+    totals.update(outcome.counts, seeds=1)
+    print(f"family={family} seed={number} mode={mode} {dict(outcome.counts)}")
+    assert not outcome.wrong, "\n".join([f"family={family} seed={number}", repr(plan), *outcome.wrong])
+    assert outcome.counts["checked_tokens"] and not outcome.counts["wrong_tokens"]
+    assert not outcome.counts["wrong_draft_tokens"]
+
+
+def test_the_seeds_did_what_they_are_for(totals):
+    if totals["seeds"] < 200:
+        pytest.skip("says something of a whole set of seeds only")
+    print(dict(totals))
+    assert [name for name in SEEN_IN_200 if not totals[name]] == []
 
 
 class Asked:
@@ -100,8 +138,7 @@ def prompt(tokens, number=1):
 LENGTHS = (7, 8, 9, 16, 17, 61, 96)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("family", sorted(STATES))
+@pytest.mark.parametrize(("family", "runner"), [("state", "v1"), ("state_window", "v2"), ("state_tail", "v2")])
 def test_a_prompt_goes_on_from_its_last_state(asked, family, runner):
     """At most at the boundary before its last token; one at a time, then two at once, from memory and from disk."""
     one = asked(family, runner, ranks=2)

@@ -189,3 +189,5 @@ DRAFTS: Mapping[str, str] = {"draft_eagle": "eagle", "draft_model": "draft_model
 """Families with a draft, and vLLM's name of its method."""
 MATCH_UNIT: Mapping[str, int] = {"state_tail": 2}
 """Families that are run with vLLM's ``prefix_match_unit``, in tokens."""
+ATTENTION = tuple(name for name in FAMILIES if name not in STATES and name not in DRAFTS)
+"""Families of neither."""

@@ -42,6 +42,7 @@ class Findings:
         neighbour_draft_tokens: A draft's KV of a block's last token that was made with another next token. vLLM's own
             prefix cache has such, where two prompts differ right behind a block.
         undrafted_tokens: Those for which the draft did not run.
+        block_copies: Blocks copied so that a request may go on inside one that vLLM's prefix cache keeps.
     """
 
     checked_tokens: int = 0
@@ -53,6 +54,7 @@ class Findings:
     wrong_draft_tokens: int = 0
     neighbour_draft_tokens: int = 0
     undrafted_tokens: int = 0
+    block_copies: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def add(self, text: str, tokens: int = 0) -> None:
@@ -285,6 +287,7 @@ class SimulatedWorker:
             for layers in self._groups:
                 for layer in layers:
                     layer.zero(output.new_block_ids_to_zero)
+        self.findings.block_copies += len(output.kv_cache_block_copies or ())
         copy_kv_cache_blocks_inplace(self._tensors, self._num_blocks, output.kv_cache_block_copies or ())
 
     def _move_states(self, output: Any) -> None:

@@ -485,4 +485,5 @@ def _end_engine(world: _World) -> None:
         wrong_draft_tokens=engine.findings.wrong_draft_tokens,
         neighbour_draft_tokens=engine.findings.neighbour_draft_tokens,
         undrafted_tokens=engine.findings.undrafted_tokens,
+        block_copies=engine.findings.block_copies,
     )
