@@ -180,8 +180,10 @@ class Hits:
             return next((end for end in ends if tuple(prompt[:end]) in self.states), 0)
         if self.family in DRAFTS:
             return max(0, min(held, (tokens - 1) // block * block) - self._drop)
-        layers = self.engine.model.layers
-        is_plain = all(one.tokens_per_state == 1 and not (one.window or one.local or one.ring) for one in layers)
+        # A group's first layer is all that vLLM's scheduler knows of its kinds.
+        names = [group.layer_names[0] for group in self.engine.scheduler.kv_cache_config.kv_cache_groups]
+        firsts = [one for one in self.engine.model.layers if one.name in names]
+        is_plain = all(one.tokens_per_state == 1 and not (one.window or one.local or one.ring) for one in firsts)
         return held if is_plain or held < tokens else (tokens - 1) // chunk * chunk
 
     @property
