@@ -44,7 +44,8 @@ right only where a token's KV and what it attends to come from blocks that a loa
 before its oldest; the blocks of an attention chunk that ends with the prompt are freed; and a state of ``R`` tokens
 that the last token completes would be computed from a ring that has nothing of the ``R - 1`` before it. So unless all
 groups keep one state per token of all tokens, the last chunk of such a prompt is computed. (vLLM's scheduler knows of a
-group its first layer's spec only. A compressed layer in the group of a full one has its tokens there, and needs no ring.)
+group its first layer's spec only. A compressed layer in the group of a full one has its tokens there, and needs no
+ring.)
 
 A group of recurrent layers (Mamba, gated delta nets, short convolutions) has no block per token but a state per
 boundary between chunks, in one block; the chunk is that block then. What is stored of a boundary is the state of
