@@ -18,7 +18,7 @@ from tests.sim.vllm.hits import REASONS, Hits, run_histories
 pytestmark = pytest.mark.slow
 
 PROMPTS = count("HIT_PROMPTS", 25)
-CHUNKS = {"state": 8, "state_window": 8, "state_tail": 8}
+CHUNKS = {"state": 8, "state_window": 8, "state_tail": 8, "state_draft": 8}
 """Of families whose chunk is vLLM's block, whatever the setting says."""
 WINDOWS = {"full": (None, None), "window": (None, 9, 9)}
 """Kinds without a family."""
@@ -26,6 +26,7 @@ MAY_DIFFER = {
     "state": (),
     "state_window": (),
     "state_tail": ("unit",),
+    "state_draft": ("fork", "answer"),
 }
 """Reasons that a kind may have, where not any."""
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,9 +89,16 @@ class Setup:
     def kinds(self) -> tuple[families.Kind, ...]:
         """The layers by their specs."""
         if self.family:
-            return families.FAMILIES[self.family]
+            return tuple(self._with_drafts(kind) for kind in families.FAMILIES[self.family])
         changes = {"max_tp_shards": 1 if self.is_replicated else None}
         return tuple(families.windowed(w, **changes) if w else families.full(**changes) for w in self.windows)
+
+    def _with_drafts(self, kind: families.Kind) -> families.Kind:
+        """A recurrent layer has a block more for the state behind each token that is guessed."""
+        spec: Any = kind.spec
+        if not isinstance(spec, MambaSpec):
+            return kind
+        return replace(kind, spec=replace(spec, num_speculative_blocks=self.draft_tokens))
 
     @property
     def block_tokens(self) -> int:
@@ -121,7 +128,9 @@ class Setup:
         for number, kind in enumerate(self.kinds):
             spec: Any = kind.spec
             if isinstance(spec, MambaSpec):
-                specs[MambaSpec, spec.block_size, number] = 3  # what it goes on from, what it computes, a copy
+                specs[MambaSpec, spec.block_size, number] = (
+                    3 + self.draft_tokens
+                )  # what it goes on from, what it computes, a copy
                 continue
             whole = -(-MAX_MODEL_LEN // spec.block_size)
             if hasattr(spec, "max_admission_blocks_per_request"):
@@ -345,17 +354,26 @@ def _eagle_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+@cache
+def _mtp_folder() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tiered_kv_simulator")
+    config = json.loads((Path(_model_folder().name) / "config.json").read_text())
+    config |= {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (Path(folder.name) / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def _config(setup: Setup) -> Any:
     """vLLM's configuration, as far as schedulers and connectors read it."""
     drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": setup.draft_tokens, "prompt_lookup_max": 3}
     if method := families.DRAFTS.get(setup.family):
-        folder = _eagle_folder() if method == "eagle" else _model_folder()
         drafts = {
-            "method": method, "num_speculative_tokens": setup.draft_tokens, "model": str(Path(folder.name)),
-            "max_model_len": setup.drafted_len,
+            "method": method, "num_speculative_tokens": setup.draft_tokens, "max_model_len": setup.drafted_len
         }  # fmt: skip
+        if method != "mtp":
+            drafts["model"] = str(Path((_eagle_folder() if method == "eagle" else _model_folder()).name))
     config = EngineArgs(
-        model=str(Path(_model_folder().name)),
+        model=str(Path((_mtp_folder() if method == "mtp" else _model_folder()).name)),
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=MAX_MODEL_LEN,

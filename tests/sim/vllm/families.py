@@ -80,9 +80,9 @@ def full(**changes: Any) -> Kind:
     return Kind(FullAttentionSpec(**{"block_size": BLOCK_TOKENS} | fields | changes))
 
 
-def draft(kind: str) -> Kind:
+def draft(kind: str, **changes: Any) -> Kind:
     """A draft's layer: full attention, which nothing tells from the model's own."""
-    return replace(full(), draft=kind)
+    return replace(full(**changes), draft=kind)
 
 
 def windowed(tokens: int, **changes: Any) -> Kind:
@@ -171,12 +171,20 @@ FAMILIES: Mapping[str, tuple[Kind, ...]] = {
     ),
     # The same as "state", with a prefix cache that finds prefixes inside blocks (``MATCH_UNIT``).
     "state_tail": (recurrent(), recurrent(), recurrent(), full(block_size=LARGE_BLOCK_TOKENS)),
+    # Qwen3-Next with its MTP layer, which vLLM finds by its place: the last one, in the group of its kind.
+    "state_draft": (
+        recurrent(),
+        recurrent(),
+        recurrent(),
+        full(block_size=LARGE_BLOCK_TOKENS),
+        draft(NEXT, block_size=LARGE_BLOCK_TOKENS),
+    ),
     # A draft beside the model's layers: an EAGLE head, or a model of its own.
     "draft_eagle": (full(), full(), draft(NEXT)),
     "draft_model": (full(), full(), draft(OWN)),
 }
 
-STATES = frozenset({"state", "state_window", "state_tail"})
+STATES = frozenset({"state", "state_window", "state_tail", "state_draft"})
 """Families with recurrent layers. vLLM needs its prefix cache for them."""
 LARGE_BLOCKS = STATES | {"compressed", "mla_windows", "ring", "replayed"}
 """Families whose full attention has large blocks."""
@@ -185,7 +193,7 @@ LAYER_OUTERMOST = frozenset({"compressed", "local", "local_short"})
 ONLY_V2 = frozenset({"replayed"})
 """Families that vLLM runs with model runner V2 only."""
 
-DRAFTS: Mapping[str, str] = {"draft_eagle": "eagle", "draft_model": "draft_model"}
+DRAFTS: Mapping[str, str] = {"draft_eagle": "eagle", "draft_model": "draft_model", "state_draft": "mtp"}
 """Families with a draft, and vLLM's name of its method."""
 MATCH_UNIT: Mapping[str, int] = {"state_tail": 2}
 """Families that are run with vLLM's ``prefix_match_unit``, in tokens."""

@@ -28,6 +28,7 @@ REASONS = {
     "last token": "a prompt of whole chunks is loaded whole, and vLLM computes its last token again, not a block",
     "window": "vLLM keeps of a window's blocks those at a prompt's end, ours those at each chunk's",
     "passed": "a chunk that was an answer's when a window left it: as a prompt's it could be stored no more",
+    "fork": "a state lies where prompts fork, and vLLM gives up the block before it for its draft; ours does not",
     "unit": "vLLM finds a state inside a block (prefix_match_unit); ours are at the ends of blocks",
 }
 """Why a hit of ours is not as long as vLLM's own."""
@@ -176,7 +177,8 @@ class Hits:
         chunk, tokens, block = self.chunk_tokens, len(prompt), self.setup.block_tokens
         held = self._held(prompt)
         if self.family in STATES:
-            ends = range(min(held, (tokens - 1) // chunk * chunk), 0, -chunk)
+            last = tokens // chunk * chunk - chunk if self._drop else (tokens - 1) // chunk * chunk
+            ends = range(min(held, last), 0, -chunk)
             return next((end for end in ends if tuple(prompt[:end]) in self.states), 0)
         if self.family in DRAFTS:
             return max(0, min(held, (tokens - 1) // block * block) - self._drop)
@@ -189,7 +191,7 @@ class Hits:
     @property
     def _drop(self) -> int:
         """Tokens at the end of a match that are given up for a draft, by vLLM and by us."""
-        return self.setup.block_tokens if DRAFTS.get(self.family) == "eagle" else 0
+        return self.setup.block_tokens if DRAFTS.get(self.family) in ("eagle", "mtp") else 0
 
     def reason(self, one: Measured) -> str | None:
         """Why our hit is not vLLM's own; None: for no reason that is known, or it is not what it should be."""
@@ -206,6 +208,7 @@ class Hits:
             "chunk": ours == max(0, matched // chunk * chunk - self._drop) < own,
             "passed": ours < own and self._held(one.prompt) < min(asked, matched) // chunk * chunk,
             "answer": ours < own and asked < matched,
+            "fork": ours > own and ours + self._drop > self._held(one.prompt) and self.family in STATES,
             "window": ours > own and has_windows,
         }
         return next((name for name, is_so in holds.items() if is_so), None)

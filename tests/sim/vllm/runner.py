@@ -74,6 +74,8 @@ class _Request:
         blocks: The block table, one row per KV cache group.
         drafts: What the drafter proposed to follow ``tokens``.
         state_place: Where in the block table the running states of recurrent layers are; None: not since it is here.
+        accepted: Tokens that the last step sampled since the running states were moved: the one behind each guess lies
+            in a block of its own.
         replay_start: Where vLLM begins to compute a hit's end again for windows that no hit brings.
     """
 
@@ -83,6 +85,7 @@ class _Request:
     drafts: list[int] = field(default_factory=list)
     replay_start: int = 0
     state_place: int | None = None
+    accepted: int = 1
     expected: Reference | None = None
     guessed: Reference | None = None
 
@@ -254,6 +257,7 @@ class SimulatedWorker:
                 assert blocks is not None, "resumed without blocks"
                 request.blocks = blocks
                 request.computed, request.drafts, request.state_place = cached.num_computed_tokens[n], [], None
+                request.accepted = 1
                 # Not scheduled in the step before, so the scheduler has sent all it knows. Drafts are not in it, and
                 # what was sampled in a step that it dropped is not either.
                 request.tokens = list(cached.all_token_ids[request_id])
@@ -306,10 +310,32 @@ class SimulatedWorker:
             request.state_place = -(-(request.computed + count) // self._state_tokens) - 1
             if place in (-1, request.state_place):
                 continue
-            for group, table in zip(self._groups, request.blocks, strict=True):
-                for layer in group:
-                    if layer.layer.is_recurrent:
-                        layer.copy_block(table[place], table[request.state_place])
+            self._copy_states(request, place + request.accepted - 1, request.state_place)
+            request.accepted = 1
+
+    def _copy_states(self, request: _Request, source: int, target: int) -> None:
+        for group, table in zip(self._groups, request.blocks, strict=True):
+            for layer in group:
+                if layer.layer.is_recurrent:
+                    layer.copy_block(table[source], table[target])
+
+    def _keep_boundary(self, row: _Row, accepted: int) -> None:
+        """Where accepted guesses crossed the end of a block, copy the state there into that block.
+
+        As ``postprocess_mamba_fused_kernel`` does behind the sampler, before the connector saves.
+        """
+        request = row.request
+        assert request.state_place is not None
+        running = row.end - row.draft_count
+        aligned = (running + accepted - 1) // self._state_tokens * self._state_tokens
+        request.accepted = accepted
+        if aligned < running:
+            return
+        place, bias = aligned // self._state_tokens - 1, aligned - running
+        if place == request.state_place:
+            request.accepted = 1
+        if place != request.state_place or bias:
+            self._copy_states(request, request.state_place + bias, place)
 
     def _check_progress(self, request_id: str, request: _Request, scheduled: int) -> None:
         """The scheduler counts drafts in flight as computed; this worker knows which were rejected."""
@@ -371,8 +397,9 @@ class SimulatedWorker:
 
     def _go_on(self, row: _Row, layer: LayerKV, table: Sequence[int]) -> None:
         """Compute a recurrent layer's states from the one in its running block, and leave the last one there."""
-        assert row.request.state_place is not None and not row.draft_count, "drafts with states are not simulated"
-        block = table[row.request.state_place]
+        place = row.request.state_place
+        assert place is not None and (not row.draft_count or row.end - row.first == row.draft_count + 1)
+        block = table[place + row.request.accepted - 1]
         states: list[int] = []
         if row.first:
             words = layer.read_block(block)
@@ -386,11 +413,12 @@ class SimulatedWorker:
                     f"{row.first} tokens in {layer.layer.name}, block {block}",
                     1,
                 )
-        if block == NULL_BLOCK:
+        if NULL_BLOCK in table[place : place + row.draft_count + 1]:
             self.findings.add(f"rank {self.rank}: {row.request_id} writes a state into the null block")
         self.model.extend(states, row.tokens[row.first :])
         row.carried[layer.layer.number] = states[-(row.end - row.first) :]
-        layer.write_block(block, states[-1])
+        for n in range(row.draft_count + 1):  # the state behind each guess has a block of its own
+            layer.write_block(table[place + n], states[n - row.draft_count - 1])
 
     def _states(self, row: _Row) -> list[int]:
         """The states of a row's tokens, from that of the token before them in the first layer that has it."""
@@ -500,6 +528,8 @@ class SimulatedWorker:
         request = row.request
         request.computed = row.end
         if not row.is_sampled:
+            if self._state_tokens:
+                self._keep_boundary(row, 1)
             return []  # a chunk of a prefill that goes on
         sampled = []
         drafts = row.tokens[row.end - row.draft_count :]
@@ -509,6 +539,8 @@ class SimulatedWorker:
                 break
         rejected = row.draft_count - (len(sampled) - 1)
         request.computed -= rejected
+        if self._state_tokens:
+            self._keep_boundary(row, len(sampled))
         request.tokens.extend(sampled)
         if self.rank == 0:
             self.findings.accepted_drafts += len(sampled) - 1

@@ -123,7 +123,7 @@ class Plan:
             setup = replace(setup, family=family, is_hybrid=True, is_replicated=False, layout=layout)
         if family in STATES:
             # vLLM keeps states for its prefix cache only, and with drafts they are refused.
-            setup = replace(setup, has_prefix_caching=True, draft_tokens=0)
+            setup = replace(setup, has_prefix_caching=True, draft_tokens=setup.draft_tokens if family in DRAFTS else 0)
         if family in DRAFTS:
             # Drafts were never run on several ranks, and are refused there.
             setup = replace(
