@@ -103,7 +103,10 @@ def _show(report: ExplainReport, used_s: float) -> None:
         print("          retired: its epoch is over (reset_cache), so no engine that starts now uses it")
     prompt, hit = counted(report.prompt_tokens, "token"), counted(report.hit_chunks, "chunk")
     print(f"prompt    {prompt}: {counted(report.prompt_chunks, 'chunk')} of {report.chunk_tokens}")
-    print(f"hit       {hit}, {report.hit_tokens} of {prompt}: {report.hit_text}\n")
+    print(f"hit       {hit}, {report.hit_tokens} of {prompt}")
+    if report.state_parts or report.draft:
+        print(f"why       {report.hit_text}")
+    print()
     rows = [
         (
             f"{run.first}-{run.last}" if run.last > run.first else str(run.first),
