@@ -26,6 +26,7 @@ from tiered_kv.chunks.header import PEEK_BYTES, peek
 from tiered_kv.chunks.transfer import RankKV
 from tiered_kv.keys.state_keys import is_state, state_records
 from tiered_kv.vllm.connector import TieredKVConnector
+from tiered_kv.vllm.scheduler import SchedulerSide
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -55,10 +56,32 @@ def models(repository: Path) -> Path:
 
 
 @pytest.fixture
-def qwen(models: Path, tmp_path: Path) -> Iterator[CachedEngine]:
-    """Three layers of gated delta nets and one that attends."""
+def qwen(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CachedEngine]:
+    """Three layers of gated delta nets and one that attends; at its end every state that vLLM offered is accounted."""
+    offered = count_offers(monkeypatch)
     with cached_engine(build_kind(models, "qwen3_next"), tmp_path / "cache", **options("qwen3_next")) as engine:
         yield engine
+        drain(engine.llm)
+        counters = engine.scheduler_side.counters
+        ends = {n: c for n, c in counters.items() if n in STATE_ENDS or n.startswith("state_dropped_")}
+        assert sum(ends.values()) == counters["state_offers"] == len(offered), ends
+
+
+STATE_ENDS = ("state_held", "states", "states_failed")
+
+
+def count_offers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Request and boundary of every state that vLLM hands over from now on."""
+    offered: list[tuple[str, int]] = []
+    plan = SchedulerSide.plan_step
+
+    def counted(self: SchedulerSide, output: Any) -> Any:
+        for name, blocks in output.kv_connector_block_state.boundary_state_offloads.items():
+            offered.extend((name, tokens) for tokens in {boundary for _, _, boundary in blocks})
+        return plan(self, output)
+
+    monkeypatch.setattr(SchedulerSide, "plan_step", counted)
+    return offered
 
 
 def hit_tokens(length: int) -> int:
