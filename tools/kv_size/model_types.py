@@ -75,8 +75,8 @@ MLA_TYPES: Final = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "ki
 """Types with a ``kv_lora_rank`` that vLLM serves as MLA: one latent per token and layer."""
 
 STATE: Final = (
-    "it has layers with a state (Mamba, linear attention, convolution) of a kind that this does not compute; once one is "
-    "stored `tiered-kv ls` says what it takes"
+    "it has layers with a state (Mamba, linear attention, convolution) of a kind that this does not compute; once one "
+    "is stored `tiered-kv ls` says what it takes"
 )
 OTHER_SHAPES: Final = "its layers keep KV of several shapes, or caches beside the KV, which this does not compute"
 
