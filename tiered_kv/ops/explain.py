@@ -234,23 +234,7 @@ def explain(
     """
     notes = list(content.notes)
     stored = _Stored(storage.kind, content)
-    epochs, candidates = storage.epochs(), []
-    for record in content.records.values():
-        if record.namespace is None or not record.chunk_tokens:
-            notes.append(f"namespace {record.digest.hex()} was left out: {record.problem or 'it has no chunk_tokens'}")
-            continue
-        keys = prompt_keys(record.namespace, record.chunk_tokens, tokens, salt)
-        candidates.append(
-            Candidate(
-                record.namespace,
-                record.chunk_tokens,
-                keys,
-                stored.leading(_names(record.namespace, keys)),
-                stored.used_s.get(record.digest, 0.0),
-                is_private(record.namespace) or epochs.has_retired(record.namespace),
-                record.state_parts,
-            )
-        )
+    candidates = _candidates(storage, stored, content, tokens, salt, notes)
     if wanted is not None:
         chosen = next((c for c in candidates if c.namespace.digest == wanted), None)
         if chosen is None:
@@ -290,6 +274,30 @@ def explain(
         notes=notes,
         see=None if 0 < len(tokens) // size == here and offer.is_all else NO_HITS,
     )
+
+
+def _candidates(
+    storage: Reader, stored: "_Stored", content: Content, tokens: Sequence[int], salt: str, notes: list[str]
+) -> list[Candidate]:
+    """Every namespace whose record can be read; ``notes`` gets the others."""
+    epochs, candidates = storage.epochs(), []
+    for record in content.records.values():
+        if record.namespace is None or not record.chunk_tokens:
+            notes.append(f"namespace {record.digest.hex()} was left out: {record.problem or 'it has no chunk_tokens'}")
+            continue
+        keys = prompt_keys(record.namespace, record.chunk_tokens, tokens, salt)
+        candidates.append(
+            Candidate(
+                record.namespace,
+                record.chunk_tokens,
+                keys,
+                stored.leading(_names(record.namespace, keys)),
+                stored.used_s.get(record.digest, 0.0),
+                is_private(record.namespace) or epochs.has_retired(record.namespace),
+                record.state_parts,
+            )
+        )
+    return candidates
 
 
 def _nothing(uri: str, token_count: int, notes: list[str]) -> ExplainReport:
