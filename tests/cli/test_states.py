@@ -183,6 +183,20 @@ def test_explain_says_why_a_hit_is_no_longer(disk: Place, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("method", "length", "offered"),
+    [("mtp", 5, 2), ("mtp", 6, 5), ("mtp", 6.5, 5), ("draft_model", 5.5, 5), ("draft_model", 5, 2)],
+)
+def test_explain_ends_a_hit_with_states_and_a_draft_where_both_let_it(tmp_path, method, length, offered) -> None:
+    place = Place.disk(tmp_path / "cache")
+    model = Model(state_parts=PARTS, fields={"draft": {"method": method, "settings": {}}})
+    with place.open() as storage:
+        model.store(storage, PROMPT)
+        model.store_states(storage, PROMPT, 2, 5)
+    prompt = tokens(1, 7)[: int(length * CHUNK)]
+    assert explained(place, prompt, tmp_path)["hit_tokens"] == offered * CHUNK
+
+
+@pytest.mark.parametrize(
     ("method", "settings", "length", "offered"),
     [
         ("eagle", {}, 3 * CHUNK + 5, 2 * CHUNK + 16),
