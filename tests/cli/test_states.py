@@ -14,6 +14,7 @@ import pytest
 from tests.kit.server.clients import CHUNK as SMALL_CHUNK
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import server_pid, wait_ended, wait_for, wait_written
+from tests.kit.server.processes import end_server
 from tests.kit.storage.places import Place, open_place, reasons
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tests.kit.verbs import run
@@ -179,6 +180,20 @@ def test_explain_says_why_a_hit_is_no_longer(disk: Place, tmp_path: Path) -> Non
     assert (gap["here_chunks"], gap["hit_tokens"]) == (1, 0) and (4, "unreachable") in boundaries(gap)
     shown = run("explain", disk.uri, "--tokens", tmp_path / "prompt.json").stdout
     assert "a chunk before it is not: no request can reach it" in shown and "after tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("method", "length", "offered"),
+    [("mtp", 5, 2), ("mtp", 6, 5), ("mtp", 6.5, 5), ("draft_model", 5.5, 5), ("draft_model", 5, 2)],
+)
+def test_explain_ends_a_hit_with_states_and_a_draft_where_both_let_it(tmp_path, method, length, offered) -> None:
+    place = Place.disk(tmp_path / "cache")
+    model = Model(state_parts=PARTS, fields={"draft": {"method": method, "settings": {}}})
+    with place.open() as storage:
+        model.store(storage, PROMPT)
+        model.store_states(storage, PROMPT, 2, 5)
+    prompt = tokens(1, 7)[: int(length * CHUNK)]
+    assert explained(place, prompt, tmp_path)["hit_tokens"] == offered * CHUNK
 
 
 @pytest.mark.parametrize(
@@ -410,6 +425,21 @@ def end(engine: SmallEngine, root: Path) -> None:
     engine.close()
     os.kill(server_pid(root), signal.SIGTERM)
     wait_ended(root)
+
+
+def test_a_running_server_is_warmed_with_states(engine: SmallEngine, root: Path, tmp_path: Path) -> None:
+    engine.store(4)
+    engine.store_state(3)
+    wait_for(lambda: engine.state_hit(5) == 3, "the state")
+    wait_written(root)
+    other = tmp_path / "other"
+    with closing(SmallEngine.start(settings(other), state_parts=2)) as there:
+        result = run("warm", f"file://{other}", "--from", f"file://{root}", "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        assert (report["copied"], report["dropped"], report["left_out"]) == (4 + 2, 0, 0)
+        assert there.state_hit(5) == 3
+    end_server(other)
 
 
 def empty_memory(root: Path) -> None:

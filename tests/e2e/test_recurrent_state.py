@@ -19,6 +19,7 @@ from tests.kit.s3 import S3
 from tests.kit.server.object_nodes import s3_place, wait_uploaded
 from tests.kit.server.probe import figures, server_pid, wait_ended, wait_for, wait_written
 from tests.kit.storage.disk_probe import blob_files
+from tests.kit.verbs import explained_hit, report
 from tests.kit.vllm.cached_engine import CachedEngine, cached_engine
 from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, reset_gpu_cache, running, zero_kv
 from tests.kit.vllm.tiny_models import build_kind
@@ -131,12 +132,16 @@ def test_a_prompt_asked_again_hits_as_in_vllms_own_cache(models: Path, tmp_path:
         counters = dict(engine.scheduler_side.counters)
     wait_ended(root)
     chunks, states = stored(root)
+    explained = [explained_hit(f"file://{root}", prompt, tmp_path) for prompt in prompts]
+    verified = report("verify", f"file://{root}")
     with cached_engine(model, root, **options(kind)) as engine:
         restarted = [ask_afresh(engine, prompt)[0] for prompt in prompts]
 
     assert [answer.cached_tokens for answer in own] == list(map(hit_tokens, LENGTHS))
     assert [answer.cached_tokens for answer in again] == list(map(hit_tokens, LENGTHS))
     assert [answer.cached_tokens for answer in restarted] == list(map(hit_tokens, LENGTHS))
+    assert explained == list(map(hit_tokens, LENGTHS)), "explain says another hit than the engine has"
+    assert (verified["bad"], verified["read"]) == ([], len(chunks) + len(states))
     for answers in (cold, again, restarted):
         assert_equal(answers, plain)
     assert len(chunks) == counters["stores"] == sum(n // BLOCK for n in LENGTHS)

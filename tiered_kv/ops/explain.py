@@ -79,7 +79,8 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tokens: Tokens before it.
         state: ``here``; ``part``: some parts of it are missing or bad; ``unreachable``: it is here, and a chunk before
-            it is not; ``last_token``: it is here, and of no use to this prompt, whose last token has to be computed.
+            it is not; ``last_token``: it is here, and of no use to this prompt, whose last token has to be computed
+            (with some drafts its last block).
         text: The same in words.
     """
 
@@ -570,7 +571,8 @@ def _drafted_offer(chosen: Candidate, here_tokens: int, prompt_tokens: int) -> _
 def _stateful_offer(headers: _Headers, stored: _Stored, chosen: Candidate, here: int, prompt_tokens: int) -> _Offer:
     """Up to the deepest boundary before the last token whose state is here with every chunk before it."""
     size, keys = chosen.chunk_tokens, chosen.keys
-    deepest = (prompt_tokens - 1) // size
+    # A dropped block leaves more than the last token to compute (vllm/drafts.py, state_boundary).
+    deepest = max(0, prompt_tokens // size - 1) if chosen.drops_block else (prompt_tokens - 1) // size
     boundaries: list[Boundary] = []
     for chunks in range(len(keys.keys), 0, -1):
         is_found = any(one.state == "here" for one in boundaries)
@@ -582,14 +584,15 @@ def _stateful_offer(headers: _Headers, stored: _Stored, chosen: Candidate, here:
             kind, text = "unreachable", "here, but a chunk before it is not: no request can reach it"
         elif kind == "here" and chunks > deepest:
             kind = "last_token"
-            text = "here, but of no use to this prompt: its last token is computed, and this state has it already"
+            text = "here, but of no use to this prompt, of which more has to be computed"
         boundaries.append(Boundary(tokens=chunks * size, state=kind, text=text))
     offered = next((one.tokens for one in boundaries if one.state == "here"), 0)
     wished = min(here, deepest) * size
     last = f"last state at {offered}" if offered else "no state that can be used"
     reasons = [f"attention up to {here * size}, {last}"]
     if here > deepest:
-        reasons.append(f"the last token is computed, so the deepest boundary for this prompt is {deepest * size}")
+        why = "the last block is not offered with this draft" if chosen.drops_block else "the last token is computed"
+        reasons.append(f"{why}, so the deepest boundary for this prompt is {deepest * size}")
     if offered < wished:
         parts = next((one for one in boundaries if one.tokens == wished), None)
         what = "no state is stored there" if parts is None else f"of the state there {parts.text}"

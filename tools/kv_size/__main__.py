@@ -225,8 +225,8 @@ def with_draft(shape: ModelShape, layers: int) -> ModelShape:
         return shape
     if shape.recurrent is not None or shape.is_mla or any(shape.windows):
         raise ConfigError(
-            "option --draft-layers: drafts are cached beside full attention only, not beside windows, MLA or states "
-            "(docs/models.md)"
+            "option --draft-layers: it is worked out beside full attention only, not beside windows, MLA or states "
+            "(docs/models.md says which drafts are cached)"
         )
     return replace(shape, windows=(*shape.windows, *(None,) * layers))
 
