@@ -245,7 +245,7 @@ def test_qwen3_5_in_a_process_with_a_stub_of_torchvision(tmp_path: Path) -> None
     more = {"TIERED_KV_STATE_FAMILY": QWEN3_5, "TIERED_KV_MODELS": "1"}
     search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        (sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--timeout=1100", __file__),
+        (sys.executable, "-m", "pytest", "-q", "-n0", "--timeout=1100", __file__),
         cwd=REPOSITORY,
         env=module_environment() | {"PYTHONPATH": search} | more,
         capture_output=True,
