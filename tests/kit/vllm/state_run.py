@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -222,31 +222,29 @@ def _from_disk(run: StateRun, engine: CachedEngine) -> None:
 
 
 def _preempt(run: StateRun, engine: CachedEngine) -> None:
-    """vLLM takes all blocks of requests that have begun to answer; what they had is loaded again."""
+    """vLLM takes all blocks of a request that has begun to answer; what it had is loaded again."""
     from vllm import SamplingParams
 
-    wanted = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False, logprobs=2)
+    wanted = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
     core, loads = engine.llm.llm_engine, engine.scheduler_side.counters["loads"]
     reset_gpu_cache(engine.llm)
     zero_kv(engine.llm)
-    for name in run.names("many ")[:PREEMPTED]:
+    for name in run.names("many ")[:PREEMPTED]:  # one by one: steps of one block have no room for a second prompt
         core.add_request(name, {"prompt_token_ids": run.prompts[name]}, wanted)
-    while sum(request.num_output_tokens > 0 for request in engine.scheduler.running) < PREEMPTED:
-        assert core.has_unfinished_requests(), "they did not run together"
-        _take_answers(run, core.step())
-    assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-    zero_kv(engine.llm)
-    while core.has_unfinished_requests():
-        _take_answers(run, core.step())
+        while not any(request.num_output_tokens for request in engine.scheduler.running):
+            _take_answers(run, core.step())
+        assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+        zero_kv(engine.llm)
+        while core.has_unfinished_requests():
+            _take_answers(run, core.step())
+        reset_gpu_cache(engine.llm)
     run.facts["loads with preemption"] = engine.scheduler_side.counters["loads"] - loads
 
 
 def _take_answers(run: StateRun, outputs: list[Any]) -> None:
     for output in outputs:
         if output.finished:
-            answer = as_answer(output)
-            first = replace(answer, tokens=answer.tokens[:MAX_TOKENS], logprobs=answer.logprobs[:MAX_TOKENS])
-            run.note("preempted", output.request_id, first)
+            run.note("preempted", output.request_id, as_answer(output))
 
 
 def _lose_what_was_found(run: StateRun, engine: CachedEngine) -> None:
