@@ -28,7 +28,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv.errors import ConfigError
@@ -196,7 +196,7 @@ HOOKS: Final = (
     *_overrides(
         BASE, OURS, "get_external_cache_hit_sources", since=(0, 32), without="vLLM's metric of where hits came from"
     ),
-    *_overrides(BASE, OURS, "unregister_kv_caches", since=(0, 33)),
+    *_overrides(BASE, OURS, "unregister_kv_caches", since=(0, 33), without="waiting for running copies before a sleep"),
     *_overrides(f"{V1}.base:KVConnectorWorkerMetadata", "tiered_kv.vllm.step:SaveReport", "aggregate"),
     *_overrides(f"{V1}.metrics:KVConnectorStats", "tiered_kv.vllm.engine_metrics:TieredKVStats", "reset is_empty"),
     *_overrides(f"{V1}.metrics:KVConnectorStats", "tiered_kv.vllm.engine_metrics:TieredKVStats", "aggregate reduce"),
@@ -322,7 +322,8 @@ USES: Final = (
     *_reads(f"{SPECS}:ChunkedLocalAttentionSpec", "attention_chunk_size"),
     *_reads(f"{SPECS}:UniformTypeKVCacheSpecs", "kv_cache_specs"),
     *_reads(f"{SPECS}:MambaSpec", "shapes dtypes mamba_type mamba_cache_mode num_speculative_blocks "
-            "state_content_size_bytes tp_replicated", feature=STATES),
+            "tp_replicated", feature=STATES),
+    Use(f"{SPECS}:KVCacheSpec", "state_content_size_bytes", feature=STATES),
     SCALES,
     # configuration
     *_reads(f"{CONFIG}:VllmConfig", "model_config parallel_config cache_config scheduler_config speculative_config "
@@ -529,23 +530,29 @@ def _plain(signature: inspect.Signature) -> str:
 
 
 def _override_difference(use: Use, owner: type) -> str:
-    module, _, name = use.override.partition(":")
-    ours = described(getattr(importlib.import_module(module), name), use.name)
+    ours = described(_ours(use.override), use.name)
     theirs = described(owner, use.name)
     return "" if accepts(ours, theirs) else f"vLLM declares {theirs}, tiered_kv has {ours}"
 
 
 def _unmet(uses: Iterable[Use], find: Find) -> Iterator[Difference]:
     """Methods that vLLM's base classes ask for and ours do not have."""
-    known = {use.name for use in uses if use.override}
-    for use in {(use.place, use.override): use for use in uses if use.override}.values():
-        module, _, name = use.place.partition(":")
+    for place, override in dict.fromkeys((use.place, use.override) for use in uses if use.override):
+        module, _, name = place.partition(":")
         try:
             base = getattr(find(module), name)
         except (ImportError, AttributeError):
             continue  # it is among the differences
-        for method in sorted(getattr(base, "__abstractmethods__", set()) & set(vars(base)) - known):
-            yield Difference(Use(use.place, method), f"vLLM asks for it: {described(base, method)}, tiered_kv has none")
+        ours = _ours(override)
+        for method in sorted(getattr(base, "__abstractmethods__", set()) & set(vars(base))):
+            if getattr(getattr(ours, method, None), "__isabstractmethod__", not hasattr(ours, method)):
+                asked = described(base, method)
+                yield Difference(Use(place, method), f"vLLM asks for it: {asked}, tiered_kv has none")
+
+
+def _ours(override: str) -> Any:
+    module, _, name = override.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def new_hooks(find: Find = importlib.import_module) -> list[str]:
@@ -568,7 +575,7 @@ def has_name(owner: Any, name: str) -> bool:
 def _names(owner: Any) -> set[str]:
     own = set(dir(owner))
     if isinstance(owner, type):
-        own |= _fields(owner) | {name for one in owner.__mro__ for name in _assigned(one)}
+        own |= _fields(owner) | {name for one in owner.__mro__ for name in {*vars(one), *_assigned(one)}}
     return own
 
 
@@ -584,8 +591,18 @@ def _assigned(owner: type) -> frozenset[str]:
         function = getattr(member, "__func__", getattr(member, "fget", member))
         if isinstance(function, FunctionType):
             code = inspect.unwrap(function).__code__
-            found |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+            found |= set(_stored(code, code.co_varnames[:1]))
     return frozenset(found)
+
+
+def _stored(code: CodeType, instance: Sequence[str]) -> Iterator[str]:
+    """Attributes that a method stores into its first argument; also into what is not clearly another object."""
+    loaded: object = None
+    for step in dis.get_instructions(code):
+        last = loaded[-1] if isinstance(loaded, tuple) and loaded else loaded  # Python 3.13 loads two names at once
+        if step.opname == "STORE_ATTR" and (not isinstance(last, str) or last in instance):
+            yield step.argval
+        loaded = step.argval
 
 
 def described(owner: type, name: str) -> str:
