@@ -459,16 +459,13 @@ def differences(
 
 
 def check_class(connector: type) -> None:
-    """Refuse before an instance is made, where Python could not make one.
+    """Refuse before an instance is made, whatever ``strict`` says: vLLM would call methods that do not take its call.
 
     Raises:
-        ConfigError: vLLM asks for methods that the class has not, or makes connectors in another way.
+        ConfigError: vLLM calls a method of ours in another way, or one that we have not.
     """
-    hooks = [use for use in HOOKS if use.name == "__init__" and use.override == OURS]
-    if getattr(connector, "__abstractmethods__", None):
-        hooks = [use for use in HOOKS if use.override == OURS]
-    found = differences(release(vllm_version()), hooks) if hooks else []
-    if found:
+    found = [one for one in differences(release(vllm_version()), HOOKS) if not one.what.startswith(GONE)]
+    if found or getattr(connector, "__abstractmethods__", None):
         raise ConfigError(refusal(found, vllm_version()))
 
 
