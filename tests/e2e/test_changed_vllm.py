@@ -22,8 +22,8 @@ ATTENTION = "model_executor/layers/attention/attention.py"
 
 WITHOUT_CACHE: dict[str, tuple[dict[str, list[Edit]], str]] = {
     "a renamed hook": (
-        {"**": [(r"\bget_transfer_results\b", "get_results_of_transfers")]},
-        r"KVConnectorBase_V1.get_transfer_results: it is gone, there is get_results_of_transfers",
+        {"**": [(r"\bget_transfer_results\b", "take_transfer_results")]},
+        r"KVConnectorBase_V1.get_transfer_results: it is gone, there is take_transfer_results",
     ),
     "a changed signature": (
         {
