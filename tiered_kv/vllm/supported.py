@@ -108,13 +108,13 @@ def check_groups(kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     for group in groups:
         _check_traits(group, group.layer_names, GROUP_FIELDS)
-        for spec in _layer_specs(group.kv_cache_spec):
-            _check_traits(spec, group.layer_names)
         if is_recurrent(group.kv_cache_spec):
             _check_recurrent(group.kv_cache_spec, group.layer_names, kv_cache_config)
+            _check_traits(group.kv_cache_spec, group.layer_names)
             continue
         for spec in _layer_specs(group.kv_cache_spec):
             _check_spec(spec, group.layer_names)
+            _check_traits(spec, group.layer_names)
         if len(windows := {window_tokens(spec) for spec in _layer_specs(group.kv_cache_spec)}) > 1:
             raise UnsupportedModel(f"layers of one KV cache group have different windows. windows={windows}")
         if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
