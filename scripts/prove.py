@@ -77,7 +77,7 @@ ALONE = (
             "FUZZ_CLIENTS": 2000,
             "MESSAGE_FUZZ": 20_000,
             "INPUT_FUZZ": 20_000,
-            "CLI_FUZZ": 5000,
+            "CLI_FUZZ": 1500,
         },
     ),
     Section(
@@ -95,8 +95,8 @@ ALONE = (
 SECTIONS = (
     *ALONE,
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
-    rest("unit", "not vllm and not slow", "-n2", "--dist=loadfile", EXAMPLES=2000, SEEDS=200),
-    rest("slow", "slow and not vllm", EXAMPLES=2000, SEEDS=200, KIND_SEEDS=20),
+    rest("unit", "not vllm and not slow", "-n2", "--dist=loadfile", EXAMPLES=1000, SEEDS=100),
+    rest("slow", "slow and not vllm", EXAMPLES=1000, SEEDS=100, KIND_SEEDS=20),
     rest("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
     Section("demo", ("demo/run.py",), result="build/demo.json"),
 )

@@ -102,3 +102,16 @@ def test_equal_places_have_equal_identities():
     other = parse_location("s3://b/p", {"endpoint_url": "http://h:1"})
     assert one.identity == other.identity != parse_location("s3://b/p").identity
     assert hash(one) == hash(Location("object", "s3", "b/p"))
+
+
+@pytest.mark.parametrize(
+    ("options", "account"),
+    [
+        ({"account_name": "one", "account_key": "hidden"}, "one"),
+        ({"connection_string": "DefaultEndpointsProtocol=https;AccountName=one;AccountKey=hidden=="}, "one"),
+        ({"connection_string": "BlobEndpoint=https://one.host/;SharedAccessSignature=hidden"}, "https://one.host"),
+    ],
+)
+def test_one_container_name_in_two_azure_accounts_is_two_places(options, account):
+    found = parse_location("az://box/p", options)
+    assert found.identity == f"az://box/p@{account}"

@@ -75,9 +75,17 @@ class Location:
     @property
     def identity(self) -> str:
         """Names the place: equal for two clients that reach the same objects, without anything secret."""
-        account = self.options.get("account_name") if self.scheme == "az" else None
-        endpoint = self.options.get("endpoint_url") or account
+        endpoint = self.options.get("endpoint_url") or (_azure_account(self.options) if self.scheme == "az" else None)
         return f"{self}@{redact(str(endpoint)).rstrip('/')}" if endpoint else str(self)
+
+
+def _azure_account(options: Mapping[str, object]) -> object:
+    """The storage account that options name, by itself or in a connection string; None: the environment names it."""
+    if account := options.get("account_name"):
+        return account
+    pairs = (part.partition("=") for part in str(options.get("connection_string", "")).split(";"))
+    named = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return named.get("accountname") or named.get("blobendpoint")
 
 
 def parse_location(uri: str, storage_options: Mapping[str, object] | None = None) -> Location:

@@ -28,6 +28,7 @@ from tests.kit.vllm.harness import (
     zero_kv,
 )
 from tests.kit.vllm.tiny_drafts import eagle3_head, eagle_head, mimo
+from tests.kit.vllm.wrong_loads import abort_during_load
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -148,28 +149,6 @@ def zero_draft_after_loads(engine: CachedEngine) -> None:
 def ask(engine: CachedEngine, prompt: list[int]) -> Answer:
     zero_kv(engine.llm)
     return engine.ask(prompt)[0]
-
-
-def abort_during_load(engine: CachedEngine, prompt: list[int]) -> bool:
-    """Put a request and abort it while its load runs; returns whether one ran."""
-    from vllm import SamplingParams
-
-    reset_gpu_cache(engine.llm)
-    side, worker = engine.scheduler_side, engine.worker_side
-    submit, held = worker._submit, []
-    worker._submit = lambda *job: held.append(job)
-    vllm_engine = engine.llm.llm_engine
-    vllm_engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4, detokenize=False))
-    while not held:
-        vllm_engine.step()
-    (state,) = side._requests.values()
-    vllm_engine.abort_request([state.request.request_id], internal=True)
-    was_loading = bool(state.is_loading)
-    worker._submit = submit
-    for job in held:
-        submit(*job)
-    drain(engine.llm)
-    return was_loading
 
 
 def without_the_cache(run: Run, model: Path, options: dict[str, Any]) -> None:

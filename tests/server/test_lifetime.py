@@ -297,9 +297,9 @@ def test_clients_that_come_while_the_server_drains_get_the_next_one(root: Path) 
 
 
 def test_a_scheduler_whose_workers_joined_a_server_that_died_goes_on_to_the_next_generation(root: Path) -> None:
-    config = settings(root, start_timeout_s=2)
-    worker = WorkerClient(config, "e", 0, worker_part())
+    worker = WorkerClient(settings(root), "e", 0, worker_part())
     kill_server(root)
+    config = settings(root, start_timeout_s=2)
     client = SchedulerClient(config, "e", 1)
     poll_until(client, lambda: client.generation == 1, "the next generation")
     worker.leave()

@@ -16,7 +16,9 @@ from tests.kit.storage.disk_probe import blob_files, open_disk
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.testing.blobs import SampleChain
+from tiered_kv.tiers.base import BlobInfo
 from tiered_kv.tiers.disk.index import DiskIndex, IndexDamaged, IndexRow, Shard, is_on_network, pack_rows, unpack_rows
+from tiered_kv.tiers.disk.ledger import DiskLedger
 
 CHAIN = SampleChain()
 LINES = ["", "tiered_kv/0.9.1 vllm/0.32.0 cpu/amx", "tiered_kv/0.9.1 vllm/0.32.1 cpu/amx"]
@@ -35,6 +37,18 @@ def rows(*numbers, space=bytes(16)):
 def whole(of):
     """All that rows tell, by key, also what records are equal without."""
     return {row.record.key: (*msgspec.structs.astuple(row.record), *row[1:]) for row in of}
+
+
+def test_a_shard_whose_blobs_are_gone_is_written_once_more_and_then_forgotten():
+    ledger, (row,) = DiskLedger(1 << 20), rows(1)
+    info = BlobInfo(row.record, 4096)
+    ledger.reserve(4096, 1 << 20)
+    ledger.commit(info, 4096)
+    assert len(ledger.take_dirty()[Shard.of(info.name)]) == 1
+    ledger.forget(info.name)
+    assert ledger.take_dirty() == {Shard.of(info.name): []}
+    ledger.mark_all_dirty()
+    assert ledger.take_dirty() == {}
 
 
 def told(shards):

@@ -92,7 +92,7 @@ class Asked:
         assert self.engine.scheduler.reset_prefix_cache()
 
     def ask_until_stored(self):
-        """Ask until every chunk is stored: in a pool as tight as this, a window may pass while a chunk waits for a slot."""
+        """Ask until all is stored: in so tight a pool a window may pass while its chunk waits for a slot."""
         for _ in range(10):
             before = self.counters["store_dropped_window_passed"]
             self.ask()
@@ -146,7 +146,9 @@ def test_what_was_stored_is_loaded_and_right(asked, family, runner):
     one.ask()
     is_replayed = family in ONLY_V2
     wanted = sum((len(prompt) - 1) // CHUNK * CHUNK for prompt in one.prompts if not is_replayed or len(prompt) > 33)
-    assert one.counters["load_tokens"] - before >= wanted - 64 * 2, "the two with a common beginning may share it on the GPU"
+    assert one.counters["load_tokens"] - before >= wanted - 64 * 2, (
+        "the two with a common beginning may share it on the GPU"
+    )
     assert one.findings.wrong == [] and not one.counters["loads_failed"]
     assert not one.counters["load_window_unknown"]
     assert leaks(one.engine) == [] and server_leaks(one.engine, one.root) == []

@@ -148,10 +148,12 @@ class CacheGroups:
     Attributes:
         groups: These.
         states: Places of the groups of recurrent layers among vLLM's groups; each is a part of a stored state.
+        state_blocks: Most blocks of such a group that a request holds: with drafts, one more for each token guessed.
     """
 
     groups: Sequence[CacheGroup]
     states: tuple[int, ...] = ()
+    state_blocks: int = STATE_BLOCKS
 
     def __iter__(self) -> Iterator[CacheGroup]:
         return iter(self.groups)
@@ -169,16 +171,17 @@ class CacheGroups:
         Raises:
             ConfigError: ``chunk_tokens`` is no multiple of the blocks' common size.
         """
-        groups, states, blocks = [], [], []
+        groups, states, blocks, guessed = [], [], [], 0
         for number, group in enumerate(kv_cache_config.kv_cache_groups):
             spec = group.kv_cache_spec
             if is_recurrent(spec):
                 states.append(number)
                 blocks.append(int(spec.block_size))
+                guessed = int(spec.num_speculative_blocks)
                 continue
             groups.append(_cache_group(number, spec, chunk_tokens, dcp))
             blocks.append(groups[-1].block_tokens)
-        result = cls(groups, tuple(states))
+        result = cls(groups, tuple(states), STATE_BLOCKS + guessed)
         if chunk_tokens % (block := lcm(*blocks)) or any(blocks[number] != chunk_tokens for number in states):
             raise ConfigError(
                 "chunk_tokens must be a multiple of the block sizes of all KV cache groups. "
@@ -213,12 +216,12 @@ class CacheGroups:
 
     def whole_blocks(self, tokens: int) -> int:
         """Most blocks that so many tokens take in all groups, with one more each for drafts."""
-        return sum(group.whole_blocks(tokens) + 1 for group in self) + STATE_BLOCKS * len(self.states)
+        return sum(group.whole_blocks(tokens) + 1 for group in self) + self.state_blocks * len(self.states)
 
     def peak_blocks(self, tokens: int, computed_tokens: int, step_tokens: int) -> int:
         """The same over all groups."""
         peaks = (group.peak_blocks(tokens, computed_tokens, step_tokens) for group in self)
-        return sum(peaks) + STATE_BLOCKS * len(self.states)
+        return sum(peaks) + self.state_blocks * len(self.states)
 
     def loadable_tokens(self, held_tokens: int, request_tokens: int, chunk_tokens: int) -> int:
         """How much of a held prefix may be loaded.

@@ -99,12 +99,16 @@ class DiskLedger:
 
     def forget(self, name: BlobName) -> None:
         """The blob is gone: give its bytes back. Unknown names are ignored."""
+        shard = Shard.of(name)
         with self._lock:
-            row = self._shards.get(Shard.of(name), {}).pop(name.key, None)
+            rows = self._shards.get(shard, {})
+            row = rows.pop(name.key, None)
             if row is not None:
                 self._count -= 1
                 self._used -= row.size_bytes
-                self._dirty.add(Shard.of(name))
+                self._dirty.add(shard)
+            if not rows:  # namespaces come and go: thousands of empty shards would stay
+                self._shards.pop(shard, None)
 
     def touch(self, names: Sequence[BlobName]) -> None:
         """Note uses, oldest first. Unknown names are ignored: they were evicted meanwhile."""
