@@ -57,6 +57,9 @@ class StoreAccounts:
         """What does not add up once the engine is at rest."""
         counters = self._side.counters
         outcomes = {n: c for n, c in counters.items() if n in OUTCOMES or n.startswith(DROPPED)}
+        parts = counters["state_parts_stored"] + counters["state_parts_dropped"]
+        if parts != counters["states"] * len(self._side.saves._groups.states):
+            return [f"{counters['states']} states were to be stored, and their parts went to {dict(counters)}"]
         if sum(outcomes.values()) == counters["store_chunks"] == self.computed:
             return []
         return [
