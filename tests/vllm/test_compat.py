@@ -279,7 +279,7 @@ def test_other_versions_start_with_one_warning(logged: list[str], version: str) 
     for _ in range(2):
         check_vllm({DRAFTS, STATES, EVENTS}, version)
     *lacks, message = logged
-    assert len(lacks) <= 1 and all("sleep" in text for text in lacks), "a hook that later versions have"
+    assert len(lacks) <= 1 and all("sleep" in text for text in lacks), "what later versions have"
     assert message.startswith(f"vLLM {version} is untested with tiered_kv")
     assert f"proven={','.join(f'0.{minor}' for _, minor in PROVEN)}" in message
 

@@ -311,6 +311,8 @@ USES: Final = (
     Use(SPECS, "get_kv_cache_spec_kind", "spec", feature=EVENTS),
     *_reads(f"{SPECS}:KVCacheConfig", "num_blocks kv_cache_groups kv_cache_layout"),
     Use(f"{SPECS}:KVCacheConfig", "kv_tp_replicas", since=(0, 31)),
+    Use(f"{SPECS}:KVCacheConfig", "hash_block_size", since=(0, 33),
+        without="hits in a unit of vLLM's own choice: it is taken to be that of the blocks"),
     *_reads(f"{SPECS}:KVCacheGroupSpec", "layer_names kv_cache_spec host_resident enable_kv_transfer"),
     *_reads(f"{SPECS}:KVCacheSpec", "block_size prefix_cacheable tokens_per_state"),
     Use(f"{SPECS}:KVCacheSpec", "dcp_sharded", since=(0, 31)),
