@@ -6,7 +6,9 @@ import pytest
 
 from tests.sim.bucket.world import Chain
 from tiered_kv.fleet.listing import Listing
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.keys.state_keys import state_records
 
 SPACE, OTHER = b"\x01" * 16, b"\x02" * 16
 
@@ -125,6 +127,26 @@ def test_a_pinned_blob_and_what_is_above_it_are_no_holes_to_collect():
     inventory = inventory_of(*((chain, index, 0) for index in (0, 2, 3, 4, 5)))
     assert indexes(inventory, inventory.holes(None, 10, inventory.with_prefixes([chain.key(3)]))) == [5, 4]
     assert indexes(inventory, inventory.holes(None, 10, bytearray(5))) == [5, 4, 3, 2]
+
+
+def test_a_pin_marks_the_states_along_its_prefix_and_no_others():
+    chain, other = Chain(SPACE, 0), Chain(SPACE, 1)
+    along = [part for index in (1, 2) for part in state(chain.name(index))]
+    beyond = [*state(chain.name(4)), *state(other.name(0))]
+    inventory = Listing()
+    for name in (*(one.name(index) for one in (chain, other) for index in range(5)), *along, *beyond):
+        inventory.add(name, 100, 0)
+    inventory.seal()
+    marked = inventory.with_prefixes([chain.key(3)])
+    found = {inventory.name(row) for row in range(len(inventory)) if marked[row]}
+    assert found == {*(chain.name(index) for index in range(4)), *along}
+    assert not any(inventory.with_prefixes([]))
+
+
+def state(name):
+    """The parts of the state behind a chunk."""
+    chunk = ChunkRecord(name.namespace, name.key, name.parent, name.chunk_index, bytes(32))
+    return [BlobName.of(record) for record in state_records(chunk, 2)]
 
 
 @pytest.mark.parametrize("modified_s", [-5.0, 0.0, 2.0**40])

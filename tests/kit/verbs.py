@@ -25,6 +25,14 @@ def report(*arguments: object) -> Any:
     return json.loads(result.stdout)
 
 
+def explained_hit(uri: str, prompt: list[int], folder: Path) -> int:
+    """How many tokens `explain` says an engine would be offered; ``folder`` is none of the tier's."""
+    file = folder / "prompt.json"
+    file.write_text(json.dumps(prompt))
+    hit: int = report("explain", uri, "--tokens", file)["hit_tokens"]
+    return hit
+
+
 def complaint(*arguments: object, code: int = 2) -> str:
     """What a verb that fails says."""
     result = run(*arguments)

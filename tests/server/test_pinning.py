@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,18 @@ def test_requests_cannot_pin_more_than_their_share(engine: EngineStarter, root: 
     again.store(2, first_token=1_000_000)
     assert again.client.pin(name_of(again, 2, 1_000_000).key, 600)
     wait_counted(root, "request_pins_refused", 1)  # what requests pinned before the restart still counts
+
+
+def test_the_states_of_a_prefix_count_against_the_share(root: Path) -> None:
+    with closing(SmallEngine.start(settings(root, **SMALL, request_pin_share=0.1), state_parts=2)) as one:
+        fits = int(0.1 * figures(root)["tiers"][0]["capacity_bytes"]) // one.client.info.slot_bytes
+        one.store(fits)
+        one.store_state(fits)
+        wait_for(lambda: one.state_hit(fits) == fits, "the state")
+        assert one.client.pin(name_of(one, fits).key, 600)
+        wait_counted(root, "request_pins_refused", 1)
+        assert one.client.pin(name_of(one, fits - 1).key, 600)
+        wait_counted(root, "request_pins", 1)
 
 
 def test_no_share_means_no_pins(engine: EngineStarter, root: Path) -> None:

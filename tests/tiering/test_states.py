@@ -8,6 +8,7 @@ import pytest
 from tests.kit.spaces import Space
 from tests.kit.tiering.world import SMALL, Path, Story
 from tiered_kv.keys.state_keys import state_records
+from tiered_kv.tiering.admission import SECOND_TOUCH
 from tiered_kv.tiering.prefix_search import STATES_ASKED_MAX
 from tiered_kv.tiering.types import HOST, Delete, Limits, Outcome, Probe, Read
 
@@ -48,6 +49,12 @@ class StateStory(Story):
 
     def key(self, path: Path, part: int) -> bytes:
         return state_records(SMALL.record(path), PARTS)[part].key
+
+
+class SelectiveStates(StateStory):
+    """One whose disk takes what was used twice."""
+
+    admissions = (SECOND_TOUCH,)
 
 
 def shared(**more) -> StateStory:
@@ -184,6 +191,35 @@ def test_a_state_goes_before_its_chunk():
         if story.key(PROMPT, 0) in story.media[1]:
             assert len(left) == 2, "a state is kept without its chunks"
     assert story.key(PROMPT, 0) not in story.media[1]
+
+
+def test_room_is_never_made_from_the_states_of_a_pinned_prefix():
+    story = StateStory(host_bytes=400, capacities=(8 * SMALL.slot_bytes,))
+    story.store_states((1, 2, 3), 1, 2)
+    story.tiering.set_pinned(1, [SMALL.key((1, 2))])
+    for number in range(20):
+        story.store((50 + number,))
+        states = {story.key(path, part) for path in ((1,), (1, 2)) for part in range(PARTS)}
+        assert story.media[1].keys() >= {SMALL.key((1,)), SMALL.key((1, 2)), *states}
+    assert not story.is_below((1, 2, 3))
+
+
+@pytest.mark.parametrize("how", ["want", "pin"])
+def test_states_of_what_is_wanted_are_written_with_it(how):
+    story = SelectiveStates(host_bytes=20_000)
+    story.store_states(PROMPT, 2, 4)
+    assert not story.media[1]
+    if how == "want":
+        story.tiering.want(SMALL.namespace, SMALL.key(PROMPT[:3]))
+    else:
+        story.tiering.set_pinned(1, [SMALL.key(PROMPT[:3])])
+    story.finish_all()
+    assert story.media[1].keys() == {*SMALL.prefix(PROMPT[:3])[0], *(story.key(PROMPT[:2], part) for part in (0, 1))}
+
+
+def test_a_state_is_whose_its_request_is():
+    chunk = msgspec.structs.replace(SMALL.record(PROMPT), tag=b"t" * 16)
+    assert {record.tag for record in state_records(chunk, PARTS)} == {b"t" * 16}
 
 
 class TestShared:

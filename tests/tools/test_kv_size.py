@@ -93,4 +93,4 @@ def test_errors_say_what_was_expected(tmp_path: Path) -> None:
     assert "option --host-bytes: expected a size such as 4GiB" in complaint(llama, "--host-bytes", "many")
     assert "divisor of 32" in complaint(llama, "--tp", 5)
     (llama / "config.json").write_text(json.dumps(KNOWN["Llama-3.1-8B"] | {"mamba_d_state": 16}))
-    assert "tiered_kv does not cache" in complaint(llama)
+    assert "of a kind that this does not compute" in complaint(llama)

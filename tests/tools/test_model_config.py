@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.samples.model_configs import GEMMA_3_27B_TEXT, KNOWN
+from tests.kit.samples.model_configs import GEMMA_3_27B_TEXT, KNOWN, RECURRENT
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tools.kv_size.model_config import read_config, shape_of
 
@@ -23,6 +23,10 @@ def without(name: str, *fields: str) -> dict[str, Any]:
 
 def gemma(**fields: Any) -> dict[str, Any]:
     return {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": {**GEMMA_3_27B_TEXT, **fields}}
+
+
+def recurrent(name: str, **fields: Any) -> dict[str, Any]:
+    return {**RECURRENT[name], **fields}
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -93,6 +97,50 @@ def test_attention_in_chunks_is_counted_as_full_attention_and_said() -> None:
     assert set(shape.windows) == {None} and "--disable-hybrid-kv-cache-manager" in shape.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "attending", "kind", "layers", "layer_bytes"),
+    [
+        ("Qwen3-Next-80B-A3B", 12, "gated delta nets", 36, 3 * 8192 * 2 + 32 * 128 * 128 * 2),
+        ("Qwen3.6-27B", 16, "gated delta nets", 48, 3 * 10240 * 2 + 48 * 128 * 128 * 4),
+        ("Granite-4.0-H-Small", 4, "Mamba 2", 36, 3 * (8192 + 2 * 128) * 2 + 128 * 64 * 128 * 2),
+    ],
+)
+def test_layers_with_a_state_are_told_from_those_that_attend(name, attending, kind, layers, layer_bytes) -> None:
+    shape = shape_of(RECURRENT[name])
+    assert shape.windows == (None,) * attending and shape.recurrent is not None
+    assert (shape.recurrent.kind, shape.recurrent.layers) == (kind, layers)
+    assert shape.recurrent.layer_bytes(1) == layer_bytes
+    assert shape_of(RECURRENT[name], "F8_E4M3").recurrent == shape.recurrent, "states are none of the KV's dtype"
+    with pytest.raises(ConfigError, match="heads of recurrent layers evenly"):
+        shape.recurrent.layer_bytes(5)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_are_as_large_as_vllm_makes_them(name: str, tp: int) -> None:
+    import torch
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
+
+    fields = RECURRENT[name].get("text_config", RECURRENT[name])
+    if fields["model_type"] == "granitemoehybrid":
+        inner, heads = fields["mamba_expand"] * fields["hidden_size"], fields["mamba_n_heads"]
+        state = fields["mamba_d_state"], fields["mamba_d_conv"]
+        shapes = MambaStateShapeCalculator.mamba2_state_shape(
+            tp, inner, fields["mamba_n_groups"], heads, inner // heads, *state
+        )
+        dtypes = MambaStateDtypeCalculator.mamba2_state_dtype(torch.bfloat16, "auto", "auto")
+    else:
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        sizes = [fields[f"linear_{field}"] for field in names]
+        shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(tp, *sizes)
+        dtype = fields.get("mamba_ssm_dtype", "auto")
+        dtypes = MambaStateDtypeCalculator.gated_delta_net_state_dtype(torch.bfloat16, "auto", dtype)
+    expected = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    recurrent_layers = shape_of(RECURRENT[name]).recurrent
+    assert recurrent_layers is not None and recurrent_layers.layer_bytes(tp) == expected
+
+
 # -- dtypes -----------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +181,8 @@ def test_a_dtype_that_is_named_wins() -> None:
         (changed("Llama-3.1-8B", cross_attention_layers=[3, 8]), "cross-attention"),
         (changed("Llama-3.1-8B", multi_query=True), "several shapes.*field=multi_query"),
         (changed("Llama-3.1-8B", v_head_dim=64), "v_head_dim"),
-        (changed("Llama-3.1-8B", model_type="qwen3_next"), "a state .*model_type=qwen3_next"),
+        (changed("Llama-3.1-8B", model_type="nemotron_h"), "a state .*model_type=nemotron_h"),
+        (recurrent("Qwen3-Next-80B-A3B", layer_types=["linear_attention"] * 48), "recurrent layers only"),
         (changed("Llama-3.1-8B", model_type="gemma4_text"), "several shapes"),
         (changed("DeepSeek-V3", index_topk=2048), "field=index_topk"),
         (changed("DeepSeek-V3", model_type="minicpm3"), "kv_lora_rank says MLA.*deepseek_v3.*minicpm3"),
@@ -163,6 +212,8 @@ def test_what_is_not_cached_or_not_known_is_refused_by_name(config: dict[str, An
         (changed("Llama-3.1-8B", layer_types=["full_attention"]), "layers=32 listed=1"),
         (changed("Llama-3.1-8B", layer_types=["sliding_attention"] * 32), "no sliding_window"),
         (changed("DeepSeek-V3", qk_rope_head_dim=None), "has no qk_rope_head_dim"),
+        (recurrent("Qwen3-Next-80B-A3B", linear_num_key_heads=None), "has no linear_num_key_heads"),
+        (recurrent("Granite-4.0-H-Small", mamba_n_heads="many"), "expected mamba_n_heads"),
     ],
 )
 def test_a_field_that_is_missing_or_odd_is_named_with_what_was_expected(config: dict[str, Any], said: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.kit.samples.model_configs import KNOWN
+from tests.kit.samples.model_configs import KNOWN, RECURRENT
 from tiered_kv.cli.text import count_text
 from tiered_kv.config import size_text
 from tiered_kv.tiering.types import Limits
@@ -29,7 +29,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 
 def sizes(tmp_path: Path, name: str, *options: object) -> dict[str, Any]:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(KNOWN[name]))
+    file.write_text(json.dumps((KNOWN | RECURRENT)[name]))
     result = CliRunner().invoke(app, [str(file), *map(str, options), "--json"])
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
@@ -60,6 +60,36 @@ def test_what_fits(page: str, tmp_path: Path) -> None:
         fits = [count_text(fit["tokens"]) for fit in found["fits"]]
         made.append([name, *fits, size_text(found["need"]["size_bytes"])])
     assert rows(page, "Model | host 64 GiB") == made
+
+
+def test_states(page: str, tmp_path: Path) -> None:
+    made = []
+    for name in RECURRENT:
+        found = sizes(tmp_path, name, *LIMITS, "--tokens", 8000, "--prompts", 1000)
+        layers = f"{found['layers']} attend, {found['state_layers']} {found['states']}"
+        parts = f"{found['state_parts']} x {size_text(found['chunk_bytes'])}"
+        cells = [name, layers, f"{found['token_bytes']:,}", str(found["chunk_tokens"]), parts]
+        fit = count_text(found["fits"][0]["prompts"])
+        made.append([*cells, size_text(found["state_bytes"]), fit, size_text(found["need"]["size_bytes"])])
+        assert found["need"]["states"] == 1000
+        assert (
+            found["need"]["chunks"] * found["chunk_bytes"] + 1000 * found["state_bytes"] == found["need"]["size_bytes"]
+        )
+    assert rows(page, "Model | Layers | Bytes per token") == made and len(made) == 3
+
+
+def test_drafts(page: str, tmp_path: Path) -> None:
+    plain = sizes(tmp_path, "Llama-3.1-8B")
+    drafted = sizes(tmp_path, "Llama-3.1-8B", "--draft-layers", 1)
+    more = drafted["token_bytes"] - plain["token_bytes"]
+    assert (drafted["layers"], drafted["draft_layers"]) == (33, 1)
+    assert f"{drafted['token_bytes']:,} instead of {plain['token_bytes']:,}" in page
+    assert more == plain["token_bytes"] // 32 and f"{100 * more / plain['token_bytes']:.0f} % more" in page
+    file = tmp_path / "config.json"
+    for name in ("DeepSeek-V3", "Gemma-3-27B", "Qwen3.6-27B"):
+        file.write_text(json.dumps((KNOWN | RECURRENT)[name]))
+        result = CliRunner().invoke(app, [str(file), "--draft-layers", "1"])
+        assert result.exit_code == 2 and "beside full attention only" in result.output
 
 
 def test_figures_in_the_text(page: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """States of recurrent layers in the connector: which blocks they are in, what is pinned, what names them."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +11,23 @@ from tests.vllm.test_kv_layout import BLOCKS, NAMES, full, group_config
 from tests.vllm.test_save_queue import NAMESPACE, World
 from tiered_kv.chunks.layout_test import self_test
 from tiered_kv.chunks.transfer import RankKV
+from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, UnsupportedModel
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.state_keys import state_records
 from tiered_kv.keys.tags import NO_TAG
+from tiered_kv.metrics.names import ENGINE_EVENTS
 from tiered_kv.vllm.drafts import Drafts
+from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.record import recurrent_state
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups, chunk_tokens_of
 from tiered_kv.vllm.kv_layout import rank_pages, state_pages
+from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.save_queue import QUEUED_MAX_S
 from tiered_kv.vllm.step import BlockRun, ChunkCopy, SaveReport
 from tiered_kv.vllm.supported import check_groups, check_states
+from tiered_kv.vllm.undrafted import UndraftedBlocks
 
 pytestmark = pytest.mark.vllm
 
@@ -233,9 +240,7 @@ class TestSaveQueue:
         assert job.copies == tuple(ChunkCopy(n, (BlockRun(0, (block,)),), n) for n, block in enumerate(blocks))
         world.saves.finished(SaveReport(ranks_done={job.job_id: 1}))
         assert world.free_blocks == free
-        chunk = SimpleNamespace(
-            namespace=NAMESPACE.digest, key=keys.keys[1], prefix_sha256=keys.digests[1], chunk_index=1
-        )
+        chunk = ChunkRecord(NAMESPACE.digest, keys.keys[1], keys.parent(1), 1, keys.digests[1])
         assert [record for _, record in committed] == state_records(chunk, 2)
         assert +world.counters == {"states": 1, "state_parts_stored": 2}, "no chunk was stored"
 
@@ -248,14 +253,14 @@ class TestSaveQueue:
             (job,) = world.saves.start_jobs()
             world.saves.finished(SaveReport(ranks_done={job.job_id: 1}))
             world.saves.queue_state(keys, 2, self.blocks(world), NO_TAG)
-        assert world.counters["states"] == 3 and world.counters["state_parts_stored"] == 4
+        assert world.counters["states"] == 2 and world.counters["state_parts_stored"] == 4
 
     def test_chunks_leave_slots_for_the_state_behind_them(self):
         world, keys = self.world(slots=4), self.keys()
         blocks = [block.block_id for block in world.pool.get_new_blocks(3)]
         left = world.saves.queue(keys, [[], blocks, []], range(3), held=0, tag=NO_TAG)
         world.saves.queue_state(keys, 3, self.blocks(world), NO_TAG)
-        assert left == 2 and world.counters["states"] == 1
+        assert left == 2
         (job,) = world.saves.start_jobs()
         assert [copy.state_part for copy in job.copies] == [None, None, 0, 1]
 
@@ -270,4 +275,167 @@ class TestSaveQueue:
         world.now_s += 2 * QUEUED_MAX_S
         world.saves.start_jobs()
         assert world.free_blocks == free and world.counters["state_parts_dropped"] == 2
+        assert world.counters["state_dropped_no_slot"] == 3, "counted once, whatever the number of parts"
         assert world.counters["store_dropped_no_slot"] == 0
+
+
+STATE_ENDS = ("state_held", "states", "states_failed")
+
+
+def ends_of(counters) -> dict[str, int]:
+    """The counters that states end in."""
+    return {n: c for n, c in counters.items() if c and (n in STATE_ENDS or n.startswith("state_dropped_"))}
+
+
+class Offers:
+    """Requests whose states vLLM offers, over a save queue."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        world.server.is_ready = True
+        self.keys = PrefixKeys(NAMESPACE, BLOCK)
+        self.keys.extend(list(range(BLOCK * 8)))
+        lookups = SimpleNamespace(keys=lambda state: self.keys)
+        config = Config(storage_uri="file:///unused", chunk_tokens=BLOCK)
+        role = EngineRole(may_load=True, may_store=True, has_prefix_caching=True)
+        undrafted = UndraftedBlocks(None, TestSaveQueue.PARTS)
+        self.saves = RequestSaves(
+            config, world.server, role, TestSaveQueue.PARTS, lookups, world.saves, undrafted, world.counters
+        )
+        self.requests = {}
+
+    def request(self, name: str, **changes):
+        fields = {"loaded_tokens": 0, "storable": 8, "is_from_before_reset": False} | changes
+        params = SimpleNamespace(skips_save=fields.pop("skips_save", False), tag=NO_TAG)
+        extras = SimpleNamespace(may_store=fields.pop("may_store", True))
+        self.requests[name] = SimpleNamespace(params=params, extras=extras, **fields)
+
+    def offer(self, name: str, tokens: int, *, groups=(0, 2), is_null=False, preempted=()) -> None:
+        """vLLM hands a state over, and uses its blocks again after the step."""
+        ids = [block.block_id for block in self.world.pool.get_new_blocks(len(groups))]
+        given = [(group, NULL_BLOCK if is_null else block, tokens) for group, block in zip(groups, ids, strict=True)]
+        state = SimpleNamespace(boundary_state_offloads={name: given})
+        self.saves.step(
+            self.requests,
+            SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=set(preempted), kv_connector_block_state=state),
+        )
+        self.world.free(ids)
+
+
+class TestEveryOfferedStateIsCountedOnce:
+    def offers(self, **more) -> Offers:
+        world = World(groups=TestSaveQueue.PARTS, **more)
+        world.server.credits.extend(range(100))
+        return Offers(world)
+
+    @pytest.mark.parametrize(
+        ("request_is", "offer_is", "end"),
+        [
+            ({}, {"preempted": ["r"]}, "state_dropped_preempted"),
+            ({"is_from_before_reset": True}, {}, "state_dropped_reset"),
+            ({"loaded_tokens": 2 * BLOCK}, {}, "state_held"),
+            ({"skips_save": True}, {}, "state_dropped_not_storable"),
+            ({"may_store": False}, {}, "state_dropped_not_storable"),
+            ({"storable": 1}, {}, "state_dropped_not_storable"),
+            ({}, {"groups": (0,)}, "state_dropped_partial"),
+            ({}, {"is_null": True}, "state_dropped_partial"),
+            ({}, {"tokens": 2 * BLOCK + 16}, "state_dropped_partial"),
+            ({"storable": 99}, {"tokens": 9 * BLOCK}, "state_dropped_unaccountable"),
+        ],
+    )
+    def test_what_is_not_queued_says_why(self, request_is, offer_is, end):
+        offers = self.offers()
+        offers.request("r", **request_is)
+        offers.offer("r", **{"tokens": 2 * BLOCK} | offer_is)
+        assert ends_of(offers.world.counters) == {end: 1} and offers.world.counters["state_offers"] == 1
+        assert not offers.world.saves.has_waiting
+
+    def test_without_a_session_or_a_request(self):
+        offers = self.offers()
+        offers.offer("unknown", BLOCK)
+        offers.request("r")
+        offers.world.server.is_ready = False
+        offers.offer("r", BLOCK)
+        assert ends_of(offers.world.counters) == {"state_dropped_unaccountable": 1, "state_dropped_no_session": 1}
+
+    def test_a_state_of_which_one_part_failed_is_none(self):
+        offers = self.offers()
+        world = offers.world
+        offers.request("r")
+        world.server.credits.clear()
+        world.server.credits.append(0)
+        offers.offer("r", BLOCK)
+        (first,) = world.saves.start_jobs()
+        world.server.credits.append(1)
+        (second,) = world.saves.start_jobs()
+        world.saves.finished(SaveReport({first.job_id: 1}, failed={first.job_id}))
+        assert ends_of(world.counters) == {}
+        world.saves.finished(SaveReport({second.job_id: 1}))
+        assert ends_of(world.counters) == {"states_failed": 1}
+
+    def test_a_part_that_is_queued_twice_gives_both_of_its_blocks_back(self):
+        offers = self.offers()
+        world = offers.world
+        free = world.free_blocks
+        offers.request("r")
+        world.server.credits.clear()
+        world.server.credits.append(0)
+        offers.offer("r", BLOCK)
+        (job,) = world.saves.start_jobs()
+        world.saves.finished(SaveReport({job.job_id: 1}))
+        offers.offer("r", BLOCK)  # of the first only the second part is on its way
+        world.now_s += 2 * QUEUED_MAX_S
+        world.saves.start_jobs()
+        assert ends_of(world.counters) == {"state_dropped_no_slot": 2}
+        assert world.free_blocks == free and not world.saves.has_work
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_whatever_happens(self, seed):
+        draw = random.Random(seed)
+        offers = self.offers(pinned_share=0.05, world_size=2)
+        world = offers.world
+        world.server.credits.clear()
+        free, jobs, offered = world.free_blocks, [], 0
+        for step in range(60):
+            name = f"r{step}"
+            offers.request(
+                name,
+                loaded_tokens=draw.choice([0, 0, 0, BLOCK]),
+                is_from_before_reset=draw.random() < 0.1,
+                storable=draw.choice([8, 8, 2]),
+            )
+            for _ in range(draw.randrange(4)):
+                offered += 1
+                world.server.is_ready = draw.random() < 0.9
+                preempted = [name] if draw.random() < 0.1 else []
+                offers.offer(
+                    name, draw.randint(1, 8) * BLOCK, groups=draw.choice([(0, 2)] * 9 + [(2,)]), preempted=preempted
+                )
+            world.server.credits.extend(range(draw.choice([0, 0, 1, 3])))
+            jobs += [job.job_id for job in world.saves.start_jobs() for _ in range(2)]
+            draw.shuffle(jobs)
+            for _ in range(draw.randrange(3) if jobs else 0):
+                job = jobs.pop()
+                world.saves.finished(SaveReport({job: 1}, failed={job} if draw.random() < 0.2 else set()))
+                if not jobs:
+                    break
+            draw.choice(
+                [
+                    *[lambda: None] * 12,
+                    world.saves.reset,
+                    world.saves.session_lost,
+                    world.saves.let_go,
+                    world.saves.frees_soon,
+                    lambda: world.saves.make_room(is_standing=draw.random() < 0.5),
+                ]
+            )()
+            if draw.random() < 0.03:
+                world.server.generation += 1
+            world.now_s += draw.choice([0.0, 0.1, QUEUED_MAX_S])
+        world.saves.session_lost()
+        for job in jobs:
+            world.saves.finished(SaveReport({job: 1}))
+        ends = ends_of(world.counters)
+        assert sum(ends.values()) == offered == world.counters["state_offers"], ends
+        assert world.free_blocks == free and not world.saves.has_work
+        assert set(ends) <= ENGINE_EVENTS.keys()

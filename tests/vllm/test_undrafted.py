@@ -1,10 +1,15 @@
 """Blocks that lack the draft's KV: which count, for how long, and what is not stored because of them."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.kit.storage.stored_prompts import CHUNK as PROMPT_CHUNK
+from tests.kit.storage.stored_prompts import Model, tokens
+from tiered_kv.ops.explain import explain
+from tiered_kv.ops.open import open_storage
 from tiered_kv.vllm.drafts import Drafts, loadable_tokens
 from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
 from tiered_kv.vllm.undrafted import UndraftedBlocks
@@ -113,3 +118,17 @@ def test_as_much_may_be_loaded_as_vllm_would_find_by_itself(tokens: int):
     assert loadable_tokens(GROUPS, MODEL, held, tokens, CHUNK) == found
     assert loadable_tokens(GROUPS, EAGLE, held, tokens, CHUNK) == max(0, found - BLOCK)
     assert loadable_tokens(GROUPS, None, held, tokens, CHUNK) == held
+
+
+@pytest.mark.parametrize("drafts", [MODEL, EAGLE])
+def test_explain_takes_a_hit_as_far(drafts: Drafts, tmp_path: Path) -> None:
+    """``tiered-kv explain`` works without vLLM, so it has the rule again."""
+    method = "eagle" if drafts.drops_block else "draft_model"
+    stored = Model(fields={"draft": {"method": method, "settings": {}}})
+    with open_storage(f"file://{tmp_path}", {"disk_bytes": 1 << 30}) as storage:
+        stored.store(storage, tokens(1, 3))
+        content = storage.look()
+        for length in range(1, 4 * PROMPT_CHUNK):
+            report = explain(storage, tokens(1, 4)[:length], content)
+            here = min(length // PROMPT_CHUNK, 3) * PROMPT_CHUNK
+            assert (report.here_tokens, report.hit_tokens) == (here, drafts.loadable_tokens(here, length, 16)), length

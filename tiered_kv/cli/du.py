@@ -9,7 +9,7 @@ from tiered_kv.cli.app import app
 from tiered_kv.cli.exits import EXIT_CODES
 from tiered_kv.cli.options import AsJson, Settings, Uri, look, open_uri
 from tiered_kv.cli.output import exit_codes, note, print_json, print_table
-from tiered_kv.cli.text import ago, shortened
+from tiered_kv.cli.text import ago, shortened, states_text
 from tiered_kv.config import size_text
 from tiered_kv.errors import TieredKVError
 from tiered_kv.ops.forest import Forest
@@ -25,8 +25,12 @@ class DuNamespace(msgspec.Struct, frozen=True, kw_only=True):
         namespace: Its digest.
         model: The model in a few words, as the namespace's record says; null where there is none that can be read.
         problem: Why there is no ``model``; null where there is.
-        chunks: Chunks stored.
+        chunks: Chunks stored, parts of states among them.
         size_bytes: What they take of the tier.
+        states: Boundaries at which the state of the model's recurrent layers is stored; 0 where it has none.
+        state_parts: Chunks that are parts of states, also of such that lack others.
+        state_bytes: What these take of the tier.
+        chunks_behind_states: Chunks behind the last state of their prefix, which no hit brings.
         used_s: Last use of any chunk; null without chunks.
     """
 
@@ -35,6 +39,10 @@ class DuNamespace(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None
     chunks: int
     size_bytes: int
+    states: int
+    state_parts: int
+    state_bytes: int
+    chunks_behind_states: int
     used_s: float | None
 
 
@@ -125,7 +133,7 @@ def _capacity(storage: Reader, notes: list[str]) -> int | None:
 def _show(report: DuReport, now_s: float) -> None:
     print_table(
         "By namespace",
-        ("namespace", "model", "chunks", "size", "share", "last use"),
+        ("namespace", "model", "chunks", "size", "share", "states", "last use"),
         [
             (
                 shortened(found.namespace),
@@ -133,6 +141,7 @@ def _show(report: DuReport, now_s: float) -> None:
                 found.chunks,
                 size_text(found.size_bytes),
                 _share(found.size_bytes, report.chunk_bytes),
+                states_text(found.states, found.state_bytes),
                 ago(now_s, found.used_s),
             )
             for found in report.namespaces

@@ -207,7 +207,7 @@ def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictRepor
         content.notes.append(text)
         note(text)
     criteria = _criteria(order, storage, content, namespace, chunk)
-    selection = select(forest, criteria)
+    selection = select(forest, criteria, content.state_parts())
     if not order.as_json:
         _show_selection(selection, storage.uri)
     tiers: list[TierRemoval] = []

@@ -21,6 +21,7 @@ from tiered_kv.ops.text import counted
 
 TOKENS_BYTES_MAX = 256 << 20
 VALUE_CHARS = 40
+BOUNDARIES_SHOWN = 20
 
 
 @app.command(epilog=EXIT_CODES)
@@ -45,6 +46,10 @@ def explain(
     diverges from others at this chunk. Where another namespace of the tier has the prompt, it is named with the fields
     of the identity in which it differs, such as text_config.rope_theta, max_model_len or the epoch that a reset_cache
     retired.
+
+    Of a model with recurrent layers a hit ends where a state of theirs is here, too; with a draft that has KV of its
+    own it ends where vLLM's own would. How much an engine would be offered is said, why it is not more, and every
+    boundary of the prompt at which a state, or a part of one, is here.
 
     Without --namespace the one with most of the prompt is explained, else the one used last; which one is said. Of what
     besides the tokens makes keys differ only the salt can be given: requests with a LoRA adapter, images or prompt
@@ -98,7 +103,10 @@ def _show(report: ExplainReport, used_s: float) -> None:
         print("          retired: its epoch is over (reset_cache), so no engine that starts now uses it")
     prompt, hit = counted(report.prompt_tokens, "token"), counted(report.hit_chunks, "chunk")
     print(f"prompt    {prompt}: {counted(report.prompt_chunks, 'chunk')} of {report.chunk_tokens}")
-    print(f"hit       {hit}, {report.hit_tokens} of {prompt}\n")
+    print(f"hit       {hit}, {report.hit_tokens} of {prompt}")
+    if report.state_parts or report.draft:
+        print(f"why       {report.hit_text}")
+    print()
     rows = [
         (
             f"{run.first}-{run.last}" if run.last > run.first else str(run.first),
@@ -109,6 +117,12 @@ def _show(report: ExplainReport, used_s: float) -> None:
     ]
     if rows:
         print_table("", ("chunks", "tokens", "what"), rows)
+    if report.boundaries:
+        print()
+        shown = report.boundaries[:BOUNDARIES_SHOWN]
+        print_table("States", ("after tokens", "what"), [(one.tokens, one.text) for one in shown])
+        if len(report.boundaries) > len(shown):
+            print(f"... and {len(report.boundaries) - len(shown)} before these: --json shows all")
     if report.tail_tokens:
         tail = "token is" if report.tail_tokens == 1 else f"{report.tail_tokens} tokens are"
         print(f"\nThe last {tail} no full chunk and never stored.")

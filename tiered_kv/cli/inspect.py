@@ -15,7 +15,7 @@ from tiered_kv.cli.output import exit_codes, print_json, print_table
 from tiered_kv.cli.text import ago, end_of, pin_text
 from tiered_kv.config import size_text
 from tiered_kv.keys.tags import tag_text
-from tiered_kv.ops.forest import Forest
+from tiered_kv.ops.forest import Forest, ident
 from tiered_kv.ops.inspection import BlobFinding, examine, is_complete
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.storage import Content, Reader, StoredBlob
@@ -57,7 +57,8 @@ class InspectReport(Report, frozen=True, kw_only=True):
         payload: ``sound``, or what is wrong with the payload; ``unknown`` where the header is not sound.
         parent: Key of the chunk before it; null for the first of a prefix.
         chunk_index: Its position in its prefix, from 0.
-        tokens: Its tokens, by the header; null if that is not sound.
+        tokens: Its tokens, by the header, 0 for a part of a state; null if that is not sound.
+        is_state: Whether it is a part of the state of recurrent layers that is behind the chunk before it.
         prefix_sha256: Digest of all tokens up to its end, by the header; null if that is not sound.
         created_s: When it was computed, by the header; null if that is not sound.
         tag: Digest of the tag it was stored with, by the header; null where it has none, or if that is not sound.
@@ -92,6 +93,7 @@ class InspectReport(Report, frozen=True, kw_only=True):
     parent: str | None
     chunk_index: int
     tokens: int | None
+    is_state: bool
     prefix_sha256: str | None
     created_s: float | None
     tag: str | None
@@ -165,7 +167,8 @@ def _report(storage: Reader, content: Content, forest: Forest, blob: StoredBlob,
         payload=finding.payload,
         parent=parent or None,
         chunk_index=blob.name.chunk_index,
-        tokens=None if header is None else header.token_count,
+        tokens=None if header is None else 0 if blob.is_state else header.token_count,
+        is_state=blob.is_state,
         prefix_sha256=None if header is None else header.record.prefix_sha256.hex(),
         created_s=None if header is None else float(header.created_unix_s),
         tag=None if header is None else tag_text(header.record.tag),
@@ -176,7 +179,7 @@ def _report(storage: Reader, content: Content, forest: Forest, blob: StoredBlob,
         size_bytes=blob.size_bytes,
         written_s=blob.written_s,
         used_s=max(other.used_s for other in (blob, *behind)),
-        is_pinned=any(other.pinned_until_s for other in (blob, *behind)),
+        is_pinned=ident(blob) in forest.pinned(),
         pinned_until_s=end_of(blob.pinned_until_s),
         is_reachable=is_complete(chain),
         chain=[before.name.key.hex() for before in chain[1:]],
@@ -221,7 +224,7 @@ def _facts(report: InspectReport, now_s: float) -> list[tuple[str, object]]:
         ("path", report.path),
         ("header", report.header),
         ("payload", report.payload),
-        ("tokens", "-" if report.tokens is None else report.tokens),
+        ("tokens", "none: a part of a state" if report.is_state else "-" if report.tokens is None else report.tokens),
         ("prefix_sha256", report.prefix_sha256 or "-"),
         ("blob", f"{size_text(report.blob_bytes)} ({report.blob_bytes} bytes)"),
         ("header bytes", "-" if report.header_bytes is None else report.header_bytes),

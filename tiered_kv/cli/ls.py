@@ -24,7 +24,7 @@ from tiered_kv.cli.options import (
     parse_tag,
 )
 from tiered_kv.cli.output import exit_codes, note, print_json, print_table
-from tiered_kv.cli.text import ago, end_of, pin_text, shortened
+from tiered_kv.cli.text import ago, end_of, pin_text, shortened, states_text
 from tiered_kv.config import parse_time_s, size_text
 from tiered_kv.keys.tags import tag_text
 from tiered_kv.ops.forest import Forest, Ident, ident
@@ -41,7 +41,8 @@ class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
         key: Its key.
         namespace: Digest of its namespace.
         chunk_index: Its position in its prefix, 0 for the first.
-        tokens: Its tokens; null if unknown.
+        tokens: Its tokens, 0 for a part of a state; null if unknown.
+        is_state: Whether it is a part of the state of recurrent layers that is behind the chunk before it.
         size_bytes: What it takes of the tier.
         written_s: When it was written.
         used_s: Last use; a use of a chunk is a use of the prefix before it.
@@ -57,6 +58,7 @@ class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     chunk_index: int
     tokens: int | None
+    is_state: bool
     size_bytes: int
     written_s: float
     used_s: float
@@ -127,7 +129,8 @@ def ls(
     A namespace is one model run in one way: its digest, what its record says of the model, its epoch, what it holds,
     when it was last used, and which versions of this package and of the engine stored it, in which encoding of KV. Of
     each chunk: its key, its position in its prefix, tokens, size, when it was written, when it was last used, and
-    whether a pin keeps it from eviction. A use of a chunk counts as a use of the prefix before it.
+    whether a pin keeps it from eviction. A use of a chunk counts as a use of the prefix before it. Of a model with
+    recurrent layers also the states that are stored, whose parts are listed as chunks; the column "tokens" tells them.
 
     Nothing is locked and no chunk is read, so this works beside a running server, and in a bucket by listing it once.
     But --tag and --stored-by read the header of every object of a bucket: nothing else tells whose it is and who
@@ -174,7 +177,8 @@ def _chunks(
             key=blob.name.key.hex(),
             namespace=blob.name.namespace.hex(),
             chunk_index=blob.name.chunk_index,
-            tokens=tokens.get(blob.name.namespace),
+            tokens=0 if blob.is_state else tokens.get(blob.name.namespace),
+            is_state=blob.is_state,
             size_bytes=blob.size_bytes,
             written_s=blob.written_s,
             used_s=used[ident(blob)],
@@ -191,7 +195,7 @@ def _chunks(
 def _show(report: LsReport, now_s: float) -> None:
     print_table(
         "Namespaces",
-        ("namespace", "model", "epoch", "chunks", "size", "tokens/chunk", "last use", "stored by"),
+        ("namespace", "model", "epoch", "chunks", "size", "states", "tokens/chunk", "last use", "stored by"),
         [
             (
                 shortened(found.namespace),
@@ -199,6 +203,7 @@ def _show(report: LsReport, now_s: float) -> None:
                 found.epoch or "-",
                 found.chunks,
                 size_text(found.size_bytes),
+                states_text(found.states, found.state_bytes),
                 "-" if found.chunk_tokens is None else found.chunk_tokens,
                 ago(now_s, found.used_s),
                 "; ".join(found.stored_by) or found.first_stored_by or "-",
@@ -215,7 +220,7 @@ def _show(report: LsReport, now_s: float) -> None:
                 shortened(chunk.key),
                 shortened(chunk.namespace),
                 chunk.chunk_index,
-                "-" if chunk.tokens is None else chunk.tokens,
+                "state" if chunk.is_state else "-" if chunk.tokens is None else chunk.tokens,
                 size_text(chunk.size_bytes),
                 ago(now_s, chunk.written_s),
                 ago(now_s, chunk.used_s),

@@ -28,7 +28,8 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
         key: Key of the pinned chunk.
         until_s: When the pin ends; null for one without an end.
         is_there: Whether the tier has the chunk now.
-        prefix_chunks: Chunks that the pin keeps: the chunk and those before it that are there.
+        prefix_chunks: Chunks that the pin keeps: the chunk, those before it that are there, and parts of states.
+        state_parts: How many of these are parts of the states of recurrent layers along the prefix.
         prefix_bytes: What they take.
     """
 
@@ -37,6 +38,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     until_s: float | None
     is_there: bool
     prefix_chunks: int
+    state_parts: int
     prefix_bytes: int
 
 
@@ -81,7 +83,7 @@ def pin(
     more: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a chunk, and the prefix before it, from eviction.
+    """Keep a chunk, and the prefix before it, from eviction; of a model with recurrent layers also its states.
 
     A pin lies in the tier it names and holds for every server that uses it: a running one reads it within 5 seconds,
     the one that cleans a bucket up at its next pass. `evict` leaves pinned chunks alone, too. Pinning a chunk again
@@ -137,14 +139,15 @@ def unpin(
 
 def _described(forest: Forest, name: BlobName, until_s: float) -> Pin:
     blob = forest.blobs.get((name.namespace, name.key))
-    prefix: list[StoredBlob] = [] if blob is None else forest.prefix(blob)
+    kept: list[StoredBlob] = [] if blob is None else forest.with_states([blob])
     return Pin(
         namespace=name.namespace.hex(),
         key=name.key.hex(),
         until_s=None if until_s == FOR_GOOD else until_s,
         is_there=blob is not None,
-        prefix_chunks=len(prefix),
-        prefix_bytes=sum(b.size_bytes for b in prefix),
+        prefix_chunks=len(kept),
+        state_parts=sum(b.is_state for b in kept),
+        prefix_bytes=sum(b.size_bytes for b in kept),
     )
 
 
@@ -158,7 +161,7 @@ def _show(report: PinReport) -> None:
             p.key,
             p.namespace,
             "for good" if p.until_s is None else f"for {age_text(p.until_s - now_s)}",
-            p.prefix_chunks,
+            f"{p.prefix_chunks}, {p.state_parts} of them of states" if p.state_parts else p.prefix_chunks,
             size_text(p.prefix_bytes) if p.is_there else "not there",
         )
         for p in report.pins

@@ -20,6 +20,7 @@ from tiered_kv.cli.text import (
     decisions_text,
     rate_text,
     share_text,
+    states_text,
     time_text,
 )
 from tiered_kv.config import Config, size_text
@@ -282,13 +283,14 @@ def _show_storage(storage: StorageFigures, *, has_server: bool) -> None:
         )
     _show_part(
         "Namespaces",
-        ("namespace", "chunks", "size", "tokens", "pinned", "last use"),
+        ("namespace", "chunks", "size", "tokens", "states", "pinned", "last use"),
         [
             (
                 space.namespace,
                 space.chunks,
                 size_text(space.bytes),
                 "" if space.tokens is None else count_text(space.tokens),
+                states_text(space.states, space.state_bytes),
                 space.pinned_chunks,
                 ago(space.last_used_unix_s),
             )

@@ -78,3 +78,8 @@ def pin_text(now_s: float, end_s: float | None, *, is_kept: bool) -> str:
     if end_s is not None:
         return f"{age_text(end_s - now_s)} more"
     return "yes" if is_kept else "-"
+
+
+def states_text(states: int, size_bytes: int) -> str:
+    """How many states of recurrent layers are stored, and what their parts take; ``-`` where there are none."""
+    return f"{states}, {size_text(size_bytes)}" if size_bytes else "-"

@@ -32,8 +32,9 @@ def tree(
     """Draw the prefix trees of a tier: which prompts share their beginning, and where they part.
 
     Chunks that follow each other without a branch are one line: the key of the first, how many there are, their tokens
-    and size, when they were last used. Where prompts part, the line says how many ways the prefix continues. The most
-    recently used come first. Pins are marked. Chunks whose parent is gone hang in the air: no request can reach them.
+    and size, when they were last used, and how many states of recurrent layers are stored along them. Where prompts
+    part, the line says how many ways the prefix continues. The most recently used come first. Pins are marked. Chunks
+    whose parent is gone hang in the air: no request can reach them.
     """
     with exit_codes():
         now_s = time.time()
@@ -79,6 +80,8 @@ def _text(run: TreeRun, now_s: float) -> str:
     if run.tokens is not None:
         parts.append(counted(run.tokens, "token"))
     parts += [size_text(run.size_bytes), f"used {ago(now_s, run.used_s)}"]
+    if run.states:
+        parts.append(f"{counted(run.states, 'state')} of {size_text(run.state_bytes)}")
     if run.pinned:
         parts.append("pinned" if run.pinned == run.chunks else f"{run.pinned} pinned")
     if run.continued:

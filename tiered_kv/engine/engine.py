@@ -377,14 +377,15 @@ class Engine:
         return int(most_bytes * self.tiering.limits.request_share) // self._performer.formats[namespace].blob_bytes
 
     def prefix_of(self, key: bytes) -> dict[bytes, int] | None:
-        """Keys of a chunk and its ancestors, deepest first, with their bytes on the first secondary tier.
+        """Keys of a chunk, of its ancestors and of their states, with their bytes on the first secondary tier.
 
         None: the chunk is not known.
         """
-        entry = self.tiering.index.get(key)
-        return (
-            None if entry is None else {e.record.key: e.blob_bytes[HOST + 1] for e in self.tiering.index.prefix(entry)}
-        )
+        index = self.tiering.index
+        entry = index.get(key)
+        if entry is None:
+            return None
+        return {e.record.key: e.blob_bytes[HOST + 1] for e in index.with_states(index.prefix(entry))}
 
     def count(self, name: str) -> None:
         """Count an event that happened outside of tiering."""

@@ -13,6 +13,7 @@ from typing import Final
 
 from tiered_kv.keys.naming import NAME_BYTES, BlobName
 from tiered_kv.keys.prefix_tree import GAP, ROOT, PrefixTree
+from tiered_kv.keys.state_keys import is_state
 
 NO_ROW: Final = -2
 SECONDS_MAX: Final = (1 << 32) - 1
@@ -121,8 +122,13 @@ class Listing:
         self._tree.spread_uses(self._used)
 
     def with_prefixes(self, keys: Iterable[bytes]) -> bytearray:
-        """Marks the rows of these keys and of what is before them; keys that are not in the bucket mark nothing."""
-        return self._tree.with_prefixes(map(self.find, keys))
+        """Marks the rows of these keys, of what is before them, and of the states along that.
+
+        Keys that are not in the bucket mark nothing.
+        """
+        marked = self._tree.with_prefixes(map(self.find, keys))
+        self._tree.mark_behind(marked, lambda row: is_state(self.name(row)))
+        return marked
 
     # -- blobs that may go ---------------------------------------------------------------------------------------------
 

@@ -121,6 +121,18 @@ class PrefixTree:
                 row = self.parents[row]
         return marked
 
+    def mark_behind(self, marked: bytearray, belongs: Callable[[int], object]) -> None:
+        """Mark also the rows right behind marked ones that belong to these, and those that belong behind them.
+
+        Modifies:
+            ``marked``.
+        """
+        parents = self.parents
+        for row in self.shallowest_first if any(marked) else ():
+            parent = parents[row]
+            if parent >= 0 and marked[parent] and not marked[row] and belongs(row):
+                marked[row] = 1
+
     def unreachable(self) -> bytearray:
         """Marks every row behind a gap."""
         dead = bytearray(len(self))

@@ -17,7 +17,7 @@ before them, and its digest names all their tokens. No chunk has such a name: it
 """
 
 import hashlib
-from typing import Final
+from typing import Final, Protocol
 
 import xxhash
 
@@ -26,21 +26,36 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 MARK: Final = b"tiered_kv state"
 
 
+class _Named(Protocol):
+    """What has a key, and that of what is before it."""
+
+    @property
+    def key(self) -> bytes: ...
+
+    @property
+    def parent(self) -> bytes: ...
+
+
 def next_part(key: bytes, digest: bytes) -> tuple[bytes, bytes]:
     """Key and digest of the part behind a chunk or another part."""
-    return xxhash.xxh3_128_digest(key + MARK), hashlib.sha256(digest + MARK).digest()
+    return next_key(key), hashlib.sha256(digest + MARK).digest()
+
+
+def next_key(key: bytes) -> bytes:
+    """Key of the part behind a chunk or another part."""
+    return xxhash.xxh3_128_digest(key + MARK)
 
 
 def state_records(before: ChunkRecord, parts: int) -> list[ChunkRecord]:
-    """The records of the state behind a chunk, part by part."""
+    """The records of the state behind a chunk, part by part; they are whose the chunk's record says."""
     records: list[ChunkRecord] = []
     for _ in range(parts):
         last = records[-1] if records else before
         key, digest = next_part(last.key, last.prefix_sha256)
-        records.append(ChunkRecord(last.namespace, key, last.key, last.chunk_index + 1, digest))
+        records.append(ChunkRecord(last.namespace, key, last.key, last.chunk_index + 1, digest, last.tag))
     return records
 
 
-def is_state(record: ChunkRecord) -> bool:
-    """Whether a record names a part of a state; told by its name alone."""
-    return record.key == xxhash.xxh3_128_digest(record.parent + MARK)
+def is_state(named: _Named) -> bool:
+    """Whether a record or a blob's whole name is that of a part of a state."""
+    return named.key == next_key(named.parent)

@@ -15,9 +15,11 @@ from tiered_kv.chunks.header import (
     check_blob,
     geometry_entries,
     read_header,
+    state_entries,
 )
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.keys.state_keys import is_state
 from tiered_kv.ops.storage import NamespaceRecord
 from tiered_kv.server.members import recorded_geometry
 
@@ -42,10 +44,11 @@ CORRUPT: Final = frozenset({"header", "payload", "truncated", "longer", "swapped
 
 
 class Form(NamedTuple):
-    """What all blobs of a namespace have in common."""
+    """What all chunks of a namespace have in common, or all parts of its states."""
 
     token_count: int
     tensors: tuple[TensorEntry, ...]
+    is_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,14 @@ class Expectation:
     """The form that a namespace's record declares for its blobs, as far as it declares one.
 
     Attributes:
-        form: None where the record has no geometry as servers write it.
+        form: Of a chunk; None where the record has no geometry as servers write it.
+        state_form: Of a part of a state; with ``form`` only.
         blob_bytes: Of every blob; with ``form`` only.
     """
 
     chunk_tokens: int | None = None
     form: Form | None = None
+    state_form: Form | None = None
     blob_bytes: int | None = None
 
     @classmethod
@@ -86,13 +91,16 @@ class Expectation:
             blob_bytes = BlobFormat(record.digest, geometry).blob_bytes
         except (ConfigError, KeyError):  # KeyError: of a data type that this version does not know
             return cls(record.chunk_tokens)
-        return cls(record.chunk_tokens, Form(geometry.chunk_tokens, geometry_entries(geometry)), blob_bytes)
+        chunk = Form(geometry.chunk_tokens, geometry_entries(geometry))
+        state = Form(geometry.chunk_tokens, state_entries(geometry), is_state=True)
+        return cls(record.chunk_tokens, chunk, state, blob_bytes)
 
     def objection(self, form: Form) -> str:
         """Why a blob of this form is none of the namespace; empty where nothing speaks against it."""
         if self.chunk_tokens is not None and form.token_count != self.chunk_tokens:
             return f"another number of tokens. expected={self.chunk_tokens} observed={form.token_count}"
-        if self.form is not None and form != self.form:
+        expected = self.state_form if form.is_state else self.form
+        if expected is not None and form != expected:
             return "the tensors in its header are not those of namespace.json"
         return ""
 
@@ -152,4 +160,4 @@ def _place(name: BlobName, parsed: ParsedHeader) -> Verdict | None:
 
 
 def _form(parsed: ParsedHeader) -> Form:
-    return Form(parsed.header.token_count, parsed.tensors)
+    return Form(parsed.header.token_count, parsed.tensors, is_state(parsed.header.record))

@@ -112,7 +112,7 @@ class Wanted:
 
     Attributes:
         namespace: Only this one.
-        key: Only this chunk and the prefix before it.
+        key: Only this chunk, the prefix before it and the states along it.
         size_bytes: At most so much of the source: its most recently used prefixes.
     """
 
@@ -124,8 +124,8 @@ class Wanted:
 def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
     """Chunks to copy, in order: the most recently used prefix first, each from its beginning on."""
     if wanted.key is not None:
-        found = forest.prefix(wanted.key)[::-1]
-        blobs = found if found[0].name.chunk_index == 0 else []
+        is_whole = forest.prefix(wanted.key)[-1].name.chunk_index == 0
+        blobs = forest.with_states([wanted.key]) if is_whole else []
     else:
         blobs = _by_recency(forest, wanted.namespace)
     if wanted.size_bytes is None:
@@ -136,7 +136,15 @@ def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
         if total > wanted.size_bytes:
             break
         limited.append(blob)
-    return limited
+    return _without_torn_end(forest, limited)
+
+
+def _without_torn_end(forest: Forest, blobs: list[StoredBlob]) -> list[StoredBlob]:
+    """Less the parts of a state of which not all fit."""
+    chosen = set(map(ident, blobs))
+    return [
+        blob for blob in blobs if not blob.is_state or all(ident(part) in chosen for part in forest.whole_state(blob))
+    ]
 
 
 def _by_recency(forest: Forest, namespace: bytes | None) -> list[StoredBlob]:

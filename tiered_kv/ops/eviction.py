@@ -1,11 +1,11 @@
 """Eviction by an operator: which chunks go, and what `evict` reports of it.
 
-The least recently used go first, a parent only after its children. Pinned chunks and the prefixes before them go only
-where a tag, or the chunks of a bad version, are erased; the report counts what a pin keeps. Pure, but for the reports'
-base.
+The least recently used go first, a parent only after its children. A state goes as a whole, and with the chunk before
+it. Pinned chunks, the prefixes before them and their states go only where a tag, or the chunks of a bad version, are
+erased; the report counts what a pin keeps. Pure, but for the reports' base.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -92,7 +92,7 @@ class Criteria:
     Attributes:
         free_bytes: The least recently used, until at least so many bytes go. What no request can reach goes first.
         used_before_s: What was not used since then.
-        key: This chunk, with everything behind it.
+        key: This chunk, with everything behind it; of a part of a state the whole state.
         tag: What was stored under this digest of a tag, with everything behind it, pinned or not.
         stored_by: What was stored by whom these mean, with everything behind it, pinned or not: that was computed from
             it, or from what was loaded in its place.
@@ -162,45 +162,61 @@ class Selection:
         ]
 
 
-def select(forest: Forest, criteria: Criteria) -> Selection:
-    """Choose what goes; whatever goes leaves no chunk behind it that stays, pinned ones beyond a gap excepted."""
+def select(forest: Forest, criteria: Criteria, state_parts: Mapping[bytes, int] | None = None) -> Selection:
+    """Choose what goes; whatever goes leaves no chunk behind it that stays, pinned ones beyond a gap excepted.
+
+    Args:
+        state_parts: Of a state, by namespace (``Content.state_parts``).
+    """
     used = forest.last_uses()
     wanted = list(forest.blobs.values())
     if criteria.tag is not None:
-        wanted = forest.behind(blob for blob in wanted if blob.tag == criteria.tag)
+        wanted = _behind(forest, (blob for blob in wanted if blob.tag == criteria.tag))
     elif criteria.stored_by is not None:
         is_meant = criteria.stored_by.matches
-        wanted = forest.behind(blob for blob in wanted if is_meant(blob.stored_by or UNKNOWN))
+        wanted = _behind(forest, (blob for blob in wanted if is_meant(blob.stored_by or UNKNOWN)))
     elif criteria.key is not None:
-        wanted = forest.behind([criteria.key])
+        wanted = _behind(forest, [criteria.key])
     wanted = [
         blob
         for blob in wanted
         if criteria.namespace in (None, blob.name.namespace)
         and (criteria.used_before_s is None or used[ident(blob)] < criteria.used_before_s)
     ]
-    ordered = _ordered(forest, wanted, used)
+    ordered = _ordered(forest, wanted, used, state_parts or {})
     kept = forest.pinned() if criteria.tag is None and criteria.stored_by is None else set()
     free = [blob for blob in ordered if ident(blob) not in kept]
     pinned = [blob for blob in ordered if ident(blob) in kept]
-    return Selection(free if criteria.free_bytes is None else _first(free, criteria.free_bytes), pinned)
+    return Selection(free if criteria.free_bytes is None else _first(forest, free, criteria.free_bytes), pinned)
 
 
-def _ordered(forest: Forest, blobs: Sequence[StoredBlob], used: dict[Ident, float]) -> list[StoredBlob]:
-    """Unreachable ones first, then by last use: a parent was used no earlier than its children, so it comes later."""
-    lost = {ident(blob) for blob in forest.unreachable()}
+def _behind(forest: Forest, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:
+    """These chunks and all behind them; of a part of a state all of that state."""
+    firsts = (forest.whole_state(blob)[-1] if blob.is_state else blob for blob in blobs)
+    return forest.behind(firsts)
+
+
+def _ordered(
+    forest: Forest, blobs: Sequence[StoredBlob], used: dict[Ident, float], state_parts: Mapping[bytes, int]
+) -> list[StoredBlob]:
+    """Of no use first, then by last use: a parent was used no earlier than its children, so it comes later."""
+    lost = {ident(blob) for blob in (*forest.unreachable(), *forest.torn_states(state_parts))}
     return sorted(blobs, key=lambda blob: (ident(blob) not in lost, used[ident(blob)], -blob.name.chunk_index))
 
 
-def _first(blobs: Sequence[StoredBlob], size_bytes: int) -> list[StoredBlob]:
-    found: list[StoredBlob] = []
+def _first(forest: Forest, blobs: Sequence[StoredBlob], size_bytes: int) -> list[StoredBlob]:
+    """The first so many bytes, and what is left of a state of which parts go."""
+    free = set(map(ident, blobs))
+    found: dict[Ident, StoredBlob] = {}
     total = 0
     for blob in blobs:
         if total >= size_bytes:
             break
-        found.append(blob)
-        total += blob.size_bytes
-    return found
+        for one in forest.whole_state(blob) if blob.is_state else (blob,):
+            if ident(one) in free and ident(one) not in found:
+                found[ident(one)] = one
+                total += one.size_bytes
+    return list(found.values())
 
 
 def used_bytes(storage: Reader, content: Content) -> int:

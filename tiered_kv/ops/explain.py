@@ -5,6 +5,9 @@ namespaces have: an object store tells children and namespaces by a LIST only, s
 one would come on top of it. Of the chosen namespace's hits the headers are read, too (one request each in an object
 store), because a name alone proves nothing. Payloads are not: ``verify`` does that.
 
+How much of what is here an engine would be offered is worked out as the server and the scheduler side do: with
+recurrent layers up to the deepest boundary whose state is here, with a draft as far as vLLM's own prefix cache would.
+
 Called by the command line; owns the reasons, not their layout.
 """
 
@@ -19,9 +22,11 @@ import msgspec
 
 from tiered_kv.chunks.header import PEEK_BYTES, ParsedHeader, peek, read_header
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace, diff
 from tiered_kv.keys.naming import BlobName, object_path, relative_path
 from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.keys.state_keys import state_records
 from tiered_kv.ops.findings import NO_HITS
 from tiered_kv.ops.prompts import prompt_keys
 from tiered_kv.ops.report import Report
@@ -29,6 +34,9 @@ from tiered_kv.ops.storage import Content, Progress, Reader, StoredBlob, is_priv
 from tiered_kv.ops.text import without_paths
 
 DIFFERENCES_MAX: Final = 50
+
+BLOCK_DROPPERS: Final = frozenset({"eagle", "eagle3", "mtp"})
+"""Drafts that take at each position the token behind it: vLLM gives up the last block of a hit for them."""
 
 
 class State(Enum):
@@ -61,6 +69,22 @@ class ChunkRun(msgspec.Struct, frozen=True, kw_only=True):
     last: int
     first_token: int
     last_token: int
+    state: str
+    text: str
+
+
+class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in the prompt from which an engine with recurrent layers could go on, as far as its state is here.
+
+    Attributes:
+        tokens: Tokens before it.
+        state: ``here``; ``part``: some parts of it are missing or bad; ``unreachable``: it is here, and a chunk before
+            it is not; ``last_token``: it is here, and of no use to this prompt, whose last token has to be computed
+            (with some drafts its last block).
+        text: The same in words.
+    """
+
+    tokens: int
     state: str
     text: str
 
@@ -113,8 +137,14 @@ class ExplainReport(Report, frozen=True, kw_only=True):
         chunk_tokens: Tokens of a chunk.
         prompt_chunks: Full chunks of the prompt.
         tail_tokens: Tokens behind the last full chunk, which are never stored.
-        hit_chunks: Leading chunks that an engine would get from this tier.
-        hit_tokens: The same in tokens.
+        hit_chunks: Leading chunks that an engine would read from this tier.
+        hit_tokens: Tokens that an engine would be offered for this prompt.
+        hit_text: Why it is so many, in words.
+        here_chunks: Leading chunks that are here, whether a hit may bring them or not.
+        here_tokens: The same in tokens.
+        state_parts: Of how many parts a state of the model's recurrent layers consists; 0: it has none.
+        boundaries: Boundaries of the prompt at which any part of a state is here, the deepest first.
+        draft: vLLM's name of the method by which a draft with KV of its own guesses; null where there is none.
         siblings: Chunks of other prompts at the position of the first miss, continuing the same prefix; null without a
             miss.
         runs: The prompt, chunk by chunk.
@@ -133,6 +163,12 @@ class ExplainReport(Report, frozen=True, kw_only=True):
     tail_tokens: int | None
     hit_chunks: int
     hit_tokens: int
+    hit_text: str
+    here_chunks: int
+    here_tokens: int
+    state_parts: int
+    boundaries: list[Boundary]
+    draft: str | None
     siblings: int | None
     runs: list[ChunkRun]
     others: list[OtherNamespace]
@@ -157,10 +193,26 @@ class Candidate:
     hits: int
     used_s: float
     is_retired: bool
+    state_parts: int = 0
 
     @property
     def hit_tokens(self) -> int:
         return self.hits * self.chunk_tokens
+
+    @property
+    def draft_method(self) -> str | None:
+        """vLLM's name of how a draft with KV of its own guesses; None where there is none."""
+        draft = self.namespace.fields.get("draft")
+        method = draft.get("method") if isinstance(draft, dict) else None
+        return method if isinstance(method, str) else None
+
+    @property
+    def drops_block(self) -> bool:
+        """Whether vLLM gives up the last block of a prefix that it matched (``vllm/drafts.py``)."""
+        fields = self.namespace.fields
+        settings = fields["draft"].get("settings") if isinstance(fields.get("draft"), dict) else None
+        is_off = isinstance(settings, dict) and bool(settings.get("disable_eagle_block_drop"))
+        return self.draft_method in BLOCK_DROPPERS and not is_off
 
 
 def explain(
@@ -183,6 +235,52 @@ def explain(
     """
     notes = list(content.notes)
     stored = _Stored(storage.kind, content)
+    candidates = _candidates(storage, stored, content, tokens, salt, notes)
+    if wanted is not None:
+        chosen = next((c for c in candidates if c.namespace.digest == wanted), None)
+        if chosen is None:
+            raise ConfigError(f"option --namespace: {wanted.hex()} has no record that can be read, so no keys either")
+        reason = "named by --namespace"
+    elif not candidates:
+        return _nothing(storage.uri, len(tokens), notes)
+    else:
+        chosen, reason = _choose(candidates)
+    size = chosen.chunk_tokens
+    headers = _Headers(storage)
+    states = _states(headers, stored, chosen, len(tokens) // size, progress)
+    here = next((i for i, (state, _) in enumerate(states) if state is not State.HERE), len(states))
+    siblings = stored.siblings(chosen, here) if here < len(states) else None
+    offer = _offer(headers, stored, chosen, here, len(tokens))
+    others = sorted((c for c in candidates if c is not chosen and c.hits), key=lambda c: (-c.hit_tokens, -c.used_s))
+    return ExplainReport(
+        uri=storage.uri,
+        namespace=chosen.namespace.digest.hex(),
+        chosen_by=reason,
+        is_retired=chosen.is_retired,
+        prompt_tokens=len(tokens),
+        chunk_tokens=size,
+        prompt_chunks=len(tokens) // size,
+        tail_tokens=len(tokens) % size,
+        hit_chunks=-(-offer.tokens // size),
+        hit_tokens=offer.tokens,
+        hit_text=offer.text,
+        here_chunks=here,
+        here_tokens=here * size,
+        state_parts=chosen.state_parts,
+        boundaries=offer.boundaries,
+        draft=chosen.draft_method,
+        siblings=siblings,
+        runs=_runs(states, here, siblings or 0, size),
+        others=[_other(chosen, other) for other in others],
+        notes=notes,
+        see=None if 0 < len(tokens) // size == here and offer.is_all else NO_HITS,
+    )
+
+
+def _candidates(
+    storage: Reader, stored: "_Stored", content: Content, tokens: Sequence[int], salt: str, notes: list[str]
+) -> list[Candidate]:
+    """Every namespace whose record can be read; ``notes`` gets the others."""
     epochs, candidates = storage.epochs(), []
     for record in content.records.values():
         if record.namespace is None or not record.chunk_tokens:
@@ -197,39 +295,10 @@ def explain(
                 stored.leading(_names(record.namespace, keys)),
                 stored.used_s.get(record.digest, 0.0),
                 is_private(record.namespace) or epochs.has_retired(record.namespace),
+                record.state_parts,
             )
         )
-    if wanted is not None:
-        chosen = next((c for c in candidates if c.namespace.digest == wanted), None)
-        if chosen is None:
-            raise ConfigError(f"option --namespace: {wanted.hex()} has no record that can be read, so no keys either")
-        reason = "named by --namespace"
-    elif not candidates:
-        return _nothing(storage.uri, len(tokens), notes)
-    else:
-        chosen, reason = _choose(candidates)
-    size = chosen.chunk_tokens
-    states = _states(storage, stored, chosen, len(tokens) // size, progress)
-    hit_chunks = next((i for i, (state, _) in enumerate(states) if state is not State.HERE), len(states))
-    siblings = stored.siblings(chosen, hit_chunks) if hit_chunks < len(states) else None
-    others = sorted((c for c in candidates if c is not chosen and c.hits), key=lambda c: (-c.hit_tokens, -c.used_s))
-    return ExplainReport(
-        uri=storage.uri,
-        namespace=chosen.namespace.digest.hex(),
-        chosen_by=reason,
-        is_retired=chosen.is_retired,
-        prompt_tokens=len(tokens),
-        chunk_tokens=size,
-        prompt_chunks=len(tokens) // size,
-        tail_tokens=len(tokens) % size,
-        hit_chunks=hit_chunks,
-        hit_tokens=hit_chunks * size,
-        siblings=siblings,
-        runs=_runs(states, hit_chunks, siblings or 0, size),
-        others=[_other(chosen, other) for other in others],
-        notes=notes,
-        see=None if 0 < len(tokens) // size == hit_chunks else NO_HITS,
-    )
+    return candidates
 
 
 def _nothing(uri: str, token_count: int, notes: list[str]) -> ExplainReport:
@@ -245,6 +314,12 @@ def _nothing(uri: str, token_count: int, notes: list[str]) -> ExplainReport:
         tail_tokens=None,
         hit_chunks=0,
         hit_tokens=0,
+        hit_text="nothing is here",
+        here_chunks=0,
+        here_tokens=0,
+        state_parts=0,
+        boundaries=[],
+        draft=None,
         siblings=None,
         runs=[],
         others=[],
@@ -285,7 +360,8 @@ class _Stored:
         for blob in content.blobs:
             name = blob.name
             self.used_s[name.namespace] = max(blob.used_s, self.used_s.get(name.namespace, 0.0))
-            self._children[name.namespace, name.parent, name.chunk_index] += 1
+            if not blob.is_state:
+                self._children[name.namespace, name.parent, name.chunk_index] += 1
 
     def _ident(self, name: BlobName) -> tuple[object, ...]:
         ancestry = (name.parent, name.chunk_index) if self._is_object else ()
@@ -322,11 +398,11 @@ def _names(namespace: Namespace, keys: PrefixKeys) -> list[BlobName]:
 
 
 def _states(
-    storage: Reader, stored: _Stored, chosen: Candidate, count: int, progress: Progress
+    headers: "_Headers", stored: _Stored, chosen: Candidate, count: int, progress: Progress
 ) -> list[tuple[State, str]]:
     """State of every chunk, with the reason where the state alone does not give it."""
     states: list[tuple[State, str]] = []
-    headers, is_broken = _Headers(storage), False
+    is_broken = False
     for index, name in enumerate(_names(chosen.namespace, chosen.keys)):
         blob = stored.get(name)
         if blob is None:
@@ -438,6 +514,114 @@ def _first_miss(index: int, state: tuple[State, str], siblings: int, behind: int
 
 def _chunks(count: int, word: str = "") -> str:
     return f"{count} {word}chunk{'' if count == 1 else 's'}"
+
+
+# -- what of it an engine is offered -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """How far an engine would be taken.
+
+    Attributes:
+        text: Why so far.
+        is_all: It is as far as one could be with everything stored.
+    """
+
+    tokens: int
+    text: str
+    is_all: bool
+    boundaries: list[Boundary] = field(default_factory=list)
+
+
+def _offer(headers: _Headers, stored: _Stored, chosen: Candidate, here: int, prompt_tokens: int) -> _Offer:
+    """What of the leading chunks that are here a hit brings."""
+    if chosen.state_parts:
+        return _stateful_offer(headers, stored, chosen, here, prompt_tokens)
+    size = chosen.chunk_tokens
+    if chosen.draft_method is not None:
+        return _drafted_offer(chosen, here * size, prompt_tokens)
+    whole = prompt_tokens // size
+    if here < whole:
+        return _Offer(here * size, f"{here * size} tokens are here up to the first miss", is_all=False)
+    tail = (
+        f"; chunks have {size} tokens, so the last {prompt_tokens % size} are computed" if prompt_tokens % size else ""
+    )
+    return _Offer(here * size, f"every full chunk is here{tail}", is_all=True)
+
+
+def _drafted_offer(chosen: Candidate, here_tokens: int, prompt_tokens: int) -> _Offer:
+    """As far as vLLM's own prefix cache would go with a draft (``vllm/drafts.py``, which imports vLLM)."""
+    block = int(chosen.namespace.fields["block_tokens"])
+    most = (prompt_tokens - 1) // block * block
+    dropped = block if chosen.drops_block else 0
+    offered = max(0, min(here_tokens, most) - dropped)
+    reasons = [f"{here_tokens} tokens are here"]
+    if most < here_tokens:
+        reasons.append(f"with a draft the prompt's last token is computed, and with it its block: {most}")
+    if dropped and here_tokens:
+        reasons.append(
+            f"the last block of {block} is not offered: the draft ({chosen.draft_method}) wrote its end for the token "
+            "behind it, which may be another one"
+        )
+    wished = max(0, min(prompt_tokens // chosen.chunk_tokens * chosen.chunk_tokens, most) - dropped)
+    return _Offer(offered, "; ".join(reasons), is_all=offered == wished)
+
+
+def _stateful_offer(headers: _Headers, stored: _Stored, chosen: Candidate, here: int, prompt_tokens: int) -> _Offer:
+    """Up to the deepest boundary before the last token whose state is here with every chunk before it."""
+    size, keys = chosen.chunk_tokens, chosen.keys
+    # A dropped block leaves more than the last token to compute (vllm/drafts.py, state_boundary).
+    deepest = max(0, prompt_tokens // size - 1) if chosen.drops_block else (prompt_tokens - 1) // size
+    boundaries: list[Boundary] = []
+    for chunks in range(len(keys.keys), 0, -1):
+        is_found = any(one.state == "here" for one in boundaries)
+        state = _state_at(None if is_found else headers, stored, chosen, chunks)
+        if state is None:
+            continue
+        kind, text = state
+        if kind == "here" and chunks > here:
+            kind, text = "unreachable", "here, but a chunk before it is not: no request can reach it"
+        elif kind == "here" and chunks > deepest:
+            kind = "last_token"
+            text = "here, but of no use to this prompt, of which more has to be computed"
+        boundaries.append(Boundary(tokens=chunks * size, state=kind, text=text))
+    offered = next((one.tokens for one in boundaries if one.state == "here"), 0)
+    wished = min(here, deepest) * size
+    last = f"last state at {offered}" if offered else "no state that can be used"
+    reasons = [f"attention up to {here * size}, {last}"]
+    if here > deepest:
+        why = "the last block is not offered with this draft" if chosen.drops_block else "the last token is computed"
+        reasons.append(f"{why}, so the deepest boundary for this prompt is {deepest * size}")
+    if offered < wished:
+        parts = next((one for one in boundaries if one.tokens == wished), None)
+        what = "no state is stored there" if parts is None else f"of the state there {parts.text}"
+        reasons.append(
+            f"at {wished} a hit could end, but {what}: vLLM makes states at the last boundary of a prompt and where "
+            "prompts fork"
+        )
+    return _Offer(offered, "; ".join(reasons), is_all=offered == deepest * size, boundaries=boundaries)
+
+
+def _state_at(headers: _Headers | None, stored: _Stored, chosen: Candidate, chunks: int) -> tuple[str, str] | None:
+    """What of the state behind so many chunks is here, without ``headers`` by names alone; None: nothing."""
+    space, keys, last = chosen.namespace.digest, chosen.keys, chunks - 1
+    chunk = ChunkRecord(space, keys.keys[last], keys.parent(last), last, keys.digests[last])
+    wrong: list[str] = []
+    seen = 0
+    for number, record in enumerate(state_records(chunk, chosen.state_parts), start=1):
+        name = BlobName.of(record)
+        blob = stored.get(name)
+        if blob is None:
+            found = stored.stray(name) or (State.MISSING, "")
+        else:
+            found = headers.judge(name, blob, record.prefix_sha256) if headers is not None else (State.HERE, "")
+        seen += found[0] is not State.MISSING
+        if found[0] is not State.HERE:
+            wrong.append(f"part {number} is {found[0].value}" + (f" ({found[1]})" if found[1] else ""))
+    if not seen:
+        return None
+    return ("part", f"{', '.join(wrong)} of {chosen.state_parts}") if wrong else ("here", "here")
 
 
 # -- namespaces beside each other -------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The chunks of a tier on their prefix trees: blobs in, blobs out (``keys/prefix_tree.py`` knows rows only)."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 from tiered_kv.keys.prefix_tree import PrefixTree
@@ -8,6 +9,23 @@ from tiered_kv.ops.storage import StoredBlob
 
 Ident = tuple[bytes, bytes]
 """Namespace and key of a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSums:
+    """The states of a namespace.
+
+    Attributes:
+        states: Boundaries with all parts of their state.
+        parts: Blobs of states, also of such that lack others.
+        size_bytes: What these take.
+        chunks_behind: Chunks behind the last state of their prefix, which no hit brings.
+    """
+
+    states: int = 0
+    parts: int = 0
+    size_bytes: int = 0
+    chunks_behind: int = 0
 
 
 def ident(blob: StoredBlob) -> Ident:
@@ -69,9 +87,68 @@ class Forest:
         return dict(zip(self.blobs, used, strict=True))
 
     def pinned(self) -> set[Ident]:
-        """Pinned chunks and the prefixes before them."""
-        marked = self._tree.with_prefixes(row for row, blob in enumerate(self._stored) if blob.pinned_until_s)
-        return {ident(blob) for blob, is_kept in zip(self._stored, marked, strict=True) if is_kept}
+        """Pinned chunks, the prefixes before them, and the states along these: a prefix without any is of no use."""
+        return set(map(ident, self.with_states(blob for blob in self._stored if blob.pinned_until_s)))
+
+    def with_states(self, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:
+        """These chunks of the forest, those before them, and the states that lie along them; parents first."""
+        marked = self._tree.with_prefixes(self._rows[ident(blob)] for blob in blobs)
+        self._tree.mark_behind(marked, lambda row: self._stored[row].is_state)
+        return [self._stored[row] for row in self._tree.shallowest_first if marked[row]]
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def chunks_after(self, blob: StoredBlob) -> list[StoredBlob]:
+        """The chunks that continue this one, without its state."""
+        return [child for child in self.children(blob) if not child.is_state]
+
+    def state(self, chunk: StoredBlob) -> list[StoredBlob]:
+        """The parts of the state behind a chunk, in their order, up to the first that is missing."""
+        found, last = [], chunk
+        while (part := next((child for child in self.children(last) if child.is_state), None)) is not None:
+            found.append(part)
+            last = part
+        return found
+
+    def whole_state(self, part: StoredBlob) -> list[StoredBlob]:
+        """All that is here of the state that a part belongs to; the deepest first, as it has to go."""
+        before = [one for one in self.prefix(part) if one.is_state]
+        return [*self.state(part)[::-1], *before]
+
+    def sum_up_states(self, blobs: Iterable[StoredBlob], parts: int) -> "StateSums":
+        """Count the states of a namespace.
+
+        Args:
+            blobs: All of it.
+            parts: Of a state; 0: it has none.
+        """
+        if not parts:
+            return StateSums()
+        chunks: list[StoredBlob] = []
+        stored: list[StoredBlob] = []
+        for blob in blobs:
+            (stored if blob.is_state else chunks).append(blob)
+        states = [(chunk, state) for chunk in chunks if len(state := self.state(chunk)) == parts]
+        before = self._tree.with_prefixes(self._rows[ident(chunk)] for chunk, _ in states)
+        return StateSums(
+            states=len(states),
+            parts=len(stored),
+            size_bytes=sum(part.size_bytes for part in stored),
+            chunks_behind=sum(not before[self._rows[ident(chunk)]] for chunk in chunks),
+        )
+
+    def torn_states(self, parts: Mapping[bytes, int]) -> list[StoredBlob]:
+        """Parts of states whose last parts are missing: no request can use them.
+
+        Args:
+            parts: Of a state, by namespace; of namespaces that are not in it nothing is torn.
+        """
+        found = []
+        for blob in self._at(self._tree.walk()) if parts else ():
+            wanted = parts.get(blob.name.namespace, 0)
+            if wanted and not blob.is_state and 0 < len(held := self.state(blob)) < wanted:
+                found += held
+        return found
 
     def walk(self, order: Callable[[StoredBlob], float] | None = None) -> Iterator[StoredBlob]:
         """Every reachable chunk, each tree before the next, parents before children.

@@ -32,8 +32,12 @@ class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
         model: The model in a few words, as the namespace's record says; null where there is none that can be read.
         problem: Why there is no ``model``; null where there is.
         epoch: Changes when the cache is reset; null if unknown.
-        chunks: Chunks stored.
+        chunks: Chunks stored, parts of states among them.
         size_bytes: What they take of the tier.
+        states: Boundaries at which the state of the model's recurrent layers is stored; 0 where it has none.
+        state_parts: Chunks that are parts of states, also of such that lack others.
+        state_bytes: What these take of the tier.
+        chunks_behind_states: Chunks behind the last state of their prefix, which no hit brings.
         chunk_tokens: Tokens of a chunk; null if unknown.
         used_s: Last use of any chunk; null without chunks.
         first_stored_by: Who opened the namespace here first: package, engine, encoding; null where that is not said.
@@ -47,6 +51,10 @@ class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str | None
     chunks: int
     size_bytes: int
+    states: int
+    state_parts: int
+    state_bytes: int
+    chunks_behind_states: int
     chunk_tokens: int | None
     used_s: float | None
     first_stored_by: str | None
@@ -93,7 +101,7 @@ def sum_up(
             counts[age] += 1
             sizes[age] += blob.size_bytes
     found = [
-        _sum_of(records.get(space) or NamespaceRecord.missing(space), space, blobs, used)
+        _sum_of(records.get(space) or NamespaceRecord.missing(space), space, blobs, used, forest)
         for space, blobs in spaces.items()
         if namespace in (None, space)
     ]
@@ -105,8 +113,9 @@ def sum_up(
 
 
 def _sum_of(
-    record: NamespaceRecord, space: bytes, blobs: Sequence[StoredBlob], used: Mapping[Ident, float]
+    record: NamespaceRecord, space: bytes, blobs: Sequence[StoredBlob], used: Mapping[Ident, float], forest: Forest
 ) -> LsNamespace:
+    states = forest.sum_up_states(blobs, record.state_parts)
     storers = Counter(blob.stored_by or UNKNOWN for blob in blobs)
     return LsNamespace(
         namespace=space.hex(),
@@ -115,6 +124,10 @@ def _sum_of(
         epoch=epoch_of(record),
         chunks=len(blobs),
         size_bytes=sum(blob.size_bytes for blob in blobs),
+        states=states.states,
+        state_parts=states.parts,
+        state_bytes=states.size_bytes,
+        chunks_behind_states=states.chunks_behind,
         chunk_tokens=record.chunk_tokens,
         used_s=max((used[ident(blob)] for blob in blobs), default=None),
         first_stored_by=record.first_stored_by or None,

@@ -99,7 +99,8 @@ class Scrub:
         read: Blobs that were read, with all of their ``read_bytes``.
         vanished: Blobs that were evicted before they could be read.
         suspects: The blobs of ``bad`` that a repair may remove, by path.
-        unreachable: Sound ones behind a gap or a bad one; once that is gone, ``gc`` removes them.
+        unreachable: Sound ones behind a gap or a bad one, and parts of a state that lacks others; once the bad ones are
+            gone, ``gc`` removes them.
         seconds: What the reading took.
     """
 
@@ -139,7 +140,7 @@ def scrub(storage: Reader, content: Content, choice: Choice, progress: Progress 
     doubtful = [blob for stray in strays if (blob := stray.as_blob()) is not None]
     result.held = len(blobs) + len(doubtful)
     reader = _Reader(storage, content, everything)
-    forms: dict[bytes, dict[Form, list[StoredBlob]]] = {}
+    forms: dict[tuple[bytes, bool], dict[Form, list[StoredBlob]]] = {}  # chunks and states apart
     for reading in reader.read_all([*chosen, *doubtful], progress):
         result.read_bytes += reading.read_bytes
         result.read += reading.verdict is not None
@@ -151,7 +152,8 @@ def scrub(storage: Reader, content: Content, choice: Choice, progress: Progress 
             result.bad.append(_bad(path, verdict.reason, verdict.detail, reading.blob.size_bytes, reading.blob))
             result.suspects[path] = reading.blob
         elif reading.verdict.form is not None:
-            forms.setdefault(reading.blob.name.namespace, {}).setdefault(reading.verdict.form, []).append(reading.blob)
+            form, kind = reading.verdict.form, (reading.blob.name.namespace, reading.verdict.form.is_state)
+            forms.setdefault(kind, {}).setdefault(form, []).append(reading.blob)
     for blob, has_majority in _outvoted(forms):
         path, detail = storage.path(blob.name), "its size or tensors differ from those of the namespace's other blobs"
         result.bad.append(_bad(path, "misfit", detail, blob.size_bytes, blob if has_majority else None))
@@ -162,7 +164,8 @@ def scrub(storage: Reader, content: Content, choice: Choice, progress: Progress 
     result.bad.sort(key=lambda bad: (order.index(bad.reason), bad.path))
     bad_paths = {bad.path for bad in result.bad}
     sound = Forest(blob for blob in everything if storage.path(blob.name) not in bad_paths)
-    result.unreachable = [blob for blob in sound.unreachable() if choice.is_meant(blob)]
+    useless = [*sound.unreachable(), *sound.torn_states(content.state_parts())]
+    result.unreachable = [blob for blob in useless if choice.is_meant(blob)]
     result.seconds = time.monotonic() - start_s
     return result
 
@@ -330,7 +333,9 @@ def _bad(path: str, reason: str, detail: str, size_bytes: int, blob: StoredBlob 
     )
 
 
-def _outvoted(forms: Mapping[bytes, Mapping[Form, Sequence[StoredBlob]]]) -> Iterator[tuple[StoredBlob, bool]]:
+def _outvoted(
+    forms: Mapping[tuple[bytes, bool], Mapping[Form, Sequence[StoredBlob]]],
+) -> Iterator[tuple[StoredBlob, bool]]:
     """Sound blobs that differ from the rest of their namespace, whose record does not say which are right.
 
     Each with whether the rest is a majority: without one it is unknown which of them may go.

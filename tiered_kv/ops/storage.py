@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, Protocol, Self
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, parse_path
+from tiered_kv.keys.state_keys import is_state
 from tiered_kv.keys.stored_by import UNKNOWN, shared_line
 
 FOR_GOOD: Final = float("inf")
@@ -47,6 +48,11 @@ class StoredBlob(NamedTuple):
     pinned_until_s: float
     tag: bytes | None = None
     stored_by: str | None = None
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a part of a state and no chunk."""
+        return is_state(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,12 @@ class NamespaceRecord:
         value = self.namespace.fields.get("chunk_tokens") if self.namespace is not None else None
         return value if isinstance(value, int) else None
 
+    @property
+    def state_parts(self) -> int:
+        """Parts of a state of its recurrent layers; 0 where it has none, or where that is unknown."""
+        value = self.namespace.fields.get("recurrent_state") if self.namespace is not None else None
+        return len(value) if isinstance(value, list) else 0
+
 
 @dataclass(slots=True)
 class Content:
@@ -151,6 +163,10 @@ class Content:
     @property
     def blob_bytes(self) -> int:
         return sum(blob.size_bytes for blob in self.blobs)
+
+    def state_parts(self) -> dict[bytes, int]:
+        """Parts of a state by namespace, of those that have states."""
+        return {space: record.state_parts for space, record in self.records.items() if record.state_parts}
 
 
 @dataclass(slots=True)

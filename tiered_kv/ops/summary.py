@@ -12,6 +12,7 @@ import msgspec
 
 from tiered_kv.fleet import layout
 from tiered_kv.ops.disk_storage import DiskStorage
+from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.listing import set_self_test_apart
 from tiered_kv.ops.object_storage import ObjectStorage, newest_lease
 from tiered_kv.ops.storage import Content, Progress, Reader, StoredBlob, no_progress
@@ -25,9 +26,12 @@ class StoredNamespace(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         namespace: Its digest in hex digits.
-        chunks, bytes: What is stored.
+        chunks, bytes: What is stored, parts of states included.
+        states, state_parts, state_bytes: Boundaries at which the state of the model's recurrent layers is stored, the
+            chunks that are parts of states, and what these take; 0 where it has none.
+        chunks_behind_states: Chunks behind the last state of their prefix, which no hit brings.
         chunk_tokens: Tokens of a chunk; None where no record says so.
-        tokens: In all its chunks; None likewise.
+        tokens: In all its chunks, less the parts of states; None likewise.
         pinned_chunks: Chunks with a pin of their own.
         last_used_unix_s: When a chunk of it was used last; None without chunks.
     """
@@ -35,6 +39,10 @@ class StoredNamespace(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     chunks: int
     bytes: int
+    states: int
+    state_parts: int
+    state_bytes: int
+    chunks_behind_states: int
     chunk_tokens: int | None
     tokens: int | None
     pinned_chunks: int
@@ -165,17 +173,22 @@ def _namespaces(content: Content) -> list[StoredNamespace]:
     blobs: dict[bytes, list[StoredBlob]] = {space: [] for space in content.records}
     for blob in content.blobs:
         blobs.setdefault(blob.name.namespace, []).append(blob)
-    found = []
+    forest, found = Forest(content.blobs), []
     for space, stored in blobs.items():
         record = content.records.get(space)
         chunk_tokens = record.chunk_tokens if record is not None else None
+        states = forest.sum_up_states(stored, record.state_parts if record is not None else 0)
         found.append(
             StoredNamespace(
                 namespace=space.hex(),
                 chunks=len(stored),
                 bytes=sum(blob.size_bytes for blob in stored),
+                states=states.states,
+                state_parts=states.parts,
+                state_bytes=states.size_bytes,
+                chunks_behind_states=states.chunks_behind,
                 chunk_tokens=chunk_tokens,
-                tokens=None if chunk_tokens is None else chunk_tokens * len(stored),
+                tokens=None if chunk_tokens is None else chunk_tokens * (len(stored) - states.parts),
                 pinned_chunks=sum(blob.pinned_until_s > 0 for blob in stored),
                 last_used_unix_s=_last_used_s(stored),
             )

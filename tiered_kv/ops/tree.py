@@ -25,6 +25,8 @@ class TreeRun(msgspec.Struct, frozen=True, kw_only=True):
         chunks: How many chunks it has.
         tokens: Their tokens; null if unknown.
         size_bytes: What they take of the tier.
+        states: After how many of them a state of the model's recurrent layers is stored, or parts of one.
+        state_bytes: What these states take of the tier.
         used_s: Last use of its first chunk: nothing behind it was used later.
         pinned: How many of its chunks have a pin of their own.
         continued: How many chunks follow its last one: 0 where a prefix ends, else 2 or more.
@@ -39,6 +41,8 @@ class TreeRun(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int
     tokens: int | None
     size_bytes: int
+    states: int
+    state_bytes: int
     used_s: float
     pinned: int
     continued: int
@@ -133,7 +137,8 @@ def _runs(
     while pending:
         level, parent, first = pending.pop()
         chain = _unbranched(forest, first)
-        behind = forest.children(chain[-1])
+        behind = forest.chunks_after(chain[-1])
+        states = [state for chunk in chain if (state := forest.state(chunk))]
         is_cut = level + 1 >= levels
         run = TreeRun(
             level=level,
@@ -144,6 +149,8 @@ def _runs(
             chunks=len(chain),
             tokens=None if chunk_tokens is None else len(chain) * chunk_tokens,
             size_bytes=sum(blob.size_bytes for blob in chain),
+            states=len(states),
+            state_bytes=sum(part.size_bytes for state in states for part in state),
             used_s=used[ident(first)],
             pinned=sum(blob.pinned_until_s > 0 for blob in chain),
             continued=len(behind),
@@ -157,6 +164,6 @@ def _runs(
 
 def _unbranched(forest: Forest, first: StoredBlob) -> list[StoredBlob]:
     chain = [first]
-    while len(behind := forest.children(chain[-1])) == 1:
+    while len(behind := forest.chunks_after(chain[-1])) == 1:
         chain.append(behind[0])
     return chain

@@ -6,14 +6,14 @@ while some tier holds, or is about to hold, the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
 from tiered_kv.keys.chunk_record import ChunkRecord
-from tiered_kv.keys.state_keys import next_part
+from tiered_kv.keys.state_keys import next_key, next_part
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG, shared_tag
 from tiered_kv.tiering.types import HOST, SlotId
@@ -309,6 +309,17 @@ class Index:
         while (parent := self.parent(chain[-1])) is not None:
             chain.append(parent)
         return chain
+
+    def with_states(self, prefix: Iterable[Entry]) -> list[Entry]:
+        """These entries, each followed by the parts of the state behind it that the index knows."""
+        found: list[Entry] = []
+        for chunk in prefix:
+            node: Entry | None = chunk
+            while node is not None:
+                found.append(node)
+                child = self._entries.get(next_key(node.record.key)) if node.children else None
+                node = child if child is not None and self.parent(child) is node else None
+        return found
 
     def held_prefix(self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Entry]:
         """Entries of the longest leading run of keys that some tier holds.

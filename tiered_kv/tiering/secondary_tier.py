@@ -441,10 +441,10 @@ class SecondaryTier:
         self.drop(entry, "erased")
 
     def set_pinned(self, keys: Iterable[bytes]) -> None:
-        """Keep these chunks, and the prefixes before them, from eviction from now on, and no others."""
-        self._pinned = {
-            e.record.key for pin in filter(None, map(self._index.get, keys)) for e in self._index.prefix(pin)
-        }
+        """Keep these chunks, the prefixes before them and the states along these from eviction, and no others."""
+        pins = filter(None, map(self._index.get, keys))
+        kept = {entry for pin in pins for entry in self._index.prefix(pin)}
+        self._pinned = {entry.record.key for entry in self._index.with_states(kept)}
 
     def is_used(self, entry: Entry) -> bool:
         """Whether the blob is being read, into host memory or into the tier behind."""

@@ -95,13 +95,14 @@ class SecondaryTiers:
                 source.enqueue_if_used(entry)
 
     def want(self, entry: Entry) -> None:
-        """A chunk will be asked for, though no lookup says so: it and the prefix before it are admitted now.
+        """A chunk will be asked for, though no lookup says so: it, its prefix and the states along it are admitted now.
 
         One that was found at start is queued when its namespace's first session opens (:meth:`recover`). Does nothing
         where every tier takes everything.
         """
         if any(tier.admission.policy.needs_uses for tier in self):
-            wanted = self._index.mark_used(entry)
+            along = self._index.with_states(self._index.prefix(entry)[::-1])
+            wanted = [new for one in along for new in self._index.mark_used(one)]
             if entry.record.namespace in self._opened:
                 self.enqueue_if_used(wanted)
 

@@ -2,7 +2,8 @@
 
 A step completes some; the rest of a request follows when it ends.
 
-Owns how far each request was stored, and counts every chunk that was computed and is not stored, once, with its reason.
+Owns how far each request was stored, and counts every chunk that was computed and is not stored, once, with its reason,
+and so every state that vLLM offers.
 The chunks themselves wait in ``save_queue.py``. Called by the scheduler side, in vLLM's scheduler thread.
 """
 
@@ -71,33 +72,39 @@ class RequestSaves:
         hands over what a load brought, too, which is stored.
         """
         for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
-            state = requests.get(request_id)
-            if state is None or request_id in (output.preempted_req_ids or ()) or state.is_from_before_reset:
-                continue
+            state, is_preempted = requests.get(request_id), request_id in (output.preempted_req_ids or ())
             blocks: dict[int, dict[int, int]] = {}
             for number, block, tokens in offers:
+                by_group = blocks.setdefault(tokens, {})
                 if block != NULL_BLOCK:
-                    blocks.setdefault(tokens, {})[number] = block
+                    by_group[number] = block
             for tokens, by_group in sorted(blocks.items()):
-                self._queue_state(state, tokens, by_group)
+                self._counters["state_offers"] += 1
+                if is_preempted:
+                    self._counters["state_dropped_preempted"] += 1
+                elif state is None:
+                    self._counters["state_dropped_unaccountable"] += 1
+                elif (end := self._queue_state(state, tokens, by_group)) is not None:
+                    self._counters[end] += 1
 
-    def _queue_state(self, state: RequestState, tokens: int, by_group: Mapping[int, int]) -> None:
+    def _queue_state(self, state: RequestState, tokens: int, by_group: Mapping[int, int]) -> str | None:
+        """Queue a state; or the counter that it ends in."""
         chunks, rest = divmod(tokens, self._config.chunk_tokens)
-        if (
-            tokens == state.loaded_tokens
-            or state.params.skips_save
-            or not state.extras.may_store
-            or chunks > state.storable
-        ):
-            return
+        if state.is_from_before_reset:
+            return "state_dropped_reset"
+        if tokens == state.loaded_tokens:
+            return "state_held"
+        if state.params.skips_save or not state.extras.may_store or chunks > state.storable:
+            return "state_dropped_not_storable"
         if rest or by_group.keys() != set(self._groups.states):
-            self._counters["state_dropped_partial"] += 1
-            return
-        keys = self._lookups.keys(state) if self._client.is_ready else None
+            return "state_dropped_partial"
+        if not self._client.is_ready:
+            return "state_dropped_no_session"
+        keys = self._lookups.keys(state)
         if keys is None or not 0 < chunks <= len(keys.keys):
-            self._counters["state_dropped_no_session"] += 1
-            return
+            return "state_dropped_unaccountable"
         self._queue.queue_state(keys, chunks, [by_group[number] for number in self._groups.states], state.params.tag)
+        return None
 
     def finish(self, state: RequestState, tables: BlockTables) -> None:
         """Queue what is left of a request that ends: its blocks are still whole."""

@@ -9,7 +9,8 @@ it: milliseconds, and never for disk or network. Without a slot a chunk waits, a
     has ended       a pin                                             a slot comes, vLLM lacks blocks, none came for 2 s
 
 Every chunk that was computed and may be stored ends in exactly one counter: ``store_held``, ``stores``,
-``stores_failed`` or a ``store_dropped_<reason>`` (decisions/0026).
+``stores_failed`` or a ``store_dropped_<reason>`` (decisions/0026). Every state that vLLM offered ends in one of
+``state_held``, ``states``, ``states_failed`` or a ``state_dropped_<reason>``, once for all its parts.
 """
 
 import itertools
@@ -38,8 +39,27 @@ COPY_SOON_S = 0.1
 ALL_DONE = sys.maxsize
 """What :meth:`SaveQueue.queue` returns for a request of which nothing more can be stored."""
 
+STORED = "stores"
+"""The counter of chunks that were stored."""
+
+STATE_COUNTERS = {STORED: "states", "stores_failed": "states_failed"}
+"""Counters of states by those of chunks, where another word stands in front than ``state_dropped``."""
+
 STORED_KEYS_MAX = 1 << 16
 """Keys remembered as stored, so that concurrent requests with one prefix do not store it twice."""
+
+
+@dataclass(slots=True)
+class _State:
+    """A state whose parts are on their way.
+
+    Attributes:
+        parts_left: Parts of which the end is not known yet.
+        outcome: The counter that it ends in, of its chunks' names: that of the first part that was not stored.
+    """
+
+    parts_left: int
+    outcome: str = STORED
 
 
 @dataclass(slots=True)
@@ -50,6 +70,7 @@ class _Chunk:
     block_ids: tuple[tuple[int, ...], ...]
     queued_s: float
     state_part: int | None = None
+    state: _State | None = None
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -170,9 +191,9 @@ class SaveQueue:
         if len(self._queue) + len(records) > max(self._client.credit_count, self._waiting_max):
             self._counters["state_dropped_no_slot"] += 1
             return
-        self._counters["states"] += 1
+        state = _State(len(records))
         for part, (record, block_id) in enumerate(zip(records, block_ids, strict=True)):
-            self._pin(_Chunk(record, ((block_id,),), self._monotonic(), part))
+            self._pin(_Chunk(record, ((block_id,),), self._monotonic(), part, state))
 
     def _may_pin(self) -> bool:
         """Whether one more chunk of a live request may be pinned: for a slot that is free, or before vLLM frees it."""
@@ -236,18 +257,25 @@ class SaveQueue:
             self._count(outcome, [chunk for _, chunk in job.chunks])
             if info is None or job.generation != self._client.generation:
                 continue  # the session that owned the slots is over
-            if outcome != "stores":
+            if outcome != STORED:
                 self._client.give_back([slot for slot, _ in job.chunks])
             else:
                 self._client.commit([(slot, chunk.record) for slot, chunk in job.chunks])
                 self._remember(chunk.record.key for _, chunk in job.chunks if chunk.state_part is None)
 
     def _count(self, outcome: str, chunks: Collection[_Chunk]) -> None:
-        """Count what became of chunks; parts of states count apart."""
-        states = sum(chunk.state_part is not None for chunk in chunks)
-        self._counters[outcome] += len(chunks) - states
+        """Count what became of chunks; parts of states count apart, and their state when all of them have ended."""
+        states = [chunk.state for chunk in chunks if chunk.state is not None]
+        self._counters[outcome] += len(chunks) - len(states)
         if states:
-            self._counters["state_parts_stored" if outcome == "stores" else "state_parts_dropped"] += states
+            self._counters["state_parts_stored" if outcome == STORED else "state_parts_dropped"] += len(states)
+        for state in states:
+            state.parts_left -= 1
+            state.outcome = outcome if state.outcome == STORED else state.outcome
+            if not state.parts_left:
+                self._counters[
+                    STATE_COUNTERS.get(state.outcome) or f"state_{state.outcome.removeprefix('store_')}"
+                ] += 1
 
     def _outcome(self, job: _Job) -> str:
         """The counter that the chunks of a job end in."""
@@ -257,7 +285,7 @@ class SaveQueue:
             return "store_dropped_pool_emptied"
         if job.resets != self._resets:
             return "store_dropped_reset"
-        return "stores_failed" if job.is_failed else "stores"
+        return "stores_failed" if job.is_failed else STORED
 
     def not_held(self, keys: Iterable[bytes]) -> None:
         """Forget that these keys were stored: no tier holds them, so they may be stored again."""
@@ -320,6 +348,8 @@ class SaveQueue:
         """
         most = 0 if is_standing else self._waiting_max
         dropped = [self._queue.pop() for _ in range(len(self._queue) - most)]  # the last ones: no parent of the others
+        while dropped and self._queue and dropped[-1].state is not None and self._queue[-1].state is dropped[-1].state:
+            dropped.append(self._queue.pop())  # a part alone is of no use
         self._count("store_dropped_blocks_wanted", dropped)
         self._unpin(dropped)
 
@@ -333,13 +363,18 @@ class SaveQueue:
         """Drop chunks that waited too long, each with its queued descendants: without it they are never found."""
         if not self._queue or self._slot_s >= expired_s:
             return
-        dropped: dict[bytes, _Chunk] = {}
+        dropped: list[_Chunk] = []
+        kept: deque[_Chunk] = deque()
+        keys: set[bytes] = set()
         for chunk in self._queue:  # a prefix is queued in order, so a chunk follows its parent
-            if chunk.queued_s < expired_s or chunk.record.parent in dropped:
-                dropped[chunk.record.key] = chunk
-        self._queue = deque(chunk for chunk in self._queue if chunk.record.key not in dropped)
-        self._count("store_dropped_no_slot", list(dropped.values()))
-        self._unpin(dropped.values())
+            if chunk.queued_s < expired_s or chunk.record.parent in keys:
+                dropped.append(chunk)  # a part of a state may be queued twice
+                keys.add(chunk.record.key)
+            else:
+                kept.append(chunk)
+        self._queue = kept
+        self._count("store_dropped_no_slot", dropped)
+        self._unpin(dropped)
 
     def _pin(self, chunk: _Chunk) -> None:
         assert self._blocks is not None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tiered_kv.chunks.geometry import DTYPE_BYTES
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tools.kv_size.model_types import (
     ALL_HEADS,
@@ -24,6 +25,19 @@ from tools.kv_size.model_types import (
     WINDOW_EVERYWHERE,
     WINDOW_PATTERNS,
 )
+from tools.kv_size.recurrent import ATTENDS, MAMBA_2, RECURRENT_TYPES, RecurrentLayers, layer_kinds, recurrent_layers
+
+STATE_FIELDS: Final = (
+    (
+        "linear_num_key_heads",
+        "linear_key_head_dim",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    ),
+    ("mamba_expand", "hidden_size", "mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
+)
+"""Fields that decide the size of a state: of gated delta nets, of Mamba 2."""
 
 CONFIG_FILE: Final = "config.json"
 CONFIG_BYTES_MAX: Final = 4 << 20
@@ -57,6 +71,7 @@ class ModelShape:
         is_mla: Whether all ranks hold the same KV, which is stored once.
         dtype: safetensors name of the KV's dtype.
         notes: What was assumed, in words.
+        recurrent: The layers with a state; None where there are none.
     """
 
     model_type: str
@@ -67,6 +82,7 @@ class ModelShape:
     is_mla: bool
     dtype: str
     notes: tuple[str, ...] = ()
+    recurrent: RecurrentLayers | None = None
 
     @property
     def attention(self) -> str:
@@ -123,7 +139,11 @@ def shape_of(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelSha
     fields = {**DEFAULTS.get(model_type, {}), **text}
     _refuse(config, fields, model_type)
     layers = _number(fields, "num_hidden_layers", LAYERS_MAX)
-    windows = _windows(fields, model_type, layers, notes)
+    recurrent = None
+    if model_type in RECURRENT_TYPES:
+        recurrent, windows = _recurrent(config, fields, model_type, layers)
+    else:
+        windows = _windows(fields, model_type, layers, notes)
     if shared := _number(fields, "num_kv_shared_layers", layers - 1, 0):
         windows = windows[: layers - shared]
         notes.append(f"the last {shared} layers use the KV of layers before them, so it is stored once")
@@ -140,7 +160,22 @@ def shape_of(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelSha
     if fields.get("num_nextn_predict_layers"):
         notes.append("without the layers for multi-token prediction, which vLLM loads for speculative decoding only")
     dtype = kv_dtype or _auto_dtype(config, text, notes)
-    return ModelShape(model_type, windows, heads, kv_heads, values, is_mla, dtype, tuple(notes))
+    return ModelShape(model_type, windows, heads, kv_heads, values, is_mla, dtype, tuple(notes), recurrent)
+
+
+def _recurrent(
+    config: Mapping[str, Any], fields: Mapping[str, Any], model_type: str, layers: int
+) -> tuple[RecurrentLayers | None, tuple[int | None, ...]]:
+    """The layers with a state, and the windows of those that attend, which have none."""
+    kinds = layer_kinds(fields, layers)
+    attending = sum(kind in ATTENDS for kind in kinds)
+    if not attending:
+        raise UnsupportedModel(f"recurrent layers only: vLLM caches no prefixes of such. model_type={model_type}")
+    named = {name: value for name, value in config.items() if name != "quantization_config"}
+    dtype_bytes = DTYPE_BYTES[_auto_dtype(named, {**fields, "quantization_config": None}, [])]
+    for name in STATE_FIELDS[model_type in MAMBA_2]:
+        _number(fields, name)
+    return recurrent_layers(fields, model_type, kinds, dtype_bytes), (None,) * attending
 
 
 def _text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -161,6 +196,8 @@ def _refuse(config: Mapping[str, Any], fields: Mapping[str, Any], model_type: st
         reason = REFUSED_TYPES[model_type]
         raise UnsupportedModel(f"this model's KV is not computed: {reason}. model_type={model_type}")
     for name, reason in REFUSED_FIELDS.items():
+        if reason == STATE and model_type in RECURRENT_TYPES:
+            continue
         if fields.get(name) not in (None, False):
             raise UnsupportedModel(f"this model's KV is not computed: {reason}. model_type={model_type} field={name}")
 

@@ -74,14 +74,17 @@ WINDOW_EVERYWHERE: Final = frozenset({"ministral", "mistral", "mixtral", "phi3",
 MLA_TYPES: Final = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe"})
 """Types with a ``kv_lora_rank`` that vLLM serves as MLA: one latent per token and layer."""
 
-STATE: Final = "it has layers with a state (Mamba, linear attention, convolution), which tiered_kv does not cache"
+STATE: Final = (
+    "it has layers with a state (Mamba, linear attention, convolution) of a kind that this does not compute; once one "
+    "is stored `tiered-kv ls` says what it takes"
+)
 OTHER_SHAPES: Final = "its layers keep KV of several shapes, or caches beside the KV, which this does not compute"
 
 REFUSED_TYPES: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         (
             *("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2"),
-            *("minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"),
+            *("minimax", "nemotron_h", "qwen4_exp_text"),
             *("recurrent_gemma", "rwkv", "zamba", "zamba2"),
         ),
         STATE,

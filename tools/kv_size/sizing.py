@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.chunks.arena import SLAB_BYTES
-from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
+from tiered_kv.chunks.geometry import DTYPE_BYTES, ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.namespace import DIGEST_BYTES
 from tiered_kv.tiering.types import Limits
 from tiered_kv.tiers.disk.tier import metadata_reserve
 from tools.kv_size.model_config import ModelShape
+from tools.kv_size.recurrent import parts_of_state
 
 RANKS_MAX: Final = 128
 CHUNK_TOKENS_MAX: Final = 1 << 20
@@ -30,7 +31,7 @@ class Run:
 
     Attributes:
         tp: Tensor-parallel ranks.
-        block_tokens: Tokens of vLLM's block.
+        block_tokens: Tokens of vLLM's block; with recurrent layers what it is a multiple of.
         chunk_tokens: Tokens of a chunk.
     """
 
@@ -62,6 +63,19 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class States:
+    """What the states of recurrent layers take.
+
+    Attributes:
+        parts: Parts of a state, each as large as a chunk.
+        data_bytes: State at one boundary, of all ranks; the rest of its parts is padding.
+    """
+
+    parts: int = 0
+    data_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """What fits into one tier's limit."""
 
@@ -76,15 +90,39 @@ class Need:
 
     Attributes:
         chunks: Whole chunks of one prompt.
+        parts: Parts of the state at its last boundary.
         all_bytes: Of all prompts, in each tier that is to hold them.
         disk_bytes: The least ``disk_bytes`` that holds them.
         load_bytes: The least ``host_bytes`` with which one request loads such a prompt whole.
     """
 
     chunks: int
+    parts: int
     all_bytes: int
     disk_bytes: int
     load_bytes: int
+
+
+def run_of(shape: ModelShape, run: Run) -> Run:
+    """How the model is run: with recurrent layers the chunk is vLLM's block, which is as large as a layer's state.
+
+    Raises:
+        ConfigError: vLLM would not run it so.
+    """
+    if shape.recurrent is None:
+        return run
+    token = _heads_per_rank(shape, run.tp) * shape.head_values * DTYPE_BYTES[shape.dtype]
+    block = run.block_tokens * -(-shape.recurrent.layer_bytes(run.tp) // (run.block_tokens * token))
+    return Run(run.tp, block, block)
+
+
+def states_of(shape: ModelShape, run: Run) -> States:
+    """What the state at one boundary takes."""
+    if shape.recurrent is None:
+        return States()
+    layers = shape.recurrent.layers
+    parts = parts_of_state(len(shape.windows), layers)
+    return States(parts, layers * shape.recurrent.layer_bytes(run.tp) * run.tp)
 
 
 def geometry_of(shape: ModelShape, run: Run) -> ChunkGeometry:
@@ -162,16 +200,17 @@ def fits(chunk: Chunk, limits: Mapping[str, int | None]) -> list[Fit]:
     return found
 
 
-def loadable_tokens(chunk: Chunk, host_bytes: int) -> int:
-    """The longest prefix that one request may load."""
-    return int(host_bytes * Limits().request_share) // chunk.blob_bytes * chunk.tokens
+def loadable_tokens(chunk: Chunk, host_bytes: int, parts: int = 0) -> int:
+    """The longest prefix that one request may load, with a state of so many parts."""
+    return max(0, int(host_bytes * Limits().request_share) // chunk.blob_bytes - parts) * chunk.tokens
 
 
-def need_of(chunk: Chunk, tokens: int, prompts: int) -> Need:
-    """What so many prompts of so many tokens need."""
+def need_of(chunk: Chunk, tokens: int, prompts: int, state_parts: int = 0) -> Need:
+    """What so many prompts of so many tokens need, each with the state at the last boundary before its end."""
     chunks = tokens // chunk.tokens
-    one = chunks * chunk.blob_bytes
-    return Need(chunks, one * prompts, _with_reserve(one * prompts), math.ceil(one / Limits().request_share))
+    parts = state_parts if (tokens - 1) // chunk.tokens else 0
+    one = (chunks + parts) * chunk.blob_bytes
+    return Need(chunks, parts, one * prompts, _with_reserve(one * prompts), math.ceil(one / Limits().request_share))
 
 
 def _with_reserve(stored_bytes: int) -> int:

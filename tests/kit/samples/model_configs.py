@@ -30,6 +30,36 @@ def _plain(model_type: str, sizes: tuple[int, int, int, int], **more: Any) -> di
     }
 
 
+DELTA_NETS: Final[dict[str, Any]] = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+
+RECURRENT: Final[dict[str, dict[str, Any]]] = {
+    "Qwen3-Next-80B-A3B": _plain("qwen3_next", (2048, 16, 2, 48), linear_num_value_heads=32, **DELTA_NETS),
+    "Qwen3.6-27B": {
+        "model_type": "qwen3_5",
+        "text_config": _plain(
+            "qwen3_5_text", (5120, 24, 4, 64), linear_num_value_heads=48, mamba_ssm_dtype="float32", **DELTA_NETS
+        ),
+    },
+    "Granite-4.0-H-Small": _plain(
+        "granitemoehybrid",
+        (4096, 32, 8, 40),
+        layer_types=(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+        mamba_expand=2,
+        mamba_d_conv=4,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_n_heads=128,
+    ),
+}
+"""Models with recurrent layers, which have a table of their own."""
+
 KNOWN: Final[dict[str, dict[str, Any]]] = {
     "Llama-3.1-8B": _plain("llama", (4096, 32, 8, 32)),
     "Llama-3.1-70B": _plain("llama", (8192, 64, 8, 80)),

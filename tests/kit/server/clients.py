@@ -21,6 +21,7 @@ from tiered_kv.config import Config
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION, REQUIRED_FIELDS
 from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.keys.state_keys import state_records
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
@@ -49,11 +50,12 @@ def settings(root: Path, **more: Any) -> Config:
     return Config.from_mapping(given | more)
 
 
-def namespace_fields(weights: str = "w") -> bytes:
-    """What all workers of an engine say of their model."""
+def namespace_fields(weights: str = "w", state_parts: int = 0) -> bytes:
+    """What all workers of an engine say of their model; it has recurrent layers whose states have so many parts."""
     skipped = ("geometry", "epoch", "block_tokens", "chunk_tokens")
     fields: dict[str, Any] = {name: None for name in REQUIRED_FIELDS if name not in skipped}
-    return json.dumps(fields | {"format_version": FORMAT_VERSION, "weights": weights}).encode()
+    states = {"recurrent_state": [{"layers": [f"mixer.{part}"]} for part in range(state_parts)]} if state_parts else {}
+    return json.dumps(fields | states | {"format_version": FORMAT_VERSION, "weights": weights}).encode()
 
 
 def worker_part(
@@ -63,9 +65,10 @@ def worker_part(
     weights: str = "w",
     pages: Sequence[LayerPage] = PAGES,
     stored_by: str = STORED_BY,
+    state_parts: int = 0,
 ) -> m.JoinWorker:
     """A rank's part of a session."""
-    sizes = BLOCK, CHUNK, namespace_fields(weights), pages_on_the_wire(pages)
+    sizes = BLOCK, CHUNK, namespace_fields(weights, state_parts), pages_on_the_wire(pages)
     return m.JoinWorker(rank, world_size, *sizes, stored_by=stored_by)
 
 
@@ -108,21 +111,29 @@ class SmallEngine:
     engine_id: str
     weights: str
     stored_by: str = STORED_BY
+    state_parts: int = 0
 
     @classmethod
     def start(
-        cls, config: Config, engine_id: str = "e", *, weights: str = "w", stored_by: str = STORED_BY
+        cls,
+        config: Config,
+        engine_id: str = "e",
+        *,
+        weights: str = "w",
+        stored_by: str = STORED_BY,
+        state_parts: int = 0,
     ) -> "SmallEngine":
-        worker = WorkerClient(config, engine_id, 0, worker_part(weights=weights, stored_by=stored_by))
+        part = worker_part(weights=weights, stored_by=stored_by, state_parts=state_parts)
+        worker = WorkerClient(config, engine_id, 0, part)
         client = SchedulerClient(config, engine_id, 1)
         assert client.wait_ready(ANSWER_S), client.refusal
-        return cls(client, worker, config, engine_id, weights, stored_by)
+        return cls(client, worker, config, engine_id, weights, stored_by, state_parts)
 
     def rejoin(self) -> None:
         """As vLLM does after a lost session: the scheduler by itself, the worker once it hears of the generation."""
         generation = self.client.generation
         self.worker.leave()
-        part = worker_part(weights=self.weights, stored_by=self.stored_by)
+        part = worker_part(weights=self.weights, stored_by=self.stored_by, state_parts=self.state_parts)
         self.worker = WorkerClient(self.config, self.engine_id, generation, part)
         poll_until(self.client, lambda: self.client.is_ready, "the next session")
         assert self.client.generation == generation
@@ -165,6 +176,29 @@ class SmallEngine:
             whose = tag_digest(tag) if tag else NO_TAG
             record = ChunkRecord(digest, keys.keys[index], keys.parent(index), index, keys.digests[index], whose)
             self.client.commit([(slot, record)])
+
+    def store_state(self, count: int, first_token: int = 0, *, tag: str = "", parts: int | None = None) -> None:
+        """Fill and commit the state behind ``count`` chunks of a prompt; only its first ``parts``, if that is said."""
+        assert self.client.namespace is not None
+        keys, last = self.keys(count, first_token), count - 1
+        whose = tag_digest(tag) if tag else NO_TAG
+        place = self.client.namespace.digest, keys.keys[last], keys.parent(last), last, keys.digests[last], whose
+        for part, record in enumerate(state_records(ChunkRecord(*place), self.state_parts)[:parts]):
+            slot = self.take_slot()
+            with self.payload(slot) as view:
+                view[:] = content(count * 100 + part, first_token)
+            self.client.commit([(slot, record)])
+
+    def state_hit(self, count: int, first_token: int = 0) -> int:
+        """From after how many chunks of a prompt it can go on: as an engine with recurrent layers asks."""
+        keys = self.keys(count, first_token)
+        lookup = self.client.lookup(keys.keys, keys.digests, state_parts=self.state_parts)
+        assert lookup is not None
+        client = self.client
+        poll_until(client, lambda: client.lookups[lookup].is_answered and client.lookups[lookup].is_done, "the answer")
+        boundary = client.lookups[lookup].boundary
+        client.release(lookup)
+        return boundary
 
     def look_up(self, count: int, first_token: int = 0) -> tuple[int, LookupAnswer]:
         """A lookup and its final answer."""

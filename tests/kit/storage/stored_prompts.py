@@ -5,13 +5,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tests.kit.samples.formats import namespace_fields
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.chunks.header import BlobFormat
+from tiered_kv.chunks.header import BlobFormat, read_header
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.keys.state_keys import state_records
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.ops.storage import Storage
 
@@ -32,17 +35,20 @@ class Model:
 
     Attributes:
         payload_bytes: Of a chunk; a multiple of 4096. A blob has a header of 4096 bytes before it.
+        state_parts: Of a state of its recurrent layers; 0: it has none.
     """
 
     weights: str = "hf:0123456789abcdef0123456789abcdef01234567"
     epoch: str = "base-0"
     payload_bytes: int = 4096
     fields: dict[str, object] = field(default_factory=dict)
+    state_parts: int = 0
 
     @property
     def namespace(self) -> Namespace:
         given = {"weights": self.weights, "epoch": self.epoch, "block_tokens": 16, "chunk_tokens": CHUNK}
-        return Namespace.from_fields(namespace_fields(**(given | self.fields)))
+        states = {"recurrent_state": [{"layers": [f"mixer.{n}"]} for n in range(self.state_parts)]}
+        return Namespace.from_fields(namespace_fields(**(given | self.fields | (states if self.state_parts else {}))))
 
     @property
     def form(self) -> BlobFormat:
@@ -69,6 +75,30 @@ class Model:
             form.seal(memoryview(data), ChunkRecord(*place, keys.digests[index], whose, stored_by), 1_700_000_000)
             made.append((name, bytes(data)))
         return made
+
+    def states(
+        self, prompt: Sequence[int], *boundaries: int, tag: str = "", stored_by: str = STORED_BY
+    ) -> list[tuple[BlobName, bytes]]:
+        """The parts of the states behind so many chunks of a prompt, boundary by boundary."""
+        form, made = self.form, []
+        for boundary in boundaries:
+            whole = dict(self.blobs(prompt, tag, stored_by))
+            chunk = read_header(memoryview(whole[self.names(prompt)[boundary - 1]])).header.record
+            for record in state_records(chunk, self.state_parts):
+                data = bytearray(form.blob_bytes)
+                data[form.header_bytes :] = random.Random(record.key).randbytes(self.payload_bytes)
+                form.seal(memoryview(data), msgspec.structs.replace(record, stored_by=stored_by), 1_700_000_000)
+                made.append((BlobName.of(record), bytes(data)))
+        return made
+
+    def store_states(
+        self, storage: Storage, prompt: Sequence[int], *boundaries: int, tag: str = "", stored_by: str = STORED_BY
+    ) -> list[BlobName]:
+        """Write the states behind so many chunks of a prompt that is stored; returns the names of their parts."""
+        made = self.states(prompt, *boundaries, tag=tag, stored_by=stored_by)
+        for name, data in made:
+            storage.write(name, memoryview(data))
+        return [name for name, _ in made]
 
     def store(
         self, storage: Storage, *prompts: Sequence[int], tag: str = "", stored_by: str = STORED_BY
