@@ -9,7 +9,7 @@ AT_ONCE := --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-packages s3-server demo serve test test-versions check check-style format bench simulate prove mutate soak clean
+.PHONY: help setup s3-packages s3-server demo serve test test-versions test-next check check-style format bench simulate prove mutate soak clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -39,8 +39,11 @@ test: setup s3-packages  ## every test, the ones on real vLLM engines and on a r
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(AT_ONCE) -m "vllm and not cores"
 	$(PYTHON) -m pytest -m cores
 
-test-versions: setup s3-packages  ## the end-to-end tests on every vLLM of the supported window, 0.30 to 0.33; 15 minutes each
+test-versions: setup s3-packages  ## the end-to-end tests on vLLM 0.30 to 0.33, one after the other; 15 minutes each
 	@VENV=$(VENV) scripts/test-versions
+
+test-next: setup  ## the newest vLLM, release candidates too: are its names and signatures those in use? and the connector suite
+	@VENV=$(VENV) scripts/test-next
 
 check: check-style s3-packages  ## style, types, layers and the tests that need no engine: before every commit
 	$(PYTHON) -m pytest -q -n 4 $(AT_ONCE) -m "not vllm"

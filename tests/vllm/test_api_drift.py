@@ -5,99 +5,33 @@ before an engine finds it.
 """
 
 import ast
-import inspect
 
 import pytest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from tests.kit.vllm.connector_api import BASE, declared, recorded, sources
+from tiered_kv.vllm.compat import FIRST_VERSION, LEFT_TO_VLLM, LOADERS, PROVEN, accepts, described
 from tiered_kv.vllm.connector import TieredKVConnector
 from tiered_kv.vllm.identity.loader_watch import watch_loaders, watched_loaders
-from tiered_kv.vllm.supported import FIRST_VERSION, REFUSED_FROM
 
 WINDOW = recorded()
-
-LEFT_TO_VLLM = {
-    "bind_connector_metadata": "keeps the step's metadata",
-    "bind_kv_cache_manager": "calls bind_gpu_block_pool",
-    "clear_connector_metadata": "forgets the step's metadata",
-    "finish_forward": "copies follow an event of the model's stream, not the forward pass",
-    "get_block_ids_with_load_errors": "failed loads are reported per request",
-    "get_finished": "get_transfer_results replaces it",
-    "get_finished_count": "every rank reports every load",
-    "get_handshake_metadata": "workers tell our server what they are",
-    "get_kv_connector_kv_cache_events": "events come from the scheduler's side",
-    "get_loaded_kv_cache_group_ids": "all prefix-cacheable groups, which is what is loaded",
-    "get_mem_pool_context": "the KV cache lies in vLLM's own memory",
-    "get_required_kvcache_layout": "any block-contiguous layout is copied as it is",
-    "handle_preemptions": "blocks that are being saved are pinned",
-    "has_connector_metadata": "whether the step's metadata is there",
-    "register_finished_partial_tail": "for states inside a block, which are not stored",
-    "requires_piecewise_for_cudagraph": "nothing is done per layer",
-    "reset_capture_state": "nothing is captured",
-    "restore_kv_caches": "the tensors lie where they were before the sleep",
-    "role": "as given at construction",
-    "set_host_xfer_buffer_ops": "for accelerators whose host copies vLLM makes",
-    "set_xfer_handshake_metadata": "no handshake through vLLM",
-    "set_xfer_handshake_metadata_pp_aware": "no handshake through vLLM",
-    "supports_divergent_local_hybrid_hits": "hits are the same for all groups",
-    "supports_sleep_mode": "it is supported",
-}
-"""Methods of vLLM that we do not override, each with what its default does for us. A new one has to be put here or
-overridden, after its code was read."""
 
 
 def ours() -> dict[str, str]:
     """Our public methods, described like vLLM's."""
-    found = {}
-    for name, member in vars(TieredKVConnector).items():
-        if name.startswith("_"):
-            continue
-        kind = type(member).__name__ if isinstance(member, classmethod | staticmethod | property) else "method"
-        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
-        found[name] = f"{kind} {inspect.Signature(parameters)}"
-    return found
+    return {name: described(TieredKVConnector, name) for name in vars(TieredKVConnector) if not name.startswith("_")}
 
 
-def accepts(ours: str, theirs: str) -> bool:
-    """Whether a call that fits vLLM's declaration fits ours: same kind, same names in the same order, more optional."""
-    (kind, mine), (their_kind, wanted) = (_parts(text) for text in (ours, theirs))
-    if kind != their_kind or bool(wanted.kwarg) > bool(mine.kwarg) or bool(wanted.vararg) > bool(mine.vararg):
-        return False
-    names, wanted_names = ([a.arg for a in arguments.posonlyargs + arguments.args] for arguments in (mine, wanted))
-    required, wanted_required = (
-        len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) for arguments in (mine, wanted)
-    )
-    keyword_only = {a.arg for a, default in zip(mine.kwonlyargs, mine.kw_defaults, strict=True) if default is None}
-    return names[: len(wanted_names)] == wanted_names and required <= wanted_required and not keyword_only
-
-
-def _parts(text: str) -> tuple[str, ast.arguments]:
-    kind, _, parameters = text.removeprefix("abstract ").partition(" ")
-    function = ast.parse(f"def f{parameters}: ...").body[0]
-    assert isinstance(function, ast.FunctionDef)
-    return kind, function.args
-
-
-WATCHED = {
-    "vllm/model_executor/model_loader/default_loader.py": "DefaultModelLoader._prepare_weights",
-    "vllm/model_executor/model_loader/sharded_state_loader.py": "ShardedStateLoader._prepare_weights",
-    "vllm/lora/worker_manager.py": "WorkerLoRAManager._load_adapter",
-}
-"""What ``loads.py`` wraps. Where one is missing, weights need ``model_id`` and adapters are not cached."""
-
-
-@pytest.mark.parametrize("file", WATCHED)
-def test_what_is_watched_is_there_in_the_versions_here(file):
-    owner, method = WATCHED[file].split(".")
+@pytest.mark.parametrize("use", LOADERS, ids=lambda use: use.where)
+def test_what_is_watched_is_there_in_the_versions_here(use):
+    module, _, owner = use.place.partition(":")
     for version, base in sources().items():
         if version not in WINDOW:
             continue
-        tree = ast.parse((base.parents[len(BASE.parents) - 2].parent / file).read_text())
+        tree = ast.parse((base.parents[len(BASE.parents) - 2].parent / f"{module.replace('.', '/')}.py").read_text())
         (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
         names = [node.name for node in found.body if isinstance(node, ast.FunctionDef)]
-        assert method in names, f"vLLM {version} reads its files elsewhere: tiered_kv/vllm/identity/loader_watch.py"
+        assert use.name in names, f"vLLM {version} reads its files elsewhere: tiered_kv/vllm/identity/loader_watch.py"
 
 
 def test_every_loader_of_vllm_that_names_its_files_is_wrapped():
@@ -107,9 +41,9 @@ def test_every_loader_of_vllm_that_names_its_files_is_wrapped():
     assert hasattr(WorkerLoRAManager._load_adapter, "_tiered_kv_watched")
 
 
-def test_every_version_of_the_window_is_recorded():
-    minors = range(FIRST_VERSION[1], REFUSED_FROM[1])
-    assert list(WINDOW) == [f"{FIRST_VERSION[0]}.{minor}" for minor in minors]
+def test_the_record_has_every_version_from_the_first_on_and_the_proven_ones():
+    assert list(WINDOW) == [f"{FIRST_VERSION[0]}.{FIRST_VERSION[1] + place}" for place in range(len(WINDOW))]
+    assert {f"{major}.{minor}" for major, minor in PROVEN} <= set(WINDOW)
 
 
 def test_the_record_says_what_the_versions_here_declare():
@@ -157,6 +91,8 @@ def test_no_method_of_ours_is_unknown_to_all_versions_and_no_excuse_is_stale():
         ("method (self, context)", "method (self, context, **kwargs)", False),
         ("method (self)", "property (self)", False),
         ("method (self, *, more)", "method (self)", False),
+        ("method (self)", "method (self, *, more)", False),
+        ("method (self, **kwargs)", "method (self, *, more)", True),
     ],
 )
 def test_comparison_tells_what_a_call_would_notice(mine, theirs, fits):

@@ -1,6 +1,5 @@
 """The namespace's fields from real vLLM configurations, and what is refused before any tensor exists."""
 
-import logging
 import math
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from tests.kit.vllm.engine_identities import (
 )
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.keys.namespace import REQUIRED_FIELDS
-from tiered_kv.vllm import supported
 from tiered_kv.vllm.drafts import check_drafts
 from tiered_kv.vllm.identity.record import attention_backends, base_fields, canonical_config
 from tiered_kv.vllm.supported import check_supported
@@ -88,34 +86,6 @@ def test_config_becomes_plain_data():
         "inner": {"eps": "1e-06"},
         "thing": {"class": "builtins.object", "fields": {}},
     }
-
-
-@pytest.fixture
-def logged():
-    """Messages of the module's logger; vLLM's loggers do not pass them on to where caplog listens."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    supported.logger.addHandler(handler)
-    yield messages
-    supported.logger.removeHandler(handler)
-
-
-@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1+cpu"])
-def test_proven_versions_start_silently(vllm_config, logged, version):
-    check_supported(vllm_config, 256, version)
-    assert not logged
-
-
-def test_untested_version_starts_with_a_warning(vllm_config, logged):
-    check_supported(vllm_config, 256, "0.33.0rc1")
-    assert logged == ["vLLM 0.33.0rc1 is untested with tiered_kv. proven=>=0.30,<0.33"]
-
-
-@pytest.mark.parametrize("version", ["0.29.0", "0.34.0", "1.0.0", "0.3.4", "dev"])
-def test_other_versions_are_refused(vllm_config, version):
-    with pytest.raises(ConfigError, match=r">=0\.30,<0\.34"):
-        check_supported(vllm_config, 256, version)
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 250, 0])

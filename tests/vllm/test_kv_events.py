@@ -133,7 +133,7 @@ def test_adapters_salts_and_other_extras_are_told_as_vllm_tells_them() -> None:
     assert (first.lora_id, first.lora_name) == (3, "tuned")
     ours = [first.extra_keys[0], first.extra_keys[1], second.extra_keys[0]]
     tagged = [generate_block_hash_extra_keys(state.request, at, at + BLOCK, 0)[0] for at in (0, BLOCK, CHUNK)]
-    assert ours == module._event_extra_keys(tagged)
+    assert ours == list(module.to_event_extra_keys(tagged))
     assert "tenant" in ours[0] and "tenant" not in ours[1]
     assert first.block_hashes == hashes(state, 0, 4)
 

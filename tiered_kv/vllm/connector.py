@@ -9,22 +9,24 @@ them sees each hook; the worker role has one, ``worker.py``.
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+from tiered_kv.config import Config
+from tiered_kv.errors import TieredKVError
+from tiered_kv.vllm.compat import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    MultiConnector,
     SupportsHMA,
+    check_class,
+    check_vllm,
+    get_current_vllm_config_or_none,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    step_metadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.logger import init_logger
-
-from tiered_kv.config import Config
-from tiered_kv.errors import TieredKVError
 from tiered_kv.vllm.drafts import check_drafts
 from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
 from tiered_kv.vllm.hooks import SchedulerHooks
@@ -32,7 +34,7 @@ from tiered_kv.vllm.kv_groups import cache_groups, chunk_tokens_of
 from tiered_kv.vllm.plugin import register
 from tiered_kv.vllm.prometheus import TieredKVPromMetrics
 from tiered_kv.vllm.step import SaveReport, StepMetadata
-from tiered_kv.vllm.supported import check_groups, check_states, check_supported
+from tiered_kv.vllm.supported import check_groups, check_states, check_supported, features
 from tiered_kv.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.tiered_kv.connector")
+logger = logging.getLogger("vllm." + __name__)
 
 register()  # MultiConnector looks classes up by name, also when this one came by module path
 
@@ -60,16 +62,24 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     Threads: vLLM's scheduler thread (scheduler role) or its model runner's (worker role).
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Refuse a vLLM for which Python could make no connector, before Python says so in words of its own."""
+        check_class(cls)
+        made: Self = super().__new__(cls)
+        return made
+
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role not in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
             raise ValueError(f"a connector is made for the scheduler or for a worker. role={role!r}")
         _show_our_logs()
-        config = Config.from_mapping(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings: Any = vllm_config.kv_transfer_config
+        config = Config.from_mapping(self._settings.kv_connector_extra_config)
         self._scheduler: SchedulerHooks | None = None
         self._worker: WorkerSide | None = None
-        _recompute_failed_loads(self._kv_transfer_config)
         try:
+            check_vllm(features(vllm_config, kv_cache_config))
+            _recompute_failed_loads(self._settings)
             # The kind of KV first: with states vLLM's block size is nothing that chunk_tokens could be a multiple of.
             check_groups(kv_cache_config)
             config = replace(config, chunk_tokens=chunk_tokens_of(kv_cache_config, config.chunk_tokens))
@@ -82,12 +92,12 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 raise
             logger.error("this engine serves without the cache: %s", exc)
             return
-        engine_id = self._kv_transfer_config.engine_id
+        engine_id = self._settings.engine_id
         assert engine_id is not None
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(config, vllm_config, kv_cache_config, engine_id)
         else:
-            self._scheduler = SchedulerHooks(config, vllm_config, kv_cache_config, self._kv_transfer_config, groups)
+            self._scheduler = SchedulerHooks(config, vllm_config, kv_cache_config, self._settings, groups)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredKVStats:
@@ -112,7 +122,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.bind_block_pool(gpu_block_pool, lambda: _worker_here(self._kv_transfer_config))
+            self._scheduler.bind_block_pool(gpu_block_pool, lambda: _worker_here(self._settings))
 
     def on_new_request(self, request: "Request") -> None:
         if self._scheduler is not None:
@@ -206,7 +216,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_finished_saves() if self._worker is not None else None
 
     def _step(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
+        metadata = step_metadata(self)
         assert isinstance(metadata, StepMetadata)
         return metadata
 
@@ -236,7 +246,7 @@ def _worker_here(transfer_config: Any) -> WorkerSide | None:
     group: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
     for connector in group.sub_connectors if isinstance(group, MultiConnector) else [group]:  # may have several of ours
         if isinstance(connector, TieredKVConnector):
-            theirs = connector._kv_transfer_config
+            theirs = connector._settings
             if theirs.kv_connector_extra_config == transfer_config.kv_connector_extra_config:
                 return connector._worker
     return None

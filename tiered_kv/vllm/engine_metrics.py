@@ -20,19 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from tiered_kv.metrics.figures import HOST_NAME, ServerFigures
 from tiered_kv.metrics.names import ShownIn, engine_event
 from tiered_kv.server.client import EndedLookup, SchedulerClient
 from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.vllm.compat import CacheHitSource, KVConnectorStats
 from tiered_kv.vllm.prometheus import server_values
 from tiered_kv.vllm.requests import RequestState, SentLookup
-
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # up to 0.31
-    CacheHitSource = None
 
 logger = logging.getLogger(__name__)
 

@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING, Any
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.vllm.compat import before_emptying
 from tiered_kv.vllm.engine_metrics import SchedulerMeter, TieredKVStats, hit_sources
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Adapters, adapter_numerics
 from tiered_kv.vllm.kv_events import EventGroup, EventPublisher
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.load_admission import LongestPrompt
-from tiered_kv.vllm.resets import before_emptying, commit_last, let_go_of_blocks
+from tiered_kv.vllm.resets import commit_last, let_go_of_blocks
 from tiered_kv.vllm.scheduler import SchedulerSide
 from tiered_kv.vllm.step import SaveReport, StepMetadata
 from tiered_kv.vllm.worker import WorkerSide

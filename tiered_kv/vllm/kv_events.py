@@ -12,18 +12,23 @@ leave with vLLM's steps; an idle engine publishes nothing.
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, Final
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
-
 from tiered_kv.keys.chunk_record import KEY_BYTES
 from tiered_kv.metrics.figures import HOST_NAME
 from tiered_kv.server.client import EndedLookup, SchedulerClient
+from tiered_kv.vllm.compat import (
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    generate_block_hash_extra_keys,
+    get_kv_cache_spec_kind,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.requests import RequestState
 
@@ -210,17 +215,12 @@ class EventPublisher:
 
 
 def _external(block_hash: Any) -> Any:
-    return kv_cache_utils.maybe_convert_block_hash(block_hash)
-
-
-_event_extra_keys: Callable[[Sequence[Any]], list[Any]] = getattr(kv_cache_utils, "to_event_extra_keys", list)
-"""vLLM 0.30 publishes its extra keys as they are; later ones have tags, which are not published."""
+    return maybe_convert_block_hash(block_hash)
 
 
 def _extra_keys(request: Any, starts: range) -> list[Any]:
     """Per block, vLLM's extra keys as its own events give them; most requests have none."""
     if not (request.lora_request or request.cache_salt or request.mm_features or request.prompt_embeds is not None):
         return [None] * len(starts)
-    return _event_extra_keys(
-        [kv_cache_utils.generate_block_hash_extra_keys(request, at, at + starts.step, 0)[0] for at in starts]
-    )
+    keys = [generate_block_hash_extra_keys(request, at, at + starts.step, 0)[0] for at in starts]
+    return list(to_event_extra_keys(keys))  # without the tags of vLLM's own hashes

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from prometheus_client import Counter, Gauge, Histogram
 
 from tiered_kv.metrics.exposition import FiguresCollector
 from tiered_kv.metrics.figures import ServerFigures
@@ -27,6 +27,7 @@ from tiered_kv.metrics.names import (
     MetricKind,
     MetricName,
 )
+from tiered_kv.vllm.compat import KVConnectorPromMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,9 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
         self._metrics: dict[str, Any] = {}
         self._children: dict[tuple[int, str, str], Any] = {}
         classes = {
-            MetricKind.COUNTER: self._counter_cls,
-            MetricKind.GAUGE: self._gauge_cls,
-            MetricKind.HISTOGRAM: self._histogram_cls,
+            MetricKind.COUNTER: metric_types[Counter],
+            MetricKind.GAUGE: metric_types[Gauge],
+            MetricKind.HISTOGRAM: metric_types[Histogram],
         }
         for one in definitions():
             more: dict[str, Any] = {}

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import torch
 import vllm
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from tiered_kv.keys.extras import Embeds, Extra, Lora, Multimodal, Salt, encode
+from tiered_kv.vllm.compat import generate_block_hash_extra_keys
 from tiered_kv.vllm.identity.adapters import Adapter, Adapters, Unaccountable
 
 SESSIONS_FROM: Final = (0, 31)

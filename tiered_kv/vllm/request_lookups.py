@@ -22,6 +22,7 @@ from tiered_kv.config import Config
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.vllm.compat import PagedBlocks
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Unaccountable
 from tiered_kv.vllm.kv_groups import CacheGroups
@@ -67,11 +68,11 @@ class RequestLookups:
         self._waiting_queue = waiting_queue
         self._counters = counters
         self._monotonic = monotonic
-        self._block_pool: Any = None
+        self._blocks: PagedBlocks | None = None
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, which says what the GPU's prefix cache has."""
-        self._block_pool = block_pool
+        self._blocks = PagedBlocks(block_pool)
 
     def keys(self, state: RequestState) -> PrefixKeys | None:
         """The request's keys as far as its tokens are final; None without a session, or if it must be left alone."""
@@ -101,9 +102,9 @@ class RequestLookups:
         """Leading whole chunks that the GPU's prefix cache has now."""
         if not self._role.may_load or not state.may_read:
             return sys.maxsize  # no lease is wanted; the lookup only shows what need not be stored
-        if not self._role.has_prefix_caching or self._block_pool is None:
+        if not self._role.has_prefix_caching or self._blocks is None:
             return 0
-        cached = self._groups.cached_chunks(state.request.block_hashes, self._block_pool.get_cached_block)
+        cached = self._groups.cached_chunks(state.request.block_hashes, self._blocks.cached)
         if self._role.drafts is not None and self._role.drafts.drops_block:
             return max(0, cached - 1)  # vLLM gives up the last block that it finds there, too
         return cached

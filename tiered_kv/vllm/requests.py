@@ -185,7 +185,7 @@ class RequestState:
         return self.keys
 
     def _extend(self, keys: PrefixKeys, chunk_tokens: int) -> None:
-        tokens = self.request._all_token_ids
+        tokens = self.request.all_token_ids
         count = final_tokens(self.request) // chunk_tokens
         if count > len(keys.keys):
             is_all = count == len(tokens) // chunk_tokens
@@ -198,7 +198,7 @@ class RequestState:
         when an answer ends right after its request was preempted; it has the tokens twice then, and they differ.
         """
         request = self.request
-        if request._all_token_ids[: request.num_prompt_tokens] != request.prompt_token_ids:
+        if request.all_token_ids[: request.num_prompt_tokens] != request.prompt_token_ids:
             self.extras.refuse("vLLM lost tokens of a streaming session")
         self.extras.read_again()
 

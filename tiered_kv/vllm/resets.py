@@ -9,7 +9,7 @@ for ever, and be lost when it ends. Called by the connector.
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.save_queue import SaveQueue
@@ -22,17 +22,6 @@ DURABLE_S: Final = 5.0
 
 COMMITTED_S: Final = 1.0
 """How long the end of an engine waits until the server has taken its last commits: milliseconds, unless it hangs."""
-
-
-def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:
-    """Have ``let_go`` called whenever vLLM is about to forget all blocks of its pool; there is no hook for that."""
-    empty = block_pool.reset_prefix_cache
-
-    def reset_prefix_cache() -> bool:
-        let_go()
-        return bool(empty())
-
-    block_pool.reset_prefix_cache = reset_prefix_cache
 
 
 def let_go_of_blocks(stores: SaveQueue, worker: WorkerSide | None) -> None:

@@ -26,6 +26,7 @@ from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.state_keys import state_records
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.tiering.types import SlotId
+from tiered_kv.vllm.compat import PagedBlocks
 from tiered_kv.vllm.kv_groups import BlockTables, CacheGroups
 from tiered_kv.vllm.step import SaveJob, SaveReport
 
@@ -66,11 +67,15 @@ class _Chunk:
     """A chunk, or a part of a state: then ``block_ids`` is one block of one group."""
 
     record: ChunkRecord
-    blocks: tuple[Any, ...]
     block_ids: tuple[tuple[int, ...], ...]
     queued_s: float
     state_part: int | None = None
     state: _State | None = None
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Those of all groups: what is pinned."""
+        return tuple(itertools.chain.from_iterable(self.block_ids))
 
 
 @dataclass(slots=True)
@@ -103,7 +108,7 @@ class SaveQueue:
         self._groups = groups
         self._counters = counters
         self._monotonic = monotonic
-        self._block_pool: Any = None
+        self._blocks: PagedBlocks | None = None
         self._queue: deque[_Chunk] = deque()
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._job_ids = itertools.count(1)
@@ -115,7 +120,7 @@ class SaveQueue:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool."""
-        self._block_pool = block_pool
+        self._blocks = PagedBlocks(block_pool)
 
     @property
     def has_work(self) -> bool:
@@ -162,12 +167,8 @@ class SaveQueue:
             if ids is None:
                 self._counters["store_dropped_window_passed"] += chunks.stop - index
                 return ALL_DONE
-            blocks = tuple(self._block_pool.blocks[i] for of_group in ids for i in of_group)
-            self._block_pool.touch(blocks)
-            self._pinned += len(blocks)
             record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index], tag)
-            self._queue.append(_Chunk(record, blocks, ids, self._monotonic()))
-            self._in_flight.add(key)
+            self._pin(_Chunk(record, ids, self._monotonic()))
         return chunks.stop
 
     def queue_state(self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes) -> None:
@@ -192,11 +193,7 @@ class SaveQueue:
             return
         state = _State(len(records))
         for part, (record, block_id) in enumerate(zip(records, block_ids, strict=True)):
-            blocks = (self._block_pool.blocks[block_id],)
-            self._block_pool.touch(blocks)
-            self._pinned += 1
-            self._queue.append(_Chunk(record, blocks, ((block_id,),), self._monotonic(), part, state))
-            self._in_flight.add(record.key)
+            self._pin(_Chunk(record, ((block_id,),), self._monotonic(), part, state))
 
     def _may_pin(self) -> bool:
         """Whether one more chunk of a live request may be pinned: for a slot that is free, or before vLLM frees it."""
@@ -208,7 +205,8 @@ class SaveQueue:
     @property
     def _waiting_max(self) -> int:
         """Chunks that may be pinned without a slot where vLLM could use their blocks."""
-        share_blocks = int(self._block_pool.num_gpu_blocks * self._config.pinned_share)
+        assert self._blocks is not None
+        share_blocks = int(self._blocks.count * self._config.pinned_share)
         return max(1, len(self._groups.states), share_blocks // self._groups.stored_blocks)
 
     def is_stored(self, key: bytes) -> bool:
@@ -312,10 +310,11 @@ class SaveQueue:
         """
         jobs = [job for job in self._jobs.values() if not job.is_let_go]
         chunks = [*self._queue, *(chunk for job in jobs for _, chunk in job.chunks)]
-        pins = Counter(block.block_id for chunk in chunks for block in chunk.blocks)
-        pool = self._block_pool
-        is_alone = all(pool.blocks[block_id].ref_cnt == count for block_id, count in pins.items())
-        if not pins or not is_alone or pool.num_gpu_blocks - pool.get_num_free_blocks() != len(pins) + 1:
+        pins = Counter(block for chunk in chunks for block in chunk.blocks)
+        blocks = self._blocks
+        if not pins or blocks is None or any(blocks.holders(block) != count for block, count in pins.items()):
+            return
+        if blocks.count - blocks.free != len(pins) + 1:
             return  # the null block is always in use
         self._count("store_dropped_pool_emptied", self._queue)  # those of a job when it is reported
         self._queue.clear()
@@ -330,15 +329,16 @@ class SaveQueue:
         copies that should end within milliseconds are worth a step without this request, and only where no request
         holds their blocks.
         """
-        free = self._block_pool.get_num_free_blocks()
+        assert self._blocks is not None
+        free = self._blocks.free
         self._drop_queue("store_dropped_blocks_wanted")
-        if self._block_pool.get_num_free_blocks() > free:
+        if self._blocks.free > free:
             return True  # they are there already; vLLM looks again in its next step
         since_s = self._monotonic() - COPY_SOON_S
         jobs = [job for job in self._jobs.values() if not job.is_let_go]
-        pins = Counter(block.block_id for job in jobs for _, chunk in job.chunks for block in chunk.blocks)
+        pins = Counter(block for job in jobs for _, chunk in job.chunks for block in chunk.blocks)
         young = (chunk for job in jobs if job.started_s >= since_s for _, chunk in job.chunks)
-        return any(block.ref_cnt == pins[block.block_id] for chunk in young for block in chunk.blocks)
+        return any(self._blocks.holders(block) == pins[block] for chunk in young for block in chunk.blocks)
 
     def make_room(self, *, is_standing: bool) -> None:
         """A request waits for blocks: drop what waits for a slot beyond its share of them.
@@ -376,9 +376,17 @@ class SaveQueue:
         self._count("store_dropped_no_slot", dropped)
         self._unpin(dropped)
 
+    def _pin(self, chunk: _Chunk) -> None:
+        assert self._blocks is not None
+        self._blocks.hold(chunk.blocks)
+        self._pinned += len(chunk.blocks)
+        self._queue.append(chunk)
+        self._in_flight.add(chunk.record.key)
+
     def _unpin(self, chunks: Iterable[_Chunk]) -> None:
         for chunk in chunks:
-            self._block_pool.free_blocks(reversed(chunk.blocks))
+            assert self._blocks is not None
+            self._blocks.let_go(chunk.blocks)
             self._pinned -= len(chunk.blocks)
             self._in_flight.discard(chunk.record.key)
 

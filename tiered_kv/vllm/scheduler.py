@@ -22,11 +22,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from tiered_kv.config import Config
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.vllm.compat import PagedBlocks, RequestStatus
 from tiered_kv.vllm.disaggregated import DisaggregatedPrefill
 from tiered_kv.vllm.drafts import loadable_tokens
 from tiered_kv.vllm.engine_role import EngineRole
@@ -80,7 +79,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._loading: Counter[bytes] = Counter()
         self._loads: list[LoadJob] = []
-        self._block_pool: Any = None
+        self._blocks: PagedBlocks | None = None
         self.counters: Counter[str] = Counter()
         self._params_reader = RequestParamsReader(self.counters, monotonic)
         self.prefill = PrefillRate()
@@ -103,8 +102,8 @@ class SchedulerSide:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, whose blocks saves pin."""
-        self._block_pool = block_pool
-        self._admission.set_pool(block_pool.num_gpu_blocks - 1)  # less the null block
+        self._blocks = PagedBlocks(block_pool)
+        self._admission.set_pool(self._blocks.count - 1)  # less the null block
         self._lookups.bind_block_pool(block_pool)
         self.saves.bind_block_pool(block_pool)
 
@@ -331,7 +330,8 @@ class SchedulerSide:
 
     def _is_short_of_blocks(self, output: Any) -> bool:
         """Whether a request waits that does not fit into the free blocks; vLLM has no hook for that."""
-        free = self._block_pool.get_num_free_blocks()
+        assert self._blocks is not None
+        free = self._blocks.free
         return any(
             self._groups.whole_blocks(state.request.num_tokens) > free
             for request_id, state in self._requests.items()

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
 from tiered_kv.server.client import SessionInfo
 from tiered_kv.tiering.types import SlotId
+from tiered_kv.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
 @dataclass(frozen=True, slots=True)

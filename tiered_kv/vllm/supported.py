@@ -1,29 +1,17 @@
-"""Refuses unsupported engines: versions of vLLM, configurations, kinds of KV.
+"""Refuses unsupported engines: configurations, kinds of KV.
 
-Each refusal names its object and its reason. Both roles check version, configuration and KV cache groups
+Each refusal names its object and its reason. Both roles check configuration and KV cache groups
 before any tensor exists, so that both refuse; the worker checks its attention layers, which no other role has. What is
-served for certain is in docs/models.md and docs/versions.md.
+served for certain is in docs/models.md. What vLLM itself has to have is checked in ``compat.py``.
 """
 
-import logging
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
-import vllm
-from vllm.v1.core.sched import output as sched_output
-
 from tiered_kv.errors import ConfigError, UnsupportedModel
-from tiered_kv.vllm.drafts import DRAFT_METHODS, DRAFT_METHODS_WITH_STATES
+from tiered_kv.vllm.compat import DRAFTS, EVENTS, GROUP_FIELDS, SPEC_FIELDS, STATES, overwrites_scales, unknown_traits
+from tiered_kv.vllm.drafts import DRAFT_METHODS, DRAFT_METHODS_WITH_STATES, has_drafts_kv
 from tiered_kv.vllm.kv_groups import is_recurrent, window_tokens
-
-logger = logging.getLogger("vllm." + __name__)
-
-FIRST_VERSION: Final = (0, 30)
-UNTESTED_FROM: Final = (0, 33)
-REFUSED_FROM: Final = (0, 34)
-"""From ``UNTESTED_FROM`` on versions start with a warning, until they are refused. Of those before it CI runs the
-oldest and the newest; what lies between was run by hand (docs/versions.md)."""
 
 DRAFTLESS_METHODS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Speculation without a draft model of its own: no KV of other weights, and rejected tokens are only ever the last."""
@@ -46,18 +34,28 @@ REASONS: Final = {
 }
 
 
-def check_supported(vllm_config: Any, chunk_tokens: int, version: str = vllm.__version__) -> None:
-    """Refuse what cannot be right before any tensor exists; warn about what was never tried.
+def features(vllm_config: Any, kv_cache_config: Any) -> set[str]:
+    """What the engine has that relies on more of vLLM than other engines do."""
+    events = vllm_config.kv_events_config
+    has = {
+        DRAFTS: has_drafts_kv(vllm_config),
+        STATES: any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups),
+        EVENTS: events is not None and events.enable_kv_cache_events,
+    }
+    return {name for name, is_there in has.items() if is_there}
+
+
+def check_supported(vllm_config: Any, chunk_tokens: int) -> None:
+    """Refuse what cannot be right before any tensor exists.
 
     Speculative decoding is supported where it has no draft model (``DRAFTLESS_METHODS``), given that the scheduler side
     stores no token past ``num_tokens - 1``, and with the drafts of ``drafts.py``. Another draft's KV lies among the
     model's own, too, and nothing is known of when it is final.
 
     Raises:
-        ConfigError: vLLM's version or ``chunk_tokens`` does not fit.
+        ConfigError: ``chunk_tokens`` does not fit.
         UnsupportedModel: The model or the way it is run is not supported; the message says which and why.
     """
-    _check_version(version)
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     block = int(cache.block_size) * int(parallel.decode_context_parallel_size)
     if chunk_tokens <= 0 or chunk_tokens % block:
@@ -83,17 +81,6 @@ def check_supported(vllm_config: Any, chunk_tokens: int, version: str = vllm.__v
             "speculative decoding by this method is not supported: what it keeps among the model's KV is not known. "
             f"method={speculative.method} supported={','.join(sorted(DRAFTLESS_METHODS | DRAFT_METHODS))}"
         )
-
-
-def _check_version(version: str) -> None:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if FIRST_VERSION <= release < UNTESTED_FROM:
-        return
-    first, untested, last = (".".join(map(str, v)) for v in (FIRST_VERSION, UNTESTED_FROM, REFUSED_FROM))
-    if not UNTESTED_FROM <= release < REFUSED_FROM:
-        raise ConfigError(f"vLLM's version is not supported. supported=>={first},<{last} observed={version}")
-    logger.warning("vLLM %s is untested with tiered_kv. proven=>=%s,<%s", version, first, untested)
 
 
 def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -127,11 +114,14 @@ def check_groups(kv_cache_config: Any) -> None:
     """
     groups = kv_cache_config.kv_cache_groups
     for group in groups:
+        _check_traits(group, group.layer_names, GROUP_FIELDS)
         if is_recurrent(group.kv_cache_spec):
             _check_recurrent(group.kv_cache_spec, group.layer_names, kv_cache_config)
+            _check_traits(group.kv_cache_spec, group.layer_names)
             continue
         for spec in _layer_specs(group.kv_cache_spec):
             _check_spec(spec, group.layer_names)
+            _check_traits(spec, group.layer_names)
         if len(windows := {window_tokens(spec) for spec in _layer_specs(group.kv_cache_spec)}) > 1:
             raise UnsupportedModel(f"layers of one KV cache group have different windows. windows={windows}")
         if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
@@ -153,12 +143,15 @@ def _check_recurrent(spec: Any, layer_names: Sequence[str], kv_cache_config: Any
         )
     if int(getattr(kv_cache_config, "kv_tp_replicas", 1)) > 1 or getattr(spec, "tp_replicated", False):
         raise UnsupportedModel(f"states that only some of several equal ranks hold are not supported yet. {where}")
-    if not hasattr(spec, "state_content_size_bytes") or "boundary_state_offloads" not in _block_state_fields():
-        raise UnsupportedModel(f"this version of vLLM offers no states at boundaries, 0.32 and later do. {where}")
 
 
-def _block_state_fields() -> Iterable[str]:
-    return getattr(getattr(sched_output, "KVConnectorBlockState", None), "__dataclass_fields__", ())
+def _check_traits(described: Any, layer_names: Sequence[str], known: Collection[str] = SPEC_FIELDS) -> None:
+    """Refuse a spec, or a group, that says what nobody here has read: it may be about which tokens a block holds."""
+    if unknown := unknown_traits(described, known):
+        raise UnsupportedModel(
+            f"vLLM says of this KV cache what this version of tiered_kv does not know: {', '.join(unknown)}. "
+            f"spec={type(described).__name__} first_layer={layer_names[0] if layer_names else None}"
+        )
 
 
 def _layer_specs(spec: Any) -> Iterator[Any]:
@@ -197,7 +190,7 @@ def check_layers(vllm_config: Any, kv_cache_config: Any) -> None:
         for name in group.layer_names:
             mode = getattr(specs.get(name, group.kv_cache_spec), "kv_quant_mode", None)
             impl = getattr(layers.get(name), "impl", None)
-            if getattr(mode, "is_per_token_head", False) and hasattr(impl, "_ensure_scale_caches"):
+            if getattr(mode, "is_per_token_head", False) and overwrites_scales(impl):
                 raise UnsupportedModel(
                     "this attention backend overwrites the scales of loaded KV at its first forward pass. Use "
                     f"another --kv-cache-dtype, for instance fp8. layer={name} mode={getattr(mode, 'name', mode)}"

@@ -3,8 +3,7 @@
 Neither can be asked for later: a link may have turned and a file may have been replaced by then. So vLLM's loaders are
 wrapped, once per process, before any model is loaded (``plugin.py``); the wrappers note stamps and change nothing.
 ``weights.py`` and ``adapters.py`` accept only what was noted here, so a loader that this module does not know, or a
-vLLM that renames what is wrapped, costs hits and never a wrong byte. tests/vllm/test_api_drift.py names what is
-wrapped.
+vLLM that renames what is wrapped, costs hits and never a wrong byte. ``compat.py`` names what is wrapped.
 
 Threads: vLLM loads models and adapters in a worker's main thread, and these notes are read there.
 """
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tiered_kv.vllm.compat import LOAD_ADAPTER, PREPARE_WEIGHTS
 from tiered_kv.vllm.identity.file_digests import FileStamp, file_stamps, local_path, settle, stamps_of
 
 logger = logging.getLogger("vllm." + __name__)
@@ -59,8 +59,8 @@ def watch_loaders() -> None:
         from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415 (as plugin.py)
 
         for loader in watched_loaders():
-            _wrap(loader, "_prepare_weights", _noting_weights)
-        _wrap(WorkerLoRAManager, "_load_adapter", _noting_adapter)
+            _wrap(loader, PREPARE_WEIGHTS, _noting_weights)
+        _wrap(WorkerLoRAManager, LOAD_ADAPTER, _noting_adapter)
     except (ImportError, AttributeError) as exc:
         logger.warning("vLLM's loaders cannot be watched: weights need model_id, adapters are not cached. %r", exc)
 

@@ -20,6 +20,7 @@ import vllm
 from vllm import envs, platforms
 
 from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.vllm.compat import expert_precisions, platform_name
 from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.canonical import key_text, plain, written
 from tiered_kv.vllm.identity.config_values import kv_settings
@@ -191,10 +192,7 @@ def with_experts(vllm_config: Any, encodings: Mapping[str, str]) -> dict[str, st
 def _expert_precision(layer: Any) -> str:
     """``experts:Mxfp4MoEMethod:mxfp8``: the method and the precision of its inputs; empty for plain ones."""
     method = getattr(getattr(layer, "routed_experts", layer), "quant_method", None)
-    config = getattr(method, "moe_quant_config", None)
-    if config is None or getattr(config, "_w1", None) is None:
-        return ""
-    kinds = [plain(getattr(getattr(config, part, None), "dtype", None)) for part in ("_a1", "_a2", "_w1", "_w2")]
+    kinds = [plain(dtype) for dtype in expert_precisions(method) or ()]
     if not any(kinds):
         return ""
     return f"experts:{type(method).__name__}:{','.join('-' if kind is None else str(kind) for kind in kinds)}"
@@ -202,7 +200,7 @@ def _expert_precision(layer: Any) -> str:
 
 def _encoding(layer: Any) -> str:
     platform = platforms.current_platform
-    parts = [layer.get_attn_backend().get_name(), str(platform._enum.name).lower()]
+    parts = [layer.get_attn_backend().get_name(), platform_name(platform)]
     if (isa := getattr(layer, "isa", None)) is not None:
         parts.append(str(isa))
     if (held := str(getattr(layer, "kv_cache_dtype", "auto"))) not in PLAIN_DTYPES:
