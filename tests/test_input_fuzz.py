@@ -171,7 +171,7 @@ def drawn_words(source: random.Random, place: Path) -> list[str]:
         *(f"{place}/tokens.json", "/dev/null", "/proc/self/mem", "1,2,3", "unix:///none", "host", "disk", "65536"),
     ]
     if verb in NEVER_ENDS:
-        pool = [word for word in pool if word != uri]
+        pool = [word for word in pool if word not in (uri, f"file://{place}/none")]
     words = [verb]
     for parameter in command.params:
         if parameter.param_type_name == "argument":
