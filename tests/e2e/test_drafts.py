@@ -16,7 +16,6 @@ import pytest
 
 from tests.kit.counts import count
 from tests.kit.server.probe import wait_ended, wait_written
-from tests.kit.verbs import explained_hit
 from tests.kit.vllm.cached_engine import CachedEngine, cached_engine
 from tests.kit.vllm.harness import (
     BLOCK_TOKENS,
@@ -29,6 +28,7 @@ from tests.kit.vllm.harness import (
     zero_kv,
 )
 from tests.kit.vllm.tiny_drafts import eagle3_head, eagle_head, mimo
+from tests.kit.vllm.wrong_loads import abort_during_load
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -151,28 +151,6 @@ def ask(engine: CachedEngine, prompt: list[int]) -> Answer:
     return engine.ask(prompt)[0]
 
 
-def abort_during_load(engine: CachedEngine, prompt: list[int]) -> bool:
-    """Put a request and abort it while its load runs; returns whether one ran."""
-    from vllm import SamplingParams
-
-    reset_gpu_cache(engine.llm)
-    side, worker = engine.scheduler_side, engine.worker_side
-    submit, held = worker._submit, []
-    worker._submit = lambda *job: held.append(job)
-    vllm_engine = engine.llm.llm_engine
-    vllm_engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4, detokenize=False))
-    while not held:
-        vllm_engine.step()
-    (state,) = side._requests.values()
-    vllm_engine.abort_request([state.request.request_id], internal=True)
-    was_loading = bool(state.is_loading)
-    worker._submit = submit
-    for job in held:
-        submit(*job)
-    drain(engine.llm)
-    return was_loading
-
-
 def without_the_cache(run: Run, model: Path, options: dict[str, Any]) -> None:
     with running(model, **options) as llm:
         for length in LENGTHS:
@@ -202,8 +180,6 @@ def behind_the_cache(run: Run, model: Path, options: dict[str, Any], root: Path)
         wait_written(root)
         run.facts["namespace"] = engine.scheduler_side.client.namespace.fields
     wait_ended(root)
-    uri = f"file://{root}"
-    run.facts["explained"] = {n: explained_hit(uri, random_prompt(n, n), root.parent) for n in LENGTHS}
     with cached_engine(model, root, SMALL_CHUNKS, **options) as engine:
         for length in LENGTHS:
             run.disk[length] = ask(engine, random_prompt(length, length))
@@ -238,7 +214,6 @@ def test_a_hit_is_as_long_as_vllms_own_and_the_answer_the_same(run: Run, length:
     for ours in (run.cold[length], run.host[length], run.disk[length]):
         assert (ours.tokens, ours.logprobs) == (computed.tokens, computed.logprobs)
     assert run.host[length].cached_tokens == run.disk[length].cached_tokens == own.cached_tokens
-    assert run.facts["explained"][length] == own.cached_tokens, "explain says another hit than the engine has"
 
 
 def test_a_second_turn_goes_on_from_the_first(run: Run) -> None:

@@ -22,7 +22,7 @@ from tests.kit.server.processes import end_server
 from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
 from tests.sim.vllm.checks import leaks, server_leaks
 from tests.sim.vllm.engine import Setup, SimulatedEngine
-from tests.sim.vllm.families import FAMILIES, LAYER_OUTERMOST, ONLY_V2
+from tests.sim.vllm.families import ATTENTION, FAMILIES, LAYER_OUTERMOST, ONLY_V2
 from tests.sim.vllm.faults import (
     change_stored_tokens,
     load_leaves_one_block,
@@ -47,7 +47,7 @@ def _quiet():
 
 
 @pytest.mark.parametrize("number", range(seed(), seed() + SEEDS))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENTION)
 def test_seed(family, number, tmp_path):
     """Random engines, prompts, pressure and faults, as for the other models."""
     plan = Plan.draw(
@@ -133,7 +133,7 @@ def asked(tmp_path):
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENTION)
 def test_what_was_stored_is_loaded_and_right(asked, family, runner):
     """Every prompt hits as far as whole chunks before its last token go, from host memory and then from disk."""
     if runner == "v1" and family in ONLY_V2:

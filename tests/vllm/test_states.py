@@ -18,6 +18,7 @@ from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.state_keys import state_records
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.metrics.names import ENGINE_EVENTS
+from tiered_kv.vllm.drafts import Drafts
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.record import recurrent_state
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups, chunk_tokens_of
@@ -135,7 +136,6 @@ def test_a_tensor_that_is_no_state_is_refused_by_name(shape):
 
 REFUSED = {
     "kept at no boundary": mamba(mamba_cache_mode="all"),
-    "speculative decoding": mamba(num_speculative_blocks=2),
     "several equal ranks": mamba(tp_replicated=True),
 }
 
@@ -149,14 +149,58 @@ def test_states_that_could_not_be_right_are_refused(reason):
     check_groups(hybrid())
 
 
-@pytest.mark.parametrize("changes", [{"pipeline_parallel_size": 2}, {"kv_role": "kv_producer"}])
-def test_states_that_are_spread_are_refused(changes):
+def config_of_states(method=None, **changes):
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1} | changes
     transfer = SimpleNamespace(kv_role=parallel.pop("kv_role", "kv_both"))
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), kv_transfer_config=transfer)
+    speculative = None if method is None else SimpleNamespace(method=method)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel), kv_transfer_config=transfer, speculative_config=speculative
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline_parallel_size": 2},
+        {"kv_role": "kv_producer"},
+        {"method": "ngram"},
+        {"method": "eagle"},
+        {"method": "draft_model"},
+    ],
+)
+def test_states_that_are_spread_or_drafted_in_ways_never_run_are_refused(changes):
+    config = config_of_states(**changes)
     with pytest.raises(UnsupportedModel, match="not supported yet"):
         check_states(config, hybrid())
     check_states(config, group_config(KVCacheGroupSpec(NAMES, full())))
+
+
+def test_states_with_drafts_are_served_and_a_request_holds_a_block_more_for_each_guess():
+    config = hybrid(mamba(num_speculative_blocks=2))
+    check_groups(config)
+    check_states(config_of_states(method="mtp"), config)
+    plain, drafted = CacheGroups.of(hybrid(), BLOCK), CacheGroups.of(config, BLOCK)
+    assert drafted.whole_blocks(BLOCK) - plain.whole_blocks(BLOCK) == 2 * len(drafted.states)
+    assert drafted.peak_blocks(BLOCK, 0, BLOCK) - plain.peak_blocks(BLOCK, 0, BLOCK) == 2 * len(drafted.states)
+
+
+@pytest.mark.parametrize(
+    ("drops_block", "tokens", "boundary"),
+    [
+        (False, 128, 64),
+        (False, 129, 128),
+        (True, 63, 0),
+        (True, 64, 0),
+        (True, 128, 64),
+        (True, 129, 64),
+        (True, 192, 128),
+    ],
+)
+def test_the_last_boundary_with_a_draft_is_the_one_at_which_vllm_keeps_a_state(drops_block, tokens, boundary):
+    from vllm.v1.kv_cache_interface import get_mamba_prefill_checkpoint_position
+
+    assert get_mamba_prefill_checkpoint_position(tokens, 64, drop_eagle_block=drops_block) == boundary
+    assert Drafts(drops_block, draft_tokens=2, drafted_len=4096).state_boundary(tokens, 64) == boundary
 
 
 def test_what_a_state_consists_of_is_part_of_the_identity():

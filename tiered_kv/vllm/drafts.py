@@ -25,10 +25,13 @@ from typing import Any, Final
 import vllm
 
 from tiered_kv.errors import UnsupportedModel
-from tiered_kv.vllm.kv_groups import CacheGroups, window_tokens
+from tiered_kv.vllm.kv_groups import CacheGroups, is_recurrent, window_tokens
 
 DRAFT_METHODS: Final = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
 """vLLM's names of the methods that are served with the draft's KV."""
+
+DRAFT_METHODS_WITH_STATES: Final = frozenset({"mtp"})
+"""Those of them that are served with models that have recurrent layers."""
 
 FIRST_VERSION_WITH_DRAFTS: Final = (0, 32)
 """vLLM before it was never run with a draft beside this connector."""
@@ -67,6 +70,15 @@ class Drafts:
         """How much of a held prefix vLLM's own prefix cache would give the request, had it the same blocks."""
         most = min(held_tokens, (request_tokens - 1) // block_tokens * block_tokens)
         return max(0, most - block_tokens) if self.drops_block else most
+
+    def state_boundary(self, request_tokens: int, block_tokens: int) -> int:
+        """The last boundary of a prompt at which vLLM keeps a state, and from which it goes on when it is asked again.
+
+        The block that is dropped leaves something to compute, so no more than that is left out.
+        """
+        if self.drops_block:
+            return max(0, request_tokens // block_tokens - 1) * block_tokens
+        return (request_tokens - 1) // block_tokens * block_tokens
 
 
 def has_drafts_kv(vllm_config: Any) -> bool:
@@ -107,6 +119,8 @@ def check_drafts(vllm_config: Any, kv_cache_config: Any, version: str = vllm.__v
         raise _refusal(speculative, kind)
     for group in kv_cache_config.kv_cache_groups:
         kinds = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+        if is_recurrent(group.kv_cache_spec):
+            continue  # a draft has attention layers only; what of it goes with states is said by check_states
         if window_tokens(group.kv_cache_spec) is not None:
             raise _refusal(speculative, f"was not tried beside sliding windows. layers={group.layer_names[:2]}")
         if other := [type(spec).__name__ for spec in kinds if type(spec).__name__ != "FullAttentionSpec"]:

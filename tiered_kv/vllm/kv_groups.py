@@ -43,7 +43,9 @@ that was loaded whole it computes the last token again (``Scheduler._update_wait
 right only where a token's KV and what it attends to come from blocks that a load filled. A window lacks the token
 before its oldest; the blocks of an attention chunk that ends with the prompt are freed; and a state of ``R`` tokens
 that the last token completes would be computed from a ring that has nothing of the ``R - 1`` before it. So unless all
-groups keep one state per token of all tokens, the last chunk of such a prompt is computed.
+groups keep one state per token of all tokens, the last chunk of such a prompt is computed. (vLLM's scheduler knows of a
+group its first layer's spec only. A compressed layer in the group of a full one has its tokens there, and needs no
+ring.)
 
 A group of recurrent layers (Mamba, gated delta nets, short convolutions) has no block per token but a state per
 boundary between chunks, in one block; the chunk is that block then. What is stored of a boundary is the state of
@@ -148,10 +150,14 @@ class CacheGroups:
     Attributes:
         groups: These.
         states: Places of the groups of recurrent layers among vLLM's groups; each is a part of a stored state.
+        hash_tokens: Tokens of one of vLLM's block hashes; 0: unknown, and then those of a block.
+        state_blocks: Most blocks of such a group that a request holds: with drafts, one more for each token guessed.
     """
 
     groups: Sequence[CacheGroup]
     states: tuple[int, ...] = ()
+    hash_tokens: int = 0
+    state_blocks: int = STATE_BLOCKS
 
     def __iter__(self) -> Iterator[CacheGroup]:
         return iter(self.groups)
@@ -169,16 +175,18 @@ class CacheGroups:
         Raises:
             ConfigError: ``chunk_tokens`` is no multiple of the blocks' common size.
         """
-        groups, states, blocks = [], [], []
+        groups, states, blocks, guessed = [], [], [], 0
         for number, group in enumerate(kv_cache_config.kv_cache_groups):
             spec = group.kv_cache_spec
             if is_recurrent(spec):
                 states.append(number)
                 blocks.append(int(spec.block_size))
+                guessed = int(spec.num_speculative_blocks)
                 continue
             groups.append(_cache_group(number, spec, chunk_tokens, dcp))
             blocks.append(groups[-1].block_tokens)
-        result = cls(groups, tuple(states))
+        hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or 0)
+        result = cls(groups, tuple(states), hash_tokens, STATE_BLOCKS + guessed)
         if chunk_tokens % (block := lcm(*blocks)) or any(blocks[number] != chunk_tokens for number in states):
             raise ConfigError(
                 "chunk_tokens must be a multiple of the block sizes of all KV cache groups. "
@@ -213,12 +221,12 @@ class CacheGroups:
 
     def whole_blocks(self, tokens: int) -> int:
         """Most blocks that so many tokens take in all groups, with one more each for drafts."""
-        return sum(group.whole_blocks(tokens) + 1 for group in self) + STATE_BLOCKS * len(self.states)
+        return sum(group.whole_blocks(tokens) + 1 for group in self) + self.state_blocks * len(self.states)
 
     def peak_blocks(self, tokens: int, computed_tokens: int, step_tokens: int) -> int:
         """The same over all groups."""
         peaks = (group.peak_blocks(tokens, computed_tokens, step_tokens) for group in self)
-        return sum(peaks) + STATE_BLOCKS * len(self.states)
+        return sum(peaks) + self.state_blocks * len(self.states)
 
     def loadable_tokens(self, held_tokens: int, request_tokens: int, chunk_tokens: int) -> int:
         """How much of a held prefix may be loaded.
@@ -237,22 +245,30 @@ class CacheGroups:
         A guess that costs a lookup anew when it is wrong: vLLM's own answer comes later.
 
         Args:
-            hashes: The request's block hashes, one per block; 0 is returned where groups differ in block size.
+            hashes: The request's block hashes, of ``hash_tokens`` each. A block's is that of its last tokens, since
+                each names all tokens before it. 0 is returned where their unit is unknown and groups differ in it.
             cached: Gives the cached blocks of a hash in some groups, or None: ``BlockPool.get_cached_block``.
         """
         shared = [group for group in self if group.is_shared]
-        if len({group.block_tokens for group in shared}) > 1:
+        unit = self.hash_tokens or shared[0].block_tokens
+        if any(group.block_tokens % unit for group in shared):
             return 0
-        per_chunk = shared[0].chunk_blocks
+        if not self.hash_tokens and len({group.block_tokens for group in shared}) > 1:
+            return 0
+        chunk_hashes = shared[0].chunk_blocks * shared[0].block_tokens // unit
         whole = [group.number for group in shared if not group.is_windowed]
         states = list(self.states)
         count = 0
-        while (last := (count + 1) * per_chunk - 1) < len(hashes) and (not whole or cached(hashes[last], whole)):
+        while (last := (count + 1) * chunk_hashes - 1) < len(hashes) and (not whole or cached(hashes[last], whole)):
             count += 1
-        windowed = [group for group in shared if group.is_windowed]
+        windows = [(group, group.block_tokens // unit) for group in shared if group.is_windowed]
         while count and not (
-            all(cached(hashes[at], [group.number]) for group in windowed for at in group.needed_range(count - 1))
-            and (not states or cached(hashes[count * per_chunk - 1], states))
+            all(
+                cached(hashes[(at + 1) * per_block - 1], [group.number])
+                for group, per_block in windows
+                for at in group.needed_range(count - 1)
+            )
+            and (not states or cached(hashes[count * chunk_hashes - 1], states))
         ):
             count -= 1
         return count

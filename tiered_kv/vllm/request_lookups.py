@@ -114,8 +114,9 @@ class RequestLookups:
             return None
         names, digests, parts = keys.keys, keys.digests, len(self._groups.states)
         if parts:
+            chunk, tokens, drafts = self._config.chunk_tokens, state.request.num_tokens, self._role.drafts
             # Of use before the last token only: vLLM computes that one again, on top of a state that has it.
-            count = (state.request.num_tokens - 1) // self._config.chunk_tokens
+            count = (drafts.state_boundary(tokens, chunk) if drafts else tokens - 1) // chunk
             names, digests = names[:count], digests[:count]
         turn = self._waiting_queue.turn_of(state)
         lookup_id = self._client.lookup(names, digests, min(start, len(names)), turn, state_parts=parts)

@@ -14,7 +14,7 @@ import vllm
 from vllm.v1.core.sched import output as sched_output
 
 from tiered_kv.errors import ConfigError, UnsupportedModel
-from tiered_kv.vllm.drafts import DRAFT_METHODS
+from tiered_kv.vllm.drafts import DRAFT_METHODS, DRAFT_METHODS_WITH_STATES
 from tiered_kv.vllm.kv_groups import is_recurrent, window_tokens
 
 logger = logging.getLogger("vllm." + __name__)
@@ -100,7 +100,8 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse ways to run a model with recurrent layers whose states could not be put together.
 
     Raises:
-        UnsupportedModel: Its layers are spread over pipeline stages or contexts, or prefill and decode are apart.
+        UnsupportedModel: Its layers are spread over pipeline stages or contexts, prefill and decode are apart, or it
+            drafts by a method that was not tried with states.
     """
     if not any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
         return
@@ -108,6 +109,12 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if (size := int(getattr(parallel, name, 1))) > 1:
             raise UnsupportedModel(f"recurrent layers with {name} above 1 are not supported yet. {name}={size}")
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and speculative.method not in DRAFT_METHODS_WITH_STATES:
+        raise UnsupportedModel(
+            "recurrent layers together with speculative decoding by this method are not supported yet. "
+            f"method={speculative.method} supported={','.join(sorted(DRAFT_METHODS_WITH_STATES))}"
+        )
     if role != "kv_both":
         raise UnsupportedModel(f"recurrent layers with prefill and decode apart are not supported yet. kv_role={role}")
 
@@ -144,8 +151,6 @@ def _check_recurrent(spec: Any, layer_names: Sequence[str], kv_cache_config: Any
             "the states of recurrent layers are kept at no boundary that could be stored. Start vLLM with "
             f"--enable-prefix-caching and --mamba-cache-mode align. mamba_cache_mode={mode} {where}"
         )
-    if spec.num_speculative_blocks:
-        raise UnsupportedModel(f"recurrent layers together with speculative decoding are not supported yet. {where}")
     if int(getattr(kv_cache_config, "kv_tp_replicas", 1)) > 1 or getattr(spec, "tp_replicated", False):
         raise UnsupportedModel(f"states that only some of several equal ranks hold are not supported yet. {where}")
     if not hasattr(spec, "state_content_size_bytes") or "boundary_state_offloads" not in _block_state_fields():

@@ -83,3 +83,25 @@ def mimo(path: Path, models: Path) -> Path:
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def qwen3_next_mtp(path: Path, models: Path) -> Path:
+    """The tiny Qwen3-Next with an MTP layer: a copy of the layer that attends, behind a random projection."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = build_kind(models, "qwen3_next")
+    tensors = load_file(source / "model.safetensors")
+    last = "model.layers.3."
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors["mtp.layers.0." + name.removeprefix(last)] = tensors[name].clone()
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):  # weights to which 1 is added
+        tensors[f"mtp.{name}.weight"] = torch.zeros(HIDDEN, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(5)
+    projection = torch.empty(HIDDEN, 2 * HIDDEN).normal_(0.0, WEIGHT_STD, generator=generator)
+    tensors["mtp.fc.weight"] = projection.to(torch.bfloat16)
+    config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path

@@ -160,6 +160,13 @@ def _qwen3_next(transformers: Any) -> Any:
     )
 
 
+def _qwen3_5(transformers: Any) -> Any:
+    """As Qwen3-Next, without experts. vLLM imports torchvision for it."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+    fields = _text(num_hidden_layers=4, rms_norm_eps=1e-6)
+    return transformers.Qwen3_5TextConfig(**fields, **heads, linear_value_head_dim=64)
+
+
 _MAMBA2: Final = {
     "mamba_n_heads": 8,
     "mamba_d_head": 64,
@@ -216,6 +223,7 @@ KINDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "mamba2": _mamba2,
     "lfm2": _lfm2,
     "qwen3_next": _qwen3_next,
+    "qwen3_5": _qwen3_5,
     "granite4": _granite4,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
@@ -255,8 +263,8 @@ def _model(transformers: Any, config: Any, seed: int) -> Any:
 
     family = transformers.AutoModelForImageTextToText if hasattr(config, "vision_config") else None
     model = (family or transformers.AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
-    # Gemma and Qwen3-Next add 1 to the weight of a norm, the latter not to that of its delta nets.
-    adds_one = config.model_type.startswith(("gemma", "qwen3_next"))
+    # Gemma, Qwen3-Next and Qwen3.5 add 1 to the weight of a norm, the latter two not to that of their delta nets.
+    adds_one = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.named_parameters()):

@@ -5,6 +5,9 @@ Counts by vLLM's own requests, at the connector's door, and knows nothing of how
 
 from typing import Any
 
+STATE_ENDS = frozenset({"state_held", "states", "states_failed"})
+"""Counters in which a state that vLLM offered ends, beside ``state_dropped_<reason>``."""
+
 OUTCOMES = ("store_held", "stores", "stores_failed")
 DROPPED = "store_dropped_"
 
@@ -57,6 +60,10 @@ class StoreAccounts:
         """What does not add up once the engine is at rest."""
         counters = self._side.counters
         outcomes = {n: c for n, c in counters.items() if n in OUTCOMES or n.startswith(DROPPED)}
+        parts = counters["state_parts_stored"] + counters["state_parts_dropped"]
+        ends = sum(c for n, c in counters.items() if n in STATE_ENDS or n.startswith("state_dropped_"))
+        if ends != counters["state_offers"] or parts % (len(self._side.saves._groups.states) or 1):
+            return [f"{counters['state_offers']} states were offered, and went to {dict(counters)}"]
         if sum(outcomes.values()) == counters["store_chunks"] == self.computed:
             return []
         return [

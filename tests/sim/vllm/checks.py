@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.server.probe import figures, is_serving, wait_for
+from tests.kit.storage.disk_probe import blob_files
 from tests.sim.vllm.engine import SimulatedEngine
+from tests.sim.vllm.model import UNDRAFTED
 
 
 def unanswered(engine: SimulatedEngine, asked: Mapping[str, int], aborted: Collection[str]) -> list[str]:
@@ -36,6 +38,12 @@ def leaks(engine: SimulatedEngine) -> list[str]:
         "copies in workers": sum(worker.connector._worker._running for worker in engine.workers),
     }
     return [f"{what} left: {left}" for what, left in found.items() if left]
+
+
+def undrafted_blobs(root: Path) -> int:
+    """Blobs with KV of tokens for which the draft did not run: without it, but with a right checksum."""
+    mark = UNDRAFTED.to_bytes(8, "little") * 4  # all words of a token and head
+    return sum(mark in path.read_bytes() for path in blob_files(root))
 
 
 def content(value: Any) -> Any:

@@ -5,13 +5,14 @@ update) and ``step_with_batch_queue`` (async scheduling: the next step is schedu
 rank runs what it was sent when it gets to it). Everything that crosses a process boundary in vLLM is copied.
 """
 
+import json
 import random
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -57,6 +59,9 @@ class Setup:
         family: Layers of other kinds instead, by name (``families.py``).
         is_hybrid: Layers with windows get KV cache groups of their own.
         is_replicated: All ranks hold the same KV, as with MLA or more ranks than KV heads.
+        match_unit: Of vLLM's prefix cache, in tokens; None: a block.
+        drafted_len: Longest sequence that a draft takes, of families with a draft.
+        retention: vLLM's ``prefix_cache_retention_interval``, which says what states it keeps.
         late: Chance that a rank has not begun a step when the next one is scheduled (async scheduling only).
     """
 
@@ -74,6 +79,9 @@ class Setup:
     draft_tokens: int = 0
     policy: str = "fcfs"
     has_prefix_caching: bool = True
+    match_unit: int | None = None
+    drafted_len: int = MAX_MODEL_LEN
+    retention: int | None = 0
     late: float = 0.5
     connector: Mapping[str, Any] = field(default_factory=dict)
 
@@ -81,9 +89,16 @@ class Setup:
     def kinds(self) -> tuple[families.Kind, ...]:
         """The layers by their specs."""
         if self.family:
-            return families.FAMILIES[self.family]
+            return tuple(self._with_drafts(kind) for kind in families.FAMILIES[self.family])
         changes = {"max_tp_shards": 1 if self.is_replicated else None}
         return tuple(families.windowed(w, **changes) if w else families.full(**changes) for w in self.windows)
+
+    def _with_drafts(self, kind: families.Kind) -> families.Kind:
+        """A recurrent layer has a block more for the state behind each token that is guessed."""
+        spec: Any = kind.spec
+        if not isinstance(spec, MambaSpec):
+            return kind
+        return replace(kind, spec=replace(spec, num_speculative_blocks=self.draft_tokens))
 
     @property
     def block_tokens(self) -> int:
@@ -112,6 +127,11 @@ class Setup:
         specs: dict[Any, int] = {}
         for number, kind in enumerate(self.kinds):
             spec: Any = kind.spec
+            if isinstance(spec, MambaSpec):
+                specs[MambaSpec, spec.block_size, number] = (
+                    3 + self.draft_tokens
+                )  # what it goes on from, what it computes, a copy
+                continue
             whole = -(-MAX_MODEL_LEN // spec.block_size)
             if hasattr(spec, "max_admission_blocks_per_request"):
                 whole = spec.max_admission_blocks_per_request(in_flight, MAX_MODEL_LEN)
@@ -326,11 +346,34 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+@cache
+def _eagle_folder() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tiered_kv_simulator")
+    config = json.loads((Path(_model_folder().name) / "config.json").read_text())
+    (Path(folder.name) / "config.json").write_text(json.dumps(config | {"architectures": ["EagleLlamaForCausalLM"]}))
+    return folder
+
+
+@cache
+def _mtp_folder() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tiered_kv_simulator")
+    config = json.loads((Path(_model_folder().name) / "config.json").read_text())
+    config |= {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (Path(folder.name) / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def _config(setup: Setup) -> Any:
     """vLLM's configuration, as far as schedulers and connectors read it."""
-    drafts = {"method": "ngram", "num_speculative_tokens": setup.draft_tokens, "prompt_lookup_max": 3}
+    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": setup.draft_tokens, "prompt_lookup_max": 3}
+    if method := families.DRAFTS.get(setup.family):
+        drafts = {
+            "method": method, "num_speculative_tokens": setup.draft_tokens, "max_model_len": setup.drafted_len
+        }  # fmt: skip
+        if method != "mtp":
+            drafts["model"] = str(Path((_eagle_folder() if method == "eagle" else _model_folder()).name))
     config = EngineArgs(
-        model=str(Path(_model_folder().name)),
+        model=str(Path((_mtp_folder() if method == "mtp" else _model_folder()).name)),
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=MAX_MODEL_LEN,
@@ -355,6 +398,11 @@ def _config(setup: Setup) -> Any:
     config.scheduler_config.async_scheduling = setup.is_async
     config.cache_config.block_size = setup.block_tokens
     config.cache_config.kv_cache_layout = setup.layout
+    config.cache_config.prefix_match_unit = setup.match_unit
+    if setup.family in families.STATES:
+        config.cache_config.mamba_block_size = setup.block_tokens
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.prefix_cache_retention_interval = setup.retention
     backend = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)
     for number in range(len(setup.kinds)):
         config.compilation_config.static_forward_context[f"model.layers.{number}.attn"] = backend

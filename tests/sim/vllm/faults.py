@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,12 @@ import xxhash
 from tiered_kv.chunks import header as f
 from tiered_kv.chunks.header import read_header
 from tiered_kv.chunks.transfer import PagedKV
+from tiered_kv.vllm.drafts import Drafts
 from tiered_kv.vllm.kv_groups import CacheGroups
+from tiered_kv.vllm.request_lookups import RequestLookups
+from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.step import BlockRun
+from tiered_kv.vllm.undrafted import UndraftedBlocks
 
 LATE_S = 0.05
 
@@ -194,4 +198,97 @@ def loads_said_to_bring_all_groups(engine: Any) -> Iterator[None]:
     """vLLM is told that loads bring the groups that are left out, too, so that it computes nothing of them again."""
     every = tuple(range(engine.groups))
     with mock.patch.object(engine.connector, "get_loaded_kv_cache_group_ids", return_value=every):
+        yield
+
+
+@contextmanager
+def loads_are_synchronous(engine: Any) -> Iterator[None]:
+    """Loads run before the forward pass of the step that admits a request, as connectors may do it.
+
+    vLLM has copied the state to the block it computes in by then.
+    """
+    ask = engine.connector.get_num_new_matched_tokens
+
+    def load_now(connector: Any) -> Any:
+        load = connector.start_load_kv
+
+        def loaded(*arguments: Any, **more: Any) -> None:
+            load(*arguments, **more)
+            connector._worker.finish_copies()
+
+        return loaded
+
+    def report_to_side(connector: Any) -> Any:
+        report = connector.get_transfer_results
+
+        def told_nobody(finished_req_ids: set[str]) -> Any:
+            results = report(finished_req_ids)
+            engine.connector._scheduler.side.loads_finished(results.finished_recving, results.failed_recving)
+            return type(results)()
+
+        return told_nobody
+
+    with ExitStack() as stack:
+        at_once = lambda *request: (ask(*request)[0], False)  # noqa: E731
+        stack.enter_context(mock.patch.object(engine.connector, "get_num_new_matched_tokens", at_once))
+        for worker in engine.workers:
+            one = worker.connector
+            stack.enter_context(mock.patch.object(one, "start_load_kv", load_now(one)))
+            stack.enter_context(mock.patch.object(one, "get_transfer_results", report_to_side(one)))
+        yield
+
+
+@contextmanager
+def states_saved_by_position() -> Iterator[None]:
+    """A prompt's last state is taken when its request ends, from where the block table has it then."""
+
+    def finish(saves: RequestSaves, state: Any, tables: Any) -> None:
+        finish_chunks(saves, state, tables)
+        tokens = (state.request.num_prompt_tokens - 1) // saves._config.chunk_tokens * saves._config.chunk_tokens
+        by_group = {number: tables[number][-1] for number in saves._groups.states}
+        saves._queue_state(state, tokens, by_group)
+
+    finish_chunks = RequestSaves.finish
+    with mock.patch.multiple(RequestSaves, finish=finish, _queue_states=mock.DEFAULT):
+        yield
+
+
+class _OneMoreToken:
+    """A request that says it has one token more than it has."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._request, name)
+        return value + 1 if name == "num_tokens" else value
+
+
+@contextmanager
+def states_loaded_at_the_last_token() -> Iterator[None]:
+    """A prompt that ends at a boundary may be loaded whole: vLLM computes its last token on top of its own state."""
+    send = RequestLookups._sent
+
+    def send_for_all(lookups: RequestLookups, state: Any, start: int) -> Any:
+        whole, state.request = state.request, _OneMoreToken(state.request)
+        try:
+            return send(lookups, state, start)
+        finally:
+            state.request = whole
+
+    with mock.patch.object(RequestLookups, "_sent", send_for_all):
+        yield
+
+
+@contextmanager
+def last_block_of_a_draft_is_loaded() -> Iterator[None]:
+    """A prefix is loaded up to its end, though a draft's last slot there is of another prompt's next token."""
+    with mock.patch.object(Drafts, "loadable_tokens", lambda _drafts, held, *_: held):
+        yield
+
+
+@contextmanager
+def undrafted_blocks_are_stored() -> Iterator[None]:
+    """Nobody notes where a draft did not run."""
+    with mock.patch.object(UndraftedBlocks, "drafted_chunks", lambda _blocks, _tables, chunks: chunks):
         yield

@@ -19,6 +19,9 @@ import numpy.typing as npt
 VOCAB = 997
 NO_TOKEN = VOCAB + 1
 """Stands where a draft is missing: the model never samples it."""
+NEXT, OWN = "next", "own"
+UNDRAFTED = 0xD5D5D5D5D5D5D5D5
+"""What stands in a draft's layer where the model's KV was computed and the draft did not run."""
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -49,6 +52,9 @@ class Layer:
         ring: Capacity of the one block that a request has; None: blocks lie in token order.
         group: Of a ring: tokens of a state; those of the state that is not complete are what it is for.
         replayed: Tokens at the end of a hit that are computed again into this layer; it is never loaded.
+        is_recurrent: It keeps one state of all tokens so far, in one block, and goes on from that.
+        draft: It is a draft's, which the model does not attend to: ``NEXT`` takes at each position the token behind
+            it, as EAGLE and MTP do, ``OWN`` the token there; "" is no draft's.
     """
 
     name: str
@@ -61,10 +67,14 @@ class Layer:
     ring: int | None = None
     group: int = 1
     replayed: int = 0
+    is_recurrent: bool = False
+    draft: str = ""
 
     def attended(self, position: int) -> range:
         """States that the token at ``position`` attends to."""
         end = position + 1
+        if self.is_recurrent:
+            return range(position, end)
         if self.tokens_per_state > 1:
             return range(end // self.tokens_per_state)
         if self.ring is not None:
@@ -114,6 +124,16 @@ class Model:
             value = mix(value ^ state)
         return value
 
+    @property
+    def attending(self) -> list[Layer]:
+        """The model's own layers, without a draft's."""
+        return [layer for layer in self.layers if not layer.draft]
+
+    @staticmethod
+    def draft_state(layer: Layer, state: int, next_token: int) -> int:
+        """What a draft keeps of a token, from the model's state there."""
+        return mix(state ^ mix(next_token + 7 if layer.draft == NEXT else 5))
+
     def sample(self, attended: Sequence[int]) -> int:
         """The next token, from the sum of attended states of each layer."""
         return mix(sum((n + 1) * total for n, total in enumerate(attended)) & _MASK) % VOCAB
@@ -156,7 +176,7 @@ class Reference:
 
     def next_token(self, position: int) -> int:
         """The token the model samples at ``position``, when everything it attends to is right."""
-        return self.model.sample([self._sum(layer, layer.attended(position)) for layer in self.model.layers])
+        return self.model.sample([self._sum(layer, layer.attended(position)) for layer in self.model.attending])
 
 
 class LayerKV:
@@ -202,6 +222,23 @@ class LayerKV:
     def block_of(self, blocks: Sequence[int], state: int) -> int:
         """The block that holds a state."""
         return blocks[0 if self.layer.ring is not None else state // self.block_states]
+
+    def write_block(self, block: int, state: int) -> None:
+        """Write the one state of a recurrent layer's block."""
+        self._words[block, :, 0, :] = self._encode([state])[0]
+
+    def read_block(self, block: int) -> Words:
+        """The words of the one state of a recurrent layer's block: [1, 1, words]."""
+        return self._words[block : block + 1, :, 0, :].copy()
+
+    def mark(self, blocks: Sequence[int], first: int, end: int) -> None:
+        """Leave states [first, end) undrafted."""
+        rows, offsets = self._places(blocks, np.arange(first, end))
+        self._words[rows, :, offsets, :] = np.uint64(UNDRAFTED)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block as it is."""
+        self._words[target] = self._words[source]
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Clear blocks."""

@@ -20,11 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-from vllm.v1.worker.utils import allocate_kv_cache
+from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 
+from tests.sim.vllm.drafter import Drafter
 from tests.sim.vllm.model import NO_TOKEN, VOCAB, Layer, LayerKV, Model, Reference, mix
 
 NULL_BLOCK = 0
@@ -33,13 +35,26 @@ SHOWN_MAX = 10
 
 @dataclass
 class Findings:
-    """What the model saw: how much KV it checked, and what was wrong, in words."""
+    """What the model saw: how much KV it checked, and what was wrong, in words.
+
+    Attributes:
+        wrong_draft_tokens: Of a draft's KV. Answers are right all the same: the model verifies what a draft guesses.
+        neighbour_draft_tokens: A draft's KV of a block's last token that was made with another next token. vLLM's own
+            prefix cache has such, where two prompts differ right behind a block.
+        undrafted_tokens: Those for which the draft did not run.
+        block_copies: Blocks copied so that a request may go on inside one that vLLM's prefix cache keeps.
+    """
 
     checked_tokens: int = 0
     wrong_tokens: int = 0
     wrong_answers: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    checked_draft_tokens: int = 0
+    wrong_draft_tokens: int = 0
+    neighbour_draft_tokens: int = 0
+    undrafted_tokens: int = 0
+    block_copies: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def add(self, text: str, tokens: int = 0) -> None:
@@ -58,6 +73,9 @@ class _Request:
         computed: Tokens whose KV this worker has, rejected drafts not counted.
         blocks: The block table, one row per KV cache group.
         drafts: What the drafter proposed to follow ``tokens``.
+        state_place: Where in the block table the running states of recurrent layers are; None: not since it is here.
+        accepted: Tokens that the last step sampled since the running states were moved: the one behind each guess lies
+            in a block of its own.
         replay_start: Where vLLM begins to compute a hit's end again for windows that no hit brings.
     """
 
@@ -66,19 +84,26 @@ class _Request:
     blocks: tuple[list[int], ...]
     drafts: list[int] = field(default_factory=list)
     replay_start: int = 0
+    state_place: int | None = None
+    accepted: int = 1
     expected: Reference | None = None
     guessed: Reference | None = None
 
 
 @dataclass
 class _Row:
-    """A request in this step's batch: its new tokens are at [first, end) of ``tokens``."""
+    """A request in this step's batch: its new tokens are at [first, end) of ``tokens``.
+
+    Attributes:
+        carried: By recurrent layer: its state behind each new token, computed from the state it read.
+    """
 
     request_id: str
     request: _Request
     tokens: list[int]
     first: int
     draft_count: int
+    carried: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -112,11 +137,21 @@ class SimulatedWorker:
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
         replicas = int(kv_cache_config.kv_tp_replicas)  # so many ranks in a row hold the same KV
+        self._tensors, self._num_blocks = list(tensors.values()), int(kv_cache_config.num_blocks)
+        self._state_tokens = next(
+            (
+                int(group.kv_cache_spec.block_size)
+                for group in kv_cache_config.kv_cache_groups
+                if isinstance(group.kv_cache_spec, MambaSpec)
+            ),
+            0,
+        )
         by_name = {layer.name: layer for layer in model.layers}
         self._groups = [
             [LayerKV(by_name[name], rank // replicas, tensors[name]) for name in group.layer_names]
             for group in kv_cache_config.kv_cache_groups
         ]
+        self._drafter = self._its_drafter(vllm_config)
         self._v2: ActiveKVConnector | None = None
         with self._as_the_process():
             if self.is_v2:
@@ -124,6 +159,15 @@ class SimulatedWorker:
             else:
                 self.connector.register_kv_caches(tensors)
                 self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)
+
+    def _its_drafter(self, vllm_config: Any) -> Drafter | None:
+        """The draft of a model that has one with KV of its own."""
+        layers = [(n, layer) for n, group in enumerate(self._groups) for layer in group if layer.layer.draft]
+        if not layers:
+            return None
+        longest = int(vllm_config.speculative_config.draft_model_config.max_model_len)
+        guesses = int(vllm_config.num_speculative_tokens)
+        return Drafter(self.model, layers, guesses, None if self.is_v2 else longest, self.findings, self.rank)
 
     @contextmanager
     def _as_the_process(self) -> Iterator[None]:
@@ -139,7 +183,6 @@ class SimulatedWorker:
     def execute(self, output: Any) -> Any:
         """Run a scheduler's step; ``output`` must be this worker's own copy."""
         self._steps += 1
-        assert not output.kv_cache_block_copies, "copies of blocks are not simulated"
         with self._as_the_process():
             return self._execute_v2(output) if self.is_v2 else self._execute_v1(output)
 
@@ -148,6 +191,7 @@ class SimulatedWorker:
         self._update_v1(output)
         if not output.total_num_scheduled_tokens:
             return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self.config)
+        self._move_states(output)
         with (
             set_forward_context(None, self.config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(
@@ -169,6 +213,7 @@ class SimulatedWorker:
         batch = SimpleNamespace(
             idx_mapping=torch.arange(len(ids)), req_ids=ids, num_tokens=output.total_num_scheduled_tokens
         )
+        self._move_states(output)
         with set_forward_context(None, self.config):
             self._v2.pre_forward(output, batch)
             rows, attended = self._forward(output)
@@ -201,7 +246,7 @@ class SimulatedWorker:
         """V1 keeps preempted requests; one that is resumed comes as cached, with a whole new block table."""
         for request_id in output.finished_req_ids:
             self._requests.pop(request_id, None)
-        self._zero(output.new_block_ids_to_zero)
+        self._prepare_blocks(output)
         for new in output.scheduled_new_reqs:
             assert not new.replay_start, "V1 replays nothing"
             self._requests[new.req_id] = _Request(list(new.prompt_token_ids), new.num_computed_tokens, new.block_ids)
@@ -211,7 +256,8 @@ class SimulatedWorker:
             if request_id in cached.resumed_req_ids:
                 assert blocks is not None, "resumed without blocks"
                 request.blocks = blocks
-                request.computed, request.drafts = cached.num_computed_tokens[n], []
+                request.computed, request.drafts, request.state_place = cached.num_computed_tokens[n], [], None
+                request.accepted = 1
                 # Not scheduled in the step before, so the scheduler has sent all it knows. Drafts are not in it, and
                 # what was sampled in a step that it dropped is not either.
                 request.tokens = list(cached.all_token_ids[request_id])
@@ -233,16 +279,63 @@ class SimulatedWorker:
         for n, request_id in enumerate(cached.req_ids):
             self._append(self._requests[request_id], cached.new_block_ids[n])
             self._check_progress(request_id, self._requests[request_id], cached.num_computed_tokens[n])
-        self._zero(output.new_block_ids_to_zero)
+        self._prepare_blocks(output)
 
     def _append(self, request: _Request, blocks: Any) -> None:
         for row, more in zip(request.blocks, blocks or (), strict=False):
             row.extend(more)
 
-    def _zero(self, blocks: Sequence[int] | None) -> None:
-        for layers in self._groups if blocks else ():
-            for layer in layers:
-                layer.zero(blocks or ())
+    def _prepare_blocks(self, output: Any) -> None:
+        """Zero new blocks, then copy what a request must not write into in place."""
+        if output.new_block_ids_to_zero:
+            for layers in self._groups:
+                for layer in layers:
+                    layer.zero(output.new_block_ids_to_zero)
+        self.findings.block_copies += len(output.kv_cache_block_copies or ())
+        copy_kv_cache_blocks_inplace(self._tensors, self._num_blocks, output.kv_cache_block_copies or ())
+
+    def _move_states(self, output: Any) -> None:
+        """Copy states from where the last step left them to the blocks that this step computes in.
+
+        As ``preprocess_mamba`` (V1) and ``preprocess_mamba_align_fused_kernel`` (V2) do, and when: after the block
+        tables are known, before the connector begins its loads. A state that a load brings later is not seen.
+        """
+        if not self._state_tokens:
+            return
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            place = request.state_place
+            if place is None:
+                place = (request.computed - 1) // self._state_tokens  # -1: there is none
+            request.state_place = -(-(request.computed + count) // self._state_tokens) - 1
+            if place in (-1, request.state_place):
+                continue
+            self._copy_states(request, place + request.accepted - 1, request.state_place)
+            request.accepted = 1
+
+    def _copy_states(self, request: _Request, source: int, target: int) -> None:
+        for group, table in zip(self._groups, request.blocks, strict=True):
+            for layer in group:
+                if layer.layer.is_recurrent:
+                    layer.copy_block(table[source], table[target])
+
+    def _keep_boundary(self, row: _Row, accepted: int) -> None:
+        """Where accepted guesses crossed the end of a block, copy the state there into that block.
+
+        As ``postprocess_mamba_fused_kernel`` does behind the sampler, before the connector saves.
+        """
+        request = row.request
+        assert request.state_place is not None
+        running = row.end - row.draft_count
+        aligned = (running + accepted - 1) // self._state_tokens * self._state_tokens
+        request.accepted = accepted
+        if aligned < running:
+            return
+        place, bias = aligned // self._state_tokens - 1, aligned - running
+        if place == request.state_place:
+            request.accepted = 1
+        if place != request.state_place or bias:
+            self._copy_states(request, request.state_place + bias, place)
 
     def _check_progress(self, request_id: str, request: _Request, scheduled: int) -> None:
         """The scheduler counts drafts in flight as computed; this worker knows which were rejected."""
@@ -287,6 +380,11 @@ class SimulatedWorker:
         replay_end = self._replay_end(row)
         for group, table in zip(self._groups, row.request.blocks, strict=True):
             for layer in group:
+                if layer.layer.draft:
+                    continue  # when the next token is known
+                if layer.layer.is_recurrent:
+                    self._go_on(row, layer, table)
+                    continue
                 first = row.first if layer.layer.replayed else min(max(row.first, replay_end), row.end)
                 units = layer.layer.completed(first, row.end)
                 if not units:
@@ -296,6 +394,31 @@ class SimulatedWorker:
                     compressed[layer.layer.number] if layer.layer.tokens_per_state > 1 else states[first - row.first :]
                 )
                 layer.write(table, units.start, new[-len(units) :])
+
+    def _go_on(self, row: _Row, layer: LayerKV, table: Sequence[int]) -> None:
+        """Compute a recurrent layer's states from the one in its running block, and leave the last one there."""
+        place = row.request.state_place
+        assert place is not None and (not row.draft_count or row.end - row.first == row.draft_count + 1)
+        block = table[place + row.request.accepted - 1]
+        states: list[int] = []
+        if row.first:
+            words = layer.read_block(block)
+            row.request.expected = row.request.expected or Reference(self.model)
+            states = layer.state(words)
+            right = row.request.expected.of(row.tokens).states[row.first - 1 : row.first]
+            self.findings.checked_tokens += 1
+            if layer.wrong(words, right):
+                self.findings.add(
+                    f"rank {self.rank} step {self._steps}: {row.request_id} goes on from a wrong state behind "
+                    f"{row.first} tokens in {layer.layer.name}, block {block}",
+                    1,
+                )
+        if NULL_BLOCK in table[place : place + row.draft_count + 1]:
+            self.findings.add(f"rank {self.rank}: {row.request_id} writes a state into the null block")
+        self.model.extend(states, row.tokens[row.first :])
+        row.carried[layer.layer.number] = states[-(row.end - row.first) :]
+        for n in range(row.draft_count + 1):  # the state behind each guess has a block of its own
+            layer.write_block(table[place + n], states[n - row.draft_count - 1])
 
     def _states(self, row: _Row) -> list[int]:
         """The states of a row's tokens, from that of the token before them in the first layer that has it."""
@@ -319,7 +442,12 @@ class SimulatedWorker:
         for group, table in zip(self._groups, row.request.blocks, strict=True):
             for layer in group:
                 has_it = row.first - 1 in layer.layer.attended(row.first) and layer.layer.tokens_per_state == 1
-                if has_it and layer.layer.ring is None and not (is_replayed and layer.layer.replayed):
+                if (
+                    has_it
+                    and not layer.layer.draft
+                    and layer.layer.ring is None
+                    and not (is_replayed and layer.layer.replayed)
+                ):
                     return layer, table
         return None
 
@@ -352,6 +480,12 @@ class SimulatedWorker:
         sums: dict[int, list[int]] = {}
         for group, layers in enumerate(self._groups):
             for layer in layers:
+                if layer.layer.draft:
+                    continue
+                if layer.layer.is_recurrent:
+                    sampled = range(last_known, row.end) if row.is_sampled else ()
+                    sums[layer.layer.number] = [row.carried[layer.layer.number][at - row.first] for at in sampled]
+                    continue
                 # A ring has the last tokens only; a window that is replayed, those from the replay's start on.
                 from_ = row.first if layer.layer.ring is None else max(row.first, last_known)
                 if layer.layer.replayed:
@@ -368,7 +502,7 @@ class SimulatedWorker:
                 sums[layer.layer.number] = [
                     sum(states[units.start - start : units.stop - start]) & ((1 << 64) - 1) for units in places
                 ]
-        return [list(column) for column in zip(*(sums[layer.number] for layer in self.model.layers), strict=True)]
+        return [list(column) for column in zip(*(sums[layer.number] for layer in self.model.attending), strict=True)]
 
     def _compare(self, row: _Row, group: int, layer: LayerKV, start: int, wrong: list[int]) -> None:
         self.findings.checked_tokens += layer.layer.attended(row.end - 1).stop - start
@@ -385,12 +519,17 @@ class SimulatedWorker:
 
     def _sample(self, rows: Sequence[_Row], attended: Sequence[list[list[int]]]) -> list[list[int]]:
         self._drafted = [row.request_id for row in rows if row.is_sampled] if self._has_drafter else []
-        return [self._sample_row(row, sums) for row, sums in zip(rows, attended, strict=True)]
+        sampled = [self._sample_row(row, sums) for row, sums in zip(rows, attended, strict=True)]
+        if self._drafter is not None:
+            self._drafter.run(rows, self._steps)
+        return sampled
 
     def _sample_row(self, row: _Row, sums: list[list[int]]) -> list[int]:
         request = row.request
         request.computed = row.end
         if not row.is_sampled:
+            if self._state_tokens:
+                self._keep_boundary(row, 1)
             return []  # a chunk of a prefill that goes on
         sampled = []
         drafts = row.tokens[row.end - row.draft_count :]
@@ -400,15 +539,17 @@ class SimulatedWorker:
                 break
         rejected = row.draft_count - (len(sampled) - 1)
         request.computed -= rejected
+        if self._state_tokens:
+            self._keep_boundary(row, len(sampled))
         request.tokens.extend(sampled)
         if self.rank == 0:
             self.findings.accepted_drafts += len(sampled) - 1
             self.findings.rejected_drafts += rejected
-        if self._has_drafter:
-            request.drafts = self._draft(request)
+        if self._has_drafter and self._drafter is None:
+            request.drafts = self._guess(request)
         return sampled
 
-    def _draft(self, request: _Request) -> list[int]:
+    def _guess(self, request: _Request) -> list[int]:
         """Guess what comes next, as an n-gram drafter does: often right, often not, and the same on every rank."""
         request.guessed = request.guessed or Reference(self.model)
         tokens = list(request.tokens)

@@ -21,11 +21,14 @@ from vllm.v1.request import RequestStatus
 
 from tests.kit.server.probe import is_serving, server_pid, wait_for
 from tests.kit.server.processes import end_server, kill_server
-from tests.sim.vllm.checks import leaks, server_hits, server_leaks, unanswered
+from tests.kit.storage.disk_probe import blob_files
+from tests.sim.vllm.checks import leaks, server_hits, server_leaks, unanswered, undrafted_blobs
 from tests.sim.vllm.engine import MAX_MODEL_LEN, Setup, SimulatedEngine
-from tests.sim.vllm.families import LAYER_OUTERMOST
+from tests.sim.vllm.families import DRAFTS, LAYER_OUTERMOST, MATCH_UNIT, STATES
 from tests.sim.vllm.faults import CopyFaults
 from tests.sim.vllm.model import VOCAB
+from tiered_kv.chunks.header import PEEK_BYTES, peek
+from tiered_kv.keys.state_keys import is_state
 
 IDLE_S = 0.0005
 """vLLM's busy loop sleeps a millisecond after a step without work."""
@@ -53,6 +56,8 @@ class Moves:
     skip_load: float = 0.0
     forget_gpu: float = 0.0
     restart: float = 0.0
+    follow_up: float = 0.0
+    lose_blobs: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,19 @@ class Plan:
         if family:
             layout = setup.layout if family in LAYER_OUTERMOST else source.choice(["BLHNC", "BLNHC"])
             setup = replace(setup, family=family, is_hybrid=True, is_replicated=False, layout=layout)
+        if family in STATES:
+            # vLLM keeps states for its prefix cache only, and with drafts they are refused.
+            setup = replace(setup, has_prefix_caching=True, draft_tokens=setup.draft_tokens if family in DRAFTS else 0)
+        if family in DRAFTS:
+            # Drafts were never run on several ranks, and are refused there.
+            setup = replace(
+                setup, ranks=1, draft_tokens=max(1, setup.draft_tokens), drafted_len=source.choice([MAX_MODEL_LEN, 100])
+            )
+        if family in STATES:
+            # Further states at every block or every other one, and none but the last.
+            setup = replace(
+                setup, match_unit=MATCH_UNIT.get(family), retention=source.choice([0, 0, None, 2 * setup.block_tokens])
+            )
         spare_blocks = source.choice([0, 8, 30, 100])
         setup = replace(setup, pool_blocks=setup.pool_blocks_min + spare_blocks)
         moves = Moves(
@@ -134,6 +152,8 @@ class Plan:
             forget_gpu=source.choice([0.0, 0.5, 1.0]),
             restart=source.choice([0.0, 0.0, 0.5]),
         )
+        if family in STATES or family in DRAFTS:
+            moves = replace(moves, follow_up=sometimes(0.7, 0.5), lose_blobs=sometimes(0.5, 0.5))
         copies = CopyFaults(
             seed, sometimes(0.7, 0.8), failing_loads=sometimes(0.4, 0.3), failing_saves=sometimes(0.3, 0.3)
         )
@@ -201,6 +221,8 @@ def run_scenario(plan: Plan, root: Path) -> Outcome:
                 _wave(world, requests)
             if source.random() < plan.moves.forget_gpu:
                 assert world.engine.scheduler.reset_prefix_cache(), "an engine at rest holds blocks"
+            if plan.moves.lose_blobs and source.random() < plan.moves.lose_blobs:
+                _lose_blobs(world)
             if source.random() < plan.moves.restart and world.is_reset_durable:
                 _restart(world)
         _end_engine(world)
@@ -209,7 +231,20 @@ def run_scenario(plan: Plan, root: Path) -> Outcome:
         _thaw(world)
         world.engine.close()
         end_server(root)
+    if undrafted := undrafted_blobs(root):
+        world.outcome.wrong.append(f"stored, though the draft did not run: {undrafted} blobs")
     return world.outcome
+
+
+def _lose_blobs(world: _World) -> None:
+    """Somebody deletes files below a server that runs: states alone, chunks of attention alone, or both."""
+    lost = world.source.choice(["states", "chunks", "blobs"])
+    for path in sorted(blob_files(world.root)):
+        with suppress(FileNotFoundError):  # the server may evict it first
+            is_of_state = is_state(peek(path.read_bytes()[:PEEK_BYTES]).record)
+            if lost == "blobs" or is_of_state == (lost == "states"):
+                path.unlink()
+                world.note(f"lost_{'states' if is_of_state else 'chunks'}")
 
 
 def _wave(world: _World, requests: int) -> None:
@@ -287,6 +322,8 @@ def _send(world: _World) -> None:
     prompt_max, answers = (PROMPT_MAX // 2, (8, ANSWER_MAX)) if world.plan.is_chatty else (PROMPT_MAX, (1, 2, 6, 16))
     is_session = source.random() < moves.session and not world.sessions
     prompt = source.choice(world.trunks)[: source.randrange(1, SESSION_START_MAX if is_session else prompt_max)] + tail
+    if moves.follow_up and source.random() < moves.follow_up and not is_session:
+        prompt = _follow_up(world, tail) or prompt
     answer_max = min(source.choice(answers), MAX_MODEL_LEN - len(prompt) - 1)
     for _ in range(3 if source.random() < moves.duplicate and not is_session else 1):
         controls: dict[str, Any] = {}
@@ -311,6 +348,16 @@ def _send(world: _World) -> None:
             world.sessions[request_id] = source.randrange(1, 5)
         world.engine.add(request_id, prompt, parameters, priority=source.randrange(3), resumable=is_session)
         world.sent += 1
+
+
+def _follow_up(world: _World, tail: list[int]) -> list[int]:
+    """A prompt that goes on where an answer ended; empty where none is short enough."""
+    ended = [one.tokens for one in world.engine.answers.values() if one.finish_reason is not None]
+    short = [tokens for tokens in ended if len(tokens) + len(tail) < MAX_MODEL_LEN - 8]
+    if not short:
+        return []
+    world.note("follow_ups")
+    return world.source.choice(short) + tail
 
 
 def _continue_sessions(world: _World) -> None:
@@ -434,4 +481,9 @@ def _end_engine(world: _World) -> None:
         wrong_answers=engine.findings.wrong_answers,
         accepted_drafts=engine.findings.accepted_drafts,
         rejected_drafts=engine.findings.rejected_drafts,
+        checked_draft_tokens=engine.findings.checked_draft_tokens,
+        wrong_draft_tokens=engine.findings.wrong_draft_tokens,
+        neighbour_draft_tokens=engine.findings.neighbour_draft_tokens,
+        undrafted_tokens=engine.findings.undrafted_tokens,
+        block_copies=engine.findings.block_copies,
     )
