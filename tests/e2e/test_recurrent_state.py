@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from tests.kit.verbs import explained_hit, report
 from tests.kit.vllm.cached_engine import CachedEngine, cached_engine
 from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, reset_gpu_cache, running, zero_kv
 from tests.kit.vllm.tiny_models import build_kind
+from tests.kit.vllm.wrong_loads import WRONG_WAYS
 from tiered_kv.chunks.header import PEEK_BYTES, peek
-from tiered_kv.chunks.transfer import RankKV
 from tiered_kv.keys.state_keys import is_state, state_records
-from tiered_kv.vllm.connector import TieredKVConnector
 from tiered_kv.vllm.scheduler import SchedulerSide
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -45,6 +44,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KINDS = list(OPTIONS) if count("MODELS", 0) else ["qwen3_next", "granite4"]
 LENGTHS = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 7]
 MAX_TOKENS = 6
+FEW = 16
+SLOT_BYTES = 135_168
+"""Of the tiny Qwen3-Next: a block of its one layer that attends, and a header."""
+DISK_RESERVE = 64 << 20
 
 
 def options(kind: str) -> dict[str, Any]:
@@ -298,63 +301,6 @@ def test_requests_aborted_at_random_moments_leave_nothing_behind(qwen: CachedEng
     assert not qwen.scheduler_side.has_work and not qwen.scheduler_side._loading
 
 
-def _zeroed_state(monkeypatch: pytest.MonkeyPatch, engine: CachedEngine) -> None:
-    def scatter(self: RankKV, src: memoryview, part: int, block: int, started: list[Any]) -> None:
-        for layer in self.states[part].layers:
-            layer.tensor[block].zero_()
-
-    monkeypatch.setattr(RankKV, "scatter_state", scatter)
-
-
-def _zeroed_attention(monkeypatch: pytest.MonkeyPatch, engine: CachedEngine) -> None:
-    def scatter(self: RankKV, src: memoryview, runs: Any, started: list[Any]) -> None:
-        for group, (_, ids) in zip(self.groups, runs, strict=True):
-            for layer in group.layers:
-                layer.tensor[list(ids)] = 0
-
-    monkeypatch.setattr(RankKV, "scatter", scatter)
-
-
-def _synchronous(monkeypatch: pytest.MonkeyPatch, engine: CachedEngine) -> None:
-    """vLLM copies the state from the block before the load has filled it."""
-    ask = TieredKVConnector.get_num_new_matched_tokens
-    load = TieredKVConnector.start_load_kv
-    report = TieredKVConnector.get_transfer_results
-    side = engine.scheduler_side
-
-    def at_once(self: Any, request: Any, computed: int) -> tuple[int | None, bool]:
-        return ask(self, request, computed)[0], False
-
-    def load_now(self: Any, context: Any, **kwargs: Any) -> None:
-        load(self, context, **kwargs)
-        self._worker.finish_copies()
-
-    def tell_nobody(self: Any, finished_req_ids: set[str]) -> Any:
-        results = report(self, finished_req_ids)
-        side.loads_finished(results.finished_recving, results.failed_recving)
-        return type(results)()
-
-    monkeypatch.setattr(TieredKVConnector, "get_transfer_results", tell_nobody)
-    monkeypatch.setattr(TieredKVConnector, "get_num_new_matched_tokens", at_once)
-    monkeypatch.setattr(TieredKVConnector, "start_load_kv", load_now)
-
-
-def _one_before(monkeypatch: pytest.MonkeyPatch, engine: CachedEngine) -> None:
-    """The state of the boundary before comes, whichever is asked for."""
-    gather, scatter = RankKV.gather_state, RankKV.scatter_state
-    kept: dict[int, bytes] = {}
-
-    def keep(self: RankKV, part: int, block: int, out: memoryview, started: list[Any]) -> None:
-        gather(self, part, block, out, started)
-        kept.setdefault(part, bytes(out))
-
-    def give(self: RankKV, src: memoryview, part: int, block: int, started: list[Any]) -> None:
-        scatter(self, memoryview(kept[part]), part, block, started)
-
-    monkeypatch.setattr(RankKV, "gather_state", keep)
-    monkeypatch.setattr(RankKV, "scatter_state", give)
-
-
 WRONG_PROMPT = random_prompt(7, 3 * BLOCK + 7)
 
 
@@ -366,23 +312,70 @@ def right_answer(models: Path) -> Answer:
     return plain
 
 
-@pytest.mark.parametrize("wrong", [_zeroed_state, _zeroed_attention, _synchronous, _one_before])
-def test_each_wrong_way_is_noticed(
-    models: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    right_answer: Answer,
-    wrong: Callable[[pytest.MonkeyPatch, CachedEngine], None],
-) -> None:
+def test_each_wrong_way_is_noticed(models: Path, tmp_path: Path, right_answer: Answer) -> None:
     """The other tests could not fail if these were not seen: they change log-probabilities and nothing else."""
-    model = build_kind(models, "qwen3_next")
-    with cached_engine(model, tmp_path / "cache", **options("qwen3_next")) as engine:
-        if wrong is _one_before:
-            wrong(monkeypatch, engine)
-        cold_answers(engine, WRONG_PROMPT[: 2 * BLOCK + 5])
+    before, wrong = WRONG_PROMPT[: 2 * BLOCK + 5], dict[str, Answer]()
+    with cached_engine(build_kind(models, "qwen3_next"), tmp_path / "cache", **options("qwen3_next")) as engine:
+        cold_answers(engine, before)
+        (first,) = ask_afresh(engine, WRONG_PROMPT)
+        for name, spoil in WRONG_WAYS.items():
+            with pytest.MonkeyPatch.context() as patch:
+                spoil(patch, engine)
+                ask_afresh(engine, before)
+                (wrong[name],) = ask_afresh(engine, WRONG_PROMPT)
         (right,) = ask_afresh(engine, WRONG_PROMPT)
-        if wrong is not _one_before:
-            wrong(monkeypatch, engine)
-        (ours,) = ask_afresh(engine, WRONG_PROMPT)
-    assert (right.cached_tokens, right.logprobs) == (2 * BLOCK, right_answer.logprobs)
-    assert ours.cached_tokens == 3 * BLOCK and ours.logprobs != right_answer.logprobs
+    assert (first.cached_tokens, first.logprobs) == (2 * BLOCK, right_answer.logprobs)
+    assert (right.cached_tokens, right.logprobs) == (3 * BLOCK, right_answer.logprobs)
+    for name, ours in wrong.items():
+        assert (name, ours.cached_tokens) == (name, 3 * BLOCK)
+        assert ours.logprobs != right_answer.logprobs, name
+
+
+def test_a_prefix_longer_than_its_states_is_stored_once_and_offered_nowhere(qwen: CachedEngine) -> None:
+    """A fork that only this cache knows: vLLM makes no state there, and what is offered and counted is no hit.
+
+    The chunks before the fork are not stored again. vLLM makes the state once two prompts meet in its own cache.
+    """
+    stem = random_prompt(1, 2 * BLOCK + 20)
+    prompts = [[*stem, *random_prompt(10 + n, BLOCK)] for n in range(4)]
+    plain = [ask_afresh(qwen, prompts[0])[0]]
+    counters = qwen.scheduler_side.counters
+    before = counters.copy()
+    plain += [ask_afresh(qwen, prompt)[0] for prompt in prompts[1:3]]
+    assert [answer.cached_tokens for answer in plain] == [0, 0, 0]
+    told = _lookups(qwen, 3)
+    assert counters["loads"] == told["hit_tokens"] == 0 and told["decisions"]["miss"] == 3
+    assert counters["stores"] - before["stores"] == 2, "of each prompt the chunk behind the fork"
+    assert counters["states"] - before["states"] == 2
+    (own,) = generate(qwen.llm, [prompts[3]], max_tokens=MAX_TOKENS)  # vLLM still has the third prompt
+    drain(qwen.llm)
+    assert own.cached_tokens == 0
+    (at_fork,) = ask_afresh(qwen, [*stem, *random_prompt(20, BLOCK)])
+    assert at_fork.cached_tokens == 2 * BLOCK
+
+
+def _lookups(engine: CachedEngine, ended: int) -> dict[str, Any]:
+    """What the server counts of lookups, once so many have ended."""
+    wait_for(lambda: figures(engine.root)["tokens"]["lookups"] >= ended, f"{ended} lookups")
+    told: dict[str, Any] = figures(engine.root)["tokens"]
+    return told
+
+
+def test_states_are_evicted_first_and_what_is_left_of_a_prompt_is_right(models: Path, tmp_path: Path) -> None:
+    """Room for few chunks in memory and on disk, so that prompts push each other's states out."""
+    model, root = build_kind(models, "qwen3_next"), tmp_path / "cache"
+    prompts = [random_prompt(60 + n, 2 * BLOCK + 1 + n) for n in range(8)]
+    small = {"host_bytes": FEW * SLOT_BYTES, "disk_bytes": DISK_RESERVE + FEW * SLOT_BYTES}
+    with cached_engine(model, root, small, **options("qwen3_next")) as engine:
+        cold = cold_answers(engine, *prompts)
+        wait_written(root)
+        chunks, states = stored(root)
+        assert len(chunks) * 3 > 2 * len(states), "chunks and states of a prompt went together"
+        found = [ask_afresh(engine, prompt)[0] for prompt in reversed(prompts)][::-1]
+        again = ask_afresh(engine, *prompts)
+        evicted = figures(root)["counters"]
+    hits = {answer.cached_tokens for answer in found}
+    assert hits <= {0, 2 * BLOCK} and len(hits) == 2, "nothing was evicted, or everything"
+    assert_equal(found, cold)
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in cold]
+    assert evicted["host_evicted"]

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 BLOCK = 8
 """Of states, and so a chunk."""
 RUNNERS = ("v1", "v2")
-KINDS = (*sorted(STATES), *DRAFTS)
+KINDS = tuple(dict.fromkeys((*sorted(STATES), *DRAFTS)))
 SEEDS = count("STATE_SEEDS", len(KINDS))
 SEEN_IN_200 = (
     "loads", "loads_failed", "stores", "states", "state_parts_stored", "state_parts_dropped", "state_dropped_partial",
