@@ -16,6 +16,7 @@ import pytest
 
 from tests.kit.counts import count
 from tests.kit.server.probe import wait_ended, wait_written
+from tests.kit.verbs import explained_hit
 from tests.kit.vllm.cached_engine import CachedEngine, cached_engine
 from tests.kit.vllm.harness import (
     BLOCK_TOKENS,
@@ -180,6 +181,8 @@ def behind_the_cache(run: Run, model: Path, options: dict[str, Any], root: Path)
         wait_written(root)
         run.facts["namespace"] = engine.scheduler_side.client.namespace.fields
     wait_ended(root)
+    uri = f"file://{root}"
+    run.facts["explained"] = {n: explained_hit(uri, random_prompt(n, n), root.parent) for n in LENGTHS}
     with cached_engine(model, root, SMALL_CHUNKS, **options) as engine:
         for length in LENGTHS:
             run.disk[length] = ask(engine, random_prompt(length, length))
@@ -214,6 +217,7 @@ def test_a_hit_is_as_long_as_vllms_own_and_the_answer_the_same(run: Run, length:
     for ours in (run.cold[length], run.host[length], run.disk[length]):
         assert (ours.tokens, ours.logprobs) == (computed.tokens, computed.logprobs)
     assert run.host[length].cached_tokens == run.disk[length].cached_tokens == own.cached_tokens
+    assert run.facts["explained"][length] == own.cached_tokens, "explain says another hit than the engine has"
 
 
 def test_a_second_turn_goes_on_from_the_first(run: Run) -> None:

@@ -19,12 +19,14 @@ from tests.kit.s3 import S3
 from tests.kit.server.object_nodes import s3_place, wait_uploaded
 from tests.kit.server.probe import figures, server_pid, wait_ended, wait_for, wait_written
 from tests.kit.storage.disk_probe import blob_files
+from tests.kit.verbs import explained_hit, report
 from tests.kit.vllm.cached_engine import CachedEngine, cached_engine
 from tests.kit.vllm.harness import Answer, drain, generate, random_prompt, reset_gpu_cache, running, zero_kv
 from tests.kit.vllm.tiny_models import build_kind
 from tests.kit.vllm.wrong_loads import WRONG_WAYS
 from tiered_kv.chunks.header import PEEK_BYTES, peek
 from tiered_kv.keys.state_keys import is_state, state_records
+from tiered_kv.vllm.scheduler import SchedulerSide
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -58,10 +60,32 @@ def models(repository: Path) -> Path:
 
 
 @pytest.fixture
-def qwen(models: Path, tmp_path: Path) -> Iterator[CachedEngine]:
-    """Three layers of gated delta nets and one that attends."""
+def qwen(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CachedEngine]:
+    """Three layers of gated delta nets and one that attends; at its end every state that vLLM offered is accounted."""
+    offered = count_offers(monkeypatch)
     with cached_engine(build_kind(models, "qwen3_next"), tmp_path / "cache", **options("qwen3_next")) as engine:
         yield engine
+        drain(engine.llm)
+        counters = engine.scheduler_side.counters
+        ends = {n: c for n, c in counters.items() if n in STATE_ENDS or n.startswith("state_dropped_")}
+        assert sum(ends.values()) == counters["state_offers"] == len(offered), ends
+
+
+STATE_ENDS = ("state_held", "states", "states_failed")
+
+
+def count_offers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Request and boundary of every state that vLLM hands over from now on."""
+    offered: list[tuple[str, int]] = []
+    plan = SchedulerSide.plan_step
+
+    def counted(self: SchedulerSide, output: Any) -> Any:
+        for name, blocks in output.kv_connector_block_state.boundary_state_offloads.items():
+            offered.extend((name, tokens) for tokens in {boundary for _, _, boundary in blocks})
+        return plan(self, output)
+
+    monkeypatch.setattr(SchedulerSide, "plan_step", counted)
+    return offered
 
 
 def hit_tokens(length: int) -> int:
@@ -111,12 +135,16 @@ def test_a_prompt_asked_again_hits_as_in_vllms_own_cache(models: Path, tmp_path:
         counters = dict(engine.scheduler_side.counters)
     wait_ended(root)
     chunks, states = stored(root)
+    explained = [explained_hit(f"file://{root}", prompt, tmp_path) for prompt in prompts]
+    verified = report("verify", f"file://{root}")
     with cached_engine(model, root, **options(kind)) as engine:
         restarted = [ask_afresh(engine, prompt)[0] for prompt in prompts]
 
     assert [answer.cached_tokens for answer in own] == list(map(hit_tokens, LENGTHS))
     assert [answer.cached_tokens for answer in again] == list(map(hit_tokens, LENGTHS))
     assert [answer.cached_tokens for answer in restarted] == list(map(hit_tokens, LENGTHS))
+    assert explained == list(map(hit_tokens, LENGTHS)), "explain says another hit than the engine has"
+    assert (verified["bad"], verified["read"]) == ([], len(chunks) + len(states))
     for answers in (cold, again, restarted):
         assert_equal(answers, plain)
     assert len(chunks) == counters["stores"] == sum(n // BLOCK for n in LENGTHS)
