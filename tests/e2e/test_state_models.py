@@ -173,14 +173,13 @@ def test_sixteen_at_once_also_with_too_few_blocks(run: StateRun) -> None:
             assert_near(run.answers[where][name], run.plain[name])
 
 
-def test_preempted_requests_load_again_and_answer_as_if_nothing_had_been(run: StateRun) -> None:
-    answers = run.answers["preempted"]
-    assert len(answers) == PREEMPTED
-    assert run.facts["loads with preemption"] > sum(run.hit_tokens(name) > 0 for name in answers)
-    for name, answer in answers.items():
-        assert answer.finish_reason == "length"
-        if is_steady(run):
-            assert_near(answer, run.plain[name])
+def test_preempted_requests_load_again_and_answer_as_preempted_ones_without_the_cache(run: StateRun) -> None:
+    """Not as those that nothing happened to: vLLM computes the tokens generated so far again, together."""
+    ours, theirs = run.answers["preempted"], run.answers["preempted, no cache"]
+    assert len(ours) == len(theirs) == PREEMPTED
+    assert run.facts["loads with preemption"] > sum(run.hit_tokens(name) > 0 for name in ours)
+    for name in ours if is_exact(run) else ():
+        assert (name, ours[name].tokens, ours[name].logprobs) == (name, theirs[name].tokens, theirs[name].logprobs)
 
 
 @pytest.mark.parametrize("which", FAILING)

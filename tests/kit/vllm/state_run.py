@@ -150,6 +150,7 @@ def _without_the_cache(run: StateRun) -> None:
         many = run.names("many ")
         answers = generate(llm, [run.prompts[name] for name in many], max_tokens=MAX_TOKENS)
         run.plain |= dict(zip(many, answers, strict=True))
+        run.answers["preempted, no cache"] = preempted_answers(llm, run)
         run.prompts["turn"] = [*run.prompts["long"], *run.plain["long"].tokens, *random_prompt(8, run.block + 30)]
         answer("turn")
 
@@ -217,34 +218,30 @@ def _from_disk(run: StateRun, engine: CachedEngine) -> None:
     for name in [*run.names("length "), "turn", "turn"]:  # the last one's state was lost, and is stored again
         run.ask(engine, "disk", name)
     run.ask(engine, "few blocks", *run.names("many "))
-    _preempt(run, engine)
+    loads = engine.scheduler_side.counters["loads"]
+    run.answers["preempted"] = preempted_answers(engine.llm, run)
+    run.facts["loads with preemption"] = engine.scheduler_side.counters["loads"] - loads
     run.facts["left with few blocks"] = _what_is_left(engine)
 
 
-def _preempt(run: StateRun, engine: CachedEngine) -> None:
-    """vLLM takes all blocks of a request that has begun to answer; what it had is loaded again."""
+def preempted_answers(llm: Any, run: StateRun) -> dict[str, Answer]:
+    """Answers to requests of which vLLM takes all blocks once they have begun; what they had is loaded or computed."""
     from vllm import SamplingParams
 
     wanted = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
-    core, loads = engine.llm.llm_engine, engine.scheduler_side.counters["loads"]
-    reset_gpu_cache(engine.llm)
-    zero_kv(engine.llm)
+    core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    outputs: list[Any] = []
     for name in run.names("many ")[:PREEMPTED]:  # one by one: steps of one block have no room for a second prompt
+        reset_gpu_cache(llm)
+        zero_kv(llm)
         core.add_request(name, {"prompt_token_ids": run.prompts[name]}, wanted)
-        while not any(request.num_output_tokens for request in engine.scheduler.running):
-            _take_answers(run, core.step())
-        assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-        zero_kv(engine.llm)
+        while not any(request.num_output_tokens for request in scheduler.running):
+            outputs += core.step()
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        zero_kv(llm)
         while core.has_unfinished_requests():
-            _take_answers(run, core.step())
-        reset_gpu_cache(engine.llm)
-    run.facts["loads with preemption"] = engine.scheduler_side.counters["loads"] - loads
-
-
-def _take_answers(run: StateRun, outputs: list[Any]) -> None:
-    for output in outputs:
-        if output.finished:
-            run.note("preempted", output.request_id, as_answer(output))
+            outputs += core.step()
+    return {output.request_id: as_answer(output) for output in outputs if output.finished}
 
 
 def _lose_what_was_found(run: StateRun, engine: CachedEngine) -> None:
