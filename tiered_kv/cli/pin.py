@@ -83,7 +83,9 @@ def pin(
     more: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a chunk, and the prefix before it, from eviction; of a model with recurrent layers also its states.
+    """Keep a chunk, and the prefix before it, from eviction.
+
+    Of a model with recurrent layers the states along the prefix are kept, too.
 
     A pin lies in the tier it names and holds for every server that uses it: a running one reads it within 5 seconds,
     the one that cleans a bucket up at its next pass. `evict` leaves pinned chunks alone, too. Pinning a chunk again

@@ -19,8 +19,6 @@ before them, and its digest names all their tokens. No chunk has such a name: it
 import hashlib
 from typing import Final, Protocol
 
-import xxhash
-
 from tiered_kv.keys.chunk_record import ChunkRecord
 
 MARK: Final = b"tiered_kv state"
@@ -43,6 +41,8 @@ def next_part(key: bytes, digest: bytes) -> tuple[bytes, bytes]:
 
 def next_key(key: bytes) -> bytes:
     """Key of the part behind a chunk or another part."""
+    import xxhash  # noqa: PLC0415  # every verb imports this module, and its --help hashes nothing
+
     return xxhash.xxh3_128_digest(key + MARK)
 
 
