@@ -51,7 +51,7 @@ def warnings() -> Iterator[list[str]]:
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    ours = logging.getLogger("vllm.tiered_kv.connector")
+    ours = logging.getLogger("vllm.tiered_kv.vllm.connector")
     ours.addHandler(handler)
     yield texts
     ours.removeHandler(handler)

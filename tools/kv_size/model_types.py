@@ -14,6 +14,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, int]]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
+    "qwen3_next": {"head_dim": 256},
 }
 """Fields that the published files of well-known types leave out, with what the class fills in."""
 
