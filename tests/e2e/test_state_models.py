@@ -151,8 +151,10 @@ def test_a_follow_up_goes_on_from_the_turn_before(run: StateRun) -> None:
         "turn": run.hit_tokens("long"),
     }
     assert cached(run, "disk", "turn") == hits(run, "turn")
-    assert_right(run, "cold", "stem", *(["long", "turn"] if is_exact(run) else []))
-    assert_right(run, "disk", *(["turn"] if is_exact(run) else []))
+    assert_right(run, "cold", "stem")
+    if is_exact(run):
+        assert_right(run, "cold", "long", "turn")
+        assert_right(run, "disk", "turn")
 
 
 def test_a_third_prompt_hits_at_the_fork_of_two(run: StateRun) -> None:
@@ -178,7 +180,7 @@ def test_preempted_requests_load_again_and_answer_as_preempted_ones_without_the_
     ours, theirs = run.answers["preempted"], run.answers["preempted, no cache"]
     assert len(ours) == len(theirs) == PREEMPTED
     assert run.facts["loads with preemption"] > sum(run.hit_tokens(name) > 0 for name in ours)
-    for name in ours if is_exact(run) else ():
+    for name in ours if is_steady(run) else ():
         assert (name, ours[name].tokens, ours[name].logprobs) == (name, theirs[name].tokens, theirs[name].logprobs)
 
 
