@@ -112,8 +112,11 @@ class Forest:
 
     def whole_state(self, part: StoredBlob) -> list[StoredBlob]:
         """All that is here of the state that a part belongs to; the deepest first, as it has to go."""
-        before = [one for one in self.prefix(part) if one.is_state]
-        return [*self.state(part)[::-1], *before]
+        found, row = self.state(part)[::-1], self._rows[ident(part)]
+        while row >= 0 and self._stored[row].is_state:  # not the whole prefix: this is asked for every part
+            found.append(self._stored[row])
+            row = self._tree.parents[row]
+        return found
 
     def sum_up_states(self, blobs: Iterable[StoredBlob], parts: int) -> "StateSums":
         """Count the states of a namespace.
