@@ -70,6 +70,9 @@ PROVEN: Final = ((0, 30), (0, 32))
 NEWEST: Final = (10**6, 0)
 """What a version that is no number counts as: a build from somebody's own sources."""
 
+OLDEST: Final = (0, 0)
+"""What it counts as where something is right from a certain version on only."""
+
 V1: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
 BASE: Final = f"{V1}.base:KVConnectorBase_V1"
 SPECS: Final = "vllm.v1.kv_cache_interface"
@@ -430,10 +433,10 @@ def vllm_version() -> str:
     return str(importlib.import_module("vllm").__version__)
 
 
-def release(version: str) -> tuple[int, int]:
-    """``(0, 32)`` of ``"0.32.1+cpu"``; ``NEWEST`` of what is no number."""
+def release(version: str, unnumbered: tuple[int, int] = NEWEST) -> tuple[int, int]:
+    """``(0, 32)`` of ``"0.32.1+cpu"``; ``unnumbered`` of what is no number."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else NEWEST
+    return (int(numbers[1]), int(numbers[2])) if numbers else unnumbered
 
 
 def _numbers(version: tuple[int, int]) -> str:

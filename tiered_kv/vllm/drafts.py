@@ -18,13 +18,13 @@ Owns which drafts are served, how far a held prefix may be loaded with them, and
 not touch tensors. Called by both roles.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
 import vllm
 
 from tiered_kv.errors import UnsupportedModel
+from tiered_kv.vllm.compat import OLDEST, release
 from tiered_kv.vllm.kv_groups import CacheGroups, is_recurrent, window_tokens
 
 DRAFT_METHODS: Final = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
@@ -105,8 +105,7 @@ def check_drafts(vllm_config: Any, kv_cache_config: Any, version: str = vllm.__v
     if not has_drafts_kv(vllm_config):
         return
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if (int(numbers[1]), int(numbers[2])) < FIRST_VERSION_WITH_DRAFTS if numbers else True:
+    if release(version, OLDEST) < FIRST_VERSION_WITH_DRAFTS:
         first = ".".join(map(str, FIRST_VERSION_WITH_DRAFTS))
         raise _refusal(speculative, f"needs vLLM {first} or newer, observed={version}")
     if int(parallel.world_size) > 1:

@@ -15,7 +15,7 @@ import torch
 import vllm
 
 from tiered_kv.keys.extras import Embeds, Extra, Lora, Multimodal, Salt, encode
-from tiered_kv.vllm.compat import generate_block_hash_extra_keys
+from tiered_kv.vllm.compat import OLDEST, generate_block_hash_extra_keys, release
 from tiered_kv.vllm.identity.adapters import Adapter, Adapters, Unaccountable
 
 SESSIONS_FROM: Final = (0, 31)
@@ -188,8 +188,7 @@ def _check_session(request: Any, *, has_drafts: bool) -> None:
     Raises:
         Unaccountable: What is computed for the session's tokens may not be theirs.
     """
-    numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < SESSIONS_FROM:
+    if release(vllm.__version__, OLDEST) < SESSIONS_FROM:
         first = ".".join(map(str, SESSIONS_FROM))
         raise Unaccountable(f"streaming input needs vLLM {first} or later. observed={vllm.__version__}")
     if request.prompt_embeds is not None:

@@ -39,7 +39,7 @@ def features(vllm_config: Any, kv_cache_config: Any) -> set[str]:
     events = vllm_config.kv_events_config
     has = {
         DRAFTS: has_drafts_kv(vllm_config),
-        STATES: any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups),
+        STATES: _has_states(kv_cache_config),
         EVENTS: events is not None and events.enable_kv_cache_events,
     }
     return {name for name, is_there in has.items() if is_there}
@@ -90,7 +90,7 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
         UnsupportedModel: Its layers are spread over pipeline stages or contexts, prefill and decode are apart, or it
             drafts by a method that was not tried with states.
     """
-    if not any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
+    if not _has_states(kv_cache_config):
         return
     parallel, role = vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_role
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
@@ -104,6 +104,10 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if role != "kv_both":
         raise UnsupportedModel(f"recurrent layers with prefill and decode apart are not supported yet. kv_role={role}")
+
+
+def _has_states(kv_cache_config: Any) -> bool:
+    return any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
 
 
 def check_groups(kv_cache_config: Any) -> None:

@@ -14,7 +14,6 @@ Threads: none; the scheduler's.
 """
 
 import json
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, Final
 import vllm
 
 from tiered_kv.errors import TieredKVError
+from tiered_kv.vllm.compat import OLDEST, release
 from tiered_kv.vllm.identity.file_digests import FileStamp, digest_files, settle
 from tiered_kv.vllm.identity.loader_watch import adapter_stamps, stamps_text
 
@@ -110,7 +110,7 @@ class Adapters:
         if not stamps:
             raise Unaccountable(f"adapter's files cannot be read. adapter={name}")
         # What vLLM's own prefix cache takes for one adapter: after a change it may still hold the old one's blocks.
-        key = (name, path) if _release() >= PATHS_HASHED_FROM else (name,)
+        key = (name, path) if release(vllm.__version__, OLDEST) >= PATHS_HASHED_FROM else (name,)
         if key not in self._first_seen and len(self._first_seen) >= MAX_ADAPTERS:
             raise Unaccountable(f"too many adapters. limit={MAX_ADAPTERS}")
         if key not in self._first_seen:
@@ -175,8 +175,3 @@ class Adapters:
                     self._replaced.add(number)
                     is_any_replaced = True
         return is_any_replaced
-
-
-def _release() -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
