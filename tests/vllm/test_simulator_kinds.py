@@ -7,7 +7,6 @@ not run. Each family is asked random prompts under pressure, and each has errors
 
 import logging
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
 from tests.kit.counts import count, seed
 from tests.kit.server.probe import wait_written
 from tests.kit.server.processes import end_server
-from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
+from tests.sim.vllm.asking import AskedEngine, come_to_rest, parameters, random_tokens, settings
 from tests.sim.vllm.checks import leaks, server_leaks
 from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tests.sim.vllm.families import ATTENTION, FAMILIES, LAYER_OUTERMOST, ONLY_V2
@@ -63,7 +62,7 @@ def test_seed(family, number, tmp_path):
     assert outcome.counts["checked_tokens"] and not outcome.counts["wrong_tokens"]
 
 
-class Asked:
+class Asked(AskedEngine):
     """One family's engine, asked the same prompts twice: between, its GPU forgets everything."""
 
     def __init__(self, root, family, *, is_v2=False, layout="", chunk_tokens=CHUNK):
@@ -99,14 +98,6 @@ class Asked:
             if self.counters["store_dropped_window_passed"] == before:
                 return
         pytest.fail(f"still dropped after ten rounds: {dict(self.counters)}")
-
-    @property
-    def counters(self):
-        return Counter(self.engine.connector._scheduler.side.counters)
-
-    @property
-    def findings(self):
-        return self.engine.findings
 
     def stop(self):
         wait_written(self.root)

@@ -15,7 +15,7 @@ import pytest
 from tests.kit.counts import count, seed
 from tests.kit.server.probe import wait_written
 from tests.kit.server.processes import end_server
-from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
+from tests.sim.vllm.asking import AskedEngine, come_to_rest, parameters, random_tokens, settings
 from tests.sim.vllm.checks import leaks, server_leaks, undrafted_blobs
 from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tests.sim.vllm.families import DRAFTS, MATCH_UNIT, STATES
@@ -78,7 +78,7 @@ def test_the_seeds_did_what_they_are_for(totals):
     assert [name for name in SEEN_IN_200 if not totals[name]] == []
 
 
-class Asked:
+class Asked(AskedEngine):
     """One family's engine. What it is asked runs to its end, and its GPU forgets everything behind it."""
 
     def __init__(self, root, family, runner="v1", **changes):
@@ -107,14 +107,6 @@ class Asked:
         come_to_rest(self.engine)
         assert self.engine.scheduler.reset_prefix_cache()
         return self.counters["load_tokens"] - before
-
-    @property
-    def counters(self):
-        return Counter(self.engine.connector._scheduler.side.counters)
-
-    @property
-    def findings(self):
-        return self.engine.findings
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,26 @@ def random_tokens(source: random.Random, tokens: int) -> list[int]:
 def parameters(max_tokens: int) -> SamplingParams:
     """A request for so many tokens, whatever they are."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+class AskedEngine:
+    """An engine that a test asks, with what it counted and what was wrong.
+
+    Attributes:
+        engine: May be replaced by a later one.
+    """
+
+    engine: SimulatedEngine
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What its connector counted so far; a copy."""
+        return Counter(self.engine.connector._scheduler.side.counters)
+
+    @property
+    def findings(self) -> Any:
+        """What its model found wrong."""
+        return self.engine.findings
 
 
 def come_to_rest(engine: SimulatedEngine) -> None:
