@@ -96,7 +96,7 @@ SECTIONS = (
     *ALONE,
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
     rest("unit", "not vllm and not slow", "-n2", "--dist=loadfile", EXAMPLES=1000, SEEDS=100),
-    rest("slow", "slow and not vllm", EXAMPLES=1000, SEEDS=100, KIND_SEEDS=20, STATE_SEEDS=100, HIT_PROMPTS=500),
+    rest("slow", "slow and not vllm", EXAMPLES=1000, SEEDS=100, KIND_SEEDS=20, STATE_SEEDS=200, HIT_PROMPTS=500),
     rest("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
     Section("demo", ("demo/run.py",), result="build/demo.json"),
 )
