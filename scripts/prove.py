@@ -46,10 +46,13 @@ class Section:
 def rest(name: str, expression: str, *options: str, **counts: int) -> Section:
     """The tests of ``expression`` that are not run by one of ``ALONE`` already."""
     taken = sorted({word for section in ALONE for word in section.command if word.startswith("tests/")})
-    patience = ("--timeout=7200", "-o", "faulthandler_timeout=7100")
     ignored = [f"--ignore={path}" for path in taken]
-    return Section(name, ("-m", "pytest", "-q", "-m", expression, *options, *patience, *ignored), counts)
+    return Section(name, ("-m", "pytest", "-q", "-m", expression, *options, *PATIENT, *ignored), counts)
 
+
+PATIENT = ("--timeout=7200", "-o", "faulthandler_timeout=7100")
+BY_TWO = ("-n2", "--dist=loadfile")
+"""For sections whose tests leave room for one another on two cores."""
 
 ALONE = (
     Section("kills", ("-m", "pytest", "-q", "tests/faults/test_disk_kills.py"), {"KILLS": 200}),
@@ -63,7 +66,7 @@ ALONE = (
     Section(
         "hostile",
         (
-            *("-m", "pytest", "-q", "--timeout=7200", "-o", "faulthandler_timeout=7100"),
+            *("-m", "pytest", "-q", *PATIENT),
             *(
                 "tests/server/test_hostile_server.py",
                 "tests/server/test_frame_fuzz.py",
@@ -90,14 +93,31 @@ ALONE = (
         ("-m", "pytest", "-q", "-o", "faulthandler_timeout=7100", "tests/faults/test_syscall_faults.py"),
         {"SYSCALLS": 100_000},
     ),
+    Section(
+        "models",
+        (
+            *("-m", "pytest", "-q", *BY_TWO, *PATIENT),
+            "tests/e2e/test_state_models.py",
+            "tests/e2e/test_models.py",
+            "tests/e2e/test_drafts.py",
+            "tests/e2e/test_drafts_apart.py",
+            "tests/e2e/test_drafts_with_states.py",
+            "tests/e2e/test_identity_matrix.py",
+            "tests/e2e/test_changed_vllm.py",
+        ),
+        {"MODELS": 1},
+    ),
 )
 
 SECTIONS = (
     *ALONE,
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
-    rest("unit", "not vllm and not slow", "-n2", "--dist=loadfile", EXAMPLES=1000, SEEDS=100),
-    rest("slow", "slow and not vllm", EXAMPLES=1000, SEEDS=100, KIND_SEEDS=20, STATE_SEEDS=200, HIT_PROMPTS=500),
-    rest("vllm", "vllm", KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
+    rest("unit", "not vllm and not slow", *BY_TWO, EXAMPLES=1000, SEEDS=100),
+    rest(
+        "slow", "slow and not vllm", *BY_TWO, EXAMPLES=1000, SEEDS=100, KIND_SEEDS=20, STATE_SEEDS=200, HIT_PROMPTS=500
+    ),
+    rest("engines", "vllm and not cores", *BY_TWO, KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
+    rest("ranks", "cores", KILLS=20, SEEDS=20, MODELS=1),
     Section("demo", ("demo/run.py",), result="build/demo.json"),
 )
 
@@ -161,10 +181,11 @@ def run(section: Section, seed: int) -> dict[str, object]:
     if "pytest" in section.command:
         command += [f"--hypothesis-seed={seed}", f"--junit-xml={REPORT}"]
     environment = os.environ | {f"TIERED_KV_{name}": str(n) for name, n in section.counts.items()}
+    environment |= {"TIERED_KV_SEED": str(seed)} | ({"OMP_NUM_THREADS": "1"} if "-n2" in section.command else {})
     started, began = datetime.now(UTC), time.monotonic()
     try:
         code: int | None = subprocess.run(
-            command, cwd=ROOT, env=environment | {"TIERED_KV_SEED": str(seed)}, check=False, timeout=section.timeout_s
+            command, cwd=ROOT, env=environment, check=False, timeout=section.timeout_s
         ).returncode
     except subprocess.TimeoutExpired:
         code = None
