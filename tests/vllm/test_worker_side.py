@@ -36,11 +36,15 @@ class SlowKV:
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
+        self.fails = False
 
     def scatter(self, view: memoryview, groups: Sequence[Any], started: list[Any]) -> None:
         with view[:1]:
             self.begun.set()
             assert self.may_end.wait(WAIT_S)
+        if self.fails:
+            held = view[:1]
+            raise RuntimeError(f"a copy that fails while it holds {held}")
 
 
 class World:
@@ -130,3 +134,18 @@ def test_a_copy_that_runs_is_finished_before_the_arena_of_a_dead_server_is_unmap
     world.may_leave.set()
     assert world.has_left.wait(WAIT_S) and world.trouble == []
     assert world.side.take_finished_loads() == ({"r"}, set())
+
+
+def test_a_log_handler_that_keeps_the_error_of_a_copy_does_not_keep_the_arena(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error's frames hold a view of the arena; as long as one is mapped, the next server waits."""
+    world.kv.fails = True
+    world.kv.may_end.set()
+    step = world.step(lambda: world.scheduler.info)
+    world.side._submit("load", step, step.loads[0])
+    wait_for(lambda: world.side.take_finished_loads() == ({"r"}, {"r"}), "the copy's report")
+    kill_server(world.root)
+    world.may_leave.set()
+    assert world.has_left.wait(WAIT_S) and world.trouble == []
+    assert "a copy that fails" in caplog.text

@@ -21,6 +21,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -282,8 +283,9 @@ class WorkerSide:
                 self._copy(kind, client, session, job.copies)
                 succeeded = True
                 self.copied.ended(kind, time.monotonic() - told_s, self._copied_bytes(job.copies))
-            except Exception:  # nothing may leave a copy unreported; the request is recomputed
-                logger.exception("copy failed. kind=%s rank=%d", kind, self._rank)
+            except Exception:  # noqa: BLE001  # nothing may leave a copy unreported; the request is recomputed
+                # As text: a log handler that keeps the error would keep the arena mapped by its frames.
+                logger.error("copy failed. kind=%s rank=%d\n%s", kind, self._rank, traceback.format_exc())
             finally:
                 self._report(job, succeeded=succeeded)
                 with self._idle:
