@@ -56,6 +56,14 @@ def fill(place: Place) -> None:
         MODEL.store_states(storage, FORK, 4)
 
 
+def test_doctor_counts_the_state_to_what_one_request_may_hold(disk: Place) -> None:
+    small = ("--set", "host_bytes=64MiB", "--set", "disk_bytes=160MiB", "--set", f"chunk_tokens={CHUNK}")
+    report = json.loads(run("doctor", disk.uri, *small, "--json").stdout)
+    (said,) = [one["text"] for one in report["findings"] if one["check"] == "chunks"]
+    leased = int((64 << 20) * 0.375) // BLOB_BYTES
+    assert f"one request may load {(leased - PARTS) * CHUNK} tokens" in said
+
+
 def state(boundary: int, prompt: list[int] = PROMPT) -> list[BlobName]:
     return [name for name, _ in MODEL.states(prompt, boundary)]
 

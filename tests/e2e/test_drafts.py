@@ -29,6 +29,7 @@ from tests.kit.vllm.harness import (
     zero_kv,
 )
 from tests.kit.vllm.tiny_drafts import eagle3_head, eagle_head, mimo
+from tests.kit.vllm.tiny_models import build_kind
 from tests.kit.vllm.wrong_loads import abort_during_load
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -84,6 +85,17 @@ def draft_model(tiny: Path, folder: Path) -> Engines:
     return tiny, _speculative("draft_model", tiny)
 
 
+def draft_model_beside_windows(tiny: Path, folder: Path) -> Engines:
+    """Gemma 3 with a draft that attends to all: vLLM takes none whose own layers are of two kinds."""
+    return build_kind(folder, "gemma3"), _speculative("draft_model", tiny)
+
+
+def eagle3_beside_windows(tiny: Path, folder: Path) -> Engines:
+    """A head that attends to all beside gpt-oss, of which every other layer has a window."""
+    model = build_kind(folder, "gpt_oss")
+    return model, _speculative("eagle3", eagle3_head(folder / "eagle3", model))
+
+
 def _speculative(method: str, path: Path, **more: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": method, "model": str(path), "num_speculative_tokens": 2} | more}
 
@@ -93,6 +105,8 @@ KINDS: Mapping[str, Callable[[Path, Path], Engines]] = {
     "eagle3": eagle3,
     "mtp": mtp,
     "draft_model": draft_model,
+    "draft_model_beside_windows": draft_model_beside_windows,
+    "eagle3_beside_windows": eagle3_beside_windows,
 }
 
 

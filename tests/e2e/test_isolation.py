@@ -5,6 +5,7 @@ computed, and another one never does, though its tokens are the same. Images are
 """
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cache
 from tests.kit.vllm.harness import random_prompt
 from tests.kit.vllm.sharing import HIT, LENGTH, ask, assert_apart
 from tests.kit.vllm.tiny_adapters import RANK, write_adapter
+from tiered_kv.vllm.identity.adapters import CLOCKS_APART_NS
 
 pytestmark = pytest.mark.vllm
 
@@ -42,9 +44,11 @@ def tokens(seed: int, salt: str | None = None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters older than the engine by more than clocks may be apart: others are looked up once ranks have them."""
     made = tmp_path_factory.mktemp("adapters")
     for name, seed in (("a", 1), ("b", 2), ("a-elsewhere", 1)):
         write_adapter(made / name, seed=seed)
+    time.sleep(CLOCKS_APART_NS / 1e9)
     return made
 
 

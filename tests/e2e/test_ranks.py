@@ -17,16 +17,24 @@ from tests.kit.server.operator_server import operator_server
 from tests.kit.server.probe import figures, wait_written
 from tests.kit.vllm.cached_engine import CHUNK, LOGPROB_TOLERANCE, assert_same, cached_engine, settings
 from tests.kit.vllm.engine_process import EngineProcess
-from tests.kit.vllm.harness import Answer, random_prompt
+from tests.kit.vllm.harness import BLOCK_TOKENS, Answer, random_prompt
+from tests.kit.vllm.tiny_drafts import eagle_head, mimo
 from tests.kit.vllm.tiny_models import build_kind
+from tiered_kv.chunks.header import PEEK_BYTES, peek
+from tiered_kv.keys.state_keys import is_state
 
 pytestmark = pytest.mark.vllm
 
 PROMPTS = [random_prompt(700 + i, 2 * CHUNK + 40 + 50 * i) for i in range(3)]
 
+STATE_BLOCK = 256
+"""vLLM's block for the tiny Qwen3-Next, also of two ranks: both states and KV are halved."""
+
 Start = Callable[..., EngineProcess]
 
 TENSOR = {"tensor_parallel_size": 2}
+SMALL_CHUNKS = {"connector": {"chunk_tokens": BLOCK_TOKENS}, "disable_log_stats": False}
+"""A chunk per block, so that what vLLM's own cache finds can be found here, too, and vLLM counts guesses."""
 PIPELINE = {
     "pipeline_parallel_size": 2,
     # Eager, vLLM 0.32 fails on CPU: the second stage's buffers are made in a warm-up that is left out there. So
@@ -45,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | options.pop("environment", {})
         engine = EngineProcess(
             model,
-            settings(root, server=server),
+            settings(root, server=server, **options.pop("connector", {})),
             tmp_path / "engine.log",
             environment=environment,
             niceness=5,
@@ -175,6 +183,79 @@ def test_kv_that_both_ranks_hold_is_stored_once_and_loaded_by_both(
     assert len(blobs) == 6
     ranks = {"rank0"} if hasattr(KVCacheConfig, "kv_tp_replicas") else {"rank0", "rank1"}
     assert [parts(blob) for blob in blobs] == [ranks] * 6
+
+
+@only_in_proofs  # the simulator has states on two ranks, too
+@pytest.mark.timeout(900)
+def test_two_ranks_store_states_in_parts_of_both_and_go_on_from_them_after_a_restart(
+    start: Start, repository: Path, tmp_path: Path
+) -> None:
+    model, root = build_kind(repository / "build" / "models", "qwen3_next"), tmp_path / "cache"
+    prompts = [random_prompt(n, n) for n in (STATE_BLOCK + 1, 2 * STATE_BLOCK, 3 * STATE_BLOCK + 7)]
+    hits = [(len(prompt) - 1) // STATE_BLOCK * STATE_BLOCK for prompt in prompts]
+    runs: list[list[Answer]] = []
+    for times in (2, 1):
+        with operator_server(root) as server:
+            engine = start(model, root, server, **TENSOR, block_size=None)
+            for _ in range(times):
+                runs.append(as_answers([engine.ask(prompt, max_tokens=6)[0] for prompt in prompts]))
+                wait_written(root)
+                assert engine.reset()
+            counters = figures(root)["counters"]
+            engine.close()
+
+    cold, from_host, from_disk = runs
+    assert [[answer.cached_tokens for answer in run] for run in runs] == [[0] * 3, hits, hits]
+    for ours, theirs in zip([*from_host, *from_disk], [*cold, *cold], strict=True):
+        assert (ours.tokens, ours.logprobs) == (theirs.tokens, theirs.logprobs)
+    states = [
+        blob for blob in root.glob("blobs/*/*/*.safetensors") if is_state(peek(blob.read_bytes()[:PEEK_BYTES]).record)
+    ]
+    assert states and {frozenset(parts(blob)) for blob in states} == {frozenset({"rank0", "rank1"})}
+    assert not counters.get("read_failed_corrupt")
+
+
+def drafts(kind: str, tiny: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A model, and vLLM's setting of its draft: an EAGLE head, its own MTP layer, or a draft with the same weights."""
+    if kind == "mtp":
+        return mimo(folder / "mimo", folder), {"method": "mtp", "num_speculative_tokens": 1}
+    draft = eagle_head(folder / "eagle", tiny) if kind == "eagle" else tiny
+    return tiny, {"method": kind, "model": str(draft), "num_speculative_tokens": 2}
+
+
+@only_in_proofs  # the simulator has drafts on two ranks, too
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "draft_model"])
+def test_two_ranks_store_and_load_their_parts_of_a_drafts_kv(
+    start: Start, tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
+    """Hits, answers and right guesses as those of vLLM's own prefix cache, from memory and after a restart."""
+    model, speculative = drafts(kind, tiny_model, tmp_path)
+    root, prompt = tmp_path / "cache", random_prompt(7, 133)
+    runs: list[tuple[Answer, list[int]]] = []
+    for again in (("own", "host"), ("disk",)):
+        with operator_server(root) as server:
+            engine = start(model, root, server, **TENSOR, **SMALL_CHUNKS, speculative_config=speculative)
+            if "own" in again:
+                assert cached(engine.ask(prompt, max_tokens=1)) == [0]
+            for where in again:
+                if where == "host":
+                    wait_written(root)
+                    assert engine.reset()
+                before = engine.guesses()
+                (answer,) = as_answers(engine.ask(prompt, max_tokens=48))
+                runs.append((answer, [now - then for now, then in zip(engine.guesses(), before, strict=True)]))
+            wait_written(root)
+            engine.close()
+
+    (own, own_guesses), (host, host_guesses), (disk, disk_guesses) = runs
+    assert own.cached_tokens == (128 if kind == "draft_model" else 96)
+    assert (host.cached_tokens, disk.cached_tokens) == (own.cached_tokens, own.cached_tokens)
+    for ours in (host, disk):
+        assert (ours.tokens, ours.logprobs) == (own.tokens, own.logprobs)
+    assert host_guesses == disk_guesses == own_guesses and own_guesses[1] > 0
+    assert kind != "draft_model" or own_guesses[0] > own_guesses[1] // 2, "a draft with the model's weights is right"
+    assert {frozenset(parts(blob)) for blob in root.glob("blobs/*/*/*.safetensors")} == {frozenset({"rank0", "rank1"})}
 
 
 @only_in_proofs  # tests/vllm/test_pipeline_stages.py does without a model

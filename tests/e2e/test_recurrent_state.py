@@ -198,6 +198,26 @@ def test_prompts_that_fork_hit_what_vllm_makes_states_for(qwen: CachedEngine, sh
     assert [a.tokens for a in ours[:3]] == [a.tokens for a in own]
 
 
+def test_a_fork_that_vllm_has_forgotten_gets_a_state_too(models: Path, tmp_path: Path) -> None:
+    """What the cache holds shows where the second prompt forks; it leaves a state there, also for the next engine."""
+    model, root = build_kind(models, "qwen3_next"), tmp_path / "cache"
+    stem = random_prompt(1, 2 * BLOCK + 20)
+    prompts = [[*stem, *random_prompt(10 + n, BLOCK)] for n in range(4)]
+    with running(model, **options("qwen3_next")) as llm:
+        plain = [generate(llm, [prompt], max_tokens=MAX_TOKENS)[0] for prompt in prompts[:1]]
+        for prompt in prompts[1:]:
+            reset_gpu_cache(llm)
+            plain += generate(llm, [prompt], max_tokens=MAX_TOKENS)
+    ours = list[Answer]()
+    for some in (prompts[:1], prompts[1:3], prompts[3:]):
+        with cached_engine(model, root, **options("qwen3_next")) as engine:
+            ours += [ask_afresh(engine, prompt)[0] for prompt in some]
+            wait_written(root)
+        wait_ended(root)
+    assert [answer.cached_tokens for answer in ours] == [0, 0, 2 * BLOCK, 2 * BLOCK]
+    assert_equal(ours, plain)
+
+
 def test_many_at_once(qwen: CachedEngine) -> None:
     draw = random.Random(seed())
     prompts = [random_prompt(100 + n, draw.randint(BLOCK + 1, 5 * BLOCK)) for n in range(16)]
@@ -332,26 +352,23 @@ def test_each_wrong_way_is_noticed(models: Path, tmp_path: Path, right_answer: A
 
 
 def test_a_prefix_longer_than_its_states_is_stored_once_and_offered_nowhere(qwen: CachedEngine) -> None:
-    """A fork that only this cache knows: vLLM makes no state there, and what is offered and counted is no hit.
+    """A fork that only this cache knows: without a state there, what is held is no hit; nor is it stored again.
 
-    The chunks before the fork are not stored again. vLLM makes the state once two prompts meet in its own cache.
+    The second prompt leaves a state there, and the third is offered it.
     """
     stem = random_prompt(1, 2 * BLOCK + 20)
-    prompts = [[*stem, *random_prompt(10 + n, BLOCK)] for n in range(4)]
-    plain = [ask_afresh(qwen, prompts[0])[0]]
+    prompts = [[*stem, *random_prompt(10 + n, BLOCK)] for n in range(3)]
     counters = qwen.scheduler_side.counters
+    (first,) = ask_afresh(qwen, prompts[0])
     before = counters.copy()
-    plain += [ask_afresh(qwen, prompt)[0] for prompt in prompts[1:3]]
-    assert [answer.cached_tokens for answer in plain] == [0, 0, 0]
-    told = _lookups(qwen, 3)
-    assert counters["loads"] == told["hit_tokens"] == 0 and told["decisions"]["miss"] == 3
-    assert counters["stores"] - before["stores"] == 2, "of each prompt the chunk behind the fork"
-    assert counters["states"] - before["states"] == 2
-    (own,) = generate(qwen.llm, [prompts[3]], max_tokens=MAX_TOKENS)  # vLLM still has the third prompt
-    drain(qwen.llm)
-    assert own.cached_tokens == 0
-    (at_fork,) = ask_afresh(qwen, [*stem, *random_prompt(20, BLOCK)])
-    assert at_fork.cached_tokens == 2 * BLOCK
+    (second,) = ask_afresh(qwen, prompts[1])
+    told = _lookups(qwen, 2)
+    assert first.cached_tokens == second.cached_tokens == 0
+    assert counters["loads"] == told["hit_tokens"] == 0 and told["decisions"]["miss"] == 2
+    assert counters["stores"] - before["stores"] == 1, "the chunk behind the fork"
+    assert counters["states"] - before["states"] == 2 and counters["state_forks"] == 1
+    (third,) = ask_afresh(qwen, prompts[2])
+    assert third.cached_tokens == 2 * BLOCK
 
 
 def _lookups(engine: CachedEngine, ended: int) -> dict[str, Any]:

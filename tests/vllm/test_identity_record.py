@@ -1,11 +1,12 @@
 """The namespace's fields from real vLLM configurations, and what is refused before any tensor exists."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from tests.kit.vllm.engine_identities import (
     BASE,
@@ -20,9 +21,8 @@ from tests.kit.vllm.engine_identities import (
 )
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.keys.namespace import REQUIRED_FIELDS
-from tiered_kv.vllm.drafts import check_drafts
 from tiered_kv.vllm.identity.record import attention_backends, base_fields, canonical_config
-from tiered_kv.vllm.supported import check_supported
+from tiered_kv.vllm.supported import check_drafts, check_supported
 
 
 @pytest.fixture(scope="module")
@@ -174,22 +174,30 @@ def test_drafts_are_refused_on_other_ranks_versions_and_kinds_of_kv(vllm_config)
     for version in ("0.31.2", "dev"):
         with pytest.raises(UnsupportedModel, match=r"needs vLLM 0\.32 or newer"):
             check_drafts(config, kv_config(), version)
-    with pytest.raises(UnsupportedModel, match="world_size=2"):
-        check_drafts(changed(config, parallel_config={"world_size": 2}), kv_config(), "0.32.0")
-    window = SimpleNamespace(
-        kv_cache_spec=SlidingWindowSpec(
-            block_size=32, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64
-        ),
-        layer_names=["a"],
-    )
-    with pytest.raises(UnsupportedModel, match="sliding windows"):
-        check_drafts(config, SimpleNamespace(kv_cache_groups=[window]), "0.32.0")
-    latent = SimpleNamespace(
-        kv_cache_spec=MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
-        layer_names=["a"],
-    )
-    with pytest.raises(UnsupportedModel, match="spec=MLAAttentionSpec"):
-        check_drafts(config, SimpleNamespace(kv_cache_groups=[latent]), "0.32.0")
+    staged = changed(config, parallel_config={"pipeline_parallel_size": 2})
+    with pytest.raises(UnsupportedModel, match="pipeline_parallel_size=2"):
+        check_drafts(staged, kv_config(), "0.32.0")
+    on_two = {"parallel_config": {"tensor_parallel_size": 2}}
+    with pytest.raises(UnsupportedModel, match="draft_tensor_parallel_size=1 tensor_parallel_size=2"):
+        check_drafts(changed(config, **on_two), kv_config(), "0.32.0")
+    config_on_two = drafting(vllm_config, draft_parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    check_drafts(changed(config_on_two, **on_two), kv_config(), "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "is_served"),
+    [
+        (SlidingWindowSpec, {"num_kv_heads": 2, "head_size": 8, "sliding_window": 64}, True),
+        (MLAAttentionSpec, {"num_kv_heads": 1, "head_size": 576}, True),
+        (MLAAttentionSpec, {"num_kv_heads": 1, "head_size": 576, "tokens_per_state": 4}, False),
+        (ChunkedLocalAttentionSpec, {"num_kv_heads": 2, "head_size": 8, "attention_chunk_size": 64}, False),
+    ],
+)
+def test_drafts_are_served_beside_some_kinds_of_kv(vllm_config, kind, fields, is_served):
+    spec = kind(block_size=32, dtype=torch.bfloat16, **fields)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])])
+    with nullcontext() if is_served else pytest.raises(UnsupportedModel, match=f"spec={kind.__name__}"):
+        check_drafts(drafting(vllm_config), groups, "0.32.0")
 
 
 def test_the_draft_is_a_field_of_its_own_and_only_where_there_is_one(vllm_config):

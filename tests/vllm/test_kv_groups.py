@@ -25,14 +25,14 @@ pytestmark = pytest.mark.vllm
 CHUNK = 64
 
 
-def groups(*windows, block=16):
+def groups(*windows, block=16, spare_blocks=0):
     """Full attention for None, else a sliding window of so many tokens."""
     specs = []
     for window in windows:
         kind = "FullAttentionSpec" if window is None else "SlidingWindowSpec"
         spec = type(kind, (), {"block_size": block, "sliding_window": window})()
         specs.append(SimpleNamespace(kv_cache_spec=spec))
-    return CacheGroups.of(SimpleNamespace(kv_cache_groups=specs), CHUNK)
+    return CacheGroups.of(SimpleNamespace(kv_cache_groups=specs), CHUNK, spare_blocks=spare_blocks)
 
 
 def table_after(end, window, block=16, first=100):
@@ -48,6 +48,11 @@ def test_so_much_of_a_chunk_is_stored_as_its_end_can_be_continued_from(window, s
     assert groups(window)[0] == CacheGroup(0, 16, 4, stored, window)
 
 
+@pytest.mark.parametrize(("window", "stored"), [(None, 4), (1, 2), (17, 2), (18, 3), (49, 4), (50, 4)])
+def test_beside_a_draft_a_block_more_of_a_window_is_stored(window, stored):
+    assert groups(window, spare_blocks=1)[0].stored_blocks == stored
+
+
 def test_window_with_tokens_that_vllm_retains_beyond_it_stores_them_too():
     spec = type("SlidingWindowSpec", (), {"block_size": 16, "sliding_window": 17, "extra_retained_tokens": 2})()
     found = CacheGroups.of(SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]), CHUNK)
@@ -55,13 +60,14 @@ def test_window_with_tokens_that_vllm_retains_beyond_it_stores_them_too():
 
 
 def test_every_hit_fills_exactly_the_blocks_that_vllm_allocated():
-    """Random windows, local hits, lengths: each allocated block is filled once, from the right block of its chunk."""
+    """With drafts and without: each allocated block is filled once, from the right block of its chunk."""
     source = random.Random(seed())
     for _ in range(count("EXAMPLES", 300)):
         windows = [None, *(source.choice([2, 16, 17, 40, 64, 65, 100, 200]) for _ in range(source.randint(0, 2)))]
-        found = groups(*windows)
-        chunks = source.randint(1, 6)
-        end, computed = chunks * CHUNK, source.randrange(chunks * CHUNK // 16) * 16
+        spare_blocks, chunks = source.randint(0, 1), source.randint(1, 6)
+        found = groups(*windows, spare_blocks=spare_blocks)
+        end = chunks * CHUNK - 16 * source.randint(0, spare_blocks)  # a draft gives up a block
+        computed = source.randrange(end // 16) * 16
         tables = [table_after(end, window, first=100 * (i + 1)) for i, window in enumerate(windows)]
         first_chunk = source.randint(0, computed // CHUNK)
         slots = list(range(1000 + first_chunk, 1000 + chunks))

@@ -31,12 +31,14 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def look(caplog: pytest.LogCaptureFixture, host_bytes: int, max_model_len: int, **more: Any) -> list[str]:
+def look(
+    caplog: pytest.LogCaptureFixture, host_bytes: int, max_model_len: int, state_parts: int = 0, **more: Any
+) -> list[str]:
     """What is said of a session that opens, in two looks."""
     caplog.clear()
     config = Config(storage_uri="file:///unused", chunk_tokens=CHUNK, host_bytes=host_bytes, **more)
     session = Session(host_bytes, more.get("max_share", 1.0))
-    prompt = LongestPrompt(config, session, max_model_len)  # type: ignore[arg-type]
+    prompt = LongestPrompt(config, session, max_model_len, state_parts)  # type: ignore[arg-type]
     prompt.check()
     assert warned(caplog) == [], "not before the session is open"
     session.open(0)
@@ -65,11 +67,20 @@ def test_nothing_is_said_where_it_fits(caplog: pytest.LogCaptureFixture) -> None
     assert len(look(caplog, 512 * MIB, 24 * CHUNK + 1)) == 1
 
 
+def test_the_state_at_a_hits_end_takes_of_what_one_request_may_hold(caplog: pytest.LogCaptureFixture) -> None:
+    assert look(caplog, 512 * MIB, 21 * CHUNK, 3) == []
+    (text,) = look(caplog, 512 * MIB, 21 * CHUNK + 1, 3)
+    assert f"one request may load {21 * CHUNK}, because it may hold 24 chunks" in text
+    assert "3 of them for the state of its recurrent layers" in text
+    (needed,) = re.findall(r"Set host_bytes to (\d+)MiB or more", text)
+    assert look(caplog, int(needed) * MIB, 21 * CHUNK + 1, 3) == []
+
+
 def test_each_session_is_looked_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """The next server may have other limits."""
     config = Config(storage_uri="file:///unused", chunk_tokens=CHUNK, host_bytes=512 * MIB)
     session = Session(512 * MIB)
-    prompt = LongestPrompt(config, session, 32768)  # type: ignore[arg-type]
+    prompt = LongestPrompt(config, session, 32768, 0)  # type: ignore[arg-type]
     for generation in (0, 0, 1, 1):
         session.open(generation)
         prompt.check()

@@ -26,12 +26,15 @@ from tests.sim.vllm.faults import (
     store_without_pins,
 )
 from tests.sim.vllm.scenario import Plan, run_scenario
+from tiered_kv.vllm.compat import release, vllm_version
 
 pytestmark = pytest.mark.slow
 
 SEEDS = count("SEEDS", 12)
 MODES = ("v1 sync", "v2 sync", "v1 async", "v2 async")
-SEEN_IN_ANY_SET = (*(f"loads of {mode}" for mode in MODES), "load_tokens", "stores", "checked_tokens")
+SEEN_IN_ANY_SET = ("loads", "load_tokens", "stores", "checked_tokens")
+SEEN_IN_100 = tuple(f"loads of {mode}" for mode in MODES)
+"""On a busy machine the three seeds that a small set has of a mode may have waited for no lookup's answer."""
 SEEN_IN_200 = (
     "loads_failed", "stores_failed", "aborts", "aborts_while_loading", "preemptions", "restarts", "resets",
     "weight_updates", "kills", "freezes", "lookup_timeout", "sessions_lost", "session_turns", "hit_chunks_host",
@@ -68,7 +71,9 @@ def test_the_seeds_did_what_they_are_for(totals):
     if totals["seeds"] < max(SEEDS, 12):
         pytest.skip("says something of a whole set of seeds only")
     print(dict(totals))
-    wanted = SEEN_IN_ANY_SET + (SEEN_IN_200 if totals["seeds"] >= 200 else ())
+    wanted = SEEN_IN_ANY_SET
+    wanted += SEEN_IN_100 if totals["seeds"] >= 100 else ()
+    wanted += SEEN_IN_200 if totals["seeds"] >= 200 else ()
     assert [name for name in wanted if not totals[name]] == []
     assert totals["loads"] > totals["loads_failed"]
 
@@ -202,7 +207,7 @@ def test_a_save_before_its_forward_pass_is_noticed(twice):
 
 
 def test_a_session_is_not_stored_where_vllm_takes_dropped_drafts_for_its_input(tmp_path):
-    """An answer that ends amid accepted drafts leaves vLLM 0.32 with more tokens computed than there are.
+    """An answer that ends amid accepted drafts leaves vLLM up to 0.32 with more tokens computed than there are.
 
     It takes the first tokens of the next input for computed then. That session's own KV is wrong, which is vLLM's, but
     nobody else may be given it.
@@ -225,7 +230,8 @@ def test_a_session_is_not_stored_where_vllm_takes_dropped_drafts_for_its_input(t
             engine.add(f"other{n}", tokens, parameters(2))
             come_to_rest(engine)
             assert engine.findings.wrong_tokens == wrong, engine.findings.wrong
-        assert is_hit, "vLLM drops no draft that it counted any more: sessions may be stored beside drafts"
+        is_mended = release(vllm_version()) >= (0, 33)
+        assert is_hit != is_mended, "vLLM drops drafts that it counted in other versions than up to 0.32"
     finally:
         engine.close()
         end_server(tmp_path / "cache")

@@ -9,6 +9,7 @@ import logging
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,9 @@ from tests.sim.vllm.faults import (
     undrafted_blocks_are_stored,
 )
 from tests.sim.vllm.scenario import Plan, run_scenario
+from tiered_kv.errors import UnsupportedModel
+from tiered_kv.vllm import connector
+from tiered_kv.vllm.compat import ask_for_state
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +95,7 @@ class Asked(AskedEngine):
             requests_max=2,
             token_budget=48,
             match_unit=MATCH_UNIT.get(family),
+            retention=None if family in MATCH_UNIT else 0,
             draft_tokens=2 if family in DRAFTS else 0,
             connector=settings(root),
         )
@@ -107,6 +112,14 @@ class Asked(AskedEngine):
         come_to_rest(self.engine)
         assert self.engine.scheduler.reset_prefix_cache()
         return self.counters["load_tokens"] - before
+
+    def run_unstored(self, *prompts):
+        """Answer prompts at once as without the cache, with what the GPU has."""
+        for prompt in prompts:
+            unstored = parameters(2)
+            unstored.extra_args = {"kv_transfer_params": {"tiered_kv.skip_save": True, "tiered_kv.skip_load": True}}
+            self.engine.add(f"r{len(self.engine.answers)}", prompt, unstored)
+        come_to_rest(self.engine)
 
 
 @pytest.fixture
@@ -148,6 +161,75 @@ def test_a_prompt_goes_on_from_its_last_state(asked, family, runner):
     assert leaks(one.engine) == [] and server_leaks(one.engine, one.root) == []
 
 
+FORKS = {"state": 40, "state_window": 40, "state_draft": 32}
+"""Where prompts that share 43 tokens go on; a draft's last block is given up."""
+
+
+@pytest.mark.parametrize(("family", "runner"), [("state", "v1"), ("state_window", "v2"), ("state_draft", "v1")])
+def test_a_fork_that_only_the_cache_knows_gets_a_state(asked, family, runner):
+    """As vLLM does for one that its own cache knows: the second prompt leaves it there, the third goes on from it."""
+    one, stem = asked(family, runner), prompt(43)
+    assert [one.ask(stem + prompt(20, number)) for number in (2, 3, 4)] == [0, 0, FORKS[family]]
+    assert one.counters["state_forks"] == 1
+    assert one.findings.wrong == []
+
+
+def test_a_request_that_stores_nothing_leaves_no_state_at_its_fork(asked):
+    one, stem, unsaved = asked("state"), prompt(43), parameters(2)
+    one.ask(stem + prompt(20, 2))
+    unsaved.extra_args = {"kv_transfer_params": {"tiered_kv.skip_save": True}}
+    one.engine.add("unsaved", stem + prompt(20, 3), unsaved)
+    come_to_rest(one.engine)
+    assert one.engine.scheduler.reset_prefix_cache()
+    assert one.ask(stem + prompt(20, 4)) == 0 and one.counters["state_forks"] == 1
+    assert one.ask(stem + prompt(20, 5)) == 40
+    assert one.findings.wrong == []
+
+
+@pytest.mark.parametrize("family", ["state", "state_draft"])
+def test_a_fork_is_asked_for_until_the_request_is_admitted(asked, family):
+    """vLLM begins anew each time that it finds no room for a request."""
+    one, stem = asked(family, requests_max=4), prompt(43)
+    one.ask(stem + prompt(20, 2))
+    before = one.counters["lookups"]
+    for name, wanted in (("a", prompt(150, 5)), ("b", prompt(150, 6)), ("fork", stem + prompt(20, 3))):
+        one.engine.add(name, wanted, parameters(4))
+    come_to_rest(one.engine)
+    assert one.engine.scheduler.reset_prefix_cache()
+    assert one.counters["lookups"] > before and one.counters["state_forks"] == 1
+    assert one.ask(stem + prompt(20, 4)) == FORKS[family]
+    assert one.findings.wrong == [] and leaks(one.engine) == []
+
+
+def test_a_fork_behind_what_a_lookup_may_bring_gets_its_state_where_it_is_of_use(asked, tmp_path):
+    """And once: what can never be leased looks as if it were not there."""
+    few = settings(tmp_path / "cache") | {"host_bytes": 19 * 8192}
+    one, stem = asked("state", connector=few), prompt(43)
+    hits = [one.ask(stem + prompt(20, number)) for number in range(2, 7)]
+    assert hits == [0, 0, 32, 32, 32]
+    assert one.counters["state_forks"] == 1
+    assert one.findings.wrong == []
+
+
+@pytest.mark.parametrize("family", ["state", "state_draft"])
+@pytest.mark.parametrize("length", [49, 50, 61])
+def test_a_prompt_that_is_held_whole_forks_nowhere(asked, family, length):
+    """vLLM keeps the state that is missing by itself, at its last boundary."""
+    one = asked(family)
+    one.ask(prompt(90))
+    assert one.ask(prompt(90)[:length]) == 0
+    assert not one.counters["state_forks"]
+    assert one.ask(prompt(90)[:length]) == (length // 8 - 1 if family == "state_draft" else (length - 1) // 8) * 8
+
+
+def test_a_fork_of_vllms_own_cache_stays_where_it_is_further(asked):
+    """Of what vLLM has here the cache lost the end; and the other way round."""
+    request = SimpleNamespace(shared_prefix_boundary=16)
+    assert [ask_for_state(request, tokens) for tokens in (8, 16, 24)] == [False, False, True]
+    assert request.shared_prefix_boundary == 24
+    assert not ask_for_state(SimpleNamespace(), 8), "a vLLM that makes none"
+
+
 def test_a_state_inside_a_block_is_left_alone(asked):
     """With ``prefix_match_unit`` vLLM hands over the state of a prompt's last unit, too, in a copy of its block.
 
@@ -167,6 +249,26 @@ def test_a_state_inside_a_block_is_left_alone(asked):
     assert one.engine.scheduler.reset_prefix_cache()
     assert one.ask(prompt(31)) == 24
     assert one.findings.wrong == []
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("retention", "is_wrong"), [(0, True), (2 * BLOCK, True), (None, False)])
+def test_vllm_itself_is_wrong_where_two_requests_of_a_step_go_on_inside_a_block(
+    asked, monkeypatch, runner, retention, is_wrong
+):
+    """Why this is refused: nothing is stored or loaded here. Once it fails, newer versions may be served."""
+    monkeypatch.setattr(connector, "check_states", lambda *_: None)
+    one = asked("state_tail", runner, retention=retention, token_budget=160)
+    one.run_unstored(prompt(19))
+    one.run_unstored(*[prompt(19) + prompt(80, 2)] * 2)
+    assert bool(one.findings.wrong) == is_wrong
+    assert not one.counters["stores"] and not one.counters["loads"]
+
+
+@pytest.mark.parametrize("retention", [0, 2 * BLOCK])
+def test_hits_inside_a_block_are_refused_where_vllm_is_wrong(asked, retention):
+    with pytest.raises(UnsupportedModel, match="without --prefix-match-unit"):
+        asked("state_tail", retention=retention)
 
 
 # -- wrong ways --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """States of recurrent layers in the connector: which blocks they are in, what is pinned, what names them."""
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -154,7 +155,10 @@ def config_of_states(method=None, **changes):
     transfer = SimpleNamespace(kv_role=parallel.pop("kv_role", "kv_both"))
     speculative = None if method is None else SimpleNamespace(method=method)
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel), kv_transfer_config=transfer, speculative_config=speculative
+        parallel_config=SimpleNamespace(**parallel),
+        kv_transfer_config=transfer,
+        speculative_config=speculative,
+        cache_config=SimpleNamespace(prefix_match_unit=None, prefix_cache_retention_interval=0),
     )
 
 
@@ -173,6 +177,22 @@ def test_states_that_are_spread_or_drafted_in_ways_never_run_are_refused(changes
     with pytest.raises(UnsupportedModel, match="not supported yet"):
         check_states(config, hybrid())
     check_states(config, group_config(KVCacheGroupSpec(NAMES, full())))
+
+
+@pytest.mark.parametrize(("unit", "interval", "is_refused"), [(16, 0, True), (16, None, False), (BLOCK, 0, False)])
+def test_hits_inside_a_block_are_refused_where_vllm_does_not_keep_every_state(unit, interval, is_refused):
+    config = config_of_states()
+    config.cache_config = SimpleNamespace(prefix_match_unit=unit, prefix_cache_retention_interval=interval)
+    with pytest.raises(UnsupportedModel, match="interval None") if is_refused else nullcontext():
+        check_states(config, hybrid())
+    check_states(config, group_config(KVCacheGroupSpec(NAMES, full())))
+
+
+def test_blocks_of_two_sizes_give_hits_inside_the_larger_one():
+    """Without ``prefix_match_unit`` vLLM's unit is their greatest common divisor."""
+    config = group_config(KVCacheGroupSpec(STATES, mamba()), KVCacheGroupSpec(NAMES, full(block_size=BLOCK // 2)))
+    with pytest.raises(UnsupportedModel, match=f"prefix_match_unit={BLOCK // 2}"):
+        check_states(config_of_states(), config)
 
 
 def test_states_with_drafts_are_served_and_a_request_holds_a_block_more_for_each_guess():
@@ -200,7 +220,7 @@ def test_the_last_boundary_with_a_draft_is_the_one_at_which_vllm_keeps_a_state(d
     from vllm.v1.kv_cache_interface import get_mamba_prefill_checkpoint_position
 
     assert get_mamba_prefill_checkpoint_position(tokens, 64, drop_eagle_block=drops_block) == boundary
-    assert Drafts(drops_block, draft_tokens=2, drafted_len=4096).state_boundary(tokens, 64) == boundary
+    assert Drafts(drops_block, draft_tokens=2, drafted_len=4096).hit_tokens(tokens, 64, is_hybrid=True) == boundary
 
 
 def test_what_a_state_consists_of_is_part_of_the_identity():

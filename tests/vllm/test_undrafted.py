@@ -10,7 +10,7 @@ from tests.kit.storage.stored_prompts import CHUNK as PROMPT_CHUNK
 from tests.kit.storage.stored_prompts import Model, tokens
 from tiered_kv.ops.explain import explain
 from tiered_kv.ops.open import open_storage
-from tiered_kv.vllm.drafts import Drafts, loadable_tokens
+from tiered_kv.vllm.drafts import Drafts
 from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
 from tiered_kv.vllm.undrafted import UndraftedBlocks
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.vllm
 BLOCK, PER_CHUNK = 4, 2
 CHUNK = BLOCK * PER_CHUNK
 GROUPS = CacheGroups([CacheGroup(0, BLOCK, PER_CHUNK, PER_CHUNK)])
+HYBRID = CacheGroups([CacheGroup(n, BLOCK, PER_CHUNK, PER_CHUNK, window) for n, window in enumerate((None, 5))])
 DRAFTED_LEN = 20
 EAGLE = Drafts(drops_block=True, draft_tokens=2, drafted_len=DRAFTED_LEN)
 MODEL = Drafts(drops_block=False, draft_tokens=2, drafted_len=DRAFTED_LEN)
@@ -115,20 +116,26 @@ def test_as_much_may_be_loaded_as_vllm_would_find_by_itself(tokens: int):
     """vLLM matches whole blocks of all tokens but the last, and gives up one of them for an EAGLE draft."""
     held = tokens // CHUNK * CHUNK
     found = min(held, (tokens - 1) // BLOCK * BLOCK)
-    assert loadable_tokens(GROUPS, MODEL, held, tokens, CHUNK) == found
-    assert loadable_tokens(GROUPS, EAGLE, held, tokens, CHUNK) == max(0, found - BLOCK)
-    assert loadable_tokens(GROUPS, None, held, tokens, CHUNK) == held
+    assert GROUPS.loadable_tokens(held, tokens, CHUNK, MODEL) == found
+    assert GROUPS.loadable_tokens(held, tokens, CHUNK, EAGLE) == max(0, found - BLOCK)
+    assert GROUPS.loadable_tokens(held, tokens, CHUNK) == held
+    # With several groups the block that is given up may end with the prompt.
+    assert HYBRID.loadable_tokens(held, tokens, CHUNK, MODEL) == found
+    assert HYBRID.loadable_tokens(held, tokens, CHUNK, EAGLE) == max(0, held - BLOCK)
 
 
 @pytest.mark.parametrize("drafts", [MODEL, EAGLE])
-def test_explain_takes_a_hit_as_far(drafts: Drafts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_explain_takes_a_hit_as_far(drafts: Drafts, groups: int, tmp_path: Path) -> None:
     """``tiered-kv explain`` works without vLLM, so it has the rule again."""
     method = "eagle" if drafts.drops_block else "draft_model"
-    stored = Model(fields={"draft": {"method": method, "settings": {}}})
+    fields = {"method": method, "settings": {}} | ({"kv_cache_groups": groups} if groups > 1 else {})
+    stored = Model(fields={"draft": fields})
     with open_storage(f"file://{tmp_path}", {"disk_bytes": 1 << 30}) as storage:
         stored.store(storage, tokens(1, 3))
         content = storage.look()
         for length in range(1, 4 * PROMPT_CHUNK):
             report = explain(storage, tokens(1, 4)[:length], content)
             here = min(length // PROMPT_CHUNK, 3) * PROMPT_CHUNK
-            assert (report.here_tokens, report.hit_tokens) == (here, drafts.loadable_tokens(here, length, 16)), length
+            offered = drafts.loadable_tokens(here, length, 16, is_hybrid=groups > 1)
+            assert (report.here_tokens, report.hit_tokens) == (here, offered), length

@@ -398,6 +398,7 @@ _ENGINE_EVENTS: Final = (
     EventName("state_dropped_reset", _EVENTS),
     EventName("state_dropped_session_lost", _EVENTS),
     EventName("state_dropped_unaccountable", _EVENTS),
+    EventName("state_forks", _EVENTS),
     EventName("state_held", _EVENTS),
     EventName("state_offers", _EVENTS),
     EventName("state_parts_dropped", _EVENTS),

@@ -40,12 +40,14 @@ class Model:
         name: Whose it is, in words.
         chunk_bytes: Bytes of a blob.
         max_model_len: Longest prompt; None: not known.
+        state_parts: Of the state of its recurrent layers at a hit's end, each as large as a chunk.
     """
 
     name: str
     chunk_bytes: int
     chunk_tokens: int
     max_model_len: int | None = None
+    state_parts: int = 0
 
 
 class DoctorReport(Report, frozen=True, kw_only=True):
@@ -247,7 +249,7 @@ def models_of(listings: Sequence[Content]) -> list[Model]:
             length = record.namespace.fields.get("max_model_len")
             known = length if isinstance(length, int) and not isinstance(length, bool) else None
             name = f"namespace {space.hex()[:8]}"
-            found.setdefault(space, Model(name, blob.size_bytes, record.chunk_tokens, known))
+            found.setdefault(space, Model(name, blob.size_bytes, record.chunk_tokens, known, record.state_parts))
     return list(found.values())[:NAMESPACES_SHOWN]
 
 
@@ -278,10 +280,11 @@ def _check_model(config: Config, disk_bytes: int | None, model: Model) -> list[D
         ]
     limits = Limits()
     leased = int(host * limits.request_share) // model.chunk_bytes
-    tokens = leased * model.chunk_tokens
+    tokens = max(0, leased - model.state_parts) * model.chunk_tokens
     text += f"; one request may load {tokens} tokens"
     if model.max_model_len is not None and tokens < model.max_model_len:
-        needed = limits.least_host_bytes(model.max_model_len, model.chunk_tokens, model.chunk_bytes)
+        held_tokens = model.max_model_len + model.state_parts * model.chunk_tokens
+        needed = limits.least_host_bytes(held_tokens, model.chunk_tokens, model.chunk_bytes)
         least = f"{-(-needed // (1 << 20))}MiB"
         hint = f"the rest is computed; set host_bytes to {least} or more to load the longest prompt whole"
         return [warning("chunks", f"{text} of max_model_len {model.max_model_len}", hint)]

@@ -207,6 +207,12 @@ class Candidate:
         return method if isinstance(method, str) else None
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether an engine with a draft has several KV cache groups, so that vLLM matches as with several."""
+        draft = self.namespace.fields.get("draft")
+        return isinstance(draft, dict) and "kv_cache_groups" in draft
+
+    @property
     def drops_block(self) -> bool:
         """Whether vLLM gives up the last block of a prefix that it matched (``vllm/drafts.py``)."""
         fields = self.namespace.fields
@@ -551,10 +557,10 @@ def _offer(headers: _Headers, stored: _Stored, chosen: Candidate, here: int, pro
 
 
 def _drafted_offer(chosen: Candidate, here_tokens: int, prompt_tokens: int) -> _Offer:
-    """As far as vLLM's own prefix cache would go with a draft (``vllm/drafts.py``, which imports vLLM)."""
+    """As far as vLLM's own prefix cache would go with a draft (``Drafts`` in ``vllm/drafts.py``)."""
     block = int(chosen.namespace.fields["block_tokens"])
-    most = (prompt_tokens - 1) // block * block
     dropped = block if chosen.drops_block else 0
+    most = (prompt_tokens if dropped and chosen.is_hybrid else prompt_tokens - 1) // block * block
     offered = max(0, min(here_tokens, most) - dropped)
     reasons = [f"{here_tokens} tokens are here"]
     if most < here_tokens:
@@ -571,7 +577,7 @@ def _drafted_offer(chosen: Candidate, here_tokens: int, prompt_tokens: int) -> _
 def _stateful_offer(headers: _Headers, stored: _Stored, chosen: Candidate, here: int, prompt_tokens: int) -> _Offer:
     """Up to the deepest boundary before the last token whose state is here with every chunk before it."""
     size, keys = chosen.chunk_tokens, chosen.keys
-    # A dropped block leaves more than the last token to compute (vllm/drafts.py, state_boundary).
+    # A dropped block leaves more than the last token to compute (vllm/drafts.py).
     deepest = max(0, prompt_tokens // size - 1) if chosen.drops_block else (prompt_tokens - 1) // size
     boundaries: list[Boundary] = []
     for chunks in range(len(keys.keys), 0, -1):

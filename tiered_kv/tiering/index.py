@@ -340,14 +340,14 @@ class Index:
     def held_state(self, chunk: Entry, parts: int) -> list[Entry]:
         """Entries of the state behind a chunk, if some tier holds every part of it, else none."""
         found = [chunk]
-        while found[-1].children and len(found) <= parts:
-            last = found[-1].record
-            key, digest = next_part(last.key, last.prefix_sha256)
-            entry = self._entries.get(key)
+        for _ in range(parts):
+            last = found[-1]
+            key, digest = next_part(last.record.key, last.record.prefix_sha256)
+            entry = self._entries.get(key) if last.children else None
             if entry is None or entry.record.prefix_sha256 != digest or not self.is_held(entry):
-                break
+                return []
             found.append(entry)
-        return found[1:] if len(found) == parts + 1 else []
+        return found[1:]
 
     def check_integrity(self) -> None:
         """Assert that links and counts between parents and children match."""

@@ -284,6 +284,8 @@ USES: Final = (
         "prompt_token_ids all_token_ids block_hashes lora_request cache_salt mm_features prompt_embeds "
         "prompt_is_token_ids resumable kv_transfer_params skip_reading_prefix_cache",
     ),
+    Use("vllm.v1.request:Request", "shared_prefix_boundary", feature=STATES,
+        without="states at forks that vLLM's own cache does not know"),
     *_reads("vllm.v1.request:RequestStatus", "WAITING PREEMPTED"),
     *_reads("vllm.lora.request:LoRARequest", "lora_name lora_path lora_int_id adapter_id name is_3d_lora_weight"),
     Use("vllm.lora.utils", "get_adapter_absolute_path", "path", without="hits of an adapter's first request"),
@@ -341,6 +343,8 @@ USES: Final = (
     *_reads(f"{CONFIG}:ParallelConfig", "rank world_size tensor_parallel_size pipeline_parallel_size nnodes_within_dp "
             "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep"),
     *_reads(f"{CONFIG}:CacheConfig", "block_size cache_dtype enable_prefix_caching"),
+    *_reads(f"{CONFIG}:CacheConfig", "prefix_match_unit prefix_cache_retention_interval", feature=STATES,
+            without="refusing what vLLM 0.32 and 0.33 do wrong with prefix_match_unit"),
     *_reads(f"{CONFIG}:SchedulerConfig", "policy max_num_batched_tokens"),
     *_reads(f"{CONFIG}:LoadConfig", "load_format model_loader_extra_config download_dir"),
     *_reads(f"{CONFIG}:LoRAConfig", "lora_dtype target_modules"),
@@ -720,6 +724,22 @@ class PagedBlocks:
     def cached(self, block_hash: Any, groups: list[int]) -> object:
         """The blocks of a hash in some KV cache groups; None: the prefix cache lacks one."""
         return self._pool.get_cached_block(block_hash, groups)
+
+
+def ask_for_state(request: Any, tokens: int) -> bool:
+    """Have vLLM keep the states of recurrent layers behind so many of a prompt's tokens, a whole number of blocks.
+
+    It ends a step there, as at a fork that it finds in its own cache. That one it sets whenever it considers to admit
+    the request, right before it asks its connector, so a connector has to ask each time.
+
+    Returns:
+        Whether vLLM would not have kept it, or one behind more tokens, by itself.
+    """
+    own = getattr(request, "shared_prefix_boundary", None)
+    if own is None or own >= tokens:
+        return False
+    request.shared_prefix_boundary = tokens
+    return True
 
 
 def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:

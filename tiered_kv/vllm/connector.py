@@ -27,14 +27,13 @@ from tiered_kv.vllm.compat import (
     has_kv_transfer_group,
     step_metadata,
 )
-from tiered_kv.vllm.drafts import check_drafts
 from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
 from tiered_kv.vllm.hooks import SchedulerHooks
 from tiered_kv.vllm.kv_groups import cache_groups, chunk_tokens_of
 from tiered_kv.vllm.plugin import register
 from tiered_kv.vllm.prometheus import TieredKVPromMetrics
 from tiered_kv.vllm.step import SaveReport, StepMetadata
-from tiered_kv.vllm.supported import check_groups, check_states, check_supported, features
+from tiered_kv.vllm.supported import check_drafts, check_groups, check_states, check_supported, features
 from tiered_kv.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:

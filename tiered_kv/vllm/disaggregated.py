@@ -23,7 +23,6 @@ from typing import Any, Final
 from tiered_kv.config import Config
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.vllm.drafts import loadable_tokens
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.request_lookups import RequestLookups
@@ -97,7 +96,7 @@ class DisaggregatedPrefill:
         promised = min(state.params.stored_tokens, state.request.num_prompt_tokens) // chunk_tokens * chunk_tokens
         # Not all that is held may be loaded; waiting for the rest would be in vain.
         tokens = state.request.num_tokens
-        loadable = loadable_tokens(self._groups, self._drafts, promised, tokens, chunk_tokens)
+        loadable = self._groups.loadable_tokens(promised, tokens, chunk_tokens, self._drafts)
         missing = loadable - computed_tokens - matched
         if missing <= 0:
             return matched

@@ -14,27 +14,15 @@ So vLLM's own prefix cache gives up the last block that it matched, and computes
 that a hit is as long as vLLM's own of the same prompt would be. A separate draft model takes the token at its position,
 and gives nothing up.
 
-Owns which drafts are served, how far a held prefix may be loaded with them, and which settings of them vLLM reads. Must
-not touch tensors. Called by both roles.
+Owns which drafts have KV that is stored, and how far a held prefix may be loaded with them; which of them are refused
+is in ``supported.py``. Must not touch tensors. Called by both roles.
 """
 
 from dataclasses import dataclass
 from typing import Any, Final
 
-import vllm
-
-from tiered_kv.errors import UnsupportedModel
-from tiered_kv.vllm.compat import OLDEST, release
-from tiered_kv.vllm.kv_groups import CacheGroups, is_recurrent, window_tokens
-
 DRAFT_METHODS: Final = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
 """vLLM's names of the methods that are served with the draft's KV."""
-
-DRAFT_METHODS_WITH_STATES: Final = frozenset({"mtp"})
-"""Those of them that are served with models that have recurrent layers."""
-
-FIRST_VERSION_WITH_DRAFTS: Final = (0, 32)
-"""vLLM before it was never run with a draft beside this connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,77 +54,25 @@ class Drafts:
             drafted_len=int(drafted_len),
         )
 
-    def loadable_tokens(self, held_tokens: int, request_tokens: int, block_tokens: int) -> int:
-        """How much of a held prefix vLLM's own prefix cache would give the request, had it the same blocks."""
-        most = min(held_tokens, (request_tokens - 1) // block_tokens * block_tokens)
-        return max(0, most - block_tokens) if self.drops_block else most
+    def hit_tokens(self, request_tokens: int, block_tokens: int, *, is_hybrid: bool) -> int:
+        """Longest hit of vLLM's own prefix cache for a prompt all of which it has.
 
-    def state_boundary(self, request_tokens: int, block_tokens: int) -> int:
-        """The last boundary of a prompt at which vLLM keeps a state, and from which it goes on when it is asked again.
-
-        The block that is dropped leaves something to compute, so no more than that is left out.
+        With several KV cache groups (``HybridKVCacheCoordinator``) the block that is given up is looked for behind the
+        last one that may be used, and so may end with the prompt; with one group it may not.
         """
-        if self.drops_block:
-            return max(0, request_tokens // block_tokens - 1) * block_tokens
-        return (request_tokens - 1) // block_tokens * block_tokens
+        whole = (request_tokens - 1) // block_tokens * block_tokens
+        if not self.drops_block:
+            return whole
+        return max(0, (request_tokens // block_tokens * block_tokens if is_hybrid else whole) - block_tokens)
+
+    def loadable_tokens(self, held_tokens: int, request_tokens: int, block_tokens: int, *, is_hybrid: bool) -> int:
+        """How much of a held prefix vLLM's own prefix cache would give the request, had it the same blocks."""
+        given_up = block_tokens if self.drops_block else 0
+        most = self.hit_tokens(request_tokens, block_tokens, is_hybrid=is_hybrid)
+        return max(0, min(held_tokens - given_up, most))
 
 
 def has_drafts_kv(vllm_config: Any) -> bool:
     """Whether a draft keeps KV among the model's, by a method that is served."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return getattr(speculative, "method", None) in DRAFT_METHODS
-
-
-def loadable_tokens(
-    groups: CacheGroups, drafts: Drafts | None, held_tokens: int, request_tokens: int, chunk_tokens: int
-) -> int:
-    """How much of a held prefix of whole chunks may be loaded for a request of so many tokens."""
-    if drafts is not None:
-        return drafts.loadable_tokens(held_tokens, request_tokens, groups.block_tokens)
-    return groups.loadable_tokens(held_tokens, request_tokens, chunk_tokens)
-
-
-def check_drafts(vllm_config: Any, kv_cache_config: Any, version: str = vllm.__version__) -> None:
-    """Refuse drafts of a kind, or beside a kind of KV, that was never run.
-
-    Raises:
-        UnsupportedModel: The message says which.
-    """
-    if not has_drafts_kv(vllm_config):
-        return
-    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    if release(version, OLDEST) < FIRST_VERSION_WITH_DRAFTS:
-        first = ".".join(map(str, FIRST_VERSION_WITH_DRAFTS))
-        raise _refusal(speculative, f"needs vLLM {first} or newer, observed={version}")
-    if int(parallel.world_size) > 1:
-        raise _refusal(speculative, f"was not tried on several ranks. world_size={parallel.world_size}")
-    if getattr(speculative, "parallel_drafting", False):
-        raise _refusal(speculative, "drafts all its tokens at once (parallel_drafting), which was not tried")
-    if getattr(speculative, "num_speculative_tokens_per_batch_size", None) is not None:
-        raise _refusal(speculative, "may draft nothing in a step (num_speculative_tokens_per_batch_size)")
-    if (kind := _mtp_kind(speculative)) is not None:
-        raise _refusal(speculative, kind)
-    for group in kv_cache_config.kv_cache_groups:
-        kinds = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
-        if is_recurrent(group.kv_cache_spec):
-            continue  # a draft has attention layers only; what of it goes with states is said by check_states
-        if window_tokens(group.kv_cache_spec) is not None:
-            raise _refusal(speculative, f"was not tried beside sliding windows. layers={group.layer_names[:2]}")
-        if other := [type(spec).__name__ for spec in kinds if type(spec).__name__ != "FullAttentionSpec"]:
-            raise _refusal(speculative, f"was tried beside full attention only. spec={other[0]}")
-
-
-def _mtp_kind(speculative: Any) -> str | None:
-    """What is wrong with a model's own draft layers, if anything is."""
-    if speculative.method != "mtp":
-        return None
-    if speculative.use_multi_module_mtp():
-        return "of several modules takes several tokens ahead of each position, which is not supported yet"
-    model_type = getattr(speculative.draft_model_config.hf_config, "model_type", None)
-    if model_type == "gemma4_mtp":
-        return "reads the model's own KV, which was not tried. model_type=gemma4_mtp"
-    return None
-
-
-def _refusal(speculative: Any, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(f"a draft of this kind {reason}. method={speculative.method}")

@@ -75,7 +75,8 @@ class SchedulerHooks:
         role = EngineRole.of(vllm_config, transfer_config)
         self.side = SchedulerSide(config, self._client, adapters, groups, role)
         self._meter = SchedulerMeter(self._client, self.side.counters, config.chunk_tokens)
-        self._longest_prompt = LongestPrompt(config, self._client, int(vllm_config.model_config.max_model_len))
+        longest, parts = int(vllm_config.model_config.max_model_len), len(groups.states)
+        self._longest_prompt = LongestPrompt(config, self._client, longest, parts)
         self._longest_prompt.check()
         self._events: EventPublisher | None = None
         if has_events:

@@ -59,6 +59,7 @@ from math import lcm
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.vllm.drafts import Drafts, has_drafts_kv
 from tiered_kv.vllm.step import BlockRun, ChunkCopy
 
 NULL_BLOCK: Final = 0
@@ -169,8 +170,12 @@ class CacheGroups:
         return self.groups[place]
 
     @classmethod
-    def of(cls, kv_cache_config: Any, chunk_tokens: int, dcp: int = 1) -> "CacheGroups":
-        """Read vLLM's groups; ``dcp`` ranks share the tokens of a block.
+    def of(cls, kv_cache_config: Any, chunk_tokens: int, dcp: int = 1, spare_blocks: int = 0) -> "CacheGroups":
+        """Read vLLM's groups.
+
+        Args:
+            dcp: So many ranks share the tokens of a block.
+            spare_blocks: Stored of a window beyond what continues at a chunk's end, to continue so many blocks earlier.
 
         Raises:
             ConfigError: ``chunk_tokens`` is no multiple of the blocks' common size.
@@ -183,7 +188,7 @@ class CacheGroups:
                 blocks.append(int(spec.block_size))
                 guessed = int(spec.num_speculative_blocks)
                 continue
-            groups.append(_cache_group(number, spec, chunk_tokens, dcp))
+            groups.append(_cache_group(number, spec, chunk_tokens, dcp, spare_blocks))
             blocks.append(groups[-1].block_tokens)
         hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or 0)
         result = cls(groups, tuple(states), hash_tokens, STATE_BLOCKS + guessed)
@@ -228,12 +233,18 @@ class CacheGroups:
         peaks = (group.peak_blocks(tokens, computed_tokens, step_tokens) for group in self)
         return sum(peaks) + self.state_blocks * len(self.states)
 
-    def loadable_tokens(self, held_tokens: int, request_tokens: int, chunk_tokens: int) -> int:
-        """How much of a held prefix may be loaded.
+    def loadable_tokens(
+        self, held_tokens: int, request_tokens: int, chunk_tokens: int, drafts: Drafts | None = None
+    ) -> int:
+        """How much of a held prefix of whole chunks may be loaded for a request of so many tokens.
 
-        Unless every group keeps one state per token of all tokens, the last token must not be part of it: vLLM computes
-        that token again, alone (see the module's docstring).
+        With drafts as much as vLLM's own prefix cache would give (``drafts.py``). Else, unless every group keeps one
+        state per token of all tokens, the last token must not be part of it: vLLM computes that token again, alone (see
+        the module's docstring).
         """
+        if drafts is not None:
+            is_hybrid = len(self.groups) + len(self.states) > 1
+            return drafts.loadable_tokens(held_tokens, request_tokens, self.block_tokens, is_hybrid=is_hybrid)
         is_right = not self.states and all(group.may_compute_last_token_alone for group in self)
         if not is_right and held_tokens >= request_tokens:
             return (request_tokens - 1) // chunk_tokens * chunk_tokens
@@ -385,7 +396,7 @@ def _is_kind(spec: Any, *kinds: str) -> bool:
     return type(spec).__name__ in kinds
 
 
-def _cache_group(number: int, spec: Any, chunk_tokens: int, dcp: int) -> CacheGroup:
+def _cache_group(number: int, spec: Any, chunk_tokens: int, dcp: int, spare_blocks: int) -> CacheGroup:
     block = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", True) else 1)
     per_chunk = chunk_tokens // block
     if not getattr(spec, "prefix_cacheable", True):
@@ -393,7 +404,7 @@ def _cache_group(number: int, spec: Any, chunk_tokens: int, dcp: int) -> CacheGr
         return CacheGroup(number, block, per_chunk, 0, window_tokens(spec), is_shared=False, fixed_blocks=fixed)
     window, local, stored = window_tokens(spec), local_tokens(spec), per_chunk
     if window is not None:
-        stored = min(per_chunk, max(1, -(-(window - 1) // block)))
+        stored = min(per_chunk, max(1, -(-(window - 1) // block)) + spare_blocks)
     elif local is not None and chunk_tokens % local == 0:
         stored = 0  # every chunk ends an attention chunk: nothing in front of it is attended to any more
     layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
@@ -416,4 +427,5 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> C
         ConfigError: ``chunk_tokens`` is no multiple of their block sizes.
     """
     dcp = int(vllm_config.parallel_config.decode_context_parallel_size)
-    return CacheGroups.of(kv_cache_config, chunk_tokens, dcp)
+    # A draft has the last block computed again (drafts.py).
+    return CacheGroups.of(kv_cache_config, chunk_tokens, dcp, spare_blocks=int(has_drafts_kv(vllm_config)))

@@ -91,11 +91,17 @@ class LongestPrompt:
     Only its own methods write its fields. Threads: vLLM's scheduler thread only.
     """
 
-    def __init__(self, config: Config, client: SchedulerClient, max_model_len: int) -> None:
-        """``max_model_len`` in tokens, as vLLM has it."""
+    def __init__(self, config: Config, client: SchedulerClient, max_model_len: int, state_parts: int) -> None:
+        """Take the settings.
+
+        Args:
+            max_model_len: In tokens, as vLLM has it.
+            state_parts: Of the state at a hit's end, each of which is held like a chunk.
+        """
         self._config = config
         self._client = client
         self._max_model_len = max_model_len
+        self._state_parts = state_parts
         self._checked_generation = -1
 
     def check(self) -> None:
@@ -105,20 +111,23 @@ class LongestPrompt:
             return
         self._checked_generation = info.generation
         chunk_tokens, chunks = self._config.chunk_tokens, self._client.chunks_leased_max
-        if chunks * chunk_tokens >= self._max_model_len:
+        loadable = max(0, chunks - self._state_parts) * chunk_tokens
+        if loadable >= self._max_model_len:
             return
-        least_bytes = Limits().least_host_bytes(self._max_model_len, chunk_tokens, info.slot_bytes)
+        held_tokens = self._max_model_len + self._state_parts * chunk_tokens
+        least_bytes = Limits().least_host_bytes(held_tokens, chunk_tokens, info.slot_bytes)
         if self._config.max_share:
             least_bytes = int(least_bytes / self._config.max_share)
         logger.warning(
             "the longest prompt cannot be loaded whole: of max_model_len %d tokens one request may load %d, because it "
-            "may hold %d chunks of %s of the %s of host memory; the rest is computed. Set host_bytes to %dMiB or more"
+            "may hold %d chunks of %s of the %s of host memory%s; the rest is computed. Set host_bytes to %dMiB or more"
             "%s",
             self._max_model_len,
-            chunks * chunk_tokens,
+            loadable,
             chunks,
             size_text(info.slot_bytes),
             size_text(self._config.resolved_host_bytes()),
+            f", {self._state_parts} of them for the state of its recurrent layers" if self._state_parts else "",
             -(-least_bytes // _MIB),
             ", or max_share higher" if self._config.max_share else "",
         )

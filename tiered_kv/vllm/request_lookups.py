@@ -117,7 +117,7 @@ class RequestLookups:
         if parts:
             chunk, tokens, drafts = self._config.chunk_tokens, state.request.num_tokens, self._role.drafts
             # Of use before the last token only: vLLM computes that one again, on top of a state that has it.
-            count = (drafts.state_boundary(tokens, chunk) if drafts else tokens - 1) // chunk
+            count = (drafts.hit_tokens(tokens, chunk, is_hybrid=True) if drafts else tokens - 1) // chunk
             names, digests = names[:count], digests[:count]
         turn = self._waiting_queue.turn_of(state)
         lookup_id = self._client.lookup(names, digests, min(start, len(names)), turn, state_parts=parts)

@@ -67,8 +67,8 @@ class RequestState:
     ``wait_policy.py``      ``number``, ``asked_s``, ``asked_step``, ``turn_s``, ``pauses``, ``first_s``
     ``request_saves.py``    ``storable``, ``stored``, ``unstored``
     ``disaggregated.py``    ``short_since_s``, ``asked_again_s``, ``asks_again``, ``is_short``
-    ``scheduler.py``        ``offer``, ``loaded_tokens``, ``loading_keys``, ``loading_lookup`` (it takes ``lookup``
-                            over), ``is_load_*``, ``is_finished``, ``is_from_before_reset``
+    ``scheduler.py``        ``offer``, ``fork``, ``loaded_tokens``, ``loading_keys``, ``loading_lookup`` (it takes
+                            ``lookup`` over), ``is_load_*``, ``is_finished``, ``is_from_before_reset``
     this class              ``keys``, ``namespace``, ``prompt_tokens``, ``is_queued_again``
     ======================  ==========================================================================================
 
@@ -85,6 +85,7 @@ class RequestState:
         pauses: How many turns began because vLLM had not asked for it.
         first_s: Since when it is the next to be admitted, if it waits for room.
         offer: Tokens computed on the GPU and tokens offered beyond them, as last answered.
+        fork: Where the prompt leaves what is held, if vLLM is asked to keep a state there; in tokens. 0 once admitted.
         loaded_tokens: Where the last load that was planned ends: a state there came with it.
         loading_keys: Keys whose chunks are being copied for this request now.
         loading_lookup: The lookup whose leases that load holds.
@@ -119,6 +120,7 @@ class RequestState:
     is_asked_anew: bool = False
     held: int = 0
     offer: tuple[int, int] = (0, 0)
+    fork: int = 0
     loaded_tokens: int = 0
     loading_keys: Sequence[bytes] = ()
     loading_lookup: SentLookup | None = None

@@ -25,9 +25,8 @@ from typing import Any
 from tiered_kv.config import Config
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.tiering.types import LookupAnswer
-from tiered_kv.vllm.compat import PagedBlocks, RequestStatus
+from tiered_kv.vllm.compat import PagedBlocks, RequestStatus, ask_for_state
 from tiered_kv.vllm.disaggregated import DisaggregatedPrefill
-from tiered_kv.vllm.drafts import loadable_tokens
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Adapters
 from tiered_kv.vllm.kv_groups import BlockTables, CacheGroups
@@ -151,6 +150,8 @@ class SchedulerSide:
             self._lookups.drop(state)  # the GPU evicted what it had when the lookup was sent
             lookup = self._lookups.send(state, computed_tokens // self._chunk_tokens)
             self._waiting_queue.begin_turn(state)
+        if lookup is not None and self._groups.states:
+            self._ask_for_state_at_fork(state, lookup, computed_tokens)
         if lookup is None or lookup.given_up:
             return 0
         answer = self._lookups.answer(state, lookup)
@@ -166,10 +167,36 @@ class SchedulerSide:
             self._waiting_queue.hold_up_others()
         return matched
 
+    def _ask_for_state_at_fork(self, state: RequestState, lookup: SentLookup, computed: int) -> None:
+        """Have vLLM keep a state where the prompt leaves what is held, so that the next prompt goes on from there.
+
+        vLLM does so at forks that its own cache knows; what is held may be of an earlier engine, or of another machine.
+        Asked for each time, also when the lookup was given up: until it admits the request, vLLM begins anew.
+        """
+        if not lookup.given_up:
+            state.fork = self._fork(state, lookup)
+        if state.fork <= computed or not ask_for_state(state.request, state.fork):
+            state.fork = 0
+
+    def _fork(self, state: RequestState, lookup: SentLookup) -> int:
+        """The last boundary that the prompt shares with what is held, where that has no state; 0: none is missing."""
+        answer = self._lookups.answer(state, lookup)
+        if answer is None or answer.is_ended or answer.unknown or answer.queued or lookup.asked is None:
+            return 0
+        is_stored = self._role.may_store and state.extras.may_store and not state.params.skips_save
+        if not is_stored or state.is_from_before_reset:
+            return 0
+        held = answer.held
+        if held < lookup.asked and self._role.drafts is not None:
+            held -= self._role.drafts.drops_block  # the prompt leaves it there, and vLLM computes its last block again
+        chunks = min(held, self._client.chunks_leased_max - len(self._groups.states))  # of use to a lookup at all
+        # At the last boundary that was asked for vLLM keeps a state anyway.
+        return chunks * self._chunk_tokens if answer.boundary < chunks < lookup.asked else 0
+
     def _offer(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer, computed: int) -> int | None:
         held = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
         tokens = state.request.num_tokens
-        limit = loadable_tokens(self._groups, self._role.drafts, held, tokens, self._chunk_tokens)
+        limit = self._groups.loadable_tokens(held, tokens, self._chunk_tokens, self._role.drafts)
 
         def beyond(slots: int) -> int:
             """Tokens behind ``computed`` that so many of the answer's slots give."""
@@ -211,6 +238,8 @@ class SchedulerSide:
             return
         self._waiting_queue.remove(request.request_id)
         self._lookups.drop_renewal(state)
+        self.counters["state_forks"] += bool(state.fork)
+        state.fork = 0
         if external_tokens == 0:
             if not state.is_loading and state.lookup is not None and not state.lookup.given_up:
                 self._lookups.give_up(state.lookup)  # admitted without it

@@ -6,12 +6,25 @@ served for certain is in docs/models.md. What vLLM itself has to have is checked
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from math import gcd
 from typing import Any, Final
 
+import vllm
+
 from tiered_kv.errors import ConfigError, UnsupportedModel
-from tiered_kv.vllm.compat import DRAFTS, EVENTS, GROUP_FIELDS, SPEC_FIELDS, STATES, overwrites_scales, unknown_traits
-from tiered_kv.vllm.drafts import DRAFT_METHODS, DRAFT_METHODS_WITH_STATES, has_drafts_kv
-from tiered_kv.vllm.kv_groups import is_recurrent, window_tokens
+from tiered_kv.vllm.compat import (
+    DRAFTS,
+    EVENTS,
+    GROUP_FIELDS,
+    OLDEST,
+    SPEC_FIELDS,
+    STATES,
+    overwrites_scales,
+    release,
+    unknown_traits,
+)
+from tiered_kv.vllm.drafts import DRAFT_METHODS, has_drafts_kv
+from tiered_kv.vllm.kv_groups import is_recurrent, tokens_per_state, window_tokens
 
 DRAFTLESS_METHODS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Speculation without a draft model of its own: no KV of other weights, and rejected tokens are only ever the last."""
@@ -22,6 +35,15 @@ SUPPORTED_SPECS: Final = frozenset({
 })  # fmt: skip
 """Exact class names: a subclass means other rules about which tokens a block holds (sinks, hidden states). The rules of
 each are in ``kv_groups.py``; those of the second line were run in the engine simulator only (docs/models.md)."""
+
+DRAFT_METHODS_WITH_STATES: Final = frozenset({"mtp"})
+"""Methods whose draft is served with models that have recurrent layers."""
+
+SPECS_BESIDE_DRAFTS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"})
+"""Kinds of KV, of one state per token, beside which drafts are served."""
+
+FIRST_VERSION_WITH_DRAFTS: Final = (0, 32)
+"""vLLM before it was never run with a draft beside this connector."""
 
 GROUP_SPEC: Final = "UniformTypeKVCacheSpecs"
 """vLLM's spec of a group whose layers differ in page size; holds one spec per layer."""
@@ -87,8 +109,8 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse ways to run a model with recurrent layers whose states could not be put together.
 
     Raises:
-        UnsupportedModel: Its layers are spread over pipeline stages or contexts, prefill and decode are apart, or it
-            drafts by a method that was not tried with states.
+        UnsupportedModel: Its layers are spread over pipeline stages or contexts, prefill and decode are apart, it
+            drafts by a method that was not tried with states, or vLLM itself computes wrong KV the way it is run.
     """
     if not _has_states(kv_cache_config):
         return
@@ -104,6 +126,83 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if role != "kv_both":
         raise UnsupportedModel(f"recurrent layers with prefill and decode apart are not supported yet. kv_role={role}")
+    _check_partial_hits(vllm_config.cache_config, kv_cache_config)
+
+
+def _check_partial_hits(cache: Any, kv_cache_config: Any) -> None:
+    """Refuse what vLLM 0.32 and 0.33 do wrong without us, because it would be stored.
+
+    Two requests of one step that its prefix cache continues inside the same block: the second one's copy of the block
+    is taken from the first one's, before that is filled, unless every block's state is kept.
+    """
+    blocks = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    cached = [int(spec.block_size) for spec in blocks if getattr(spec, "prefix_cacheable", True)]
+    unit = getattr(cache, "prefix_match_unit", None) or gcd(*cached)
+    interval = getattr(cache, "prefix_cache_retention_interval", None)
+    if interval is not None and any(is_recurrent(spec) and spec.block_size > unit for spec in blocks):
+        raise UnsupportedModel(
+            "vLLM 0.32 and 0.33 compute wrong KV for requests that its prefix cache continues inside one block in one "
+            "step. Start vLLM without --prefix-match-unit, or with --prefix-cache-retention-interval None. "
+            f"prefix_match_unit={unit} prefix_cache_retention_interval={interval}"
+        )
+
+
+def check_drafts(vllm_config: Any, kv_cache_config: Any, version: str = vllm.__version__) -> None:
+    """Refuse drafts of a kind, or beside a kind of KV, that was never run.
+
+    Raises:
+        UnsupportedModel: The message says which.
+    """
+    if not has_drafts_kv(vllm_config):
+        return
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if release(version, OLDEST) < FIRST_VERSION_WITH_DRAFTS:
+        first = ".".join(map(str, FIRST_VERSION_WITH_DRAFTS))
+        raise _refusal(speculative, f"needs vLLM {first} or newer, observed={version}")
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if (size := int(getattr(parallel, name, 1))) > 1:
+            raise _refusal(speculative, f"was not tried with {name} above 1. {name}={size}")
+    draft_ranks, ranks = _draft_ranks(speculative), int(parallel.tensor_parallel_size)
+    if draft_ranks != ranks:
+        raise _refusal(
+            speculative,
+            "was tried on the model's own ranks only. "
+            f"draft_tensor_parallel_size={draft_ranks} tensor_parallel_size={ranks}",
+        )
+    if getattr(speculative, "parallel_drafting", False):
+        raise _refusal(speculative, "drafts all its tokens at once (parallel_drafting), which was not tried")
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None) is not None:
+        raise _refusal(speculative, "may draft nothing in a step (num_speculative_tokens_per_batch_size)")
+    if (kind := _mtp_kind(speculative)) is not None:
+        raise _refusal(speculative, kind)
+    for group in kv_cache_config.kv_cache_groups:
+        kinds = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+        if is_recurrent(group.kv_cache_spec):
+            continue  # a draft has attention layers only; what of it goes with states is said by check_states
+        for spec in kinds:
+            if type(spec).__name__ not in SPECS_BESIDE_DRAFTS or tokens_per_state(spec) > 1:
+                raise _refusal(speculative, f"was not tried beside this kind of KV. spec={type(spec).__name__}")
+
+
+def _draft_ranks(speculative: Any) -> int:
+    draft_parallel = speculative.draft_parallel_config
+    return int(draft_parallel.tensor_parallel_size) if draft_parallel is not None else 1
+
+
+def _mtp_kind(speculative: Any) -> str | None:
+    """What is wrong with a model's own draft layers, if anything is."""
+    if speculative.method != "mtp":
+        return None
+    if speculative.use_multi_module_mtp():
+        return "of several modules takes several tokens ahead of each position, which is not supported yet"
+    model_type = getattr(speculative.draft_model_config.hf_config, "model_type", None)
+    if model_type == "gemma4_mtp":
+        return "reads the model's own KV, which was not tried. model_type=gemma4_mtp"
+    return None
+
+
+def _refusal(speculative: Any, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"a draft of this kind {reason}. method={speculative.method}")
 
 
 def _has_states(kv_cache_config: Any) -> bool:

@@ -1,8 +1,8 @@
 """A vLLM engine of several processes behind a line protocol, for tests about processes.
 
 Run as a module: settings as JSON in the first line of standard input, then one command a line: ``{"ask": [prompt, ...],
-"max_tokens": n}`` or ``{"reset": true}``; one JSON answer a line on standard output. :class:`EngineProcess` is the
-test's end of it.
+"max_tokens": n}``, ``{"reset": true}`` or ``{"guesses": true}``; one JSON answer a line on standard output.
+:class:`EngineProcess` is the test's end of it.
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 from tests.kit.line_process import LineProcess
 from tests.kit.module_process import module_command, module_environment
-from tests.kit.vllm.harness import drain
 
 
 class EngineProcess(LineProcess):
@@ -60,6 +59,12 @@ class EngineProcess(LineProcess):
         self._say({"reset": True})
         return bool(self._hear())
 
+    def guesses(self) -> list[int]:
+        """Right guesses and all guesses of a draft so far; needs ``disable_log_stats=False``."""
+        self._say({"guesses": True})
+        counts: list[int] = self._hear()
+        return counts
+
 
 def _main() -> None:
     answers = os.fdopen(os.dup(1), "w")
@@ -69,7 +74,8 @@ def _main() -> None:
     _tell(answers, {"ready": True})
     for line in sys.stdin:
         command = json.loads(line)
-        _tell(answers, _reset(llm) if "reset" in command else _ask(llm, command))
+        (act,) = (ACTS[word] for word in command if word in ACTS)
+        _tell(answers, act(llm, command))
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -106,6 +112,8 @@ def _ask(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
     prompts = [{"prompt_token_ids": prompt} for prompt in command["ask"]]
     outputs = llm.generate(prompts, parameters, use_tqdm=False)
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+        from tests.kit.vllm.harness import drain  # sets the environment of engines in the test's own process
+
         drain(llm)  # nothing else steps the engine until the next question
     return [
         {
@@ -119,9 +127,16 @@ def _ask(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _reset(llm: Any) -> bool:
+def _reset(llm: Any, command: dict[str, Any]) -> bool:
     return bool(llm.reset_prefix_cache())
 
+
+def _guesses(llm: Any, command: dict[str, Any]) -> list[int]:
+    counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return [int(counts[f"vllm:spec_decode_num_{name}_tokens"]) for name in ("accepted", "draft")]
+
+
+ACTS = {"ask": _ask, "reset": _reset, "guesses": _guesses}
 
 if __name__ == "__main__":
     _main()

@@ -127,6 +127,8 @@ def _make_prompts(run: StateRun) -> None:
         stem = random_prompt(shared, shared)
         for number in range(3):
             run.prompts[f"fork {shared} {number}"] = [*stem, *random_prompt(10 + number, block)]
+    for number in range(3):
+        run.prompts[f"lost {number}"] = [*random_prompt(5, 2 * block + 20), *random_prompt(20 + number, block)]
     draw = random.Random(seed())
     for number in range(16):  # ends that decoding carries over a boundary, so that a request needs one more block
         length = draw.randint(1, 3) * block + draw.randint(2 - MAX_TOKENS, 4)
@@ -142,7 +144,7 @@ def _without_the_cache(run: StateRun) -> None:
             reset_gpu_cache(llm)
             (run.plain[name],) = generate(llm, [run.prompts[name]], max_tokens=MAX_TOKENS)
 
-        for name in [*run.names("length "), "stem", "long", *run.names("fork ")]:
+        for name in [*run.names("length "), "stem", "long", *run.names("fork "), *run.names("lost ")]:
             answer(name)
             if name.startswith("length "):
                 (run.own[name],) = generate(llm, [run.prompts[name]], max_tokens=MAX_TOKENS)
@@ -150,6 +152,10 @@ def _without_the_cache(run: StateRun) -> None:
         many = run.names("many ")
         answers = generate(llm, [run.prompts[name] for name in many], max_tokens=MAX_TOKENS)
         run.plain |= dict(zip(many, answers, strict=True))
+        for name in many:
+            reset_gpu_cache(llm)
+            (alone,) = generate(llm, [run.prompts[name]], max_tokens=MAX_TOKENS)
+            run.note("alone, no cache", name, alone)
         run.answers["preempted, no cache"] = preempted_answers(llm, run)
         run.prompts["turn"] = [*run.prompts["long"], *run.plain["long"].tokens, *random_prompt(8, run.block + 30)]
         answer("turn")
@@ -161,6 +167,8 @@ def _from_memory(run: StateRun, engine: CachedEngine) -> None:
     for name in run.names("length "):
         run.ask(engine, "memory", name)
     _forks(run, engine)
+    for name in run.names("lost "):
+        run.ask(engine, "forgotten", name)
     run.ask(engine, "cold together", *run.names("many "))
     run.ask(engine, "together", *run.names("many "))
     for where, which in FAILING.items():

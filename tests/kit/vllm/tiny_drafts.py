@@ -50,6 +50,8 @@ def _head(path: Path, model: Path, seed: int, *, architecture: str, layer: str, 
         f"{layer}mlp.down_proj.weight": drawn(HIDDEN, INNER),
         f"{layer}post_attention_layernorm.weight": ones.clone(),
     }
+    if config["model_type"] != "llama":  # the head is one, whatever it guesses for
+        config = {name: config[name] for name in (*TEXT, "head_dim") if name in config} | {"model_type": "llama"}
     config |= {"num_hidden_layers": 1, "architectures": [architecture]}
     if is_third:
         config |= {"draft_vocab_size": TEXT["vocab_size"], "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}

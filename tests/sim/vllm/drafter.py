@@ -70,13 +70,14 @@ class Drafter:
     def _is_right(self, row: Any, layer: LayerKV, table: Sequence[int], step: int) -> bool:
         """Compare all that a request's draft attends to with what it must be."""
         request, end = row.request, row.request.computed
-        words = layer.read(table, 0, end)
-        wrong = layer.wrong(words, self._expected(request, layer, 0, end))
-        undrafted = {int(at) for at in np.flatnonzero(words[:, 0, 0] == np.uint64(UNDRAFTED))}
+        first = max(0, end - layer.layer.window + 1) if layer.layer.window else 0
+        words = layer.read(table, first, end)
+        wrong = [first + at for at in layer.wrong(words, self._expected(request, layer, first, end))]
+        undrafted = {first + int(at) for at in np.flatnonzero(words[:, 0, 0] == np.uint64(UNDRAFTED))}
         neighbours = {at for at in wrong if self._is_neighbour(request, layer, table, at)}
         bad = [at for at in wrong if at not in undrafted | neighbours]
         found = self.findings
-        found.checked_draft_tokens += end
+        found.checked_draft_tokens += end - first
         found.neighbour_draft_tokens += len(neighbours)
         found.undrafted_tokens += len(undrafted)
         found.wrong_draft_tokens += len(bad)

@@ -42,10 +42,12 @@ from tests.sim.vllm.families import BLOCK_TOKENS, LARGE_BLOCK_TOKENS
 from tests.sim.vllm.model import Model, Reference
 from tests.sim.vllm.runner import Findings, SimulatedWorker
 
-try:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_configs  # from 0.33 on
+try:  # from 0.33 on
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 except ImportError:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    get_global_kv_cache_groups = None
 
 MAX_MODEL_LEN = 160
 
@@ -209,8 +211,9 @@ class SimulatedEngine:
 
     def _kv_cache_configs(self) -> list[Any]:
         specs = {layer.name: kind.spec for layer, kind in zip(self.model.layers, self.setup.kinds, strict=True)}
-        ranks = self.setup.ranks
-        configs: list[Any] = get_kv_cache_configs(self.config, [dict(specs) for _ in range(ranks)], [1 << 30] * ranks)
+        ranks, layers = self.setup.ranks, [dict(specs) for _ in range(self.setup.ranks)]
+        groups = [get_global_kv_cache_groups(self.config, layers)] if get_global_kv_cache_groups else []
+        configs: list[Any] = get_kv_cache_configs(self.config, layers, [1 << 30] * ranks, *groups)
         return configs
 
     # -- requests ----------------------------------------------------------------------------------------------

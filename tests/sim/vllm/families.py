@@ -80,9 +80,9 @@ def full(**changes: Any) -> Kind:
     return Kind(FullAttentionSpec(**{"block_size": BLOCK_TOKENS} | fields | changes))
 
 
-def draft(kind: str, **changes: Any) -> Kind:
-    """A draft's layer: full attention, which nothing tells from the model's own."""
-    return replace(full(**changes), draft=kind)
+def draft(kind: str, like: Kind | None = None) -> Kind:
+    """A draft's layer, which nothing tells from a layer of the model's own of its kind: full attention unless given."""
+    return replace(like or full(), draft=kind)
 
 
 def windowed(tokens: int, **changes: Any) -> Kind:
@@ -177,25 +177,41 @@ FAMILIES: Mapping[str, tuple[Kind, ...]] = {
         recurrent(),
         recurrent(),
         full(block_size=LARGE_BLOCK_TOKENS),
-        draft(NEXT, block_size=LARGE_BLOCK_TOKENS),
+        draft(NEXT, full(block_size=LARGE_BLOCK_TOKENS)),
     ),
     # A draft beside the model's layers: an EAGLE head, or a model of its own.
     "draft_eagle": (full(), full(), draft(NEXT)),
     "draft_model": (full(), full(), draft(OWN)),
+    # The same beside windows, as EAGLE3 with gpt-oss; and an MTP layer that has the window itself (MiMo V2). vLLM takes
+    # no draft whose layers are of two groups.
+    "draft_window": (full(), windowed(9), full(), windowed(9), draft(NEXT)),
+    "draft_model_window": (full(), windowed(9), draft(OWN)),
+    "windowed_draft": (full(), windowed(9), draft(NEXT, windowed(9))),
+    # DeepSeek V3 with its MTP layer.
+    "draft_mla": (mla(), mla(), draft(NEXT, mla())),
 }
 
 STATES = frozenset({"state", "state_window", "state_tail", "state_draft"})
 """Families with recurrent layers. vLLM needs its prefix cache for them."""
-LARGE_BLOCKS = STATES | {"compressed", "mla_windows", "ring", "replayed"}
+LARGE_BLOCKS = STATES | {"draft_mla", "compressed", "mla_windows", "ring", "replayed"}
 """Families whose full attention has large blocks."""
 LAYER_OUTERMOST = frozenset({"compressed", "local", "local_short"})
 """Families that vLLM also lays out layer by layer: those of one group, or of equal pages."""
 ONLY_V2 = frozenset({"replayed"})
 """Families that vLLM runs with model runner V2 only."""
 
-DRAFTS: Mapping[str, str] = {"draft_eagle": "eagle", "draft_model": "draft_model", "state_draft": "mtp"}
+DRAFTS: Mapping[str, str] = {
+    "draft_eagle": "eagle",
+    "draft_model": "draft_model",
+    "draft_window": "eagle",
+    "draft_model_window": "draft_model",
+    "windowed_draft": "eagle",
+    "draft_mla": "mtp",
+    "state_draft": "mtp",
+}
 """Families with a draft, and vLLM's name of its method."""
 MATCH_UNIT: Mapping[str, int] = {"state_tail": 2}
-"""Families that are run with vLLM's ``prefix_match_unit``, in tokens."""
+"""Families that are run with vLLM's ``prefix_match_unit``, in tokens, and ``prefix_cache_retention_interval`` None:
+with another one vLLM itself is wrong, and refused (``test_simulator_states.py``)."""
 ATTENTION = tuple(name for name in FAMILIES if name not in STATES and name not in DRAFTS)
 """Families of neither."""

@@ -283,7 +283,7 @@ def states_loaded_at_the_last_token() -> Iterator[None]:
 @contextmanager
 def last_block_of_a_draft_is_loaded() -> Iterator[None]:
     """A prefix is loaded up to its end, though a draft's last slot there is of another prompt's next token."""
-    with mock.patch.object(Drafts, "loadable_tokens", lambda _drafts, held, *_: held):
+    with mock.patch.object(Drafts, "loadable_tokens", lambda _drafts, held, *_, **__: held):
         yield
 
 

@@ -81,6 +81,7 @@ class Hits:
             token_budget=MAX_MODEL_LEN,
             draft_tokens=2 if self.family in DRAFTS else 0,
             match_unit=MATCH_UNIT.get(self.family),
+            retention=None if self.family in MATCH_UNIT else 0,
             pool_blocks=4000,
             connector=settings(self.root, self.chunk_tokens) | {"host_bytes": "256MiB", "disk_bytes": "1GiB"},
         )
@@ -181,7 +182,9 @@ class Hits:
             ends = range(min(held, last), 0, -chunk)
             return next((end for end in ends if tuple(prompt[:end]) in self.states), 0)
         if self.family in DRAFTS:
-            return max(0, min(held, (tokens - 1) // block * block) - self._drop)
+            ends_with_prompt = self._drop and self.engine.groups > 1  # the block that vLLM gives up may
+            whole = (tokens if ends_with_prompt else tokens - 1) // block * block
+            return max(0, min(held, whole) - self._drop)
         # A group's first layer is all that vLLM's scheduler knows of its kinds.
         names = [group.layer_names[0] for group in self.engine.scheduler.kv_cache_config.kv_cache_groups]
         firsts = [one for one in self.engine.model.layers if one.name in names]

@@ -125,15 +125,13 @@ class Plan:
             # vLLM keeps states for its prefix cache only, and with drafts they are refused.
             setup = replace(setup, has_prefix_caching=True, draft_tokens=setup.draft_tokens if family in DRAFTS else 0)
         if family in DRAFTS:
-            # Drafts were never run on several ranks, and are refused there.
-            setup = replace(
-                setup, ranks=1, draft_tokens=max(1, setup.draft_tokens), drafted_len=source.choice([MAX_MODEL_LEN, 100])
-            )
+            drafted_len = source.choice([MAX_MODEL_LEN, 100])
+            setup = replace(setup, draft_tokens=max(1, setup.draft_tokens), drafted_len=drafted_len)
         if family in STATES:
             # Further states at every block or every other one, and none but the last.
-            setup = replace(
-                setup, match_unit=MATCH_UNIT.get(family), retention=source.choice([0, 0, None, 2 * setup.block_tokens])
-            )
+            retention = source.choice([0, 0, None, 2 * setup.block_tokens])
+            unit = MATCH_UNIT.get(family)
+            setup = replace(setup, match_unit=unit, retention=None if unit else retention)
         spare_blocks = source.choice([0, 8, 30, 100])
         setup = replace(setup, pool_blocks=setup.pool_blocks_min + spare_blocks)
         moves = Moves(

@@ -103,11 +103,11 @@ def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettin
             "model_files": model_files(vllm_config, is_named=settings.model_id is not None),
             "device_capability": _capability(model, kv_cache_config),
         },
-        **draft_fields(vllm_config, settings),
+        **draft_fields(vllm_config, kv_cache_config, settings),
     }
 
 
-def draft_fields(vllm_config: Any, settings: IdentitySettings) -> dict[str, object]:
+def draft_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettings) -> dict[str, object]:
     """The field ``draft``: what made the KV of the draft's layers, which lie in the chunks; nothing without such KV.
 
     How many tokens it guesses at a time is no part of it: what it writes for a guess is written again once the token
@@ -118,6 +118,7 @@ def draft_fields(vllm_config: Any, settings: IdentitySettings) -> dict[str, obje
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config
     parallel = speculative.draft_parallel_config
+    groups = len(kv_cache_config.kv_cache_groups)
     return {
         "draft": {
             "method": str(speculative.method),
@@ -129,6 +130,7 @@ def draft_fields(vllm_config: Any, settings: IdentitySettings) -> dict[str, obje
             "max_model_len": int(draft.max_model_len),  # LongRoPE, as for the model
             "tp": int(parallel.tensor_parallel_size) if parallel is not None else 1,
             "settings": {name: plain(getattr(speculative, name, None)) for name in DRAFT_SETTINGS},
+            **({"kv_cache_groups": groups} if groups > 1 else {}),  # how long a hit is depends on it (drafts.py)
         }
     }
 
