@@ -30,16 +30,19 @@ from tests.kit.vllm.wrong_loads import WRONG_WAYS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), only_in_proofs]
 
+ONE_BLOCK = {"max_num_batched_tokens": 256}
+"""Of Mamba 2 the CPU build computes one block a step only."""
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next, steps of half a block": ("qwen3_next", {"max_num_batched_tokens": 128}),
     "qwen3_next, steps of a block": ("qwen3_next", {"max_num_batched_tokens": 256}),
     "qwen3_next": ("qwen3_next", {}),
-    "granite4": ("granite4", {"max_num_batched_tokens": 256}),
-    "falcon_h1": ("falcon_h1", {"max_num_batched_tokens": 256}),
-    "nemotron_h": ("nemotron_h", {"max_num_batched_tokens": 256}),
+    "granite4": ("granite4", ONE_BLOCK),
+    "falcon_h1": ("falcon_h1", ONE_BLOCK),
+    "nemotron_h": ("nemotron_h", ONE_BLOCK),
     "lfm2": ("lfm2", {}),
 }
-"""Kind and options. Mamba 2 of the CPU build computes one block a step only."""
+"""Kind and options."""
 
 QWEN3_5 = "qwen3_5"
 """vLLM imports torchvision for it, and a stub of that is not to be met by other tests: it has a process of its own."""

@@ -93,6 +93,7 @@ def _start(settings: dict[str, Any]) -> Any:
         "block_size": 32,
         "enforce_eager": True,
         "dtype": "bfloat16",
+        "mamba_ssm_cache_dtype": "float32",  # whatever the processor: as harness.py has it
         "max_model_len": 4096,
         "max_num_seqs": 16,
         "max_logprobs": 5,

@@ -72,6 +72,8 @@ def make_llm(model: Path, connector: Mapping[str, Any] | None = None, **override
         "block_size": BLOCK_TOKENS,
         "enforce_eager": True,
         "dtype": "bfloat16",
+        # Without AVX-512 vLLM's CPU build keeps recurrent states as bfloat16, and a block is half as large then.
+        "mamba_ssm_cache_dtype": "float32",
         "max_model_len": 4096,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 4096,
@@ -99,6 +101,17 @@ def close_llm(llm: Any) -> None:
     """End the engine and give its memory back; the next one may start in the same process."""
     llm.llm_engine.engine_core.shutdown()
     gc.collect()
+
+
+def forget_parallel_groups() -> None:
+    """Let the next engine of this process make its own: vLLM keeps the first one's, which may lack those of experts.
+
+    No engine may run.
+    """
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 @contextmanager
