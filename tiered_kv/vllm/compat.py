@@ -83,6 +83,9 @@ CONFIG: Final = "vllm.config"
 DRAFTS: Final = "drafts"
 STATES: Final = "recurrent layers"
 EVENTS: Final = "KV events"
+LAYOUT: Final = (
+    "the KV layout of an accelerator: vLLM chooses, and pages that are torn apart are served without the cache"
+)
 
 IMPORTED: Final = {
     "BlockRemoved": "vllm.distributed.kv_events",
@@ -189,7 +192,8 @@ HOOKS: Final = (
     *_overrides(
         BASE,
         OURS,
-        "__init__ build_kv_connector_stats build_prom_metrics requires_kv_delivery bind_gpu_block_pool on_new_request "
+        "__init__ build_kv_connector_stats build_prom_metrics get_required_kvcache_layout requires_kv_delivery "
+        "bind_gpu_block_pool on_new_request "
         "get_num_new_matched_tokens update_state_after_alloc build_connector_meta update_connector_output "
         "request_finished has_pending_push_work has_pending_block_frees reset_cache take_events get_kv_connector_stats "
         "register_kv_caches start_load_kv wait_for_layer_load save_kv_layer wait_for_save get_transfer_results "
@@ -221,7 +225,6 @@ LEFT_TO_VLLM: Final = {
     "get_kv_connector_kv_cache_events": "events come from the scheduler's side",
     "get_loaded_kv_cache_group_ids": "all prefix-cacheable groups, which is what is loaded",
     "get_mem_pool_context": "the KV cache lies in vLLM's own memory",
-    "get_required_kvcache_layout": "any block-contiguous layout is copied as it is",
     "handle_preemptions": "blocks that are being saved are pinned",
     "has_connector_metadata": "whether the step's metadata is there",
     "register_finished_partial_tail": "for states inside a block, which are not stored",
@@ -353,6 +356,9 @@ USES: Final = (
     *_reads(f"{CONFIG}:KVEventsConfig", "enable_kv_cache_events"),
     *_reads(f"{CONFIG}:CompilationConfig", "static_forward_context"),
     *_reads(f"{CONFIG}:AttentionConfig", "hisparse_config"),
+    *_reads(f"{CONFIG}:VllmConfig", "device_config", without=LAYOUT),
+    *_reads(f"{CONFIG}:DeviceConfig", "device_type", without=LAYOUT),
+    *_reads(f"{CONFIG}:ModelConfig", "use_mla", without=LAYOUT),
     *_reads(f"{CONFIG}:SpeculativeConfig", "method num_speculative_tokens"),
     *_reads(f"{CONFIG}:SpeculativeConfig", "draft_model_config draft_parallel_config draft_load_config "
             "parallel_drafting num_speculative_tokens_per_batch_size", feature=DRAFTS),

@@ -30,6 +30,7 @@ from tiered_kv.vllm.compat import (
 from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
 from tiered_kv.vllm.hooks import SchedulerHooks
 from tiered_kv.vllm.kv_groups import cache_groups, chunk_tokens_of
+from tiered_kv.vllm.kv_layout import required_layout
 from tiered_kv.vllm.plugin import register
 from tiered_kv.vllm.prometheus import TieredKVPromMetrics
 from tiered_kv.vllm.step import SaveReport, StepMetadata
@@ -111,6 +112,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> TieredKVPromMetrics:
         return TieredKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        return required_layout(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
