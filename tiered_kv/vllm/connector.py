@@ -190,15 +190,22 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Sleep takes the KV cache's memory away and wake-up brings it back where it was (vLLM 0.33 and later ask)."""
+        """Sleep takes the KV cache's memory away and wake-up brings it back where it was.
+
+        vLLM 0.33 and later ask; for earlier ones see ``compat.before_sleep``.
+        """
         if self._worker is not None:
             self._worker.finish_copies()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called by both of vLLM's runners in every step, before anything of it is queued; blocks are pinned anyway."""
+        if self._worker is not None:
+            assert isinstance(kv_connector_metadata, StepMetadata)
+            self._worker.begin_step(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            metadata = self._step()
-            self._worker.follow(metadata)
-            self._worker.start_loads(metadata)
+            self._worker.start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are never awaited inside a forward pass: vLLM schedules a request when its load has been reported."""
