@@ -1,7 +1,8 @@
 """Every layout that vLLM's backends give a KV cache is copied byte for byte, and the layout is asked for where needed.
 
 The caches are made by the backends' own code (``tests/kit/vllm/backend_layouts.py``); the reference goes page by page.
-No kernel has run on them: ROCm's and XPU's backends take the same path and were never run on such a card.
+They are copied by the CPU's path and by the engine of accelerators, staged and by batched copies, whose device is a
+stand-in here. No kernel has run on them: ROCm's and XPU's backends take the same path and were never run on a card.
 """
 
 from types import SimpleNamespace
@@ -11,14 +12,25 @@ import pytest
 from vllm import envs
 
 from tests.kit.vllm.backend_layouts import BLOCKS, CASES, Cache, Case, allocate, resolved, vllm_config
+from tiered_kv.chunks.device_copy import CopyEngine
 from tiered_kv.chunks.layout_test import self_test
 from tiered_kv.chunks.transfer import RankKV
 from tiered_kv.errors import UnsupportedModel
 from tiered_kv.vllm.connector import TieredKVConnector
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.kv_layout import rank_pages, required_layout
+from tools.gpu_proof.devices import DryDevice
 
 CHUNK_BLOCKS = 4
+SLICE_BYTES = 24 << 10
+"""Less than most of the layers' pages take here, so that a chunk goes several times round the ring."""
+
+ENGINES = {
+    "cpu": lambda: None,
+    "staged": lambda: CopyEngine(DryDevice(), slice_bytes=SLICE_BYTES, ring_slices=2),
+    "direct": lambda: CopyEngine(DryDevice(has_batch=True), slice_bytes=SLICE_BYTES, ring_slices=2, direct_bytes=1),
+}
+"""What copies: the CPU itself, or the engine of accelerators in either of its ways."""
 
 
 @pytest.fixture(params=CASES)
@@ -28,14 +40,19 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     return chosen
 
 
-def made(case: Case, device: str = "cuda"):
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> CopyEngine | None:
+    return ENGINES[request.param]()
+
+
+def made(case: Case, engine: CopyEngine | None, device: str = "cuda"):
     config = vllm_config(case, device)
     layout = resolved(case, config)
     cache = allocate(case, config)
     block_tokens = max(group.kv_cache_spec.block_size for group in cache.config.kv_cache_groups)
     groups = CacheGroups.of(cache.config, CHUNK_BLOCKS * block_tokens)
     pages = rank_pages(cache.kv, cache.config, groups)
-    return layout, cache, pages, RankKV(pages, cache.kv, [group.stored_blocks for group in groups])
+    return layout, cache, pages, RankKV(pages, cache.kv, [group.stored_blocks for group in groups], engine=engine)
 
 
 def reference(cache: Cache, layers, ids) -> bytes:
@@ -46,12 +63,15 @@ def test_what_vllm_resolves_is_what_the_case_says(case: Case) -> None:
     assert resolved(case, vllm_config(case)).name == case.layout
 
 
-def test_a_gathered_chunk_is_its_pages_one_behind_the_other(case: Case) -> None:
-    _, cache, pages, rank = made(case)
+def test_a_gathered_chunk_is_its_pages_one_behind_the_other(case: Case, engine: CopyEngine | None) -> None:
+    _, cache, pages, rank = made(case, engine)
     ids = [[7, 2, 9, 4][: group.blocks_per_chunk] for group in rank.groups]
     slot = bytearray(rank.rank_bytes)
 
-    rank.gather(ids, memoryview(slot), [])
+    job = rank.begin("save", rank.mark())
+    rank.gather(ids, memoryview(slot), job)
+    job.launch()
+    job.wait()
 
     expected = b"".join(
         reference(cache, [page.layer for page in of_group], of_ids) for of_group, of_ids in zip(pages, ids, strict=True)
@@ -60,8 +80,10 @@ def test_a_gathered_chunk_is_its_pages_one_behind_the_other(case: Case) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_scattered_chunk_changes_its_pages_and_no_byte_beside_them(case: Case, first: int) -> None:
-    _, cache, pages, rank = made(case)
+def test_a_scattered_chunk_changes_its_pages_and_no_byte_beside_them(
+    case: Case, engine: CopyEngine | None, first: int
+) -> None:
+    _, cache, pages, rank = made(case, engine)
     slot = np.random.default_rng(11).integers(0, 256, rank.rank_bytes, dtype=np.uint8)
     runs, expected, at = [], cache.raw.copy(), 0
     free = iter([8, 1, 10, 5, 0, 3, 6, 2])  # blocks of different groups are different blocks of one pool
@@ -77,13 +99,16 @@ def test_a_scattered_chunk_changes_its_pages_and_no_byte_beside_them(case: Case,
             at += count * size
     assert at == rank.rank_bytes
 
-    rank.scatter(memoryview(slot), runs, [])
+    job = rank.begin("load", rank.mark())
+    rank.scatter(memoryview(slot), runs, job)
+    job.launch()
+    job.wait()
 
     assert np.array_equal(cache.raw, expected)
 
 
-def test_the_layout_self_test_passes_and_leaves_every_byte(case: Case) -> None:
-    _, cache, _, rank = made(case)
+def test_the_layout_self_test_passes_and_leaves_every_byte(case: Case, engine: CopyEngine | None) -> None:
+    _, cache, _, rank = made(case, engine)
     before = cache.raw.copy()
     for group in rank.groups:
         self_test(group)
