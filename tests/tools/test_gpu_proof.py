@@ -39,7 +39,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence_and_runs_nothing(repository: P
     ended = run(repository, "--out", str(tmp_path / "proof.json"))
     assert ended.returncode == 2 and ended.stdout == ""
     (line,) = ended.stderr.splitlines()
-    assert "an NVIDIA GPU is what is to be proven on. Nothing was run." in line
+    assert "; the proof is of an NVIDIA GPU. Nothing was run." in line
     assert not (tmp_path / "proof.json").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_record_stands_for_the_same_sources_gpu_and_size(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"is_whole": False}, "not every section"),
+        ({"is_whole": False}, "not everything"),
         ({"exit_code": 1}, "wrong"),
         ({"is_dirty": True}, "differ"),
         ({"commit": None}, "--commit"),

@@ -71,9 +71,9 @@ if "--dry" in sys.argv:
 if torch.version.hip:
     sys.exit("this is an AMD GPU's torch; the proof is for NVIDIA, and the same code was never run on AMD")
 if torch.version.cuda is None:
-    sys.exit(f"torch {torch.__version__} is built without CUDA, and an NVIDIA GPU is what is to be proven on")
+    sys.exit(f"torch {torch.__version__} is built without CUDA; the proof is of an NVIDIA GPU")
 if not torch.cuda.is_available():
-    sys.exit("torch finds no NVIDIA GPU here, and an NVIDIA GPU is what is to be proven on")
+    sys.exit("torch finds no NVIDIA GPU here; the proof is of an NVIDIA GPU")
 print(json.dumps({
     "gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda,
     "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
@@ -210,8 +210,8 @@ def summary(sections: Mapping[str, Any], machine: Mapping[str, Any], asked: argp
     fresh = all(s["source"] == source_digest() and not s["is_quick"] for s in sections.values())
     passed = all(s["verdict"] in GOOD for s in sections.values())
     return {
-        "commit": asked.commit or _git("rev-parse", "HEAD"),
-        "is_dirty": bool(_git("status", "--porcelain", "--", *SOURCES)),
+        "commit": asked.commit or git("rev-parse", "HEAD"),
+        "is_dirty": bool(git("status", "--porcelain", "--", *SOURCES)),
         "is_dry": asked.dry,
         "is_whole": whole and fresh,
         "exit_code": 0 if passed else 1,
@@ -219,7 +219,7 @@ def summary(sections: Mapping[str, Any], machine: Mapping[str, Any], asked: argp
     }
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str) -> str | None:
     """What git says; None: it cannot be asked here."""
     try:
         ran = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=False)
@@ -228,17 +228,17 @@ def _git(*arguments: str) -> str | None:
     return ran.stdout.strip() if ran.returncode == 0 else None
 
 
-def keep(whole: Mapping[str, Any]) -> str:
+def keep(whole: Mapping[str, Any], name: str = "gpu") -> str:
     """Put a record that is worth keeping into docs/proofs; where it is, or why it is not there."""
     reasons = {
-        "not every section ran at full size on these sources": not whole["is_whole"],
+        "not everything ran at full size on these sources": not whole["is_whole"],
         "something is wrong": bool(whole["exit_code"]),
         "the files differ from the commit": whole["is_dirty"],
         "the commit is not known: give --commit": whole["commit"] is None,
     }
     if why := [reason for reason, holds in reasons.items() if holds]:
         return f"not kept in docs/proofs: {'; '.join(why)}"
-    path = ROOT / "docs" / "proofs" / "gpu.json"
+    path = ROOT / "docs" / "proofs" / f"{name}.json"
     write(path, whole)
     return f"kept as {_shown(path)}"
 

@@ -42,7 +42,9 @@ def run(proof: Proof) -> None:
         reached.append((size, min(row["load"], row["save"])))
     best = max(rate for _, rate in reached)
     least = next(size for size, rate in reached if rate >= 0.9 * best)
-    proof.headline = f"batched DMA reaches 90 % of {best:.1f} GB/s from fragments of {least >> 10} KiB on"
+    proof.headline = "every size copied; rates are of this machine's memory"
+    if not proof.is_dry:
+        proof.headline = f"batched DMA reaches 90 % of {best:.1f} GB/s from fragments of {least >> 10} KiB on"
     memory.close()
 
 
