@@ -15,7 +15,7 @@ from tools.gpu_proof import runner, shapes
 from tools.gpu_proof.devices import ARRIVED, DONE, GATHERED, MARK, REUSE, WAITS, DryDevice, Leaky
 from tools.gpu_proof.host_memory import MIB
 from tools.gpu_proof.runner import SECTIONS, is_proven, keep, source_digest, table
-from tools.gpu_proof.section import Proof
+from tools.gpu_proof.section import Proof, run_section
 from tools.gpu_proof.sections import correctness, hazards
 from tools.gpu_proof.world import WAYS, World
 
@@ -166,13 +166,20 @@ def test_the_engine_knows_no_wait_that_the_proof_does_not() -> None:
 
 
 @pytest.mark.parametrize("name", DRY)
-def test_a_section_runs_dry(repository: Path, tmp_path: Path, name: str) -> None:
+def test_a_section_runs_dry(tmp_path: Path, name: str) -> None:
+    record = tmp_path / "record.json"
+    assert run_section(name, record, is_dry=True, is_quick=False) == 0
+    kept = json.loads(record.read_text())
+    assert kept["verdict"] in ("right", "measured") and kept["headline"]
+
+
+def test_a_dry_run_says_so_and_is_not_run_again_on_the_same_sources(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "proof.json"
-    ended = run(repository, "--dry", "--out", str(out), name)
+    ended = run(repository, "--dry", "--out", str(out), "machine")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     record = json.loads(out.read_text())
-    assert record["is_dry"] and record["sections"][name]["verdict"] in ("right", "measured")
-    again = run(repository, "--dry", "--out", str(out), name)
+    assert record["is_dry"] and record["sections"]["machine"]["verdict"] == "measured"
+    again = run(repository, "--dry", "--out", str(out), "machine")
     assert "skipped" in again.stdout and again.returncode == 0
 
 

@@ -48,12 +48,13 @@ def _plain(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
             break
     else:
         raise RuntimeError(f"fewer than two questions have a margin of {MARGIN_MIN}. found={list(answers)}")
+    description = engine.description()
     engine.close()
     return {
         "questions": list(answers),
         "answers": [asdict(answer) for answer in answers.values()],
         "block_tokens": engine.block_tokens(),
-        "engine": engine.description(),
+        "engine": description,
     }
 
 

@@ -55,6 +55,7 @@ def run(proof: Proof) -> None:
     _measure_a_second_process(proof, cuda, size)
     _measure_a_low_limit(proof, cuda, size)
     _measure_threads(proof, cuda, size)
+    _show_two_registrations(proof, cuda)
     _show_a_hole(proof, cuda)
     proof.headline = f"{took['4 KiB pages']:.3f} s per GiB in 4 KiB pages, {took['huge pages']:.3f} in huge ones"
 
@@ -133,6 +134,25 @@ def _measure_threads(proof: Proof, cuda: Cuda, size: int) -> None:
     proof.note(memory=f"{THREADS} threads at once", register_s_per_gib=max(longest, default=0.0) * GIB / size / THREADS)
     for memory in several:
         memory.close()
+
+
+def _show_two_registrations(proof: Proof, cuda: Cuda) -> None:
+    """A copy that crosses from one registration into the next: the engine cuts its copies there (sglang#36798)."""
+    memory = HostMemory(2 * HOLE_BYTES)
+    for at in (0, HOLE_BYTES):
+        cuda.register(memory.address + at, HOLE_BYTES)
+    memory.array[:] = 7
+    seen = torch.zeros(2 * HOLE_BYTES, dtype=torch.uint8, device=proof.device)
+    try:
+        seen.copy_(torch.from_numpy(memory.array), non_blocking=True)
+        proof.synchronize()
+        said = "copied" if bool((seen == 7).all()) else "copied wrongly"
+    except RuntimeError as exc:
+        said = str(exc).splitlines()[0]
+    proof.note(memory="a copy across two registrations", said=said)
+    for at in (0, HOLE_BYTES):
+        cuda.unregister(memory.address + at)
+    memory.close()
 
 
 def _show_a_hole(proof: Proof, cuda: Cuda) -> None:
