@@ -1,13 +1,13 @@
 """What stands in for torch's streams, events and device memory, and for the driver's batched copies.
 
-``simulated_gpu`` puts them in the place of ``torch`` in ``tiered_kv.chunks.device``, the only module that names them, so
-the copy path runs unmodified. Device memory is memory of the CPU that the race detector takes for a device's.
+``simulated_gpu`` puts them in the place of ``torch`` in ``tiered_kv.chunks.device``, the only module that names them,
+so the copy path runs unmodified. Device memory is memory of the CPU that the race detector takes for a device's.
 """
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -38,12 +38,12 @@ class SimulatedStream:
     def synchronize(self) -> None:
         self._detector.learn(self._detector.me, self._detector.clock_of(self.actor))
 
-    def __enter__(self) -> "SimulatedStream":
+    def __enter__(self) -> Self:
         self._entered.append(self._detector.on_stream(self.actor))
         self._entered[-1].__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.pop().__exit__(*error)
 
 

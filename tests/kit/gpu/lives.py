@@ -221,7 +221,7 @@ class Life:
     def _load(self, stored: Sequence[_Chunk], ids: Iterator[int]) -> int:
         """Load chunks, some in part, into blocks that were zeroed before."""
         paged, targets = self._rank.paged, []
-        for chunk in stored:
+        for _ in stored:
             firsts = [
                 self._source.randrange(count) if self._source.random() < 0.4 else 0
                 for count in self._plan.stored_blocks

@@ -1,9 +1,9 @@
 """A detector of data races in torch code that uses streams and events, for machines without a GPU.
 
 The code under test runs on CPU tensors in program order, so its results are those of a run without any concurrency.
-What is simulated is *order*: host threads, streams and events carry vector clocks, and each operation on known memory is
-noted with the bytes it reads and writes. Two accesses to one byte, of which one writes, must be ordered by the clocks.
-So a missing wait is found in every run that reaches the two accesses.
+What is simulated is *order*: host threads, streams and events carry vector clocks, and each operation on known memory
+is noted with the bytes it reads and writes. Two accesses to one byte, of which one writes, must be ordered by the
+clocks. So a missing wait is found in every run that reaches the two accesses.
 
 What the clocks take for ordered, as CUDA does:
 
