@@ -1,7 +1,7 @@
 """The copy engine of a rank whose paged KV lies on an accelerator: pages <-> slots, many chunks at a time.
 
 Owns staging memory, streams and every wait between them. Must not decide which blocks move nor when (the worker does).
-Called through ``PagedKV`` and ``RankKV`` (``transfer.py``) by the load and the save thread, at start by the layout test.
+Called through ``PagedKV`` and ``RankKV`` (``transfer.py``) by the load and the save thread, and by the layout test.
 
 A copy engine of the GPU moves long runs fast, and pages are short. So pages pass a dense staging buffer, a *slice* at a
 time: pieces of as many chunks as fit, whatever their size. Each direction has a ring of slices and two streams::
