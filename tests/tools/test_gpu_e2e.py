@@ -11,6 +11,7 @@ import pytest
 
 from tools.gpu_e2e import modes, runner
 from tools.gpu_e2e.modes import CPU, CUDA, MODES, ROLES, SCENARIOS, Mode
+from tools.gpu_proof.runner import source_digest
 
 
 def run(repository: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -102,6 +103,26 @@ def test_an_engine_that_does_not_start_fails_its_mode_and_the_next_one_runs(
         broken = kept["modes"][name]["broken"]
         assert broken[0] == "plain: the engine ended with status 1" and option in "".join(broken)
     assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_run"), [({}, False), ({"source": "other"}, True), ({"verdict": "wrong"}, True)]
+)
+def test_a_mode_that_is_right_on_these_sources_is_not_run_again(
+    changes: dict[str, str], is_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = {"platform": "cpu", "gpu": "none"}
+    right = {"verdict": "right", "broken": [], "phases": [], "duration_s": 1.0, "options": {}}
+    ran: list[str] = []
+    monkeypatch.setattr(runner, "probe", lambda: machine)
+    monkeypatch.setattr(runner, "run_mode", lambda mode, *_: ran.append(mode.name) or dict(right))
+    out = tmp_path / "e2e.json"
+    kept = right | {"source": source_digest(runner.SOURCES), "on": machine} | changes
+    out.write_text(json.dumps({"modes": {"cpu-eager": kept}}))
+    assert runner.main(["--out", str(out)]) == 0
+    assert bool(ran) is is_run
+    ran.clear()
+    assert runner.main(["--out", str(out), "--force"]) == 0 and ran == ["cpu-eager"]
 
 
 def test_a_mode_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

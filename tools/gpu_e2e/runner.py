@@ -3,7 +3,8 @@
 Must not import vLLM itself. Each engine is a process of its own, and the cache's server has ended before the next one
 starts, so that what it holds is on disk. The verdict of a mode is ``right`` or ``wrong`` by the demo's checks
 (``demo/report.py``), ``failed`` where an engine did not start or end. The record is ``build/gpu_e2e.json``, and of a
-whole right run of a clean commit on a GPU ``docs/proofs/gpu_e2e.json``. Exit codes as ``gpu-proof``'s.
+whole right run of a clean commit on a GPU ``docs/proofs/gpu_e2e.json``. Resumable, and with exit codes, as
+``gpu-proof``.
 """
 
 import argparse
@@ -38,12 +39,15 @@ from tools.gpu_e2e.modes import (
     Scenario,
     connector,
 )
-from tools.gpu_proof.runner import GOOD, RIGHT, WRONG, CannotRunError, git, keep, write
+from tools.gpu_proof.runner import GOOD, RIGHT, WRONG, CannotRunError, git, keep, source_digest, write
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FILES: Final = ROOT / "build" / "gpu_e2e"
 sys.path.append(str(ROOT / "demo"))
 from report import OBJECT, Phase, broken_promises  # noqa: E402 - the demo's files are scripts
+
+SOURCES: Final = ("tiered_kv", "tools/gpu_e2e", "tools/gpu_proof", "demo")
+"""What a verdict is of."""
 
 FAILED: Final = "failed"
 ENGINE_LIMIT_S: Final = 500.0
@@ -84,9 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept: dict[str, Any] = {"modes": {}}
     if asked.out.is_file():
         kept = json.loads(asked.out.read_text())
+    stands = {"source": source_digest(SOURCES), "on": machine}
     for mode in wanted:
+        have = kept["modes"].get(mode.name, {})
+        if (
+            not asked.force
+            and have.get("verdict") == RIGHT
+            and all(have[key] == value for key, value in stands.items())
+        ):
+            print(f"gpu-e2e: {mode.name} is right on these sources already, skipped", flush=True)
+            continue
         print(f"gpu-e2e: {mode.name} ...", flush=True)
-        kept["modes"][mode.name] = run_mode(mode, scenario, asked.model_dir)
+        kept["modes"][mode.name] = run_mode(mode, scenario, asked.model_dir) | stands
         write(asked.out, kept | summary(kept["modes"], machine, device))
     whole = kept | summary(kept["modes"], machine, device)
     print("\n".join(table(kept["modes"], wanted)))
@@ -103,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("modes", nargs="*", metavar="MODE", help=", ".join(mode.name for mode in MODES))
     parser.add_argument("--model", choices=list(SCENARIOS), help="what is built and asked; demo, on a CPU tiny")
     parser.add_argument("--model-dir", type=Path, default=ROOT / "build" / "models", help="where it is built")
+    parser.add_argument("--force", action="store_true", help="also what was right on these sources already")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_e2e.json", help="where the record goes")
     return parser
 
@@ -229,10 +243,11 @@ def _tail(log: Path) -> list[str]:
 def summary(modes: Mapping[str, Any], machine: Mapping[str, Any], device: str) -> dict[str, Any]:
     """What is said about all modes together."""
     wanted = {mode.name for mode in MODES if mode.device == device}
+    fresh = all(mode["source"] == source_digest(SOURCES) for mode in modes.values())
     return {
         "commit": git("rev-parse", "HEAD"),
-        "is_dirty": bool(git("status", "--porcelain", "--", "tiered_kv", "tools", "demo")),
-        "is_whole": wanted == set(modes),
+        "is_dirty": bool(git("status", "--porcelain", "--", *SOURCES)),
+        "is_whole": wanted == set(modes) and fresh,
         "exit_code": 0 if all(mode["verdict"] == RIGHT for mode in modes.values()) else 1,
         "machine": dict(machine),
     }

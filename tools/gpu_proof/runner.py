@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -191,17 +191,12 @@ def is_proven(have: Mapping[str, Any], machine: Mapping[str, Any], *, is_quick: 
     return bool(same and have["verdict"] in GOOD and have["is_quick"] <= is_quick)
 
 
-def source_digest() -> str:
+def source_digest(folders: Sequence[str] = SOURCES) -> str:
     """A digest of what is proven, by content: there may be no git where the GPU is."""
     digest = hashlib.sha256()
-    for path in sorted(_sources()):
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:32]
-
-
-def _sources() -> Iterator[Path]:
-    for folder in SOURCES:
-        yield from (ROOT / folder).rglob("*.py")
 
 
 def summary(sections: Mapping[str, Any], machine: Mapping[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
