@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kit.gpu.device import simulated_gpu
+from tests.kit.gpu.lives import read, write
+from tests.kit.gpu.pools import Shape as SimulatedShape
+from tests.kit.gpu.pools import uniform_pool
 from tiered_kv.chunks.device_copy import CopyEngine
+from tiered_kv.chunks.transfer import RankKV
 from tools.gpu_proof import runner, shapes
 from tools.gpu_proof.devices import ARRIVED, DONE, GATHERED, MARK, REUSE, WAITS, DryDevice, Leaky
 from tools.gpu_proof.host_memory import MIB
@@ -266,3 +271,50 @@ def test_places_of_pages_are_where_the_views_have_them() -> None:
                 ordered = view if placed.page.axes == "HNC" else view.transpose(0, 1)
                 assert ordered.contiguous().view(torch.uint8).flatten().equal(raw[where])
         assert (seen == 1).all(), "every byte of the allocation is in one page"
+
+
+def life_without(wait: str, *, is_direct: bool) -> list[str]:
+    """Save and load a few chunks on a simulated GPU with one wait left out; the races that were found."""
+    with simulated_gpu() as machine:
+        pool = uniform_pool(SimulatedShape("LBNHC", 3, 2, 4, 8), 40, 0)
+        machine.detector.device_memory(pool.raw)
+        leaky = Leaky(machine.device(), wait)
+        engine = CopyEngine(leaky, slice_bytes=216, ring_slices=2, direct_bytes=1 if is_direct else 1 << 40)  # type: ignore[arg-type]
+        rank = RankKV([pool.pages], pool.tensors, [4], engine=engine)
+        chunks, others = [(3, 1, 2, 7), (5, 6, 8, 9)], [(20, 11, 12, 13), (15, 30, 17, 18)]
+        slots = torch.zeros(len(chunks), rank.rank_bytes, dtype=torch.uint8)
+        machine.detector.host_memory(slots)
+        for ids in chunks:
+            write(pool, ids)
+        job = rank.begin("save", leaky.mark())
+        for ids, slot in zip(chunks, slots, strict=True):
+            rank.gather([ids], memoryview(slot.numpy()), job)
+        job.launch()
+        with leaky.last_wait():
+            job.wait()
+        slots.clone()  # the cache's server reads them
+        slots.fill_(7)  # and they are filled from disk
+        for ids in others:
+            write(pool, ids)
+        job = rank.begin("load", leaky.mark())
+        for ids, slot in zip(others, slots, strict=True):
+            rank.scatter(memoryview(slot.numpy()), [(0, ids)], job)
+        job.launch()
+        with leaky.last_wait():
+            job.wait()
+        for ids in others:
+            read(pool, ids)
+        return list(machine.detector.races)
+
+
+@pytest.mark.parametrize("is_direct", [False, True], ids=WAYS)
+def test_without_a_wait_left_out_nothing_races(is_direct: bool) -> None:
+    assert life_without("", is_direct=is_direct) == []
+
+
+@pytest.mark.parametrize(
+    ("wait", "is_direct"), [(wait, way) for wait in WAITS for way in (False, True) if (wait, way) != (REUSE, True)]
+)
+def test_each_wait_that_the_proof_leaves_out_is_a_race(wait: str, is_direct: bool) -> None:
+    """What the GPU has to show by wrong bytes, the race detector shows whatever the timing."""
+    assert life_without(wait, is_direct=is_direct)

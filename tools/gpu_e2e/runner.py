@@ -49,6 +49,7 @@ from report import OBJECT, Phase, broken_promises  # noqa: E402 - the demo's fil
 SOURCES: Final = ("tiered_kv", "tools/gpu_e2e", "tools/gpu_proof", "demo")
 """What a verdict is of."""
 
+ENGINE: Final = "tools.gpu_e2e.engine_process"
 FAILED: Final = "failed"
 ENGINE_LIMIT_S: Final = 500.0
 SERVER_END_LIMIT_S: Final = 60.0
@@ -205,7 +206,7 @@ def _run_engine(mode: Mode, role: str, job: Mapping[str, Any], files: Path) -> s
     own = ENVIRONMENT | dict(DEVICE_ENVIRONMENT[mode.device]) | dict(mode.environment) | {"PYTHONPATH": _paths()}
     with open(files / f"{role}.log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tools.gpu_e2e.engine_process", str(path)],
+            [sys.executable, "-m", ENGINE, str(path)],
             cwd=ROOT,
             env=os.environ | own,
             stdin=subprocess.DEVNULL,
