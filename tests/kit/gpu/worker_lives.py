@@ -9,11 +9,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from tests.kit.gpu.device import SimulatedGpu, Watched
 from tests.kit.gpu.handover import watched_threads
 from tests.kit.gpu.lives import BLOCKS, SLOTS, Plan, Rank, read, write
+from tiered_kv.chunks.device import TorchDevice
 from tiered_kv.config import Config
 from tiered_kv.server.client import SessionInfo
 from tiered_kv.vllm.step import BlockRun, ChunkCopy, LoadJob, SaveJob, StepMetadata
@@ -46,13 +47,16 @@ class WorkerLife:
 
     def __post_init__(self) -> None:
         detector = self.machine.detector
-        self.rank = Rank(self.plan, self.machine, Watched(self.machine.device(), detector))  # type: ignore[arg-type]
+        device = cast(TorchDevice, Watched(self.machine.device(), detector))
+        self.rank = Rank(self.plan, self.machine, device)
         self.session = SessionInfo(0, self.rank.paged.rank_bytes, 0, (0,))
         with watched_threads(detector):
             config = SimpleNamespace(
                 parallel_config=SimpleNamespace(rank=0, world_size=1), use_v2_model_runner=self.is_v2
             )
-            self.side = WorkerSide(Config.from_mapping({"storage_uri": "memory://lives"}), config, SimpleNamespace(), "e")
+            self.side = WorkerSide(
+                Config.from_mapping({"storage_uri": "memory://lives"}), config, SimpleNamespace(), "e"
+            )
             self.side._threads = {kind: CopyThread(kind) for kind in ("load", "save")}
         self.side._paged = self.rank.paged
         self.side._client = self._client()
@@ -91,7 +95,7 @@ class WorkerLife:
             self._jobs += 1
             self._saving[self._jobs] = chunk
             runs = tuple(BlockRun(0, ids) for ids in chunk.ids)
-            saves = (SaveJob(self._jobs, 0, (ChunkCopy(chunk.slot, runs),)),)  # type: ignore[arg-type]
+            saves = (SaveJob(self._jobs, 0, (ChunkCopy(chunk.slot, runs),)),)
         metadata = StepMetadata(0, self.session, tuple(loads), saves)
         self.side.begin_step(metadata)
         if chunk is not None:
@@ -118,7 +122,7 @@ class WorkerLife:
             self._jobs += 1
             self._loading[f"r{self._jobs}"] = (chunk, targets)
             runs = tuple(BlockRun(0, ids) for ids in targets)
-            jobs.append(LoadJob(f"r{self._jobs}", 0, (ChunkCopy(chunk.slot, runs),)))  # type: ignore[arg-type]
+            jobs.append(LoadJob(f"r{self._jobs}", 0, (ChunkCopy(chunk.slot, runs),)))
         return jobs
 
     def take_reports(self) -> None:
