@@ -6,7 +6,7 @@ so the copy path runs unmodified. Device memory is memory of the CPU that the ra
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 from unittest import mock
 
@@ -30,7 +30,7 @@ class SimulatedStream:
         self.priority = priority
         self.cuda_stream = self.actor.number
         machine.streams[self.cuda_stream] = self
-        self._entered: list[AbstractContextManager[None]] = []
+        self._entered: list[ExitStack] = []
 
     def wait_event(self, event: "SimulatedEvent") -> None:
         self._detector.learn(self.actor, event.clock)
@@ -39,12 +39,12 @@ class SimulatedStream:
         self._detector.learn(self._detector.me, self._detector.clock_of(self.actor))
 
     def __enter__(self) -> Self:
-        self._entered.append(self._detector.on_stream(self.actor))
-        self._entered[-1].__enter__()
+        self._entered.append(ExitStack())
+        self._entered[-1].enter_context(self._detector.on_stream(self.actor))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._entered.pop().__exit__(*error)
+        self._entered.pop().close()
 
 
 class SimulatedEvent:

@@ -70,7 +70,7 @@ class WatchedCondition(threading.Condition):
 
     def __exit__(self, *error: object) -> None:
         self._clock.join(self._detector.clock_of(self._detector.me))
-        super().__exit__(*error)
+        super().__exit__(None, None, None)
 
     def wait(self, timeout: float | None = None) -> bool:
         self._clock.join(self._detector.clock_of(self._detector.me))

@@ -46,7 +46,7 @@ class Plan:
     @classmethod
     def draw(cls, seed: int) -> "Plan":
         source = random.Random(seed)
-        shapes = [(_layers(source, "BF16"),)]
+        shapes: list[tuple[Shape, ...]] = [(_layers(source, "BF16"),)]
         if source.random() < 0.3:
             mla = Shape("LBHNC", source.randint(2, 4), 1, 4, 64, "BF16")  # 512 bytes, and 256 of its indexer
             shapes = [(mla, replace(mla, content=64, dtype="U8"))]

@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def page_bytes(self) -> int:
-        return self.heads * self.tokens * self.content * DTYPES[self.dtype].itemsize
+        return self.heads * self.tokens * self.content * int(DTYPES[self.dtype].itemsize)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Pool:
 
     def overlaid(self, ids: Sequence[int], payload: bytes, first: int, blocks: int) -> npt.NDArray[np.uint8]:
         """The pool's bytes as they are once the blocks ``first`` and following of a chunk were loaded into ``ids``."""
-        memory, at = self.raw.numpy().copy(), 0
+        memory: npt.NDArray[np.uint8] = self.raw.numpy().copy()
+        at = 0
         for place in self.places:
             for number, block in enumerate(ids):
                 start = at + (first + number) * place.size

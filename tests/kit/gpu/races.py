@@ -243,7 +243,8 @@ def bytes_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
         return []
     low, size = tensor.data_ptr(), tensor.element_size()
     spanned = (sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * size
-    dense, outer = 1, []
+    dense = 1
+    outer: list[tuple[int, int]] = []
     for extent, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda both: both[1]):
         if extent > 1 and step == dense and not outer:
             dense *= extent
