@@ -183,7 +183,7 @@ def _job(
     mode: Mode, scenario: Scenario, role: str, files: Path, models: Path, results: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     cache = files / "cache"
-    job = {
+    job: dict[str, Any] = {
         "role": role,
         "scenario": asdict(scenario),
         "model": str(models / f"gpu-e2e-{scenario.model.lower()}"),
