@@ -18,7 +18,7 @@ from tiered_kv.chunks.device_copy import CopyEngine
 from tiered_kv.chunks.transfer import RankKV
 from tools.gpu_proof import runner, shapes
 from tools.gpu_proof.devices import ARRIVED, DONE, GATHERED, MARK, REUSE, WAITS, DryDevice, Leaky
-from tools.gpu_proof.host_memory import MIB
+from tools.gpu_proof.host_memory import MIB, HostMemory
 from tools.gpu_proof.runner import SECTIONS, is_proven, keep, source_digest, table
 from tools.gpu_proof.section import Proof, run_section
 from tools.gpu_proof.sections import correctness, hazards
@@ -255,6 +255,33 @@ def test_the_table_says_what_is_wrong_and_what_was_not_reached() -> None:
     wrong = section_record(verdict="wrong", checks=[{"what": "bytes", "passed": False, "seen": "3"}])
     text = "\n".join(table({"machine": wrong}, SECTIONS[:2]))
     assert "wrong: bytes. seen=3" in text and "not reached" in text
+
+
+class Driver:
+    """Notes what is registered."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    def register(self, address: int, size: int) -> None:
+        assert address not in self.registered
+        self.registered[address] = size
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+
+def test_memory_is_pinned_in_windows_as_the_cache_does_and_let_go_of_before_it_is_unmapped() -> None:
+    driver, window = Driver(), 4 * MIB
+    memory = HostMemory(10 * MIB, is_populated=False)
+    memory.register(driver, window_bytes=window)  # type: ignore[arg-type]
+    parts = sorted(driver.registered.items())
+    assert [address for address, _ in parts[1:]] == [sum(part) for part in parts[:-1]], "one behind the other"
+    assert parts[0][0] == memory.address and sum(size for _, size in parts) == memory.size
+    assert all(address // window == (address + size - 1) // window for address, size in parts)
+    memory.close()
+    assert driver.registered == {}
+    memory.close()
 
 
 def test_places_of_pages_are_where_the_views_have_them() -> None:

@@ -61,6 +61,7 @@ class HostMemory:
         self.address = _map_aligned(self.fd, size)
         self.is_huge = False
         self._cuda: Cuda | None = None
+        self._registered: list[int] = []
         self.populate_s = timed(lambda: self._advise(_POPULATE_WRITE)) if is_populated else 0.0
         if huge:
             self.collapse_s = timed(self._collapse)
@@ -78,17 +79,35 @@ class HostMemory:
         assert self.bytes is not None
         return self._buffer[start : start + size]
 
-    def register(self, cuda: Cuda) -> float:
-        """Pin it; the seconds it took."""
-        took = timed(lambda: cuda.register(self.address, self.size))
+    def register(self, cuda: Cuda, *, window_bytes: int = 0) -> float:
+        """Pin it; the seconds it took.
+
+        Args:
+            window_bytes: Each part between two multiples of this address by a call of its own; 0: all by one.
+        """
         self._cuda = cuda
-        return took
+        started_s = time.perf_counter()
+        for address, size in self.windows(window_bytes):
+            cuda.register(address, size)
+            self._registered.append(address)
+        return time.perf_counter() - started_s
+
+    def windows(self, window_bytes: int) -> list[tuple[int, int]]:
+        """Address and size of each part that lies between two multiples of ``window_bytes``."""
+        parts, at, end = [], self.address, self.address + self.size
+        while at < end:
+            stop = min(end, (at // window_bytes + 1) * window_bytes) if window_bytes else end
+            parts.append((at, stop - at))
+            at = stop
+        return parts
 
     def unregister(self) -> float:
         """End that; the seconds it took."""
         assert self._cuda is not None
-        cuda, self._cuda = self._cuda, None
-        return timed(lambda: cuda.unregister(self.address))
+        started_s = time.perf_counter()
+        while self._registered:
+            self._cuda.unregister(self._registered.pop())
+        return time.perf_counter() - started_s
 
     def punch(self, start: int, size: int) -> None:
         """Give pages back: the next use gets new ones, which are zero."""
@@ -99,7 +118,7 @@ class HostMemory:
         """Unregister, unmap and forget it."""
         if self.bytes is None:
             return
-        if self._cuda is not None:
+        if self._registered:
             self.unregister()
         self.bytes = None
         _libc.munmap(self.address, self.size)

@@ -16,6 +16,9 @@ from tools.gpu_proof.section import Proof
 from tools.gpu_proof.shapes import Shape, place
 
 CHUNK_TOKENS: Final = 256
+WINDOW_BYTES: Final = 64 * MIB
+"""Memory is pinned by parts of so many bytes, as the cache pins it: no copy of the engine may cross their borders."""
+
 STAGED_ONLY: Final = 1 << 62
 DIRECT_ALWAYS: Final = 1
 WAYS: Final = ("staged", "direct")
@@ -51,7 +54,8 @@ class World:
         self.placed: Final = place(self.raw, self.shape, self.blocks)
         self.chunk_bytes: Final = chunk_bytes
         self.memory: Final = HostMemory(-(-self.chunks * chunk_bytes // (2 * MIB)) * 2 * MIB)
-        self.register_s = 0.0 if proof.is_dry else self.memory.register(proof.cuda() or _no_cuda())
+        if cuda := proof.cuda():
+            self.memory.register(cuda, window_bytes=WINDOW_BYTES)
         order = np.random.default_rng(0).permutation(self.blocks).tolist()
         picked = [order[i * self.per_chunk : (i + 1) * self.per_chunk] for i in range(2 * self.chunks)]
         self.sources: Final[Sequence[list[int]]] = picked[: self.chunks]
@@ -120,10 +124,6 @@ class World:
         self.memory.close()
         if not self.proof.is_dry:
             torch.cuda.empty_cache()
-
-
-def _no_cuda() -> Any:
-    raise AssertionError("memory is pinned on a GPU only")
 
 
 @contextmanager

@@ -35,14 +35,18 @@ def run(proof: Proof) -> None:
         proof.headline = f"pinned: {best['load']:.1f} GB/s to the GPU, {best['save']:.1f} back"
 
 
-def ceiling(proof: Proof, memory: HostMemory) -> dict[str, float]:
-    """GB/s of one large copy each way, for the same memory that something is compared on."""
+def ceiling(proof: Proof, size: int) -> dict[str, float]:
+    """GB/s of one large copy of so many pinned bytes each way."""
+    memory = HostMemory(-(-size // MIB) * MIB)
+    if cuda := proof.cuda():
+        memory.register(cuda)
     host = torch.from_numpy(memory.array)
-    device = torch.empty(memory.size, dtype=torch.uint8, device=proof.device)
-    load = proof.median_s(lambda: device.copy_(host, non_blocking=True), 3)
-    device.copy_(host)
-    save = proof.median_s(lambda: host.copy_(device, non_blocking=True), 3)
-    return {"load": gigabytes_per_s(memory.size, load), "save": gigabytes_per_s(memory.size, save)}
+    device = torch.zeros(memory.size, dtype=torch.uint8, device=proof.device)
+    load = gigabytes_per_s(memory.size, proof.median_s(_copy(device, host), 3))
+    save = gigabytes_per_s(memory.size, proof.median_s(_copy(host, device), 3))
+    del host
+    memory.close()
+    return {"load": load, "save": save}
 
 
 def _memories(proof: Proof, size: int) -> dict[str, HostMemory]:

@@ -21,7 +21,7 @@ def run(proof: Proof) -> None:
     shares: list[float] = []
     for shape in REAL:
         with world(proof, shape) as made:
-            top = ceiling(proof, made.memory)
+            top = ceiling(proof, made.nbytes)
             best = 0.0
             for way in WAYS:
                 best = max(best, _measure(proof, made, shape, way, top))
@@ -32,7 +32,7 @@ def run(proof: Proof) -> None:
             if shape is REAL[0]:
                 _both_ways(proof, made)
     with world(proof, REAL[0], chunk_tokens=16, chunks=1024) as made:
-        _measure(proof, made, REAL[0], "staged", ceiling(proof, made.memory), note="chunks of 16 tokens")
+        _measure(proof, made, REAL[0], "staged", ceiling(proof, made.nbytes), note="chunks of 16 tokens")
     reached = sum(share >= TARGET_SHARE for share in shares)
     proof.headline = "every shape copied; rates are of this machine's memory"
     if not proof.is_dry:
