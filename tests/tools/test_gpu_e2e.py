@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +161,78 @@ def test_the_cpu_mode_is_right_from_end_to_end(repository: Path, tmp_path: Path)
     mode = json.loads(out.read_text())["modes"]["cpu-eager"]
     assert mode["verdict"] == "right" and [found["name"] for found in mode["phases"]] == list(NAMES)
     assert mode["engine"]["kv_layout"] == "LBHNC"
+
+
+LIBRARIES = (
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+    "vllm/cumem_allocator.abi3.so",
+    "vllm/_C_stable_libtorch.abi3.so",
+)
+
+
+def pack(repository: Path, tmp_path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run scripts/pack-vllm with a pip that downloads nothing and notes what it was asked for."""
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir(exist_ok=True)
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = pip ]; then echo "$@" >{tmp_path}/asked; else exec {sys.executable} "$@"; fi\n'
+    )
+    python.chmod(0o755)
+    environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = (repository / "scripts" / "pack-vllm", *arguments)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def wheel(path: Path, *names: str) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, name)
+    return path
+
+
+def test_vllm_is_packed_in_two_folders_without_what_is_not_needed(repository: Path, tmp_path: Path) -> None:
+    made = wheel(
+        tmp_path / "vllm.whl", *LIBRARIES, "vllm/__init__.py", "vllm/_moe_C.abi3.so", "vllm-0.dist-info/METADATA"
+    )
+    ended = pack(repository, tmp_path, str(made), str(tmp_path / "out"), "msgspec")
+    assert ended.returncode == 0, ended.stderr
+    packed = {}
+    for archive in sorted((tmp_path / "out").rglob("*.tar.xz")):
+        with tarfile.open(archive) as tar:
+            packed[str(archive.relative_to(tmp_path / "out"))] = {n.removeprefix("./") for n in tar.getnames()}
+    assert packed == {
+        "one/flash_attention.tar.xz": set(LIBRARIES[:2]),
+        "one/python.tar.xz": {"vllm/__init__.py", "vllm-0.dist-info/METADATA"},
+        "two/operators.tar.xz": {LIBRARIES[2]},
+    }
+    assert (tmp_path / "asked").read_text().endswith(" msgspec\n")
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [((), "no such wheel"), (("vllm/__init__.py",), "another version lays its libraries out otherwise")],
+)
+def test_a_wheel_that_cannot_be_packed_is_said(
+    repository: Path, tmp_path: Path, names: tuple[str, ...], says: str
+) -> None:
+    path = tmp_path / "vllm.whl"
+    if names:
+        wheel(path, *names)
+    ended = pack(repository, tmp_path, str(path), str(tmp_path / "out"))
+    assert ended.returncode == 1 and says in ended.stderr
+
+
+def test_packing_without_arguments_shows_the_usage(repository: Path, tmp_path: Path) -> None:
+    ended = pack(repository, tmp_path)
+    assert ended.returncode == 1 and ended.stderr.startswith("usage: scripts/pack-vllm WHEEL DEST")
+
+
+def test_what_is_packed_beside_vllm_includes_all_that_the_cache_needs(repository: Path) -> None:
+    """But what the machine has for its models, and what only a bucket needs."""
+    needed = {
+        requirement.partition(">")[0]
+        for requirement in tomllib.loads((repository / "pyproject.toml").read_text())["project"]["dependencies"]
+    }
+    text = (repository / "scripts" / "pack-vllm").read_text()
+    packed = set(text[text.index("packages=(\n") : text.index("\n)\n")].split())
+    assert needed - packed == {"safetensors", "fsspec", "packaging", "s3fs"}
