@@ -25,7 +25,7 @@ DRY_SHARE: Final = 1 / 256
 
 @dataclass(frozen=True)
 class Check:
-    """Something that has to hold."""
+    """Something that has to hold; what was seen where it does not."""
 
     what: str
     passed: bool
@@ -58,7 +58,7 @@ class Proof:
 
     def check(self, what: str, passed: bool, seen: object = "") -> None:
         """Keep whether something holds; show it if not."""
-        self.checks.append(Check(what, passed, str(seen)))
+        self.checks.append(Check(what, passed, "" if passed else str(seen)))
         if not passed:
             print(f"  {self.name}: WRONG: {what}. seen={seen}", flush=True)
 
