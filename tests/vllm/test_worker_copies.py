@@ -1,6 +1,7 @@
 """A worker's jobs on a simulated GPU: marks that travel with them, two threads, and what waits for what."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.kit.gpu.worker_lives import WorkerLife
 from tests.kit.mutants import mutants
 from tiered_kv.chunks.device_copy import CopyEngine
 from tiered_kv.vllm import compat
+from tiered_kv.vllm.supported import copies_blocks
 from tiered_kv.vllm.worker import WorkerSide
 
 pytestmark = pytest.mark.vllm
@@ -126,9 +128,10 @@ def test_a_load_begins_before_the_forward_pass_of_its_step_and_once(world):
     life.side.close()
 
 
-def test_with_states_a_load_waits_for_the_forward_pass(world):
-    """vLLM may copy another state into the block in the same step."""
-    life = world(is_v2=True, states=(Shape("LBHNC", 1, 1, 1, 64, "U8"),))
+def test_where_vllm_copies_blocks_a_load_waits_for_the_forward_pass(world):
+    """It may copy another state, or the beginning of another block, into the block in the same step."""
+    life = world(is_v2=True)
+    life.side._loads_early = False
     life.step([], life._new_chunk())
     life.side.finish_copies()
     life.take_reports()
@@ -184,6 +187,25 @@ def test_the_load_and_the_save_thread_do_not_wait_for_each_other(world, monkeypa
     life.take_reports()
     assert life.wrong == []
     life.side.close()
+
+
+def groups(*specs):
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "unit", "copies"),
+    [((16,), None, False), ((16, 16), None, False), ((16,), 16, False), ((64,), 16, True), ((16, 64), None, True)],
+)
+def test_hits_that_end_inside_a_block_are_copied_by_vllm(blocks, unit, copies):
+    config = SimpleNamespace(cache_config=SimpleNamespace(prefix_match_unit=unit))
+    specs = [SimpleNamespace(block_size=size) for size in blocks]
+    assert copies_blocks(config, groups(*specs)) is copies
+
+
+def test_states_are_copied_by_vllm():
+    config = SimpleNamespace(cache_config=SimpleNamespace())
+    assert copies_blocks(config, groups(type("MambaSpec", (), {"block_size": 16})())) is True
 
 
 # -- sleep -------------------------------------------------------------------------------------------------------------

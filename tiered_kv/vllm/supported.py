@@ -149,6 +149,14 @@ def _check_partial_hits(cache: Any, kv_cache_config: Any) -> None:
         )
 
 
+def copies_blocks(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether vLLM may fill a block with another's content before a forward pass: the states of recurrent layers, and
+    hits of its prefix cache that end inside a block."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    return any(map(is_recurrent, specs)) or len({int(spec.block_size) for spec in specs} | {unit} - {None}) > 1
+
+
 def check_drafts(vllm_config: Any, kv_cache_config: Any, version: str = vllm.__version__) -> None:
     """Refuse drafts of a kind, or beside a kind of KV, that was never run.
 

@@ -11,7 +11,8 @@ and the arena is unmapped only when nothing copies from it or into it any more.
                                  watching thread sets before it waits for the copies: none begins after that
     _held                        the model runner's thread adds, whoever asks for copies takes, under _idle
     copied                       copy threads append, the model runner's thread takes
-    _paged, _join, _threads      register(), once, in the model runner's thread
+    _paged, _join, _threads,
+    _loads_early                 register(), once, in the model runner's thread
     before_leaving               a scheduler side in this process, before the first step
 """
 
@@ -49,7 +50,7 @@ from tiered_kv.vllm.identity.record import base_fields, page_encodings, with_exp
 from tiered_kv.vllm.kv_groups import cache_groups
 from tiered_kv.vllm.kv_layout import rank_pages, state_pages
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
-from tiered_kv.vllm.supported import check_layers
+from tiered_kv.vllm.supported import check_layers, copies_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class WorkerSide:
         self._held: list[_Task] = []
         self._begun: StepMetadata | None = None
         # Runner V1 samples after its connector saved, V2 before. Nothing but a device's queues makes the difference.
+        self._loads_early = True
         self._samples_last = not getattr(vllm_config, "use_v2_model_runner", False)
         self._threads: dict[str, CopyThread] = {}
         self._loads_done: deque[tuple[str, bool]] = deque()
@@ -184,6 +186,7 @@ class WorkerSide:
             _stored_by(encodings.values()),
         )
         self._paged = paged
+        self._loads_early = not copies_blocks(self._vllm_config, self._kv_cache_config)
         self._threads = {kind: CopyThread(kind) for kind in ("load", "save")}
         if paged.engine is not None and self._vllm_config.model_config.enable_sleep_mode:
             before_sleep(self.finish_copies)
@@ -262,14 +265,14 @@ class WorkerSide:
         """Start this step's loads before its forward pass is launched; for KV on a device only.
 
         What the model's stream already has to do with their blocks (the reads of who had them, zeroing) is queued by
-        now, and this step touches no block that it loads. So a load need not wait for the forward pass. A state's block
-        is an exception: vLLM may copy another state there in this step.
+        now, and this step touches no block that it loads. So a load need not wait for the forward pass, unless vLLM
+        may copy another block there in this step: runner V1 does so after this hook.
         """
         if self._paged is None or self._paged.engine is None:
             return
         self.follow(metadata)
         self._submit_held()
-        if not self._paged.states:
+        if self._loads_early:
             self._begun = metadata
             self._start_loads(metadata)
 
