@@ -9,7 +9,8 @@ AT_ONCE := --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-packages s3-server demo serve test test-versions test-next check check-style format bench simulate prove mutate soak clean
+.PHONY: help setup s3-packages s3-server demo serve test test-versions test-next check check-style format bench simulate prove gpu-proof \
+	gpu-e2e mutate soak clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 14
@@ -68,6 +69,15 @@ simulate: setup  ## the cache's engine in virtual time under faults drawn from s
 
 prove: setup  ## the tests at full counts, hours; resumable; results with commit, seed and machine in docs/proofs/
 	$(PYTHON) scripts/prove.py
+
+# Without `setup`: on a machine with a GPU the Python that has torch is another one, and .venv would be vLLM's CPU build.
+GPU_PYTHON ?= python3
+
+gpu-proof:  ## on a machine with an NVIDIA GPU, torch and numpy: what only a GPU can show; resumable; SECTIONS=hazards ARGS=--quick
+	@PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(GPU_PYTHON) -m tools.gpu_proof $(ARGS) $(SECTIONS)
+
+gpu-e2e:  ## a real vLLM behind the cache in every mode of this machine, right or wrong; MODES=graphs; on a CPU: GPU_PYTHON=.venv/bin/python
+	@PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(GPU_PYTHON) -m tools.gpu_e2e $(ARGS) $(MODES)
 
 mutate: setup  ## change the code in thousands of small ways: does a test notice? hours; resumable; SECTIONS=keys SHARE=0.1
 	@$(PYTHON) -c "import mutmut" 2>/dev/null \

@@ -1,7 +1,7 @@
 """A real vLLM engine in this process: ask it, time it, and look at its paged KV.
 
 The one file of the demo that knows vLLM's insides. Called by ``engine_process.py``, which must have the environment of
-``scenario.ENVIRONMENT``.
+``scenario.ENVIRONMENT``, and by ``tools/gpu_e2e`` for engines on any device.
 """
 
 import hashlib
@@ -39,14 +39,29 @@ class Answer:
 class Engine:
     """vLLM, stepped by hand so that the first token can be timed and the KV read at rest."""
 
-    def __init__(self, model: Path, options: Mapping[str, Any], connector: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        options: Mapping[str, Any],
+        connector: Mapping[str, Any] | None,
+        module_path: str | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            connector: The connector's settings; None: plain vLLM.
+            module_path: Where vLLM finds the connector if tiered_kv is not installed as a package.
+        """
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
         options = dict(options)
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="TieredKVConnector", kv_role="kv_both", kv_connector_extra_config=dict(connector)
+                kv_connector="TieredKVConnector",
+                kv_connector_module_path=module_path,
+                kv_role="kv_both",
+                kv_connector_extra_config=dict(connector),
             )
         self._llm = LLM(model=str(model), **options)
         self._client = self._llm.llm_engine.engine_core
@@ -86,11 +101,15 @@ class Engine:
         Raises:
             RuntimeError: vLLM refused, because a request or a store still holds blocks.
         """
+        import torch
+
         self.drain()
         if self._llm.reset_prefix_cache() is not True:
             raise RuntimeError("reset_prefix_cache() did not return True: blocks are still held")
         for layer in self._kv_layers():
             layer.zero_()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the next step may run on another stream
 
     def drain(self) -> None:
         """Step until neither the scheduler nor the connector has work left; an idle engine in process does not step.
@@ -117,6 +136,18 @@ class Engine:
         """Tokens in one of vLLM's blocks."""
         return int(self._core.scheduler.block_size)
 
+    def description(self) -> dict[str, Any]:
+        """What the engine became, of what vLLM chooses by itself."""
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        layers = self._kv_layers()
+        return {
+            "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
+            "kv_layout": runner.vllm_config.cache_config.kv_cache_layout,
+            "kv_dtype": str(layers[0].dtype),
+            "kv_shape": list(layers[0].shape),
+            "kv_strides": list(layers[0].stride()),
+        }
+
     def close(self) -> None:
         """End the engine; its connector leaves the cache server, which ends with its last client."""
         self._client.shutdown()
@@ -136,14 +167,16 @@ class Engine:
 
         pool = self._core.scheduler.kv_cache_manager.block_pool
         layers = self._kv_layers()
+        parts = [layer.shape[0] // pool.num_gpu_blocks for layer in layers]  # kernel blocks may be smaller
         digests = []
         for block_hash in hashes:
             blocks = pool.get_cached_block(block_hash, [0])
             if not blocks:
                 break
             digest = hashlib.sha256()
-            for layer in layers:
-                digest.update(layer[blocks[0].block_id].contiguous().view(torch.uint8).numpy().tobytes())
+            for layer, part in zip(layers, parts, strict=True):
+                first = blocks[0].block_id * part
+                digest.update(layer[first : first + part].contiguous().view(torch.uint8).cpu().numpy().tobytes())
             digests.append(digest.hexdigest()[:32])
         return digests
 

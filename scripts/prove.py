@@ -62,6 +62,11 @@ ALONE = (
         {"SERVER_KILLS": 1000},
         result="build/server_kills.json",
     ),
+    Section(
+        "gpu_races",
+        ("-m", "pytest", "-q", *PATIENT, "tests/chunks/test_device_copy.py", "tests/vllm/test_worker_copies.py"),
+        {"LIVES": 1000, "WAIT_SEEDS": 20, "WORKER_LIVES": 100},
+    ),
     Section("fuzz", ("-m", "pytest", "-q", "tests/chunks/test_header_fuzz.py"), {"FUZZ": 100_000}),
     Section(
         "hostile",
@@ -114,7 +119,15 @@ SECTIONS = (
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
     rest("unit", "not vllm and not slow", *BY_TWO, EXAMPLES=1000, SEEDS=100),
     rest(
-        "slow", "slow and not vllm", *BY_TWO, EXAMPLES=1000, SEEDS=100, KIND_SEEDS=20, STATE_SEEDS=200, HIT_PROMPTS=500
+        "slow",
+        "slow and not vllm",
+        *BY_TWO,
+        EXAMPLES=1000,
+        SEEDS=100,
+        KIND_SEEDS=20,
+        DEVICE_SEEDS=40,
+        STATE_SEEDS=200,
+        HIT_PROMPTS=500,
     ),
     rest("engines", "vllm and not cores", *BY_TWO, KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
     rest("ranks", "cores", KILLS=20, SEEDS=20, MODELS=1),

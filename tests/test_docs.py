@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tiered_kv.chunks.device_copy import CopyEngine
 from tiered_kv.config import Config
 from tiered_kv.fleet import layout
 from tiered_kv.fleet.layout import PINS, pin_path
@@ -18,6 +19,9 @@ from tiered_kv.keys.naming import BlobName, object_path
 from tiered_kv.ops.doctor_config import CONNECTOR, check_settings, read_text
 from tiered_kv.ops.findings import has_error
 from tiered_kv.tiers.object.store import OWN
+from tools.gpu_e2e.modes import CUDA, MODES
+from tools.gpu_proof import runner as gpu_proof
+from tools.gpu_proof.devices import DryDevice
 
 BY_CI = {"make demo", "make test"}
 """Commands that .ci/run runs on a fresh clone."""
@@ -29,6 +33,8 @@ NOT_HERE = {
     "vllm serve MODEL": "needs a model of the user's; its configuration is checked by a test of its own",
     "make serve": "tests/e2e/test_served.py runs its recipe",
     "curl -s http://127.0.0.1:8000/metrics": "tests/e2e/test_served.py scrapes it",
+    "make gpu-proof": "needs a GPU; tests/tools/test_gpu_proof.py runs it up to its sentence, and dry",
+    "make gpu-e2e": "needs a GPU; tests/tools/test_gpu_e2e.py runs the CPU's mode",
     "docker compose up --wait": "needs a Docker engine; scripts/s3_service.py runs it where there is one",
     "scripts/s3-server start": "run by tests/test_s3_server.py",
 }
@@ -121,6 +127,30 @@ def test_metrics_of_the_quickstart_exist(repository: Path) -> None:
         text = (repository / "docs" / f"{name}.md").read_text()
         for metric in re.findall(r"`(vllm:\w+)`", text):
             assert f"`{metric}" in listed, metric
+
+
+def test_the_gpu_quickstart_expects_what_the_proof_shows(repository: Path) -> None:
+    """Its sections, their verdicts, the engine's memory, and log lines that are really logged."""
+    text = (repository / "docs" / "quickstart-gpu.md").read_text()
+    expected = dict(re.findall(r"^\| `(\w+)` \| (right|measured) \|", text, flags=re.MULTILINE))
+    assert list(expected) == [section.name for section in gpu_proof.SECTIONS]
+    for name, verdict in expected.items():
+        source = (repository / "tools" / "gpu_proof" / "sections" / f"{name}.py").read_text()
+        assert ("proof.check(" in source) == (verdict == "right"), name
+    memory = CopyEngine(DryDevice()).memory_bytes / 2**20
+    assert f"copies use {memory:.0f} MiB of memory" in text and f"| {memory:.0f} MiB per rank |" in text
+    table = text[text.index("once per rank:") : text.index("And `server.log`")]
+    lines = [re.split(r" \d", line)[0] for line in re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)]
+    logged = "".join(path.read_text() for path in (repository / "tiered_kv").rglob("*.py"))
+    assert len(lines) >= 3 and [line for line in lines if line not in logged] == []
+
+
+def test_the_modes_of_the_gpu_quickstart_exist(repository: Path) -> None:
+    text = (repository / "docs" / "quickstart-gpu.md").read_text()
+    (shown,) = re.findall(r'MODES="([^"]+)"', text)
+    assert set(shown.split()) <= {mode.name for mode in MODES if mode.device == CUDA}
+    (sections,) = re.findall(r'SECTIONS="([^"]+)"', text)
+    assert set(sections.split()) <= {section.name for section in gpu_proof.SECTIONS}
 
 
 def test_ci_runs_what_the_readme_promises(repository: Path) -> None:

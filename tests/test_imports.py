@@ -58,7 +58,9 @@ def test_vllm_finds_the_connector_by_name() -> None:
 
 # -- what is imported is declared -------------------------------------------------------------------------------------
 
-EXTRAS = {"vllm": "vllm", "chunks/transfer.py": "vllm", "chunks/layout_test.py": "vllm", "testing": "test"}
+EXTRAS = {"vllm": "vllm", "testing": "test"} | {
+    f"chunks/{name}.py": "vllm" for name in ("cuda", "device", "device_copy", "layout_test", "paged_layer", "transfer")
+}
 """Parts of the package that may need an extra: what runs inside vLLM, and what is for tests."""
 MORE = {"testing/model.py": "vllm"}
 

@@ -31,7 +31,7 @@ def test_slot_holds_every_group_at_the_place_that_the_geometry_declares():
     geometry = ChunkGeometry(TOKENS, 4 * TOKENS, (tuple(page for group in pages for page in group),))
     slot = memoryview(bytearray(rank.rank_bytes))
 
-    rank.gather([(3, 1, 2, 5), (7, 6)], slot, [])
+    rank.gather([(3, 1, 2, 5), (7, 6)], slot, rank.begin("save", None))
 
     assert rank.rank_bytes == geometry.data_bytes
     for segment, blocks in zip(geometry.segments, [(3, 1, 2, 5)] * 2 + [(7, 6)] * 2, strict=True):
@@ -42,11 +42,11 @@ def test_slot_holds_every_group_at_the_place_that_the_geometry_declares():
 def test_load_fills_the_asked_blocks_of_each_group_and_no_other():
     rank, tensors, _ = world()
     slot = memoryview(bytearray(rank.rank_bytes))
-    rank.gather([(3, 1, 2, 5), (7, 6)], slot, [])
+    rank.gather([(3, 1, 2, 5), (7, 6)], slot, rank.begin("save", None))
     stored = {name: {b: bits(tensor, [b]) for b in range(BLOCKS)} for name, tensor in tensors.items()}
     before = tensors["full.0"].clone(), tensors["full.1"].clone()
 
-    rank.scatter(slot, [(1, (8, 9, 10)), (1, (11,))], [])
+    rank.scatter(slot, [(1, (8, 9, 10)), (1, (11,))], rank.begin("load", None))
 
     for layer in ("full.0", "full.1"):
         assert [bits(tensors[layer], [b]) for b in (8, 9, 10)] == [stored[layer][b] for b in (1, 2, 5)]
@@ -58,7 +58,7 @@ def test_group_without_blocks_to_fill_is_left_alone():
     rank, tensors, _ = world()
     slot = memoryview(bytearray(rank.rank_bytes))
     before = bits(tensors["full.0"], range(4, BLOCKS))
-    rank.scatter(slot, [(0, (0, 1, 2, 3)), (0, ())], [])
+    rank.scatter(slot, [(0, (0, 1, 2, 3)), (0, ())], rank.begin("load", None))
     assert bits(tensors["full.0"], range(4, BLOCKS)) == before
     assert bits(tensors["full.0"], range(4)) == bytes(len(bits(tensors["full.0"], range(4))))
 
@@ -66,17 +66,6 @@ def test_group_without_blocks_to_fill_is_left_alone():
 def test_buffer_of_another_size_is_refused():
     rank, _, _ = world()
     with pytest.raises(ValueError, match="another size"):
-        rank.gather([(0, 1, 2, 3), (4, 5)], memoryview(bytearray(rank.rank_bytes + 1)), [])
+        rank.gather([(0, 1, 2, 3), (4, 5)], memoryview(bytearray(rank.rank_bytes + 1)), rank.begin("save", None))
     with pytest.raises(ValueError, match="another size"):
-        rank.scatter(memoryview(bytearray(rank.rank_bytes - 1)), [(0, (0,)), (0, ())], [])
-
-
-def test_copies_that_began_are_known_when_a_later_group_cannot_begin():
-    rank, _, _ = world()
-    started = []
-    with pytest.raises(ValueError, match="outside the pool"):
-        rank.gather([(0, 1, 2, 3), (4, BLOCKS)], memoryview(bytearray(rank.rank_bytes)), started)
-    assert len(started) == 1
-    with pytest.raises(ValueError, match="outside the pool"):
-        rank.scatter(memoryview(bytearray(rank.rank_bytes)), [(0, (0,)), (0, (BLOCKS,))], started)
-    assert len(started) == 2
+        rank.scatter(memoryview(bytearray(rank.rank_bytes - 1)), [(0, (0,)), (0, ())], rank.begin("load", None))

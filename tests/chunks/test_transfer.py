@@ -277,23 +277,23 @@ def test_self_test_finds_layers_that_alias():
 class _SwapsBlocks(PagedKV):
     """Gathers the right pages in the wrong order."""
 
-    def gather(self, block_ids, out):
-        return super().gather(list(block_ids)[::-1], out)
+    def gather(self, block_ids, out, mark=None):
+        return super().gather(list(block_ids)[::-1], out, mark)
 
 
 class _WritesBeside(PagedKV):
     """Scatters to the blocks asked for and to one more."""
 
-    def scatter(self, src, block_ids, first_block=0):
-        super().scatter(src, [block_ids[0] + 1])
-        return super().scatter(src, block_ids, first_block)
+    def scatter(self, src, block_ids, first_block=0, mark=None):
+        super().scatter(src, [block_ids[0] + 1], 0, mark)
+        return super().scatter(src, block_ids, first_block, mark)
 
 
 class _IgnoresFirstBlock(PagedKV):
     """Loads the chunk's first blocks whatever part was asked for."""
 
-    def scatter(self, src, block_ids, first_block=0):
-        return super().scatter(src, block_ids)
+    def scatter(self, src, block_ids, first_block=0, mark=None):
+        return super().scatter(src, block_ids, 0, mark)
 
 
 @pytest.mark.parametrize(
@@ -307,29 +307,25 @@ def test_self_test_finds_a_broken_copier(broken, message):
 
 
 class _StreamsOfItsOwn(PagedKV):
-    """Copies as a GPU may: beside the model's stream, of which they know no more than was noted last."""
+    """Copies as a GPU may: beside the model's stream, of which they know no more than what is before their mark."""
 
-    def __init__(self, pages, tensors, blocks_per_chunk):
-        super().__init__(pages, tensors, blocks_per_chunk)
-        self._noted = self._contents()
+    def mark(self):
+        return self._contents()
 
-    def note_compute(self):
-        self._noted = self._contents()
-
-    def gather(self, block_ids, out):
-        """Read what was there when it was noted: later writes may still be under way."""
+    def gather(self, block_ids, out, mark=None):
+        """Read what was there when the mark was taken: later writes may still be under way."""
         now = self._contents()
-        self._write(self._noted)
+        self._write(mark)
         try:
             return super().gather(block_ids, out)
         finally:
             self._write(now)
 
-    def scatter(self, src, block_ids, first_block=0):
-        """Write before the model's stream does what was not noted."""
+    def scatter(self, src, block_ids, first_block=0, mark=None):
+        """Write before the model's stream does what is not before the mark."""
         now = self._contents()
         done = super().scatter(src, block_ids, first_block)
-        for layer, noted, late in zip(self.layers, self._noted, now, strict=True):
+        for layer, noted, late in zip(self.layers, mark, now, strict=True):
             for block in range(self.num_blocks):
                 if not np.array_equal(noted[block], late[block]):
                     layer.write_block(block, late[block])
@@ -345,7 +341,7 @@ class _StreamsOfItsOwn(PagedKV):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_self_test_notes_its_writes_before_it_copies_them(layout):
+def test_self_test_marks_its_writes_before_it_copies_them(layout):
     pages, kv = random_kv(layout, "U8")
     before = payload(pages, kv, list(range(BLOCKS)))
     self_test(_StreamsOfItsOwn(pages, kv, 4))

@@ -184,12 +184,12 @@ class SlowLoads:
         self.go_on = threading.Event()
         self._scatter = engine.worker_side._paged.scatter
 
-    def scatter(self, view: memoryview, runs: Any, started: Any) -> None:
+    def scatter(self, view: memoryview, runs: Any, job: Any) -> None:
         if len(self.read) == 1:
             self.is_copying.set()
             assert self.go_on.wait(COPY_S)
         self.read.append(xxhash.xxh3_128_hexdigest(view))
-        self._scatter(view, runs, started)
+        self._scatter(view, runs, job)
 
 
 @contextmanager

@@ -106,12 +106,12 @@ def test_states_come_back_as_they_were_and_the_rest_of_the_slot_is_zeros():
         kv[name].copy_(torch.randint(-128, 127, kv[name].shape, dtype=torch.int8))
     before = {name: kv[name].clone() for name in STATES}
     slots = [bytearray(b"\xee" * paged.rank_bytes) for _ in range(2)]
-    started = []
+    save, load = paged.begin("save", None), paged.begin("load", None)
     for part, slot in enumerate(slots):
-        paged.gather_state(part, 4, memoryview(slot), started)
+        paged.gather_state(part, 4, memoryview(slot), save)
         assert set(slot[paged.states[part].group_bytes :]) == {0}
     for part, slot in enumerate(slots):
-        paged.scatter_state(memoryview(slot), part, 6, started)
+        paged.scatter_state(memoryview(slot), part, 6, load)
     for name in STATES:
         assert torch.equal(kv[name][6], before[name][4])
         others = [block for block in range(BLOCKS) if block != 6]

@@ -4,7 +4,7 @@ Owns the proof only; runs once per worker, before the first request, and leaves 
 worker when vLLM has registered its KV tensors. It reads and writes elements by logical index ``[b, h, n, c]`` and
 computes the documented order from the page's axes alone, so a mistake about strides cannot be on both sides.
 
-Torch stays in ``transfer.py``: blocks come and go as numpy arrays.
+Torch stays in ``paged_layer.py``: blocks come and go as numpy arrays.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiered_kv.chunks.transfer import LOGICAL_AXES, PagedKV, PagedLayer
+from tiered_kv.chunks.paged_layer import PagedLayer
+from tiered_kv.chunks.transfer import LOGICAL_AXES, PagedKV
 from tiered_kv.errors import UnsupportedModel
 
 MIN_BLOCKS: Final = 3
@@ -87,12 +88,14 @@ def _run_once(paged: PagedKV, blocks: _Blocks, turn: int) -> None:
         values.append({b: _values(layer, number + i * largest, turn) for i, b in enumerate(blocks.watched)})
         for block, bits in values[-1].items():
             layer.write_block(block, bits)
-    paged.note_compute()  # on a GPU the copies have streams of their own, and know of no write that is not noted
+    mark = (
+        paged.mark()
+    )  # on a GPU the copies have streams of their own, and wait for no write that is not before a mark
     slot = memoryview(bytearray(paged.group_bytes))
-    paged.gather(blocks.chunk, slot).wait()
+    paged.gather(blocks.chunk, slot, mark).wait()
     _check_slot(paged, blocks.chunk, values, slot)
     first = paged.blocks_per_chunk - len(blocks.targets)
-    paged.scatter(slot, blocks.targets, first).wait()
+    paged.scatter(slot, blocks.targets, first, mark).wait()
     for layer, wanted in zip(paged.layers, values, strict=True):
         expected = wanted | dict(zip(blocks.targets, (wanted[b] for b in blocks.chunk[first:]), strict=True))
         for block, bits in expected.items():

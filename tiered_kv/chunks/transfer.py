@@ -2,7 +2,7 @@
 
 Owns the copying (``PagedKV``, one KV cache group) and where the groups lie in a rank's byte range (``RankKV``). Must
 not decide which blocks move nor when (the worker does), nor look into a header. Called by the worker's copy threads;
-``note_compute`` by the thread that runs the model. The only module outside ``tiered_kv.vllm`` that imports torch.
+``mark`` by the thread that runs the model. On an accelerator ``device_copy.py`` copies, on the CPU this file does.
 
 A layer's tensor is a view ``[B, H, N, C]`` (blocks, KV heads, tokens, content) whose strides express the layout; dim 0
 counts kernel blocks where those are smaller than vLLM's blocks. What has to hold is that a block's page is one dense
@@ -17,10 +17,9 @@ the GIL. torch's index_select and index_copy_ would start OpenMP threads beside 
 ``put`` and assignments of void items hold the GIL. benchmarks/transfer.py measures them all.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, Final, Protocol
@@ -29,29 +28,40 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tiered_kv.chunks.device import device_of
+from tiered_kv.chunks.device_copy import CopyEngine, DeviceJob, Direction, RowRun, plan_rows
 from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.chunks.paged_layer import PagedLayer, Rows
 from tiered_kv.errors import UnsupportedModel
 
 LOGICAL_AXES: Final = "KHNC"
 """Axes of one block's elements in logical order; K counts the kernel blocks and is there only if there are several."""
 
-DEVICE_WORD_BYTES: Final = 8
-"""On a GPU rows are copied as words of this size where addresses allow; its indexed copies go element by element."""
-
-Rows = npt.NDArray[np.intp]
+Mark = Any
+"""An event behind what the model's thread had queued when it was taken; None on the CPU, where nothing is queued."""
 
 
-class CopyDone(Protocol):
-    """A copy that was started. Until it is done, neither the blocks nor the slot may be given to anyone else."""
+class CopyJob(Protocol):
+    """Copies of one direction that are waited for together, behind one mark.
+
+    They may begin at once, and all have begun after ``launch``. Until ``wait`` has returned, also after an error,
+    neither the blocks nor the slots may be given to anyone else. Threads: the one that began the job.
+    """
+
+    def launch(self) -> None:
+        """Begin what has not begun."""
 
     def is_done(self) -> bool:
-        """Whether every byte has arrived; never blocks."""
+        """Whether every byte of what has begun has arrived; never blocks."""
 
     def wait(self) -> None:
-        """Block until every byte has arrived."""
+        """Block until every byte of what has begun has arrived. What has not begun never will."""
 
 
 class _AlreadyDone:
+    def launch(self) -> None:
+        return
+
     def is_done(self) -> bool:
         return True
 
@@ -63,60 +73,11 @@ _DONE: Final = _AlreadyDone()
 
 
 @dataclass(frozen=True)
-class PagedLayer:
-    """One layer's tensor with its page, checked: where the page of a block lies in the tensor's storage, in bytes."""
-
-    page: LayerPage
-    tensor: torch.Tensor
-
-    @cached_property
-    def ratio(self) -> int:
-        return self.page.shape[0] if self.page.axes.startswith("K") else 1
-
-    @cached_property
-    def offset_bytes(self) -> int:
-        return int(self.tensor.storage_offset() * self.tensor.element_size())
-
-    @cached_property
-    def block_stride_bytes(self) -> int:
-        return int(self.tensor.stride(0) * self.ratio * self.tensor.element_size())
-
-    def check(self) -> None:
-        tensor, name = self.tensor, self.page.layer
-        if tensor.dim() != 4 or tensor.shape[0] < self.ratio or tensor.shape[0] % self.ratio:
-            raise UnsupportedModel(
-                "KV tensor is not [blocks, heads, tokens, content]. "
-                f"layer={name} shape={tuple(tensor.shape)} kernel_blocks={self.ratio}"
-            )
-        inner = sum((extent - 1) * stride for extent, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-        span = (inner + (self.ratio - 1) * tensor.stride(0) + 1) * tensor.element_size()
-        size = tensor[0].numel() * self.ratio * tensor.element_size()
-        if not span == size == self.page.page_bytes <= self.block_stride_bytes:
-            raise UnsupportedModel(
-                f"a block's page is not one dense run of bytes. layer={name} span={span} size={size} "
-                f"page={self.page.page_bytes} block_stride={self.block_stride_bytes}"
-            )
-
-    def read_block(self, block: int) -> npt.NDArray[Any]:
-        """Copy a block's elements out by logical index, as signed integers [K, H, N, C]."""
-        bits: npt.NDArray[Any] = self._bits(block).cpu().contiguous().numpy().copy()
-        return bits
-
-    def write_block(self, block: int, bits: npt.NDArray[Any]) -> None:
-        """Set a block's elements by logical index; takes what ``read_block`` gives."""
-        self._bits(block).copy_(torch.from_numpy(bits))
-
-    def _bits(self, block: int) -> torch.Tensor:
-        same_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.tensor.element_size()]
-        return self.tensor.view(same_size)[block * self.ratio : (block + 1) * self.ratio]
-
-
-@dataclass(frozen=True)
 class _Run:
     """Layers that follow each other in the payload and share a storage and a row size: copied by one call.
 
     Attributes:
-        grid: The storage as rows ``[rows, bytes]``; on a GPU as words where addresses allow.
+        grid: The storage as rows ``[rows, bytes]``.
         first: Row of block 0 per layer, shaped for broadcasting to [layers, blocks, rows of a page].
         step: Rows from one block to the next per layer, of the same shape.
         offset_bytes: Where the run begins in the group's byte range.
@@ -141,19 +102,27 @@ class _Run:
 class PagedKV:
     """One KV cache group of one rank: moves the pages of whole blocks between vLLM's tensors and a slot.
 
-    Threads: on the CPU any number; on a GPU one thread at a time, and ``note_compute`` from the model's thread.
+    Threads: on the CPU any number; on a device one per direction, and ``mark`` from the model's thread.
     """
 
-    def __init__(self, pages: Sequence[LayerPage], tensors: Mapping[str, torch.Tensor], blocks_per_chunk: int) -> None:
+    def __init__(
+        self,
+        pages: Sequence[LayerPage],
+        tensors: Mapping[str, torch.Tensor],
+        blocks_per_chunk: int,
+        engine: CopyEngine | None = None,
+    ) -> None:
         """Plan the copies.
 
         Args:
             pages: The group's layers in payload order.
             tensors: The registered KV tensor of every layer in ``pages``; more are allowed and ignored.
             blocks_per_chunk: Blocks of one chunk that are stored for these layers.
+            engine: What copies; None: the CPU, or an engine of this group alone where the tensors lie on a device.
 
         Raises:
-            UnsupportedModel: A tensor's page is not a dense run of bytes, or devices or block counts differ.
+            UnsupportedModel: A tensor's page is not a dense run of bytes, devices or block counts differ, or the device
+                cannot copy.
         """
         if not pages or blocks_per_chunk <= 0:
             raise ValueError(f"nothing to copy. layers={len(pages)} blocks_per_chunk={blocks_per_chunk}")
@@ -167,28 +136,30 @@ class PagedKV:
         self.num_blocks: Final[int] = counts.pop()
         self.blocks_per_chunk: Final = blocks_per_chunk
         self.group_bytes: Final = sum(page.page_bytes for page in pages) * blocks_per_chunk
-        runs = _plan(self.layers, blocks_per_chunk)
+        self._engine: Final = engine or engine_for(devices.pop())
         self._copier: _HostCopier | _DeviceCopier
-        device = devices.pop()
-        if device.type == "cpu":
-            self._copier = _HostCopier(runs, blocks_per_chunk)
-        elif device.type == "cuda":
-            self._copier = _DeviceCopier(runs, blocks_per_chunk, self.group_bytes, device)
+        if self._engine is None:
+            self._copier = _HostCopier(_plan(self.layers, blocks_per_chunk), blocks_per_chunk)
         else:
-            raise UnsupportedModel(f"KV on a device of this type cannot be copied. device={device}")
+            self._copier = _DeviceCopier(plan_rows(self.layers, blocks_per_chunk, self._engine))
 
-    def gather(self, block_ids: Sequence[int], out: memoryview) -> CopyDone:
-        """Copy one chunk's pages into ``out``, the group's byte range of a slot.
+    def mark(self) -> Mark:
+        """What the calling thread has queued on its stream until now, for copies that have to come after it."""
+        return None if self._engine is None else self._engine.mark()
+
+    def gather(self, block_ids: Sequence[int], out: memoryview, mark: Mark = None) -> CopyJob:
+        """Copy one chunk's pages into ``out``, the group's byte range of a slot, behind ``mark``.
 
         Args:
             block_ids: The chunk's blocks in token order.
             out: Writable, ``group_bytes`` long, valid until the copy is done.
         """
-        if len(block_ids) != self.blocks_per_chunk:
-            raise ValueError(f"a chunk has {self.blocks_per_chunk} blocks. observed={len(block_ids)}")
-        return self._copier.gather(self._checked(block_ids, out), np.frombuffer(out, dtype=np.uint8))
+        job = _begin(self._engine, "save", mark)
+        self.add_gather(job, block_ids, out)
+        job.launch()
+        return job
 
-    def scatter(self, src: memoryview, block_ids: Sequence[int], first_block: int = 0) -> CopyDone:
+    def scatter(self, src: memoryview, block_ids: Sequence[int], first_block: int = 0, mark: Mark = None) -> CopyJob:
         """Copy the chunk's blocks ``first_block`` and following from ``src`` into the blocks ``block_ids``.
 
         Fewer blocks than the chunk has are copied where the GPU's prefix cache already holds the others.
@@ -198,16 +169,25 @@ class PagedKV:
             block_ids: Destinations, all different, in token order.
             first_block: Which of the chunk's blocks goes to ``block_ids[0]``.
         """
+        job = _begin(self._engine, "load", mark)
+        self.add_scatter(job, src, block_ids, first_block)
+        job.launch()
+        return job
+
+    def add_gather(self, job: CopyJob, block_ids: Sequence[int], out: memoryview) -> None:
+        """:meth:`gather` as a part of a job that saves."""
+        if len(block_ids) != self.blocks_per_chunk:
+            raise ValueError(f"a chunk has {self.blocks_per_chunk} blocks. observed={len(block_ids)}")
+        self._copier.gather(job, self._checked(block_ids, out), np.frombuffer(out, dtype=np.uint8))
+
+    def add_scatter(self, job: CopyJob, src: memoryview, block_ids: Sequence[int], first_block: int = 0) -> None:
+        """:meth:`scatter` as a part of a job that loads."""
         if first_block < 0 or not 0 < len(block_ids) <= self.blocks_per_chunk - first_block:
             raise ValueError(
                 f"blocks outside the chunk. first_block={first_block} blocks={len(block_ids)} "
                 f"blocks_per_chunk={self.blocks_per_chunk}"
             )
-        return self._copier.scatter(np.frombuffer(src, dtype=np.uint8), self._checked(block_ids, src), first_block)
-
-    def note_compute(self) -> None:
-        """Remember what the model's thread has queued on its stream: later copies run after it. Free on the CPU."""
-        self._copier.note_compute()
+        self._copier.scatter(job, np.frombuffer(src, dtype=np.uint8), self._checked(block_ids, src), first_block)
 
     def _checked(self, block_ids: Sequence[int], buffer: memoryview) -> Rows:
         # numpy's clip mode would quietly copy another block: an id outside the pool must never get there.
@@ -217,6 +197,19 @@ class PagedKV:
         if buffer.nbytes != self.group_bytes:
             raise ValueError(f"buffer has another size. expected={self.group_bytes} observed={buffer.nbytes}")
         return ids
+
+
+def engine_for(device: torch.device) -> CopyEngine | None:
+    """An engine for paged KV on a device, with staging memory of its own; None on the CPU, which copies by itself.
+
+    Raises:
+        UnsupportedModel: The device has no memory left, or torch no streams for it.
+    """
+    return None if device.type == "cpu" else CopyEngine(device_of(device))
+
+
+def _begin(engine: CopyEngine | None, direction: Direction, mark: Mark) -> CopyJob:
+    return _DONE if engine is None else engine.begin(direction, mark)
 
 
 class RankKV:
@@ -234,6 +227,7 @@ class RankKV:
         tensors: Mapping[str, Any],
         stored_blocks: Sequence[int],
         state_pages: Sequence[Sequence[LayerPage]] = (),
+        engine: CopyEngine | None = None,
     ) -> None:
         """Plan the copies.
 
@@ -242,13 +236,16 @@ class RankKV:
             tensors: The registered KV tensor of every layer.
             stored_blocks: For every group, how many blocks of a chunk are stored.
             state_pages: The layers of every group of recurrent layers; a part of a state is one block of them.
+            engine: What copies; None: the CPU, or an engine of this rank where the tensors lie on a device.
 
         Raises:
             UnsupportedModel: A tensor cannot be copied (see :class:`PagedKV`), or a part of a state is larger than a
                 chunk.
         """
+        self.engine: Final = engine or engine_for(tensors[group_pages[0][0].layer].device)
         self.groups: Final = tuple(
-            PagedKV(pages, tensors, blocks) for pages, blocks in zip(group_pages, stored_blocks, strict=True)
+            PagedKV(pages, tensors, blocks, self.engine)
+            for pages, blocks in zip(group_pages, stored_blocks, strict=True)
         )
         self._block_bytes: Final = tuple(
             group.group_bytes // blocks for group, blocks in zip(self.groups, stored_blocks, strict=True)
@@ -258,7 +255,7 @@ class RankKV:
             slice(end - group.group_bytes, end) for group, end in zip(self.groups, ends, strict=True)
         )
         self.rank_bytes: Final = ends[-1]
-        self.states: Final = tuple(PagedKV(pages, tensors, 1) for pages in state_pages)
+        self.states: Final = tuple(PagedKV(pages, tensors, 1, self.engine) for pages in state_pages)
         for state in self.states:
             if state.group_bytes > self.rank_bytes:
                 raise UnsupportedModel(
@@ -266,37 +263,52 @@ class RankKV:
                     f"first_layer={state.layers[0].page.layer} bytes={state.group_bytes} chunk_bytes={self.rank_bytes}"
                 )
 
-    def gather(self, block_ids: Sequence[Sequence[int]], out: memoryview, started: list[CopyDone]) -> None:
+    def mark(self) -> Mark:
+        """As :meth:`PagedKV.mark`."""
+        return None if self.engine is None else self.engine.mark()
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Around copies in a thread that makes nothing else: its device, and what CUDA keeps for each thread."""
+        return nullcontext() if self.engine is None else self.engine.device.copying()
+
+    def begin(self, direction: Direction, mark: Mark) -> CopyJob:
+        """Begin a job whose copies read and write pages after ``mark``.
+
+        Raises:
+            ValueError: There is no mark, and the KV lies on a device.
+        """
+        return _begin(self.engine, direction, mark)
+
+    def gather(self, block_ids: Sequence[Sequence[int]], out: memoryview, job: CopyJob) -> None:
         """Copy one chunk's stored blocks, given per group, into ``out``, which is ``rank_bytes`` long.
 
-        Every copy that begins is added to ``started``, also when a later one cannot begin and raises: until they are
-        done, neither the blocks nor the slot may be given to anyone else.
+        When a later group's copy cannot begin and this raises, those before it may have begun.
         """
         self._check(out)
         for group, place, ids in zip(self.groups, self._ranges, block_ids, strict=True):
-            started.append(group.gather(ids, out[place]))
+            group.add_gather(job, ids, out[place])
 
-    def scatter(self, src: memoryview, runs: Sequence[tuple[int, Sequence[int]]], started: list[CopyDone]) -> None:
+    def scatter(self, src: memoryview, runs: Sequence[tuple[int, Sequence[int]]], job: CopyJob) -> None:
         """Copy from ``src`` into blocks, given per group as the first stored block to copy and where the blocks go.
 
-        ``started`` as for :meth:`gather`.
+        Raises as :meth:`gather`.
         """
         self._check(src)
         for group, place, (first, ids) in zip(self.groups, self._ranges, runs, strict=True):
             if ids:
-                started.append(group.scatter(src[place], ids, first))
+                group.add_scatter(job, src[place], ids, first)
 
-    def gather_state(self, part: int, block: int, out: memoryview, started: list[CopyDone]) -> None:
+    def gather_state(self, part: int, block: int, out: memoryview, job: CopyJob) -> None:
         """Copy one part of a state, which is one block, into ``out``, which is ``rank_bytes`` long; zeros behind it."""
         self._check(out)
         size = self.states[part].group_bytes
         out[size:] = bytes(self.rank_bytes - size)  # the slot may have held another prompt's KV
-        started.append(self.states[part].gather((block,), out[:size]))
+        self.states[part].add_gather(job, (block,), out[:size])
 
-    def scatter_state(self, src: memoryview, part: int, block: int, started: list[CopyDone]) -> None:
+    def scatter_state(self, src: memoryview, part: int, block: int, job: CopyJob) -> None:
         """Copy one part of a state from ``src``, which is ``rank_bytes`` long, into a block."""
         self._check(src)
-        started.append(self.states[part].scatter(src[: self.states[part].group_bytes], (block,)))
+        self.states[part].add_scatter(job, src[: self.states[part].group_bytes], (block,))
 
     def copied_bytes(self, blocks: Sequence[int]) -> int:
         """Size of so many blocks, given per group."""
@@ -305,11 +317,6 @@ class RankKV:
     def _check(self, buffer: memoryview) -> None:
         if buffer.nbytes != self.rank_bytes:
             raise ValueError(f"buffer has another size. expected={self.rank_bytes} observed={buffer.nbytes}")
-
-    def note_compute(self) -> None:
-        """Remember what the model's thread has queued on its stream: later copies run after it. Free on the CPU."""
-        for group in (*self.groups, *self.states):
-            group.note_compute()
 
 
 def _plan(layers: Sequence[PagedLayer], blocks: int) -> list[_Run]:
@@ -330,13 +337,11 @@ def _plan(layers: Sequence[PagedLayer], blocks: int) -> list[_Run]:
 
 
 def _run(layers: Sequence[PagedLayer], row_bytes: int, offset_bytes: int, blocks: int) -> _Run:
-    tensor, page_bytes = layers[0].tensor, layers[0].page.page_bytes
-    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    page_bytes = layers[0].page.page_bytes
+    storage = layers[0].storage()
     origin = layers[0].offset_bytes % row_bytes
     count = (storage.numel() - origin) // row_bytes
     grid = storage[origin : origin + count * row_bytes].view(count, row_bytes)
-    if tensor.device.type != "cpu" and (grid.data_ptr() | row_bytes | offset_bytes) % DEVICE_WORD_BYTES == 0:
-        grid = grid.view(torch.int64)
     return _Run(
         grid=grid,
         first=np.array([(x.offset_bytes - origin) // row_bytes for x in layers], dtype=np.intp)[:, None, None],
@@ -354,92 +359,28 @@ class _HostCopier:
         self._runs = [(run, run.grid.numpy()) for run in runs]
         self._blocks = blocks
 
-    def gather(self, block_ids: Rows, slot: npt.NDArray[np.uint8]) -> CopyDone:
+    def gather(self, _: CopyJob, block_ids: Rows, slot: npt.NDArray[np.uint8]) -> None:
         for run, grid in self._runs:
             # mode="raise" would copy into a temporary first, so that an error leaves out unchanged.
             out = run.slot_rows(slot, self._blocks)
             grid.take(run.rows_of(block_ids), axis=0, out=out, mode="clip")
-        return _DONE
 
-    def scatter(self, slot: npt.NDArray[np.uint8], block_ids: Rows, first_block: int) -> CopyDone:
+    def scatter(self, _: CopyJob, slot: npt.NDArray[np.uint8], block_ids: Rows, first_block: int) -> None:
         for run, grid in self._runs:
             part = run.slot_rows(slot, self._blocks)[:, first_block : first_block + len(block_ids)]
             grid[run.rows_of(block_ids)] = part
-        return _DONE
-
-    def note_compute(self) -> None:
-        return
-
-
-class _EventDone:
-    """Done when an event recorded behind the copy has passed. Keeps the host buffer alive until then."""
-
-    def __init__(self, stream: Any, buffer: object) -> None:
-        self._buffer = buffer
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 class _DeviceCopier:
-    """Copies on a stream of its own, behind what ``note_compute`` saw, through one staging buffer per direction.
+    """Gives one group's copies to a job of the rank's engine."""
 
-    Not yet run on a GPU (README, "Status"). Copies of one direction follow each other on its stream, so the next
-    gather's index_select cannot overwrite staging that an earlier copy to the host still reads.
+    def __init__(self, runs: Sequence[RowRun]) -> None:
+        self.runs: Final = runs
 
-    ===============  ==============  ===============================================
-    field            owner           how it crosses
-    ``_compute``     model's thread  replaced whole under ``_lock``, read under it
-    all others       copy thread     not shared
-    ===============  ==============  ===============================================
-    """
+    def gather(self, job: CopyJob, block_ids: Rows, slot: npt.NDArray[np.uint8]) -> None:
+        assert isinstance(job, DeviceJob)
+        job.add(self.runs, block_ids, slot, 0)
 
-    def __init__(self, runs: Sequence[_Run], blocks: int, group_bytes: int, device: torch.device) -> None:
-        self._runs, self._blocks, self._device = runs, blocks, device
-        self._lock = threading.Lock()
-        self._compute = torch.cuda.Event()
-        self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
-        self._staging = [torch.empty(group_bytes, dtype=torch.uint8, device=device) for _ in self._streams]
-        self.note_compute()
-
-    def note_compute(self) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        with self._lock:
-            self._compute = event
-
-    def gather(self, block_ids: Rows, slot: npt.NDArray[np.uint8]) -> CopyDone:
-        stream, staging = self._begin(0)
-        with torch.cuda.stream(stream):
-            for run in self._runs:
-                out = self._staged(run, staging).view(-1, run.grid.shape[1])
-                torch.index_select(run.grid, 0, self._index(run, block_ids), out=out)
-            torch.from_numpy(slot).copy_(staging, non_blocking=True)
-        return _EventDone(stream, slot)
-
-    def scatter(self, slot: npt.NDArray[np.uint8], block_ids: Rows, first_block: int) -> CopyDone:
-        stream, staging = self._begin(1)
-        with torch.cuda.stream(stream):
-            staging.copy_(torch.from_numpy(slot), non_blocking=True)
-            for run in self._runs:
-                part = self._staged(run, staging)[:, first_block : first_block + len(block_ids)]
-                run.grid.index_copy_(0, self._index(run, block_ids), part.reshape(-1, run.grid.shape[1]))
-        return _EventDone(stream, slot)
-
-    def _begin(self, direction: int) -> tuple[Any, torch.Tensor]:
-        with self._lock:
-            event = self._compute
-        self._streams[direction].wait_event(event)
-        return self._streams[direction], self._staging[direction]
-
-    def _staged(self, run: _Run, staging: torch.Tensor) -> torch.Tensor:
-        part = staging[run.offset_bytes : run.offset_bytes + run.size_bytes].view(run.grid.dtype)
-        return part.view(len(run.first), self._blocks, run.page_rows, -1)
-
-    def _index(self, run: _Run, block_ids: Rows) -> torch.Tensor:
-        return torch.from_numpy(run.rows_of(block_ids).reshape(-1)).to(self._device)
+    def scatter(self, job: CopyJob, slot: npt.NDArray[np.uint8], block_ids: Rows, first_block: int) -> None:
+        assert isinstance(job, DeviceJob)
+        job.add(self.runs, block_ids, slot, first_block)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.version import __version__
 
 if TYPE_CHECKING:
@@ -82,7 +82,11 @@ CONFIG: Final = "vllm.config"
 
 DRAFTS: Final = "drafts"
 STATES: Final = "recurrent layers"
+SLEEP: Final = "sleep mode"
 EVENTS: Final = "KV events"
+LAYOUT: Final = (
+    "the KV layout of an accelerator: vLLM chooses, and pages that are torn apart are served without the cache"
+)
 
 IMPORTED: Final = {
     "BlockRemoved": "vllm.distributed.kv_events",
@@ -189,10 +193,12 @@ HOOKS: Final = (
     *_overrides(
         BASE,
         OURS,
-        "__init__ build_kv_connector_stats build_prom_metrics requires_kv_delivery bind_gpu_block_pool on_new_request "
+        "__init__ build_kv_connector_stats build_prom_metrics get_required_kvcache_layout requires_kv_delivery "
+        "bind_gpu_block_pool on_new_request "
         "get_num_new_matched_tokens update_state_after_alloc build_connector_meta update_connector_output "
         "request_finished has_pending_push_work has_pending_block_frees reset_cache take_events get_kv_connector_stats "
-        "register_kv_caches start_load_kv wait_for_layer_load save_kv_layer wait_for_save get_transfer_results "
+        "register_kv_caches handle_preemptions start_load_kv wait_for_layer_load save_kv_layer wait_for_save "
+        "get_transfer_results "
         "build_connector_worker_meta shutdown",
     ),
     *_overrides(f"{V1}.base:SupportsHMA", OURS, "request_finished_all_groups"),
@@ -221,8 +227,6 @@ LEFT_TO_VLLM: Final = {
     "get_kv_connector_kv_cache_events": "events come from the scheduler's side",
     "get_loaded_kv_cache_group_ids": "all prefix-cacheable groups, which is what is loaded",
     "get_mem_pool_context": "the KV cache lies in vLLM's own memory",
-    "get_required_kvcache_layout": "any block-contiguous layout is copied as it is",
-    "handle_preemptions": "blocks that are being saved are pinned",
     "has_connector_metadata": "whether the step's metadata is there",
     "register_finished_partial_tail": "for states inside a block, which are not stored",
     "requires_piecewise_for_cudagraph": "nothing is done per layer",
@@ -253,9 +257,14 @@ LOADERS: Final = (
 SCALES: Final = Use("vllm.v1.attention.backends.triton_attn:TritonAttentionImpl", "_ensure_scale_caches")
 """What writes into pages that a load may have filled. Compared where it was imported: it takes a GPU's packages."""
 
+ALLOCATOR: Final = Use("vllm.device_allocator", "get_mem_allocator_instance", "", feature=SLEEP,
+                       without="waiting for running copies before a sleep, up to vLLM 0.32")  # fmt: skip
+"""What takes the KV cache's memory away in a sleep; wrapped where no hook tells of it."""
+
 USES: Final = (
     *HOOKS,
     *LOADERS,
+    ALLOCATOR,
     # scheduler
     *_calls(
         "vllm.v1.core.block_pool:BlockPool",
@@ -339,6 +348,7 @@ USES: Final = (
     *_reads(f"{CONFIG}:ModelConfig", "model revision code_revision seed dtype quantization quantization_config "
             "max_model_len hf_config hf_text_config multimodal_config is_encoder_decoder trust_remote_code "
             "model_weights"),
+    Use(f"{CONFIG}:ModelConfig", "enable_sleep_mode", without="waiting for running copies before a sleep"),
     *_reads(f"{CONFIG}:MultiModalConfig", "mm_processor_cache_gb"),
     *_reads(f"{CONFIG}:ParallelConfig", "rank world_size tensor_parallel_size pipeline_parallel_size nnodes_within_dp "
             "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep"),
@@ -353,6 +363,9 @@ USES: Final = (
     *_reads(f"{CONFIG}:KVEventsConfig", "enable_kv_cache_events"),
     *_reads(f"{CONFIG}:CompilationConfig", "static_forward_context"),
     *_reads(f"{CONFIG}:AttentionConfig", "hisparse_config"),
+    *_reads(f"{CONFIG}:VllmConfig", "device_config", without=LAYOUT),
+    *_reads(f"{CONFIG}:DeviceConfig", "device_type", without=LAYOUT),
+    *_reads(f"{CONFIG}:ModelConfig", "use_mla", without=LAYOUT),
     *_reads(f"{CONFIG}:SpeculativeConfig", "method num_speculative_tokens"),
     *_reads(f"{CONFIG}:SpeculativeConfig", "draft_model_config draft_parallel_config draft_load_config "
             "parallel_drafting num_speculative_tokens_per_batch_size", feature=DRAFTS),
@@ -751,3 +764,25 @@ def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:
         return bool(empty())
 
     block_pool.reset_prefix_cache = reset_prefix_cache
+
+
+def before_sleep(finish: Callable[[], None]) -> None:
+    """Have ``finish`` called before vLLM takes away the KV cache's memory; from 0.33 on a hook says so.
+
+    Raises:
+        UnsupportedModel: Neither is there: a copy that runs while vLLM sleeps would end the engine.
+    """
+    if hasattr(importlib.import_module(f"{V1}.base").KVConnectorBase_V1, "unregister_kv_caches"):
+        return
+    try:
+        allocator = importlib.import_module(ALLOCATOR.place).get_mem_allocator_instance()
+        sleep = allocator.sleep
+    except (ImportError, AttributeError, RuntimeError) as exc:
+        raise UnsupportedModel(f"this vLLM does not say when it sleeps; start it without sleep mode: {exc}") from exc
+
+    @functools.wraps(sleep)
+    def sleep_without_copies(*arguments: Any, **named: Any) -> Any:
+        finish()
+        return sleep(*arguments, **named)
+
+    allocator.sleep = sleep_without_copies

@@ -30,6 +30,7 @@ from tiered_kv.vllm.compat import (
 from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
 from tiered_kv.vllm.hooks import SchedulerHooks
 from tiered_kv.vllm.kv_groups import cache_groups, chunk_tokens_of
+from tiered_kv.vllm.kv_layout import required_layout
 from tiered_kv.vllm.plugin import register
 from tiered_kv.vllm.prometheus import TieredKVPromMetrics
 from tiered_kv.vllm.step import SaveReport, StepMetadata
@@ -112,6 +113,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> TieredKVPromMetrics:
         return TieredKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        return required_layout(vllm_config)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A cache drops stores when it must; no request waits for them."""
@@ -185,15 +190,22 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Sleep takes the KV cache's memory away and wake-up brings it back where it was (vLLM 0.33 and later ask)."""
+        """Sleep takes the KV cache's memory away and wake-up brings it back where it was.
+
+        vLLM 0.33 and later ask; for earlier ones see ``compat.before_sleep``.
+        """
         if self._worker is not None:
             self._worker.finish_copies()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called by both of vLLM's runners in every step, before anything of it is queued; blocks are pinned anyway."""
+        if self._worker is not None:
+            assert isinstance(kv_connector_metadata, StepMetadata)
+            self._worker.begin_step(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            metadata = self._step()
-            self._worker.follow(metadata)
-            self._worker.start_loads(metadata)
+            self._worker.start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are never awaited inside a forward pass: vLLM schedules a request when its load has been reported."""

@@ -37,6 +37,32 @@ DTYPE_NAMES: Final = {
 """torch dtypes of KV tensors with their safetensors names; torch has more than the format can name."""
 
 
+LAYOUT: Final = "LBHNC"
+"""A block's page is one dense run, heads outermost in it: what vLLM's own connectors ask for."""
+
+
+def required_layout(vllm_config: Any) -> str | None:
+    """The layout to ask vLLM for before it lays out the KV cache, or None: its own choice.
+
+    vLLM calls this in the engine's core, and takes its own first choice with a warning where a backend cannot have what
+    is asked for (``resolve_kv_cache_layout``). Asked on accelerators: backends for ROCm prefer LHBNC, which tears pages
+    apart and would be refused; and where they take any layout, engines on cards with different backends share a cache.
+
+    Not asked for where nothing would come of it but another name of the layout, which is part of the namespace, or a
+    warning:
+
+    * on a CPU, whose attention has this layout only and whose MLA has one head;
+    * with MLA everywhere: a page with one head is the same bytes in every layout we take, and DeepSeek V4's backends
+      take block-outermost ones only;
+    * with HiSparse, which is served without the cache and has to have BLHNC.
+    """
+    # vLLM asks before any connector is made, so before its names are checked: what is gone must not end the engine.
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
+    has_mla = getattr(getattr(vllm_config, "model_config", None), "use_mla", True)
+    is_sparse = getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None
+    return None if device == "cpu" or has_mla or is_sparse else LAYOUT
+
+
 def rank_pages(
     kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_groups: Iterable[CacheGroup]
 ) -> list[list[LayerPage]]:

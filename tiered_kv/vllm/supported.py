@@ -17,6 +17,7 @@ from tiered_kv.vllm.compat import (
     EVENTS,
     GROUP_FIELDS,
     OLDEST,
+    SLEEP,
     SPEC_FIELDS,
     STATES,
     overwrites_scales,
@@ -63,6 +64,7 @@ def features(vllm_config: Any, kv_cache_config: Any) -> set[str]:
         DRAFTS: has_drafts_kv(vllm_config),
         STATES: _has_states(kv_cache_config),
         EVENTS: events is not None and events.enable_kv_cache_events,
+        SLEEP: bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
     }
     return {name for name, is_there in has.items() if is_there}
 
@@ -145,6 +147,14 @@ def _check_partial_hits(cache: Any, kv_cache_config: Any) -> None:
             "step. Start vLLM without --prefix-match-unit, or with --prefix-cache-retention-interval None. "
             f"prefix_match_unit={unit} prefix_cache_retention_interval={interval}"
         )
+
+
+def copies_blocks(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether vLLM may fill a block with another's content before a forward pass: the states of recurrent layers, and
+    hits of its prefix cache that end inside a block."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    return any(map(is_recurrent, specs)) or len({int(spec.block_size) for spec in specs} | {unit} - {None}) > 1
 
 
 def check_drafts(vllm_config: Any, kv_cache_config: Any, version: str = vllm.__version__) -> None:

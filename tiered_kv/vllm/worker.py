@@ -9,8 +9,10 @@ and the arena is unmapped only when nothing copies from it or into it any more.
     _loads_done, _saves_done     filled by copy threads, emptied by the model runner's thread (deques as well)
     _running                     copy threads and the model runner's, under _idle; so is a client's is_lost, which the
                                  watching thread sets before it waits for the copies: none begins after that
+    _held                        the model runner's thread adds, whoever asks for copies takes, under _idle
     copied                       copy threads append, the model runner's thread takes
-    _paged, _join, _threads      register(), once, in the model runner's thread
+    _paged, _join, _threads,
+    _loads_early                 register(), once, in the model runner's thread
     before_leaving               a scheduler side in this process, before the first step
 """
 
@@ -25,12 +27,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm
 
+from tiered_kv.chunks.device_copy import Direction
 from tiered_kv.chunks.layout_test import self_test
-from tiered_kv.chunks.transfer import CopyDone, RankKV
+from tiered_kv.chunks.transfer import Mark, RankKV
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError, TierUnavailable, UnsupportedModel
 from tiered_kv.keys.stored_by import encoding_text, stored_by
@@ -40,13 +43,14 @@ from tiered_kv.server.connect import Background
 from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.version import __version__
+from tiered_kv.vllm.compat import before_sleep
 from tiered_kv.vllm.engine_metrics import CopyMeter
 from tiered_kv.vllm.identity.loader_watch import adapter_loads
 from tiered_kv.vllm.identity.record import base_fields, page_encodings, with_experts
 from tiered_kv.vllm.kv_groups import cache_groups
 from tiered_kv.vllm.kv_layout import rank_pages, state_pages
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveJob, SaveReport, StepMetadata
-from tiered_kv.vllm.supported import check_layers
+from tiered_kv.vllm.supported import check_layers, copies_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ BACKOFF_LAST_S = 30.0
 
 
 class CopyThread:
-    """One thread that performs copies in order."""
+    """One thread that performs the copies of one direction in order."""
 
     def __init__(self, name: str) -> None:
         """Start it.
@@ -82,6 +86,15 @@ class CopyThread:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
+
+
+class _Task(NamedTuple):
+    """A job that was not submitted yet, and the mark that it waits for on the device."""
+
+    kind: Direction
+    step: StepMetadata
+    job: LoadJob | SaveJob
+    mark: Mark
 
 
 def _stored_by(encodings: Iterable[str]) -> str:
@@ -111,7 +124,12 @@ class WorkerSide:
         self._joined: deque[WorkerClient] = deque()
         self._joining_generation = -1
         self._is_joining = False
-        self._early: list[tuple[str, StepMetadata, LoadJob | SaveJob]] = []
+        self._early: list[_Task] = []
+        self._held: list[_Task] = []
+        self._begun: StepMetadata | None = None
+        # Runner V1 samples after its connector saved, V2 before. Nothing but a device's queues makes the difference.
+        self._loads_early = True
+        self._samples_last = not getattr(vllm_config, "use_v2_model_runner", False)
         self._threads: dict[str, CopyThread] = {}
         self._loads_done: deque[tuple[str, bool]] = deque()
         self._saves_done: deque[tuple[int, bool]] = deque()
@@ -168,8 +186,10 @@ class WorkerSide:
             _stored_by(encodings.values()),
         )
         self._paged = paged
-        names = ("load", "save") if next(iter(kv_caches.values())).device.type == "cpu" else ("copy",)
-        self._threads = {name: CopyThread(name) for name in names}
+        self._loads_early = not copies_blocks(self._vllm_config, self._kv_cache_config)
+        self._threads = {kind: CopyThread(kind) for kind in ("load", "save")}
+        if paged.engine is not None and self._vllm_config.model_config.enable_sleep_mode:
+            before_sleep(self.finish_copies)
 
     def _give_up(self, reason: Exception) -> None:
         """Serve without the cache, and let the scheduler side know why."""
@@ -215,8 +235,8 @@ class WorkerSide:
             old, self._client = self._client, None
             self._rejoin_in_background(old, metadata.generation)
         early, self._early = self._early, []
-        for kind, step, job in early:
-            self._submit(kind, step, job)
+        for task in early:
+            self._submit(*task)
 
     def _rejoin_in_background(self, old: WorkerClient | None, generation: int) -> None:
         self._is_joining = True
@@ -241,28 +261,65 @@ class WorkerSide:
                 self._closing.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, BACKOFF_LAST_S)
 
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Start this step's loads before its forward pass is launched; for KV on a device only.
+
+        What the model's stream already has to do with their blocks (the reads of who had them, zeroing) is queued by
+        now, and this step touches no block that it loads. So a load need not wait for the forward pass, unless vLLM
+        may copy another block there in this step: runner V1 does so after this hook.
+        """
+        if self._paged is None or self._paged.engine is None:
+            return
+        self.follow(metadata)
+        self._submit_held()
+        if self._loads_early:
+            self._begun = metadata
+            self._start_loads(metadata)
+
     def start_loads(self, metadata: StepMetadata) -> None:
         """Start this step's loads, after everything that the model's stream already has to do with their blocks."""
-        if metadata.loads and self._paged is not None:
-            self._paged.note_compute()
+        begun, self._begun = self._begun, None
+        if begun is metadata:
+            return
+        self.follow(metadata)
+        self._submit_held()
+        self._start_loads(metadata)
+
+    def _start_loads(self, metadata: StepMetadata) -> None:
+        mark = self._mark() if metadata.loads else None
         for job in metadata.loads:
-            self._submit("load", metadata, job)
+            self._submit("load", metadata, job, mark)
 
     def start_saves(self, metadata: StepMetadata) -> None:
-        """Start this step's saves; the step's forward pass has been launched."""
-        if metadata.saves and self._paged is not None:
-            self._paged.note_compute()
+        """Start this step's saves; the step's forward pass has been launched.
+
+        Where the runner samples later, they are held until the next step begins, or until somebody waits for copies: a
+        GPU copies in the order in which it is asked, so the sampled tokens would arrive behind hundreds of megabytes.
+        """
+        mark = self._mark() if metadata.saves else None
         for job in metadata.saves:
             if self._rank % self._replicas:
                 self._report(job, succeeded=True)  # another rank stores these very bytes
+            elif self._samples_last and self._paged is not None and self._paged.engine is not None:
+                with self._idle:
+                    self._held.append(_Task("save", metadata, job, mark))
             else:
-                self._submit("save", metadata, job)
+                self._submit("save", metadata, job, mark)
 
-    def _submit(self, kind: str, metadata: StepMetadata, job: LoadJob | SaveJob) -> None:
+    def _mark(self) -> Mark:
+        return None if self._paged is None else self._paged.mark()
+
+    def _submit_held(self) -> None:
+        with self._idle:
+            held, self._held = self._held, []
+        for task in held:
+            self._submit(*task)
+
+    def _submit(self, kind: Direction, metadata: StepMetadata, job: LoadJob | SaveJob, mark: Mark = None) -> None:
         client, session = self._client, metadata.session
         if client is None and self._is_joining and job.generation == self._joining_generation:
             # The session opened while this worker was still mapping its arena: the job starts when that is done.
-            self._early.append((kind, metadata, job))
+            self._early.append(_Task(kind, metadata, job, mark))
             return
         if client is None or session is None or not job.copies or client.generation != job.generation:
             self._report(job, succeeded=False)
@@ -275,12 +332,14 @@ class WorkerSide:
         if not may_copy:
             self._report(job, succeeded=False)
             return
-        told_s = time.monotonic()
+        told_s, paged = time.monotonic(), self._paged
+        assert paged is not None
 
         def task() -> None:
             succeeded = False
             try:
-                self._copy(kind, client, session, job.copies)
+                with paged.copying():
+                    self._copy(kind, client, session, job.copies, mark)
                 succeeded = True
                 self.copied.ended(kind, time.monotonic() - told_s, self._copied_bytes(job.copies))
             except Exception:  # noqa: BLE001  # nothing may leave a copy unreported; the request is recomputed
@@ -292,7 +351,7 @@ class WorkerSide:
                     self._running -= 1
                     self._idle.notify_all()
 
-        (self._threads.get(kind) or self._threads["copy"]).submit(task)
+        self._threads[kind].submit(task)
 
     def _report(self, job: LoadJob | SaveJob, *, succeeded: bool) -> None:
         if isinstance(job, LoadJob):
@@ -300,10 +359,12 @@ class WorkerSide:
         else:
             self._saves_done.append((job.job_id, succeeded))
 
-    def _copy(self, kind: str, client: WorkerClient, session: SessionInfo, copies: tuple[ChunkCopy, ...]) -> None:
+    def _copy(
+        self, kind: Direction, client: WorkerClient, session: SessionInfo, copies: tuple[ChunkCopy, ...], mark: Mark
+    ) -> None:
         assert self._paged is not None
         offset = session.payload_offset + session.rank_offsets[self._rank]
-        started: list[CopyDone] = []
+        job = self._paged.begin(kind, mark)
         views: list[memoryview] = []
         try:
             for copy in copies:
@@ -313,16 +374,16 @@ class WorkerSide:
                 if copy.state_part is not None:
                     (block,) = copy.groups[0].block_ids
                     if kind == "load":
-                        self._paged.scatter_state(view, copy.state_part, block, started)
+                        self._paged.scatter_state(view, copy.state_part, block, job)
                     else:
-                        self._paged.gather_state(copy.state_part, block, view, started)
+                        self._paged.gather_state(copy.state_part, block, view, job)
                 elif kind == "load":
-                    self._paged.scatter(view, [(run.first_block, run.block_ids) for run in copy.groups], started)
+                    self._paged.scatter(view, [(run.first_block, run.block_ids) for run in copy.groups], job)
                 else:
-                    self._paged.gather([run.block_ids for run in copy.groups], view, started)
+                    self._paged.gather([run.block_ids for run in copy.groups], view, job)
+            job.launch()
         finally:
-            while started:  # also when a later one could not begin: nothing is reported while bytes move
-                started.pop().wait()  # and a view cannot be released while a copy holds it
+            job.wait()  # also when a later one could not begin: nothing is reported while bytes move
             # Also when a copy failed: a log handler that keeps the error must not keep the arena mapped.
             for view in views:
                 with contextlib.suppress(BufferError):  # held by the frame of the copy that failed
@@ -366,7 +427,8 @@ class WorkerSide:
         return report if report.ranks_done or report.adapters else None
 
     def finish_copies(self) -> None:
-        """Wait until no copy runs; blocks for milliseconds."""
+        """Start what was held, and wait until no copy runs; blocks for milliseconds."""
+        self._submit_held()
         with self._idle:
             self._idle.wait_for(lambda: self._running == 0)
 
@@ -375,6 +437,7 @@ class WorkerSide:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._submit_held()
         for thread in self._threads.values():
             thread.close()
         self.before_leaving()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.vllm.cached_engine import CachedEngine
 from tests.kit.vllm.harness import drain, reset_gpu_cache
-from tiered_kv.chunks.transfer import RankKV
+from tiered_kv.chunks.transfer import CopyJob, RankKV
 from tiered_kv.vllm.connector import TieredKVConnector
 
 WrongWay = Callable[[pytest.MonkeyPatch, CachedEngine], None]
@@ -20,7 +20,7 @@ WrongWay = Callable[[pytest.MonkeyPatch, CachedEngine], None]
 def zeroed_state(monkeypatch: pytest.MonkeyPatch, engine: CachedEngine) -> None:
     """States come as zeros."""
 
-    def scatter(self: RankKV, src: memoryview, part: int, block: int, started: list[Any]) -> None:
+    def scatter(self: RankKV, src: memoryview, part: int, block: int, job: CopyJob) -> None:
         for layer in self.states[part].layers:
             layer.tensor[block].zero_()
 
@@ -30,7 +30,7 @@ def zeroed_state(monkeypatch: pytest.MonkeyPatch, engine: CachedEngine) -> None:
 def zeroed_attention(monkeypatch: pytest.MonkeyPatch, engine: CachedEngine) -> None:
     """Attention's KV comes as zeros."""
 
-    def scatter(self: RankKV, src: memoryview, runs: Any, started: list[Any]) -> None:
+    def scatter(self: RankKV, src: memoryview, runs: Any, job: CopyJob) -> None:
         for group, (_, ids) in zip(self.groups, runs, strict=True):
             for layer in group.layers:
                 layer.tensor[list(ids)] = 0
@@ -67,8 +67,8 @@ def first_loaded(monkeypatch: pytest.MonkeyPatch, engine: CachedEngine) -> None:
     scatter = RankKV.scatter_state
     kept: dict[int, bytes] = {}
 
-    def give(self: RankKV, src: memoryview, part: int, block: int, started: list[Any]) -> None:
-        scatter(self, memoryview(kept.setdefault(part, bytes(src))), part, block, started)
+    def give(self: RankKV, src: memoryview, part: int, block: int, job: CopyJob) -> None:
+        scatter(self, memoryview(kept.setdefault(part, bytes(src))), part, block, job)
 
     monkeypatch.setattr(RankKV, "scatter_state", give)
 

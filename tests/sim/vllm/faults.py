@@ -19,7 +19,7 @@ import xxhash
 
 from tiered_kv.chunks import header as f
 from tiered_kv.chunks.header import read_header
-from tiered_kv.chunks.transfer import PagedKV
+from tiered_kv.chunks.transfer import CopyJob, PagedKV
 from tiered_kv.vllm.drafts import Drafts
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.request_lookups import RequestLookups
@@ -54,7 +54,7 @@ class CopyFaults:
     def active(self) -> Iterator[None]:
         """All copies in this process behave so."""
         source = random.Random(self.seed)
-        gather, scatter = PagedKV.gather, PagedKV.scatter
+        gather, scatter = PagedKV.add_gather, PagedKV.add_scatter
 
         def trouble(failing: float) -> None:
             if source.random() < self.slow:
@@ -70,14 +70,14 @@ class CopyFaults:
             trouble(self.failing_loads)
             return scatter(paged, *arguments, **more)
 
-        with mock.patch.multiple(PagedKV, gather=troubled_gather, scatter=troubled_scatter):
+        with mock.patch.multiple(PagedKV, add_gather=troubled_gather, add_scatter=troubled_scatter):
             yield
 
 
 @contextmanager
 def first_load_fails() -> Iterator[None]:
     """The next copy into paged KV fails, and all others work."""
-    scatter = PagedKV.scatter
+    scatter = PagedKV.add_scatter
     calls = itertools.count()
 
     def fail_once(paged: PagedKV, *arguments: Any, **more: Any) -> Any:
@@ -85,7 +85,7 @@ def first_load_fails() -> Iterator[None]:
             raise InjectedFailure("injected")
         return scatter(paged, *arguments, **more)
 
-    with mock.patch.object(PagedKV, "scatter", fail_once):
+    with mock.patch.object(PagedKV, "add_scatter", fail_once):
         yield
 
 
@@ -117,16 +117,15 @@ def store_without_pins(engine: Any) -> None:
 @contextmanager
 def loads_reported_early() -> Iterator[None]:
     """Loads are reported at once, and their bytes arrive later."""
-    scatter = PagedKV.scatter
+    scatter = PagedKV.add_scatter
     late: list[threading.Timer] = []
 
-    def later(paged: PagedKV, src: memoryview, *arguments: Any, **more: Any) -> Any:
+    def later(paged: PagedKV, job: CopyJob, src: memoryview, *arguments: Any, **more: Any) -> None:
         kept = memoryview(bytearray(src))
-        late.append(threading.Timer(LATE_S, scatter, (paged, kept, *arguments), more))
+        late.append(threading.Timer(LATE_S, scatter, (paged, job, kept, *arguments), more))
         late[-1].start()
-        return mock.Mock(wait=lambda: None)
 
-    with mock.patch.object(PagedKV, "scatter", later):
+    with mock.patch.object(PagedKV, "add_scatter", later):
         yield
     for timer in late:
         timer.join()

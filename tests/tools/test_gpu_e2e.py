@@ -1,0 +1,238 @@
+"""``make gpu-e2e`` checked without a GPU: what it says where it cannot run, how it judges, and a run on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.gpu_e2e import modes, runner
+from tools.gpu_e2e.modes import CPU, CUDA, MODES, ROLES, SCENARIOS, Mode
+from tools.gpu_proof.runner import source_digest
+
+
+def run(repository: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        (sys.executable, "-m", "tools.gpu_e2e", *arguments),
+        cwd=repository,
+        env=os.environ | {"PYTHONPATH": str(repository)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "sentence"),
+    [
+        ("torch", "this Python has no torch. Nothing was run."),
+        ("vllm", "scripts/pack-vllm packs one for a machine without a network. Nothing was run."),
+        ("rich", "this Python lacks a package of tiered_kv"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_sentence(repository: Path, tmp_path: Path, package: str, sentence: str) -> None:
+    (tmp_path / f"{package}.py").write_text("raise ImportError('not here')")
+    out = tmp_path / "e2e.json"
+    # The package's folder comes first, also for the probe's process, which puts the repository in front.
+    (tmp_path / "usercustomize.py").write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    ended = run(repository, "--out", str(out), PYTHONPATH=f"{tmp_path}{os.pathsep}{repository}")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert sentence in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert not out.exists()
+
+
+def phase(name: str, **changes: Any) -> dict[str, Any]:
+    cached, read = (0, {}) if name == "cold" else (1_024, {"disk": 5 if name == "warm_disk" else 0})
+    fields = {
+        "name": name,
+        "prompt_tokens": 1_140,
+        "cached_tokens": cached,
+        "ttft_s": 1.0,
+        "tokens_equal": True,
+        "kv_bytes_equal": True,
+        "read_bytes": read,
+    }
+    return fields | changes
+
+
+NAMES = ("cold", "warm_host", "warm_disk", "warm_other_suffix")
+
+
+def test_a_right_run_is_right_however_long_it_took() -> None:
+    found = runner.judged([phase(name) for name in NAMES], SCENARIOS["tiny"])
+    assert found["verdict"] == "right" and found["broken"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("cold", {"cached_tokens": 16}, "it was not cold"),
+        ("cold", {"tokens_equal": False}, "differs from plain vLLM's"),
+        ("warm_host", {"cached_tokens": 512}, "only 512 of 1100"),
+        ("warm_host", {"tokens_equal": False}, "differs from plain vLLM's"),
+        ("warm_host", {"kv_bytes_equal": False}, "the loaded KV differs"),
+        ("warm_host", {"read_bytes": {"disk": 5}}, "read from ['disk'], not from host memory"),
+        ("warm_disk", {"read_bytes": {"disk": 0}}, "read from no tier, not from disk"),
+        ("warm_disk", {"kv_bytes_equal": None}, "the loaded KV differs"),
+        ("warm_other_suffix", {"tokens_equal": False}, "differs from plain vLLM's"),
+    ],
+)
+def test_each_broken_promise_makes_the_mode_wrong(name: str, changes: dict[str, Any], says: str) -> None:
+    phases = [phase(one, **(changes if one == name else {})) for one in NAMES]
+    found = runner.judged(phases, SCENARIOS["tiny"])
+    assert found["verdict"] == "wrong" and any(says in line for line in found["broken"]), found["broken"]
+
+
+def test_an_engine_that_does_not_start_fails_its_mode_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "FILES", tmp_path / "files")
+    monkeypatch.setattr(runner, "MODES", (Mode("first", CPU), Mode("second", CPU)))
+    monkeypatch.setattr(runner, "ENGINE", "no_such_engine")
+    monkeypatch.setattr(runner, "probe", lambda: {"platform": "cpu", "gpu": "none"})
+    out = tmp_path / "e2e.json"
+    assert runner.main(["--out", str(out), "--model-dir", str(tmp_path / "models")]) == 1
+    kept = json.loads(out.read_text())
+    assert kept["exit_code"] == 1 and list(kept["modes"]) == ["first", "second"]
+    for mode in kept["modes"].values():
+        assert mode["verdict"] == "failed" and mode["broken"][0] == "plain: the engine ended with status 1"
+        assert "no_such_engine" in "".join(mode["broken"])
+    assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_run"), [({}, False), ({"source": "other"}, True), ({"verdict": "wrong"}, True)]
+)
+def test_a_mode_that_is_right_on_these_sources_is_not_run_again(
+    changes: dict[str, str], is_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = {"platform": "cpu", "gpu": "none"}
+    right = {"verdict": "right", "broken": [], "phases": [], "duration_s": 1.0, "options": {}}
+    ran: list[str] = []
+    monkeypatch.setattr(runner, "probe", lambda: machine)
+    monkeypatch.setattr(runner, "run_mode", lambda mode, *_: ran.append(mode.name) or dict(right))
+    out = tmp_path / "e2e.json"
+    kept = right | {"source": source_digest(runner.SOURCES), "on": machine} | changes
+    out.write_text(json.dumps({"modes": {"cpu-eager": kept}}))
+    assert runner.main(["--out", str(out)]) == 0
+    assert bool(ran) is is_run
+    ran.clear()
+    assert runner.main(["--out", str(out), "--force"]) == 0 and ran == ["cpu-eager"]
+
+
+def test_a_mode_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(runner, "probe", lambda: {"platform": "cpu", "gpu": "none"})
+    assert runner.main(["graphs"]) == 2
+    assert "no such mode on cpu" in capsys.readouterr().err
+
+
+def test_the_modes_cover_what_was_never_run() -> None:
+    on_gpu = [mode for mode in MODES if mode.device == CUDA]
+    options = [dict(mode.options) for mode in on_gpu]
+    assert {option.get("enforce_eager", False) for option in options} == {True, False}
+    assert {option.get("attention_backend") for option in options} == {None, "FLASH_ATTN", "TRITON_ATTN"}
+    assert {option.get("kv_cache_dtype") for option in options} == {None, "fp8", "fp8_per_token_head"}
+    assert {mode.environment.get("VLLM_USE_V2_MODEL_RUNNER") for mode in on_gpu} == {None, "0", "1"}
+    assert len({mode.name for mode in MODES}) == len(MODES)
+
+
+def test_prompts_share_the_document_and_nothing_else() -> None:
+    scenario = SCENARIOS["tiny"]
+    one, other = scenario.prompt(0), scenario.prompt(1)
+    assert one[: scenario.shared_tokens] == other[: scenario.shared_tokens] and one != other
+    assert len({tuple(scenario.warm_up_prompt(role)[:16]) for role in ROLES} | {tuple(one[:16])}) == 4
+    assert max(one) < scenario.vocabulary and modes.connector(Path("/x"), CPU)["strict"]
+
+
+@pytest.mark.vllm
+@pytest.mark.cores
+@pytest.mark.timeout(600)
+def test_the_cpu_mode_is_right_from_end_to_end(repository: Path, tmp_path: Path) -> None:
+    out = tmp_path / "e2e.json"
+    ended = run(repository, "--out", str(out), "cpu-eager")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    mode = json.loads(out.read_text())["modes"]["cpu-eager"]
+    assert mode["verdict"] == "right" and [found["name"] for found in mode["phases"]] == list(NAMES)
+    assert mode["engine"]["kv_layout"] == "LBHNC"
+
+
+LIBRARIES = (
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+    "vllm/cumem_allocator.abi3.so",
+    "vllm/_C_stable_libtorch.abi3.so",
+)
+
+
+def pack(repository: Path, tmp_path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run scripts/pack-vllm with a pip that downloads nothing and notes what it was asked for."""
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir(exist_ok=True)
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = pip ]; then echo "$@" >{tmp_path}/asked; else exec {sys.executable} "$@"; fi\n'
+    )
+    python.chmod(0o755)
+    environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = (repository / "scripts" / "pack-vllm", *arguments)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def wheel(path: Path, *names: str) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, name)
+    return path
+
+
+def test_vllm_is_packed_in_two_folders_without_what_is_not_needed(repository: Path, tmp_path: Path) -> None:
+    made = wheel(
+        tmp_path / "vllm.whl", *LIBRARIES, "vllm/__init__.py", "vllm/_moe_C.abi3.so", "vllm-0.dist-info/METADATA"
+    )
+    ended = pack(repository, tmp_path, str(made), str(tmp_path / "out"), "msgspec")
+    assert ended.returncode == 0, ended.stderr
+    packed = {}
+    for archive in sorted((tmp_path / "out").rglob("*.tar.xz")):
+        with tarfile.open(archive) as tar:
+            packed[str(archive.relative_to(tmp_path / "out"))] = {n.removeprefix("./") for n in tar.getnames()}
+    assert packed == {
+        "one/flash_attention.tar.xz": set(LIBRARIES[:2]),
+        "one/python.tar.xz": {"vllm/__init__.py", "vllm-0.dist-info/METADATA"},
+        "two/operators.tar.xz": {LIBRARIES[2]},
+    }
+    assert (tmp_path / "asked").read_text().endswith(" msgspec\n")
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [((), "no such wheel"), (("vllm/__init__.py",), "another version lays its libraries out otherwise")],
+)
+def test_a_wheel_that_cannot_be_packed_is_said(
+    repository: Path, tmp_path: Path, names: tuple[str, ...], says: str
+) -> None:
+    path = tmp_path / "vllm.whl"
+    if names:
+        wheel(path, *names)
+    ended = pack(repository, tmp_path, str(path), str(tmp_path / "out"))
+    assert ended.returncode == 1 and says in ended.stderr
+
+
+def test_packing_without_arguments_shows_the_usage(repository: Path, tmp_path: Path) -> None:
+    ended = pack(repository, tmp_path)
+    assert ended.returncode == 1 and ended.stderr.startswith("usage: scripts/pack-vllm WHEEL DEST")
+
+
+def test_what_is_packed_beside_vllm_includes_all_that_the_cache_needs(repository: Path) -> None:
+    """But what the machine has for its models, and what only a bucket needs."""
+    needed = {
+        requirement.partition(">")[0]
+        for requirement in tomllib.loads((repository / "pyproject.toml").read_text())["project"]["dependencies"]
+    }
+    text = (repository / "scripts" / "pack-vllm").read_text()
+    packed = set(text[text.index("packages=(\n") : text.index("\n)\n")].split())
+    assert needed - packed == {"safetensors", "fsspec", "packaging", "s3fs"}

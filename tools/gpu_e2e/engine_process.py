@@ -1,0 +1,180 @@
+"""One engine of a mode: ``python -m tools.gpu_e2e.engine_process JOB.json``, started by ``runner.py``.
+
+Writes what it saw where the job says. Its standard output is vLLM's log. Asks as the demo does, on any device, and by
+the demo's own engine (``demo/engine.py``), which knows vLLM's insides.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "demo"))
+from engine import Answer, Engine
+
+from tiered_kv.testing import model as models
+from tools.gpu_e2e.modes import FIRST, MODULE_PATH, PLAIN, SECOND, Scenario
+
+MARGIN_MIN = 0.2
+"""Tokens are compared only where the best leads the second by this in plain vLLM: rounding can turn a smaller lead."""
+
+BATCH = 8
+QUIET_DEADLINE_S = 60.0
+QUIET_POLL_S = 0.1
+
+
+def main() -> None:
+    """Run the role of the job."""
+    job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    scenario = Scenario(**job["scenario"])
+    roles = {PLAIN: _plain, FIRST: _first, SECOND: _second}
+    Path(job["result"]).write_text(json.dumps(roles[job["role"]](job, scenario)))
+
+
+def _plain(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
+    """Plain vLLM: two questions whose answers rounding cannot turn, their answers and their KV."""
+    models.build_model(Path(job["model"]), shape=getattr(models, scenario.model))
+    engine = _start(job, scenario)
+    answers: dict[int, Answer] = {}
+    for question in _promising(engine, scenario):
+        engine.forget()
+        answer = engine.ask(scenario.prompt(question), scenario.answer_tokens, logprobs=True)
+        if answer.margin is not None and answer.margin >= MARGIN_MIN:
+            answers[question] = answer
+        if len(answers) == 2:
+            break
+    else:
+        raise RuntimeError(f"fewer than two questions have a margin of {MARGIN_MIN}. found={list(answers)}")
+    description = engine.description()
+    engine.close()
+    return {
+        "questions": list(answers),
+        "answers": [asdict(answer) for answer in answers.values()],
+        "block_tokens": engine.block_tokens(),
+        "engine": description,
+    }
+
+
+def _promising(engine: Engine, scenario: Scenario) -> list[int]:
+    """Questions by the margin they had behind vLLM's own prefix cache, best first."""
+    margins: dict[int, float] = {}
+    engine.ask(scenario.prompt(0), 1)
+    for first in range(0, scenario.candidates, BATCH):
+        batch = range(first, min(first + BATCH, scenario.candidates))
+        found = engine.ask_all([scenario.prompt(question) for question in batch], scenario.answer_tokens)
+        margins |= dict(zip(batch, found, strict=True))
+        if sum(margin >= 2 * MARGIN_MIN for margin in margins.values()) >= 2:
+            break
+    return sorted(margins, key=lambda question: -margins[question])
+
+
+def _first(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
+    """A fresh cache: compute the prompt, then answer it from host memory."""
+    plain = job["plain"]
+    engine = _start(job, scenario)
+    cold, _ = _ask(engine, job, scenario, plain["questions"][0])
+    engine.forget()
+    warm, read = _ask(engine, job, scenario, plain["questions"][0])
+    counters = engine.cache_counters()
+    engine.close()
+    is_same = cold.cached_tokens == 0 and cold.kv_digests == plain["answers"][0]["kv_digests"]
+    expected = plain["answers"][0]["tokens"]
+    phases = [
+        _phase("cold", cold, expected, is_same or None, {}, scenario),
+        _phase("warm_host", warm, expected, _is_prefix_equal(warm, cold.kv_digests, plain), read, scenario),
+    ]
+    return {"phases": phases, "cold_kv_digests": cold.kv_digests, "counters": counters}
+
+
+def _second(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
+    """After a restart: the same question from disk, then another one about the same document."""
+    plain, computed = job["plain"], job["cold_kv_digests"]
+    engine = _start(job, scenario)
+    disk, disk_read = _ask(engine, job, scenario, plain["questions"][0])
+    engine.forget()
+    other, other_read = _ask(engine, job, scenario, plain["questions"][1])
+    counters = engine.cache_counters()
+    engine.close()
+    answers = [answer["tokens"] for answer in plain["answers"]]
+    phases = [
+        _phase("warm_disk", disk, answers[0], _is_prefix_equal(disk, computed, plain), disk_read, scenario),
+        _phase("warm_other_suffix", other, answers[1], _is_prefix_equal(other, computed, plain), other_read, scenario),
+    ]
+    return {"phases": phases, "counters": counters}
+
+
+def _start(job: dict[str, Any], scenario: Scenario) -> Engine:
+    engine = Engine(Path(job["model"]), job["options"], job["connector"], MODULE_PATH)
+    engine.ask(scenario.warm_up_prompt(job["role"]), scenario.answer_tokens)
+    return engine
+
+
+def _ask(engine: Engine, job: dict[str, Any], scenario: Scenario, question: int) -> tuple[Answer, dict[str, int]]:
+    """Ask a question; what came, and the bytes that each tier below host memory was read for it."""
+    cache = Path(job["cache"])
+    before = _read_bytes(_quiet_figures(cache))
+    answer = engine.ask(scenario.prompt(question), scenario.answer_tokens)
+    after = _read_bytes(_figures(cache))
+    return answer, {tier: size - before.get(tier, 0) for tier, size in after.items()}
+
+
+def _quiet_figures(cache: Path) -> dict[str, Any]:
+    """The figures of the cache's server once it has written all.
+
+    Raises:
+        TimeoutError: It still writes after ``QUIET_DEADLINE_S``.
+    """
+    end_s = time.monotonic() + QUIET_DEADLINE_S
+    while time.monotonic() < end_s:
+        figures = _figures(cache)
+        if not figures["pending_writes"]:
+            return figures
+        time.sleep(QUIET_POLL_S)
+    raise TimeoutError(f"the cache server still writes. deadline_s={QUIET_DEADLINE_S:g}")
+
+
+def _figures(cache: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tiered_kv.cli", "stat", cache.as_uri(), "--json"]
+    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["server"]
+    return figures
+
+
+def _read_bytes(figures: dict[str, Any]) -> dict[str, int]:
+    """Bytes of blobs that the server has read so far, by tier."""
+    result = {tier["name"]: 0 for tier in figures["tiers"]}
+    for line in figures["operations"]:
+        if line["operation"] == "get":
+            result[line["tier"]] += line["bytes"]
+    return result
+
+
+def _is_prefix_equal(answer: Answer, computed: list[str], plain: dict[str, Any]) -> bool:
+    """Whether the loaded blocks, at least one, hold the bytes that were computed cold."""
+    blocks = answer.cached_tokens // plain["block_tokens"]
+    return 0 < blocks <= len(answer.kv_digests) and answer.kv_digests[:blocks] == computed[:blocks]
+
+
+def _phase(
+    name: str,
+    answer: Answer,
+    expected: list[int],
+    kv_bytes_equal: bool | None,
+    read_bytes: dict[str, int],
+    scenario: Scenario,
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "prompt_tokens": scenario.shared_tokens + scenario.question_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "ttft_s": round(answer.ttft_s, 4),
+        "tokens_equal": answer.tokens == expected,
+        "kv_bytes_equal": kv_bytes_equal,
+        "read_bytes": read_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main()

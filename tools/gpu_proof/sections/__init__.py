@@ -1,0 +1,1 @@
+"""The sections, one module each: ``run(proof)`` measures and checks (``section.py``)."""

@@ -1,0 +1,163 @@
+"""What copies and pinning cost a model that decodes: a graph of memory-bound products with small copies in and out.
+
+Needs a GPU. What a copy is charged with is the whole difference of a step; a real decode step hides some of it.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tools.gpu_proof.host_memory import GIB, MIB, HostMemory
+from tools.gpu_proof.section import Proof, gigabytes_per_s, percentiles
+from tools.gpu_proof.shapes import REAL
+from tools.gpu_proof.world import World, world
+
+LAYERS, WIDTH, BATCH, REPEATS = 48, 8192, 64, 4
+STEPS, STEPS_ALONE = 80, 120
+ENGINES = (("staged", 16 * MIB, 3), ("staged", 4 * MIB, 3), ("direct", 16 * MIB, 3))
+SHAPES = (REAL[0], REAL[4], REAL[9])
+PIN_STEPS_MIB = (1024, 64)
+PINNED = 4
+
+
+class _Decode:
+    """One step: inputs up, a graph, sampled ids down on a side stream, and the host waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        make = {"device": device, "dtype": torch.bfloat16}
+        self._weights = [torch.randn(WIDTH, WIDTH, **make) * 0.01 for _ in range(LAYERS)]
+        self._state = torch.randn(BATCH, WIDTH, **make)
+        self._side = torch.cuda.Stream()
+        self._host = [torch.zeros(1024, dtype=torch.int32).pin_memory() for _ in range(6)]
+        self._inputs = [torch.zeros(1024, dtype=torch.int32, device=device) for _ in self._host]
+        self._sampled = torch.zeros(BATCH, dtype=torch.int32).pin_memory()
+        self._state @ self._weights[0]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            state = self._state
+            for _ in range(REPEATS):
+                for weights in self._weights:
+                    state = state @ weights
+            self._result = state
+
+    def step(self) -> None:
+        for device, host in zip(self._inputs, self._host, strict=True):
+            device.copy_(host, non_blocking=True)
+        self._graph.replay()
+        current, sampled = torch.cuda.current_stream(), torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._side):
+            self._side.wait_stream(current)
+            self._sampled.copy_(self._inputs[0][:BATCH], non_blocking=True)
+            sampled.record(self._side)
+        sampled.synchronize()
+
+    def steps(self, count: int) -> dict[str, float]:
+        took = []
+        for _ in range(count):
+            started_s = time.perf_counter()
+            self.step()
+            took.append((time.perf_counter() - started_s) * 1e3)
+        return {f"{name}_ms": value for name, value in percentiles(took).items()}
+
+
+def run(proof: Proof) -> None:
+    """Measure it."""
+    if proof.is_dry:
+        proof.headline = "nothing decodes without a GPU"
+        return
+    slowest = 0.0
+    with torch.cuda.stream(torch.cuda.Stream()):
+        decode = _Decode(proof.device)
+        decode.steps(20)
+        alone = decode.steps(STEPS_ALONE)
+        proof.note(beside="nothing", **alone)
+        _beside_pinning(proof, decode, alone)
+        for shape in SHAPES:
+            with world(proof, shape, pool_bytes=4 * GIB) as made:
+                for way, size, ring in ENGINES:
+                    slowest = max(slowest, _beside_copies(proof, decode, alone, made, way, size, ring))
+    proof.headline = f"a decode step is at most {slowest:.1f} % slower beside copies at the rate they reach"
+
+
+def _beside_copies(
+    proof: Proof, decode: _Decode, alone: dict[str, float], made: World, way: str, size: int, ring: int
+) -> float:
+    rank = made.engine(way, slice_bytes=size, ring_slices=ring)
+    slowest = 0.0
+    for side in ("save", "load"):
+        begin = made.save if side == "save" else made.load
+
+        def copy(begin: Callable[..., Any] = begin) -> int:
+            begin(rank).wait()
+            return made.nbytes
+
+        with _beside(copy, rank.copying) as moved:
+            started_s, before = time.perf_counter(), moved[0]
+            steps = decode.steps(STEPS)
+            rate = gigabytes_per_s(moved[0] - before, time.perf_counter() - started_s)
+        slower = _slower(steps, alone)
+        slowest = max(slowest, slower)
+        name = f"{made.shape.name}, {way}, {size >> 20} MiB x {ring}, {side}"
+        proof.note(beside=name, gb_per_s=rate, slower_percent=slower, **steps)
+    return slowest
+
+
+def _beside_pinning(proof: Proof, decode: _Decode, alone: dict[str, float]) -> None:
+    """One lock of the driver, one of the process's memory map: what a step notices of pinning in the background."""
+    cuda = proof.cuda()
+    assert cuda is not None
+    memories = [HostMemory(GIB) for _ in range(PINNED)]
+    for step_mib in PIN_STEPS_MIB:
+        step = step_mib * MIB
+
+        def pin(step: int = step) -> int:
+            for memory in memories:
+                for at in range(0, GIB, step):
+                    cuda.register(memory.address + at, step)
+                    time.sleep(1e-3)
+                for at in range(0, GIB, step):
+                    cuda.unregister(memory.address + at)
+            return GIB * PINNED
+
+        with _beside(pin, lambda: proof.engine_device(has_batch=True).copying()):
+            steps = decode.steps(STEPS)
+        proof.note(beside=f"pinning in steps of {step_mib} MiB", slower_percent=_slower(steps, alone), **steps)
+    for memory in memories:
+        memory.close()
+
+
+def _slower(steps: dict[str, float], alone: dict[str, float]) -> float:
+    return (steps["mean_ms"] / alone["mean_ms"] - 1) * 100
+
+
+class _beside:  # noqa: N801 - reads as a sentence where it is used
+    """An action over and over in a thread of its own, for the time of the block."""
+
+    def __init__(self, action: Callable[[], int], around: Callable[[], Any]) -> None:
+        self._action, self._around = action, around
+        self._stop = threading.Event()
+        self._moved = [0]
+        self._failed: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            with self._around(), torch.cuda.stream(torch.cuda.Stream()):
+                while not self._stop.is_set():
+                    self._moved[0] += self._action()
+        except BaseException as exc:  # noqa: BLE001 - in a thread: raised at the end of the block
+            self._failed.append(exc)
+
+    def __enter__(self) -> list[int]:
+        self._thread.start()
+        time.sleep(0.05)
+        return self._moved
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._failed:
+            raise self._failed[0]
