@@ -299,6 +299,30 @@ def test_fragments_go_directly_only_where_all_of_a_chunk_are_large():
         assert slices == {"pairs": {True}, "single": {False}}
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_no_copy_touches_two_windows_of_host_memory(monkeypatch, direct):
+    """CUDA refuses a copy that spans two registrations."""
+    monkeypatch.setattr(device_copy, "WINDOW_BYTES", 96)
+    one = plan(direct_bytes=1 if direct else 1 << 40)
+    assert races_of(one) == []
+    with simulated_gpu() as machine:
+        rank = Rank(one, machine, machine.device())
+        job = rank.paged.begin("save", rank.paged.mark())
+        seen = []
+        append = DeviceJob._append
+        monkeypatch.setattr(DeviceJob, "_append", lambda job, piece: (seen.append(piece), append(job, piece))[1])
+        rank.paged.gather(((4, 5, 6, 9),), rank.view(3), job)
+        job.launch()
+        job.wait()
+        assert rank.slot(3).numpy().tobytes() == rank.pools[0].read((4, 5, 6, 9))
+    (piece,) = seen
+    spans = [(piece.slot.ctypes.data + start, size) for start, size in piece.spans()]
+    cut = device_copy._cut_to_windows(piece.fragments())
+    spans += zip(cut.host.tolist(), cut.sizes.tolist(), strict=True)
+    assert all(start // 96 == (start + size - 1) // 96 for start, size in spans)
+    assert sum(size for _, size in spans) == 2 * piece.size_bytes
+
+
 def test_nothing_is_direct_where_the_driver_has_no_batched_copies():
     with simulated_gpu() as machine:
         machine.has_batch = False

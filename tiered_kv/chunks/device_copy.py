@@ -56,6 +56,9 @@ ROW_BYTES_MIN: Final = 256
 DIRECT_BYTES: Final = 64 << 10
 """From this size of a fragment on the driver's batched copies reach the link's rate (vllm#42212)."""
 
+WINDOW_BYTES: Final = 64 << 20
+"""Host memory is registered between multiples of this address, and CUDA refuses a copy that spans two registrations."""
+
 ALIGN_BYTES: Final = 16
 """Where the rows of a grid begin in staging, so that they can be copied as words."""
 
@@ -124,13 +127,16 @@ class _Piece:
         return head, _Piece(self.run, self.rows[rows:], self.places[rows:], self.slot, self.is_direct)
 
     def spans(self) -> list[tuple[int, int]]:
-        """Where the rows lie in ``slot``: first byte and size of each run of consecutive ones."""
-        size = self.run.row_bytes
+        """Where the rows lie in ``slot``: first byte and size of each run of consecutive ones, within a window."""
+        size, address = self.run.row_bytes, self.slot.ctypes.data
         if self.places[-1] - self.places[0] + 1 == len(self.places):
-            return [(int(self.places[0]) * size, self.size_bytes)]
-        starts, counts = _joined(self.places[1:] == self.places[:-1] + 1)
+            starts, counts = np.zeros(1, dtype=np.intp), np.array([len(self.places)])
+        else:
+            starts, counts = _joined(self.places[1:] == self.places[:-1] + 1)
         return [
-            (int(place) * size, int(count) * size) for place, count in zip(self.places[starts], counts, strict=True)
+            (start - address, length)
+            for place, count in zip(self.places[starts], counts, strict=True)
+            for start, length in _in_windows(address + int(place) * size, int(count) * size)
         ]
 
     def fragments(self) -> Fragments:
@@ -149,6 +155,29 @@ def _joined(follows: npt.NDArray[np.bool_]) -> tuple[Rows, Rows]:
     """Where runs of followers begin, and how long they are; ``follows`` says it of all but the first."""
     starts = np.flatnonzero(np.concatenate(([True], ~follows)))
     return starts, np.diff(np.append(starts, len(follows) + 1))
+
+
+def _in_windows(address: int, size_bytes: int) -> list[tuple[int, int]]:
+    """Cut a range of host memory into parts that one copy may touch: address and size of each."""
+    parts, end = [], address + size_bytes
+    while address < end:
+        stop = min((address // WINDOW_BYTES + 1) * WINDOW_BYTES, end)
+        parts.append((address, stop - address))
+        address = stop
+    return parts
+
+
+def _cut_to_windows(fragments: Fragments) -> Fragments:
+    """Fragments whose host side lies in one window each; hardly any is cut."""
+    device, host, sizes = fragments
+    if bool((host // WINDOW_BYTES == (host + sizes - 1) // WINDOW_BYTES).all()):
+        return fragments
+    rows = [
+        (page + (start - slot), start, length)
+        for page, slot, size in zip(device.tolist(), host.tolist(), sizes.tolist(), strict=True)
+        for start, length in _in_windows(slot, size)
+    ]
+    return Fragments(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
 
 
 @dataclass(slots=True)
@@ -382,7 +411,7 @@ class DeviceJob:
 
     def _copy_directly(self, pieces: Sequence[_Piece]) -> None:
         """Copy between pages and slots without staging, on the stream of copies."""
-        direct = [piece.fragments() for piece in pieces if piece.is_direct]
+        direct = [_cut_to_windows(piece.fragments()) for piece in pieces if piece.is_direct]
         if not direct:
             return
         pages, slots, sizes = (np.concatenate(column) for column in zip(*direct, strict=True))
