@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.kit.counts import count
+from tests.kit.fake_cuda import fake_cuda, fake_cuda_library  # noqa: F401 - fixtures
 from tests.kit.s3 import s3  # noqa: F401 - a fixture
 
 REPOSITORY = Path(__file__).parent.parent
