@@ -257,6 +257,15 @@ class Engine:
         except (TierUnavailable, CapacityExceeded, Closed) as exc:
             logger.warning("namespace.json was not written. tier=%s %s", tier.traits.name, exc)
 
+    def keep_memory(self, *, is_kept: bool) -> None:
+        """Whether slabs keep the memory they get: as long as a process may have pinned it for its GPU."""
+        slots = self.tiering.slots
+        if slots.keeps_memory == is_kept:
+            return
+        slots.keep_memory(is_kept=is_kept)
+        self.arena.keep_pages([slots.memory_bytes(slab) for slab in range(slots.slab_count)], is_kept=is_kept)
+        logger.info("slabs %s. engines_pin=%s", "keep their memory" if is_kept else "may give memory back", is_kept)
+
     def has_memory(self, slot_bytes: int) -> bool:
         """Whether slots of this size exist, or none will soon: then a session opens without, rather than never."""
         slots = self.tiering.slots

@@ -16,7 +16,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 10
+PROTOCOL = 11
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -88,6 +88,7 @@ class JoinWorker(Message, frozen=True):
         part: Which part of the payload is this rank's; None: one of its own. Ranks with equal KV name one part.
         stored_by: What the headers of this engine's blobs say of who stored them (``keys/stored_by.py``); equal on all
             ranks but for the encoding, and never empty: one who does not say it is refused.
+        pins: Pins the arena for its GPU: no slab that it maps changes its pages until it has unmapped them.
     """
 
     rank: int
@@ -98,6 +99,7 @@ class JoinWorker(Message, frozen=True):
     pages: list[Page]
     part: int | None = None
     stored_by: str = UNKNOWN
+    pins: bool = False
 
 
 class JoinScheduler(Message, frozen=True):

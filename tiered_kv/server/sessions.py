@@ -195,6 +195,7 @@ class Sessions:
             check_same_engine(join, member.join)
         group.members[join.rank] = GroupWorker(connection, join)
         self._keep(group, connection)
+        self._keep_memory()  # before this worker is sent the slabs
 
     def decline(self, connection: Connection, decline: m.Decline) -> None:
         """A worker cannot take part: the session will never open.
@@ -525,7 +526,13 @@ class Sessions:
             return False
         member.is_mapped = False
         self._lose(group, f"worker pid {connection.pid} {how}")
+        self._keep_memory()
         return True
+
+    def _keep_memory(self) -> None:
+        """Slabs keep their pages while a process that pins them may have them mapped, also of a lost session."""
+        members = (member for group in self.groups for member in group.members.values())
+        self._engine.keep_memory(is_kept=any(member.is_mapped and member.join.pins for member in members))
 
     def disconnected(self, connection: Connection) -> None:
         """A member's connection is gone, and with it the session."""
