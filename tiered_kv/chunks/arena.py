@@ -85,7 +85,7 @@ class Arena:
             self._keeps_pages = is_kept
 
     def _give_back(self, slab: int, size_bytes: int) -> None:
-        """Take the memory behind ``size_bytes`` from a slab, unless its pages are kept. Call with ``_punching`` held."""
+        """Take the memory behind ``size_bytes`` from a slab, unless its pages are kept; with ``_punching`` held."""
         if not self._keeps_pages and size_bytes < SLAB_BYTES:
             _punch_hole(self.slab_fds[slab], size_bytes, SLAB_BYTES - size_bytes)
 
@@ -117,8 +117,8 @@ class Arena:
 
         What is not mapped yet costs a page fault per 4 KiB at its first use. Takes no memory.
         """
-        for slab, fd in enumerate(self.slab_fds):
-            start, size_bytes = self._populated[slab], os.fstat(fd).st_blocks * 512
+        for slab in range(len(self.slab_fds)):
+            start, size_bytes = self._populated[slab], self.memory_bytes(slab)
             if start < size_bytes:
                 # Asked anew for every step: memory that was taken from a slab meanwhile would come back by reading it.
                 step = min(POPULATE_STEP_BYTES, size_bytes - start)
@@ -134,6 +134,15 @@ class Arena:
             first = ctypes.c_char.from_buffer(part)
             libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size_bytes), ctypes.c_int(advice))
             del first  # it holds the view
+
+    def memory_bytes(self, slab: int) -> int:
+        """How much memory a slab has, given here or in another process; it begins with it."""
+        return os.fstat(self.slab_fds[slab]).st_blocks * 512
+
+    def address(self, slab: int) -> int:
+        """Where a slab begins in this process."""
+        first = ctypes.c_char.from_buffer(self._maps[slab])
+        return ctypes.addressof(first)
 
     def view(self, slab: int, offset_bytes: int, size_bytes: int) -> memoryview:
         """The bytes of one slot, writable, without a copy."""

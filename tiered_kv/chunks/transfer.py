@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.chunks.pinned import windows
 from tiered_kv.errors import UnsupportedModel
 
 LOGICAL_AXES: Final = "KHNC"
@@ -419,13 +420,15 @@ class _DeviceCopier:
             for run in self._runs:
                 out = self._staged(run, staging).view(-1, run.grid.shape[1])
                 torch.index_select(run.grid, 0, self._index(run, block_ids), out=out)
-            torch.from_numpy(slot).copy_(staging, non_blocking=True)
+            for window in windows(slot.ctypes.data, slot.nbytes):
+                torch.from_numpy(slot[window]).copy_(staging[window], non_blocking=True)
         return _EventDone(stream, slot)
 
     def scatter(self, slot: npt.NDArray[np.uint8], block_ids: Rows, first_block: int) -> CopyDone:
         stream, staging = self._begin(1)
         with torch.cuda.stream(stream):
-            staging.copy_(torch.from_numpy(slot), non_blocking=True)
+            for window in windows(slot.ctypes.data, slot.nbytes):
+                staging[window].copy_(torch.from_numpy(slot[window]), non_blocking=True)
             for run in self._runs:
                 part = self._staged(run, staging)[:, first_block : first_block + len(block_ids)]
                 run.grid.index_copy_(0, self._index(run, block_ids), part.reshape(-1, run.grid.shape[1]))

@@ -28,6 +28,8 @@ LENGTH = struct.Struct("<I")
 RANKS_MAX = 1024
 LAYERS_MAX = 4096
 STATE_PARTS_MAX = 64
+SIZE_MAX = 1 << 62
+SECONDS_MAX = 1e9
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -196,6 +198,18 @@ class Pin(Message, frozen=True):
     ttl_s: float
 
 
+class Pinned(Message, frozen=True):
+    """How much of the arena the worker has pinned for its GPU, and how long that took so far; nothing answers.
+
+    Attributes:
+        is_refused: The driver took no more.
+    """
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
+    is_refused: bool = False
+
+
 class Unmapped(Message, frozen=True):
     """The worker has finished its copies and unmapped the arena."""
 
@@ -351,6 +365,7 @@ FromClient = (
     | GiveBack
     | Reset
     | Pin
+    | Pinned
     | Unmapped
     | StatRequest
     | Evict
