@@ -110,9 +110,10 @@ def test_a_slab_that_gets_no_more_memory_keeps_its_pages(monkeypatch: pytest.Mon
 
     for is_kept, left in ((True, 4 * PAGE), (False, 0)):
         arena.keep_pages([4 * PAGE], is_kept=is_kept)
-        with monkeypatch.context() as patch, pytest.raises(CapacityExceeded):
+        with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", refuse)
-            arena.allocate(0, 8 * PAGE)
+            with pytest.raises(CapacityExceeded):
+                arena.allocate(0, 8 * PAGE)
         assert memory(arena) == [left]
     arena.close()
 

@@ -5,6 +5,7 @@ What a GPU would read is looked at, not what the server says: a driver that hold
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,7 +103,7 @@ def test_what_a_gpu_reads_is_what_the_cpu_wrote_while_slabs_change_their_slot_si
     driver = PageHolder()
     both = engines(driver, pins=True)
     seen = take_turns(root, both, least=4)
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in pairwise(seen):
         assert all(new >= old for old, new in zip(before, after, strict=True)), "memory was taken from a slab"
     assert [size for size in seen[-1] if size] == [FULL] * SLABS_WANTED
     for slab in range(len(seen[-1])):
