@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Sequence
 
+from tiered_kv.chunks.numa import interleaved
 from tiered_kv.errors import CapacityExceeded, ConfigError
 
 SLAB_BYTES = 1 << 30
@@ -98,10 +99,11 @@ class Arena:
         try:
             with self._punching:
                 self._give_back(slab, size_bytes)
-            os.posix_fallocate(self.slab_fds[slab], 0, size_bytes)
-            # Memory that was only promised is cleared page by page when it is first touched, ten times slower than a
-            # copy: here, not while an engine waits for its first stores.
-            self._populate(slab, 0, size_bytes, _POPULATE_WRITE)
+            with interleaved():
+                os.posix_fallocate(self.slab_fds[slab], 0, size_bytes)
+                # Memory that was only promised is cleared page by page when it is first touched, ten times slower than
+                # a copy: here, not while an engine waits for its first stores.
+                self._populate(slab, 0, size_bytes, _POPULATE_WRITE)
             # Once more: a worker that mapped a step of what was just taken brought it back.
             with self._punching:
                 self._give_back(slab, size_bytes)
