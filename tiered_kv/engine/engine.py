@@ -239,6 +239,13 @@ class Engine:
                 f"at least {MINIMUM_SLOTS} are needed: set host_bytes to {MINIMUM_SLOTS * blob_format.blob_bytes} or "
                 "more, or chunk_tokens to less"
             )
+        if self.tiering.slots.keeps_memory and blob_format.blob_bytes > self.tiering.slots.slab_bytes_max:
+            logger.warning(
+                "chunks are larger than a slab, and slabs keep their memory for engines that pin it: they get only memory "
+                "that no slab has yet; set host_bytes to more or chunk_tokens to less. chunk_bytes=%d slab_bytes=%d",
+                blob_format.blob_bytes,
+                self.tiering.slots.slab_bytes_max,
+            )
         for tier in self.tiers.values():
             if tier.traits.is_shared:
                 self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace, stored_by))
