@@ -19,6 +19,7 @@ from tests.kit.server.processes import kill_server
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.chunks.pinned import PinnedArena
+from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiering.slots import SLABS_WANTED, SLOTS_PER_SLAB_MAX
@@ -159,6 +160,13 @@ def test_a_killed_server_leaves_no_registration_behind(root: Path) -> None:
     engine.worker.leave()
     assert driver.held_bytes == 0
     engine.client.close()
+
+
+def test_a_worker_that_said_it_pins_nothing_may_not_say_what_it_pinned(root: Path) -> None:
+    engine = PinningEngine.join(root, "small", PAGES, PageHolder(), pins=False)
+    engine.worker._sock.sendall(m.frame(m.Pinned(1 << 20, 0.1)))
+    engine.wait_lost()
+    engine.end()
 
 
 def test_the_server_says_what_is_pinned(root: Path) -> None:

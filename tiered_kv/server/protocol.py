@@ -199,15 +199,10 @@ class Pin(Message, frozen=True):
 
 
 class Pinned(Message, frozen=True):
-    """How much of the arena the worker has pinned for its GPU, and how long that took so far; nothing answers.
-
-    Attributes:
-        is_refused: The driver took no more.
-    """
+    """How much of the arena the worker has pinned for its GPU, and how long that took so far; nothing answers."""
 
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)]
     seconds: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
-    is_refused: bool = False
 
 
 class Unmapped(Message, frozen=True):

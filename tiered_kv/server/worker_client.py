@@ -105,7 +105,7 @@ class WorkerClient:
 
     def _tell_pinned(self, pinned: PinnedArena) -> None:
         """Say what is pinned by now, if that has changed; later where the server does not read."""
-        now = m.Pinned(pinned.pinned_bytes, pinned.pinning_s, pinned.is_refused)
+        now = m.Pinned(pinned.pinned_bytes, pinned.pinning_s)
         if now == self._told:
             return
         try:
