@@ -241,8 +241,8 @@ class Engine:
             )
         if self.tiering.slots.keeps_memory and blob_format.blob_bytes > self.tiering.slots.slab_bytes_max:
             logger.warning(
-                "chunks are larger than a slab, and slabs keep their memory for engines that pin it: they get what no slab "
-                "has yet, and no more; set host_bytes to more, or chunk_tokens to less. chunk_bytes=%d slab_bytes=%d",
+                "chunks are larger than a slab, and slabs keep their memory for engines that pin it: they get only "
+                "what no slab has yet; set host_bytes to more or chunk_tokens to less. chunk_bytes=%d slab_bytes=%d",
                 blob_format.blob_bytes,
                 self.tiering.slots.slab_bytes_max,
             )
