@@ -4,6 +4,7 @@ What a GPU would read is looked at, not what the server says: a driver that hold
 """
 
 import random
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.kit.page_holder import PageHolder
 from tests.kit.server.clients import ANSWER_S, BLOCK, PAGES, SmallEngine, settings, worker_part
 from tests.kit.server.probe import figures, wait_for
 from tests.kit.server.processes import kill_server
+from tests.kit.verbs import run
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.chunks.pinned import PinnedArena
@@ -183,4 +185,5 @@ def test_the_server_says_what_is_pinned(root: Path) -> None:
 
     wait_for(lambda: session()["pinned_bytes"] == driver.held_bytes > 0, "the worker's word")
     assert session()["pinning_s"] > 0
+    assert re.search(r"\d MiB in \d+\.\d s +ready", run("stat", f"file://{root}").stdout)
     engine.end()
