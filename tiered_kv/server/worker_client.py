@@ -3,6 +3,8 @@
 Blocking; called from ``register_kv_caches`` at start and from a background thread when the session was lost.
 """
 
+from __future__ import annotations
+
 import array
 import contextlib
 import logging
@@ -12,15 +14,18 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.geometry import LayerPage
-from tiered_kv.chunks.pinned import PinnedArena
 from tiered_kv.config import Config
 from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_exactly, read_message_after, refusal_error, say_hello
 from tiered_kv.server.directory import hold_arena_lock, server_directory
+
+if TYPE_CHECKING:
+    from tiered_kv.chunks.pinned import PinnedArena  # its numpy is there only where vLLM is
 
 logger = logging.getLogger(__name__)
 
