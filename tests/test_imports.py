@@ -58,7 +58,13 @@ def test_vllm_finds_the_connector_by_name() -> None:
 
 # -- what is imported is declared -------------------------------------------------------------------------------------
 
-EXTRAS = {"vllm": "vllm", "chunks/transfer.py", "chunks/cuda.py": "vllm", "chunks/layout_test.py": "vllm", "testing": "test"}
+EXTRAS = {
+    "vllm": "vllm",
+    "chunks/cuda.py": "vllm",
+    "chunks/transfer.py": "vllm",
+    "chunks/layout_test.py": "vllm",
+    "testing": "test",
+}
 """Parts of the package that may need an extra: what runs inside vLLM, and what is for tests."""
 MORE = {"testing/model.py": "vllm"}
 
