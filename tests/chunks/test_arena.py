@@ -1,10 +1,14 @@
 """Slabs as two processes map them: memory is there before it is used, and nobody takes more than was given."""
 
+import errno
 import mmap
 import os
 from pathlib import Path
 
+import pytest
+
 from tiered_kv.chunks.arena import POPULATE_STEP_BYTES, Arena, create_slabs
+from tiered_kv.errors import CapacityExceeded
 
 PAGE = mmap.PAGESIZE
 SIZE = 2 * POPULATE_STEP_BYTES + 3 * PAGE
@@ -62,4 +66,72 @@ def test_slab_that_grows_later_is_mapped_then() -> None:
     arena.allocate(0, 4 * PAGE)
     assert arena.populate_some()
     assert not arena.populate_some()
+    arena.close()
+
+
+def memory(arena: Arena) -> list[int]:
+    return [os.fstat(fd).st_blocks * 512 for fd in arena.slab_fds]
+
+
+def test_pages_that_are_kept_are_neither_taken_nor_exchanged() -> None:
+    arena = Arena(create_slabs(1))
+    arena.allocate(0, 8 * PAGE)
+    arena.keep_pages([8 * PAGE], is_kept=True)
+    with arena.view(0, 7 * PAGE, 4) as last:
+        last[:] = b"kept"
+    arena.allocate(0, 2 * PAGE)
+    arena.allocate(0, 9 * PAGE)
+    assert memory(arena) == [9 * PAGE]
+    with arena.view(0, 7 * PAGE, 4) as last:
+        assert bytes(last) == b"kept"
+    arena.keep_pages([9 * PAGE], is_kept=False)
+    arena.allocate(0, 2 * PAGE)
+    assert memory(arena) == [2 * PAGE]
+    arena.close()
+
+
+def test_what_a_slab_has_beyond_its_size_is_given_back_before_pages_are_kept() -> None:
+    arena = Arena(create_slabs(3))
+    for slab in range(3):
+        arena.allocate(slab, 8 * PAGE)
+    arena.keep_pages([8 * PAGE, 3 * PAGE, 0], is_kept=True)
+    assert memory(arena) == [8 * PAGE, 3 * PAGE, 0]
+    arena.keep_pages([8 * PAGE, 0, 0], is_kept=False)
+    assert memory(arena) == [8 * PAGE, 0, 0]
+    arena.close()
+
+
+def test_a_slab_that_gets_no_more_memory_keeps_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(create_slabs(1))
+    arena.allocate(0, 4 * PAGE)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    for is_kept, left in ((True, 4 * PAGE), (False, 0)):
+        arena.keep_pages([4 * PAGE], is_kept=is_kept)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(CapacityExceeded):
+                arena.allocate(0, 8 * PAGE)
+        assert memory(arena) == [left]
+    arena.close()
+
+
+def test_what_another_process_brought_back_while_it_was_taken_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker maps a step of a slab at the moment at which the server takes that memory for another slot size."""
+    arena = Arena(create_slabs(1))
+    arena.allocate(0, 8 * PAGE)
+    worker = Arena([os.dup(arena.slab_fds[0])])
+    fallocate = os.posix_fallocate
+
+    def meanwhile(fd: int, start: int, size_bytes: int) -> None:
+        worker._populate(0, 0, 8 * PAGE, 22)  # it had asked for the size before
+        assert memory(arena) == [8 * PAGE], "brought back"
+        fallocate(fd, start, size_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", meanwhile)
+    arena.allocate(0, 2 * PAGE)
+    assert memory(arena) == [2 * PAGE]
+    worker.close()
     arena.close()

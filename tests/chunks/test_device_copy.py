@@ -17,7 +17,7 @@ from tests.kit.gpu.lives import Plan, Rank, live, read, write
 from tests.kit.gpu.pools import LAYOUTS, Shape, packed_pool, uniform_pool
 from tests.kit.mutants import mutants
 from tiered_kv.chunks import device as device_module
-from tiered_kv.chunks import device_copy
+from tiered_kv.chunks import device_copy, pinned
 from tiered_kv.chunks.cuda import CudaError
 from tiered_kv.chunks.device import CudaDevice, TorchDevice, device_of
 from tiered_kv.chunks.device_copy import CopyEngine, DeviceJob, plan_rows
@@ -302,7 +302,8 @@ def test_fragments_go_directly_only_where_all_of_a_chunk_are_large():
 @pytest.mark.parametrize("direct", [False, True])
 def test_no_copy_touches_two_windows_of_host_memory(monkeypatch, direct):
     """CUDA refuses a copy that spans two registrations."""
-    monkeypatch.setattr(device_copy, "WINDOW_BYTES", 96)
+    for module in (device_copy, pinned):
+        monkeypatch.setattr(module, "WINDOW_BYTES", 96)
     one = plan(direct_bytes=1 if direct else 1 << 40)
     assert races_of(one) == []
     with simulated_gpu() as machine:

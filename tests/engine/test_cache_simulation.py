@@ -12,6 +12,7 @@ from tests.kit.module_process import module_environment
 from tests.sim.cache.faults import RATES
 from tests.sim.cache.plan import MISHAPS, draw_plan
 from tests.sim.cache.run import SimulationFailed, simulate
+from tiered_kv.chunks.arena import SLAB_BYTES, Arena, _punch_hole
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
 from tiered_kv.fleet.member import LocalBudget
@@ -235,6 +236,11 @@ def starts_forget_blobs(patch):
     patch(Tiering, "restore", restore_some)
 
 
+def pinned_slabs_are_cut_to_their_slots(patch):
+    patch(SlotPool, "keep_memory", nothing)
+    patch(Arena, "_give_back", lambda self, slab, size: _punch_hole(self.slab_fds[slab], size, SLAB_BYTES - size))
+
+
 def lookups_are_not_counted(patch):
     patch(HitStats, "ended", nothing)
 
@@ -257,6 +263,7 @@ BROKEN = {
     seals_promise_too_early: "promised bytes are wrong",
     uploads_are_not_tried_again: "not .* after",
     starts_forget_blobs: "a start forgot a blob",
+    pinned_slabs_are_cut_to_their_slots: "a pinned slab was cut",
     lookups_are_not_counted: "lookups were miscounted",
     seals_take_what_is_there: "promised bytes are wrong|a wrong blob was written",
 }

@@ -106,6 +106,30 @@ def test_the_smallest_arena_loads_and_stores(memory):
     world.close()
 
 
+def test_chunks_larger_than_a_slab_are_warned_of_and_served_while_an_engine_pins(memory, caplog):
+    world = EngineWorld(memory, host_bytes=4 * BLOB_BYTES)
+    world.engine.keep_memory(is_kept=True)
+    session = started(world)
+    assert "chunks are larger than a slab" in caplog.text
+    for number in range(6):
+        world.store(session, (number,))
+    assert [world.loaded(session, (number,)) for number in range(6)] == [1] * 6
+    world.close()
+
+
+def test_an_engine_that_pins_ends_with_memory_as_its_slots_take_it(memory):
+    world = EngineWorld(memory)
+    session = started(world)
+    world.store(session, (1, 2))
+    before = [world.arena.memory_bytes(slab) for slab in range(len(world.arena.slab_fds))]
+    for is_kept in (True, True, False, False):
+        world.engine.keep_memory(is_kept=is_kept)
+        assert world.engine.tiering.slots.keeps_memory is is_kept
+        assert world.loaded(session, (1, 2)) == 2
+        assert before == [world.arena.memory_bytes(slab) for slab in range(len(world.arena.slab_fds))]
+    world.close()
+
+
 def test_a_foreign_blob_under_our_name_is_left_alone(world, memory):
     large = started(world, "large")
     world.store(large, (5,))

@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.kit.samples.figures import operation, server, tier, tokens
 from tiered_kv.metrics.exposition import FiguresCollector
+from tiered_kv.metrics.figures import SessionFigures
 
 
 def test_values_are_those_of_the_figures():
@@ -16,6 +17,12 @@ def test_values_are_those_of_the_figures():
             tier("disk", breaker="open", corrupt=1, breaker_opened=2, backlog_chunks=9, declined_chunks=6),
             *server(1.0).tiers[1:],
         ],
+        sessions=[
+            SessionFigures(
+                engine=f"e/{n}", namespace=None, workers=1, declined=0, state="ready", pinned_bytes=n, pinning_s=n / 2
+            )
+            for n in (1, 2)
+        ],
     )
     registry = CollectorRegistry()
     registry.register(FiguresCollector(figures, 1.5))
@@ -25,6 +32,7 @@ def test_values_are_those_of_the_figures():
 
     assert value("build_info", version="1") == 1
     assert value("figures_age_seconds") == 1.5
+    assert (value("pinned_bytes"), value("pinning_seconds")) == (3, 1.5)
     assert (value("asked_tokens_total"), value("missed_tokens_total")) == (1000, 350)
     assert [value("hit_tokens_total", tier=name) for name in ("host", "disk", "object")] == [500, 100, 50]
     assert [value("capacity_bytes", tier=name) for name in ("host", "disk", "object")] == [4000, 5000, None]

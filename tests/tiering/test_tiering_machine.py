@@ -217,6 +217,11 @@ class Histories(RuleBasedStateMachine):
     def try_again(self):
         self.world.tiering.try_again()
 
+    @rule(is_kept=st.booleans())
+    def keep_memory(self, is_kept):
+        """The first process that pins slabs for its GPU comes, or the last one goes."""
+        self.world.keep_memory(is_kept=is_kept)
+
     @rule()
     def resume_writes(self):
         self.world.tiering.resume_writes()

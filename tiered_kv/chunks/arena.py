@@ -10,8 +10,10 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 
+from tiered_kv.chunks.numa import interleaved
 from tiered_kv.errors import CapacityExceeded, ConfigError
 
 SLAB_BYTES = 1 << 30
@@ -39,7 +41,8 @@ def create_slabs(count: int) -> list[int]:
 class Arena:
     """Slabs mapped into this process.
 
-    Threads: ``view`` may be called from any thread; ``allocate`` by one thread per slab at a time.
+    Threads: ``view`` may be called from any thread; ``allocate`` by one thread per slab at a time; ``keep_pages`` by
+    another at any time.
     """
 
     def __init__(self, slab_fds: Sequence[int]) -> None:
@@ -64,24 +67,49 @@ class Arena:
             ) from exc
         self._views = [memoryview(slab) for slab in self._maps]
         self._populated = [0] * len(self._maps)
+        self._punching = threading.Lock()
+        self._keeps_pages = False  # under _punching
+
+    def keep_pages(self, sizes: Sequence[int], *, is_kept: bool) -> None:
+        """From now on no slab changes the pages that it has, or slabs may again.
+
+        First whatever a slab has beyond its size is given back: what was taken from a slot size, and not used again.
+        Call before a process that pins slabs maps them, and after its mapping is gone.
+
+        Args:
+            sizes: Bytes per slab that it is to have, as of :meth:`allocate`, also of one that runs.
+        """
+        with self._punching:
+            self._keeps_pages = False
+            for slab, size_bytes in enumerate(sizes):
+                self._give_back(slab, size_bytes)
+            self._keeps_pages = is_kept
+
+    def _give_back(self, slab: int, size_bytes: int) -> None:
+        """Take the memory behind ``size_bytes`` from a slab, unless its pages are kept; with ``_punching`` held."""
+        if not self._keeps_pages and size_bytes < SLAB_BYTES:
+            _punch_hole(self.slab_fds[slab], size_bytes, SLAB_BYTES - size_bytes)
 
     def allocate(self, slab: int, size_bytes: int) -> None:
-        """Give the first ``size_bytes`` of a slab physical memory, and take it from the rest.
+        """Give the first ``size_bytes`` of a slab physical memory, and take it from the rest unless pages are kept.
 
         Raises:
-            CapacityExceeded: The machine or the cgroup has not got the memory.
+            CapacityExceeded: The machine or the cgroup has not got the memory. The slab has none then, or what it kept.
         """
-        fd = self.slab_fds[slab]
-        rest = SLAB_BYTES - size_bytes
         try:
-            if rest:
-                _punch_hole(fd, size_bytes, rest)
-            os.posix_fallocate(fd, 0, size_bytes)
-            # Memory that was only promised is cleared page by page when it is first touched, ten times slower than a
-            # copy: here, not while an engine waits for its first stores.
-            self._populate(slab, 0, size_bytes, _POPULATE_WRITE)
+            with self._punching:
+                self._give_back(slab, size_bytes)
+            with interleaved():
+                os.posix_fallocate(self.slab_fds[slab], 0, size_bytes)
+                # Memory that was only promised is cleared page by page when it is first touched, ten times slower than
+                # a copy: here, not while an engine waits for its first stores.
+                self._populate(slab, 0, size_bytes, _POPULATE_WRITE)
+            # Once more: a worker that mapped a step of what was just taken brought it back.
+            with self._punching:
+                self._give_back(slab, size_bytes)
         except OSError as exc:
-            _punch_hole(fd, 0, SLAB_BYTES)
+            with self._punching:
+                self._give_back(slab, 0)
             if exc.errno in (errno.ENOMEM, errno.ENOSPC, errno.EINTR):
                 raise CapacityExceeded(f"no memory for a slab of the host arena. size_bytes={size_bytes}") from exc
             raise
@@ -91,8 +119,8 @@ class Arena:
 
         What is not mapped yet costs a page fault per 4 KiB at its first use. Takes no memory.
         """
-        for slab, fd in enumerate(self.slab_fds):
-            start, size_bytes = self._populated[slab], os.fstat(fd).st_blocks * 512
+        for slab in range(len(self.slab_fds)):
+            start, size_bytes = self._populated[slab], self.memory_bytes(slab)
             if start < size_bytes:
                 # Asked anew for every step: memory that was taken from a slab meanwhile would come back by reading it.
                 step = min(POPULATE_STEP_BYTES, size_bytes - start)
@@ -108,6 +136,15 @@ class Arena:
             first = ctypes.c_char.from_buffer(part)
             libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size_bytes), ctypes.c_int(advice))
             del first  # it holds the view
+
+    def memory_bytes(self, slab: int) -> int:
+        """How much memory a slab has, given here or in another process; it begins with it."""
+        return os.fstat(self.slab_fds[slab]).st_blocks * 512
+
+    def address(self, slab: int) -> int:
+        """Where a slab begins in this process."""
+        first = ctypes.c_char.from_buffer(self._maps[slab])
+        return ctypes.addressof(first)
 
     def view(self, slab: int, offset_bytes: int, size_bytes: int) -> memoryview:
         """The bytes of one slot, writable, without a copy."""

@@ -35,6 +35,7 @@ import torch
 
 from tiered_kv.chunks.device import Addresses, TorchDevice
 from tiered_kv.chunks.paged_layer import PagedLayer, Rows
+from tiered_kv.chunks.pinned import WINDOW_BYTES, windows
 from tiered_kv.errors import UnsupportedModel
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,6 @@ ROW_BYTES_MIN: Final = 256
 
 DIRECT_BYTES: Final = 64 << 10
 """From this size of a fragment on the driver's batched copies reach the link's rate (vllm#42212)."""
-
-WINDOW_BYTES: Final = 64 << 20
-"""Host memory is registered between multiples of this address, and CUDA refuses a copy that spans two registrations."""
 
 ALIGN_BYTES: Final = 16
 """Where the rows of a grid begin in staging, so that they can be copied as words."""
@@ -133,11 +131,10 @@ class _Piece:
             starts, counts = np.zeros(1, dtype=np.intp), np.array([len(self.places)])
         else:
             starts, counts = _joined(self.places[1:] == self.places[:-1] + 1)
-        return [
-            (start - address, length)
-            for place, count in zip(self.places[starts], counts, strict=True)
-            for start, length in _in_windows(address + int(place) * size, int(count) * size)
-        ]
+        spans = []
+        for place, count in zip((self.places[starts] * size).tolist(), (counts * size).tolist(), strict=True):
+            spans += [(place + part.start, part.stop - part.start) for part in windows(address + place, count)]
+        return spans
 
     def fragments(self) -> Fragments:
         """The rows, those that are neighbours on both sides joined."""
@@ -157,25 +154,15 @@ def _joined(follows: npt.NDArray[np.bool_]) -> tuple[Rows, Rows]:
     return starts, np.diff(np.append(starts, len(follows) + 1))
 
 
-def _in_windows(address: int, size_bytes: int) -> list[tuple[int, int]]:
-    """Cut a range of host memory into parts that one copy may touch: address and size of each."""
-    parts, end = [], address + size_bytes
-    while address < end:
-        stop = min((address // WINDOW_BYTES + 1) * WINDOW_BYTES, end)
-        parts.append((address, stop - address))
-        address = stop
-    return parts
-
-
 def _cut_to_windows(fragments: Fragments) -> Fragments:
     """Fragments whose host side lies in one window each; hardly any is cut."""
     device, host, sizes = fragments
     if bool((host // WINDOW_BYTES == (host + sizes - 1) // WINDOW_BYTES).all()):
         return fragments
     rows = [
-        (page + (start - slot), start, length)
+        (page + part.start, slot + part.start, part.stop - part.start)
         for page, slot, size in zip(device.tolist(), host.tolist(), sizes.tolist(), strict=True)
-        for start, length in _in_windows(slot, size)
+        for part in windows(slot, size)
     ]
     return Fragments(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
 

@@ -25,7 +25,14 @@ from tiered_kv.cli.text import (
 )
 from tiered_kv.config import Config, size_text
 from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.metrics.figures import HOST_NAME, ServerFigures, TierFigures, TokenFigures, sum_operations
+from tiered_kv.metrics.figures import (
+    HOST_NAME,
+    ServerFigures,
+    SessionFigures,
+    TierFigures,
+    TokenFigures,
+    sum_operations,
+)
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.ops.summary import BucketState, StorageFigures, summarize
@@ -120,6 +127,12 @@ def _report(uri: str | None, server: str | None, more: list[str] | None) -> Stat
 # -- a server ---------------------------------------------------------------------------------------------------------
 
 
+def _pinned_text(session: SessionFigures) -> str:
+    if not session.pinned_bytes:
+        return ""
+    return f"{size_text(session.pinned_bytes)} in {session.pinning_s:.1f} s"
+
+
 def _show_server(figures: ServerFigures) -> None:
     print(f"tokens    {_tokens_text(figures.tokens)}")
     counts = {name: count_text(count) for name, count in figures.tokens.decisions.items() if count}
@@ -132,8 +145,8 @@ def _show_server(figures: ServerFigures) -> None:
     print_table("Tiers", columns, [_host_row(figures), *(_tier_row(figures, tier) for tier in figures.tiers)])
     _show_part(
         "Sessions",
-        ("engine", "namespace", "workers", "state"),
-        [(one.engine, one.namespace or "", one.workers, one.state) for one in figures.sessions],
+        ("engine", "namespace", "workers", "pinned", "state"),
+        [(one.engine, one.namespace or "", one.workers, _pinned_text(one), one.state) for one in figures.sessions],
     )
     _show_part(
         "Namespaces",

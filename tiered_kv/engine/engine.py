@@ -239,6 +239,13 @@ class Engine:
                 f"at least {MINIMUM_SLOTS} are needed: set host_bytes to {MINIMUM_SLOTS * blob_format.blob_bytes} or "
                 "more, or chunk_tokens to less"
             )
+        if self.tiering.slots.keeps_memory and blob_format.blob_bytes > self.tiering.slots.slab_bytes_max:
+            logger.warning(
+                "chunks are larger than a slab, and slabs keep their memory for engines that pin it: they get only "
+                "what no slab has yet; set host_bytes to more or chunk_tokens to less. chunk_bytes=%d slab_bytes=%d",
+                blob_format.blob_bytes,
+                self.tiering.slots.slab_bytes_max,
+            )
         for tier in self.tiers.values():
             if tier.traits.is_shared:
                 self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace, stored_by))
@@ -256,6 +263,15 @@ class Engine:
             tier.describe(namespace.digest, namespace.described(stored_by))
         except (TierUnavailable, CapacityExceeded, Closed) as exc:
             logger.warning("namespace.json was not written. tier=%s %s", tier.traits.name, exc)
+
+    def keep_memory(self, *, is_kept: bool) -> None:
+        """Whether slabs keep the memory they get: as long as a process may have pinned it for its GPU."""
+        slots = self.tiering.slots
+        if slots.keeps_memory == is_kept:
+            return
+        slots.keep_memory(is_kept=is_kept)
+        self.arena.keep_pages([slots.memory_bytes(slab) for slab in range(slots.slab_count)], is_kept=is_kept)
+        logger.info("slabs %s. engines_pin=%s", "keep their memory" if is_kept else "may give memory back", is_kept)
 
     def has_memory(self, slot_bytes: int) -> bool:
         """Whether slots of this size exist, or none will soon: then a session opens without, rather than never."""

@@ -44,6 +44,8 @@ class FiguresCollector(Collector):
         states = [session.state for session in figures.sessions]
         yield _family("clients", figures.clients)
         yield _family("sessions", {(state,): float(states.count(state)) for state in ("joining", "ready", "lost")})
+        yield _family("pinned_bytes", sum(session.pinned_bytes for session in figures.sessions))
+        yield _family("pinning_seconds", sum(session.pinning_s for session in figures.sessions))
         yield _family("open_lookups", figures.hierarchy["lookups"])
         yield _family("leased_bytes", figures.hierarchy["leased_bytes"])
         yield _family("pending_writes", figures.pending_writes)

@@ -162,6 +162,9 @@ class SessionFigures(msgspec.Struct, frozen=True, kw_only=True):
         namespace: Hex digits; None until all workers are in.
         workers, declined: Workers that take part, and that cannot.
         state: ``joining``, ``ready`` or ``lost``.
+        pinned_bytes: Of host memory, what its workers have pinned for their GPUs, all of them together: several pin
+            the same memory.
+        pinning_s: Time that took, all workers together.
     """
 
     engine: str
@@ -169,6 +172,8 @@ class SessionFigures(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     declined: int
     state: str
+    pinned_bytes: int = 0
+    pinning_s: float = 0.0
 
 
 class NamespaceFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,6 +80,8 @@ SERVER_METRICS: Final = (
     ),
     MetricName("clients", _GAUGE, "Connections to the server, this one included.", unit="connections"),
     MetricName("sessions", _GAUGE, "Engines that take part.", ("state",), unit="sessions"),
+    MetricName("pinned_bytes", _GAUGE, "Host memory that workers have pinned for their GPUs, added up.", unit="bytes"),
+    MetricName("pinning_seconds", _GAUGE, "Time that these workers took to pin it, added up.", unit="seconds"),
     MetricName("open_lookups", _GAUGE, "Lookups that have not ended.", unit="lookups"),
     MetricName("leased_bytes", _GAUGE, "Host memory that lookups hold.", unit="bytes", is_shown_by_engines=True),
     MetricName(

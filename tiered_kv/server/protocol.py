@@ -16,7 +16,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 10
+PROTOCOL = 11
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -28,6 +28,8 @@ LENGTH = struct.Struct("<I")
 RANKS_MAX = 1024
 LAYERS_MAX = 4096
 STATE_PARTS_MAX = 64
+SIZE_MAX = 1 << 62
+SECONDS_MAX = 1e9
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -88,6 +90,7 @@ class JoinWorker(Message, frozen=True):
         part: Which part of the payload is this rank's; None: one of its own. Ranks with equal KV name one part.
         stored_by: What the headers of this engine's blobs say of who stored them (``keys/stored_by.py``); equal on all
             ranks but for the encoding, and never empty: one who does not say it is refused.
+        pins: Pins the arena for its GPU: no slab that it maps changes its pages until it has unmapped them.
     """
 
     rank: int
@@ -98,6 +101,7 @@ class JoinWorker(Message, frozen=True):
     pages: list[Page]
     part: int | None = None
     stored_by: str = UNKNOWN
+    pins: bool = False
 
 
 class JoinScheduler(Message, frozen=True):
@@ -192,6 +196,13 @@ class Pin(Message, frozen=True):
 
     key: bytes
     ttl_s: float
+
+
+class Pinned(Message, frozen=True):
+    """How much of the arena the worker has pinned for its GPU, and how long that took so far; nothing answers."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 
 
 class Unmapped(Message, frozen=True):
@@ -349,6 +360,7 @@ FromClient = (
     | GiveBack
     | Reset
     | Pin
+    | Pinned
     | Unmapped
     | StatRequest
     | Evict

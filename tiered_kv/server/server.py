@@ -285,6 +285,7 @@ class Server:
         return {
             m.JoinWorker: Route(_WORKERS, self._join_worker),
             m.Decline: Route(_WORKERS, self._decline),
+            m.Pinned: Route(_WORKERS, sessions.pinned),
             m.Unmapped: Route(_WORKERS, lambda connection, _: sessions.unmapped(connection)),
             m.JoinScheduler: Route(_SCHEDULERS, sessions.join_scheduler),
             m.Lookup: Route(_SCHEDULERS, sessions.lookup),

@@ -54,11 +54,17 @@ KEYS_MAX = m.FRAME_BYTES_MAX // (2 * KEY_BYTES)
 
 @dataclass(slots=True)
 class GroupWorker:
-    """A worker of a group; ``is_mapped`` until it said it unmapped the arena or its process exited."""
+    """A worker of a group.
+
+    Attributes:
+        is_mapped: Until it said that it unmapped the arena, or its process exited.
+        pinned: What it said last of the memory it pinned.
+    """
 
     connection: Connection
     join: m.JoinWorker
     is_mapped: bool = True
+    pinned: m.Pinned = m.Pinned(0, 0.0)
 
 
 @dataclass(slots=True)
@@ -138,6 +144,8 @@ class Group:
             engine=self.name,
             namespace=self.namespace.digest.hex() if self.namespace else None,
             workers=len(self.members),
+            pinned_bytes=sum(member.pinned.size_bytes for member in self.members.values() if member.is_mapped),
+            pinning_s=sum(member.pinned.seconds for member in self.members.values()),
             declined=len(self.decliners),
             state="lost" if self.is_lost else "ready" if self.is_ready else "joining",
         )
@@ -195,6 +203,7 @@ class Sessions:
             check_same_engine(join, member.join)
         group.members[join.rank] = GroupWorker(connection, join)
         self._keep(group, connection)
+        self._keep_memory()  # before this worker is sent the slabs
 
     def decline(self, connection: Connection, decline: m.Decline) -> None:
         """A worker cannot take part: the session will never open.
@@ -500,6 +509,22 @@ class Sessions:
         if not self._leave(connection, "unmapped the arena"):
             raise ProtocolError("this client maps no arena")
 
+    def pinned(self, connection: Connection, pinned: m.Pinned) -> None:
+        """A worker has pinned more of the arena, or could not.
+
+        Raises:
+            ProtocolError: It is no member of a session, or it said that it pins nothing.
+        """
+        member = self._member(connection)
+        if member is None or not member.join.pins:
+            raise ProtocolError("this client pins no arena")
+        member.pinned = pinned
+
+    def _member(self, connection: Connection) -> GroupWorker | None:
+        group = self._groups.get((connection.engine_id, connection.generation))
+        members = group.members.values() if group is not None else ()
+        return next((one for one in members if one.connection is connection), None)
+
     def awaits_exit(self, connection: Connection) -> bool:
         """Whether something is held until this client's process exits."""
         group = self._groups.get((connection.engine_id, connection.generation))
@@ -519,13 +544,18 @@ class Sessions:
 
     def _leave(self, connection: Connection, how: str) -> bool:
         group = self._groups.get((connection.engine_id, connection.generation))
-        members = group.members.values() if group is not None else ()
-        member = next((one for one in members if one.connection is connection), None)
+        member = self._member(connection)
         if group is None or member is None:
             return False
         member.is_mapped = False
         self._lose(group, f"worker pid {connection.pid} {how}")
+        self._keep_memory()
         return True
+
+    def _keep_memory(self) -> None:
+        """Slabs keep their pages while a process that pins them may have them mapped, also of a lost session."""
+        members = (member for group in self.groups for member in group.members.values())
+        self._engine.keep_memory(is_kept=any(member.is_mapped and member.join.pins for member in members))
 
     def disconnected(self, connection: Connection) -> None:
         """A member's connection is gone, and with it the session."""

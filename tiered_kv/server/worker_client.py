@@ -3,6 +3,8 @@
 Blocking; called from ``register_kv_caches`` at start and from a background thread when the session was lost.
 """
 
+from __future__ import annotations
+
 import array
 import contextlib
 import logging
@@ -12,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.geometry import LayerPage
@@ -20,6 +23,9 @@ from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_exactly, read_message_after, refusal_error, say_hello
 from tiered_kv.server.directory import hold_arena_lock, server_directory
+
+if TYPE_CHECKING:
+    from tiered_kv.chunks.pinned import PinnedArena  # its numpy is there only where vLLM is
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +38,8 @@ class WorkerClient:
 
     Attributes:
         is_lost: For the owner, who says here that the server is gone, so that no copy begins any more.
+        pinned: For the owner, who gives it where a GPU copies: the arena's registrations, ended by :meth:`leave`.
+        pins_ahead: For the owner, who says here that memory may be pinned before its first use.
 
     Threads: one at a time; :meth:`wait_lost` in one of its own, and :meth:`leave` from any.
     """
@@ -47,6 +55,9 @@ class WorkerClient:
         """
         self.generation = generation
         self.is_lost = False
+        self.pinned: PinnedArena | None = None
+        self.pins_ahead = False
+        self._told = m.Pinned(0, 0.0)
         self._lock_fd = -1
         self._leaving = threading.Lock()
         deadline_s = time.monotonic() + config.start_timeout_s
@@ -78,7 +89,7 @@ class WorkerClient:
         return arena
 
     def wait_lost(self) -> None:
-        """Block until the server is gone or :meth:`leave` was called; meanwhile map what memory the slabs have got."""
+        """Block until the server is gone or :meth:`leave` was called; meanwhile map and pin what slabs have got."""
         watched = select.poll()
         watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
         while not watched.poll(0 if self._populate_some() else POPULATE_EVERY_MS):
@@ -86,13 +97,38 @@ class WorkerClient:
 
     def _populate_some(self) -> bool:
         with self._leaving:
-            return self._lock_fd >= 0 and self.arena.populate_some()
+            if self._lock_fd < 0:
+                return False
+            if self.arena.populate_some():
+                return True
+            if self.pinned is None:
+                return False
+            if self.pins_ahead and self.pinned.pin_some():
+                return True
+            self._tell_pinned(self.pinned)
+            return False
+
+    def _tell_pinned(self, pinned: PinnedArena) -> None:
+        """Say what is pinned by now, if that has changed; later where the server does not read."""
+        now = m.Pinned(pinned.pinned_bytes, pinned.pinning_s)
+        if now == self._told:
+            return
+        try:
+            self._sock.send(m.frame(now), socket.MSG_DONTWAIT)  # a Unix socket takes so little whole or not at all
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            logger.debug("the server is gone: %s", exc)
+        self._told = now
+        logger.info("host memory pinned. bytes=%d seconds=%.3f", now.size_bytes, now.seconds)
 
     def leave(self) -> None:
         """Unmap the arena and say so. No copy may be running. Idempotent."""
         with self._leaving:
             if self._lock_fd < 0:
                 return
+            if self.pinned is not None:
+                self.pinned.release()  # unmapping does not: copies would go to pages that the driver still holds
             self.arena.close()
             try:
                 self._sock.sendall(m.frame(m.Unmapped()))

@@ -335,7 +335,9 @@ class HostTier:
         """
         richer = None if slot_bytes in self._drains else self._richer_than(slot_bytes)
         if richer is not None:
-            slabs = self.slots.slabs(richer)
+            slabs = [index for index in self.slots.slabs(richer) if self.slots.may_serve(index, slot_bytes)]
+            if not slabs:
+                return
             slab = min(slabs, key=lambda index: self.slots.in_use(index) - self._idle_in_slab[index])
             self.slots.drain(slab)
             self._drains[slot_bytes] = slab

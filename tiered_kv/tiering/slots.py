@@ -5,6 +5,10 @@ assigned to it and given exactly as many bytes as its slots take, so the sum ove
 and no slab wastes a part of a slot. A slab changes its slot size by being drained: its free slots are handed out no
 more, and once all its slots are free it belongs to nobody again.
 
+While some process has pinned slabs for its GPU (:meth:`SlotPool.keep_memory`), a slab's memory stays what it is: the
+driver goes on with the pages it pinned, whatever the file has later. A slab is then given its full size at once, and
+keeps it when it belongs to nobody. Another slot size cuts slots from that, and wastes less than one slot of it.
+
 A :data:`~tiered_kv.tiering.types.SlotId` is ``slab * SLOTS_PER_SLAB_MAX + index``. Called by ``host_tier.py`` only,
 which decides when to grow and what to drain; must not know what lies in a slot.
 """
@@ -22,15 +26,20 @@ SLABS_WANTED = 8
 
 @dataclass(slots=True)
 class _Slab:
+    """One slab.
+
+    Attributes:
+        memory_bytes: What it has or is just getting. At least what its slots take.
+        kept_bytes: Of that, what it had before and keeps if it gets no more.
+    """
+
     slot_bytes: int = 0
     slot_count: int = 0
     free_count: int = 0
+    memory_bytes: int = 0
+    kept_bytes: int = 0
     is_growing: bool = False
     is_draining: bool = False
-
-    @property
-    def size_bytes(self) -> int:
-        return self.slot_bytes * self.slot_count
 
 
 @dataclass(slots=True)
@@ -57,6 +66,8 @@ class SlotPool:
     Attributes:
         host_bytes: Memory the slabs may take together.
         limit_bytes: The same, but no more than the machine gave when it last refused some.
+        assigned_bytes: Memory that slabs take now or are about to get.
+        keeps_memory: No slab gives any of it back.
 
     Units: bytes. Threads: one owner.
     """
@@ -65,6 +76,7 @@ class SlotPool:
         self.host_bytes = host_bytes
         self.limit_bytes = host_bytes
         self.assigned_bytes = 0
+        self.keeps_memory = False
         self.slab_bytes_max = min(SLAB_BYTES_MAX, max(host_bytes // SLABS_WANTED, 1))
         slab_count = -(-host_bytes // self.slab_bytes_max) + SLABS_WANTED
         self._slabs = [_Slab() for _ in range(slab_count)]
@@ -94,6 +106,8 @@ class SlotPool:
 
     def slab_bytes(self, slot_bytes: int) -> int:
         """Memory that one full slab of this slot size takes."""
+        if self.keeps_memory:
+            return max(self.slab_bytes_max, slot_bytes)
         return max(self.slab_bytes_max // slot_bytes, 1) * slot_bytes
 
     def assigned_to(self, slot_bytes: int) -> int:
@@ -140,21 +154,49 @@ class SlotPool:
 
     # -- slabs -------------------------------------------------------------------------------------------------
 
-    def grow(self, slot_bytes: int) -> Grow | None:
-        """Assign a slab to this slot size; its slots appear with :meth:`grown`. None when the budget is spent."""
+    def keep_memory(self, *, is_kept: bool) -> None:
+        """From now on no slab gives memory back, or slabs may again; then what belongs to nobody has none."""
+        self.keeps_memory = is_kept
+        if not is_kept:
+            for index, slab in enumerate(self._slabs):
+                slab.kept_bytes = 0
+                if not slab.slot_count:
+                    self.assigned_bytes -= slab.memory_bytes
+                    self._slabs[index] = _Slab()
+
+    def memory_bytes(self, slab_index: int) -> int:
+        """Memory that a slab has or is just getting."""
+        return self._slabs[slab_index].memory_bytes
+
+    def memory_for(self, slab_index: int, slot_bytes: int) -> int:
+        """Memory that a slab would have if it were assigned to this slot size now; too little for a slot: 0."""
         room = self.limit_bytes - self.assigned_bytes
-        count = min(max(self.slab_bytes_max // slot_bytes, 1), room // slot_bytes, SLOTS_PER_SLAB_MAX)
-        if count <= 0 or count * slot_bytes > SLAB_BYTES_MAX:
+        if self.keeps_memory:
+            kept = self._slabs[slab_index].memory_bytes
+            memory = max(kept, min(self.slab_bytes(slot_bytes), SLAB_BYTES_MAX, kept + room))
+            return memory if memory >= slot_bytes else 0
+        count = min(self.slab_bytes(slot_bytes), SLAB_BYTES_MAX, room) // slot_bytes
+        return min(count, SLOTS_PER_SLAB_MAX) * slot_bytes
+
+    def grow(self, slot_bytes: int) -> Grow | None:
+        """Assign a slab to this slot size; its slots appear with :meth:`grown`. None when the budget is spent.
+
+        One that kept its memory comes first, of these the largest: it costs nothing.
+        """
+        empty = sorted((i for i, s in enumerate(self._slabs) if not s.slot_count), key=lambda i: -self.memory_bytes(i))
+        index = next((i for i in empty if self.memory_for(i, slot_bytes) > 0), None)
+        if index is None:
             return None
-        empty = next((i for i, s in enumerate(self._slabs) if s.slot_count == 0), None)
-        if empty is None:
-            return None
-        slab = self._slabs[empty] = _Slab(slot_bytes, count, free_count=count, is_growing=True)
+        memory, kept = self.memory_for(index, slot_bytes), self._slabs[index].memory_bytes
+        count = min(memory // slot_bytes, SLOTS_PER_SLAB_MAX)
+        slab = _Slab(slot_bytes, count, count, memory_bytes=memory, kept_bytes=kept, is_growing=True)
+        self._slabs[index] = slab
         size = self._sizes.setdefault(slot_bytes, _Size())
         size.growing += 1
-        size.early.extend(reversed(self.slots_of(empty)))
-        self._assign(slab, slab.size_bytes)
-        return Grow(empty, slab.size_bytes)
+        size.early.extend(reversed(self.slots_of(index)))
+        size.assigned_bytes += memory
+        self.assigned_bytes += memory - kept
+        return Grow(index, memory)
 
     def is_growing(self, slot_bytes: int) -> bool:
         """Whether a slab of this slot size is just getting its memory."""
@@ -177,8 +219,7 @@ class SlotPool:
             size.free.extend(unused)
             return
         assert len(unused) == slab.slot_count, "a slab without memory has slots in use"
-        self._assign(slab, -slab.size_bytes)
-        self._slabs[slab_index] = _Slab()
+        self._take_away(slab_index, slab.kept_bytes)
         self.limit_bytes = self.assigned_bytes
 
     def allow_growth(self) -> None:
@@ -212,18 +253,24 @@ class SlotPool:
         size = self._sizes[slab.slot_bytes]
         size.free = [slot for slot in size.free if slab_of(slot) != slab_index]
 
+    def may_serve(self, slab_index: int, slot_bytes: int) -> bool:
+        """Whether a slab would be of use to this slot size once it belongs to nobody."""
+        return not self.keeps_memory or self.memory_for(slab_index, slot_bytes) > 0
+
     def reclaim(self, slab_index: int) -> None:
         """Take a drained slab, whose slots are all free, away from its slot size."""
         slab = self._slabs[slab_index]
         assert slab.is_draining, "a slab was reclaimed without being drained"
         assert slab.free_count == slab.slot_count, "a slab with slots in use was reclaimed"
         self._sizes[slab.slot_bytes].slot_count -= slab.slot_count
-        self._assign(slab, -slab.size_bytes)
-        self._slabs[slab_index] = _Slab()
+        self._take_away(slab_index, slab.memory_bytes if self.keeps_memory else 0)
 
-    def _assign(self, slab: _Slab, size_bytes: int) -> None:
-        self.assigned_bytes += size_bytes
-        self._sizes[slab.slot_bytes].assigned_bytes += size_bytes
+    def _take_away(self, slab_index: int, kept_bytes: int) -> None:
+        """The slab belongs to nobody again, with what memory it keeps."""
+        slab = self._slabs[slab_index]
+        self._sizes[slab.slot_bytes].assigned_bytes -= slab.memory_bytes
+        self.assigned_bytes += kept_bytes - slab.memory_bytes
+        self._slabs[slab_index] = _Slab(memory_bytes=kept_bytes)
 
     # -- tests -------------------------------------------------------------------------------------------------
 
@@ -239,11 +286,15 @@ class SlotPool:
         for index in range(len(self._slabs)):
             used = sum(slab_of(slot) == index for slot in in_use)
             assert self.in_use(index) == used, "a slab's free slots were miscounted"
-        assert self.assigned_bytes == sum(s.size_bytes for s in self._slabs) <= self.host_bytes
+        assert self.assigned_bytes == sum(s.memory_bytes for s in self._slabs) <= self.host_bytes
+        for slab in self._slabs:
+            assert slab.slot_count * slab.slot_bytes <= slab.memory_bytes, "a slot lies behind its slab's memory"
+            assert slab.kept_bytes <= slab.memory_bytes, "a slab kept more than it has"
+            assert slab.slot_count or self.keeps_memory or not slab.memory_bytes, "memory belongs to nobody"
         for slot_bytes, size in self._sizes.items():
             slabs = [s for s in self._slabs if s.slot_bytes == slot_bytes]
             assert size.slot_count == sum(s.slot_count for s in slabs if not s.is_growing), "slots were miscounted"
-            assert size.assigned_bytes == sum(s.size_bytes for s in slabs), "a size's memory was miscounted"
+            assert size.assigned_bytes == sum(s.memory_bytes for s in slabs), "a size's memory was miscounted"
             assert size.growing == sum(s.is_growing for s in slabs), "a slab grows unnoticed"
             assert all(self.has_memory(slot) for slot in size.free), "a slot without memory is offered"
 

@@ -11,8 +11,8 @@ and the arena is unmapped only when nothing copies from it or into it any more.
                                  watching thread sets before it waits for the copies: none begins after that
     _held                        the model runner's thread adds, whoever asks for copies takes, under _idle
     copied                       copy threads append, the model runner's thread takes
-    _paged, _join, _threads,
-    _loads_early                 register(), once, in the model runner's thread
+    _paged, _join, _threads, _cuda,
+    _device, _loads_early        register(), once, in the model runner's thread
     before_leaving               a scheduler side in this process, before the first step
 """
 
@@ -31,8 +31,10 @@ from typing import Any, NamedTuple
 
 import vllm
 
+from tiered_kv.chunks.cuda import Cuda, CudaError
 from tiered_kv.chunks.device_copy import Direction
 from tiered_kv.chunks.layout_test import self_test
+from tiered_kv.chunks.pinned import PinnedArena
 from tiered_kv.chunks.transfer import Mark, RankKV
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError, TierUnavailable, UnsupportedModel
@@ -102,6 +104,17 @@ def _stored_by(encodings: Iterable[str]) -> str:
     return stored_by(__version__, "vllm", vllm.__version__, encoding_text(encodings))
 
 
+def _cuda_of(device: Any) -> Cuda | None:
+    """The calls that pin memory for a device's copies; None: they are pageable."""
+    if device.type == "cpu":
+        return None
+    try:
+        return Cuda.loaded()
+    except CudaError as exc:
+        logger.warning("host memory is not pinned: copies are slower, all else is as before. device=%s %s", device, exc)
+        return None
+
+
 class WorkerSide:
     """One rank's side of the connector.
 
@@ -131,6 +144,8 @@ class WorkerSide:
         self._loads_early = True
         self._samples_last = not getattr(vllm_config, "use_v2_model_runner", False)
         self._threads: dict[str, CopyThread] = {}
+        self._cuda: Cuda | None = None  # where a GPU copies, and its memory can be pinned
+        self._device = 0
         self._loads_done: deque[tuple[str, bool]] = deque()
         self._saves_done: deque[tuple[int, bool]] = deque()
         self._idle = threading.Condition()
@@ -157,6 +172,8 @@ class WorkerSide:
         try:
             self._joining_generation = 0
             self._client = self._new_client(0)
+            if self._client.pinned is not None:
+                self._client.pinned.pin_all()  # here, and not again before the first step: vLLM captures graphs now
         except TieredKVError as exc:
             if self._config.strict:
                 raise
@@ -173,6 +190,8 @@ class WorkerSide:
         check_layers(self._vllm_config, self._kv_cache_config)
         fields = base_fields(self._vllm_config, self._kv_cache_config, self._config)
         encodings = page_encodings(self._vllm_config, self._kv_cache_config)
+        device = next(iter(kv_caches.values())).device
+        self._cuda, self._device = _cuda_of(device), device.index or 0
         self._join = m.JoinWorker(
             self._rank,
             self._world_size,
@@ -184,6 +203,7 @@ class WorkerSide:
             ),
             self._rank // self._replicas,
             _stored_by(encodings.values()),
+            self._cuda is not None,
         )
         self._paged = paged
         self._loads_early = not copies_blocks(self._vllm_config, self._kv_cache_config)
@@ -204,6 +224,8 @@ class WorkerSide:
     def _new_client(self, generation: int) -> WorkerClient:
         assert self._join is not None
         client = WorkerClient(self._config, self._engine_id, generation, self._join)
+        if self._cuda is not None:
+            client.pinned = PinnedArena(self._cuda, client.arena, self._device)
         try:
             threading.Thread(target=self._watch, args=(client,), name="tiered_kv-watch", daemon=True).start()
         except RuntimeError as exc:
@@ -234,6 +256,8 @@ class WorkerSide:
             self._joining_generation = metadata.generation
             old, self._client = self._client, None
             self._rejoin_in_background(old, metadata.generation)
+        if self._client is not None:
+            self._client.pins_ahead = True  # vLLM steps, so it captures no graphs any more
         early, self._early = self._early, []
         for task in early:
             self._submit(*task)
@@ -369,6 +393,8 @@ class WorkerSide:
         try:
             for copy in copies:
                 slab, index = divmod(copy.slot, SLOTS_PER_SLAB_MAX)
+                if client.pinned is not None:
+                    client.pinned.pin_slab(slab)
                 view = client.arena.view(slab, index * session.slot_bytes + offset, self._paged.rank_bytes)
                 views.append(view)
                 if copy.state_part is not None:

@@ -10,15 +10,13 @@ import torch
 
 from tiered_kv.chunks.device import TorchDevice
 from tiered_kv.chunks.device_copy import DIRECT_BYTES, RING_SLICES, SLICE_BYTES, CopyEngine
+from tiered_kv.chunks.pinned import WINDOW_BYTES
 from tiered_kv.chunks.transfer import CopyJob, RankKV
 from tools.gpu_proof.host_memory import GIB, MIB, HostMemory
 from tools.gpu_proof.section import Proof
 from tools.gpu_proof.shapes import Shape, place
 
 CHUNK_TOKENS: Final = 256
-WINDOW_BYTES: Final = 64 * MIB
-"""Memory is pinned by parts of so many bytes, as the cache pins it: no copy of the engine may cross their borders."""
-
 STAGED_ONLY: Final = 1 << 62
 DIRECT_ALWAYS: Final = 1
 WAYS: Final = ("staged", "direct")

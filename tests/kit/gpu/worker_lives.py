@@ -74,7 +74,7 @@ class WorkerLife:
             return self.rank.view(offset // size)
 
         arena = SimpleNamespace(view=view)
-        return SimpleNamespace(generation=0, is_lost=False, arena=arena, leave=lambda: None)
+        return SimpleNamespace(generation=0, is_lost=False, arena=arena, pinned=None, leave=lambda: None)
 
     def run(self) -> None:
         for _ in range(STEPS):

@@ -66,10 +66,11 @@ def worker_part(
     pages: Sequence[LayerPage] = PAGES,
     stored_by: str = STORED_BY,
     state_parts: int = 0,
+    pins: bool = False,
 ) -> m.JoinWorker:
     """A rank's part of a session."""
     sizes = BLOCK, CHUNK, namespace_fields(weights, state_parts), pages_on_the_wire(pages)
-    return m.JoinWorker(rank, world_size, *sizes, stored_by=stored_by)
+    return m.JoinWorker(rank, world_size, *sizes, stored_by=stored_by, pins=pins)
 
 
 def hello(config: Config, role: str = "admin", engine_id: str = "", generation: int = 0) -> socket.socket:

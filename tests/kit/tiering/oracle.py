@@ -98,6 +98,7 @@ class World:
         self._asked: list[list[bytes]] = []
         self._sizes: dict[bytes, int] = {}
         self._slabs_with_memory: set[int] = set()
+        self._kept: dict[int, int] = {}  # what slabs have since no page of theirs may change
         self._shrunk: set[int] = set(self.media)  # tiers that may hold too much since the start
         self._spaces_seen: list[Space] = []
 
@@ -246,8 +247,9 @@ class World:
                 self._forget(slot)
             case Delete(tier, record):
                 self._believed[tier].discard(record.key)
-            case Grow(slab):
+            case Grow(slab, size_bytes):
                 self._slabs_with_memory.discard(slab)
+                assert size_bytes >= self._kept.get(slab, 0), "pages are taken from a slab that a process pins"
         if isinstance(job, Write | Copy | Probe):
             assert self.tiering.index.readable[job.tier], "a tier that does not answer is asked"
         self._check_alone(job)
@@ -329,9 +331,11 @@ class World:
             case Read(tier, record, slot):
                 if fault is None:
                     return self._read(tier, record.key, slot)
-            case Grow(slab):
+            case Grow(slab, size_bytes):
                 if fault is None:
                     self._slabs_with_memory.add(slab)
+                    if self.tiering.slots.keeps_memory:
+                        self._kept[slab] = max(size_bytes, self._kept.get(slab, 0))
             case Delete(tier, record):
                 if self.media[tier].get(record.key, Blob.FOREIGN) is Blob.FOREIGN:
                     return fault or Outcome.MISSING
@@ -360,6 +364,14 @@ class World:
         self.media[tier][key] = Blob.GOOD
         self._damaged.discard((tier, key))
         return Outcome.OK
+
+    def keep_memory(self, *, is_kept: bool) -> None:
+        """A process pins slabs from now on, or none does any more."""
+        slots = self.tiering.slots
+        slots.keep_memory(is_kept=is_kept)
+        growing = {job.slab for job in self.jobs if isinstance(job, Grow)}
+        slabs = range(slots.slab_count) if is_kept else ()
+        self._kept = {slab: slots.memory_bytes(slab) for slab in slabs if slab not in growing}
 
     def others_store(self, space: Space, path: tuple[int, ...]) -> None:
         """Another machine puts a prefix into the shared tier."""
@@ -405,6 +417,7 @@ class World:
         limits, usage = self.tiering.limits, self.tiering.usage()
         host_bytes = self.tiering.slots.host_bytes
         assert usage["host_assigned_bytes"] <= host_bytes
+        assert sum(self._kept.values()) <= host_bytes, "pinned slabs take more memory than there is"
         assert usage["leased_bytes"] <= host_bytes * limits.leased_share
         pending = sum(isinstance(job, Write) for job in self.jobs)
         assert self.tiering.pending_writes >= (pending if self.media else 0)
@@ -418,6 +431,7 @@ class World:
         """Let all faults and sessions end, and assert that nothing is left behind."""
         for session in list(self.spaces):
             self.close(session)
+        self.keep_memory(is_kept=False)
         for tier in self.media:
             self.tiering.set_readable(tier, True)
         self.finish_all()

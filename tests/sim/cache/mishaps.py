@@ -101,6 +101,18 @@ class Mishaps:
 
         self._hub.after(pick % 50 / 10, allow)
 
+    def _gpu(self, node: Node, pick: int) -> None:
+        """An engine that pins host memory comes, and goes after a while."""
+        life = node.life
+        node.engine.keep_memory(is_kept=True)
+
+        def leave() -> None:
+            if node.is_up and node.life == life:
+                node.engine.keep_memory(is_kept=False)
+                node.wake()
+
+        self._hub.after(pick % 400 / 10, leave)
+
     def _freeze(self, node: Node, pick: int) -> None:
         """The server's loop does not turn; its threads go on."""
         node.frozen_until_s = self._hub.now_s + pick % 80 / 10

@@ -357,6 +357,7 @@ class Node:
         """Assert, cheaply, what must hold after every event."""
         for promise in self.promises.values():
             self.bytes_compared += promise.compare(self.arena)
+        self.arena.check_kept(self.machine.host_bytes)
         slots, limits = self.engine.tiering.slots, self.engine.tiering.limits
         assert slots.assigned_bytes <= self.machine.host_bytes, "host memory is over its capacity"
         assert self.engine.tiering._host.leased_bytes <= self.machine.host_bytes * limits.leased_share

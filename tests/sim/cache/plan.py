@@ -168,7 +168,7 @@ def _windows(draw: random.Random, active_s: float, nodes: int, media: list[str])
 
 MISHAPS = (
     "crash", "crash", "power", "stop", "vanish", "vanish", "jump", "pin", "pin", "pin", "unpin",
-    "damage", "damage", "refuse", "remove", "clear_host", "freeze",
+    "damage", "damage", "refuse", "remove", "clear_host", "freeze", "gpu", "gpu",
 )  # fmt: skip
 
 

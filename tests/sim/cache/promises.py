@@ -1,6 +1,7 @@
 """What clients of the cache simulation were promised: slots in real shared memory, compared with the oracle's bytes."""
 
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Sequence
 
 from tests.sim.cache.oracle import CHUNKS, Chunk
 from tiered_kv.chunks.arena import Arena
@@ -13,11 +14,28 @@ class SimArena(Arena):
     """Real shared memory, which the machine may refuse."""
 
     is_refused = False
+    _kept: Sequence[int] = ()
 
     def allocate(self, slab: int, size_bytes: int) -> None:
         if self.is_refused:
             raise CapacityExceeded("the simulated machine has no memory")
         super().allocate(slab, size_bytes)
+
+    def keep_pages(self, sizes: Sequence[int], *, is_kept: bool) -> None:
+        super().keep_pages(sizes, is_kept=is_kept)
+        self._kept = self._memory() if is_kept else []
+
+    def check_kept(self, host_bytes: int) -> None:
+        """Assert that a GPU which had pinned all of it could go on with that, and that it is not too much."""
+        if not self._kept:
+            return
+        now = self._memory()
+        assert all(new >= old for new, old in zip(now, self._kept, strict=True)), "a pinned slab was cut"
+        assert sum(now) <= host_bytes + len(now) * mmap.PAGESIZE, "pinned slabs take more than host memory"
+        self._kept = now
+
+    def _memory(self) -> list[int]:
+        return [self.memory_bytes(slab) for slab in range(len(self.slab_fds))]
 
     def copy_of(self, slab: int, first: int, end: int) -> bytes:
         """Bytes of a slab."""

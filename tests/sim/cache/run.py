@@ -125,6 +125,7 @@ class Simulation:
             node.frozen_until_s = 0.0
             if node.is_up:
                 node.arena.is_refused = False
+                node.engine.keep_memory(is_kept=False)
         self._wait("recovered", STUCK_S, self._is_recovered, self._unwell)
         self._prove_progress()
         self._wind_down()

@@ -1,0 +1,190 @@
+"""Pins a worker's mapping of the arena for its GPU, window by window, and ends that before the mapping goes.
+
+Owns which parts of the slabs are registered. Must not know slots or copies: the worker says which slab it is about to
+use (``pin_slab``), the thread that waits for the server's end pins ahead of that (``pin_some``). The server keeps every
+page of a slab where it is meanwhile (``JoinWorker.pins``); the driver would go on with the pages it was given.
+
+A *window* is the addresses between two multiples of :data:`WINDOW_BYTES`. It is registered by one call, or not at all,
+and no copy may cross from one into the next (:func:`windows`): CUDA refuses one that touches two registrations, or one
+and none (sglang#36798).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from tiered_kv.chunks.arena import SLAB_BYTES, Arena
+from tiered_kv.chunks.cuda import Cuda, CudaError
+
+logger = logging.getLogger(__name__)
+
+WINDOW_BYTES: Final = 64 << 20
+"""Registered at once: about 6 ms, in which the driver's lock and the process's memory map are held."""
+
+
+def windows(address: int, size_bytes: int) -> list[slice]:
+    """Cut a range of host memory, by its address, into parts that one copy may touch."""
+    parts, at, end = [], address, address + size_bytes
+    while at < end:
+        stop = min(_window_end(at), end)
+        parts.append(slice(at - address, stop - address))
+        at = stop
+    return parts
+
+
+def _window_end(address: int) -> int:
+    return (address // WINDOW_BYTES + 1) * WINDOW_BYTES
+
+
+class PinnedArena:
+    """Registrations of one mapping of the arena.
+
+    Attributes:
+        pinned_bytes: Registered now.
+        pinning_s: Time that registering took so far, in all threads together.
+        is_refused: The driver took no more: the rest stays pageable, and copies of it are slower.
+
+    Threads: ``pin_slab`` and ``pin_some`` from any; ``pin_all`` from the one that registers vLLM's tensors; ``release``
+    once no copy runs and none begins.
+
+        field                       guarded by
+        _parts, _pinned_to          _lock; _pinned_to is read without it: it grows when all before it is registered
+        pinned_bytes, pinning_s     the same, read by whoever reports them
+        _is_released                _lock
+    """
+
+    def __init__(self, cuda: Cuda, arena: Arena, device: int) -> None:
+        """Take a mapping; nothing is registered yet.
+
+        Args:
+            device: Index of the GPU that copies; a registration is made for it, in whichever thread.
+        """
+        self.pinned_bytes = 0
+        self.pinning_s = 0.0
+        self.is_refused = False
+        self._cuda, self._arena, self._device = cuda, arena, device
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        slabs = range(len(arena.slab_fds))
+        self._bases = [arena.address(slab) for slab in slabs]
+        self._parts: list[list[tuple[int, int]]] = [[] for _ in slabs]  # offset and size, in order
+        self._pinned_to = [0 for _ in slabs]
+        self._is_released = False
+
+    def pin_all(self) -> None:
+        """Register all memory that slabs have now. Blocks: about 0.1 s per GiB."""
+        with self._lock:
+            if self._takes_calls(self._set_device):
+                for slab in range(len(self._bases)):
+                    self._pin_to(slab, self._arena.memory_bytes(slab))
+
+    def pin_slab(self, slab: int) -> None:
+        """Register a slab before a copy uses a slot of it.
+
+        A slot is granted when its slab has all its memory, so there is nothing left to register after this. Costs a
+        system call where that is so already. Never raises: what cannot be registered is copied as pageable memory.
+        """
+        size_bytes = self._arena.memory_bytes(slab)
+        if self._pinned_to[slab] >= size_bytes or self.is_refused:
+            return
+        with self._lock:
+            if self._takes_calls(self._enter_thread):
+                self._pin_to(slab, size_bytes)
+
+    def pin_some(self) -> bool:
+        """Register one whole window that has got its memory; says whether there may be more.
+
+        What a slab has beyond its last whole window comes with its first use: it may be just growing.
+        """
+        for slab, base in enumerate(self._bases):
+            end = min(_window_end(base + self._pinned_to[slab]) - base, SLAB_BYTES)
+            if self._pinned_to[slab] < end <= self._arena.memory_bytes(slab) and not self.is_refused:
+                with self._lock:
+                    if self._takes_calls(self._enter_thread):
+                        self._pin_to(slab, end)
+                        return True
+        return False
+
+    def release(self) -> None:
+        """End all registrations, before the arena is unmapped. Idempotent."""
+        with self._lock:
+            if self._is_released:
+                return
+            self._is_released = True
+            failed: CudaError | None = None
+            if any(self._parts):
+                failed = self._failure(self._set_device)
+            for base, parts in zip(self._bases, self._parts, strict=True):
+                while parts:
+                    offset, size = parts.pop()
+                    failed = self._failure(partial(self._cuda.unregister, base + offset)) or failed
+                    self.pinned_bytes -= size
+        if failed is not None:
+            logger.warning("the GPU's driver did not let go of all host memory. device=%d %s", self._device, failed)
+
+    # -- with the lock held ------------------------------------------------------------------------------------
+
+    def _takes_calls(self, prepare: Callable[[], None]) -> bool:
+        """Whether anything may be registered, in this thread, which is prepared for it."""
+        if self._is_released or self.is_refused:
+            return False
+        return self._tried(prepare)
+
+    def _pin_to(self, slab: int, end: int) -> None:
+        """Register a slab's windows up to ``end``."""
+        while self._pinned_to[slab] < end and self._tried(lambda: self._pin_window(slab, end)):
+            pass
+
+    def _pin_window(self, slab: int, end: int) -> None:
+        base, parts, start = self._bases[slab], self._parts[slab], self._pinned_to[slab]
+        started_s = time.perf_counter()
+        if parts and (base + start) % WINDOW_BYTES:
+            # The slab's memory ended within the window when it was registered, and there is more now: it serves other
+            # slots, none of which is copied before this.
+            start, size = parts.pop()
+            self._pinned_to[slab] = start
+            self.pinned_bytes -= size
+            self._cuda.unregister(base + start)
+        stop = min(_window_end(base + start) - base, end)
+        self._cuda.register(base + start, stop - start)
+        parts.append((start, stop - start))
+        self.pinned_bytes += stop - start
+        self.pinning_s += time.perf_counter() - started_s
+        self._pinned_to[slab] = stop
+
+    def _tried(self, call: Callable[[], None]) -> bool:
+        """Make a call; after one that failed nothing more is registered, and that is said once."""
+        error = self._failure(call)
+        if error is not None:
+            self.is_refused = True
+            logger.warning(
+                "host memory is not pinned any further: copies of the rest are slower, all else is as before. "
+                "device=%d pinned_bytes=%d: %s",
+                self._device,
+                self.pinned_bytes,
+                error,
+            )
+        return error is None
+
+    @staticmethod
+    def _failure(call: Callable[[], None]) -> CudaError | None:
+        try:
+            call()
+        except CudaError as exc:
+            return exc
+        return None
+
+    def _set_device(self) -> None:
+        self._cuda.set_device(self._device)
+
+    def _enter_thread(self) -> None:
+        """Once per thread. Not in the thread that captures graphs: it would capture in another mode."""
+        if not getattr(self._thread, "is_entered", False):
+            self._cuda.set_device(self._device)
+            self._cuda.relax_capture()
+            self._thread.is_entered = True
