@@ -139,7 +139,7 @@ def test_the_gpu_quickstart_expects_what_the_proof_shows(repository: Path) -> No
         assert ("proof.check(" in source) == (verdict == "right"), name
     memory = CopyEngine(DryDevice()).memory_bytes / 2**20
     assert f"copies use {memory:.0f} MiB of memory" in text and f"| {memory:.0f} MiB per rank |" in text
-    table = text[text.index("once per rank:") : text.index("And `server.log`")]
+    table = text[text.index("With KV on a GPU also, per rank") : text.index("And `server.log`")]
     lines = [re.split(r" \d", line)[0] for line in re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)]
     logged = "".join(path.read_text() for path in (repository / "tiered_kv").rglob("*.py"))
     assert len(lines) >= 3 and [line for line in lines if line not in logged] == []

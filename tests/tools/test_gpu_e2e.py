@@ -127,10 +127,13 @@ def test_a_mode_that_is_right_on_these_sources_is_not_run_again(
     assert runner.main(["--out", str(out), "--force"]) == 0 and ran == ["cpu-eager"]
 
 
-def test_a_mode_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("asked", [["graphs"], ["cpu-eager", "graphs"]])
+def test_a_mode_that_is_not_there_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
     monkeypatch.setattr(runner, "probe", lambda: {"platform": "cpu", "gpu": "none"})
-    assert runner.main(["graphs"]) == 2
-    assert "no such mode on cpu" in capsys.readouterr().err
+    assert runner.main(asked) == 2
+    assert "there is no mode graphs on cpu; modes are cpu-eager. Nothing was run." in capsys.readouterr().err
 
 
 def test_the_modes_cover_what_was_never_run() -> None:
@@ -138,7 +141,7 @@ def test_the_modes_cover_what_was_never_run() -> None:
     options = [dict(mode.options) for mode in on_gpu]
     assert {option.get("enforce_eager", False) for option in options} == {True, False}
     assert {option.get("attention_backend") for option in options} == {None, "FLASH_ATTN", "TRITON_ATTN"}
-    assert {option.get("kv_cache_dtype") for option in options} == {None, "fp8", "fp8_per_token_head"}
+    assert {option.get("kv_cache_dtype") for option in options} == {None, "fp8"}
     assert {mode.environment.get("VLLM_USE_V2_MODEL_RUNNER") for mode in on_gpu} == {None, "0", "1"}
     assert len({mode.name for mode in MODES}) == len(MODES)
 

@@ -56,6 +56,12 @@ def test_a_missing_package_is_named(repository: Path, tmp_path: Path, package: s
     assert f"this Python has no {package}" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
+def test_a_section_that_is_not_there_is_said_and_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["--dry", "machine", "hazzards"]) == 2
+    said = capsys.readouterr()
+    assert "there is no section hazzards; sections are machine," in said.err and said.out == ""
+
+
 def test_an_old_python_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(runner, "PYTHON_MIN", (9, 0))
     assert runner.main([]) == 2

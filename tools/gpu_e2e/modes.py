@@ -81,11 +81,6 @@ MODES: Final = (
     Mode("triton-graphs", CUDA, {"attention_backend": "TRITON_ATTN"}),
     Mode("fp8-eager", CUDA, EAGER | {"kv_cache_dtype": "fp8"}),
     Mode("fp8-graphs", CUDA, {"kv_cache_dtype": "fp8"}),
-    Mode(
-        "fp8-per-token-eager",
-        CUDA,
-        EAGER | {"attention_backend": "TRITON_ATTN", "kv_cache_dtype": "fp8_per_token_head"},
-    ),
     Mode("cpu-eager", CPU, EAGER),
 )
 

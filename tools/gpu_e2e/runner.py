@@ -81,10 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu-e2e: {exc}. Nothing was run.", file=sys.stderr)
         return 2
     device = CUDA if machine["platform"] == CUDA else CPU
-    wanted = [mode for mode in MODES if mode.device == device and (not asked.modes or mode.name in asked.modes)]
-    if not wanted:
-        print(f"gpu-e2e: no such mode on {device}. Nothing was run.", file=sys.stderr)
+    known = [mode.name for mode in MODES if mode.device == device]
+    if unknown := [name for name in asked.modes if name not in known]:
+        said = f"there is no mode {', '.join(unknown)} on {device}; modes are {', '.join(known)}"
+        print(f"gpu-e2e: {said}. Nothing was run.", file=sys.stderr)
         return 2
+    wanted = [mode for mode in MODES if mode.name in (asked.modes or known)]
     scenario = SCENARIOS[asked.model or ("demo" if device == CUDA else "tiny")]
     kept: dict[str, Any] = {"modes": {}}
     if asked.out.is_file():

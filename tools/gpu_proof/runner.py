@@ -93,6 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.gpu_proof.section import run_section  # noqa: PLC0415 - torch: only in a section's own process
 
         return run_section(asked.section, asked.record, is_dry=asked.dry, is_quick=asked.quick)
+    known = [section.name for section in SECTIONS]
+    if unknown := [name for name in asked.sections if name not in known]:
+        said = f"there is no section {', '.join(unknown)}; sections are {', '.join(known)}"
+        print(f"gpu-proof: {said}. Nothing was run.", file=sys.stderr)
+        return 2
     try:
         machine = probe(is_dry=asked.dry)
     except CannotRunError as exc:
