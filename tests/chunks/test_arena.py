@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tiered_kv.chunks import arena as arena_module
 from tiered_kv.chunks.arena import POPULATE_STEP_BYTES, Arena, create_slabs
 from tiered_kv.errors import CapacityExceeded
 
@@ -134,4 +135,21 @@ def test_what_another_process_brought_back_while_it_was_taken_is_taken_again(mon
     arena.allocate(0, 2 * PAGE)
     assert memory(arena) == [2 * PAGE]
     worker.close()
+    arena.close()
+
+
+def test_pages_are_kept_also_where_giving_some_back_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks again, and the worker that pins has the slabs by then."""
+    arena = Arena(create_slabs(1))
+    arena.allocate(0, SIZE)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EINTR, "interrupted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(arena_module, "_punch_hole", refuse)
+        with pytest.raises(OSError, match="interrupted"):
+            arena.keep_pages([0], is_kept=True)
+    arena.allocate(0, PAGE)
+    assert arena.memory_bytes(0) == SIZE
     arena.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.kit.counts import count, seed
-from tests.kit.gpu.device import GPU, simulated_gpu
+from tests.kit.gpu.device import GPU, SimulatedGpu, simulated_gpu
 from tests.kit.gpu.lives import Plan, Rank, live, read, write
 from tests.kit.gpu.pools import LAYOUTS, Shape, packed_pool, uniform_pool
 from tests.kit.mutants import mutants
@@ -159,7 +159,7 @@ def failing_at(monkeypatch, number):
 
         return launch
 
-    from tests.kit.gpu.device import SimulatedEvent, SimulatedGpu, SimulatedStream
+    from tests.kit.gpu.device import SimulatedEvent, SimulatedStream
 
     monkeypatch.setattr(SimulatedStream, "wait_event", guarded(SimulatedStream.wait_event))
     monkeypatch.setattr(SimulatedEvent, "record", guarded(SimulatedEvent.record))
@@ -324,6 +324,30 @@ def test_no_copy_touches_two_windows_of_host_memory(monkeypatch, direct):
     assert sum(size for _, size in spans) == 2 * piece.size_bytes
 
 
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_a_batched_copy_that_is_refused_is_staged_and_so_is_all_behind_it(monkeypatch, caplog, direction):
+    calls = []
+
+    def refuse(*_):
+        calls.append(1)
+        raise CudaError("cuMemcpyBatchAsync failed. code=1", "cuMemcpyBatchAsync", 1)
+
+    monkeypatch.setattr(SimulatedGpu, "copy_batch", refuse)
+    ids = (4, 5, 8, 9)
+    with simulated_gpu() as machine:
+        rank = Rank(plan(direct_bytes=256), machine, machine.device())
+        for _ in range(2):
+            job = rank.paged.begin(direction, rank.paged.mark())
+            if direction == "save":
+                rank.paged.gather((ids,), rank.view(0), job)
+            else:
+                rank.paged.scatter(rank.view(0), ((0, ids),), job)
+            job.launch()
+            job.wait()
+            assert rank.slot(0).numpy().tobytes() == rank.pools[0].read(ids)
+    assert len(calls) == 1 and caplog.text.count("batched copies were refused") == 1
+
+
 def test_nothing_is_direct_where_the_driver_has_no_batched_copies():
     with simulated_gpu() as machine:
         machine.has_batch = False
@@ -392,8 +416,13 @@ def test_waits_sleep_and_kernels_go_ahead_of_the_models():
 
 def test_what_copies_on_a_device(monkeypatch, caplog):
     assert engine_for(torch.device("cpu")) is None
-    monkeypatch.setattr(device_module.Cuda, "loaded", lambda: SimpleNamespace(has_batch=True))
+    monkeypatch.setattr(
+        device_module.Cuda,
+        "loaded",
+        lambda: SimpleNamespace(has_batch=True, takes_host_pointers=[True, False].__getitem__),
+    )
     assert device_of(torch.device("cuda", 0)).copy_batch is not None
+    assert device_of(torch.device("cuda", 1)).copy_batch is None, "batched copies would end the process there"
     assert type(device_of(torch.device("xpu", 0))) is TorchDevice
     assert "have never been run. device=xpu:0" in caplog.text
 

@@ -3,11 +3,13 @@
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.kit.fake_cuda import FakeCuda
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena, create_slabs
+from tiered_kv.chunks.cuda import CudaError
 from tiered_kv.chunks.pinned import WINDOW_BYTES, PinnedArena, windows
 
 PAGE = 4096
@@ -162,9 +164,13 @@ def test_memory_that_is_registered_by_somebody_else_is_left_to_them(
 ) -> None:
     arena.allocate(0, WINDOW_BYTES)
     fake_cuda.cuda.register(arena.address(0), PAGE)
-    pinned.pin_slab(0)
+    for _ in range(2):  # copies through it would go to pages that the driver knows, and the slab has others
+        with pytest.raises(CudaError, match="registered by somebody else"):
+            pinned.pin_slab(0)
     assert pinned.is_refused and "code=712" in caplog.text
-    pinned.release()
+    arena.allocate(1, PAGE)
+    pinned.pin_slab(1)
+    assert pinned.release() == set()
     assert fake_cuda.is_registered(arena.address(0), PAGE)
 
 
@@ -188,3 +194,57 @@ def test_a_driver_that_does_not_let_go_is_said_and_the_rest_is_released(
     pinned.release()
     assert fake_cuda.registrations == 0
     assert "did not let go" in caplog.text and "code=713" in caplog.text
+
+
+def test_a_window_is_registered_whole_or_not_at_all_also_after_a_refusal(
+    arena: Arena, pinned: PinnedArena, fake_cuda: FakeCuda
+) -> None:
+    """``pin_all`` saw slab 0 while it was getting its memory; the driver refuses in slab 1; slab 0 is then used."""
+    arena.allocate(0, 2 << 20)
+    pinned.pin_all()
+    arena.allocate(0, 6 << 20)
+    arena.allocate(1, 2 << 20)
+    fake_cuda.refuse_after(0)
+    pinned.pin_slab(1)
+    pinned.pin_slab(0)
+    for cut in windows(arena.address(0), 6 << 20):
+        at, size = arena.address(0) + cut.start, cut.stop - cut.start
+        assert fake_cuda.is_registered(at, size) or not fake_cuda.registered_in(at, size)
+    assert pinned.release() == set() and pinned.pinned_bytes == 0
+
+
+def test_registrations_end_beside_a_graph_capture_and_the_thread_is_as_before(
+    arena: Arena, pinned: PinnedArena, fake_cuda: FakeCuda
+) -> None:
+    """The server may die while vLLM captures its graphs; the thread that waits for that never pinned anything."""
+    arena.allocate(0, PAGE)
+    pinned.pin_all()
+    fake_cuda.capture_graphs(in_progress=True)
+    with pytest.raises(CudaError, match="code=900"):
+        fake_cuda.cuda.unregister(arena.address(0))
+    modes: list[int] = []
+    kept: list[set[int]] = []
+
+    def leave() -> None:
+        kept.append(pinned.release())
+        modes.append(fake_cuda.library.fake_capture_mode())
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert kept == [set()] and modes == [0] and fake_cuda.registrations == 0
+
+
+def test_what_the_driver_does_not_let_go_of_stays_mapped_so_that_nothing_else_gets_its_addresses(
+    arena: Arena, pinned: PinnedArena, fake_cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the next arena lies there, and is copied from and to the pages of this one."""
+    for slab in range(2):
+        arena.allocate(slab, PAGE)
+    pinned.pin_slab(0)
+    held, free = arena.address(0), arena.address(1)
+    fake_cuda.keep_registrations(all_of_them=True)
+    assert pinned.release() == {0} and "slabs_left_mapped=1" in caplog.text
+    arena.close(left_mapped={0})
+    mapped = Path("/proc/self/maps").read_text()
+    assert f"{held:x}-" in mapped and f"{free:x}-" not in mapped

@@ -8,13 +8,14 @@
 #define INVALID 1
 #define OUT_OF_MEMORY 2
 #define NO_DEVICE 101
+#define CAPTURING 900
 #define NOT_FOUND 500
 #define ALREADY_REGISTERED 712
 #define NOT_REGISTERED 713
 #define REGISTRATIONS_MAX 65536
 
 static struct { char *start; size_t size; int device; } registrations[REGISTRATIONS_MAX];
-static int count, registered_ever, refuse_after = -1, has_batch = 1;
+static int count, registered_ever, refuse_after = -1, has_batch = 1, takes_host_pointers = 1, is_capturing, keeps_all;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int kept_error, device, capture_mode;
 
@@ -36,8 +37,15 @@ int cudaThreadExchangeStreamCaptureMode(int *mode) {
     return 0;
 }
 
+int cudaDeviceGetAttribute(int *value, int attribute, int index) {
+    if (attribute != 91 || index < 0 || index > 7) return fail(INVALID);
+    *value = takes_host_pointers;
+    return 0;
+}
+
 int cudaHostRegister(void *start, size_t size, unsigned flags) {
     int code = 0;
+    if (is_capturing && capture_mode != 2) return fail(CAPTURING);
     if (!start || !size || flags > 15) return fail(INVALID);
     pthread_mutex_lock(&lock);
     for (int i = 0; i < count; i++)
@@ -57,6 +65,8 @@ int cudaHostRegister(void *start, size_t size, unsigned flags) {
 
 int cudaHostUnregister(void *start) {
     int code = NOT_REGISTERED;
+    if (is_capturing && capture_mode != 2) return fail(CAPTURING);
+    if (keeps_all) return fail(OUT_OF_MEMORY);
     pthread_mutex_lock(&lock);
     for (int i = 0; i < count; i++)
         if (registrations[i].start == start) { registrations[i] = registrations[--count]; code = 0; break; }
@@ -125,3 +135,6 @@ int fake_capture_mode(void) { return capture_mode; }
 int fake_kept_error(void) { return kept_error; }
 void fake_refuse_after(int registrations) { refuse_after = registrations < 0 ? -1 : registered_ever + registrations; }
 void fake_set_batch(int has) { has_batch = has; }
+void fake_set_host_pointers(int takes) { takes_host_pointers = takes; }
+void fake_set_capturing(int is) { is_capturing = is; }
+void fake_keep_registrations(int all) { keeps_all = all; }

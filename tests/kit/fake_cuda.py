@@ -41,6 +41,18 @@ class FakeCuda:
         """How many registrations touch a range."""
         return int(self.library.fake_registered_in(address, size_bytes))
 
+    def capture_graphs(self, *, in_progress: bool) -> None:
+        """A thread captures a graph: calls of threads that are not relaxed are refused meanwhile."""
+        self.library.fake_set_capturing(in_progress)
+
+    def keep_registrations(self, *, all_of_them: bool) -> None:
+        """Refuse to end any registration."""
+        self.library.fake_keep_registrations(all_of_them)
+
+    def take_host_pointers(self, *, are_taken: bool) -> None:
+        """Whether batched copies reach registered memory by its host address."""
+        self.library.fake_set_host_pointers(are_taken)
+
     def refuse_after(self, registrations: int) -> None:
         """Take so many more registrations and no others; negative: all of them."""
         self.library.fake_refuse_after(registrations)

@@ -28,8 +28,12 @@ class PageHolder:
     def set_device(self, index: int) -> None:
         """Any will do."""
 
-    def relax_capture(self) -> None:
+    def relax_capture(self) -> int:
         """Nothing is captured."""
+        return 0
+
+    def set_capture_mode(self, mode: int) -> int:
+        return mode
 
     def register(self, address: int, size_bytes: int) -> None:
         """Hold the pages that are there now."""

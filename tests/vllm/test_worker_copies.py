@@ -1,5 +1,7 @@
 """A worker's jobs on a simulated GPU: marks that travel with them, two threads, and what waits for what."""
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -222,21 +224,37 @@ class Allocator:
         return "slept"
 
 
+class Copies:
+    """Whose end is waited for."""
+
+    def __init__(self, order):
+        self._order = order
+
+    def finish(self):
+        self._order.append("finished")
+
+
 def test_copies_end_before_vllm_takes_the_memory_away(monkeypatch):
     import vllm.device_allocator
 
     allocator = Allocator()
     monkeypatch.setattr(vllm.device_allocator, "get_mem_allocator_instance", lambda: allocator)
     monkeypatch.delattr(compat.KVConnectorBase_V1, "unregister_kv_caches", raising=False)
-    compat.before_sleep(lambda: allocator.order.append("finished"))
+    copies = Copies(allocator.order)
+    compat.before_sleep(copies.finish)
     assert allocator.sleep(offload_tags=("weights",)) == "slept"
     assert allocator.order == ["finished", ("unmapped", ("weights",))]
+    gone = weakref.ref(copies)
+    del copies
+    gc.collect()
+    assert gone() is None, "the allocator is one per process: it would keep an ended engine's KV cache"
+    assert allocator.sleep() == "slept"
 
 
 def test_where_a_hook_tells_of_sleep_nothing_is_wrapped(monkeypatch):
     monkeypatch.setattr(compat.KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
     monkeypatch.setattr(compat.importlib, "import_module", refuse_allocators(compat.importlib.import_module))
-    compat.before_sleep(lambda: None)
+    compat.before_sleep(Copies([]).finish)
 
 
 def refuse_allocators(find):
@@ -250,4 +268,4 @@ def refuse_allocators(find):
 def test_sleep_that_nobody_tells_of_is_refused(monkeypatch):
     monkeypatch.delattr(compat.KVConnectorBase_V1, "unregister_kv_caches", raising=False)
     with pytest.raises(compat.UnsupportedModel, match="start it without sleep mode"):
-        compat.before_sleep(lambda: None)
+        compat.before_sleep(Copies([]).finish)

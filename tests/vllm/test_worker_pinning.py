@@ -119,10 +119,10 @@ def start(root: Path, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> I
     worlds: list[World] = []
     close = Arena.close
 
-    def close_and_look(arena: Arena) -> None:
+    def close_and_look(arena: Arena, **kept: Any) -> None:
         for slab in range(len(arena.slab_fds)) if arena._maps else ():
             worlds[0].unmapped_with.append(fake_cuda.registered_in(arena.address(slab), SLAB_BYTES))
-        close(arena)
+        close(arena, **kept)
 
     monkeypatch.setattr(Arena, "close", close_and_look)
 
@@ -218,7 +218,7 @@ def test_the_observer_sees_an_unmapping_that_forgets_them(
     world = start()
     world.load()
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module.PinnedArena, "release", lambda _: None)
+        patch.setattr(worker_module.PinnedArena, "release", lambda _: set())
         world.side.close()
     assert any(world.unmapped_with)
 

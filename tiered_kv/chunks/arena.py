@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tiered_kv.chunks.numa import interleaved
 from tiered_kv.errors import CapacityExceeded, ConfigError
@@ -22,6 +22,9 @@ SLAB_BYTES = 1 << 30
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14; older kernels refuse, and pages come with their first use
+
+_LEFT_MAPPED: list[mmap.mmap] = []
+"""Slabs that :meth:`Arena.close` had to leave: the GPU's driver still writes to their addresses' old pages."""
 
 POPULATE_STEP_BYTES = 16 << 20
 """Mapped at once by :meth:`Arena.populate_some`: some milliseconds."""
@@ -81,9 +84,11 @@ class Arena:
         """
         with self._punching:
             self._keeps_pages = False
-            for slab, size_bytes in enumerate(sizes):
-                self._give_back(slab, size_bytes)
-            self._keeps_pages = is_kept
+            try:
+                for slab, size_bytes in enumerate(sizes):
+                    self._give_back(slab, size_bytes)
+            finally:
+                self._keeps_pages = is_kept  # whatever was not given back: a hole below a registration is worse
 
     def _give_back(self, slab: int, size_bytes: int) -> None:
         """Take the memory behind ``size_bytes`` from a slab, unless its pages are kept; with ``_punching`` held."""
@@ -150,13 +155,21 @@ class Arena:
         """The bytes of one slot, writable, without a copy."""
         return self._views[slab][offset_bytes : offset_bytes + size_bytes]
 
-    def close(self) -> None:
-        """Unmap the slabs and close their descriptors. Views handed out must be gone; idempotent."""
+    def close(self, left_mapped: Collection[int] = ()) -> None:
+        """Unmap the slabs and close their descriptors. Views handed out must be gone; idempotent.
+
+        Args:
+            left_mapped: Slabs whose addresses nothing else may get while this process lives.
+        """
         for view in getattr(self, "_views", []):
             view.release()
         self._views = []
         while self._maps:
-            self._maps.pop().close()
+            slab = self._maps.pop()
+            if len(self._maps) in left_mapped:
+                _LEFT_MAPPED.append(slab)
+            else:
+                slab.close()
         while self.slab_fds:
             os.close(self.slab_fds.pop())
 

@@ -29,6 +29,9 @@ ORDER_ANY: Final = 3
 
 _PORTABLE = 0x01  # registered for every context of the process
 _CAPTURE_RELAXED = 2
+_HOST_POINTER_FOR_REGISTERED = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+ALREADY_REGISTERED: Final = 712
+NOT_REGISTERED: Final = 713
 _BATCH_VERSION = 12080  # later ones of cuMemcpyBatchAsync take other arguments; the driver keeps this one
 _RUNTIMES = {"libcudart.so": "cuda", "libamdhip64.so": "hip"}  # and the prefix of their calls
 
@@ -101,6 +104,7 @@ class Cuda:
             self._unregister = _bound(library, f"{prefix}HostUnregister", pointer)
             self._take_error = _bound(library, f"{prefix}GetLastError")
             self._set_device = _bound(library, f"{prefix}SetDevice", number)
+            self._attribute = _bound(library, f"{prefix}DeviceGetAttribute", ctypes.POINTER(number), number, number)
             capture_mode = f"{prefix}ThreadExchangeStreamCaptureMode"
             self._exchange_capture_mode = _bound(library, capture_mode, ctypes.POINTER(number))
         except (OSError, AttributeError) as exc:
@@ -152,14 +156,39 @@ class Cuda:
         """
         self._check("SetDevice", self._set_device(index))
 
-    def relax_capture(self) -> None:
+    def relax_capture(self) -> int:
         """Let this thread make calls that would break a CUDA graph another thread is capturing.
+
+        Returns:
+            The thread's mode before, for :meth:`set_capture_mode`.
 
         Raises:
             CudaError: Refused.
         """
-        mode = ctypes.c_int(_CAPTURE_RELAXED)
-        self._check("ThreadExchangeStreamCaptureMode", self._exchange_capture_mode(ctypes.byref(mode)))
+        return self.set_capture_mode(_CAPTURE_RELAXED)
+
+    def set_capture_mode(self, mode: int) -> int:
+        """Set what this thread's calls may do beside a capture; returns what it was.
+
+        Raises:
+            CudaError: Refused.
+        """
+        exchanged = ctypes.c_int(mode)
+        self._check("ThreadExchangeStreamCaptureMode", self._exchange_capture_mode(ctypes.byref(exchanged)))
+        return exchanged.value
+
+    def takes_host_pointers(self, device: int) -> bool:
+        """Whether a device reaches registered memory by its host address, as a batched copy has to.
+
+        Where it does not (WSL2) such a copy ends the process later, by an illegal access (sglang#40232).
+
+        Raises:
+            CudaError: There is no such device.
+        """
+        value = ctypes.c_int()
+        code = self._attribute(ctypes.byref(value), _HOST_POINTER_FOR_REGISTERED, device)
+        self._check("DeviceGetAttribute", code)
+        return value.value == 1
 
     def copy_batch(
         self,

@@ -91,10 +91,11 @@ class CudaDevice(TorchDevice):
         """Take the calls that torch does not have; None: do without them."""
         super().__init__(device)
         self._cuda = cuda
+        self._has_batch = cuda is not None and cuda.has_batch and _takes_host_pointers(cuda, device)
 
     @property
     def copy_batch(self) -> CopyBatch | None:
-        return self._copy_batch if self._cuda is not None and self._cuda.has_batch else None
+        return self._copy_batch if self._has_batch else None
 
     def stream(self, *, for_kernels: bool) -> Any:
         return torch.cuda.Stream(self.device, priority=AHEAD_OF_MODEL if for_kernels else 0)
@@ -125,6 +126,14 @@ class CudaDevice(TorchDevice):
         assert self._cuda is not None
         order = ORDER_STREAM if is_written_by_stream else ORDER_ANY
         self._cuda.copy_batch(destinations, sources, sizes, stream.cuda_stream, order)
+
+
+def _takes_host_pointers(cuda: Cuda, device: torch.device) -> bool:
+    try:
+        return cuda.takes_host_pointers(device.index or 0)
+    except CudaError as exc:
+        logger.warning("no batched copies: the device does not say whether it takes host addresses. %s", exc)
+        return False
 
 
 def device_of(device: torch.device) -> TorchDevice:

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tiered_kv.chunks.cuda import CudaError
 from tiered_kv.chunks.device import Addresses, TorchDevice
 from tiered_kv.chunks.paged_layer import PagedLayer, Rows
 from tiered_kv.chunks.pinned import WINDOW_BYTES, windows
@@ -221,6 +222,7 @@ class CopyEngine:
             UnsupportedModel: The device has no memory left for it, or no streams.
         """
         self.device: Final = device
+        self.is_direct_refused = False  # set once, by whichever thread finds it; then it stays
         self.slice_bytes: Final = slice_bytes
         self.direct_bytes: Final = direct_bytes
         self.index_rows: Final = min(INDEX_ROWS, slice_bytes)
@@ -239,6 +241,14 @@ class CopyEngine:
             slice_bytes / 2**20,
             f"from {direct_bytes} bytes" if device.copy_batch is not None else "no",
         )
+
+    def stop_direct(self, reason: CudaError) -> None:
+        """Stage everything from now on: the driver refused a batched copy."""
+        if not self.is_direct_refused:
+            self.is_direct_refused = True
+            logger.warning(
+                "batched copies were refused, all copies are staged. device=%s %s", self.device.device, reason
+            )
 
     @property
     def memory_bytes(self) -> int:
@@ -306,7 +316,8 @@ class DeviceJob:
                 rows = run.first[places] + run.step[places] * block_ids[run.block[places] - first_block]
             part = slot[run.offset_bytes : run.offset_bytes + run.size_bytes]
             piece = _Piece(run, rows, places, part, is_direct=False)
-            piece.is_direct = run.may_be_direct and int(piece.fragments().sizes.min()) >= self._engine.direct_bytes
+            may_be_direct = run.may_be_direct and not self._engine.is_direct_refused
+            piece.is_direct = may_be_direct and int(piece.fragments().sizes.min()) >= self._engine.direct_bytes
             self._append(piece)
 
     def launch(self) -> None:
@@ -319,6 +330,16 @@ class DeviceJob:
             return
         pieces, self._pending = self._pending, []
         self._runs, self._bytes, self._rows = set(), 0, 0
+        try:
+            self._launch(pieces)
+        except CudaError as exc:  # of the driver's batched copies; torch's own errors are others
+            self._engine.stop_direct(exc)
+            self._launch(pieces)
+
+    def _launch(self, pieces: Sequence[_Piece]) -> None:
+        if self._engine.is_direct_refused:
+            for piece in pieces:
+                piece.is_direct = False  # the slice has room for all of its pieces
         taken = self._lane.next_slice()
         try:
             if self._direction == "save":

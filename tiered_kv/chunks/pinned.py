@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final
 
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena
-from tiered_kv.chunks.cuda import Cuda, CudaError
+from tiered_kv.chunks.cuda import ALREADY_REGISTERED, NOT_REGISTERED, Cuda, CudaError
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class PinnedArena:
 
         field                       guarded by
         _parts, _pinned_to          _lock; _pinned_to is read without it: it grows when all before it is registered
+        _foreign                    _lock; slabs below a registration that is not this object's
         pinned_bytes, pinning_s     the same, read by whoever reports them
         _is_released                _lock
     """
@@ -74,6 +75,7 @@ class PinnedArena:
         self._bases = [arena.address(slab) for slab in slabs]
         self._parts: list[list[tuple[int, int]]] = [[] for _ in slabs]  # offset and size, in order
         self._pinned_to = [0 for _ in slabs]
+        self._foreign: set[int] = set()
         self._is_released = False
 
     def pin_all(self) -> None:
@@ -87,14 +89,22 @@ class PinnedArena:
         """Register a slab before a copy uses a slot of it.
 
         A slot is granted when its slab has all its memory, so there is nothing left to register after this. Costs a
-        system call where that is so already. Never raises: what cannot be registered is copied as pageable memory.
+        system call where that is so already. What cannot be registered is copied as pageable memory.
+
+        Raises:
+            CudaError: The slab lies below a registration of other pages. It must not be copied: the GPU would read and
+                write those.
         """
         size_bytes = self._arena.memory_bytes(slab)
-        if self._pinned_to[slab] >= size_bytes or self.is_refused:
+        if self._pinned_to[slab] >= size_bytes:
             return
         with self._lock:
             if self._takes_calls(self._enter_thread):
                 self._pin_to(slab, size_bytes)
+            if self.is_refused:
+                self._end_torn_window(slab)
+            if slab in self._foreign:
+                raise CudaError(f"host memory is registered by somebody else, and is not copied. slab={slab}")
 
     def pin_some(self) -> bool:
         """Register one whole window that has got its memory; says whether there may be more.
@@ -110,22 +120,41 @@ class PinnedArena:
                         return True
         return False
 
-    def release(self) -> None:
-        """End all registrations, before the arena is unmapped. Idempotent."""
+    def release(self) -> set[int]:
+        """End all registrations, before the arena is unmapped. Idempotent.
+
+        Returns:
+            Slabs that the driver did not let go of. Their addresses must stay mapped while this process lives: what got
+            them next would be copied from and to the old pages.
+        """
+        kept: set[int] = set()
         with self._lock:
             if self._is_released:
-                return
+                return kept
             self._is_released = True
-            failed: CudaError | None = None
-            if any(self._parts):
-                failed = self._failure(self._set_device)
-            for base, parts in zip(self._bases, self._parts, strict=True):
+            if not any(self._parts):
+                return kept
+            failed = self._failure(self._set_device)
+            before: list[int] = []  # this thread's mode; vLLM may capture graphs in another one
+            failed = self._failure(lambda: before.append(self._cuda.relax_capture())) or failed
+            for slab, (base, parts) in enumerate(zip(self._bases, self._parts, strict=True)):
                 while parts:
                     offset, size = parts.pop()
-                    failed = self._failure(partial(self._cuda.unregister, base + offset)) or failed
+                    error = self._failure(partial(self._cuda.unregister, base + offset))
+                    if error is not None:
+                        failed = error
+                        kept |= {slab} if error.code != NOT_REGISTERED else set()
                     self.pinned_bytes -= size
+            if before:
+                failed = self._failure(lambda: before.append(self._cuda.set_capture_mode(before[0]))) or failed
         if failed is not None:
-            logger.warning("the GPU's driver did not let go of all host memory. device=%d %s", self._device, failed)
+            logger.warning(
+                "the GPU's driver did not let go of all host memory. device=%d slabs_left_mapped=%d %s",
+                self._device,
+                len(kept),
+                failed,
+            )
+        return kept
 
     # -- with the lock held ------------------------------------------------------------------------------------
 
@@ -141,21 +170,36 @@ class PinnedArena:
             pass
 
     def _pin_window(self, slab: int, end: int) -> None:
-        base, parts, start = self._bases[slab], self._parts[slab], self._pinned_to[slab]
+        base, parts = self._bases[slab], self._parts[slab]
         started_s = time.perf_counter()
-        if parts and (base + start) % WINDOW_BYTES:
-            # The slab's memory ended within the window when it was registered, and there is more now: it serves other
-            # slots, none of which is copied before this.
-            start, size = parts.pop()
-            self._pinned_to[slab] = start
-            self.pinned_bytes -= size
-            self._cuda.unregister(base + start)
+        self._end_torn_window(slab)
+        start = self._pinned_to[slab]
         stop = min(_window_end(base + start) - base, end)
-        self._cuda.register(base + start, stop - start)
+        try:
+            self._cuda.register(base + start, stop - start)
+        except CudaError as exc:
+            if exc.code == ALREADY_REGISTERED:
+                self._foreign.add(slab)
+            raise
         parts.append((start, stop - start))
         self.pinned_bytes += stop - start
         self.pinning_s += time.perf_counter() - started_s
         self._pinned_to[slab] = stop
+
+    def _end_torn_window(self, slab: int) -> None:
+        """End the registration of a window that is registered in part, if the slab's last one is.
+
+        The slab's memory ended within the window then, and there is more now: it serves other slots, none of which is
+        copied before this.
+        """
+        parts = self._parts[slab]
+        if not parts or not (self._bases[slab] + self._pinned_to[slab]) % WINDOW_BYTES:
+            return
+        start, size = parts[-1]
+        self._cuda.unregister(self._bases[slab] + start)
+        parts.pop()
+        self._pinned_to[slab] = start
+        self.pinned_bytes -= size
 
     def _tried(self, call: Callable[[], None]) -> bool:
         """Make a call; after one that failed nothing more is registered, and that is said once."""

@@ -93,7 +93,8 @@ class WorkerClient:
         watched = select.poll()
         watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
         while not watched.poll(0 if self._populate_some() else POPULATE_EVERY_MS):
-            pass
+            if self._lock_fd < 0:
+                return  # left meanwhile: the number of the socket may be another file's by now
 
     def _populate_some(self) -> bool:
         with self._leaving:
@@ -127,9 +128,9 @@ class WorkerClient:
         with self._leaving:
             if self._lock_fd < 0:
                 return
-            if self.pinned is not None:
-                self.pinned.release()  # unmapping does not: copies would go to pages that the driver still holds
-            self.arena.close()
+            # Unmapping ends no registration: copies would go to pages that the driver still holds.
+            kept = self.pinned.release() if self.pinned is not None else set()
+            self.arena.close(left_mapped=kept)
             try:
                 self._sock.sendall(m.frame(m.Unmapped()))
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes wait_lost

@@ -26,6 +26,7 @@ import inspect
 import logging
 import re
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
@@ -769,6 +770,9 @@ def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:
 def before_sleep(finish: Callable[[], None]) -> None:
     """Have ``finish`` called before vLLM takes away the KV cache's memory; from 0.33 on a hook says so.
 
+    Args:
+        finish: A method. Its object is not kept: the allocator is one for all engines of the process.
+
     Raises:
         UnsupportedModel: Neither is there: a copy that runs while vLLM sleeps would end the engine.
     """
@@ -780,9 +784,12 @@ def before_sleep(finish: Callable[[], None]) -> None:
     except (ImportError, AttributeError, RuntimeError) as exc:
         raise UnsupportedModel(f"this vLLM does not say when it sleeps; start it without sleep mode: {exc}") from exc
 
+    reference = weakref.WeakMethod(finish)
+
     @functools.wraps(sleep)
     def sleep_without_copies(*arguments: Any, **named: Any) -> Any:
-        finish()
+        if (finish_copies := reference()) is not None:
+            finish_copies()
         return sleep(*arguments, **named)
 
     allocator.sleep = sleep_without_copies

@@ -190,6 +190,8 @@ class WorkerSide:
         check_layers(self._vllm_config, self._kv_cache_config)
         fields = base_fields(self._vllm_config, self._kv_cache_config, self._config)
         encodings = page_encodings(self._vllm_config, self._kv_cache_config)
+        if paged.engine is not None and self._vllm_config.model_config.enable_sleep_mode:
+            before_sleep(self.finish_copies)
         device = next(iter(kv_caches.values())).device
         self._cuda, self._device = _cuda_of(device), device.index or 0
         self._join = m.JoinWorker(
@@ -208,8 +210,6 @@ class WorkerSide:
         self._paged = paged
         self._loads_early = not copies_blocks(self._vllm_config, self._kv_cache_config)
         self._threads = {kind: CopyThread(kind) for kind in ("load", "save")}
-        if paged.engine is not None and self._vllm_config.model_config.enable_sleep_mode:
-            before_sleep(self.finish_copies)
 
     def _give_up(self, reason: Exception) -> None:
         """Serve without the cache, and let the scheduler side know why."""
@@ -409,11 +409,13 @@ class WorkerSide:
                     self._paged.gather([run.block_ids for run in copy.groups], view, job)
             job.launch()
         finally:
-            job.wait()  # also when a later one could not begin: nothing is reported while bytes move
-            # Also when a copy failed: a log handler that keeps the error must not keep the arena mapped.
-            for view in views:
-                with contextlib.suppress(BufferError):  # held by the frame of the copy that failed
-                    view.release()
+            try:
+                job.wait()  # also when a later one could not begin: nothing is reported while bytes move
+            finally:
+                # Also when a copy failed: a log handler that keeps the error must not keep the arena mapped.
+                for view in views:
+                    with contextlib.suppress(BufferError):  # held by the frame of the copy that failed
+                        view.release()
 
     def _copied_bytes(self, copies: tuple[ChunkCopy, ...]) -> int:
         assert self._paged is not None

@@ -139,6 +139,9 @@ class SimulatedGpu:
 
     # -- the driver --------------------------------------------------------------------------------------------
 
+    def takes_host_pointers(self, device: int) -> bool:
+        return True
+
     def relax_capture(self) -> None:
         self.prepared.append("capture")
 
