@@ -56,9 +56,9 @@ class Scatters:
         self._copy = engine.worker_side._copy
         self._paged = engine.worker_side._paged
 
-    def copy(self, kind: str, client: Any, session: Any, copies: Any) -> None:
+    def copy(self, kind: str, client: Any, session: Any, copies: Any, mark: Any) -> None:
         if kind != "load":
-            self._copy(kind, client, session, copies)
+            self._copy(kind, client, session, copies, mark)
             return
         self.running.set()
         assert self.go_on.wait(60)
@@ -67,7 +67,7 @@ class Scatters:
             if index in chosen:
                 self.failed += 1
                 raise OSError(f"injected at chunk {index} of {len(copies)}")
-            self._copy(kind, client, session, (one,))
+            self._copy(kind, client, session, (one,), mark)
 
 
 @contextmanager

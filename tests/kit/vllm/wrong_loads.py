@@ -88,12 +88,12 @@ def failing_copies(engine: CachedEngine, which: Callable[[int, int], bool]) -> I
     worker, failed = engine.worker_side, list[int]()
     copy = worker._copy
 
-    def or_fail(kind: str, client: Any, session: Any, copies: Any) -> None:
+    def or_fail(kind: str, client: Any, session: Any, copies: Any, mark: Any) -> None:
         for number, one in enumerate(copies):
             if kind == "load" and which(number, len(copies)):
                 failed.append(number)
                 raise OSError(f"injected at copy {number} of {len(copies)}")
-            copy(kind, client, session, (one,))
+            copy(kind, client, session, (one,), mark)
 
     worker._copy = or_fail
     try:
