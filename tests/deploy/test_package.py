@@ -13,6 +13,9 @@ import pytest
 
 from tiered_kv import __version__
 
+pytestmark = pytest.mark.timeout(400)
+"""The first test waits for pip, which takes two minutes of a busy machine."""
+
 REPOSITORY = Path(__file__).parents[2]
 
 ENGINE = """

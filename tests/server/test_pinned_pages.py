@@ -68,8 +68,26 @@ def reclaimed(root: Path) -> int:
     return int(figures(root)["counters"].get("slab_reclaimed", 0))
 
 
-def take_turns(root: Path, engines: list[PinningEngine], least: int) -> list[list[int]]:
-    """Store more than host memory holds, by engines of two slot sizes in turn, until slabs went to and fro.
+def fill(engine: PinningEngine) -> None:
+    """Store until all host memory is in slabs, which are not full where nobody pins, and register each of them.
+
+    On a busy machine a slab may come late, and what is stored meanwhile takes the slots of what was stored before.
+    """
+    arena, pinned, info = engine.worker.arena, engine.worker.pinned, engine.client.info
+    assert pinned is not None and info is not None
+    for turn in range(100):
+        engine.store(100, (1000 + turn) * 1_000_000)
+        if sum(memory(arena)) > HOST_BYTES - info.slot_bytes:
+            break
+    else:
+        pytest.fail(f"host memory did not fill: {memory(arena)}")
+    for slab, size_bytes in enumerate(memory(arena)):
+        if size_bytes:
+            pinned.pin_slab(slab)
+
+
+def take_turns(root: Path, engines: list[PinningEngine], least: int = 2) -> list[list[int]]:
+    """Store more than host memory holds, by engines of two slot sizes in turn, until slabs changed their slot size.
 
     Returns what slabs had after every turn.
     """
@@ -91,7 +109,7 @@ def engines(root: Path) -> Iterator[Any]:
     def start(driver: PageHolder, *, pins: bool, prefix: str = "") -> list[PinningEngine]:
         one = PinningEngine.join(root, f"{prefix}small", PAGES, driver, pins=pins)
         started.append(one)
-        one.store(300)  # all of host memory, in slabs that are not full where nobody pins
+        fill(one)
         other = PinningEngine.join(root, f"{prefix}large", LARGE_PAGES, PageHolder(), pins=pins)
         started.append(other)
         return [one, other]
@@ -105,7 +123,7 @@ def engines(root: Path) -> Iterator[Any]:
 def test_what_a_gpu_reads_is_what_the_cpu_wrote_while_slabs_change_their_slot_size(root: Path, engines: Any) -> None:
     driver = PageHolder()
     both = engines(driver, pins=True)
-    seen = take_turns(root, both, least=4)
+    seen = take_turns(root, both)
     for before, after in pairwise(seen):
         assert all(new >= old for old, new in zip(before, after, strict=True)), "memory was taken from a slab"
     assert [size for size in seen[-1] if size] == [FULL] * SLABS_WANTED
@@ -121,7 +139,7 @@ def test_without_that_a_gpu_would_read_what_nobody_stored(root: Path, engines: A
     """The same where the server believes that nobody pins: the check above can fail."""
     driver = PageHolder()
     both = engines(driver, pins=False)
-    take_turns(root, both, least=4)
+    take_turns(root, both)
     assert driver.stale() != []
     both[0].worker.pinned = None
 
@@ -129,7 +147,7 @@ def test_without_that_a_gpu_would_read_what_nobody_stored(root: Path, engines: A
 @pytest.mark.timeout(120)
 def test_memory_is_taken_from_slabs_again_after_the_last_pinning_engine(root: Path, engines: Any) -> None:
     both = engines(PageHolder(), pins=True)
-    take_turns(root, both, least=2)
+    take_turns(root, both)
     for engine in both:
         engine.end()
     wait_for(lambda: not figures(root)["sessions"], "the sessions' end")
@@ -142,7 +160,7 @@ def test_memory_is_taken_from_slabs_again_after_the_last_pinning_engine(root: Pa
 def test_slabs_that_had_other_sizes_before_are_pinned_as_they_are(root: Path, engines: Any) -> None:
     """Engines that do not pin have used the arena first, and one of them goes on."""
     plain = engines(PageHolder(), pins=False, prefix="plain-")
-    take_turns(root, plain, least=4)
+    take_turns(root, plain)
     plain[1].end()
     driver = PageHolder()
     late = PinningEngine.join(root, "late", LARGER_PAGES, driver, pins=True)

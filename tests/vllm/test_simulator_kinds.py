@@ -130,23 +130,22 @@ def test_what_was_stored_is_loaded_and_right(asked, family, runner):
     if runner == "v1" and family in ONLY_V2:
         pytest.skip("vLLM runs it with V2 only")
     one = asked(family, is_v2=runner == "v2")
+    shared = 64 * 2  # of the two that begin as the first: on the GPU, or loaded if that left them no block
     one.ask()
-    assert not one.counters["load_tokens"]
+    assert one.counters["load_tokens"] <= shared
     one.ask_until_stored()
     before = one.counters["load_tokens"]
     one.ask()
     is_replayed = family in ONLY_V2
     wanted = sum((len(prompt) - 1) // CHUNK * CHUNK for prompt in one.prompts if not is_replayed or len(prompt) > 33)
-    assert one.counters["load_tokens"] - before >= wanted - 64 * 2, (
-        "the two with a common beginning may share it on the GPU"
-    )
+    assert one.counters["load_tokens"] - before >= wanted - shared
     assert one.findings.wrong == [] and not one.counters["loads_failed"]
     assert not one.counters["load_window_unknown"]
     assert leaks(one.engine) == [] and server_leaks(one.engine, one.root) == []
     one.stop()
     one.engine = SimulatedEngine(one.setup)
     one.ask()
-    assert one.counters["load_tokens"] >= wanted - 64 * 2
+    assert one.counters["load_tokens"] >= wanted - shared
     assert one.findings.wrong == [] and leaks(one.engine) == []
 
 
