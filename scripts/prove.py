@@ -112,23 +112,25 @@ ALONE = (
         ),
         {"MODELS": 1},
     ),
+    Section(
+        "engine_simulator",
+        (
+            *("-m", "pytest", "-q", *BY_TWO, *PATIENT),
+            "tests/vllm/test_simulator.py",
+            "tests/vllm/test_simulator_hits.py",
+            "tests/vllm/test_simulator_kinds.py",
+            "tests/vllm/test_simulator_on_device.py",
+            "tests/vllm/test_simulator_states.py",
+        ),
+        {"SEEDS": 100, "KIND_SEEDS": 20, "DEVICE_SEEDS": 40, "STATE_SEEDS": 200, "HIT_PROMPTS": 500},
+    ),
 )
 
 SECTIONS = (
     *ALONE,
     Section("simulation", ("scripts/simulate.py",), {"SCHEDULES": 10_000}, result="build/simulate.json"),
     rest("unit", "not vllm and not slow", *BY_TWO, EXAMPLES=1000, SEEDS=100),
-    rest(
-        "slow",
-        "slow and not vllm",
-        *BY_TWO,
-        EXAMPLES=1000,
-        SEEDS=100,
-        KIND_SEEDS=20,
-        DEVICE_SEEDS=40,
-        STATE_SEEDS=200,
-        HIT_PROMPTS=500,
-    ),
+    rest("slow", "slow and not vllm", *BY_TWO, EXAMPLES=1000, SEEDS=100),
     rest("engines", "vllm and not cores", *BY_TWO, KILLS=20, SEEDS=20, MODELS=1, GARBLED_PROMPTS=64),
     rest("ranks", "cores", KILLS=20, SEEDS=20, MODELS=1),
     Section("demo", ("demo/run.py",), result="build/demo.json"),

@@ -25,7 +25,7 @@ WINDOWS = {"full": (None, None), "window": (None, 9, 9)}
 MAY_DIFFER = {
     "state": (),
     "state_window": (),
-    "state_tail": ("unit",),
+    "state_tail": ("unit", "answer"),
     "state_draft": ("fork", "answer"),
 }
 """Reasons that a kind may have, where not any."""

@@ -58,6 +58,8 @@ class Hits:
         answered: The same with their answers.
         stored: Leading chunks of each that could be stored: the rest was counted as dropped.
         states: Prefixes whose states vLLM handed over, of all recurrent groups.
+        answer_states: The same of prefixes that end in what was generated then. vLLM hands none over again when a
+            later prompt goes on from there.
     """
 
     root: Path
@@ -68,6 +70,7 @@ class Hits:
     answered: list[list[int]] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     states: set[tuple[int, ...]] = field(default_factory=set)
+    answer_states: set[tuple[int, ...]] = field(default_factory=set)
     sent: int = 0
 
     def __post_init__(self) -> None:
@@ -104,8 +107,11 @@ class Hits:
                 for number, _, tokens in offers:
                     groups.setdefault(tokens, set()).add(number)
                 for tokens, numbers in groups.items():
-                    if numbers == recurrent and tokens <= requests[request_id].num_prompt_tokens:
-                        self.states.add(tuple(requests[request_id].prompt_token_ids[:tokens]))
+                    if numbers == recurrent:
+                        request = requests[request_id]
+                        ends_in_prompt = tokens <= request.num_prompt_tokens
+                        known = self.states if ends_in_prompt else self.answer_states
+                        known.add(tuple(request.all_token_ids[:tokens]))
             return plan(output)
 
         self.engine.connector.build_connector_meta = watched
@@ -117,6 +123,7 @@ class Hits:
         assert self.engine.scheduler.reset_prefix_cache()
         self.prompts, self.answered, self.stored = [], [], []
         self.states.clear()
+        self.answer_states.clear()
 
     def compute(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Answer a prompt from vLLM's own cache, and store it."""
@@ -210,7 +217,7 @@ class Hits:
             "unit": self.setup.match_unit is not None and own % block and ours == own // block * block,
             "chunk": ours == max(0, matched // chunk * chunk - self._drop) < own,
             "passed": ours < own and self._held(one.prompt) < min(asked, matched) // chunk * chunk,
-            "answer": ours < own and asked < matched,
+            "answer": ours < own and (asked < matched or tuple(one.prompt[:own]) in self.answer_states - self.states),
             "fork": ours > own and ours + self._drop > self._held(one.prompt) and self.family in STATES,
             "window": ours > own and has_windows,
         }
