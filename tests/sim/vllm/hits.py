@@ -209,6 +209,7 @@ class Hits:
             return None
         tokens, chunk, block = len(one.prompt), self.chunk_tokens, self.setup.block_tokens
         own, ours, matched = one.own, one.ours, one.own + self._drop
+        whole = tuple(one.prompt[: own // block * block])
         asked = self._common(one.prompt, self.prompts)
         has_windows = any(layer.window or layer.local for layer in self.engine.model.layers)
         holds = {
@@ -217,7 +218,7 @@ class Hits:
             "unit": self.setup.match_unit is not None and own % block and ours == own // block * block,
             "chunk": ours == max(0, matched // chunk * chunk - self._drop) < own,
             "passed": ours < own and self._held(one.prompt) < min(asked, matched) // chunk * chunk,
-            "answer": ours < own and (asked < matched or tuple(one.prompt[:own]) in self.answer_states - self.states),
+            "answer": ours < own and (asked < matched or whole in self.answer_states - self.states),
             "fork": ours > own and ours + self._drop > self._held(one.prompt) and self.family in STATES,
             "window": ours > own and has_windows,
         }
