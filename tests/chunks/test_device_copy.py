@@ -4,7 +4,9 @@ What no simulation shows (rates, and that CUDA behaves as modelled) is for a GPU
 ``TIERED_KV_SEED=<n> TIERED_KV_LIVES=1``.
 """
 
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -346,6 +348,26 @@ def test_a_batched_copy_that_is_refused_is_staged_and_so_is_all_behind_it(monkey
             job.wait()
             assert rank.slot(0).numpy().tobytes() == rank.pools[0].read(ids)
     assert len(calls) == 1 and caplog.text.count("batched copies were refused") == 1
+
+
+def test_a_log_handler_that_keeps_the_refusal_of_a_batched_copy_does_not_keep_the_slot(monkeypatch, caplog):
+    """The error's frames hold the slot, so the arena could not be unmapped."""
+
+    def refuse(*_):
+        raise CudaError("cuMemcpyBatchAsync failed. code=1", "cuMemcpyBatchAsync", 1)
+
+    monkeypatch.setattr(SimulatedGpu, "copy_batch", refuse)
+    with simulated_gpu() as machine:
+        rank = Rank(plan(direct_bytes=256), machine, machine.device())
+        job = rank.paged.begin("save", rank.paged.mark())
+        rank.paged.gather(((4, 5, 8, 9),), rank.view(0), job)
+        slot = weakref.ref(job._held[0])
+        job.launch()
+        job.wait()
+        del job
+        gc.collect()
+        assert slot() is None
+    assert "batched copies were refused" in caplog.text and "code=1" in caplog.text
 
 
 def test_nothing_is_direct_where_the_driver_has_no_batched_copies():

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -209,6 +210,35 @@ def test_a_worker_that_closes_ends_its_registrations_first(start: Callable[..., 
     world.load()
     world.close()
     assert is_clean(world)
+
+
+def test_a_worker_that_joins_again_just_as_it_closes_leaves_nothing_behind(start: Callable[..., World]) -> None:
+    """It closes between the new client's arrival and its being seen, so only the joining thread knows of it."""
+    world = start()
+    joined: list[WorkerClient] = []
+
+    class LateForClose(deque[WorkerClient]):
+        def append(self, client: WorkerClient) -> None:
+            assert client.pinned is not None
+            client.pinned.pin_all()
+            joined.append(client)
+            world.side.close()
+            super().append(client)
+
+    old, world.side._client = world.side._client, None
+    world.side._joined = LateForClose()
+    world.side._joining_generation = 1
+    world.side._rejoin(old, 1)
+    assert joined[0].pinned is not None and joined[0].pinned.pinning_s > 0
+    assert joined[0]._lock_fd < 0 and is_clean(world)
+
+
+def test_a_client_that_was_left_before_its_watching_thread_came_to_run_is_not_watched(
+    start: Callable[..., World],
+) -> None:
+    client = start().client
+    client.leave()
+    client.wait_lost()
 
 
 def test_the_observer_sees_an_unmapping_that_forgets_them(

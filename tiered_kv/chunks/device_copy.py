@@ -246,8 +246,9 @@ class CopyEngine:
         """Stage everything from now on: the driver refused a batched copy."""
         if not self.is_direct_refused:
             self.is_direct_refused = True
+            # Its text: a log handler that keeps the error would keep the arena mapped by the frames of the copy.
             logger.warning(
-                "batched copies were refused, all copies are staged. device=%s %s", self.device.device, reason
+                "batched copies were refused, all copies are staged. device=%s %s", self.device.device, str(reason)
             )
 
     @property

@@ -275,10 +275,9 @@ class WorkerSide:
         while generation == self._joining_generation and not self._closing.is_set():
             try:
                 client = self._new_client(generation)
-                if self._closing.is_set():
+                self._joined.append(client)
+                if self._closing.is_set():  # asked afterwards: close() may have looked at _joined just before
                     client.leave()
-                else:
-                    self._joined.append(client)
                 return
             except TieredKVError as exc:
                 logger.warning("worker could not join; next try in %.1f s. rank=%d %s", backoff_s, self._rank, exc)
