@@ -4,7 +4,9 @@ What no simulation shows (rates, and that CUDA behaves as modelled) is for a GPU
 ``TIERED_KV_SEED=<n> TIERED_KV_LIVES=1``.
 """
 
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -324,6 +326,20 @@ def test_no_copy_touches_two_windows_of_host_memory(monkeypatch, direct):
     assert sum(size for _, size in spans) == 2 * piece.size_bytes
 
 
+def test_the_fragments_of_a_direct_piece_are_looked_for_once(monkeypatch):
+    found = []
+    joined = device_copy._joined
+    monkeypatch.setattr(device_copy, "_joined", lambda follows: found.append(1) or joined(follows))
+    with simulated_gpu() as machine:
+        rank = Rank(plan(direct_bytes=256, slice_bytes=1 << 14), machine, machine.device())
+        job = rank.paged.begin("save", rank.paged.mark())
+        rank.paged.gather(((4, 5, 8, 9),), rank.view(0), job)
+        pieces = list(job._pending)
+        job.launch()
+        job.wait()
+    assert [piece.is_direct for piece in pieces] == [True] and len(found) == 1
+
+
 @pytest.mark.parametrize("direction", ["save", "load"])
 def test_a_batched_copy_that_is_refused_is_staged_and_so_is_all_behind_it(monkeypatch, caplog, direction):
     calls = []
@@ -346,6 +362,26 @@ def test_a_batched_copy_that_is_refused_is_staged_and_so_is_all_behind_it(monkey
             job.wait()
             assert rank.slot(0).numpy().tobytes() == rank.pools[0].read(ids)
     assert len(calls) == 1 and caplog.text.count("batched copies were refused") == 1
+
+
+def test_a_log_handler_that_keeps_the_refusal_of_a_batched_copy_does_not_keep_the_slot(monkeypatch, caplog):
+    """The error's frames hold the slot, so the arena could not be unmapped."""
+
+    def refuse(*_):
+        raise CudaError("cuMemcpyBatchAsync failed. code=1", "cuMemcpyBatchAsync", 1)
+
+    monkeypatch.setattr(SimulatedGpu, "copy_batch", refuse)
+    with simulated_gpu() as machine:
+        rank = Rank(plan(direct_bytes=256), machine, machine.device())
+        job = rank.paged.begin("save", rank.paged.mark())
+        rank.paged.gather(((4, 5, 8, 9),), rank.view(0), job)
+        slot = weakref.ref(job._held[0])
+        job.launch()
+        job.wait()
+        del job
+        gc.collect()
+        assert slot() is None
+    assert "batched copies were refused" in caplog.text and "code=1" in caplog.text
 
 
 def test_nothing_is_direct_where_the_driver_has_no_batched_copies():
@@ -423,14 +459,16 @@ def test_what_copies_on_a_device(monkeypatch, caplog):
     )
     assert device_of(torch.device("cuda", 0)).copy_batch is not None
     assert device_of(torch.device("cuda", 1)).copy_batch is None, "batched copies would end the process there"
-    assert type(device_of(torch.device("xpu", 0))) is TorchDevice
-    assert "have never been run. device=xpu:0" in caplog.text
+    other = device_of(torch.device("xpu", 0))
+    assert type(other) is TorchDevice and other.cuda is None
+    assert "have never been run, and use no pinned memory. device=xpu:0" in caplog.text
 
     def none():
         raise CudaError("none is loaded")
 
     monkeypatch.setattr(device_module.Cuda, "loaded", none)
-    assert device_of(torch.device("cuda", 0)).copy_batch is None
+    bare = device_of(torch.device("cuda", 0))
+    assert bare.copy_batch is None and bare.cuda is None, "nothing is pinned, and it is served"
     assert "none is loaded" in caplog.text
 
 

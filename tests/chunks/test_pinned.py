@@ -167,11 +167,38 @@ def test_memory_that_is_registered_by_somebody_else_is_left_to_them(
     for _ in range(2):  # copies through it would go to pages that the driver knows, and the slab has others
         with pytest.raises(CudaError, match="registered by somebody else"):
             pinned.pin_slab(0)
-    assert pinned.is_refused and "code=712" in caplog.text
+    assert not pinned.pin_some() and caplog.text.count("code=712") == 1
     arena.allocate(1, PAGE)
     pinned.pin_slab(1)
+    assert fake_cuda.is_registered(arena.address(1), PAGE), "the driver refused nothing but this slab"
     assert pinned.release() == set()
     assert fake_cuda.is_registered(arena.address(0), PAGE)
+
+
+def test_a_refusal_at_the_start_is_said_once_for_all_slabs(
+    arena: Arena, pinned: PinnedArena, fake_cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_cuda.refuse_after(0)
+    for slab in range(2):
+        arena.allocate(slab, PAGE)
+    pinned.pin_all()
+    assert pinned.is_refused and caplog.text.count("is not pinned any further") == 1
+
+
+@pytest.mark.parametrize("first", ["pin_all", "pin_some", "pin_slab"])
+def test_a_registration_of_somebody_else_is_found_below_every_slab_that_it_touches(
+    arena: Arena, pinned: PinnedArena, fake_cuda: FakeCuda, first: str
+) -> None:
+    """What was mapped there before, and was registered, may have been larger than a slab."""
+    for slab in range(2):
+        arena.allocate(slab, 2 * WINDOW_BYTES)
+        fake_cuda.cuda.register(arena.address(slab), PAGE)
+    if first != "pin_slab":
+        getattr(pinned, first)()
+    for slab in (0, 1, 0):
+        with pytest.raises(CudaError, match=f"is not copied. slab={slab}"):
+            pinned.pin_slab(slab)
+    assert pinned.release() == set() and fake_cuda.registrations == 2
 
 
 def test_a_device_that_is_gone_is_a_refusal(
@@ -245,6 +272,7 @@ def test_what_the_driver_does_not_let_go_of_stays_mapped_so_that_nothing_else_ge
     held, free = arena.address(0), arena.address(1)
     fake_cuda.keep_registrations(all_of_them=True)
     assert pinned.release() == {0} and "slabs_left_mapped=1" in caplog.text
+    assert pinned.release() == {0}, "who unmaps may have to try again"
     arena.close(left_mapped={0})
     mapped = Path("/proc/self/maps").read_text()
     assert f"{held:x}-" in mapped and f"{free:x}-" not in mapped

@@ -1,13 +1,25 @@
-"""An engine without vLLM, for tests of one side of the connector that need a real server behind it."""
+"""An engine without vLLM, and a cache directory, for tests of one side that need a real server behind it."""
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.kit.server.clients import SmallEngine, lone_engine
+from tests.kit.server.processes import end_server
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[SmallEngine]:
     with lone_engine(lookup_timeout_ms=20_000) as engine:
         yield engine
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache directory; a server that the test had started in it is ended."""
+    with tempfile.TemporaryDirectory(prefix="tkv-") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)  # short, unlike tmp_path
+        yield tmp_path / "cache"
+        end_server(tmp_path / "cache")

@@ -1,7 +1,7 @@
 """A worker with a fake driver: what it registers when, and that every way out ends that before it unmaps."""
 
-import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,9 +14,8 @@ import pytest
 from tests.kit.fake_cuda import FakeCuda
 from tests.kit.server.clients import settings, worker_part
 from tests.kit.server.probe import figures, wait_for
-from tests.kit.server.processes import end_server, kill_server
+from tests.kit.server.processes import kill_server
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena
-from tiered_kv.chunks.cuda import Cuda, CudaError
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.vllm import worker as worker_module
@@ -103,14 +102,6 @@ class World:
         if hasattr(self, "scheduler"):
             self.scheduler.close()
         self.side.close()
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="tkv-") as runtime:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)  # short, unlike tmp_path
-        yield tmp_path / "cache"
-        end_server(tmp_path / "cache")
 
 
 @pytest.fixture
@@ -211,6 +202,35 @@ def test_a_worker_that_closes_ends_its_registrations_first(start: Callable[..., 
     assert is_clean(world)
 
 
+def test_a_worker_that_joins_again_just_as_it_closes_leaves_nothing_behind(start: Callable[..., World]) -> None:
+    """It closes between the new client's arrival and its being seen, so only the joining thread knows of it."""
+    world = start()
+    joined: list[WorkerClient] = []
+
+    class LateForClose(deque[WorkerClient]):
+        def append(self, client: WorkerClient) -> None:
+            assert client.pinned is not None
+            client.pinned.pin_all()
+            joined.append(client)
+            world.side.close()
+            super().append(client)
+
+    old, world.side._client = world.side._client, None
+    world.side._joined = LateForClose()
+    world.side._joining_generation = 1
+    world.side._rejoin(old, 1)
+    assert joined[0].pinned is not None and joined[0].pinned.pinning_s > 0
+    assert joined[0]._lock_fd < 0 and is_clean(world)
+
+
+def test_a_client_that_was_left_before_its_watching_thread_came_to_run_is_not_watched(
+    start: Callable[..., World],
+) -> None:
+    client = start().client
+    client.leave()
+    client.wait_lost()
+
+
 def test_the_observer_sees_an_unmapping_that_forgets_them(
     start: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,16 +263,3 @@ def test_the_cpu_path_registers_nothing_and_tells_nothing(start: Callable[..., W
     assert world.client.pinned is None and world.driver.registrations == 0
     [session] = figures(world.root)["sessions"]
     assert session["pinned_bytes"] == 0
-
-
-def test_a_device_without_a_runtime_is_served_with_pageable_copies(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def none_loaded() -> Cuda:
-        raise CudaError("no runtime of a GPU is loaded")
-
-    monkeypatch.setattr(Cuda, "loaded", none_loaded)
-    assert worker_module._cuda_of(SimpleNamespace(type="cpu")) is None
-    assert caplog.text == ""
-    assert worker_module._cuda_of(SimpleNamespace(type="cuda", index=0)) is None
-    assert "copies are slower" in caplog.text

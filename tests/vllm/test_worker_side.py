@@ -1,6 +1,5 @@
 """A worker whose server dies at the worst moment: the arena is unmapped, whatever copy was just about to begin."""
 
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ import pytest
 
 from tests.kit.server.clients import settings, worker_part
 from tests.kit.server.probe import wait_for
-from tests.kit.server.processes import end_server, kill_server
+from tests.kit.server.processes import kill_server
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.step import BlockRun, ChunkCopy, LoadJob
 from tiered_kv.vllm.worker import CopyThread, WorkerSide
@@ -20,14 +19,6 @@ from tiered_kv.vllm.worker import CopyThread, WorkerSide
 pytestmark = pytest.mark.vllm
 
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="tkv-") as runtime:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)  # short, unlike tmp_path
-        yield tmp_path / "cache"
-        end_server(tmp_path / "cache")
 
 
 class SlowKV:

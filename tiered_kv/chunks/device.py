@@ -31,11 +31,15 @@ AHEAD_OF_MODEL: Final = -1
 class TorchDevice:
     """Any accelerator that torch has streams for. Not run on one: CUDA and ROCm have a class of their own.
 
+    Attributes:
+        cuda: The calls of CUDA that torch lacks, also for whoever pins host memory; None: there are none.
+
     Threads: any; what is current (stream, device) is the calling thread's.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device: Final = device
+        self.cuda: Cuda | None = None
 
     @property
     def copy_batch(self) -> CopyBatch | None:
@@ -90,7 +94,7 @@ class CudaDevice(TorchDevice):
     def __init__(self, device: torch.device, cuda: Cuda | None) -> None:
         """Take the calls that torch does not have; None: do without them."""
         super().__init__(device)
-        self._cuda = cuda
+        self.cuda = cuda
         self._has_batch = cuda is not None and cuda.has_batch and _takes_host_pointers(cuda, device)
 
     @property
@@ -115,17 +119,17 @@ class CudaDevice(TorchDevice):
         """As above, and launches of this thread do not break a CUDA graph that another one captures."""
         # Not restored: a thread's first device is 0, and going back there could open a context on it.
         torch.cuda.set_device(self.device)
-        if self._cuda is not None:
-            self._cuda.relax_capture()
+        if self.cuda is not None:
+            self.cuda.relax_capture()
         with torch.inference_mode():
             yield
 
     def _copy_batch(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: Any, is_written_by_stream: bool
     ) -> None:
-        assert self._cuda is not None
+        assert self.cuda is not None
         order = ORDER_STREAM if is_written_by_stream else ORDER_ANY
-        self._cuda.copy_batch(destinations, sources, sizes, stream.cuda_stream, order)
+        self.cuda.copy_batch(destinations, sources, sizes, stream.cuda_stream, order)
 
 
 def _takes_host_pointers(cuda: Cuda, device: torch.device) -> bool:
@@ -139,11 +143,16 @@ def _takes_host_pointers(cuda: Cuda, device: torch.device) -> bool:
 def device_of(device: torch.device) -> TorchDevice:
     """What to copy with on a device of torch's."""
     if device.type != "cuda":
-        logger.warning("copies on a device of this type have never been run. device=%s", device)
+        logger.warning(
+            "copies on a device of this type have never been run, and use no pinned memory. device=%s", device
+        )
         return TorchDevice(device)
     try:
         cuda = Cuda.loaded()
     except CudaError as exc:
-        logger.warning("copies go without what torch lacks: batched ones, and those beside a graph capture. %s", exc)
+        logger.warning(
+            "copies go without what torch lacks: pinned memory, batches, and leave to run beside a graph capture. %s",
+            exc,
+        )
         return CudaDevice(device, None)
     return CudaDevice(device, cuda)

@@ -115,6 +115,7 @@ class _Piece:
     slot: npt.NDArray[np.uint8]
     is_direct: bool
     staging_bytes: int = 0
+    _fragments: Fragments | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -138,7 +139,12 @@ class _Piece:
         return spans
 
     def fragments(self) -> Fragments:
-        """The rows, those that are neighbours on both sides joined."""
+        """The rows, those that are neighbours on both sides joined; looked for once."""
+        if self._fragments is None:
+            self._fragments = self._find_fragments()
+        return self._fragments
+
+    def _find_fragments(self) -> Fragments:
         together = (self.rows[1:] == self.rows[:-1] + 1) & (self.places[1:] == self.places[:-1] + 1)
         starts, counts = _joined(together)
         size = self.run.row_bytes
@@ -246,8 +252,9 @@ class CopyEngine:
         """Stage everything from now on: the driver refused a batched copy."""
         if not self.is_direct_refused:
             self.is_direct_refused = True
+            # Its text: a log handler that keeps the error would keep the arena mapped by the frames of the copy.
             logger.warning(
-                "batched copies were refused, all copies are staged. device=%s %s", self.device.device, reason
+                "batched copies were refused, all copies are staged. device=%s %s", self.device.device, str(reason)
             )
 
     @property
@@ -369,12 +376,12 @@ class DeviceJob:
             padding = 0 if id(piece.run) in self._runs else ALIGN_BYTES
             room = min((engine.slice_bytes - self._bytes - padding) // size, engine.index_rows - self._rows)
             if room > 0:
-                taken, rest = piece.cut(min(room, len(piece.rows)))
+                taken, rest = piece.cut(room) if room < len(piece.rows) else (piece, None)
                 self._pending.append(taken)
                 self._runs.add(id(piece.run))
                 self._bytes += padding + taken.size_bytes
                 self._rows += len(taken.rows)
-                if not len(rest.rows):
+                if rest is None:
                     return
                 piece = rest
             self.launch()

@@ -54,7 +54,8 @@ class PinnedArena:
 
         field                       guarded by
         _parts, _pinned_to          _lock; _pinned_to is read without it: it grows when all before it is registered
-        _foreign                    _lock; slabs below a registration that is not this object's
+        _foreign                    _lock, for changes; slabs below a registration that is not this object's
+        _kept                       _lock; slabs whose registrations the driver did not end
         pinned_bytes, pinning_s     the same, read by whoever reports them
         _is_released                _lock
     """
@@ -76,6 +77,7 @@ class PinnedArena:
         self._parts: list[list[tuple[int, int]]] = [[] for _ in slabs]  # offset and size, in order
         self._pinned_to = [0 for _ in slabs]
         self._foreign: set[int] = set()
+        self._kept: set[int] = set()
         self._is_released = False
 
     def pin_all(self) -> None:
@@ -83,7 +85,8 @@ class PinnedArena:
         with self._lock:
             if self._takes_calls(self._set_device):
                 for slab in range(len(self._bases)):
-                    self._pin_to(slab, self._arena.memory_bytes(slab))
+                    if not self.is_refused:
+                        self._pin_to(slab, self._arena.memory_bytes(slab))
 
     def pin_slab(self, slab: int) -> None:
         """Register a slab before a copy uses a slot of it.
@@ -113,7 +116,8 @@ class PinnedArena:
         """
         for slab, base in enumerate(self._bases):
             end = min(_window_end(base + self._pinned_to[slab]) - base, SLAB_BYTES)
-            if self._pinned_to[slab] < end <= self._arena.memory_bytes(slab) and not self.is_refused:
+            may_pin = not self.is_refused and slab not in self._foreign
+            if may_pin and self._pinned_to[slab] < end <= self._arena.memory_bytes(slab):
                 with self._lock:
                     if self._takes_calls(self._enter_thread):
                         self._pin_to(slab, end)
@@ -121,19 +125,18 @@ class PinnedArena:
         return False
 
     def release(self) -> set[int]:
-        """End all registrations, before the arena is unmapped. Idempotent.
+        """End all registrations, before the arena is unmapped. Idempotent, and so is what it returns.
 
         Returns:
             Slabs that the driver did not let go of. Their addresses must stay mapped while this process lives: what got
             them next would be copied from and to the old pages.
         """
-        kept: set[int] = set()
         with self._lock:
             if self._is_released:
-                return kept
+                return self._kept
             self._is_released = True
             if not any(self._parts):
-                return kept
+                return self._kept
             failed = self._failure(self._set_device)
             before: list[int] = []  # this thread's mode; vLLM may capture graphs in another one
             failed = self._failure(lambda: before.append(self._cuda.relax_capture())) or failed
@@ -143,7 +146,7 @@ class PinnedArena:
                     error = self._failure(partial(self._cuda.unregister, base + offset))
                     if error is not None:
                         failed = error
-                        kept |= {slab} if error.code != NOT_REGISTERED else set()
+                        self._kept |= {slab} if error.code != NOT_REGISTERED else set()
                     self.pinned_bytes -= size
             if before:
                 failed = self._failure(lambda: before.append(self._cuda.set_capture_mode(before[0]))) or failed
@@ -151,10 +154,10 @@ class PinnedArena:
             logger.warning(
                 "the GPU's driver did not let go of all host memory. device=%d slabs_left_mapped=%d %s",
                 self._device,
-                len(kept),
+                len(self._kept),
                 failed,
             )
-        return kept
+        return self._kept
 
     # -- with the lock held ------------------------------------------------------------------------------------
 
@@ -165,9 +168,10 @@ class PinnedArena:
         return self._tried(prepare)
 
     def _pin_to(self, slab: int, end: int) -> None:
-        """Register a slab's windows up to ``end``."""
-        while self._pinned_to[slab] < end and self._tried(lambda: self._pin_window(slab, end)):
-            pass
+        """Register a slab's windows up to ``end``; none more of one that somebody else has registered."""
+        while self._pinned_to[slab] < end and slab not in self._foreign:
+            if not self._tried(lambda: self._pin_window(slab, end)):
+                return
 
     def _pin_window(self, slab: int, end: int) -> None:
         base, parts = self._bases[slab], self._parts[slab]
@@ -178,9 +182,17 @@ class PinnedArena:
         try:
             self._cuda.register(base + start, stop - start)
         except CudaError as exc:
-            if exc.code == ALREADY_REGISTERED:
-                self._foreign.add(slab)
-            raise
+            if exc.code != ALREADY_REGISTERED:
+                raise
+            # No refusal of the others: they are tried, for such a registration may lie below several slabs.
+            self._foreign.add(slab)
+            logger.warning(
+                "host memory is registered by somebody else and is not copied. device=%d slab=%d: %s",
+                self._device,
+                slab,
+                exc,
+            )
+            return
         parts.append((start, stop - start))
         self.pinned_bytes += stop - start
         self.pinning_s += time.perf_counter() - started_s

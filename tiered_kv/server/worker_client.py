@@ -91,7 +91,10 @@ class WorkerClient:
     def wait_lost(self) -> None:
         """Block until the server is gone or :meth:`leave` was called; meanwhile map and pin what slabs have got."""
         watched = select.poll()
-        watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
+        with self._leaving:
+            if self._lock_fd < 0:
+                return  # left before this thread came to run
+            watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
         while not watched.poll(0 if self._populate_some() else POPULATE_EVERY_MS):
             if self._lock_fd < 0:
                 return  # left meanwhile: the number of the socket may be another file's by now

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import vllm
 
-from tiered_kv.chunks.cuda import Cuda, CudaError
+from tiered_kv.chunks.cuda import Cuda
 from tiered_kv.chunks.device_copy import Direction
 from tiered_kv.chunks.layout_test import self_test
 from tiered_kv.chunks.pinned import PinnedArena
@@ -102,17 +102,6 @@ class _Task(NamedTuple):
 def _stored_by(encodings: Iterable[str]) -> str:
     """The line in the headers of this worker's blobs: exact versions, and the encodings of its layers."""
     return stored_by(__version__, "vllm", vllm.__version__, encoding_text(encodings))
-
-
-def _cuda_of(device: Any) -> Cuda | None:
-    """The calls that pin memory for a device's copies; None: they are pageable."""
-    if device.type == "cpu":
-        return None
-    try:
-        return Cuda.loaded()
-    except CudaError as exc:
-        logger.warning("host memory is not pinned: copies are slower, all else is as before. device=%s %s", device, exc)
-        return None
 
 
 class WorkerSide:
@@ -192,8 +181,8 @@ class WorkerSide:
         encodings = page_encodings(self._vllm_config, self._kv_cache_config)
         if paged.engine is not None and self._vllm_config.model_config.enable_sleep_mode:
             before_sleep(self.finish_copies)
-        device = next(iter(kv_caches.values())).device
-        self._cuda, self._device = _cuda_of(device), device.index or 0
+        if paged.engine is not None:
+            self._cuda, self._device = paged.engine.device.cuda, paged.engine.device.device.index or 0
         self._join = m.JoinWorker(
             self._rank,
             self._world_size,
@@ -275,10 +264,9 @@ class WorkerSide:
         while generation == self._joining_generation and not self._closing.is_set():
             try:
                 client = self._new_client(generation)
-                if self._closing.is_set():
+                self._joined.append(client)
+                if self._closing.is_set():  # asked afterwards: close() may have looked at _joined just before
                     client.leave()
-                else:
-                    self._joined.append(client)
                 return
             except TieredKVError as exc:
                 logger.warning("worker could not join; next try in %.1f s. rank=%d %s", backoff_s, self._rank, exc)

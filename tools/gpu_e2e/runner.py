@@ -39,7 +39,7 @@ from tools.gpu_e2e.modes import (
     Scenario,
     connector,
 )
-from tools.gpu_proof.runner import GOOD, RIGHT, WRONG, CannotRunError, git, keep, source_digest, write
+from tools.gpu_proof.runner import GOOD, RIGHT, WRONG, CannotRunError, check_names, git, keep, source_digest, write
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FILES: Final = ROOT / "build" / "gpu_e2e"
@@ -77,14 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         machine = probe()
+        device = CUDA if machine["platform"] == CUDA else CPU
+        known = [mode.name for mode in MODES if mode.device == device]
+        check_names(asked.modes, known, "mode", device)
     except CannotRunError as exc:
         print(f"gpu-e2e: {exc}. Nothing was run.", file=sys.stderr)
-        return 2
-    device = CUDA if machine["platform"] == CUDA else CPU
-    known = [mode.name for mode in MODES if mode.device == device]
-    if unknown := [name for name in asked.modes if name not in known]:
-        said = f"there is no mode {', '.join(unknown)} on {device}; modes are {', '.join(known)}"
-        print(f"gpu-e2e: {said}. Nothing was run.", file=sys.stderr)
         return 2
     wanted = [mode for mode in MODES if mode.name in (asked.modes or known)]
     scenario = SCENARIOS[asked.model or ("demo" if device == CUDA else "tiny")]

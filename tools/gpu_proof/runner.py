@@ -83,7 +83,22 @@ PROBE_LIMIT_S: Final = 120
 
 
 class CannotRunError(Exception):
-    """This machine cannot run the proof; the message says what is missing."""
+    """This machine cannot run what was asked for; the message says what is missing."""
+
+
+def check_names(asked: Sequence[str], known: Sequence[str], kind: str, where: str = "") -> None:
+    """Look whether all that was asked for exists, before anything runs.
+
+    Args:
+        kind: What the names are of: one word, whose plural ends with "s".
+        where: On what, where there are others elsewhere.
+
+    Raises:
+        CannotRunError: Something does not; the message names what does.
+    """
+    if unknown := [name for name in asked if name not in known]:
+        on = f" on {where}" if where else ""
+        raise CannotRunError(f"there is no {kind} {', '.join(unknown)}{on}; {kind}s are {', '.join(known)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,12 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.gpu_proof.section import run_section  # noqa: PLC0415 - torch: only in a section's own process
 
         return run_section(asked.section, asked.record, is_dry=asked.dry, is_quick=asked.quick)
-    known = [section.name for section in SECTIONS]
-    if unknown := [name for name in asked.sections if name not in known]:
-        said = f"there is no section {', '.join(unknown)}; sections are {', '.join(known)}"
-        print(f"gpu-proof: {said}. Nothing was run.", file=sys.stderr)
-        return 2
     try:
+        check_names(asked.sections, [section.name for section in SECTIONS], "section")
         machine = probe(is_dry=asked.dry)
     except CannotRunError as exc:
         print(f"gpu-proof: {exc}. Nothing was run.", file=sys.stderr)

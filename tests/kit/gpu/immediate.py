@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from tiered_kv.chunks import transfer
+from tiered_kv.chunks.cuda import Cuda
 from tiered_kv.chunks.device import Addresses, CopyBatch, TorchDevice
 from tiered_kv.chunks.device_copy import CopyEngine
 
@@ -71,12 +72,18 @@ class ImmediateDevice(TorchDevice):
 
 
 @contextmanager
-def copies_as_on_a_device(*, direct_bytes: int) -> Iterator[list[CopyEngine]]:
-    """Workers that are made inside the ``with`` block copy through an engine; yields all that were made."""
+def copies_as_on_a_device(*, direct_bytes: int, cuda: Cuda | None = None) -> Iterator[list[CopyEngine]]:
+    """Workers that are made inside the ``with`` block copy through an engine; yields all that were made.
+
+    Args:
+        cuda: What they pin host memory with; None: they pin none.
+    """
     made: list[CopyEngine] = []
 
     def engine_for(device: torch.device) -> CopyEngine:
-        made.append(CopyEngine(ImmediateDevice(device), slice_bytes=SLICE_BYTES, direct_bytes=direct_bytes))
+        on = ImmediateDevice(device)
+        on.cuda = cuda
+        made.append(CopyEngine(on, slice_bytes=SLICE_BYTES, direct_bytes=direct_bytes))
         return made[-1]
 
     with mock.patch.object(transfer, "engine_for", engine_for):
