@@ -35,10 +35,10 @@ serve: setup  ## vLLM's OpenAI-compatible server on CPU behind the cache, on 127
 
 test: setup s3-packages  ## every test, the ones on real vLLM engines and on a real S3 server included
 	@VENV=$(VENV) scripts/overlay 0.30.0 & overlaid=$$!; \
-		set -x; $(PYTHON) -m pytest -n 4 $(AT_ONCE) -m "not vllm"; passed=$$?; \
+		set -x; $(PYTHON) -m pytest -n 4 $(AT_ONCE) --durations=15 -m "not vllm"; passed=$$?; \
 		set +x; wait $$overlaid && exit $$passed
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(AT_ONCE) -m "vllm and not cores"
-	$(PYTHON) -m pytest -m cores
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(AT_ONCE) --durations=30 -m "vllm and not cores"
+	$(PYTHON) -m pytest --durations=15 -m cores
 
 test-versions: setup s3-packages  ## the end-to-end tests on vLLM 0.30 to 0.33, one after the other; 15 minutes each
 	@VENV=$(VENV) scripts/test-versions

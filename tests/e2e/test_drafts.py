@@ -218,7 +218,7 @@ def behind_the_cache(run: Run, model: Path, options: dict[str, Any], root: Path)
         )
 
 
-@pytest.fixture(scope="module", params=list(KINDS) if count("MODELS", 0) else ["eagle", "mtp", "draft_model"])
+@pytest.fixture(scope="module", params=list(KINDS) if count("MODELS", 0) else ["eagle", "draft_model"])
 def run(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     model, options = KINDS[request.param](tiny_model, folder)
