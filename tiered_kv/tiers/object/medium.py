@@ -74,7 +74,18 @@ class CallRunner:
         self._lock = threading.Lock()
         self._running_count = 0
 
-    def run(self, function: Callable[..., T], *args: object) -> T:
+    def run(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        timeout_s: float | None = None,
+        late: Callable[[T], object] | None = None,
+    ) -> T:
+        """Run it in a thread; ``timeout_s`` in place of the usual deadline, ``late`` for what comes after it.
+
+        Raises:
+            TimeoutError: It was not done in time.
+        """
         with self._lock:
             if self._running_count >= STUCK_MAX:
                 raise TimeoutError(f"{self._running_count} earlier calls did not come back")
@@ -83,9 +94,15 @@ class CallRunner:
 
         def work() -> None:
             try:
-                future.set_result(function(*args))
+                result = function(*args)
             except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
-                future.set_exception(exc)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(exc)
+            else:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(result)
+                elif late is not None:
+                    late(result)
             finally:
                 with self._lock:
                     self._running_count -= 1
@@ -96,7 +113,12 @@ class CallRunner:
             with self._lock:
                 self._running_count -= 1
             raise OSError(errno.EAGAIN, f"cannot start a thread: {exc}") from exc
-        return future.result(self._timeout_s)
+        try:
+            return future.result(self._timeout_s if timeout_s is None else timeout_s)
+        except TimeoutError:
+            if future.cancel():
+                raise
+            return future.result()  # it came at this very moment, or the error is the function's own
 
 
 def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
