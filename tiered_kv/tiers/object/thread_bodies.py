@@ -98,7 +98,7 @@ class Answer(io.RawIOBase):
 class _Call:
     """One call of ours, with all the requests that botocore makes for it."""
 
-    def __init__(self, timeout_s: float, body: LoanBody | bytes = b"", memory: memoryview | bytes = b"") -> None:
+    def __init__(self, timeout_s: float, body: LoanBody | None = None, memory: memoryview | bytes = b"") -> None:
         self.deadline = Deadline(timeout_s)
         self.body = body
         self.memory = memory
@@ -160,7 +160,7 @@ class ThreadBodies:
         with Loan(data) as loan, self._calling(_Call(self._timeout_s, LoanBody(loan), data)) as call:
             for left in reversed(range(CREATE_TRIES)):
                 try:
-                    self._ask("put_object", Key=key, Body=call.body if len(data) else b"", **condition)
+                    self._ask("put_object", Key=key, Body=call.body, **condition)
                     return
                 except OSError as exc:
                     if not (left and is_conflict(exc)):
