@@ -9,9 +9,11 @@ because the server on the same machine takes most of it.
 
     ours      VerifiedTier(ObjectTier(ObjectStore)): a get ends with verified bytes in a page-aligned slot, a put starts
               from one and creates conditionally
-    loop      the same, with the bodies on s3fs' event loop: what ours was, and is where threads cannot honour a setting
+    store     ObjectStore alone: puts that replace, and nothing verified
+    loop      as ours, with the bodies on s3fs' event loop: what ours was, and is where threads cannot honour a setting
     s3fs      the same client settings; pipe_file of bytes that lie ready, cat_file to new bytes, one request each
     obstore   if it is installed (pip install obstore), unsigned payload: put from the slot, get copied into it
+    crt       if it is installed (pip install awscrt): the library below LMCache's S3 tier, one request per blob
     http      http.client on presigned URLs, no checks: what the server and the network give
     memcpy    slot to slot, one thread
 
@@ -20,6 +22,7 @@ With --busy a thread computes in pure Python all the while, as a scheduler does;
 
 import argparse
 import http.client
+import io
 import json
 import mmap
 import os
@@ -60,6 +63,7 @@ NAMESPACE = bytes(16)
 PREFIX = f"benchmark-{os.getpid()}"
 """Of everything that this run stores in the bucket."""
 
+WAYS = ("ours", "store", "loop", "s3fs", "obstore", "crt", "http")
 TOTAL_MIB = 256
 TIMEOUT_S = 120.0
 
@@ -102,11 +106,69 @@ class Ours:
 
 
 class Loop(Ours):
-    """Chooses its bodies with the first blob, which ``measure`` moves before it measures."""
+    def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
+        super().__init__(location, blobs, in_flight)
+        with patch("tiered_kv.tiers.object.s3._open_bodies", LoopBodies):
+            self.put(0)  # the way of bodies is chosen with the first one
+
+
+class Store:
+    def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
+        self.store = ObjectStore(location, timeout_s=TIMEOUT_S, concurrency=in_flight)
+        self.blobs = blobs
 
     def put(self, index: int) -> None:
-        with patch("tiered_kv.tiers.object.s3._open_bodies", LoopBodies):
-            super().put(index)
+        self.store.put(f"store/{index}", self.blobs.slots[index])
+
+    def get(self, index: int) -> None:
+        self.store.get_into(f"store/{index}", self.blobs.targets[index])
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class Crt:
+    def __init__(self, bucket: Bucket, location: Location, blobs: Blobs) -> None:
+        from awscrt import auth, s3
+
+        keys = auth.AwsCredentialsProvider.new_static(bucket.credentials.access_key, bucket.credentials.secret_key)
+        signing = s3.create_default_s3_signing_config(region=REGION, credential_provider=keys)
+        self.client: Any = s3.S3Client(
+            region=REGION,
+            tls_mode=s3.S3RequestTlsMode.DISABLED,
+            signing_config=signing,
+            part_size=64 << 20,  # one request per blob, as everybody else here
+            multipart_upload_threshold=1 << 30,
+        )
+        self.host = urlsplit(bucket.endpoint_url).netloc
+        self.path = f"/{location.path}/crt"
+        self.blobs = blobs
+
+    def put(self, index: int) -> None:
+        from awscrt.s3 import S3RequestType
+
+        slot = self.blobs.slots[index]
+        self.ask("PUT", S3RequestType.PUT_OBJECT, index, [("Content-Length", str(len(slot)))], io.BytesIO(slot))
+
+    def get(self, index: int) -> None:
+        from awscrt.s3 import S3RequestType
+
+        target = self.blobs.targets[index]
+
+        def take(chunk: bytes, offset: int, **_: object) -> None:
+            target[offset : offset + len(chunk)] = chunk
+
+        self.ask("GET", S3RequestType.GET_OBJECT, index, [], None, on_body=take)
+
+    def ask(self, method: str, kind: object, index: int, headers: list[Any], body: Any, **more: object) -> None:
+        from awscrt.http import HttpHeaders, HttpRequest
+
+        head = HttpHeaders([("Host", self.host), *headers])
+        request = HttpRequest(method, f"{self.path}/{index}", head, body_stream=body)
+        self.client.make_request(type=kind, request=request, **more).finished_future.result(TIMEOUT_S)
+
+    def close(self) -> None:
+        """Its connections go with the object."""
 
 
 class S3fs:
@@ -278,10 +340,12 @@ def make_contenders(bucket: Bucket, blobs: Blobs, in_flight: int, only: list[str
     location = parse_location(bucket.uri(PREFIX), options)
     makers: dict[str, Callable[[], Contender]] = {
         "ours": lambda: Ours(location, blobs, in_flight),
+        "store": lambda: Store(location, blobs, in_flight),
         "loop": lambda: Loop(location, blobs, in_flight),
         "s3fs": lambda: S3fs(location, blobs, in_flight),
         "http": lambda: Http(bucket, location, blobs),
         "obstore": lambda: Obstore(bucket, location, blobs),
+        "crt": lambda: Crt(bucket, location, blobs),
     }
     contenders = {}
     for name in only or makers:
@@ -319,11 +383,9 @@ def copy(blobs: Blobs, index: int) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:
-    """One line per cell: medians of GB/s and CPU-s/GB, and the median of ours to http run by run."""
-    ways = [
-        name for name in ("ours", "loop", "s3fs", "obstore", "http", "memcpy") if any(r["way"] == name for r in results)
-    ]
-    lines = ["| MiB | in flight | | " + " | ".join(ways) + " | ours / http |", "|---" * (len(ways) + 4) + "|"]
+    """One line per cell: medians of GB/s and CPU-s/GB, and the median of ours and store to http run by run."""
+    ways = [name for name in (*WAYS, "memcpy") if any(r["way"] == name for r in results)]
+    lines = ["| MiB | in flight | | " + " | ".join(ways) + " | ours, store / http |", "|---" * (len(ways) + 4) + "|"]
     for mib, in_flight, what in sorted({(r["mib"], r["in_flight"], r["what"]) for r in results}):
         cell = [r for r in results if (r["mib"], r["in_flight"], r["what"]) == (mib, in_flight, what)]
         shown = []
@@ -332,10 +394,15 @@ def table(results: list[dict[str, Any]]) -> list[str]:
             figures = [statistics.median(r[key] for r in own) for key in ("gb_per_s", "cpu_s_per_gb")] if own else []
             shown.append(f"{figures[0]:.2f}, {figures[1]:.2f}" if figures else "-")
         speeds = {(r["way"], r["run"]): r["gb_per_s"] for r in cell}
-        runs = {run for way, run in speeds if way == "ours"} & {run for way, run in speeds if way == "http"}
-        ratio = f"{statistics.median(speeds['ours', n] / speeds['http', n] for n in runs):.2f}" if runs else "-"
-        lines.append(f"| {mib} | {in_flight} | {what} | " + " | ".join(shown) + f" | {ratio} |")
+        ratios = ", ".join(ratio(speeds, way) for way in ("ours", "store"))
+        lines.append(f"| {mib} | {in_flight} | {what} | " + " | ".join(shown) + f" | {ratios} |")
     return lines
+
+
+def ratio(speeds: dict[tuple[str, int], float], way: str) -> str:
+    """The median of a way's speed to plain HTTP's, run by run."""
+    runs = {run for name, run in speeds if name == way} & {run for name, run in speeds if name == "http"}
+    return f"{statistics.median(speeds[way, run] / speeds['http', run] for run in runs):.2f}" if runs else "-"
 
 
 def machine(bucket: Bucket) -> dict[str, object]:
@@ -362,7 +429,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, nargs="+", default=[4, 16, 32])
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--busy", action="store_true", help="beside a thread that computes in pure Python")
-    parser.add_argument("--only", nargs="+", default=[], choices=["ours", "loop", "s3fs", "http", "obstore"])
+    parser.add_argument("--only", nargs="+", default=[], choices=WAYS)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
 

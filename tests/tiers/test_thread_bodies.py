@@ -1,5 +1,6 @@
 """Blobs in the caller's thread: connections, deadlines, refusals, certificates, and when s3fs' loop is used instead."""
 
+import asyncio
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import s3fs
 from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import NoCredentialsError
 from botocore.httpsession import URLLib3Session
@@ -21,9 +23,9 @@ from tests.kit.server.probe import wait_for
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object import s3_signer
-from tiered_kv.tiers.object.connection import ConnectionPool, Deadline, Place
+from tiered_kv.tiers.object.connection import ConnectionPool, Place
 from tiered_kv.tiers.object.loop_bodies import LoopBodies
-from tiered_kv.tiers.object.medium import CallRunner
+from tiered_kv.tiers.object.medium import CallRunner, Deadline
 from tiered_kv.tiers.object.s3_signer import LoopCredentials
 from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.object.thread_bodies import ThreadBodies
@@ -304,6 +306,49 @@ def test_requests_are_signed_and_carry_what_options_ask_for() -> None:
     assert get.headers["x-amz-server-side-encryption"] is None
     assert get.headers["Range"] == f"bytes=0-{SIZE - 1}"
     assert [name for name in put.headers if name.lower() == "expect" or "checksum" in name.lower()] == []
+
+
+def test_a_bucket_is_followed_to_its_region() -> None:
+    def answer(asked: Asked) -> bytes:
+        asked.read_body()
+        if "/eu-west-9/s3/" in asked.headers["Authorization"]:
+            return BLOB if asked.line.startswith("GET") else OK
+        if asked.line.startswith("HEAD"):
+            return OK.replace(b"\r\n", b"\r\nx-amz-bucket-region: eu-west-9\r\n", 1)
+        return refusal(301, "PermanentRedirect")
+
+    with RawServer(answer) as server:
+        store = open_store(server.url)
+        store.put("x", memoryview(DATA))
+        assert read(store) == DATA
+        store.close()
+    assert [asked.line.partition(" ")[0] for asked in server.asked] == ["PUT", "HEAD", "PUT", "GET"]
+
+
+def test_clients_that_are_slow_to_be_made_cost_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = []
+
+    async def set_session(self: object, **_: object) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "set_session", set_session)
+    store = open_store("http://127.0.0.1:1", timeout_s=1.0)
+    store._open_medium()
+
+    def get() -> None:
+        with pytest.raises(TierUnavailable, match="did not answer in time") as caught:
+            read(store)
+        failures.append(caught)
+
+    threads = [threading.Thread(target=get) for _ in range(5)]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert time.monotonic() - start < 3
+    assert len(failures) == 5
+    store.close()
 
 
 def test_whoever_is_anonymous_signs_nothing() -> None:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tiered_kv.tiers.object.medium import CallRunner
+from tiered_kv.tiers.object.medium import CallRunner, Deadline
 
 IDLE_MAX_S: Final = 15.0
 """A connection that lay idle for longer is not used again: load balancers and firewalls forget without a word."""
@@ -33,28 +33,6 @@ IDLE_SUSPECT_S: Final = 1.0
 TLS_PIECE_BYTES: Final = 256 << 10
 REARM_S: Final = 0.02
 _TIMEVAL: Final = struct.Struct("@ll")
-
-
-class Deadline:
-    """A moment by which a call is over."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._end_s = time.monotonic() + timeout_s
-
-    def left_s(self) -> float:
-        """Time that is left; negative once it is over."""
-        return self._end_s - time.monotonic()
-
-    def wait_s(self, longest_s: float) -> float:
-        """How long a single wait may take.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-        """
-        left = self.left_s()
-        if left <= 0:
-            raise TimeoutError("the call's time is over")
-        return min(left, longest_s)
 
 
 class SilentError(TimeoutError):
@@ -85,7 +63,7 @@ class Wire:
         self._silence_s = silence_s
         self._deadline = Deadline(0)
         self._armed_s = 0.0
-        self.reader = io.BufferedReader(_Reader(self))
+        self.reader = io.BufferedReader(_WireReader(self))
         connected.settimeout(None)
 
     def start(self, deadline: Deadline) -> None:
@@ -93,10 +71,10 @@ class Wire:
         self._deadline = deadline
         self._armed_s = 0.0
 
-    def makefile(self, mode: str) -> "io.BufferedReader[_Reader]":
+    def makefile(self, mode: str) -> "io.BufferedReader[_WireReader]":
         """A new buffered reader, for one answer; closing it leaves the socket open."""
         assert mode == "rb", mode
-        self.reader = io.BufferedReader(_Reader(self))
+        self.reader = io.BufferedReader(_WireReader(self))
         return self.reader
 
     def sendall(self, data: bytes | memoryview) -> None:
@@ -169,7 +147,7 @@ class Wire:
         return SilentError(f"no byte within {self._silence_s:g} s")
 
 
-class _Reader(io.RawIOBase):
+class _WireReader(io.RawIOBase):
     """A wire as a raw stream; ``http.client`` buffers and closes one per answer."""
 
     def __init__(self, wire: Wire) -> None:

@@ -5,13 +5,15 @@ through its call function, which is private. Called by ``s3.py`` and ``loop_bodi
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from tiered_kv.tiers.object.medium import run_on_loop
+from tiered_kv.tiers.object.medium import Deadline, run_on_loop
 
 T = TypeVar("T")
 
@@ -28,6 +30,21 @@ class LoopCalls:
         self.timeout_s = timeout_s
         self._loop = loop
         self._client: Any = None
+        self._current = threading.local()
+
+    @contextmanager
+    def one_deadline(self) -> Iterator[None]:
+        """Let all that this thread asks in the block share one deadline, which begins now."""
+        self._current.deadline = Deadline(self.timeout_s)
+        try:
+            yield
+        finally:
+            self._current.deadline = None
+
+    def deadline(self) -> Deadline:
+        """That of the block the calling thread is in, else a new one."""
+        current: Deadline | None = getattr(self._current, "deadline", None)
+        return Deadline(self.timeout_s) if current is None else current
 
     async def client(self) -> Any:
         """The client that s3fs made or makes now; it makes a new one after its connections were closed."""
@@ -48,13 +65,13 @@ class LoopCalls:
         except ClientError as exc:
             raise translate_boto_error(exc) from exc
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run on the loop until done, or until the deadline.
 
         Raises:
             TimeoutError: It was not done in time, and is cancelled.
         """
-        return run_on_loop(self._loop, coroutine, self.timeout_s if timeout_s is None else timeout_s)
+        return run_on_loop(self._loop, coroutine, max(self.deadline().left_s(), 0.0))
 
     def close(self) -> None:
         """Close the client's connections. Idempotent."""

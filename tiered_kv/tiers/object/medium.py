@@ -7,6 +7,7 @@ They raise whatever their client raises: ``ObjectStore``, their only caller, tur
 import asyncio
 import errno
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -61,6 +62,28 @@ class Medium(Protocol):
     def delete(self, paths: Sequence[str]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Deadline:
+    """A moment by which a call is over."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Time that is left; negative once it is over."""
+        return self._end_s - time.monotonic()
+
+    def wait_s(self, longest_s: float) -> float:
+        """How long a single wait may take.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+        """
+        left = self.left_s()
+        if left <= 0:
+            raise TimeoutError("the call's time is over")
+        return min(left, longest_s)
 
 
 class CallRunner:

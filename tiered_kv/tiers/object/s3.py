@@ -119,11 +119,13 @@ class S3Medium:
         return data if length is None else data[:length]
 
     def get_into(self, path: str, buffer: memoryview) -> None:
-        self._choose_bodies().get_into(self._prefix + path, path, buffer)
+        with self._calls.one_deadline():
+            self._choose_bodies().get_into(self._prefix + path, path, buffer)
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
         condition = {"IfNoneMatch": "*"} if only_if_absent else {}
-        self._choose_bodies().put(self._prefix + path, memoryview(data), condition)
+        with self._calls.one_deadline():
+            self._choose_bodies().put(self._prefix + path, memoryview(data), condition)
 
     def head(self, path: str) -> ObjectInfo:
         answer = self._calls.run(self._calls.call("head_object", Key=self._prefix + path))
@@ -156,10 +158,16 @@ class S3Medium:
         self._calls.close()
 
     def _choose_bodies(self) -> Bodies:
-        with self._choosing:
+        if self._bodies is not None:
+            return self._bodies
+        if not self._choosing.acquire(timeout=self._calls.deadline().wait_s(self._calls.timeout_s)):
+            raise TimeoutError("another call is still making the client")
+        try:
             if self._bodies is None:
                 self._bodies = _open_bodies(self._calls)
             return self._bodies
+        finally:
+            self._choosing.release()
 
 
 def _open_bodies(calls: "LoopCalls") -> Bodies:
@@ -178,7 +186,7 @@ def _open_bodies(calls: "LoopCalls") -> Bodies:
         client,
         calls.bucket,
         lambda: tls_context(calls.filesystem, client),
-        timeout_s=calls.timeout_s,
+        deadline=calls.deadline,
         arguments=lambda method: additional_arguments(client, calls.filesystem, method),
     )
 

@@ -17,8 +17,8 @@ from botocore.httpsession import get_cert_path
 from botocore.session import Session
 from botocore.utils import get_environ_proxies
 
-from tiered_kv.tiers.object.connection import Deadline
 from tiered_kv.tiers.object.loop_calls import LoopCalls
+from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.version import __version__
 
 FRESH_S: Final = 30.0

@@ -30,10 +30,10 @@ from botocore.exceptions import (
 )
 from s3fs.errors import translate_boto_error
 
-from tiered_kv.tiers.object.connection import Connection, ConnectionPool, Deadline, Place, SilentError
+from tiered_kv.tiers.object.connection import Connection, ConnectionPool, Place, SilentError
 from tiered_kv.tiers.object.errors import IncompleteRead, is_conflict
 from tiered_kv.tiers.object.loop_bodies import Loan, LoanBody
-from tiered_kv.tiers.object.medium import check_expected
+from tiered_kv.tiers.object.medium import Deadline, check_expected
 from tiered_kv.tiers.object.s3_answers import CONFLICT_WAIT_S, CREATE_TRIES, first_bytes, is_beyond_the_end, whole_bytes
 
 WORDS_MAX_BYTES: Final = 1 << 20
@@ -95,11 +95,11 @@ class Answer(io.RawIOBase):
             connection.wire.end()
 
 
-class _Call:
+class _BlobCall:
     """One call of ours, with all the requests that botocore makes for it."""
 
-    def __init__(self, timeout_s: float, body: LoanBody | None = None, memory: memoryview | bytes = b"") -> None:
-        self.deadline = Deadline(timeout_s)
+    def __init__(self, deadline: Deadline, body: LoanBody | None = None, memory: memoryview | bytes = b"") -> None:
+        self.deadline = deadline
         self.body = body
         self.memory = memory
         self.answer: Answer | None = None
@@ -118,13 +118,14 @@ class ThreadBodies:
         bucket: str,
         tls: Callable[[], ssl.SSLContext],
         *,
-        timeout_s: float,
+        deadline: Callable[[], Deadline],
         arguments: Callable[[str], Mapping[str, object]],
     ) -> None:
         """Take over how ``client`` sends.
 
         Args:
             tls: Makes the context of https connections; asked once.
+            deadline: That of the call which the calling thread is in.
             arguments: What the location's options add to a method's requests.
         """
         config = client.meta.config
@@ -133,7 +134,7 @@ class ThreadBodies:
         self._make_tls = tls
         self._tls: ssl.SSLContext | None = None
         self._tls_lock = threading.Lock()
-        self._timeout_s = timeout_s
+        self._deadline = deadline
         self._extra = {method: dict(arguments(method)) for method in ("get_object", "put_object")}
         self._pool = ConnectionPool(config.max_pool_connections, config.connect_timeout, config.read_timeout)
         self._calls = threading.local()
@@ -141,7 +142,7 @@ class ThreadBodies:
         client.meta.events.register_first("needs-retry.s3", self._refuse_late_retry)
 
     def get_into(self, key: str, path: str, buffer: memoryview) -> None:
-        with self._calling(_Call(self._timeout_s)) as call:
+        with self._calling(_BlobCall(self._deadline())) as call:
             try:
                 answer = self._ask("get_object", Key=key, Range=first_bytes(len(buffer)))
             except OSError as exc:
@@ -157,7 +158,7 @@ class ThreadBodies:
                 raise IncompleteRead(f"observed={count} expected={len(buffer)}")
 
     def put(self, key: str, data: memoryview, condition: Mapping[str, str]) -> None:
-        with Loan(data) as loan, self._calling(_Call(self._timeout_s, LoanBody(loan), data)) as call:
+        with Loan(data) as loan, self._calling(_BlobCall(self._deadline(), LoanBody(loan), data)) as call:
             for left in reversed(range(CREATE_TRIES)):
                 try:
                     self._ask("put_object", Key=key, Body=call.body, **condition)
@@ -184,7 +185,7 @@ class ThreadBodies:
             raise translate_boto_error(exc) from exc
 
     @contextmanager
-    def _calling(self, call: _Call) -> Iterator[_Call]:
+    def _calling(self, call: _BlobCall) -> Iterator[_BlobCall]:
         self._calls.current = call
         try:
             yield call
@@ -195,7 +196,7 @@ class ThreadBodies:
 
     def _send(self, request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
         """Answer botocore's ``before-send``. None: no body of ours, so botocore sends it."""
-        call: _Call | None = getattr(self._calls, "current", None)
+        call: _BlobCall | None = getattr(self._calls, "current", None)
         if call is None or not (request.body is None or request.body is call.body):
             return None
         try:
@@ -209,9 +210,9 @@ class ThreadBodies:
             raise  # TimeoutError: the time is over, and botocore does not try that again
         except (OSError, http.client.HTTPException) as exc:
             raise ConnectionClosedError(endpoint_url=_shown(request), error=exc) from exc
-        return AWSResponse(request.url, response.status, _parsed_headers(response), call.answer)
+        return AWSResponse(request.url, response.status, _parsed_headers(request.method, response), call.answer)
 
-    def _exchange(self, request: AWSPreparedRequest, call: _Call) -> tuple[http.client.HTTPResponse, Connection]:
+    def _exchange(self, request: AWSPreparedRequest, call: _BlobCall) -> tuple[http.client.HTTPResponse, Connection]:
         """Send a request over a connection and read the head of its answer."""
         parts = urlsplit(request.url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -261,7 +262,7 @@ class ThreadBodies:
         **_: object,
     ) -> None:
         """Raise what went wrong if the wait before another try could outlast the deadline; botocore sleeps in it."""
-        call: _Call | None = getattr(self._calls, "current", None)
+        call: _BlobCall | None = getattr(self._calls, "current", None)
         if call is None or call.deadline.left_s() > min(2.0 ** (attempts - 1), _BACKOFF_MAX_S):
             return
         if caught_exception is not None:
@@ -270,9 +271,9 @@ class ThreadBodies:
             raise ClientError(response[1], operation.name)
 
 
-def _parsed_headers(response: http.client.HTTPResponse) -> Mapping[str, str]:
+def _parsed_headers(method: str, response: http.client.HTTPResponse) -> Mapping[str, str]:
     """What botocore is to parse: of a success only what we look at, because its parsing of dates alone takes 0.2 ms."""
-    if response.status not in _OK:
+    if method == "HEAD" or response.status not in _OK:
         return dict(response.headers)
     return {name: value for name in ("Content-Length", "Content-Range") if (value := response.headers.get(name))}
 
