@@ -160,7 +160,7 @@ class _WireReader(io.RawIOBase):
         return self._wire.recv_into(memoryview(buffer).cast("B"))
 
 
-class Connection(http.client.HTTPConnection):
+class HttpConnection(http.client.HTTPConnection):
     """One connection to a place, made already.
 
     Threads: one at a time.
@@ -222,10 +222,10 @@ class ConnectionPool:
         self._silence_s = silence_s
         self._runner = CallRunner(connect_timeout_s)
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
         self._is_closed = False
 
-    def take(self, place: Place) -> Connection | None:
+    def take(self, place: Place) -> HttpConnection | None:
         """An idle connection that seems alive; None: there is none."""
         while True:
             with self._lock:
@@ -237,7 +237,7 @@ class ConnectionPool:
                 return found
             found.wire.end()
 
-    def connect(self, place: Place, deadline: Deadline) -> Connection:
+    def connect(self, place: Place, deadline: Deadline) -> HttpConnection:
         """A new connection. Made in a thread of its own: nothing else bounds a name server or a handshake.
 
         Raises:
@@ -246,7 +246,7 @@ class ConnectionPool:
         """
         wait_s = deadline.wait_s(self._connect_timeout_s)
         wire = self._runner.run(self._dial, place, wait_s, timeout_s=wait_s, late=Wire.end)
-        return Connection(place, wire)
+        return HttpConnection(place, wire)
 
     def _dial(self, place: Place, timeout_s: float) -> Wire:
         plain = socket.create_connection((place.host, place.port), timeout_s)
@@ -260,7 +260,7 @@ class ConnectionPool:
             plain.close()
             raise
 
-    def give(self, connection: Connection) -> None:
+    def give(self, connection: HttpConnection) -> None:
         """Keep a connection whose answer was read to its end; close what is idle for too long."""
         now = connection.idle_since_s = time.monotonic()
         with self._lock:

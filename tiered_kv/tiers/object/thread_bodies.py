@@ -30,7 +30,7 @@ from botocore.exceptions import (
 )
 from s3fs.errors import translate_boto_error
 
-from tiered_kv.tiers.object.connection import Connection, ConnectionPool, Place, SilentError
+from tiered_kv.tiers.object.connection import ConnectionPool, HttpConnection, Place, SilentError
 from tiered_kv.tiers.object.errors import IncompleteRead, is_conflict
 from tiered_kv.tiers.object.loop_bodies import Loan, LoanBody
 from tiered_kv.tiers.object.medium import Deadline, check_expected
@@ -44,15 +44,15 @@ _OK: Final = (200, 206)
 _TRIED_AGAIN: Final = (400, 403, 408, 429, 500, 502, 503, 504)
 
 
-class Answer(io.RawIOBase):
+class StreamedAnswer(io.RawIOBase):
     """An answer whose head was read; botocore's ``raw``.
 
     The connection goes back to the pool with the last byte, and is closed if the answer is left before that.
     """
 
-    def __init__(self, response: http.client.HTTPResponse, connection: Connection, pool: ConnectionPool) -> None:
+    def __init__(self, response: http.client.HTTPResponse, connection: HttpConnection, pool: ConnectionPool) -> None:
         self._response = response
-        self._connection: Connection | None = connection
+        self._connection: HttpConnection | None = connection
         self._pool = pool
         self._words: bytes | None = None
 
@@ -102,7 +102,7 @@ class _BlobCall:
         self.deadline = deadline
         self.body = body
         self.memory = memory
-        self.answer: Answer | None = None
+        self.answer: StreamedAnswer | None = None
         self.may_reconnect = True
 
 
@@ -201,7 +201,7 @@ class ThreadBodies:
             return None
         try:
             response, connection = self._exchange(request, call)
-            call.answer = Answer(response, connection, self._pool)
+            call.answer = StreamedAnswer(response, connection, self._pool)
             if request.method != "GET" or response.status not in _OK:
                 call.answer.read_words()
         except SilentError as exc:
@@ -212,7 +212,9 @@ class ThreadBodies:
             raise ConnectionClosedError(endpoint_url=_shown(request), error=exc) from exc
         return AWSResponse(request.url, response.status, _parsed_headers(request.method, response), call.answer)
 
-    def _exchange(self, request: AWSPreparedRequest, call: _BlobCall) -> tuple[http.client.HTTPResponse, Connection]:
+    def _exchange(
+        self, request: AWSPreparedRequest, call: _BlobCall
+    ) -> tuple[http.client.HTTPResponse, HttpConnection]:
         """Send a request over a connection and read the head of its answer."""
         parts = urlsplit(request.url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -234,7 +236,7 @@ class ThreadBodies:
                 connection.wire.end()
                 raise
 
-    def _connect(self, request: AWSPreparedRequest, place: Place, deadline: Deadline) -> Connection:
+    def _connect(self, request: AWSPreparedRequest, place: Place, deadline: Deadline) -> HttpConnection:
         try:
             return self._pool.connect(place, deadline)
         except TimeoutError as exc:
