@@ -191,11 +191,10 @@ def test_two_ranks_store_states_in_parts_of_both_and_go_on_from_them_after_a_res
     start: Start, repository: Path, tmp_path: Path
 ) -> None:
     model, root = build_kind(repository / "build" / "models", "qwen3_next"), tmp_path / "cache"
-    # Not two whole blocks: of those vLLM itself leaves no state behind the first one here, and finds nothing again.
-    prompts = [random_prompt(n, n) for n in (STATE_BLOCK + 1, 2 * STATE_BLOCK + 1, 3 * STATE_BLOCK + 7)]
+    prompts = [random_prompt(n, n) for n in (STATE_BLOCK + 1, 2 * STATE_BLOCK, 3 * STATE_BLOCK + 7)]
     hits = [(len(prompt) - 1) // STATE_BLOCK * STATE_BLOCK for prompt in prompts]
     runs: list[list[Answer]] = []
-    for times in (2, 1):
+    for times in (3, 1):
         with operator_server(root) as server:
             engine = start(model, root, server, **TENSOR, block_size=None)
             for _ in range(times):
@@ -205,9 +204,11 @@ def test_two_ranks_store_states_in_parts_of_both_and_go_on_from_them_after_a_res
             counters = figures(root)["counters"]
             engine.close()
 
-    cold, from_host, from_disk = runs
-    assert [[answer.cached_tokens for answer in run] for run in runs] == [[0] * 3, hits, hits]
-    for ours, theirs in zip([*from_host, *from_disk], [*cold, *cold], strict=True):
+    # vLLM's scheduler takes half a block for one here: it leaves a state behind the first of two blocks when asked for it.
+    cold, again, from_host, from_disk = runs
+    cached = [[answer.cached_tokens for answer in run] for run in runs]
+    assert cached == [[0] * 3, [hits[0], 0, hits[2]], hits, hits]
+    for ours, theirs in zip([*again, *from_host, *from_disk], [*cold, *cold, *cold], strict=True):
         assert (ours.tokens, ours.logprobs) == (theirs.tokens, theirs.logprobs)
     states = [
         blob for blob in root.glob("blobs/*/*/*.safetensors") if is_state(peek(blob.read_bytes()[:PEEK_BYTES]).record)

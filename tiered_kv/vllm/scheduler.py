@@ -179,7 +179,12 @@ class SchedulerSide:
             state.fork = 0
 
     def _fork(self, state: RequestState, lookup: SentLookup) -> int:
-        """The last boundary that the prompt shares with what is held, where that has no state; 0: none is missing."""
+        """The last boundary that the prompt shares with what is held, where that has no state; 0: none is missing.
+
+        Also where the prompt is held whole. vLLM keeps a state at its last boundary by itself, but not where its CPU
+        build runs the scheduler in a process of its own and no block size was given: that takes half a block for one
+        (0.32: ``EngineCoreProc`` ends with ``VllmConfig.__post_init__``, which resets ``cache_config.block_size``).
+        """
         answer = self._lookups.answer(state, lookup)
         if answer is None or answer.is_ended or answer.unknown or answer.queued or lookup.asked is None:
             return 0
@@ -190,8 +195,7 @@ class SchedulerSide:
         if held < lookup.asked and self._role.drafts is not None:
             held -= self._role.drafts.drops_block  # the prompt leaves it there, and vLLM computes its last block again
         chunks = min(held, self._client.chunks_leased_max - len(self._groups.states))  # of use to a lookup at all
-        # At the last boundary that was asked for vLLM keeps a state anyway.
-        return chunks * self._chunk_tokens if answer.boundary < chunks < lookup.asked else 0
+        return chunks * self._chunk_tokens if answer.boundary < chunks else 0
 
     def _offer(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer, computed: int) -> int | None:
         held = min(len(state.keys.keys) if state.keys else 0, answer.held) * self._chunk_tokens
