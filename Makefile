@@ -1,9 +1,6 @@
 # Every target sets up what it needs by itself (scripts/setup: idempotent, offline once done).
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
-# Tests without an engine mostly wait for a process, a disk or a store, and an engine in the test's own process does with
-# one core. Engines of several processes (marked `cores`) take every core and go one after the other.
-AT_ONCE := --dist loadfile --no-loadscope-reorder
 # scripts/setup compiles nothing, so what is imported has to leave its bytecode: without it every process of an engine
 # compiles vLLM anew (18.7 instead of 8.6 s of CPU for its core on 2 cores, Python 3.11).
 unexport PYTHONDONTWRITEBYTECODE
@@ -34,11 +31,7 @@ serve: setup  ## vLLM's OpenAI-compatible server on CPU behind the cache, on 127
 	$(PYTHON) demo/serve.py
 
 test: setup s3-packages  ## every test, the ones on real vLLM engines and on a real S3 server included
-	@VENV=$(VENV) scripts/overlay 0.30.0 & overlaid=$$!; \
-		set -x; $(PYTHON) -m pytest -n 4 $(AT_ONCE) --durations=15 -m "not vllm"; passed=$$?; \
-		set +x; wait $$overlaid && exit $$passed
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(AT_ONCE) --durations=30 -m "vllm and not cores"
-	$(PYTHON) -m pytest --durations=15 -m cores
+	@VENV=$(VENV) scripts/test
 
 test-versions: setup s3-packages  ## the end-to-end tests on vLLM 0.30 to 0.33, one after the other; 15 minutes each
 	@VENV=$(VENV) scripts/test-versions
@@ -47,7 +40,7 @@ test-next: setup  ## the newest vLLM, release candidates too: are its names and 
 	@VENV=$(VENV) scripts/test-next
 
 check: check-style s3-packages  ## style, types, layers and the tests that need no engine: before every commit
-	$(PYTHON) -m pytest -q -n 4 $(AT_ONCE) -m "not vllm"
+	$(PYTHON) -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not vllm"
 
 check-style: setup  ## formatting, lint, types, layers
 	$(PYTHON) -m ruff format --check .
