@@ -204,7 +204,7 @@ def test_two_ranks_store_states_in_parts_of_both_and_go_on_from_them_after_a_res
             counters = figures(root)["counters"]
             engine.close()
 
-    # Its scheduler takes half a block for one here, and leaves a state behind the first of two blocks when asked for it.
+    # Its scheduler takes half a block for one here: the second asking leaves a state behind the first of two blocks.
     cold, again, from_host, from_disk = runs
     cached = [[answer.cached_tokens for answer in run] for run in runs]
     assert cached == [[0] * 3, [hits[0], 0, hits[2]], hits, hits]
