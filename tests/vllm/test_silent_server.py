@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def engine() -> Iterator[SmallEngine]:
         yield engine
 
 
+@contextmanager
+def stopped(engine: SmallEngine) -> Iterator[None]:
+    """The engine's server stands still."""
+    pid = server_pid(Path(engine.config.storage_uri.removeprefix("file://")))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def request(name: str) -> Request:
     return Request(name, [*range(CHUNKS * CHUNK), 1], SamplingParams(max_tokens=1), None)
 
@@ -52,13 +64,9 @@ def answers(side: SchedulerSide, name: str) -> list[int | None]:
 
 def test_only_the_first_request_waits_for_a_server_that_stands_still(engine: SmallEngine) -> None:
     side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ROLE)
-    pid = server_pid(Path(engine.config.storage_uri.removeprefix("file://")))
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(engine):
         first = answers(side, "first")
         others = [answers(side, f"other-{number}") for number in range(5)]
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert (first[0], first[-1]) == (None, 0)
     assert others == [[0]] * 5, "a request waited for a server that had stopped to answer"
     assert side.counters["lookup_timeout"] == 6
@@ -69,3 +77,16 @@ def test_only_the_first_request_waits_for_a_server_that_stands_still(engine: Sma
 
     wait_for(is_heard, "the server")
     assert answers(side, "after")[-1] == CHUNKS * CHUNK
+
+
+def test_a_request_whose_prefix_the_gpu_has_waits_for_no_answer(engine: SmallEngine) -> None:
+    """Nothing that is held could add to it: no request is slower with the cache than with vLLM's own alone."""
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ROLE)
+    with stopped(engine):
+        asked = request("asked")
+        side.add_request(asked)
+        assert side.matched_tokens(asked, (CHUNKS - 1) * CHUNK) is None
+        assert side.matched_tokens(asked, CHUNKS * CHUNK) == 0
+        # Until it is admitted the GPU may lose it again.
+        assert side.matched_tokens(asked, (CHUNKS - 1) * CHUNK) is None
+        side.finish_request(asked, [])

@@ -1,6 +1,9 @@
 """Which chunks of a request are stored, and when, step by step through the scheduler's side (rule 9)."""
 
+import os
+import signal
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, poll_until
+from tests.kit.server.probe import server_pid
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Adapters
 from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
@@ -28,7 +32,7 @@ BLOCKS = 100
 class Steps:
     """A scheduler's side over vLLM's real block pool, and one request of three chunks and a bit."""
 
-    def __init__(self, engine: SmallEngine, first_token: int, name: str = "r") -> None:
+    def __init__(self, engine: SmallEngine, first_token: int, name: str = "r", *, is_answered: bool = True) -> None:
         self.engine = engine
         self.side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, BOTH)
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
@@ -38,6 +42,12 @@ class Steps:
         self.blocks: list[Any] = []
         self.side.add_request(self.request)
         poll_until(engine.client, lambda: engine.client.credit_count >= 3, "slots")
+        if is_answered:
+            self.until_answered()
+
+    def until_answered(self) -> None:
+        lookups = self.engine.client.lookups
+        poll_until(self.engine.client, lambda: all(one.is_answered for one in lookups.values()), "the answer")
 
     def admit(self) -> None:
         self.request.status = RequestStatus.RUNNING
@@ -135,6 +145,26 @@ def test_what_had_no_slot_while_the_request_ran_is_pinned_when_it_ends(engine: S
     assert len(chunks_of(metadata)) == 3
     steps.side.saves_finished(reported(metadata))
     assert steps.outcomes() == {"store_chunks": 3, "stores": 3}
+
+
+def test_what_the_gpu_has_is_not_copied_again_where_a_request_did_not_wait_for_the_answer(engine: SmallEngine) -> None:
+    """It is held already, stored by another engine and loaded by this one, which only the answer says."""
+    engine.store(2, first_token=250_000)
+    engine.wait_hits(2, first_token=250_000)
+    pid = server_pid(Path(engine.config.storage_uri.removeprefix("file://")))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        steps = Steps(engine, 250_000, is_answered=False)
+        steps.admit()
+        steps.side.allocated(steps.request, steps.tables, 0)
+        steps.request.num_computed_tokens = 2 * CHUNK
+        assert not steps.step(CHUNK + 5).saves
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    steps.until_answered()
+    assert chunks_of(steps.step(1)) == [tuple(steps.tables[0][2 * PER_CHUNK : 3 * PER_CHUNK])]
+    assert steps.outcomes() == {"store_chunks": 3, "store_held": 2}
+    assert not engine.client.lookups, "its leases outlive what it was kept for"
 
 
 def test_a_preempted_request_is_stored_from_its_first_chunk_again(engine: SmallEngine) -> None:

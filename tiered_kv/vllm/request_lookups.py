@@ -138,12 +138,21 @@ class RequestLookups:
             lookup.answered_s = lookup.answered_s or self._monotonic()
             state.held = answer.held
             self._saves.not_held(state.keys.keys[answer.held : lookup.asked] if state.keys else ())
+        if lookup.given_up:
+            self.give_up(lookup)  # it was kept for what it shows
         return answer
 
     def update_held(self, state: RequestState) -> None:
         """Bring ``state.held`` up to date."""
         if state.lookup is not None:
             self.answer(state, state.lookup)
+
+    def is_awaited(self, state: RequestState) -> bool:
+        """Whether a first answer may still come, which says what need not be stored."""
+        lookup = state.lookup
+        if lookup is None or lookup.answered_s is not None or self._is_overdue(lookup):
+            return False
+        return self.answer(state, lookup) is None
 
     def unanswered(self, state: RequestState, lookup: SentLookup) -> int | None:
         """What to offer a request whose lookup has no answer: nothing yet (None), or nothing at all (0)."""
@@ -213,6 +222,15 @@ class RequestLookups:
         return state.renewal is not None
 
     # -- ending ------------------------------------------------------------------------------------------------
+
+    def admitted_without(self, state: RequestState) -> None:
+        """The request goes on without its lookup, which is released once it has shown what need not be stored."""
+        if state.lookup is None or state.lookup.given_up:
+            return
+        if self.is_awaited(state):
+            state.lookup.given_up = True
+        else:
+            self.give_up(state.lookup)
 
     def give_up(self, lookup: SentLookup) -> None:
         """Release a lookup whose request goes on without it; it still shows what need not be stored."""

@@ -135,7 +135,11 @@ class RequestSaves:
         return chunks
 
     def _queue_chunks(self, state: RequestState, end: int, tables: BlockTables, *, is_ending: bool) -> None:
-        """Queue the chunks before ``end`` that were not dealt with yet."""
+        """Queue the chunks before ``end`` that were not dealt with yet.
+
+        A request that was admitted before its lookup was answered waits for the next step: what the GPU had of it may
+        be held, and would be copied again.
+        """
         if (keys := self._lookups.keys(state)) is None:
             self._leave_unstored(state, "unaccountable")
         elif state.is_from_before_reset:
@@ -143,7 +147,7 @@ class RequestSaves:
         elif not state.extras.may_store:  # with its next step it may
             if is_ending:
                 self._leave_unstored(state, "adapter_not_told")
-        elif end > state.stored:
+        elif end > state.stored and (is_ending or not self._lookups.is_awaited(state)):
             self._lookups.update_held(state)
             drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
             chunks, tag = range(state.stored, drafted), state.params.tag

@@ -152,7 +152,7 @@ class SchedulerSide:
             self._waiting_queue.begin_turn(state)
         if lookup is not None and self._groups.states:
             self._ask_for_state_at_fork(state, lookup, computed_tokens)
-        if lookup is None or lookup.given_up:
+        if lookup is None or lookup.given_up or computed_tokens >= self._reachable_tokens(state, lookup):
             return 0
         answer = self._lookups.answer(state, lookup)
         if answer is None:
@@ -166,6 +166,13 @@ class SchedulerSide:
         if matched is None:
             self._waiting_queue.hold_up_others()
         return matched
+
+    def _reachable_tokens(self, state: RequestState, lookup: SentLookup) -> int:
+        """How far a hit could go if everything were held; what the GPU has up to there waits for no answer."""
+        if lookup.asked is not None:
+            return lookup.asked * self._chunk_tokens
+        held = len(state.keys.keys if state.keys else ()) * self._chunk_tokens
+        return self._groups.loadable_tokens(held, state.request.num_tokens, self._chunk_tokens, self._role.drafts)
 
     def _ask_for_state_at_fork(self, state: RequestState, lookup: SentLookup, computed: int) -> None:
         """Have vLLM keep a state where the prompt leaves what is held, so that the next prompt goes on from there.
@@ -245,8 +252,8 @@ class SchedulerSide:
         self.counters["state_forks"] += bool(state.fork)
         state.fork = 0
         if external_tokens == 0:
-            if not state.is_loading and state.lookup is not None and not state.lookup.given_up:
-                self._lookups.give_up(state.lookup)  # admitted without it
+            if not state.is_loading:
+                self._lookups.admitted_without(state)
             return
         lookup = state.lookup
         computed, offered = state.offer
