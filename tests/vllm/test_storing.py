@@ -179,6 +179,7 @@ def test_a_preempted_request_is_stored_from_its_first_chunk_again(engine: SmallE
 
     steps.admit()
     poll_until(engine.client, lambda: engine.client.credit_count >= 3, "slots")
+    steps.until_answered()
     metadata = steps.step(2 * CHUNK)
     assert chunks_of(metadata) == [tuple(steps.tables[0][i : i + PER_CHUNK]) for i in (0, PER_CHUNK)]
     steps.side.saves_finished(reported(metadata))
