@@ -10,6 +10,7 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.kit.s3 import watch_requests
 from tests.kit.storage.wrapped_tiers import WRAPPINGS
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.fleet.layout import BucketUsage
@@ -288,16 +289,7 @@ def test_close_waits_for_calls_in_flight(store, monkeypatch):
 
 
 def test_each_operation_of_the_tier_is_one_request(s3, monkeypatch):
-    import s3fs
-
-    made = []
-    original = s3fs.S3FileSystem._call_s3
-
-    async def call(self, method, *args, **kwargs):
-        made.append(method)
-        return await original(self, method, *args, **kwargs)
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+    made = watch_requests(monkeypatch)
     tier = ObjectTier(ObjectStore(parse_location(s3.uri(s3.new_prefix()), s3.options())))
     tier.put(CHAIN.name(0), CHAIN.blob(0).view())  # asks once whether the store creates atomically
     operations = {

@@ -10,6 +10,7 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.kit.s3 import watch_requests
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.s3 import s3_options
@@ -294,16 +295,8 @@ def test_a_host_name_that_is_unknown_is_told():
 @pytest.fixture
 def requests(monkeypatch):
     """Names of the requests that s3fs made."""
-    s3fs = pytest.importorskip("s3fs")
-    made = []
-    original = s3fs.S3FileSystem._call_s3
-
-    async def call(self, method, *args, **kwargs):
-        made.append(method)
-        return await original(self, method, *args, **kwargs)
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
-    return made
+    pytest.importorskip("s3fs")
+    return watch_requests(monkeypatch)
 
 
 def test_every_operation_is_one_request(s3, requests):

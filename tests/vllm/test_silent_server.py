@@ -1,17 +1,14 @@
 """A server that stands still costs one request its patience; the next ones wait for nothing until it is heard again."""
 
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, lone_engine
-from tests.kit.server.probe import server_pid, wait_for
+from tests.kit.server.probe import wait_for
+from tests.kit.server.processes import stopped_server
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Adapters
 from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
@@ -30,17 +27,6 @@ def engine() -> Iterator[SmallEngine]:
         engine.store(CHUNKS)
         engine.wait_hits(CHUNKS)
         yield engine
-
-
-@contextmanager
-def stopped(engine: SmallEngine) -> Iterator[None]:
-    """The engine's server stands still."""
-    pid = server_pid(Path(engine.config.storage_uri.removeprefix("file://")))
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def request(name: str) -> Request:
@@ -64,7 +50,7 @@ def answers(side: SchedulerSide, name: str) -> list[int | None]:
 
 def test_only_the_first_request_waits_for_a_server_that_stands_still(engine: SmallEngine) -> None:
     side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ROLE)
-    with stopped(engine):
+    with stopped_server(engine.root):
         first = answers(side, "first")
         others = [answers(side, f"other-{number}") for number in range(5)]
     assert (first[0], first[-1]) == (None, 0)
@@ -82,7 +68,7 @@ def test_only_the_first_request_waits_for_a_server_that_stands_still(engine: Sma
 def test_a_request_whose_prefix_the_gpu_has_waits_for_no_answer(engine: SmallEngine) -> None:
     """Nothing that is held could add to it: no request is slower with the cache than with vLLM's own alone."""
     side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ROLE)
-    with stopped(engine):
+    with stopped_server(engine.root):
         asked = request("asked")
         side.add_request(asked)
         assert side.matched_tokens(asked, (CHUNKS - 1) * CHUNK) is None

@@ -220,6 +220,7 @@ def test_a_prompt_that_is_held_whole_gets_a_state_at_its_last_boundary(asked, fa
     one.engine.scheduler.cache_config.block_size = vllms_block
     one.ask(prompt(90))
     assert one.ask(prompt(90)[:length]) == 0
+    assert one.counters["state_forks"] == 1
     assert one.ask(prompt(90)[:length]) == (length // 8 - 1 if family == "state_draft" else (length - 1) // 8) * 8
     assert one.findings.wrong == []
 

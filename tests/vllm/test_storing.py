@@ -1,9 +1,6 @@
 """Which chunks of a request are stored, and when, step by step through the scheduler's side (rule 9)."""
 
-import os
-import signal
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, poll_until
-from tests.kit.server.probe import server_pid
+from tests.kit.server.processes import stopped_server
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Adapters
 from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
@@ -151,16 +148,12 @@ def test_what_the_gpu_has_is_not_copied_again_where_a_request_did_not_wait_for_t
     """It is held already, stored by another engine and loaded by this one, which only the answer says."""
     engine.store(2, first_token=250_000)
     engine.wait_hits(2, first_token=250_000)
-    pid = server_pid(Path(engine.config.storage_uri.removeprefix("file://")))
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped_server(engine.root):
         steps = Steps(engine, 250_000, is_answered=False)
         steps.admit()
         steps.side.allocated(steps.request, steps.tables, 0)
         steps.request.num_computed_tokens = 2 * CHUNK
         assert not steps.step(CHUNK + 5).saves
-    finally:
-        os.kill(pid, signal.SIGCONT)
     steps.until_answered()
     assert chunks_of(steps.step(1)) == [tuple(steps.tables[0][2 * PER_CHUNK : 3 * PER_CHUNK])]
     assert steps.outcomes() == {"store_chunks": 3, "store_held": 2}

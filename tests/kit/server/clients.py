@@ -114,6 +114,11 @@ class SmallEngine:
     stored_by: str = STORED_BY
     state_parts: int = 0
 
+    @property
+    def root(self) -> Path:
+        """The directory of its server."""
+        return Path(self.config.storage_uri.removeprefix("file://"))
+
     @classmethod
     def start(
         cls,

@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.kit.module_process import module_command, module_environment
@@ -37,6 +38,17 @@ def start_time(pid: int) -> int | None:
 def still_running(processes: Iterable[tuple[int, int | None]]) -> list[int]:
     """Those of the processes, told by number and start time, that still run."""
     return sorted(pid for pid, started in processes if is_alive(pid) and start_time(pid) == started)
+
+
+@contextmanager
+def stopped_server(root: Path) -> Iterator[None]:
+    """The directory's server stands still, and goes on in the end."""
+    pid = server_pid(root)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def end_server(root: Path) -> None:
