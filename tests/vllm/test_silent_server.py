@@ -16,7 +16,9 @@ from tiered_kv.vllm.scheduler import SchedulerSide
 
 pytestmark = pytest.mark.vllm
 
-GROUPS = CacheGroups([CacheGroup(0, BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
+FULL = CacheGroup(0, BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)
+GROUPS = CacheGroups([FULL])
+WINDOWED = CacheGroups([FULL, CacheGroup(1, BLOCK, CHUNK // BLOCK, 1, window_tokens=BLOCK + 1)])
 ROLE = EngineRole(may_load=True, may_store=False, has_prefix_caching=False)
 CHUNKS = 3
 
@@ -76,3 +78,15 @@ def test_a_request_whose_prefix_the_gpu_has_waits_for_no_answer(engine: SmallEng
         # Until it is admitted the GPU may lose it again.
         assert side.matched_tokens(asked, (CHUNKS - 1) * CHUNK) is None
         side.finish_request(asked, [])
+
+
+@pytest.mark.parametrize("may_store", [False, True])
+def test_where_windows_pass_a_request_that_may_be_stored_waits(engine: SmallEngine, may_store: bool) -> None:
+    """Its chunks are queued once it is known what is held; a step later vLLM would have taken their blocks back."""
+    role = EngineRole(may_load=True, may_store=may_store, has_prefix_caching=True)
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), WINDOWED, role)
+    with stopped_server(engine.root):
+        asked = request("asked")
+        side.add_request(asked)
+        assert side.matched_tokens(asked, CHUNKS * CHUNK) == (None if may_store else 0)
+        side.finish_request(asked, [[], []])

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.vllm
 
 PER_CHUNK = CHUNK // BLOCK
 GROUPS = CacheGroups([CacheGroup(0, BLOCK, PER_CHUNK, PER_CHUNK)])
+WINDOWED = CacheGroups([CacheGroup(0, BLOCK, PER_CHUNK, 1, window_tokens=BLOCK + 1)])
 BOTH = EngineRole(may_load=True, may_store=True, has_prefix_caching=False)
 BLOCKS = 100
 
@@ -29,9 +30,17 @@ BLOCKS = 100
 class Steps:
     """A scheduler's side over vLLM's real block pool, and one request of three chunks and a bit."""
 
-    def __init__(self, engine: SmallEngine, first_token: int, name: str = "r", *, is_answered: bool = True) -> None:
+    def __init__(
+        self,
+        engine: SmallEngine,
+        first_token: int,
+        name: str = "r",
+        *,
+        groups: CacheGroups = GROUPS,
+        is_answered: bool = True,
+    ) -> None:
         self.engine = engine
-        self.side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, BOTH)
+        self.side = SchedulerSide(engine.config, engine.client, Adapters(""), groups, BOTH)
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         self.side.bind_block_pool(self.pool)
         tokens = list(range(first_token, first_token + 3 * CHUNK + 5))
@@ -158,6 +167,17 @@ def test_what_the_gpu_has_is_not_copied_again_where_a_request_did_not_wait_for_t
     assert chunks_of(steps.step(1)) == [tuple(steps.tables[0][2 * PER_CHUNK : 3 * PER_CHUNK])]
     assert steps.outcomes() == {"store_chunks": 3, "store_held": 2}
     assert not engine.client.lookups, "its leases outlive what it was kept for"
+
+
+def test_where_windows_pass_a_chunk_is_queued_in_its_own_step_whether_answered_or_not(engine: SmallEngine) -> None:
+    """A request that reads no cache waits for no answer, and by the next step vLLM has the blocks back."""
+    with stopped_server(engine.root):
+        steps = Steps(engine, 270_000, groups=WINDOWED, is_answered=False)
+        steps.admit()
+        steps.side.allocated(steps.request, steps.tables, 0)
+        metadata = steps.step(3 * CHUNK + 5)
+    assert chunks_of(metadata) == [(steps.tables[0][end * PER_CHUNK - 1],) for end in (1, 2, 3)]
+    steps.finish()
 
 
 def test_a_preempted_request_is_stored_from_its_first_chunk_again(engine: SmallEngine) -> None:

@@ -152,7 +152,7 @@ class SchedulerSide:
             self._waiting_queue.begin_turn(state)
         if lookup is not None and self._groups.states:
             self._ask_for_state_at_fork(state, lookup, computed_tokens)
-        if lookup is None or lookup.given_up or computed_tokens >= self._reachable_tokens(state, lookup):
+        if lookup is None or lookup.given_up or self._needs_no_answer(state, lookup, computed_tokens):
             return 0
         answer = self._lookups.answer(state, lookup)
         if answer is None:
@@ -167,12 +167,24 @@ class SchedulerSide:
             self._waiting_queue.hold_up_others()
         return matched
 
-    def _reachable_tokens(self, state: RequestState, lookup: SentLookup) -> int:
-        """How far a hit could go if everything were held; what the GPU has up to there waits for no answer."""
+    def _needs_no_answer(self, state: RequestState, lookup: SentLookup, computed_tokens: int) -> bool:
+        """Whether an answer could add nothing: the GPU has all that a hit could reach if everything were held.
+
+        Where windows pass, an answer is needed for what is held as well: chunks are queued once that is known, and by
+        then vLLM may have taken their blocks back.
+        """
+        if self._groups.has_windows and self._may_store(state):
+            return False
         if lookup.asked is not None:
-            return lookup.asked * self._chunk_tokens
+            return computed_tokens >= lookup.asked * self._chunk_tokens
         held = len(state.keys.keys if state.keys else ()) * self._chunk_tokens
-        return self._groups.loadable_tokens(held, state.request.num_tokens, self._chunk_tokens, self._role.drafts)
+        tokens = state.request.num_tokens
+        return computed_tokens >= self._groups.loadable_tokens(held, tokens, self._chunk_tokens, self._role.drafts)
+
+    def _may_store(self, state: RequestState) -> bool:
+        """Whether what is computed for the request may be stored, as far as is known."""
+        is_asked_for = self._role.may_store and not state.params.skips_save
+        return is_asked_for and state.extras.may_store and not state.is_from_before_reset
 
     def _ask_for_state_at_fork(self, state: RequestState, lookup: SentLookup, computed: int) -> None:
         """Have vLLM keep a state where the prompt leaves what is held, so that the next prompt goes on from there.
@@ -195,8 +207,7 @@ class SchedulerSide:
         answer = self._lookups.answer(state, lookup)
         if answer is None or answer.is_ended or answer.unknown or answer.queued or lookup.asked is None:
             return 0
-        is_stored = self._role.may_store and state.extras.may_store and not state.params.skips_save
-        if not is_stored or state.is_from_before_reset:
+        if not self._may_store(state):
             return 0
         held = answer.held
         if held < lookup.asked and self._role.drafts is not None:
