@@ -11,7 +11,8 @@ prompts take turns among them and among three cases:
     disk    every chunk is on disk only; read from there, warm, before the answer counts
     miss    nothing is known of it
 
-``new`` is ``on_new_request``, which hashes the prompt and sends the lookup; ``first`` and ``second`` are calls of
+``new`` is ``on_new_request``, which hashes the prompt and sends the lookup, or has a thread hash a long one, which is
+looked up at a later call; ``first`` and ``second`` are calls of
 ``get_num_new_matched_tokens``: at once, and when the answer has come; ``polls`` all calls until it is given (for the
 disk one every 5 ms, as of steps); ``end`` is what releasing takes. ``total`` is the sum of all of them, on the
 scheduler's thread, and ``cpu`` the CPU time of that thread in them. ``wall`` is the time from the request to the
@@ -154,7 +155,7 @@ def ask(node: Node, name: str, case: str, prompt: list[int]) -> dict[str, float]
     answer: Any = None
     while answer is None:
         if polls:
-            select.select([node.client._sock], [], [])
+            _until_told(node, name)
         if len(polls) > 1:
             time.sleep(STEP_S)
         started_s, cpu_s = time.perf_counter(), time.thread_time()
@@ -173,6 +174,16 @@ def ask(node: Node, name: str, case: str, prompt: list[int]) -> dict[str, float]
     taken["cpu"] += time.thread_time() - cpu_s
     taken["total"] = taken["new"] + taken["polls"] + taken["end"]
     return taken
+
+
+def _until_told(node: Node, name: str) -> None:
+    """Wait as vLLM does between two steps: for the thread that hashes a long prompt, or for the server."""
+    state = node.scheduler._scheduler.side.state(name)
+    if state.lookup is None:
+        while state.is_hashing:
+            time.sleep(0.0002)
+    else:
+        select.select([node.client._sock], [], [])
 
 
 def _timed(work: Callable[[], object]) -> float:

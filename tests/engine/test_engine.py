@@ -5,11 +5,11 @@ import pytest
 from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, EngineWorld, geometry
 from tests.kit.samples.formats import sample_namespace
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.engine.engine import RETRY_INTERVAL_S
+from tiered_kv.engine.engine import PROGRESS_INTERVAL_S, RETRY_INTERVAL_S
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
-from tiered_kv.tiering.types import Arrival, LookupAnswer
+from tiered_kv.tiering.types import Arrival, LookupAnswer, LookupUpdate
 from tiered_kv.tiers.base import BlobName
 
 
@@ -44,6 +44,46 @@ def test_a_prefix_that_left_host_memory_comes_back_from_the_tier(world, memory):
         world.store(session, (number, 1))
     assert len(memory.names) == 40 and world.tiering.usage()["host_ready_chunks"] < 40
     assert [world.loaded(session, (number, 1)) for number in range(20)] == [2] * 20
+
+
+def test_of_chunks_that_arrive_one_after_the_other_sessions_are_told_now_and_then_and_of_the_last_at_once(world):
+    """An answer describes all chunks of its lookup: one per chunk would grow with the square of their number."""
+    session, path = started(world), tuple(range(6))
+    world.store(session, path)
+    for number in range(20, 40):
+        world.store(session, (number, 1))
+    lookup = world.lookup(session, path)
+    world.step()
+    told = []
+    is_run = True
+    while is_run:
+        before = world.seen[LookupUpdate]
+        is_run = world.run_one()
+        if world.seen[LookupUpdate] > before:
+            told.append(world.lookups[lookup].update.ready)
+            world.clock.advance(PROGRESS_INTERVAL_S / 2)
+    assert told == [1, 6], "the second to fifth came within the interval"
+    assert world.lookups[lookup].update.is_done and world.engine.wait_s is None
+
+
+def test_progress_is_told_when_its_time_has_come_though_nothing_else_happens(world):
+    session, path = started(world), (1, 2, 3, 4)
+    world.store(session, path)
+    for number in range(20, 40):
+        world.store(session, (number, 1))
+    lookup = world.lookup(session, path)
+    while world.lookups[lookup].update is None or world.lookups[lookup].update.ready == 0:
+        world.run_one()
+    while world.engine.wait_s is None:
+        world.run_one()
+    assert 0 < world.engine.wait_s <= PROGRESS_INTERVAL_S
+    ready = world.lookups[lookup].update.ready
+    world.step()
+    assert world.lookups[lookup].update.ready == ready
+    world.clock.advance(world.engine.wait_s)
+    world.step()
+    assert world.lookups[lookup].update.ready > ready
+    assert world.engine.wait_s is None
 
 
 def test_a_restart_finds_what_was_written(memory):

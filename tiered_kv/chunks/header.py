@@ -152,17 +152,21 @@ _FRAME = _metadata_pattern((FORMAT, HEADER_XXH3), ",")
 _METADATA = _metadata_pattern(FIELDS, re.escape("},"))
 _FRAME_END = HEADER_XXH3.offset + HEADER_XXH3.width + len('",')
 
-_SEALED_FIELDS = (
-    HEADER_XXH3,
-    KEY,
-    PARENT,
-    CHUNK_INDEX,
-    PREFIX_SHA256,
-    PAYLOAD_XXH3,
-    CREATED_UNIX_S,
-    TAG,
-    STORED_BY,
+_SEALED_SLICES = tuple(
+    field.slice
+    for field in (
+        HEADER_XXH3,
+        KEY,
+        PARENT,
+        CHUNK_INDEX,
+        PREFIX_SHA256,
+        PAYLOAD_XXH3,
+        CREATED_UNIX_S,
+        TAG,
+        STORED_BY,
+    )
 )
+_VERIFIED_SLICES = PREFIX_SHA256.slice, TAG.slice, STORED_BY.slice
 
 
 # -- what a header says ------------------------------------------------------------------------------------------------
@@ -317,8 +321,8 @@ class BlobFormat:
 
 def _check_constant_part(header: bytes, template: bytes) -> None:
     constant = bytearray(header)
-    for field in _SEALED_FIELDS:
-        constant[field.slice] = template[field.slice]
+    for place in _SEALED_SLICES:
+        constant[place] = template[place]
     if constant != template:
         at = next((i for i, (x, y) in enumerate(zip(constant, template, strict=False)) if x != y), len(template))
         expected, observed = text_of(template[at : at + 32]), text_of(constant[at : at + 32])
@@ -368,6 +372,12 @@ def peek(first: bytes | memoryview) -> BlobHeader:
     frame = read_frame(first)
     _check_version(frame)
     return read_metadata(first, frame.header_bytes)
+
+
+def verified_fields(blob: memoryview) -> tuple[bytes, bytes, str]:
+    """Prefix digest, tag and ``stored_by`` of a blob that was just verified: read where they are, without a check."""
+    digest, tag, line = (str(blob[place], "ascii") for place in _VERIFIED_SLICES)
+    return bytes.fromhex(digest), shared_tag(bytes.fromhex(tag)), shared_line(line.rstrip(" "))
 
 
 def refuse_foreign(first: bytes | memoryview, namespace: bytes) -> None:

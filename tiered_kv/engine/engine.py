@@ -15,12 +15,13 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
@@ -28,7 +29,7 @@ from tiered_kv.chunks.arena import SLAB_BYTES, Arena
 from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
-from tiered_kv.engine.executor import Executor, Pool
+from tiered_kv.engine.executor import LOCAL_THREADS, Executor, Pool
 from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.performer import JobResult, Performer
 from tiered_kv.engine.served import Totals
@@ -71,6 +72,10 @@ RETRY_INTERVAL_S = 30.0
 """How long the arena does not grow after the machine refused it memory, and a full medium is not asked to delete."""
 
 RESUME_INTERVAL_S = 1.0
+
+PROGRESS_INTERVAL_S = 0.02
+"""Between two updates of lookups whose chunks arrive one after the other; that the last one is here is said at once. An
+update describes all chunks of its lookup: one per chunk is work that grows with the square of a prompt's length."""
 """How long writes to a shared tier pause after one found no room or no answer."""
 
 ABSENT_S = 10.0
@@ -78,6 +83,9 @@ ABSENT_S = 10.0
 
 MINIMUM_SLOTS = 4
 """Chunks the arena must hold at least: one to load, one to store, and one of each in flight."""
+
+RUN_BYTES: Final = 1 << 20
+"""Blobs that one thread reads one after the other, before it says that they are here, take about so much."""
 
 _POOL: dict[type, tuple[Pool, int]] = {
     Read: (Pool.LOAD, 0),
@@ -162,6 +170,7 @@ class Engine:
         self._retry_due_s = now_s + RETRY_INTERVAL_S
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
+        self._progress_due_s = now_s
         self._stalls = Stalls(clock)
         self.guards = Guards(tiering, executor, clock, self._stalls)
 
@@ -440,7 +449,15 @@ class Engine:
             self.tiering.set_pinned(*self._pins.popitem())
         self._submit_jobs()
         self._persist_uses(now_s)
-        return self.tiering.take_updates()
+        is_due = now_s >= self._progress_due_s
+        if is_due and self.tiering.has_progress:
+            self._progress_due_s = now_s + PROGRESS_INTERVAL_S
+        return self.tiering.take_updates(with_progress=is_due)
+
+    @property
+    def wait_s(self) -> float | None:
+        """The longest time until :meth:`step` has something to say by the clock alone; None: nothing waits for it."""
+        return max(0.0, self._progress_due_s - self.clock.monotonic()) if self.tiering.has_progress else None
 
     def _keep_time(self, now_s: float) -> None:
         if now_s >= self._retry_due_s:
@@ -500,6 +517,7 @@ class Engine:
         return {kind: self._jobs[tier, kind] for kind in dict.fromkeys(_KINDS.values())}
 
     def _submit_jobs(self) -> None:
+        reads: defaultdict[int, list[Read]] = defaultdict(list)
         for job in self.tiering.take_jobs():
             if not isinstance(job, Seal | Grow):
                 self._jobs[job.tier, _KINDS[type(job)]] += 1
@@ -508,16 +526,38 @@ class Engine:
             if isinstance(job, Probe):
                 self._probe_times.started(job.record.key, self.clock.monotonic())
             is_remote = not isinstance(job, Seal | Grow) and self.tiers[job.tier].traits.is_shared
+            if isinstance(job, Read) and not is_remote:
+                reads[job.tier].append(job)
+                continue
             pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
-            self.executor.submit(pool, priority, partial(self._run, job))
+            self.executor.submit(pool, priority, partial(self._run, [job]))
+        for jobs in reads.values():
+            self._submit_reads(jobs)
 
-    def _run(self, job: Job) -> None:
-        if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client with deadlines
-            ended = self._performer.perform(job)
-        else:
-            with self._stalls.running(job.tier):
+    def _submit_reads(self, reads: Sequence[Read]) -> None:
+        """Hand reads of a local tier to threads: many small ones in runs, or handing over would take most of the time.
+
+        Two runs a thread, so that no thread waits long for the others; they follow each other as their prefix does.
+        """
+        most = -(-len(reads) // (2 * LOCAL_THREADS[Pool.LOAD]))
+        pool, priority = _POOL[Read]
+        run: list[Read] = []
+        size_bytes = 0
+        for job in reads:
+            run.append(job)
+            size_bytes += self._blob_bytes(job)
+            if len(run) >= most or size_bytes >= RUN_BYTES or job is reads[-1]:
+                self.executor.submit(pool, priority, partial(self._run, run))
+                run, size_bytes = [], 0
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client's deadlines
                 ended = self._performer.perform(job)
-        self._finished.append((job, ended))
+            else:
+                with self._stalls.running(job.tier):
+                    ended = self._performer.perform(job)
+            self._finished.append((job, ended))
         self.executor.notify()
 
     def _report(self, job: Job, ended: JobResult) -> None:

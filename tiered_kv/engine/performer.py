@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tiered_kv.chunks.arena import Arena
-from tiered_kv.chunks.header import PEEK_BYTES, BlobFormat, peek
+from tiered_kv.chunks.header import BlobFormat, verified_fields
 from tiered_kv.engine.clock import Clock
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
@@ -122,10 +122,10 @@ class Performer:
     def _read(self, tier: int, record: ChunkRecord, blob: memoryview) -> JobResult:
         if not self._tiers[tier].get_into(BlobName.of(record), blob):
             return _MISSING
-        found = peek(blob[:PEEK_BYTES]).record
-        if found.prefix_sha256 != record.prefix_sha256:
+        digest, tag, stored_by = verified_fields(blob)  # the tier has checked every byte
+        if digest != record.prefix_sha256:
             raise ChunkCorrupt(f"prefix digest differs from the index. key={record.key.hex()}")
-        return JobResult(Outcome.OK, found.tag, found.stored_by)
+        return JobResult(Outcome.OK, tag, stored_by)
 
     def _copy(self, job: Copy) -> JobResult:
         """Read from the tier above into memory of our own, verified, and put it below."""

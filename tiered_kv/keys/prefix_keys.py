@@ -43,12 +43,15 @@ class PrefixKeys:
         self.keys: list[bytes] = []
         self.digests: list[bytes] = []
 
-    def extend(self, tokens: Sequence[int], extras_for: Callable[[int], bytes] | None = None) -> int:
+    def extend(
+        self, tokens: Sequence[int], extras_for: Callable[[int], bytes] | None = None, chunks: int | None = None
+    ) -> int:
         """Hash the full chunks that are new in ``tokens`` and return how many chunks there are now.
 
         Args:
             tokens: All tokens of the request so far: a list, an ``array``, a numpy array or another sequence of ints.
             extras_for: Gives the encoded extras of the chunk with that index; none means no chunk has any.
+            chunks: No more than so many are wanted; None: all.
 
         Raises:
             ValueError: A token id is outside uint32; no chunk was added.
@@ -56,6 +59,7 @@ class PrefixKeys:
         """
         known = len(self.keys)
         count = len(tokens) // self._chunk_tokens
+        count = count if chunks is None else min(count, chunks)
         if count <= known:
             return known
         # A view, not bytes: the copy's fresh pages would cost more than all the hashing.

@@ -140,6 +140,8 @@ class Server:
         signal.signal(signal.SIGINT, self.stop)
 
     def _turn(self, timeout_s: float) -> None:
+        wait_s = self._engine.wait_s
+        timeout_s = timeout_s if wait_s is None else min(timeout_s, wait_s)
         for key, mask in self._selector.select(0 if self._is_hurried else timeout_s):
             callback: Callback = key.data
             callback(mask)

@@ -63,6 +63,7 @@ class Lookups:
         self._limits = limits
         self._lookups: dict[int, Lookup] = {}
         self._dirty: dict[int, None] = {}  # what has changed since it was last told
+        self._progress: dict[int, None] = {}  # the same where nothing but more chunks are ready, of more to come
         self._host = host
         self._counters = outbox.counters
         self._hit_stats = hit_stats
@@ -76,8 +77,16 @@ class Lookups:
     def get(self, lookup_id: int) -> Lookup | None:
         return self._lookups.get(lookup_id)
 
-    def take_updates(self) -> list[LookupUpdate | LeaseEnd]:
-        """One message per lookup that changed since the last call; suspended sessions are told nothing."""
+    def take_updates(self, *, with_progress: bool = True) -> list[LookupUpdate | LeaseEnd]:
+        """One message per lookup that changed since the last call; suspended sessions are told nothing.
+
+        Without progress those are left for a later call that only have more chunks ready, and wait for others.
+        """
+        if with_progress:
+            self._dirty.update(self._progress)
+            self._progress.clear()
+        for lookup_id in self._dirty if self._progress else ():
+            self._progress.pop(lookup_id, None)
         changed = [self._lookups[i] for i in self._dirty if i in self._lookups]
         self._dirty.clear()
         told = [one for one in changed if not (one.session.is_suspended or one.is_ending)]
@@ -86,6 +95,11 @@ class Lookups:
                 lookup.keys = lookup.digests = ()
         ends, self._ends = self._ends, []
         return [*map(_describe, told), *ends]
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether progress was left for a later call."""
+        return bool(self._progress)
 
     # -- life of a lookup --------------------------------------------------------------------------------------
 
@@ -273,7 +287,8 @@ class Lookups:
             before = lookup.ready
             self._advance(lookup)
             if lookup.ready != before:
-                self._dirty[lookup_id] = None
+                told = self._dirty if _is_done(lookup) else self._progress
+                told[lookup_id] = None
 
     def chunk_failed(self, entry: Entry) -> None:
         """The chunk's bytes will not come: shorten every lookup that waits for them."""

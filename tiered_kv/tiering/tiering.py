@@ -123,14 +123,22 @@ class Tiering:
         self._outbox.jobs.clear()
         return jobs
 
-    def take_updates(self) -> list[Update]:
-        """What sessions must be told: one update per changed lookup, then new credits and recalls."""
-        updates: list[Update] = list(self._lookups.take_updates())
+    def take_updates(self, *, with_progress: bool = True) -> list[Update]:
+        """What sessions must be told: one update per changed lookup, then new credits and recalls.
+
+        Without progress, lookups whose chunks arrive one after the other wait for a later call, until all are here.
+        """
+        updates: list[Update] = list(self._lookups.take_updates(with_progress=with_progress))
         updates.extend(self._grants.take_grants(self._sessions.values()))
         updates.extend(self._recalls)
         self._recalls.clear()
         updates.extend(self.stats.take_events())
         return updates
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether progress of lookups waits for a call that takes it."""
+        return self._lookups.has_progress
 
     def take_uses(self) -> list[ChunkRecord]:
         """Chunks used since the last call, oldest use first: what tiers persist as recency."""

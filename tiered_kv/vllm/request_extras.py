@@ -41,7 +41,8 @@ def hashes_media(vllm_config: Any) -> bool:
 class RequestExtras:
     """Encoded extras of one request's chunks.
 
-    Only its own methods write its fields. Threads: vLLM's scheduler thread only.
+    Only its own methods write its fields. Threads: vLLM's scheduler thread only; another one may ask for the extras of
+    the prompt's chunks, which were read at the start.
     """
 
     __slots__ = ("_adapter", "_adapters", "_chunk_tokens", "_encoded", "_has_media_hashes", "_request", "reason")

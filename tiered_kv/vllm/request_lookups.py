@@ -14,8 +14,9 @@ it waits (``wait_policy.py``). Called by the scheduler side and its parts, in vL
 
 import logging
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tiered_kv.config import Config
@@ -37,9 +38,9 @@ class RequestLookups:
     """Sends, renews and releases the lookups of requests.
 
     Writes of each :class:`RequestState`: ``keys`` (through ``update_keys``), ``lookup``, ``renewal``, ``held`` and
-    ``is_asked_anew``. Holds no state of its own but vLLM's block pool.
+    ``is_asked_anew``. Of its own it has vLLM's block pool, and the requests whose keys a thread computes.
 
-    Threads: vLLM's scheduler thread only.
+    Threads: vLLM's scheduler thread only. One of its own computes the keys of long prompts.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class RequestLookups:
         self._counters = counters
         self._monotonic = monotonic
         self._blocks: PagedBlocks | None = None
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="tiered_kv-keys")
+        self._hashing: deque[RequestState] = deque()
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, which says what the GPU's prefix cache has."""
@@ -89,7 +92,12 @@ class RequestLookups:
     # -- sending -----------------------------------------------------------------------------------------------
 
     def send(self, state: RequestState, start: int) -> SentLookup | None:
-        """Look up the request's chunks, of which those from ``start`` on are leased; None if nothing was sent."""
+        """Look up the request's chunks, of which those from ``start`` on are leased; None if nothing was sent.
+
+        Nothing is yet while the keys are being computed (``state.is_hashing``).
+        """
+        if self._is_hashing(state):
+            return None
         state.lookup = self._sent(state, start)
         self._counters["lookups"] += state.lookup is not None
         return state.lookup
@@ -97,6 +105,23 @@ class RequestLookups:
     def send_for_new(self, state: RequestState) -> SentLookup | None:
         """Look up a request that is new or was preempted: what the GPU's prefix cache has now needs no lease."""
         return self.send(state, self._cached_chunks(state))
+
+    def _is_hashing(self, state: RequestState) -> bool:
+        """Whether the request's keys have to be waited for; begins to compute those of a long prompt."""
+        namespace, chunk_tokens = self._client.namespace, self._config.chunk_tokens
+        if namespace and state.extras.is_accountable and state.begin_hashing(self._hasher, namespace, chunk_tokens):
+            self._hashing.append(state)
+        is_hashing = state.is_hashing
+        if not is_hashing and state in self._hashing:
+            self._hashing.remove(state)
+        return is_hashing
+
+    def send_hashed(self) -> None:
+        """Look up the requests whose keys have been computed meanwhile."""
+        while self._hashing and not self._hashing[0].is_hashing:
+            state = self._hashing.popleft()
+            if state.lookup is None and not (state.is_finished or state.is_loading):
+                self.send_for_new(state)
 
     def _cached_chunks(self, state: RequestState) -> int:
         """Leading whole chunks that the GPU's prefix cache has now."""
@@ -149,6 +174,8 @@ class RequestLookups:
 
     def is_awaited(self, state: RequestState) -> bool:
         """Whether a first answer may still come, which says what need not be stored."""
+        if state.is_hashing:
+            return True
         lookup = state.lookup
         if lookup is None or lookup.answered_s is not None or self._is_overdue(lookup):
             return False
@@ -243,6 +270,10 @@ class RequestLookups:
         lookup, state.lookup = state.lookup, None
         if lookup is not None and lookup.generation == self._client.generation:
             self._client.release(lookup.id)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._hasher.shutdown()
 
     def drop_renewal(self, state: RequestState) -> None:
         """Release the renewal alone, if there is one."""

@@ -140,7 +140,8 @@ class RequestSaves:
         A request that was admitted before its lookup was answered waits for the next step: what the GPU had of it may
         be held, and would be copied again. Not where windows pass, by the next step vLLM may have their blocks back.
         """
-        may_wait = not is_ending and not self._groups.has_windows
+        if not (is_ending or self._groups.has_windows) and self._lookups.is_awaited(state):
+            return
         if (keys := self._lookups.keys(state)) is None:
             self._leave_unstored(state, "unaccountable")
         elif state.is_from_before_reset:
@@ -148,7 +149,7 @@ class RequestSaves:
         elif not state.extras.may_store:  # with its next step it may
             if is_ending:
                 self._leave_unstored(state, "adapter_not_told")
-        elif end > state.stored and not (may_wait and self._lookups.is_awaited(state)):
+        elif end > state.stored:
             self._lookups.update_held(state)
             drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
             chunks, tag = range(state.stored, drafted), state.params.tag

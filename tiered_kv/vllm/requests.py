@@ -13,15 +13,26 @@ is before it is never touched again: an accepted draft is a token like any other
 again before the token that takes it is known to the scheduler.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.tiering.types import LookupAnswer
 from tiered_kv.vllm.request_extras import RequestExtras
 from tiered_kv.vllm.request_params import NO_PARAMS, RequestParams
+
+HASHED_AT_ONCE: Final = 32768
+"""Tokens whose keys vLLM's thread computes itself, in 0.3 to 0.6 ms. Keys that another thread computes may be there a
+step later, which is nothing beside loading or computing more tokens than these."""
+
+HASHED_IN_PART: Final = 8192
+YIELD_S: Final = 50e-6
+"""Between two parts of a longer prompt, so many tokens each: vLLM's thread gets the interpreter lock without having to
+ask for it, which takes 5 ms (``sys.getswitchinterval``)."""
 
 
 @dataclass(slots=True)
@@ -56,7 +67,7 @@ class SentLookup:
         return now_s - turn_s, self.told_s - turn_s
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState:
     """One request of vLLM.
 
@@ -69,11 +80,12 @@ class RequestState:
     ``disaggregated.py``    ``short_since_s``, ``asked_again_s``, ``asks_again``, ``is_short``
     ``scheduler.py``        ``offer``, ``fork``, ``loaded_tokens``, ``loading_keys``, ``loading_lookup`` (it takes
                             ``lookup`` over), ``is_load_*``, ``is_finished``, ``is_from_before_reset``
-    this class              ``keys``, ``namespace``, ``prompt_tokens``, ``is_queued_again``
+    this class              ``keys``, ``namespace``, ``hashing``, ``prompt_tokens``, ``is_queued_again``
     ======================  ==========================================================================================
 
     Attributes:
         params: The request's own parameters for the cache.
+        hashing: The keys of a long prompt, while another thread computes them and until they are taken.
         prompt_tokens: Length of its prompt when that was read last; only a streaming session's grows.
         lookup: What the server was asked; with its leases until it is released.
         renewal: The lookup that replaces ``lookup`` once it is answered; until then both hold their leases.
@@ -108,6 +120,7 @@ class RequestState:
     params: RequestParams = NO_PARAMS
     keys: PrefixKeys | None = None
     namespace: bytes = b""
+    hashing: "Future[PrefixKeys] | None" = None
     prompt_tokens: int = field(default=0, init=False)
     lookup: SentLookup | None = None
     renewal: SentLookup | None = None
@@ -168,12 +181,37 @@ class RequestState:
         """Whether a streaming session was given more input since it was last looked at."""
         return bool(self.request.num_prompt_tokens != self.prompt_tokens)
 
+    def begin_hashing(self, hasher: Executor, namespace: Namespace, chunk_tokens: int) -> bool:
+        """Have another thread compute the keys of a long prompt that has none yet; ``update_keys`` takes them.
+
+        A streaming session's prompt may be rewritten, and is left to its owner's thread. Returns whether this began.
+        """
+        tokens, chunks = self.request.all_token_ids, final_tokens(self.request) // chunk_tokens
+        is_known = self.keys is not None and self.namespace == namespace.digest
+        is_session = getattr(self.request, "resumable", False)
+        if self.hashing or is_known or is_session or chunks * chunk_tokens <= HASHED_AT_ONCE:
+            return False
+        keys, step = PrefixKeys(namespace, chunk_tokens), max(1, HASHED_IN_PART // chunk_tokens)
+        self.hashing = hasher.submit(_hash_in_parts, keys, tokens, self.extras.extras_for, chunks, step)
+        return True
+
+    @property
+    def is_hashing(self) -> bool:
+        """Whether another thread still computes the keys."""
+        return self.hashing is not None and not self.hashing.done()
+
     def update_keys(self, namespace: Namespace, chunk_tokens: int) -> PrefixKeys:
         """The request's keys, computed once and extended as tokens become final.
+
+        Waits for another thread that computes them: for milliseconds.
 
         Raises:
             Unaccountable: The request's extras cannot be accounted for; it must be left alone.
         """
+        if self.hashing is not None:
+            hashing, self.hashing = self.hashing, None
+            self.keys = hashing.result()
+            self.namespace = self.keys.parent(0)
         old = self.keys if self.namespace == namespace.digest else None
         if self.has_new_input:
             self._check_session()
@@ -188,10 +226,7 @@ class RequestState:
 
     def _extend(self, keys: PrefixKeys, chunk_tokens: int) -> None:
         tokens = self.request.all_token_ids
-        count = final_tokens(self.request) // chunk_tokens
-        if count > len(keys.keys):
-            is_all = count == len(tokens) // chunk_tokens
-            keys.extend(tokens if is_all else tokens[: count * chunk_tokens], self.extras.extras_for)
+        keys.extend(tokens, self.extras.extras_for, final_tokens(self.request) // chunk_tokens)
 
     def _check_session(self) -> None:
         """A streaming session was given more input: its keys are made anew, to see that they go on where they ended.
@@ -203,6 +238,16 @@ class RequestState:
         if request.all_token_ids[: request.num_prompt_tokens] != request.prompt_token_ids:
             self.extras.refuse("vLLM lost tokens of a streaming session")
         self.extras.read_again()
+
+
+def _hash_in_parts(
+    keys: PrefixKeys, tokens: Sequence[int], extras_for: Callable[[int], bytes], chunks: int, step: int
+) -> PrefixKeys:
+    """Compute the keys of so many chunks, ``step`` at a time, in a thread that shares the interpreter with vLLM's."""
+    for stop in range(step, chunks + step, step):
+        keys.extend(tokens, extras_for, min(stop, chunks))
+        time.sleep(YIELD_S)
+    return keys
 
 
 def final_tokens(request: Any) -> int:

@@ -152,6 +152,9 @@ class SchedulerSide:
             self._waiting_queue.begin_turn(state)
         if lookup is not None and self._groups.states:
             self._ask_for_state_at_fork(state, lookup, computed_tokens)
+        if state.is_hashing and self._client.is_ready:
+            self._waiting_queue.hold_up_others()
+            return None
         if lookup is None or lookup.given_up or self._needs_no_answer(state, lookup, computed_tokens):
             return 0
         answer = self._lookups.answer(state, lookup)
@@ -173,7 +176,7 @@ class SchedulerSide:
         Where windows pass, an answer is needed for what is held as well: chunks are queued once that is known, and by
         then vLLM may have taken their blocks back.
         """
-        if self._groups.has_windows and self._may_store(state):
+        if not computed_tokens or (self._groups.has_windows and self._may_store(state)):
             return False
         if lookup.asked is not None:
             return computed_tokens >= lookup.asked * self._chunk_tokens
@@ -448,6 +451,7 @@ class SchedulerSide:
         if self._client.generation != generation:
             self.counters["sessions_lost"] += 1
             self.saves.session_lost()
+        self._lookups.send_hashed()
 
     def reset(self) -> None:
         """The weights changed: nothing stored before may be loaded again, nothing computed before may be stored.
@@ -476,3 +480,4 @@ class SchedulerSide:
     def close(self) -> None:
         """End the session. Idempotent."""
         self._client.close()
+        self._lookups.close()
