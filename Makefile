@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-packages s3-server demo serve test test-versions test-next check check-style format bench simulate prove gpu-proof \
+.PHONY: help setup s3-packages s3-server demo serve test test-versions test-next check check-style format bench bench-rivals simulate prove gpu-proof \
 	gpu-e2e mutate soak clean
 
 help:  ## this list
@@ -56,6 +56,10 @@ bench: s3-packages  ## the benchmarks of docs/performance.md, about 13 minutes; 
 	@$(PYTHON) -c "import matplotlib" 2>/dev/null \
 		|| $(PYTHON) -m pip install --quiet --constraint requirements/constraints.txt matplotlib
 	$(PYTHON) scripts/bench.py $(if $(KEEP),--keep) $(SECTIONS)
+
+bench-rivals: setup  ## ours beside LMCache, ExampleConnector and plain vLLM, all up at once, in turns; ARGS="--repeats 7 --keep"
+	@VENV=$(VENV) scripts/rivals
+	$(PYTHON) benchmarks/rivals.py $(ARGS)
 
 simulate: setup  ## the cache's engine in virtual time under faults drawn from seeds: SEEDS=10000 FIRST=0
 	$(PYTHON) scripts/simulate.py --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)

@@ -40,10 +40,17 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One request: seconds to its first token, and the prompt tokens that were not computed."""
+    """One request: seconds to its first token, the prompt tokens that were not computed, and what the token was."""
 
     ttft_s: float
     cached_tokens: int
+    token: int
+    logprob: float
+
+
+def ours(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's ``kv_transfer_config`` with our connector."""
+    return {"kv_connector": "TieredKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": dict(settings)}
 
 
 def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
@@ -58,23 +65,33 @@ class ServedEngine:
     Threads: one.
     """
 
-    def __init__(self, log: Path, connector: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        log: Path,
+        transfer: Mapping[str, Any] | None = None,
+        *,
+        python: Path | str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         """Start it; returns when it answers.
 
         Args:
-            connector: The connector's extra config; None: plain vLLM.
+            transfer: vLLM's ``kv_transfer_config``; None: plain vLLM.
+            python: An interpreter that has vLLM.
+            environment: More variables than ``ENVIRONMENT``, or others.
             options: vLLM's own engine arguments.
         """
         self._log = log
         reader, writer = os.pipe()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(writer), json.dumps({"connector": connector, "options": options})],
+                [str(python), __file__, str(writer), json.dumps({"transfer": transfer, "options": options})],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 pass_fds=[writer],
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | dict(environment or {}),
             )
         os.close(writer)
         self._answers = os.fdopen(reader)
@@ -92,6 +109,10 @@ class ServedEngine:
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, once no request and no store holds blocks."""
         self._call("forget")
+
+    def forget_connectors(self) -> None:
+        """Have the connector forget what it has in memory; ours forgets all, and is not asked this way."""
+        self._call("forget", reset_connector=True)
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -131,8 +152,8 @@ def warm_up(engine: ServedEngine, tokens: int) -> None:
 
 @contextmanager
 def served(log: Path, connector: Mapping[str, Any] | None = None, **options: Any) -> Iterator[ServedEngine]:
-    """An engine for the length of a ``with`` block."""
-    engine = ServedEngine(log, connector, **options)
+    """An engine for the length of a ``with`` block; ``connector`` are our connector's settings, None: plain vLLM."""
+    engine = ServedEngine(log, None if connector is None else ours(connector), **options)
     try:
         yield engine
     finally:
@@ -149,7 +170,7 @@ def build_model_once() -> None:
 class _Child:
     """The process that asks."""
 
-    def __init__(self, connector: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, transfer: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -164,10 +185,8 @@ class _Child:
             "disable_log_stats": True,
             **options,
         }
-        if connector is not None:
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="TieredKVConnector", kv_role="kv_both", kv_connector_extra_config=dict(connector)
-            )
+        if transfer is not None:
+            arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         self._llm = LLM(**arguments)
         self._asked = 0
 
@@ -178,8 +197,11 @@ class _Child:
         engine.add_request(f"ask-{self._asked}", {"prompt_token_ids": prompt}, self._sampling(1, controls))
         while True:
             for output in engine.step():
-                if output.outputs[0].token_ids:
-                    return {"ttft_s": time.perf_counter() - started_s, "cached_tokens": output.num_cached_tokens or 0}
+                if answer := output.outputs[0].token_ids:
+                    taken_s = time.perf_counter() - started_s
+                    logprob = output.outputs[0].logprobs[0][answer[0]].logprob
+                    cached = output.num_cached_tokens or 0
+                    return {"ttft_s": taken_s, "cached_tokens": cached, "token": answer[0], "logprob": logprob}
 
     def batch(self, batch: list[list[int]], max_tokens: int) -> dict[str, Any]:
         inputs = [{"prompt_token_ids": prompt} for prompt in batch]
@@ -187,9 +209,9 @@ class _Child:
         self._llm.generate(inputs, self._sampling(max_tokens), use_tqdm=False)
         return {"seconds": time.perf_counter() - started_s}
 
-    def forget(self) -> dict[str, Any]:
+    def forget(self, **options: bool) -> dict[str, Any]:
         end_s = time.monotonic() + FORGET_DEADLINE_S
-        while self._llm.reset_prefix_cache() is not True:
+        while self._llm.reset_prefix_cache(**options) is not True:
             if time.monotonic() > end_s:
                 raise TimeoutError(f"blocks are still held. deadline_s={FORGET_DEADLINE_S:g}")
             time.sleep(0.005)
@@ -205,7 +227,7 @@ class _Child:
         params = {f"tiered_kv.{name}": value for name, value in (controls or {}).items()}
         extra = {"kv_transfer_params": params} if params else None
         return SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra, logprobs=1
         )
 
 
@@ -214,7 +236,7 @@ def main() -> None:
     os.set_inheritable(channel, False)  # engine core and cache server must not hold the pipe open
     given = json.loads(sys.argv[2])
     with os.fdopen(channel, "w", buffering=1) as answers:
-        child = _Child(given["connector"], given["options"])
+        child = _Child(given["transfer"], given["options"])
         print(json.dumps({}), file=answers)
         for line in sys.stdin:
             asked = json.loads(line)

@@ -1,11 +1,15 @@
 """The engine around tiering: sessions, what a restart finds, estimates, and the end."""
 
+import threading
+
 import pytest
 
 from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, EngineWorld, geometry
 from tests.kit.samples.formats import sample_namespace
+from tests.kit.server.probe import wait_for
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.engine.engine import PROGRESS_INTERVAL_S, RETRY_INTERVAL_S
+from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
@@ -46,44 +50,81 @@ def test_a_prefix_that_left_host_memory_comes_back_from_the_tier(world, memory):
     assert [world.loaded(session, (number, 1)) for number in range(20)] == [2] * 20
 
 
-def test_of_chunks_that_arrive_one_after_the_other_sessions_are_told_now_and_then_and_of_the_last_at_once(world):
-    """An answer describes all chunks of its lookup: one per chunk would grow with the square of their number."""
-    session, path = started(world), tuple(range(6))
-    world.store(session, path)
-    for number in range(20, 40):
+LONG = tuple(range(24))
+
+
+@pytest.fixture
+def promoting(memory, monkeypatch):
+    """A lookup of 24 chunks that are on the tier alone; each read is a task."""
+    monkeypatch.setattr("tiered_kv.engine.engine.READERS", len(LONG))
+    world = EngineWorld(memory, host_bytes=80 * BLOB_BYTES)
+    session = started(world)
+    world.store(session, LONG)
+    for number in range(100, 140):
         world.store(session, (number, 1))
-    lookup = world.lookup(session, path)
+    assert world.tiering.usage()["host_ready_chunks"] < len(LONG) + 80
+    lookup = world.lookup(session, LONG)
     world.step()
+    assert world.lookups[lookup].update.ready == 0
+    yield world, world.lookups[lookup]
+    world.close()
+
+
+def test_of_chunks_that_arrive_one_after_the_other_sessions_are_told_in_eighths_and_of_the_end(promoting):
+    """An answer describes all chunks of its lookup: one per chunk would grow with the square of their number."""
+    world, asked = promoting
+    world.clock.advance(-PROGRESS_INTERVAL_S)  # the first progress is not due either
     told = []
     is_run = True
     while is_run:
         before = world.seen[LookupUpdate]
         is_run = world.run_one()
         if world.seen[LookupUpdate] > before:
-            told.append(world.lookups[lookup].update.ready)
-            world.clock.advance(PROGRESS_INTERVAL_S / 2)
-    assert told == [1, 6], "the second to fifth came within the interval"
-    assert world.lookups[lookup].update.is_done and world.engine.wait_s is None
+            told.append(asked.update.ready)
+    assert told == list(range(3, 25, 3))
+    assert asked.update.is_done and world.engine.wait_s is None
 
 
-def test_progress_is_told_when_its_time_has_come_though_nothing_else_happens(world):
-    session, path = started(world), (1, 2, 3, 4)
-    world.store(session, path)
-    for number in range(20, 40):
-        world.store(session, (number, 1))
-    lookup = world.lookup(session, path)
-    while world.lookups[lookup].update is None or world.lookups[lookup].update.ready == 0:
+def test_progress_is_told_when_its_time_has_come_though_nothing_else_happens(promoting):
+    world, asked = promoting
+    while asked.update.ready < 3 or world.engine.wait_s is None:
         world.run_one()
-    while world.engine.wait_s is None:
-        world.run_one()
+    ready = asked.update.ready
     assert 0 < world.engine.wait_s <= PROGRESS_INTERVAL_S
-    ready = world.lookups[lookup].update.ready
     world.step()
-    assert world.lookups[lookup].update.ready == ready
+    assert asked.update.ready == ready
     world.clock.advance(world.engine.wait_s)
     world.step()
-    assert world.lookups[lookup].update.ready > ready
+    assert asked.update.ready > ready
     assert world.engine.wait_s is None
+
+
+def test_a_read_that_hangs_keeps_no_other_one(memory):
+    """A few tasks share many reads; what one of them has not begun another one takes."""
+    release = threading.Event()
+
+    class HangingTier(MemoryTier):
+        def get_into(self, name, buffer):
+            if name.chunk_index == 1:
+                release.wait(60)
+            return super().get_into(name, buffer)
+
+    tier = HangingTier()
+    first = EngineWorld(tier, host_bytes=80 * BLOB_BYTES)
+    first.store(started(first), LONG)
+    first.close()
+    tier.reopen(None)
+    world = EngineWorld(tier, host_bytes=80 * BLOB_BYTES, executor=ThreadExecutor())
+    session = world.open()
+    lookup = world.lookup(session, LONG)
+    try:
+        wait_for(lambda: world.step() or world.engine.jobs(1)["get"] == 1, "all reads but the one that hangs")
+    finally:
+        release.set()
+    wait_for(lambda: world.step() or world.lookups[lookup].update.is_done, "the last one")
+    assert world.lookups[lookup].update.ready == len(LONG)
+    world.release(lookup)
+    world.close()
 
 
 def test_a_restart_finds_what_was_written(memory):

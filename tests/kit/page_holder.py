@@ -61,16 +61,28 @@ class PageHolder:
         return sum(size for size, _, _ in self._held.values())
 
     def stale(self) -> list[int]:
-        """Addresses of pages where the CPU has another page by now. Writes into all of them, and lets them go."""
+        """Addresses of pages where the CPU has another page by now. Writes into all of them."""
         found = []
-        for address, (size, read, _) in list(self._held.items()):
+        for address, (size, read, _) in self._held.items():
             for start in range(address, address + size, PAGE):
                 ctypes.memmove(start, start.to_bytes(8, "little"), 8)
-            seen = b""
-            while len(seen) < size:
-                seen += os.read(read, size - len(seen))
+            seen = self._seen(read, size)
             found += [
                 address + at for at in range(0, size, PAGE) if seen[at : at + 8] != (address + at).to_bytes(8, "little")
             ]
-            self.unregister(address)
         return found
+
+    def _seen(self, read: int, size_bytes: int) -> bytes:
+        """What is in the pages of a pipe, which keeps them: a second one gets references to them, too."""
+        far, near = os.pipe()
+        try:
+            fcntl.fcntl(near, _F_SETPIPE_SZ, size_bytes)
+            done = self._libc.tee(read, near, ctypes.c_size_t(size_bytes), 0)
+            assert done == size_bytes, f"{done} of {size_bytes} bytes: {os.strerror(ctypes.get_errno())}"
+            seen = b""
+            while len(seen) < size_bytes:
+                seen += os.read(far, size_bytes - len(seen))
+            return seen
+        finally:
+            os.close(far)
+            os.close(near)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.kit.samples.model_configs import KNOWN
+from tests.kit.samples.model_configs import KNOWN, RECURRENT
 from tools.kv_size.__main__ import SizeReport, app
 
 
@@ -83,6 +83,9 @@ def test_people_get_tables(tmp_path: Path) -> None:
     assert "54 KiB (55296 bytes)" in shown
     assert "What fits" in shown and "What 1 prompt of 8000 tokens need" in shown
     assert "\nAssumed: " in shown
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT["Qwen3-Next-80B-A3B"]))
+    hybrid = run(tmp_path).stdout
+    assert "qwen3_next, 48 layers" in hybrid and "36 layers, gated delta nets" in hybrid
     assert "What" not in run(model(tmp_path, "Llama-3.1-8B")).stdout.replace("what", "")
 
 

@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
+from tests.kit.fake_clock import FakeClock
 from tests.kit.server.clients import BLOCK, CHUNK, SmallEngine, poll_until
 from tests.kit.server.probe import wait_for
 from tiered_kv.keys.namespace import Namespace
@@ -18,6 +19,8 @@ from tiered_kv.vllm import requests
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Adapters
 from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.request_lookups import HASHING_MAX_S
+from tiered_kv.vllm.requests import RequestState, SentLookup
 from tiered_kv.vllm.scheduler import SchedulerSide
 
 pytestmark = pytest.mark.vllm
@@ -96,6 +99,58 @@ def test_a_long_prompt_is_asked_for_again_until_it_has_the_same_keys_and_hits(
     assert not engine.client.lookups
 
 
+def test_keys_that_are_there_just_when_vllm_asks_are_no_miss(
+    engine: SmallEngine, side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks at the other thread it may end."""
+    engine.store(CHUNKS, first_token=705_000)
+    engine.wait_hits(CHUNKS, first_token=705_000)
+    asked = request("asked", 705_000)
+    send = side._lookups.send
+    gate = threading.Event()
+    side._lookups._hasher.submit(gate.wait)
+
+    def send_and_end(state: RequestState, start: int) -> SentLookup | None:
+        sent = send(state, start)
+        gate.set()
+        if state.hashing is not None:
+            state.hashing.result()
+        return sent
+
+    side.add_request(asked)
+    monkeypatch.setattr(side._lookups, "send", send_and_end)
+    assert side.matched_tokens(asked, 0) is None
+    assert until_told(side, asked) == CHUNKS * CHUNK
+    assert side.counters["lookups"] == 1
+    side.finish_request(asked, ())
+
+
+def test_a_request_whose_turn_it_is_waits_for_no_queue_of_long_prompts(engine: SmallEngine) -> None:
+    clock = FakeClock()
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, ROLE, clock.monotonic)
+    asked = request("asked", 706_000)
+    with busy(side):
+        side.add_request(asked)
+        assert side.matched_tokens(asked, 0) is None
+        clock.advance(HASHING_MAX_S + 0.01)
+        assert side.matched_tokens(asked, 0) is None
+        state = side.state("asked")
+        assert state is not None and state.lookup is not None, "it waits for the thread"
+        assert state.keys is not None and state.keys.keys == keys_of(engine, asked).keys
+        side.finish_request(asked, ())
+    side._lookups.close()
+
+
+def test_a_request_that_ends_at_once_waits_for_no_thread(engine: SmallEngine, side: SchedulerSide) -> None:
+    asked = request("aborted", 707_000)
+    with busy(side):
+        side.add_request(asked)
+        state = side.state("aborted")
+        assert state is not None and state.hashing is not None
+        side.finish_request(asked, ())  # with the thread busy for ever, this would never return
+        assert state.hashing.cancelled() and not side._lookups._hashing
+
+
 def test_a_short_prompt_is_looked_up_at_once(engine: SmallEngine, side: SchedulerSide) -> None:
     asked = request("short", 710_000, chunks=2)
     side.add_request(asked)
@@ -138,10 +193,11 @@ def test_a_long_prompt_that_vllm_does_not_ask_for_is_looked_up_when_it_has_its_k
         return bool(lookups) and all(one.is_answered for one in lookups)
 
     wait_for(is_answered, "the answer")
+    assert not any(one.slots for one in engine.client.lookups.values()), "chunks are leased that nobody loads"
     assert step(1) == 0
     assert (side.counters["store_held"], side.counters["stores"]) == (CHUNKS, 0)
-    side.finish_request(asked, (table,))
     assert not engine.client.lookups
+    side.finish_request(asked, (table,))
 
 
 def test_a_long_prompt_that_ends_while_its_keys_are_computed_is_stored_whole(

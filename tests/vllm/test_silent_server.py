@@ -89,4 +89,5 @@ def test_where_windows_pass_a_request_that_may_be_stored_waits(engine: SmallEngi
         asked = request("asked")
         side.add_request(asked)
         assert side.matched_tokens(asked, CHUNKS * CHUNK) == (None if may_store else 0)
-        side.finish_request(asked, [[], []])
+    wait_for(lambda: side.matched_tokens(asked, CHUNKS * CHUNK) == 0, "the answer")
+    side.finish_request(asked, [[], []])

@@ -72,11 +72,10 @@ RETRY_INTERVAL_S = 30.0
 """How long the arena does not grow after the machine refused it memory, and a full medium is not asked to delete."""
 
 RESUME_INTERVAL_S = 1.0
+"""How long writes to a shared tier pause after one found no room or no answer."""
 
 PROGRESS_INTERVAL_S = 0.02
-"""Between two updates of lookups whose chunks arrive one after the other; that the last one is here is said at once. An
-update describes all chunks of its lookup: one per chunk is work that grows with the square of a prompt's length."""
-"""How long writes to a shared tier pause after one found no room or no answer."""
+"""Between two updates of lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
 
 ABSENT_S = 10.0
 """How long, at most, a chunk counts as absent from a shared tier after a probe did not find it."""
@@ -84,8 +83,11 @@ ABSENT_S = 10.0
 MINIMUM_SLOTS = 4
 """Chunks the arena must hold at least: one to load, one to store, and one of each in flight."""
 
-RUN_BYTES: Final = 1 << 20
-"""Blobs that one thread reads one after the other, before it says that they are here, take about so much."""
+READERS: Final = 2 * LOCAL_THREADS[Pool.LOAD]
+"""Tasks that share many reads of a local tier."""
+
+NOTIFY_INTERVAL_S: Final = 0.002
+"""A task that does one job after the other says so often that something has ended."""
 
 _POOL: dict[type, tuple[Pool, int]] = {
     Read: (Pool.LOAD, 0),
@@ -171,6 +173,7 @@ class Engine:
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
         self._progress_due_s = now_s
+        self._is_closing = False
         self._stalls = Stalls(clock)
         self.guards = Guards(tiering, executor, clock, self._stalls)
 
@@ -530,35 +533,46 @@ class Engine:
                 reads[job.tier].append(job)
                 continue
             pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
-            self.executor.submit(pool, priority, partial(self._run, [job]))
+            self.executor.submit(pool, priority, partial(self._run, job))
         for jobs in reads.values():
             self._submit_reads(jobs)
 
     def _submit_reads(self, reads: Sequence[Read]) -> None:
-        """Hand reads of a local tier to threads: many small ones in runs, or handing over would take most of the time.
+        """Hand reads of a local tier to threads. A few tasks share many: handing over each would take most of the time.
 
-        Two runs a thread, so that no thread waits long for the others; they follow each other as their prefix does.
+        What a task has not begun another one takes, so that a read that hangs keeps nothing but itself.
         """
-        most = -(-len(reads) // (2 * LOCAL_THREADS[Pool.LOAD]))
         pool, priority = _POOL[Read]
-        run: list[Read] = []
-        size_bytes = 0
-        for job in reads:
-            run.append(job)
-            size_bytes += self._blob_bytes(job)
-            if len(run) >= most or size_bytes >= RUN_BYTES or job is reads[-1]:
-                self.executor.submit(pool, priority, partial(self._run, run))
-                run, size_bytes = [], 0
+        if len(reads) <= READERS:
+            for job in reads:
+                self.executor.submit(pool, priority, partial(self._run, job))
+            return
+        shared = deque(reads)
+        for _ in range(READERS):
+            self.executor.submit(pool, priority, partial(self._run_all, shared))
 
-    def _run(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client's deadlines
-                ended = self._performer.perform(job)
-            else:
-                with self._stalls.running(job.tier):
-                    ended = self._performer.perform(job)
-            self._finished.append((job, ended))
+    def _run_all(self, jobs: deque[Read]) -> None:
+        noticed_s = self.clock.monotonic()
+        while jobs and not self._is_closing:
+            try:
+                job = jobs.popleft()
+            except IndexError:  # another task took the last one
+                break
+            self._finished.append((job, self._perform(job)))
+            if self.clock.monotonic() - noticed_s >= NOTIFY_INTERVAL_S:
+                noticed_s = self.clock.monotonic()
+                self.executor.notify()
         self.executor.notify()
+
+    def _run(self, job: Job) -> None:
+        self._finished.append((job, self._perform(job)))
+        self.executor.notify()
+
+    def _perform(self, job: Job) -> JobResult:
+        if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client with deadlines
+            return self._performer.perform(job)
+        with self._stalls.running(job.tier):
+            return self._performer.perform(job)
 
     def _report(self, job: Job, ended: JobResult) -> None:
         outcome = ended.outcome
@@ -607,6 +621,7 @@ class Engine:
 
     def close(self) -> None:
         """End the threads and close tiers and arena, all of them. What was not written yet is lost; drain first."""
+        self._is_closing = True
         with ExitStack() as closing:
             closing.callback(self.arena.close)
             for tier in self.tiers.values():

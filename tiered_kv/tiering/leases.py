@@ -47,6 +47,7 @@ class Lookup:
 
     Attributes:
         entries: Leased chunks, from ``start`` on; only the first ``ready`` may be read.
+        told: How many were ready when the session was told last.
         is_cut: No more chunks are leased: one of them did not come, or the lookup ends.
         search: What looks for more of its prefix, until that is done or of no use.
         length: Chunks of its prefix, also those before ``start``.
@@ -69,6 +70,7 @@ class Lookup:
     held: int
     entries: list[Entry]
     ready: int = 0
+    told: int = 0
     is_cut: bool = False
     search: PrefixSearch | None = None
     length: int = 0

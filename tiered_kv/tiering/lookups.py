@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import Entry, HostState, Index
@@ -52,6 +53,10 @@ class LookupRequest:
     state_parts: int = 0
 
 
+TOLD_AT_ONCE: Final = 8
+"""Parts of a lookup of which sessions are told as soon as they are ready."""
+
+
 class Lookups:
     """All lookups of all sessions.
 
@@ -80,7 +85,7 @@ class Lookups:
     def take_updates(self, *, with_progress: bool = True) -> list[LookupUpdate | LeaseEnd]:
         """One message per lookup that changed since the last call; suspended sessions are told nothing.
 
-        Without progress those are left for a later call that only have more chunks ready, and wait for others.
+        Without progress those are left for a later call that have but a few more chunks ready, and wait for others.
         """
         if with_progress:
             self._dirty.update(self._progress)
@@ -93,6 +98,7 @@ class Lookups:
         for lookup in changed:
             if not lookup.queued and lookup.search is None:
                 lookup.keys = lookup.digests = ()
+            lookup.told = lookup.ready
         ends, self._ends = self._ends, []
         return [*map(_describe, told), *ends]
 
@@ -281,13 +287,18 @@ class Lookups:
     # -- what happens to a chunk -------------------------------------------------------------------------------
 
     def chunk_ready(self, entry: Entry) -> None:
-        """The chunk's bytes are verified."""
+        """The chunk's bytes are verified.
+
+        A session is told at once of every eighth of a lookup and of its end, and of what is between them when progress
+        is taken: an update describes all chunks, and one for each would take time that grows with their square.
+        """
         for lookup_id in list(entry.lookups or ()):
             lookup = self._lookups[lookup_id]
             before = lookup.ready
             self._advance(lookup)
             if lookup.ready != before:
-                told = self._dirty if _is_done(lookup) else self._progress
+                is_much = TOLD_AT_ONCE * (lookup.ready - lookup.told) >= len(lookup.entries)
+                told = self._dirty if is_much or _is_done(lookup) else self._progress
                 told[lookup_id] = None
 
     def chunk_failed(self, entry: Entry) -> None:

@@ -119,8 +119,11 @@ class SchedulerHooks:
 
     def finish_request(self, request: Any, tables: tuple[list[int], ...]) -> dict[str, Any] | None:
         """A request ends; returns what its answer carries to another engine."""
-        self._note(request.request_id)  # its last chunks may be stored after it is gone
-        return self.side.finish_request(request, tables)
+        state = self.side.state(request.request_id)
+        promise = self.side.finish_request(request, tables)
+        if self._events is not None:
+            self._events.note(state)  # its last chunks may be stored after it is gone
+        return promise
 
     # -- every step --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 from tiered_kv.config import Config
 from tiered_kv.keys.prefix_keys import PrefixKeys
@@ -32,6 +32,9 @@ from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.wait_policy import FRESH_S, WaitingQueue
 
 logger = logging.getLogger(__name__)
+
+HASHING_MAX_S: Final = 0.05
+"""A request that vLLM asks for does not wait longer for its keys, which long prompts before it may hold up."""
 
 
 class RequestLookups:
@@ -94,7 +97,7 @@ class RequestLookups:
     def send(self, state: RequestState, start: int) -> SentLookup | None:
         """Look up the request's chunks, of which those from ``start`` on are leased; None if nothing was sent.
 
-        Nothing is yet while the keys are being computed (``state.is_hashing``).
+        Nothing is yet while another thread computes the keys (``sends_soon``).
         """
         if self._is_hashing(state):
             return None
@@ -110,18 +113,35 @@ class RequestLookups:
         """Whether the request's keys have to be waited for; begins to compute those of a long prompt."""
         namespace, chunk_tokens = self._client.namespace, self._config.chunk_tokens
         if namespace and state.extras.is_accountable and state.begin_hashing(self._hasher, namespace, chunk_tokens):
+            state.hashing_s = self._monotonic()
             self._hashing.append(state)
-        is_hashing = state.is_hashing
+        is_hashing = state.is_hashing and not self._hashes_itself(state)
         if not is_hashing and state in self._hashing:
             self._hashing.remove(state)
         return is_hashing
+
+    def _hashes_itself(self, state: RequestState) -> bool:
+        """Whether vLLM has waited long enough for another thread: its own does the work, or waits for its end."""
+        if self._monotonic() - state.hashing_s <= HASHING_MAX_S:
+            return False
+        if state.hashing is not None and state.hashing.cancel():
+            state.hashing = None
+        return True
+
+    def sends_soon(self, state: RequestState) -> bool:
+        """Whether the request's lookup is sent once its keys are computed."""
+        return state.hashing is not None and state.extras.is_accountable and self._client.is_ready
 
     def send_hashed(self) -> None:
         """Look up the requests whose keys have been computed meanwhile."""
         while self._hashing and not self._hashing[0].is_hashing:
             state = self._hashing.popleft()
-            if state.lookup is None and not (state.is_finished or state.is_loading):
+            if state.lookup is not None or state.is_finished or state.is_loading:
+                continue
+            if self._waiting_queue.is_waiting(state):
                 self.send_for_new(state)
+            elif self.send(state, sys.maxsize) is not None:
+                self.admitted_without(state)  # long ago: it only shows what need not be stored
 
     def _cached_chunks(self, state: RequestState) -> int:
         """Leading whole chunks that the GPU's prefix cache has now."""
@@ -271,9 +291,15 @@ class RequestLookups:
         if lookup is not None and lookup.generation == self._client.generation:
             self._client.release(lookup.id)
 
+    def ended(self, state: RequestState) -> None:
+        """The request is over: release what it has, and compute nothing more for it."""
+        self.drop(state)
+        if state.hashing is not None and state.hashing.cancel():
+            self._hashing.remove(state)
+
     def close(self) -> None:
         """End the thread. Idempotent."""
-        self._hasher.shutdown()
+        self._hasher.shutdown(cancel_futures=True)
 
     def drop_renewal(self, state: RequestState) -> None:
         """Release the renewal alone, if there is one."""

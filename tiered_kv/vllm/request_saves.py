@@ -140,6 +140,8 @@ class RequestSaves:
         A request that was admitted before its lookup was answered waits for the next step: what the GPU had of it may
         be held, and would be copied again. Not where windows pass, by the next step vLLM may have their blocks back.
         """
+        if state.storable <= max(state.stored, state.unstored):
+            return
         if not (is_ending or self._groups.has_windows) and self._lookups.is_awaited(state):
             return
         if (keys := self._lookups.keys(state)) is None:

@@ -74,7 +74,8 @@ class RequestState:
     Every field is written in vLLM's scheduler thread, by one part of the scheduler side:
 
     ======================  ==========================================================================================
-    ``request_lookups.py``  ``lookup``, ``renewal``, ``held``, ``is_asked_anew`` (the waiting queue clears it)
+    ``request_lookups.py``  ``lookup``, ``renewal``, ``held``, ``hashing_s``, ``is_asked_anew`` (the waiting queue
+                            clears it)
     ``wait_policy.py``      ``number``, ``asked_s``, ``asked_step``, ``turn_s``, ``pauses``, ``first_s``
     ``request_saves.py``    ``storable``, ``stored``, ``unstored``
     ``disaggregated.py``    ``short_since_s``, ``asked_again_s``, ``asks_again``, ``is_short``
@@ -85,7 +86,8 @@ class RequestState:
 
     Attributes:
         params: The request's own parameters for the cache.
-        hashing: The keys of a long prompt, while another thread computes them and until they are taken.
+        hashing, hashing_s: The keys of a long prompt, while another thread computes them and until they are taken;
+            when that began.
         prompt_tokens: Length of its prompt when that was read last; only a streaming session's grows.
         lookup: What the server was asked; with its leases until it is released.
         renewal: The lookup that replaces ``lookup`` once it is answered; until then both hold their leases.
@@ -121,6 +123,7 @@ class RequestState:
     keys: PrefixKeys | None = None
     namespace: bytes = b""
     hashing: "Future[PrefixKeys] | None" = None
+    hashing_s: float = 0.0
     prompt_tokens: int = field(default=0, init=False)
     lookup: SentLookup | None = None
     renewal: SentLookup | None = None

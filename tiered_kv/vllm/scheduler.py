@@ -152,12 +152,14 @@ class SchedulerSide:
             self._waiting_queue.begin_turn(state)
         if lookup is not None and self._groups.states:
             self._ask_for_state_at_fork(state, lookup, computed_tokens)
-        if state.is_hashing and self._client.is_ready:
+        if lookup is None and self._lookups.sends_soon(state):
             self._waiting_queue.hold_up_others()
             return None
-        if lookup is None or lookup.given_up or self._needs_no_answer(state, lookup, computed_tokens):
+        if lookup is None or lookup.given_up:
             return 0
         answer = self._lookups.answer(state, lookup)
+        if self._has_all(state, lookup, computed_tokens) and not (answer is None and self._needs_held(state)):
+            return 0
         if answer is None:
             matched = self._lookups.unanswered(state, lookup)
         elif answer.queued and self._wait_policy.may_wait and self._waiting_queue.is_held_up(state):
@@ -170,14 +172,15 @@ class SchedulerSide:
             self._waiting_queue.hold_up_others()
         return matched
 
-    def _needs_no_answer(self, state: RequestState, lookup: SentLookup, computed_tokens: int) -> bool:
-        """Whether an answer could add nothing: the GPU has all that a hit could reach if everything were held.
+    def _needs_held(self, state: RequestState) -> bool:
+        """Whether the request is not admitted before it is known what is held of it.
 
-        Where windows pass, an answer is needed for what is held as well: chunks are queued once that is known, and by
-        then vLLM may have taken their blocks back.
+        Chunks are queued once that is known; where windows pass, vLLM may have taken their blocks back by then.
         """
-        if not computed_tokens or (self._groups.has_windows and self._may_store(state)):
-            return False
+        return self._groups.has_windows and self._may_store(state)
+
+    def _has_all(self, state: RequestState, lookup: SentLookup, computed_tokens: int) -> bool:
+        """Whether the GPU has all that a hit could reach if everything were held, so that no answer could add to it."""
         if lookup.asked is not None:
             return computed_tokens >= lookup.asked * self._chunk_tokens
         held = len(state.keys.keys if state.keys else ()) * self._chunk_tokens
@@ -424,7 +427,7 @@ class SchedulerSide:
             self._request_saves.finish(state, tables)
         if state.params.pin_ttl_s is not None:
             self._pin_prompt(state, state.params.pin_ttl_s)
-        self._lookups.drop(state)
+        self._lookups.ended(state)
         self._waiting_queue.remove(request.request_id)
         state.is_finished = True
         if not state.is_loading:  # or its load still holds its blocks

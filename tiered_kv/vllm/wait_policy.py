@@ -84,6 +84,10 @@ class WaitingQueue:
         """It was admitted, or is over. Idempotent."""
         self._waiting.pop(request_id, None)
 
+    def is_waiting(self, state: RequestState) -> bool:
+        """Whether the request was not admitted yet."""
+        return state.request.request_id in self._waiting
+
     def load_began(self, request_id: str) -> None:
         """Its leases come back when the load has ended."""
         self._loading[request_id] = self._monotonic()

@@ -337,7 +337,7 @@ def _show(report: SizeReport) -> None:
     ranks = "one rank" if report.tp == 1 else f"{report.tp} ranks"
     chunk = f"{report.chunk_tokens} tokens: {size_text(report.chunk_bytes)} ({report.chunk_bytes} bytes)"
     rows = [
-        ("model", f"{report.model_type}, {report.layers} layers, {report.attention}"),
+        ("model", f"{report.model_type}, {report.layers + report.state_layers} layers, {report.attention}"),
         ("layers", report.windows),
         ("KV", f"{report.dtype}, {ranks}"),
         ("per token", f"{size_text(report.token_bytes)} ({report.token_bytes} bytes)"),
