@@ -46,7 +46,6 @@ from disk_io import drop  # noqa: E402  # beside this script
 from end_to_end import evict  # noqa: E402
 from serving import ServedEngine, ours, prompts  # noqa: E402
 
-from tests.kit.server.probe import wait_written  # noqa: E402
 from tiered_kv.testing.model import ModelShape, build_model  # noqa: E402
 
 LMCACHE_PYTHON = REPOSITORY / ".cache" / "lmcache" / "bin" / "python"
@@ -203,7 +202,7 @@ def open_systems(stack: ExitStack, work: Path, names: Sequence[str], mode: str) 
             settings = {"storage_uri": root.as_uri(), "disk_bytes": "8GiB", "host_bytes": "1.5GiB", "strict": True}
             engine = started(name, ours(settings))
             systems.append(
-                System(name, engine, root, lambda root=root: evict(root, "host"), lambda root=root: wait_written(root))
+                System(name, engine, root, lambda root=root: evict(root, "host"), lambda root=root: until_still(root))
             )
         elif name == "lmcache":
             port, http = stack.enter_context(lmcache_server(folder, work / "lmcache-server.log", mode))
