@@ -102,7 +102,7 @@ class Wire:
 
     def fill(self, view: memoryview) -> int:
         """Read until ``view`` is full or the stream ends: the number of bytes read."""
-        self._acknowledge()
+        self.acknowledge()
         offset = self.reader.readinto1(view)  # what came together with the head
         while 0 < offset < len(view):
             count = self.recv_into(view[offset:], socket.MSG_WAITALL)
@@ -110,6 +110,11 @@ class Wire:
                 break
             offset += count
         return offset
+
+    def acknowledge(self) -> None:
+        """Acknowledge an answer's head now. The kernel waits 40 ms to do it with our next bytes, and a server that uses
+        Nagle's algorithm waits with it before it sends the first bytes of a body."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def is_quiet(self) -> bool:
         """Whether nothing came while idle: what comes without a question is the end, or nothing we could use."""
@@ -123,11 +128,6 @@ class Wire:
     def end(self) -> None:
         """Close the socket."""
         self._socket.close()
-
-    def _acknowledge(self) -> None:
-        """Acknowledge an answer's head now. The kernel waits 40 ms to do it with our next bytes, and a server that uses
-        Nagle's algorithm waits with it before it sends the first bytes of a body."""
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def _arm(self, option: int) -> None:
         """Bound the next system call: of all its waits the kernel counts the sum."""

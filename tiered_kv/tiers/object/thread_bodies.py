@@ -70,6 +70,8 @@ class StreamedAnswer(io.RawIOBase):
 
     def read_words(self) -> None:
         """Read a body that is no blob, so that the connection is free again."""
+        if self._connection is not None:
+            self._connection.wire.acknowledge()
         words = self._response.read(WORDS_MAX_BYTES)
         self._words = words
         self._leave(is_read=self._response.isclosed() or len(words) < WORDS_MAX_BYTES)
