@@ -2,17 +2,22 @@
 
 import asyncio
 import logging
+import mmap
 import os
 import socket
 import ssl
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import s3fs
+from botocore.auth import _host_from_url
 from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import NoCredentialsError
 from botocore.httpsession import URLLib3Session
@@ -28,7 +33,7 @@ from tiered_kv.tiers.object.loop_bodies import LoopBodies
 from tiered_kv.tiers.object.medium import CallRunner, Deadline
 from tiered_kv.tiers.object.s3_signer import LoopCredentials
 from tiered_kv.tiers.object.store import ObjectStore
-from tiered_kv.tiers.object.thread_bodies import ThreadBodies
+from tiered_kv.tiers.object.thread_bodies import ThreadBodies, _host
 
 SIZE = 1 << 20
 DATA = os.urandom(SIZE)
@@ -139,8 +144,9 @@ def test_a_connection_that_went_stale_costs_no_try(monkeypatch: pytest.MonkeyPat
     assert (server.connections_count, len(server.asked)) == (2, 3)
 
 
-def test_a_connection_that_was_just_used_is_not_stale() -> None:
+def test_a_connection_that_was_just_used_is_not_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its failure is the request's own, and costs a try."""
+    monkeypatch.setattr("tiered_kv.tiers.object.connection.IDLE_SUSPECT_S", 60.0)
     with RawServer(hang_up_on_the_second) as server:
         store = open_store(server.url, **once())
         read(store)
@@ -491,13 +497,15 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return paths
 
 
-def tls_server(certificate: tuple[str, str], *, asks_back: bool = False) -> RawServer:
+def tls_server(
+    certificate: tuple[str, str], *, asks_back: bool = False, answer: Callable[[Asked], bytes | None] = store_and_hold
+) -> RawServer:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
     if asks_back:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(certificate[0])
-    return RawServer(store_and_hold, context)
+    return RawServer(answer, context)
 
 
 @pytest.mark.parametrize("how", ["bundle", "bundle of the environment", "not verified", "client certificate"])
@@ -538,3 +546,94 @@ def test_a_server_that_is_silent_over_tls_costs_the_deadline(certificate: tuple[
         assert time.monotonic() - start < 4
         is_over.set()
         store.close()
+
+
+# -- what a failed call leaves behind ----------------------------------------------------------------------------------
+
+
+def refuse(asked: Asked) -> bytes:
+    asked.read_body()
+    return refusal(403, "AccessDenied")
+
+
+def hang_up(_: Asked) -> None:
+    return None
+
+
+def stay_silent(asked: Asked) -> None:
+    asked.read_body()
+    time.sleep(2)
+
+
+@pytest.mark.parametrize("answer", [refuse, hang_up, stay_silent])
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_what_a_failed_put_wrote_from_can_be_closed(
+    answer: Callable[[Asked], bytes | None], is_tls: bool, certificate: tuple[str, str]
+) -> None:
+    """As the self-test of a tier does, and a copy between tiers: an error's traceback must hold no view of it."""
+    with tls_server(certificate, answer=answer) if is_tls else RawServer(answer) as server:
+        store = open_impatient(server.url, 1.0, **once(), **({"verify": certificate[0]} if is_tls else {}))
+        memory = mmap.mmap(-1, 1 << 20)
+        errors = []
+        with memoryview(memory) as view:
+            try:
+                store.put("x", view)
+            except TierUnavailable as exc:
+                errors.append(exc)  # and its traceback with it
+        assert errors
+        memory.close()
+        store.close()
+
+
+def test_an_interim_answer_is_not_taken_for_one() -> None:
+    """The real one would be taken for the answer to the connection's next request."""
+
+    def early(asked: Asked) -> bytes:
+        asked.connection.sendall(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+        time.sleep(0.2)
+        return BLOB
+
+    with RawServer(early) as server:
+        store = open_store(server.url, **once())
+        for _ in range(2):
+            with pytest.raises(TierUnavailable):
+                read(store)
+        store.close()
+    assert server.connections_count == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://store:80/b", "store"),
+        ("https://store:443/b", "store"),
+        ("https://store:80/b", "store:80"),
+        ("http://user:secret@store:9000/b", "store:9000"),
+        ("http://[::1]:9000/b", "[::1]:9000"),
+        ("https://[::1]/b", "[::1]"),
+    ],
+)
+def test_the_host_that_is_sent_is_the_one_that_is_signed(url: str, host: str) -> None:
+    assert _host(urlsplit(url)) == host
+    assert host == _host_from_url(url)
+
+
+def test_an_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RawServer(store_and_hold) as server:
+        port = urlsplit(server.url).port
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.9", "127.0.0.1")]
+        waits = []
+
+        class Dead(socket.socket):
+            def connect(self, address: Any) -> None:
+                waits.append(self.gettimeout() or 0)
+                if address[0] == "127.0.0.9":
+                    raise TimeoutError("nobody is there")
+                super().connect(address)
+
+        monkeypatch.setattr("tiered_kv.tiers.object.connection.socket.getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr("tiered_kv.tiers.object.connection.socket.socket", Dead)
+        place = Place("store", port or 0, None)
+        wire = ConnectionPool(1, 4.0, 1.0)._dial(place, 4.0)
+        wire.end()
+    assert waits[0] <= 2.0 < waits[1] <= 4.0

@@ -78,17 +78,21 @@ class Wire:
         return self.reader
 
     def sendall(self, data: bytes | memoryview) -> None:
-        view, offset = memoryview(data), 0
-        while offset < len(view):
-            try:
-                if self._is_tls:
-                    self._arm_tls()
-                    offset += self._socket.send(view[offset : offset + TLS_PIECE_BYTES])
-                else:
-                    self._arm(socket.SO_SNDTIMEO)
-                    offset += self._socket.send(view[offset:])
-            except (BlockingIOError, TimeoutError) as exc:
-                raise self._over() from exc
+        offset = 0
+        with memoryview(data) as view:  # every view is released here, also those of an error's traceback
+            while offset < len(view):
+                try:
+                    with view[offset : offset + TLS_PIECE_BYTES] if self._is_tls else view[offset:] as part:
+                        offset += self._send(part)
+                except (BlockingIOError, TimeoutError) as exc:
+                    raise self._over() from exc
+
+    def _send(self, part: memoryview) -> int:
+        if self._is_tls:
+            self._arm_tls()
+        else:
+            self._arm(socket.SO_SNDTIMEO)
+        return self._socket.send(part)
 
     def recv_into(self, view: memoryview, flags: int = 0) -> int:
         try:
@@ -147,6 +151,30 @@ class Wire:
         return SilentError(f"no byte within {self._silence_s:g} s")
 
 
+def _connect_any(place: Place, end_s: float) -> socket.socket:
+    """Connect to one of a host's addresses; one that does not answer leaves time for those after it.
+
+    Raises:
+        OSError: None could be connected to.
+    """
+    found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    failure: OSError = TimeoutError("no address answers")
+    for left, (family, kind, protocol, _, address) in zip(range(len(found), 0, -1), found, strict=True):
+        wait_s = (end_s - time.monotonic()) / left
+        if wait_s <= 0:
+            break
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.settimeout(wait_s)
+            made.connect(address)
+        except OSError as exc:
+            failure = exc
+            made.close()
+        else:
+            return made
+    raise failure
+
+
 class _WireReader(io.RawIOBase):
     """A wire as a raw stream; ``http.client`` buffers and closes one per answer."""
 
@@ -196,15 +224,21 @@ class HttpConnection(http.client.HTTPConnection):
             self.endheaders()
             if len(body):
                 self.send(body)
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, SilentError):
             # A server may refuse before it has read it all, and what it said is worth more than how it left.
             with contextlib.suppress(OSError, http.client.HTTPException):
                 return self._refusal()
             raise
-        return self.getresponse()
+        return self._answer()
+
+    def _answer(self) -> http.client.HTTPResponse:
+        answer = self.getresponse()
+        if answer.status < 200:  # http.client knows of 100 alone; the real one would be taken for the next request's
+            raise http.client.HTTPException(f"an interim answer. status={answer.status}")
+        return answer
 
     def _refusal(self) -> http.client.HTTPResponse:
-        answer = self.getresponse()
+        answer = self._answer()
         answer.will_close = True  # what was not sent of the body would be taken for the next request
         return answer
 
@@ -249,7 +283,7 @@ class ConnectionPool:
         return HttpConnection(place, wire)
 
     def _dial(self, place: Place, timeout_s: float) -> Wire:
-        plain = socket.create_connection((place.host, place.port), timeout_s)
+        plain = _connect_any(place, time.monotonic() + timeout_s)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -124,8 +124,9 @@ class S3Medium:
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
         condition = {"IfNoneMatch": "*"} if only_if_absent else {}
-        with self._calls.one_deadline():
-            self._choose_bodies().put(self._prefix + path, memoryview(data), condition)
+        # Released, because an error's traceback lives longer: the caller could not close what it wrote from.
+        with self._calls.one_deadline(), memoryview(data) as view:
+            self._choose_bodies().put(self._prefix + path, view, condition)
 
     def head(self, path: str) -> ObjectInfo:
         answer = self._calls.run(self._calls.call("head_object", Key=self._prefix + path))

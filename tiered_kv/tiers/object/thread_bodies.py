@@ -8,15 +8,17 @@ While a call is under way only its own thread touches the caller's memory, in sy
 nothing is left behind that could touch it later.
 """
 
+import contextlib
 import http.client
 import io
+import math
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.exceptions import (
@@ -40,6 +42,7 @@ WORDS_MAX_BYTES: Final = 1 << 20
 """Of an answer that is no blob: error messages, and the answers to puts."""
 
 _BACKOFF_MAX_S: Final = 20.0
+_PORTS: Final = {"http": 80, "https": 443}
 _OK: Final = (200, 206)
 _TRIED_AGAIN: Final = (400, 403, 408, 429, 500, 502, 503, 504)
 
@@ -138,9 +141,11 @@ class ThreadBodies:
         self._tls_lock = threading.Lock()
         self._deadline = deadline
         self._extra = {method: dict(arguments(method)) for method in ("get_object", "put_object")}
-        self._pool = ConnectionPool(config.max_pool_connections, config.connect_timeout, config.read_timeout)
+        longest_s = config.connect_timeout or math.inf, config.read_timeout or math.inf  # None: the deadline alone
+        self._pool = ConnectionPool(config.max_pool_connections, *longest_s)
         self._calls = threading.local()
-        client.meta.events.register_first("before-send.s3", self._send)
+        for operation in ("GetObject", "PutObject"):  # what botocore asks for itself it sends itself
+            client.meta.events.register_first(f"before-send.s3.{operation}", self._send)
         client.meta.events.register_first("needs-retry.s3", self._refuse_late_retry)
 
     def get_into(self, key: str, path: str, buffer: memoryview) -> None:
@@ -201,6 +206,8 @@ class ThreadBodies:
         call: _BlobCall | None = getattr(self._calls, "current", None)
         if call is None or not (request.body is None or request.body is call.body):
             return None
+        if call.answer is not None:  # of the try before
+            call.answer.close()
         try:
             response, connection = self._exchange(request, call)
             call.answer = StreamedAnswer(response, connection, self._pool)
@@ -220,7 +227,7 @@ class ThreadBodies:
         """Send a request over a connection and read the head of its answer."""
         parts = urlsplit(request.url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        headers = {"Host": parts.netloc, **{name: _text(value) for name, value in request.headers.items()}}
+        headers = {"Host": _host(parts), **{name: _text(value) for name, value in request.headers.items()}}
         headers.pop("Expect", None)  # to be told to go on costs a round trip, and stores differ in whether they tell
         body = b"" if request.body is None else call.memory
         place = self._place(parts.scheme, parts.hostname or "", parts.port)
@@ -267,7 +274,13 @@ class ThreadBodies:
     ) -> None:
         """Raise what went wrong if the wait before another try could outlast the deadline; botocore sleeps in it."""
         call: _BlobCall | None = getattr(self._calls, "current", None)
-        if call is None or call.deadline.left_s() > min(2.0 ** (attempts - 1), _BACKOFF_MAX_S):
+        if call is None:
+            return
+        wait_s = min(2.0 ** (attempts - 1), _BACKOFF_MAX_S)
+        if response is not None:
+            with contextlib.suppress(ValueError):  # botocore obeys it with one of its retry modes
+                wait_s = max(wait_s, int(response[0].headers.get("x-amz-retry-after", 0)) / 1e3)
+        if call.deadline.left_s() > wait_s:
             return
         if caught_exception is not None:
             raise caught_exception
@@ -285,7 +298,14 @@ def _parsed_headers(method: str, response: http.client.HTTPResponse) -> Mapping[
 def _shown(request: AWSPreparedRequest) -> str:
     """Where a request went, without path and query."""
     parts = urlsplit(request.url)
-    return f"{parts.scheme}://{parts.netloc}"
+    return f"{parts.scheme}://{_host(parts)}"
+
+
+def _host(parts: SplitResult) -> str:
+    """The Host that botocore signs: without a default port, and without user and password."""
+    name = parts.hostname or ""
+    host = f"[{name}]" if ":" in name else name
+    return host if parts.port in (None, _PORTS.get(parts.scheme)) else f"{host}:{parts.port}"
 
 
 def _text(value: str | bytes) -> str:
