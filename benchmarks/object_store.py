@@ -1,6 +1,6 @@
 """Blobs to and from an object store: the tier as production stacks it, against what it could be at best.
 
-    python benchmarks/object_store.py [--runs N] [--mib 4 16 32] [--in-flight 1 8 16]
+    python benchmarks/object_store.py [--runs N] [--mib 16 32] [--in-flight 1 4 16] [--busy] [--only ours http]
 
 Starts its own S3 server (scripts/s3-server, bluestore), or uses TIERED_KV_TEST_S3_ENDPOINT with AWS_* and the bucket
 TIERED_KV_TEST_S3_BUCKET; deletes what it stores as it goes and needs about 2 GB of disk and 1.5 GB of memory. Prints
@@ -9,14 +9,20 @@ because the server on the same machine takes most of it.
 
     ours      VerifiedTier(ObjectTier(ObjectStore)): a get ends with verified bytes in a page-aligned slot, a put starts
               from one and creates conditionally
+    store     ObjectStore alone: puts that replace, and nothing verified
+    loop      as ours, with the bodies on s3fs' event loop: what ours was, and is where threads cannot honour a setting
     s3fs      the same client settings; pipe_file of bytes that lie ready, cat_file to new bytes, one request each
     obstore   if it is installed (pip install obstore), unsigned payload: put from the slot, get copied into it
+    crt       if it is installed (pip install awscrt): the library below LMCache's S3 tier, one request per blob
     http      http.client on presigned URLs, no checks: what the server and the network give
     memcpy    slot to slot, one thread
+
+With --busy a thread computes in pure Python all the while, as a scheduler does; CPU figures then mean nothing.
 """
 
 import argparse
 import http.client
+import io
 import json
 import mmap
 import os
@@ -28,10 +34,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
@@ -39,6 +47,7 @@ from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.location import Location, parse_location
+from tiered_kv.tiers.object.loop_bodies import LoopBodies
 from tiered_kv.tiers.object.s3 import s3_options
 from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.object.tier import ObjectTier
@@ -54,6 +63,7 @@ NAMESPACE = bytes(16)
 PREFIX = f"benchmark-{os.getpid()}"
 """Of everything that this run stores in the bucket."""
 
+WAYS = ("ours", "store", "loop", "s3fs", "obstore", "crt", "http")
 TOTAL_MIB = 256
 TIMEOUT_S = 120.0
 
@@ -93,6 +103,72 @@ class Ours:
 
     def close(self) -> None:
         self.tier.close()
+
+
+class Loop(Ours):
+    def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
+        super().__init__(location, blobs, in_flight)
+        with patch("tiered_kv.tiers.object.s3._open_bodies", LoopBodies):
+            self.put(0)  # the way of bodies is chosen with the first one
+
+
+class Store:
+    def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
+        self.store = ObjectStore(location, timeout_s=TIMEOUT_S, concurrency=in_flight)
+        self.blobs = blobs
+
+    def put(self, index: int) -> None:
+        self.store.put(f"store/{index}", self.blobs.slots[index])
+
+    def get(self, index: int) -> None:
+        self.store.get_into(f"store/{index}", self.blobs.targets[index])
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class Crt:
+    def __init__(self, bucket: Bucket, location: Location, blobs: Blobs) -> None:
+        from awscrt import auth, s3
+
+        keys = auth.AwsCredentialsProvider.new_static(bucket.credentials.access_key, bucket.credentials.secret_key)
+        signing = s3.create_default_s3_signing_config(region=REGION, credential_provider=keys)
+        self.client: Any = s3.S3Client(
+            region=REGION,
+            tls_mode=s3.S3RequestTlsMode.DISABLED,
+            signing_config=signing,
+            part_size=64 << 20,  # one request per blob, as everybody else here
+            multipart_upload_threshold=1 << 30,
+        )
+        self.host = urlsplit(bucket.endpoint_url).netloc
+        self.path = f"/{location.path}/crt"
+        self.blobs = blobs
+
+    def put(self, index: int) -> None:
+        from awscrt.s3 import S3RequestType
+
+        slot = self.blobs.slots[index]
+        self.ask("PUT", S3RequestType.PUT_OBJECT, index, [("Content-Length", str(len(slot)))], io.BytesIO(slot))
+
+    def get(self, index: int) -> None:
+        from awscrt.s3 import S3RequestType
+
+        target = self.blobs.targets[index]
+
+        def take(chunk: bytes, offset: int, **_: object) -> None:
+            target[offset : offset + len(chunk)] = chunk
+
+        self.ask("GET", S3RequestType.GET_OBJECT, index, [], None, on_body=take)
+
+    def ask(self, method: str, kind: object, index: int, headers: list[Any], body: Any, **more: object) -> None:
+        from awscrt.http import HttpHeaders, HttpRequest
+
+        head = HttpHeaders([("Host", self.host), *headers])
+        request = HttpRequest(method, f"{self.path}/{index}", head, body_stream=body)
+        self.client.make_request(type=kind, request=request, **more).finished_future.result(TIMEOUT_S)
+
+    def close(self) -> None:
+        """Its connections go with the object."""
 
 
 class S3fs:
@@ -238,30 +314,64 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measure(bucket: Bucket, mib: int, in_flight: int, runs: int, report: Callable[..., None]) -> None:
-    """All contenders for one size and number in flight, ``runs`` times over."""
-    blobs = make_blobs(mib, max(TOTAL_MIB // mib, in_flight))
+@contextmanager
+def busy(is_wanted: bool) -> Iterator[None]:
+    """A thread that computes for as long as the block."""
+    is_over = threading.Event()
+
+    def compute() -> None:
+        while not is_over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute)
+    if is_wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if is_wanted:
+            thread.join()
+
+
+def make_contenders(bucket: Bucket, blobs: Blobs, in_flight: int, only: list[str]) -> dict[str, Contender]:
+    """Those that were asked for; none named: all that can be imported."""
     options = {"region": REGION, **bucket.credentials.options()}
     location = parse_location(bucket.uri(PREFIX), options)
-    contenders: dict[str, Contender] = {
-        "ours": Ours(location, blobs, in_flight),
-        "s3fs": S3fs(location, blobs, in_flight),
-        "http": Http(bucket, location, blobs),
+    makers: dict[str, Callable[[], Contender]] = {
+        "ours": lambda: Ours(location, blobs, in_flight),
+        "store": lambda: Store(location, blobs, in_flight),
+        "loop": lambda: Loop(location, blobs, in_flight),
+        "s3fs": lambda: S3fs(location, blobs, in_flight),
+        "http": lambda: Http(bucket, location, blobs),
+        "obstore": lambda: Obstore(bucket, location, blobs),
+        "crt": lambda: Crt(bucket, location, blobs),
     }
-    try:
-        contenders["obstore"] = Obstore(bucket, location, blobs)
-    except ImportError:
-        print("obstore is not installed: left out", file=sys.stderr)
+    contenders = {}
+    for name in only or makers:
+        try:
+            contenders[name] = makers[name]()
+        except ImportError:
+            print(f"{name} is not installed: left out", file=sys.stderr)
+    return contenders
+
+
+def measure(bucket: Bucket, mib: int, in_flight: int, options: argparse.Namespace, report: Callable[..., None]) -> None:
+    """All contenders for one size and number in flight, in every run."""
+    blobs = make_blobs(mib, max(TOTAL_MIB // mib, in_flight))
+    contenders = make_contenders(bucket, blobs, in_flight, options.only)
     size, count = blobs.form.blob_bytes, len(blobs.slots)
     for contender in contenders.values():  # connections, signers and the atomic-create probe are made once
         contender.put(0)
         contender.get(0)
     bucket.empty(PREFIX)
-    for run in range(runs):
+    for run in range(options.runs):
         names = sorted(contenders)
         for name in names[run % len(names) :] + names[: run % len(names)]:
-            report(mib, in_flight, run, name, "put", timed(contenders[name].put, count, in_flight, size))
-            report(mib, in_flight, run, name, "get", timed(contenders[name].get, count, in_flight, size))
+            for what in ("put", "get"):
+                with busy(options.busy):
+                    figures = timed(getattr(contenders[name], what), count, in_flight, size)
+                report(mib, in_flight, run, name, what, figures)
             bucket.empty(PREFIX)
         report(mib, in_flight, run, "memcpy", "get", timed(lambda i: copy(blobs, i), count, 1, size))
     for contender in contenders.values():
@@ -273,9 +383,9 @@ def copy(blobs: Blobs, index: int) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:
-    """One line per cell: medians of GB/s and CPU-s/GB, and the median of ours to s3fs run by run."""
-    ways = [name for name in ("ours", "s3fs", "obstore", "http", "memcpy") if any(r["way"] == name for r in results)]
-    lines = ["| MiB | in flight | | " + " | ".join(ways) + " | ours / s3fs |", "|---" * (len(ways) + 4) + "|"]
+    """One line per cell: medians of GB/s and CPU-s/GB, and the median of ours and store to http run by run."""
+    ways = [name for name in (*WAYS, "memcpy") if any(r["way"] == name for r in results)]
+    lines = ["| MiB | in flight | | " + " | ".join(ways) + " | ours, store / http |", "|---" * (len(ways) + 4) + "|"]
     for mib, in_flight, what in sorted({(r["mib"], r["in_flight"], r["what"]) for r in results}):
         cell = [r for r in results if (r["mib"], r["in_flight"], r["what"]) == (mib, in_flight, what)]
         shown = []
@@ -284,9 +394,15 @@ def table(results: list[dict[str, Any]]) -> list[str]:
             figures = [statistics.median(r[key] for r in own) for key in ("gb_per_s", "cpu_s_per_gb")] if own else []
             shown.append(f"{figures[0]:.2f}, {figures[1]:.2f}" if figures else "-")
         speeds = {(r["way"], r["run"]): r["gb_per_s"] for r in cell}
-        ratios = [speeds["ours", run] / speeds["s3fs", run] for run in {r["run"] for r in cell}]
-        lines.append(f"| {mib} | {in_flight} | {what} | " + " | ".join(shown) + f" | {statistics.median(ratios):.2f} |")
+        ratios = ", ".join(ratio(speeds, way) for way in ("ours", "store"))
+        lines.append(f"| {mib} | {in_flight} | {what} | " + " | ".join(shown) + f" | {ratios} |")
     return lines
+
+
+def ratio(speeds: dict[tuple[str, int], float], way: str) -> str:
+    """The median of a way's speed to plain HTTP's, run by run."""
+    runs = {run for name, run in speeds if name == way} & {run for name, run in speeds if name == "http"}
+    return f"{statistics.median(speeds[way, run] / speeds['http', run] for run in runs):.2f}" if runs else "-"
 
 
 def machine(bucket: Bucket) -> dict[str, object]:
@@ -311,7 +427,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--mib", type=int, nargs="+", default=[4, 16, 32])
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--busy", action="store_true", help="beside a thread that computes in pure Python")
+    parser.add_argument("--only", nargs="+", default=[], choices=WAYS)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
 
@@ -323,7 +441,7 @@ def main() -> None:
     with open_bucket("bench", PREFIX, own_options=OWN_SERVER) as bucket:
         for mib in options.mib:
             for in_flight in options.in_flight:
-                measure(bucket, mib, in_flight, options.runs, report)
+                measure(bucket, mib, in_flight, options, report)
         facts = machine(bucket)
     lines = table(results)
     print("\nGB/s and CPU-s per GB of the client, medians:\n")

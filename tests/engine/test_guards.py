@@ -70,6 +70,22 @@ def test_what_was_stored_meanwhile_is_written_when_the_tier_is_back(guarded):
     assert len(guarded.memory.names) == 3 and world.tiering.pending_writes == 0
 
 
+def test_a_trial_that_breaks_is_a_trial_that_failed(guarded, monkeypatch):
+    """Of whatever it broke: without its end there is never another one, and the tier is lost until a restart."""
+    guarded.breaker.trip("down")
+
+    def broken(*_):
+        raise BufferError("cannot close exported pointers exist")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered_kv.engine.guards.self_test", broken)
+        guarded.pass_time()
+        assert guarded.breaker.state is BreakerState.OPEN
+    guarded.world.errors.messages.clear()
+    guarded.pass_time()
+    assert not guarded.breaker.is_open
+
+
 def test_a_tier_that_reads_but_does_not_write_stays_out(guarded):
     guarded.breaker.trip("down")
     puts = []

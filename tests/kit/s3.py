@@ -112,18 +112,3 @@ def s3() -> Iterator[S3]:
                 pytest.fail(f"CI=true, and there is no S3 server to test against: {exc}", pytrace=False)
             pytest.skip(f"no S3 server: {exc}")
         yield opened
-
-
-def watch_requests(patch: pytest.MonkeyPatch) -> list[str]:
-    """A list that gets the name of every request that s3fs makes from now on."""
-    from s3fs import S3FileSystem
-
-    made: list[str] = []
-    original = S3FileSystem._call_s3
-
-    async def call(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        made.append(method)
-        return await original(self, method, *args, **kwargs)
-
-    patch.setattr(S3FileSystem, "_call_s3", call)
-    return made

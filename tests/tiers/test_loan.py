@@ -11,7 +11,8 @@ from tests.kit.s3 import S3
 from tests.kit.server.probe import wait_for
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.object.s3 import PIECE_BYTES, Loan, LoanBody, S3Medium
+from tiered_kv.tiers.object.loop_bodies import PIECE_BYTES, Loan, LoanBody, LoopBodies
+from tiered_kv.tiers.object.loop_calls import LoopCalls
 from tiered_kv.tiers.object.store import ObjectStore
 
 SIZE = 3 * PIECE_BYTES + 4097
@@ -139,23 +140,27 @@ def test_body_can_be_hashed_for_whoever_wants_signed_payloads(s3: S3, prefix: st
 
 
 class SlowWaker:
-    """Stands in for s3fs where a real server cannot be made to hit the moment: the loop wakes up only after the caller
-    has given up, and before it has heard of that."""
+    """Stands in for s3fs' client where a real server cannot be made to hit the moment: the loop wakes up only after the
+    caller has given up, and before it has heard of that."""
 
     def __init__(self) -> None:
         self.asked, self.gate, self.over = threading.Event(), threading.Event(), threading.Event()
         self.sent: list[bytes] = []
+        self.requester_pays, self.s3_additional_kwargs = False, {}
 
-    async def _call_s3(self, method: str, **arguments: object) -> object:
+    async def set_session(self) -> "SlowWaker":
+        return self
+
+    async def get_object(self, **arguments: object) -> object:
+        return {"Body": self, "ContentLength": SIZE}
+
+    async def put_object(self, **arguments: object) -> object:
         try:
-            if method == "get_object":
-                return {"Body": self, "ContentLength": SIZE}
             self.wait()
             self.sent = [piece async for piece in arguments["Body"]]
             return {}
         finally:
-            if method != "get_object":
-                self.over.set()
+            self.over.set()
 
     async def read(self, size: int) -> bytes:
         self.wait()
@@ -174,10 +179,10 @@ def test_request_that_wakes_up_too_late_finds_no_memory(operation: str) -> None:
     slow, loop = SlowWaker(), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    medium = S3Medium(slow, loop, "bucket/prefix", timeout_s=0.2)
+    bodies = LoopBodies(LoopCalls(slow, loop, "bucket", timeout_s=0.2))
     buffer = bytearray(b"o" * SIZE)
     view = memoryview(buffer)
-    call = {"get": lambda: medium.get_into("x", view), "put": lambda: medium.put("x", view, only_if_absent=False)}
+    call = {"get": lambda: bodies.get_into("x", "x", view), "put": lambda: bodies.put("x", view, {})}
     try:
         with pytest.raises(TimeoutError):
             call[operation]()
@@ -225,6 +230,7 @@ def test_put_that_was_given_up_sends_nothing_of_the_next_blob(
     buffer[:] = new
     proxy.set()
     impatient.close()
+    store.close()  # which has an idle connection, too
     wait_for(lambda: not proxy._open, "the end of the connections")
 
     assert proxy.count("PUT") == 1

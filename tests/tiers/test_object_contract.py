@@ -10,7 +10,7 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.kit.s3 import watch_requests
+from tests.kit.faults.proxy import FaultProxy
 from tests.kit.storage.wrapped_tiers import WRAPPINGS
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.fleet.layout import BucketUsage
@@ -288,25 +288,25 @@ def test_close_waits_for_calls_in_flight(store, monkeypatch):
     assert keeper.heard[-2:] == [("finished", CHAIN.form.blob_bytes, True), ("close",)]
 
 
-def test_each_operation_of_the_tier_is_one_request(s3, monkeypatch):
-    made = watch_requests(monkeypatch)
-    tier = ObjectTier(ObjectStore(parse_location(s3.uri(s3.new_prefix()), s3.options())))
-    tier.put(CHAIN.name(0), CHAIN.blob(0).view())  # asks once whether the store creates atomically
-    operations = {
-        "put": (lambda: tier.put(CHAIN.name(1), CHAIN.blob(1).view()), ["put_object"]),
-        "put again": (lambda: tier.put(CHAIN.name(1), CHAIN.blob(1).view()), ["put_object"]),
-        "get": (lambda: read(tier, CHAIN.name(1)), ["get_object"]),
-        "get missing": (lambda: read(tier, CHAIN.name(5)), ["get_object"]),
-        "contains": (lambda: tier.contains(CHAIN.name(1)), ["head_object"]),
-        "contains missing": (lambda: tier.contains(CHAIN.name(5)), ["head_object"]),
-        "delete": (lambda: tier.delete(CHAIN.name(1)), ["head_object", "delete_object"]),
-        "flush": (tier.flush, []),
-    }
-    for operation, (run, expected) in operations.items():
-        made.clear()
-        run()
-        assert made == expected, operation
-    tier.close()
+def test_each_operation_of_the_tier_is_one_request(s3):
+    with FaultProxy(s3.endpoint_url) as proxy:
+        tier = ObjectTier(ObjectStore(parse_location(s3.uri(s3.new_prefix()), s3.options(proxy.url))))
+        tier.put(CHAIN.name(0), CHAIN.blob(0).view())  # asks once whether the store creates atomically
+        operations = {
+            "put": (lambda: tier.put(CHAIN.name(1), CHAIN.blob(1).view()), ["PUT"]),
+            "put again": (lambda: tier.put(CHAIN.name(1), CHAIN.blob(1).view()), ["PUT"]),
+            "get": (lambda: read(tier, CHAIN.name(1)), ["GET"]),
+            "get missing": (lambda: read(tier, CHAIN.name(5)), ["GET"]),
+            "contains": (lambda: tier.contains(CHAIN.name(1)), ["HEAD"]),
+            "contains missing": (lambda: tier.contains(CHAIN.name(5)), ["HEAD"]),
+            "delete": (lambda: tier.delete(CHAIN.name(1)), ["HEAD", "DELETE"]),
+            "flush": (tier.flush, []),
+        }
+        for operation, (run, expected) in operations.items():
+            proxy.forget()
+            run()
+            assert [request.kind for request in proxy.requests] == expected, operation
+        tier.close()
 
 
 def test_a_wrong_size_beside_a_sound_header_is_corrupt(store):

@@ -10,7 +10,7 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.kit.s3 import watch_requests
+from tests.kit.faults.proxy import FaultProxy
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.s3 import s3_options
@@ -293,47 +293,52 @@ def test_a_host_name_that_is_unknown_is_told():
 
 
 @pytest.fixture
-def requests(monkeypatch):
-    """Names of the requests that s3fs made."""
-    pytest.importorskip("s3fs")
-    return watch_requests(monkeypatch)
+def proxy(s3):
+    with FaultProxy(s3.endpoint_url) as proxy:
+        yield proxy
 
 
-def test_every_operation_is_one_request(s3, requests):
-    store = open_store(s3.uri(s3.new_prefix()), s3.options())
+def asked(proxy):
+    return [request.kind for request in proxy.requests]
+
+
+def test_every_operation_is_one_request(s3, proxy):
+    store = open_store(s3.uri(s3.new_prefix()), s3.options(proxy.url))
     store.put("x", b"data")
 
     def made_by(call):
-        requests.clear()
+        proxy.forget()
         call()
-        return list(requests)
+        return asked(proxy)
 
-    assert made_by(lambda: store.get("x")) == ["get_object"]
-    assert made_by(lambda: store.get("missing")) == ["get_object"]
-    assert made_by(lambda: store.get_head("x", 2)) == ["get_object"]
-    assert made_by(lambda: store.head("x")) == ["head_object"]
-    assert made_by(lambda: store.head("missing")) == ["head_object"]
-    assert made_by(lambda: store.create("y", b"1")) == ["put_object"]
-    assert made_by(lambda: store.create("y", b"1")) == ["put_object"]
-    assert made_by(lambda: store.put("x", b"1")) == ["put_object"]
-    assert made_by(lambda: list(store.list(""))) == ["list_objects_v2"]
-    assert made_by(lambda: store.delete(["x"])) == ["delete_object"]
-    assert made_by(lambda: store.delete(["x", "y"])) == ["delete_objects"]
+    assert made_by(lambda: store.get("x")) == ["GET"]
+    assert made_by(lambda: store.get("missing")) == ["GET"]
+    assert made_by(lambda: store.get_into("x", memoryview(bytearray(4)))) == ["GET"]
+    assert made_by(lambda: store.get_into("missing", memoryview(bytearray(4)))) == ["GET"]
+    assert made_by(lambda: store.get_head("x", 2)) == ["GET"]
+    assert made_by(lambda: store.head("x")) == ["HEAD"]
+    assert made_by(lambda: store.head("missing")) == ["HEAD"]
+    assert made_by(lambda: store.create("y", b"1")) == ["PUT"]
+    assert made_by(lambda: store.create("y", b"1")) == ["PUT"]
+    assert made_by(lambda: store.put("x", b"1")) == ["PUT"]
+    assert made_by(lambda: list(store.list(""))) == ["LIST"]
+    assert made_by(lambda: store.delete(["x"])) == ["DELETE"]
+    assert made_by(lambda: store.delete(["x", "y"])) == ["POST"]
     store.close()
 
 
-def test_a_list_and_a_delete_of_many_come_in_parts(s3, requests, monkeypatch):
+def test_a_list_and_a_delete_of_many_come_in_parts(s3, proxy, monkeypatch):
     monkeypatch.setattr("tiered_kv.tiers.object.s3.DELETE_BATCH", 10)
     few = {"s3_additional_kwargs": {"MaxKeys": 10}}  # of a page; s3fs hands it to the LIST alone
-    store = open_store(s3.uri(s3.new_prefix()), s3.options() | few)
+    store = open_store(s3.uri(s3.new_prefix()), s3.options(proxy.url) | few)
     names = [f"n/{number:02d}" for number in range(25)]
     for name in names:
         store.put(name, b"1")
-    requests.clear()
+    proxy.forget()
     assert [info.path for info in store.list("")] == names
-    assert requests == ["list_objects_v2"] * 3
+    assert asked(proxy) == ["LIST"] * 3
     store.delete(names)
-    assert requests[3:] == ["delete_objects"] * 3
+    assert asked(proxy)[3:] == ["POST"] * 3
     assert paths(store) == []
     store.close()
 

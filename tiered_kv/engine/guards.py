@@ -82,7 +82,11 @@ class Guards:
         self._tiering.set_readable(one.number, not one.is_out)
 
     def _try(self, one: _Guarded) -> None:
-        result = self_test(one.trial, self._clock, one.left)
+        try:
+            result = self_test(one.trial, self._clock, one.left)
+        except Exception as exc:  # whatever it is, the trial has ended, or there would never be another one
+            logger.exception("a trial of a tier ended by itself. tier=%s", one.trial.traits.name)
+            result = SelfTest(0, 0.0, 0.0, repr(exc), one.left)
         one.left = result.left
         self._ended.append((one, result))
         self._executor.notify()

@@ -7,6 +7,7 @@ They raise whatever their client raises: ``ObjectStore``, their only caller, tur
 import asyncio
 import errno
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -63,6 +64,28 @@ class Medium(Protocol):
     def close(self) -> None: ...
 
 
+class Deadline:
+    """A moment by which a call is over."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Time that is left; negative once it is over."""
+        return self._end_s - time.monotonic()
+
+    def wait_s(self, longest_s: float) -> float:
+        """How long a single wait may take.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+        """
+        left = self.left_s()
+        if left <= 0:
+            raise TimeoutError("the call's time is over")
+        return min(left, longest_s)
+
+
 class CallRunner:
     """Runs calls that cannot be cancelled, each in a thread of its own, so that a hang costs the caller its deadline.
 
@@ -74,7 +97,18 @@ class CallRunner:
         self._lock = threading.Lock()
         self._running_count = 0
 
-    def run(self, function: Callable[..., T], *args: object) -> T:
+    def run(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        timeout_s: float | None = None,
+        late: Callable[[T], object] | None = None,
+    ) -> T:
+        """Run it in a thread; ``timeout_s`` in place of the usual deadline, ``late`` for what comes after it.
+
+        Raises:
+            TimeoutError: It was not done in time.
+        """
         with self._lock:
             if self._running_count >= STUCK_MAX:
                 raise TimeoutError(f"{self._running_count} earlier calls did not come back")
@@ -83,9 +117,15 @@ class CallRunner:
 
         def work() -> None:
             try:
-                future.set_result(function(*args))
+                result = function(*args)
             except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
-                future.set_exception(exc)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(exc)
+            else:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(result)
+                elif late is not None:
+                    late(result)
             finally:
                 with self._lock:
                     self._running_count -= 1
@@ -96,7 +136,12 @@ class CallRunner:
             with self._lock:
                 self._running_count -= 1
             raise OSError(errno.EAGAIN, f"cannot start a thread: {exc}") from exc
-        return future.result(self._timeout_s)
+        try:
+            return future.result(self._timeout_s if timeout_s is None else timeout_s)
+        except TimeoutError:
+            if future.cancel():
+                raise
+            return future.result()  # it came at this very moment, or the error is the function's own
 
 
 def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:

@@ -1,0 +1,314 @@
+"""Kept-alive HTTP connections whose every wait ends with a deadline, straight to and from the caller's memory.
+
+Owns sockets and the pool of those that are idle. Knows nothing of S3: what is asked and what an answer means is the
+business of ``thread_bodies.py``, its only caller.
+
+What is not obvious: on plain TCP one system call moves a whole body (``MSG_WAITALL``, and a blocking send), bounded by
+the kernel's own timeouts. Python's timeouts would poll before each of some hundred pieces and ask for the GIL after it,
+and beside a busy Python thread each asking costs 5 ms (docs/decisions/0032-s3-bodies.md).
+"""
+
+import contextlib
+import http.client
+import io
+import math
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tiered_kv.tiers.object.medium import CallRunner, Deadline
+
+IDLE_MAX_S: Final = 15.0
+"""A connection that lay idle for longer is not used again: load balancers and firewalls forget without a word."""
+
+IDLE_SUSPECT_S: Final = 1.0
+"""A server may have closed what lay idle for so long just as it was used again; earlier, a failure is the request's."""
+
+TLS_PIECE_BYTES: Final = 256 << 10
+REARM_S: Final = 0.02
+_TIMEVAL: Final = struct.Struct("@ll")
+
+
+class SilentError(TimeoutError):
+    """The other side took or gave no byte for the longest wait, before the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a connection leads; ``context`` is None for plain HTTP."""
+
+    host: str
+    port: int
+    context: ssl.SSLContext | None
+
+
+class Wire:
+    """A connected socket with a deadline; what ``http.client`` takes for a socket.
+
+    Threads: one at a time, the one whose call has the connection.
+
+    Raises:
+        TimeoutError: The deadline has passed; SilentError if it was nothing but silence.
+    """
+
+    def __init__(self, connected: socket.socket, silence_s: float) -> None:
+        self._socket = connected
+        self._is_tls = isinstance(connected, ssl.SSLSocket)
+        self._silence_s = silence_s
+        self._deadline = Deadline(0)
+        self._armed_s = 0.0
+        self.reader = io.BufferedReader(_WireReader(self))
+        connected.settimeout(None)
+
+    def start(self, deadline: Deadline) -> None:
+        """Obey this deadline from now on."""
+        self._deadline = deadline
+        self._armed_s = 0.0
+
+    def makefile(self, mode: str) -> "io.BufferedReader[_WireReader]":
+        """A new buffered reader, for one answer; closing it leaves the socket open."""
+        assert mode == "rb", mode
+        self.reader = io.BufferedReader(_WireReader(self))
+        return self.reader
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        offset = 0
+        with memoryview(data) as view:  # every view is released here, also those of an error's traceback
+            while offset < len(view):
+                try:
+                    with view[offset : offset + TLS_PIECE_BYTES] if self._is_tls else view[offset:] as part:
+                        offset += self._send(part)
+                except (BlockingIOError, TimeoutError) as exc:
+                    raise self._over() from exc
+
+    def _send(self, part: memoryview) -> int:
+        if self._is_tls:
+            self._arm_tls()
+        else:
+            self._arm(socket.SO_SNDTIMEO)
+        return self._socket.send(part)
+
+    def recv_into(self, view: memoryview, flags: int = 0) -> int:
+        try:
+            if self._is_tls:
+                self._arm_tls()
+                return self._socket.recv_into(view)
+            self._arm(socket.SO_RCVTIMEO)
+            return self._socket.recv_into(view, 0, flags)
+        except (BlockingIOError, TimeoutError) as exc:
+            raise self._over() from exc
+
+    def fill(self, view: memoryview) -> int:
+        """Read until ``view`` is full or the stream ends: the number of bytes read."""
+        self.acknowledge()
+        offset = self.reader.readinto1(view)  # what came together with the head
+        while 0 < offset < len(view):
+            count = self.recv_into(view[offset:], socket.MSG_WAITALL)
+            if count == 0:
+                break
+            offset += count
+        return offset
+
+    def acknowledge(self) -> None:
+        """Acknowledge an answer's head now. The kernel waits 40 ms to do it with our next bytes, and a server that uses
+        Nagle's algorithm waits with it before it sends the first bytes of a body."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+    def is_quiet(self) -> bool:
+        """Whether nothing came while idle: what comes without a question is the end, or nothing we could use."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Nothing: ``http.client`` closes its socket while a last answer's body is still to be read. See ``end``."""
+
+    def end(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _arm(self, option: int) -> None:
+        """Bound the next system call: of all its waits the kernel counts the sum."""
+        seconds, rest = divmod(max(self._deadline.wait_s(self._silence_s), 1e-3), 1.0)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(rest * 1e6)))
+
+    def _arm_tls(self) -> None:
+        """Bound the next calls. A record is 16 KiB, too little to pay for a system call each time."""
+        now = time.monotonic()
+        if now - self._armed_s > REARM_S:
+            self._socket.settimeout(self._deadline.wait_s(self._silence_s))
+            self._armed_s = now
+
+    def _over(self) -> TimeoutError:
+        if self._deadline.left_s() <= 1e-3:
+            return TimeoutError("the call's time is over")
+        return SilentError(f"no byte within {self._silence_s:g} s")
+
+
+def _connect_any(place: Place, end_s: float) -> socket.socket:
+    """Connect to one of a host's addresses; one that does not answer leaves time for those after it.
+
+    Raises:
+        OSError: None could be connected to.
+    """
+    found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    failure: OSError = TimeoutError("no address answers")
+    for left, (family, kind, protocol, _, address) in zip(range(len(found), 0, -1), found, strict=True):
+        wait_s = (end_s - time.monotonic()) / left
+        if wait_s <= 0:
+            break
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.settimeout(wait_s)
+            made.connect(address)
+        except OSError as exc:
+            failure = exc
+            made.close()
+        else:
+            return made
+    raise failure
+
+
+class _WireReader(io.RawIOBase):
+    """A wire as a raw stream; ``http.client`` buffers and closes one per answer."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._wire.recv_into(memoryview(buffer).cast("B"))
+
+
+class HttpConnection(http.client.HTTPConnection):
+    """One connection to a place, made already.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, place: Place, wire: Wire) -> None:
+        super().__init__(place.host, place.port)
+        self.place = place
+        self.wire = wire
+        self.sock: Any = wire
+        self.idle_since_s = math.inf  # not yet idle
+        self.auto_open = 0  # a request on a closed connection fails instead of connecting without our deadline
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a failure may be the server's closing of what lay idle, and none of the request's."""
+        return time.monotonic() - self.idle_since_s >= IDLE_SUSPECT_S
+
+    def ask(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes | memoryview, deadline: Deadline
+    ) -> http.client.HTTPResponse:
+        """Send a request and read the head of its answer.
+
+        Raises:
+            TimeoutError: As of :class:`Wire`.
+            OSError, http.client.HTTPException: The connection ended, or no HTTP came.
+        """
+        self.wire.start(deadline)
+        self.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+        for name, value in headers.items():
+            self.putheader(name, value)
+        try:
+            self.endheaders()
+            if len(body):
+                self.send(body)
+        except (BrokenPipeError, ConnectionResetError, SilentError):
+            # A server may refuse before it has read it all, and what it said is worth more than how it left.
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return self._refusal()
+            raise
+        return self._answer()
+
+    def _answer(self) -> http.client.HTTPResponse:
+        answer = self.getresponse()
+        if answer.status < 200:  # http.client knows of 100 alone; the real one would be taken for the next request's
+            raise http.client.HTTPException(f"an interim answer. status={answer.status}")
+        return answer
+
+    def _refusal(self) -> http.client.HTTPResponse:
+        answer = self._answer()
+        answer.will_close = True  # what was not sent of the body would be taken for the next request
+        return answer
+
+
+class ConnectionPool:
+    """Idle connections, those used last first.
+
+    Threads: any. A connection is in the pool or in one call, never in both.
+    """
+
+    def __init__(self, idle_max: int, connect_timeout_s: float, silence_s: float) -> None:
+        """Keep at most ``idle_max`` connections; ``silence_s`` bounds a single wait for the other side."""
+        self._idle_max = idle_max
+        self._connect_timeout_s = connect_timeout_s
+        self._silence_s = silence_s
+        self._runner = CallRunner(connect_timeout_s)
+        self._lock = threading.Lock()
+        self._idle: list[HttpConnection] = []
+        self._is_closed = False
+
+    def take(self, place: Place) -> HttpConnection | None:
+        """An idle connection that seems alive; None: there is none."""
+        while True:
+            with self._lock:
+                found = next((c for c in reversed(self._idle) if c.place == place), None)
+                if found is None:
+                    return None
+                self._idle.remove(found)
+            if time.monotonic() - found.idle_since_s < IDLE_MAX_S and found.wire.is_quiet():
+                return found
+            found.wire.end()
+
+    def connect(self, place: Place, deadline: Deadline) -> HttpConnection:
+        """A new connection. Made in a thread of its own: nothing else bounds a name server or a handshake.
+
+        Raises:
+            TimeoutError: It took too long; what comes of it later is closed.
+            OSError: It could not be made; ssl.SSLError and socket.gaierror are such.
+        """
+        wait_s = deadline.wait_s(self._connect_timeout_s)
+        wire = self._runner.run(self._dial, place, wait_s, timeout_s=wait_s, late=Wire.end)
+        return HttpConnection(place, wire)
+
+    def _dial(self, place: Place, timeout_s: float) -> Wire:
+        plain = _connect_any(place, time.monotonic() + timeout_s)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if place.context is None:
+                return Wire(plain, self._silence_s)
+            return Wire(place.context.wrap_socket(plain, server_hostname=place.host), self._silence_s)
+        except BaseException:
+            plain.close()
+            raise
+
+    def give(self, connection: HttpConnection) -> None:
+        """Keep a connection whose answer was read to its end; close what is idle for too long."""
+        now = connection.idle_since_s = time.monotonic()
+        with self._lock:
+            everything = [*self._idle, connection]
+            young = [c for c in everything if now - c.idle_since_s < IDLE_MAX_S]
+            self._idle = [] if self._is_closed else young[-self._idle_max :]
+            dropped = [c for c in everything if c not in self._idle]
+        for one in dropped:
+            one.wire.end()
+
+    def close(self) -> None:
+        """Close what is idle now, and from now on what is given back. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for one in idle:
+            one.wire.end()

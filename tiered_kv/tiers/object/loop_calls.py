@@ -1,0 +1,90 @@
+"""Requests through s3fs' client on fsspec's event loop, each within a deadline.
+
+Owns how s3fs is asked: through what it and botocore document (``set_session``, a client's methods and ``meta``), not
+through its call function, which is private. Called by ``s3.py`` and ``loop_bodies.py``.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error
+
+from tiered_kv.tiers.object.medium import Deadline, run_on_loop
+
+T = TypeVar("T")
+
+
+class LoopCalls:
+    """One bucket's requests on the loop.
+
+    Threads: any; coroutines run on the loop's own thread.
+    """
+
+    def __init__(self, filesystem: Any, loop: asyncio.AbstractEventLoop, bucket: str, timeout_s: float) -> None:
+        self.filesystem = filesystem
+        self.bucket = bucket
+        self.timeout_s = timeout_s
+        self._loop = loop
+        self._client: Any = None
+        self._current = threading.local()
+
+    @contextmanager
+    def one_deadline(self) -> Iterator[None]:
+        """Let all that this thread asks in the block share one deadline, which begins now."""
+        self._current.deadline = Deadline(self.timeout_s)
+        try:
+            yield
+        finally:
+            self._current.deadline = None
+
+    def deadline(self) -> Deadline:
+        """That of the block the calling thread is in, else a new one."""
+        current: Deadline | None = getattr(self._current, "deadline", None)
+        return Deadline(self.timeout_s) if current is None else current
+
+    async def client(self) -> Any:
+        """The client that s3fs made or makes now; it makes a new one after its connections were closed."""
+        self._client = await self.filesystem.set_session()
+        return self._client
+
+    async def call(self, method: str, **arguments: object) -> Any:
+        """Make one request.
+
+        Raises:
+            OSError: The store refused; botocore's ClientError is the cause.
+        """
+        client = await self.client()
+        try:
+            return await getattr(client, method)(
+                Bucket=self.bucket, **additional_arguments(client, self.filesystem, method), **arguments
+            )
+        except ClientError as exc:
+            raise translate_boto_error(exc) from exc
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run on the loop until done, or until the deadline.
+
+        Raises:
+            TimeoutError: It was not done in time, and is cancelled.
+        """
+        return run_on_loop(self._loop, coroutine, max(self.deadline().left_s(), 0.0))
+
+    def close(self) -> None:
+        """Close the client's connections. Idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            self.run(client.close())
+
+
+def additional_arguments(client: Any, filesystem: Any, method: str) -> Mapping[str, object]:
+    """What the options of the location add to requests of a kind, as s3fs does: encryption, who pays."""
+    asked = {"RequestPayer": "requester"} if filesystem.requester_pays else {}
+    asked = {**filesystem.s3_additional_kwargs, **asked}
+    if not asked:
+        return asked
+    shape = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[method]).input_shape
+    return {name: value for name, value in asked.items() if shape is not None and name in shape.members}

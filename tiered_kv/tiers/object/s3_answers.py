@@ -1,0 +1,29 @@
+"""What S3's answers about bodies mean, for both ways to move one.
+
+Owns the range a get asks for and how often a create is tried. Called by ``s3.py``, ``loop_bodies.py`` and
+``thread_bodies.py``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tiered_kv.tiers.object.errors import code_of, status_of
+
+CREATE_TRIES: Final = 3
+CONFLICT_WAIT_S: Final = 0.05
+
+
+def first_bytes(length: int) -> str:
+    """The range of a get. Also for the whole: Ceph's gateway sends that a tenth sooner (docs/decisions/0006)."""
+    return f"bytes=0-{length - 1}"
+
+
+def is_beyond_the_end(exc: BaseException) -> bool:
+    """Whether a range was refused because the object is empty: it has no first byte."""
+    return code_of(exc) == "InvalidRange" or status_of(exc) == 416
+
+
+def whole_bytes(answer: Mapping[str, Any]) -> int:
+    """Size of the whole object, from the answer to a GET of a part of it; some stores send all of it instead."""
+    total = str(answer.get("ContentRange", "")).rpartition("/")[2]
+    return int(total) if total.isdecimal() else int(answer["ContentLength"])
