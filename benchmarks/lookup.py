@@ -70,14 +70,16 @@ class Node(BareEngine):
     """A server whose index has so many chunks, and an engine behind it.
 
     Attributes:
+        settings: The cache's.
         prompts: The longest prompt of the cases ``host`` and ``disk``; shorter ones are its beginnings.
     """
 
-    def __init__(self, root: Path, chunks: int, longest: int = LONGEST) -> None:
+    def __init__(self, root: Path, chunks: int, longest: int = LONGEST, most_chunks: int = 0) -> None:
         # A lookup may lease 37.5 % of host memory: small indexes need more of it than their chunks take.
-        host_bytes = max(int(1.05 * chunks) * SLOT_BYTES, 64 << 20) + (64 << 20)
+        host_bytes = max(int(1.05 * max(chunks, most_chunks)) * SLOT_BYTES, 64 << 20) + (64 << 20)
         given = {"host_bytes": host_bytes, "disk_bytes": DISK_BYTES, "chunk_tokens": CHUNK, "drain_s": 0.0}
         more = {"promotion_wait_ms": 60_000, "lookup_timeout_ms": 20_000, "start_timeout_s": 60.0}
+        self.settings = {"storage_uri": root.as_uri()} | given | more
         super().__init__(root, given | more, SHAPE)
         self.chunks = chunks
         self.open(blocks=64)

@@ -11,6 +11,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_message
+from tiered_kv.tiering.removal import STEP
 
 EngineStarter = Callable[..., SmallEngine]
 
@@ -40,6 +41,36 @@ def test_evicted_chunks_are_misses_and_others_stay(engine: EngineStarter, root: 
     assert evict(root, "disk", space, list(keys.keys[4:])) == (0, 0, 2)
     one.store(6, start=4)
     one.wait_hits(6)
+
+
+def test_an_order_of_many_chunks_goes_on_in_steps_beside_others(engine: EngineStarter, root: Path) -> None:
+    """More chunks than one step looks at, by two operators at once, one of whom leaves."""
+    one = engine(host_bytes=64 << 20)
+    for number in range(4):
+        one.store(200, first_token=number * 1_000_000)
+    one.wait_hits(200, first_token=3_000_000)
+    wait_written(root)
+    known = figures(root)["hierarchy"]["host_ready_chunks"]
+    assert known > STEP
+    space = one.client.namespace.digest
+    links = [ServerLink.of_directory(root) for _ in range(2)]
+    for link in links:
+        link._sock.sendall(m.frame(m.Evict("host", space, b"", False)))
+    links[0].close()
+    answer = read_message(links[1]._sock)
+    links[1].close()
+    assert isinstance(answer, m.Evicted) and answer.kept == 0
+    wait_for(lambda: figures(root)["hierarchy"]["host_ready_chunks"] == 0, "the order whose operator has left")
+    assert one.hits(5) == 5, "from the disk"
+
+
+def test_one_order_at_a_time(engine: EngineStarter, root: Path) -> None:
+    one = engine()
+    one.store(1)
+    link = ServerLink.of_directory(root)
+    link._sock.sendall(m.frame(m.Evict("host", b"", b"", False)) + m.frame(m.Evict("host", b"", b"", False)))
+    assert isinstance(read_message(link._sock), m.Refused)
+    link.close()
 
 
 def test_a_leased_chunk_stays_in_host_memory_until_its_release(engine: EngineStarter, root: Path) -> None:

@@ -14,7 +14,7 @@ SLOPE_MAX_MIB_PER_H = 30.0
 SHARE_MAX = 0.05
 ROOM_MIB = 8.0
 SAMPLES_MIN = 6
-KNOWN_CHUNK_MIB = 1024 / 2**20
+KNOWN_CHUNK_MIB = 480 / 2**20
 """What a server remembers of a chunk it knows of, on disk or in the bucket; tests/tiering/test_index_memory.py."""
 
 SPAN_S = 240.0

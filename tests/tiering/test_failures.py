@@ -59,7 +59,7 @@ def test_a_store_during_the_deletion_is_written_after_it():
 def test_a_corrupt_blob_that_cannot_be_deleted_is_never_held_nor_read_again():
     story, _ = promoted(Blob.CORRUPT)
     story.end(Delete, fault=Outcome.UNAVAILABLE)
-    assert story.entry(PREFIX[:2]).blobs == [BlobState.ABSENT, BlobState.CORRUPT]
+    assert story.entry(PREFIX[:2]).blobs == (BlobState.ABSENT, BlobState.CORRUPT)
     lookup = story.ask(PREFIX)
     assert story.figures(lookup) == (1, 1, 1, True) and not story.waiting(Read)
 
@@ -108,7 +108,7 @@ def test_a_foreign_blob_found_by_a_write_is_left_alone():
     story = Story()
     story.media[1][SMALL.key((1,))] = Blob.FOREIGN
     story.store((1,))
-    assert story.entry((1,)).blobs == [BlobState.ABSENT, BlobState.FOREIGN]
+    assert story.entry((1,)).blobs == (BlobState.ABSENT, BlobState.FOREIGN)
     story.ask((1,))
     story.store((1, 2))
     assert story.media[1][SMALL.key((1,))] is Blob.FOREIGN and story.counted("write_failed_foreign") == 1

@@ -2,12 +2,17 @@
 
 import gc
 import hashlib
+import subprocess
+import sys
 import tracemalloc
+
+import pytest
 
 from tests.soak.judgement import KNOWN_CHUNK_MIB
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.eviction import EvictionOrder
 from tiered_kv.tiering.index import BlobState, Index
+from tiered_kv.tiering.lru import Lru
 from tiered_kv.tiering.multi_queue import MultiQueue
 from tiered_kv.tiering.quotas import Quotas
 
@@ -19,25 +24,96 @@ def digest(number: int, length: int) -> bytes:
     return hashlib.sha256(number.to_bytes(8)).digest()[:length]
 
 
-def test_a_known_chunk_takes_about_a_kilobyte():
-    """In a tier that remembers its order: 10,000,000 chunks of a bucket would take 10 GB, so they are bounded."""
+def fill(index: Index, order: EvictionOrder) -> None:
+    """Chunks in a tier that remembers their order, in short prompts."""
+    namespace, parent = digest(0, 16), digest(0, 16)
+    for number in range(CHUNKS):
+        position = number % PREFIX
+        key = digest(1 + number, 16)
+        record = ChunkRecord(
+            namespace, key, parent if position else namespace, position, digest(1 + CHUNKS + number, 32)
+        )
+        entry = index.add(record)
+        index.set_blob_state(entry, 2, BlobState.PRESENT)
+        index.set_blob_bytes(entry, 2, 2 << 20)
+        order.add(entry)
+        parent = key
+
+
+@pytest.mark.parametrize("policy", [MultiQueue, Lru])
+def test_the_garbage_collector_walks_no_chunk(policy):
+    """Every object that it does walk is walked in every full collection, while all lookups wait."""
+    index = Index(3)
+    order = EvictionOrder(2, index, Quotas(), policy)
+    gc.collect()
+    before = len(gc.get_objects())
+    fill(index, order)
+    gc.collect()
+    assert len(gc.get_objects()) - before < CHUNKS / PREFIX + 100, "more than one object for each prompt"
+    assert not any(map(gc.is_tracked, index.entries()))
+    assert not gc.is_tracked(index._entries)
+
+
+def test_chunks_that_go_are_freed_without_the_garbage_collector():
+    """It does not know of them: what led back to itself would stay for ever."""
     index = Index(3)
     order = EvictionOrder(2, index, Quotas(), MultiQueue)
-    namespace, parent = digest(0, 16), digest(0, 16)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        fill(index, order)
+        full_bytes = tracemalloc.get_traced_memory()[0]
+        for entry in reversed(index.entries()):
+            order.remove(entry)
+            index.set_blob_state(entry, 2, BlobState.ABSENT)
+            index.remove_if_gone(entry)
+        del entry
+        left_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert len(index) == 0 and left_bytes < full_bytes / 6, "more than the empty tables is left"
+
+
+def test_a_very_long_prompt_and_its_order_are_freed(tmp_path):
+    """Chunks that refer to the next one are freed one within the other, unless somebody takes care.
+
+    In a process that may die of it; added as by a scan that finds the last one first.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import gc, tracemalloc\n"
+        "from tiered_kv.keys.chunk_record import ChunkRecord\n"
+        "from tiered_kv.tiering.eviction import EvictionOrder\n"
+        "from tiered_kv.tiering.index import Index\n"
+        "from tiered_kv.tiering.multi_queue import MultiQueue\n"
+        "from tiered_kv.tiering.quotas import Quotas\n"
+        "def key(number): return number.to_bytes(16)\n"
+        "tracemalloc.start()\n"
+        "index = Index(2)\n"
+        "order = EvictionOrder(1, index, Quotas(), MultiQueue)\n"
+        "for number in range(300_000, 0, -1):\n"
+        "    record = ChunkRecord(key(0), key(number), key(number - 1), number - 1, bytes(32))\n"
+        "    entry = index.add(record)\n"
+        "    if number % 100 == 0: order.add(entry)\n"
+        "del entry, record, index, order\n"
+        "gc.collect()\n"
+        "print(tracemalloc.get_traced_memory()[0])\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10 << 20
+
+
+def test_a_known_chunk_takes_about_half_a_kilobyte():
+    """In a tier that remembers its order: 10,000,000 chunks of a bucket would take 5 GB, so they are bounded."""
+    index = Index(3)
+    order = EvictionOrder(2, index, Quotas(), MultiQueue)
     tracemalloc.start()
     try:
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
-        for number in range(CHUNKS):
-            position = number % PREFIX
-            key = digest(1 + number, 16)
-            record = ChunkRecord(
-                namespace, key, parent if position else namespace, position, digest(1 + CHUNKS + number, 32)
-            )
-            entry = index.add(record)
-            index.set_blob_state(entry, 2, BlobState.PRESENT)
-            order.add(entry)
-            parent = key
+        fill(index, order)
         gc.collect()
         each_bytes = (tracemalloc.get_traced_memory()[0] - before) / CHUNKS
     finally:

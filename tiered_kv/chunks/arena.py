@@ -108,7 +108,9 @@ class Arena:
                 os.posix_fallocate(self.slab_fds[slab], 0, size_bytes)
                 # Memory that was only promised is cleared page by page when it is first touched, ten times slower than
                 # a copy: here, not while an engine waits for its first stores.
-                self._populate(slab, 0, size_bytes, _POPULATE_WRITE)
+                # In parts: the kernel lets no thread map anything meanwhile.
+                for start in range(0, size_bytes, POPULATE_STEP_BYTES):
+                    self._populate(slab, start, min(POPULATE_STEP_BYTES, size_bytes - start), _POPULATE_WRITE)
             # Once more: a worker that mapped a step of what was just taken brought it back.
             with self._punching:
                 self._give_back(slab, size_bytes)

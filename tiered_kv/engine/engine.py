@@ -16,7 +16,7 @@ except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one sma
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +73,9 @@ RETRY_INTERVAL_S = 30.0
 
 RESUME_INTERVAL_S = 1.0
 """How long writes to a shared tier pause after one found no room or no answer."""
+
+SLICE_S = 0.003
+"""How long a step takes in what has ended; the rest is for the next one."""
 
 PROGRESS_INTERVAL_S = 0.02
 """Between two updates of lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
@@ -363,9 +366,11 @@ class Engine:
 
     # -- what operators do -------------------------------------------------------------------------------------
 
-    def remove(self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool) -> RemovalCount:
-        """Remove chunks from one tier; see :func:`~tiered_kv.tiering.removal.remove`."""
-        return self.tiering.remove(tier, namespace, keys, leaves_holes=leaves_holes)
+    def removing(
+        self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool
+    ) -> Iterator[RemovalCount | None]:
+        """Remove chunks from one tier, in steps; see :func:`~tiered_kv.tiering.removal.removing`."""
+        return self.tiering.removing(tier, namespace, keys, leaves_holes=leaves_holes)
 
     def erase(self, tier: int, namespace: bytes, tag: bytes) -> RemovalCount:
         """Remove what was stored under a tag, and all behind it; see :func:`~tiered_kv.tiering.removal.erase`."""
@@ -440,8 +445,11 @@ class Engine:
         Call after every change made through ``tiering`` and whenever the executor notifies.
         """
         self.executor.drain_notifications()
+        until_s = self.clock.monotonic() + SLICE_S
         while self._finished:
             self._report(*self._finished.popleft())
+            if self.clock.monotonic() >= until_s:
+                break
         for number, result in self.guards.step():
             if result.size_bytes:
                 self.sample_read(number, result.size_bytes, result.read_s)
@@ -459,7 +467,9 @@ class Engine:
 
     @property
     def wait_s(self) -> float | None:
-        """The longest time until :meth:`step` has something to say by the clock alone; None: nothing waits for it."""
+        """How long :meth:`step` may be left uncalled if nothing happens; None: for ever."""
+        if self._finished:
+            return 0.0
         return max(0.0, self._progress_due_s - self.clock.monotonic()) if self.tiering.has_progress else None
 
     def _keep_time(self, now_s: float) -> None:

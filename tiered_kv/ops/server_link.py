@@ -18,6 +18,9 @@ from tiered_kv.server.directory import read_info
 from tiered_kv.version import __version__
 
 TIMEOUT_S: Final = 10.0
+ORDER_TIMEOUT_S: Final = 600.0
+"""Of an order to evict: a server works at it beside all else, and it may be of millions of chunks."""
+
 KEYS_AT_ONCE: Final = 10_000
 """Of one message: well below the longest frame, and little enough for the server's loop."""
 
@@ -119,9 +122,13 @@ class ServerLink:
             left = answer.left
 
     def _ask(self, question: m.Message, kind: type[Answer]) -> Answer:
+        before_s = self._sock.gettimeout()
         try:
+            if isinstance(question, m.Evict):
+                self._sock.settimeout(ORDER_TIMEOUT_S)
             self._sock.sendall(m.frame(question))
             answer = read_message(self._sock)
+            self._sock.settimeout(before_s)
         except OSError as exc:
             raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
         if isinstance(answer, m.Refused):

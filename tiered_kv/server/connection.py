@@ -13,7 +13,12 @@ from tiered_kv.server.protocol import FRAME_BYTES_MAX, HELLO_BYTES_MAX, FrameRea
 
 OUTBOX_BYTES_MAX = 8 << 20
 """A client that does not read this much is lost: its session ends, its engine goes on without the cache."""
-READ_BYTES = 256 << 10
+READ_BYTES = 64 << 10
+"""Less than the allocator would ask the kernel for (``keep_heap_small``): that waits while a thread maps memory."""
+
+READS_MAX = 4
+"""Of one turn: what a socket's buffer holds, so that what a client said last is heard whole."""
+
 _PEER = struct.Struct("3i")
 
 
@@ -77,17 +82,20 @@ class Connection:
             ProtocolError: The client sent something else than messages.
             ConnectionError: The client is gone.
         """
-        try:
-            data = self.sock.recv(READ_BYTES)
-        except BlockingIOError:
-            return iter(())
-        except ConnectionError:
-            self.has_ended = True
-            raise
-        if not data:
-            self.has_ended = True
-            raise ConnectionResetError("the client closed its connection")
-        return self._reader.feed(data)
+        for number in range(READS_MAX):
+            try:
+                data = self.sock.recv(READ_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                self.has_ended = True
+                raise
+            if not data:
+                if number:
+                    return  # what came before is dealt with first; the end is found again
+                self.has_ended = True
+                raise ConnectionResetError("the client closed its connection")
+            yield from self._reader.feed(data)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Queue a message and send what the socket takes now.

@@ -9,7 +9,8 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -57,6 +58,9 @@ FINAL_READS_MAX = 64
 REASON_CHARS_MAX = 2000
 _ROLES = ("scheduler", "worker", "cache", "admin")
 _WORKERS, _SCHEDULERS = ("worker", "cache"), ("scheduler", "cache")
+SLICE_S = 0.003
+"""How long a turn of the loop works at what operators ordered."""
+
 Callback = Callable[[int], None]
 
 
@@ -102,6 +106,7 @@ class Server:
         self._accept_again_s: float | None = None
         self._is_stopping = False
         self._is_hurried = False
+        self._orders: deque[tuple[Connection, Iterator[m.Evicted | None]]] = deque()
         self._has_served = False
         self._old_arenas: int | None = None
 
@@ -142,9 +147,10 @@ class Server:
     def _turn(self, timeout_s: float) -> None:
         wait_s = self._engine.wait_s
         timeout_s = timeout_s if wait_s is None else min(timeout_s, wait_s)
-        for key, mask in self._selector.select(0 if self._is_hurried else timeout_s):
+        for key, mask in self._selector.select(0 if self._is_hurried or self._orders else timeout_s):
             callback: Callback = key.data
             callback(mask)
+        self._go_on()
         if self._arenas_are_free():
             self._sessions.open_complete()
         for update in self._engine.step():
@@ -198,7 +204,7 @@ class Server:
 
     def _has_ended(self) -> bool:
         now_s = self._clock.monotonic()
-        if any(c.role != "admin" for c in self._connections) or self._sessions.groups:
+        if any(c.role != "admin" for c in self._connections) or self._sessions.groups or self._orders:
             self._idle_since_s = None
             return False
         if self._idle_since_s is None:
@@ -298,7 +304,7 @@ class Server:
             m.Pin: Route(_SCHEDULERS, sessions.pin),
             m.Reset: Route(_SCHEDULERS, lambda connection, _: sessions.reset(connection)),
             m.StatRequest: Route(_ROLES, self._stat),
-            m.Evict: Route(("admin",), lambda connection, order: connection.send(evict(self._engine, order))),
+            m.Evict: Route(("admin",), self._evict),
         }
 
     def _handle(self, connection: Connection, message: m.Message) -> None:
@@ -311,6 +317,31 @@ class Server:
         if connection.role not in route.roles:
             raise ProtocolError(f"a client of role {connection.role} may not send {type(message).__name__}")
         route.handle(connection, message)
+
+    def _evict(self, connection: Connection, order: m.Evict) -> None:
+        if any(other is connection for other, _ in self._orders):
+            raise ProtocolError("an order is under way: its answer comes first")
+        self._orders.append((connection, evict(self._engine, order)))
+
+    def _go_on(self) -> None:
+        """Go on with what operators ordered, in turns: it is as much as there are chunks."""
+        until_s = self._clock.monotonic() + SLICE_S
+        while self._orders:
+            connection, steps = self._orders.popleft()
+            answer = next(steps)
+            if answer is None:
+                self._orders.append((connection, steps))
+            elif not connection.is_closing:
+                self._answer(connection, answer)
+            if self._clock.monotonic() >= until_s:
+                break
+
+    def _answer(self, connection: Connection, answer: m.Evicted) -> None:
+        try:
+            connection.send(answer)
+        except (ProtocolError, OSError) as exc:
+            logger.info("client gone. pid=%d role=%s: %r", connection.pid, connection.role, exc)
+            connection.close_soon()
 
     def _stat(self, connection: Connection, _: m.StatRequest) -> None:
         figures = self._figures.now(len(self._connections), [group.describe() for group in self._sessions.groups])
@@ -418,8 +449,10 @@ def check_limits(hello: m.Hello, config: Config, disk_bytes: int | None) -> None
         )
 
 
-def evict(engine: Engine, order: m.Evict) -> m.Evicted:
-    """Remove chunks from one tier of this machine; the server's loop only.
+def evict(engine: Engine, order: m.Evict) -> Iterator[m.Evicted | None]:
+    """Remove chunks from one tier of this machine, a few with each step; the last one gives the answer.
+
+    The server's loop only.
 
     Raises:
         ProtocolError: There is no such tier here, or the namespace, the keys, the tag or the conditions are not such.
@@ -444,8 +477,9 @@ def evict(engine: Engine, order: m.Evict) -> m.Evicted:
         except ConfigError as exc:
             raise ProtocolError(f"who stored chunks cannot be understood: {exc}") from exc
         removed, kept, left = engine.erase_stored_by(tier, order.namespace, conditions.matches)
-        return m.Evicted(removed, kept, 0, left)
+        return iter([m.Evicted(removed, kept, 0, left)])
     if order.tag:
         removed, kept, left = engine.erase(tier, order.namespace, order.tag)
-        return m.Evicted(removed, kept, 0, left)
-    return m.Evicted(*engine.remove(tier, order.namespace, keys or None, leaves_holes=order.holes))
+        return iter([m.Evicted(removed, kept, 0, left)])
+    steps = engine.removing(tier, order.namespace, keys or None, leaves_holes=order.holes)
+    return (None if count is None else m.Evicted(*count) for count in steps)

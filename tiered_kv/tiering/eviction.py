@@ -63,16 +63,12 @@ class EvictionOrder:
             policy.record_use(e.record.key for e in self._index.prefix(entry)[1:])
         else:
             policy.add(entry.record.key, entry.record.parent if parent else None)
-        entry.ordered[self._tier] = True
-        if parent is not None:
-            parent.ordered_children[self._tier] += 1
+        self._index.set_ordered(entry, self._tier, is_ordered=True)
 
     def remove(self, entry: Entry) -> None:
         """Order the chunk no more."""
         self._policy(entry.record.namespace).remove(entry.record.key)
-        entry.ordered[self._tier] = False
-        if (parent := self._index.parent(entry)) is not None:
-            parent.ordered_children[self._tier] -= 1
+        self._index.set_ordered(entry, self._tier, is_ordered=False)
 
     def record_use(self, namespace: bytes, prefix: Iterable[bytes]) -> None:
         """Note the use of a prefix, from its deepest chunk to its root; chunks that are not ordered are ignored."""
@@ -107,7 +103,7 @@ class EvictionOrder:
         return entry
 
     def __contains__(self, entry: Entry) -> bool:
-        return entry.ordered[self._tier] and entry.record.key in self._policy(entry.record.namespace)
+        return bool(entry.ordered >> self._tier & 1) and entry.record.key in self._policy(entry.record.namespace)
 
     def __len__(self) -> int:
         return len(self._common) + sum(map(len, self._own.values()))
@@ -117,7 +113,7 @@ class EvictionOrder:
         gone: set[Entry] = set()
         for entry in self:
             gone.add(entry)
-            for child in entry.children or ():
+            for child in entry.children:
                 assert child not in self or child in gone, "a chunk goes before its child"
         assert len(gone) == len(self), "ordered chunks were miscounted"
         for namespace, policy in self._own.items():

@@ -125,7 +125,7 @@ class HostTier:
             for candidates in (*others, order.candidates(only=namespace)):
                 first: Entry | None = None
                 for entry in islice(candidates, VICTIMS_LOOKED_AT):
-                    if BlobState.PRESENT in entry.blobs or not any(map(self._index.is_held, entry.children or ())):
+                    if BlobState.PRESENT in entry.blobs or not any(map(self._index.is_held, entry.children)):
                         return entry
                     first = first or entry
                 if first is not None:

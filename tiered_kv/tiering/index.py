@@ -6,9 +6,9 @@ while some tier holds, or is about to hold, the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,12 @@ GENERATION_MIN = 1024
 SELECTIVE_GENERATION_MIN = 1 << 16
 """The same where second touches decide what is written: a tier that starts empty knows few chunks, and fills only with
 what is recognised. Two generations take 12 MB."""
+
+
+SHARED_MAX = 1 << 12
+"""Tuples that are remembered, to be shared; sizes of blobs and counts of children could make ever more."""
+
+T = TypeVar("T")
 
 
 class HostState(Enum):
@@ -55,34 +61,38 @@ CLAIMED = frozenset({BlobState.QUEUED, BlobState.WRITING, BlobState.PRESENT})
 """States in which a chunk counts as a child of its parent in that tier."""
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
+class Entry(msgspec.Struct, eq=False, gc=False):
     """One chunk.
 
-    Lists have one place per tier, by its number.
+    Python's garbage collector does not know of entries, or a full collection would walk millions of objects: 1 s at
+    300,000 chunks, with every lookup waiting. So nothing that an entry refers to may lead back to it, and what most
+    of them have in common is shared (``Index``).
+
+    Tuples have one place per tier, by its number; the index alone writes them.
 
     Attributes:
         blobs: Where it stands in each secondary tier; host memory has slots and no blobs (``host``, ``slot``).
         blob_bytes: Bytes counted against each secondary tier's capacity for this chunk.
         claimed_children: Per secondary tier, children in a CLAIMED state there.
-        ordered: Whether the chunk is in an order of eviction (``eviction.py``) of the tier.
+        ordered: A bit per tier: whether the chunk is in an order of eviction (``eviction.py``) of it.
         ordered_children: How many of its children are in one.
+        kin: The index entries whose parent is this chunk: none, one, or a set of several.
         leases: Lookups that rely on the slot.
         holds: Leases and pending writes: what keeps a chunk in its slot.
         is_unwritten: Its write was put off: it is evicted only if there is nothing else.
         uses: How often it was asked for after it came, also before it was evicted; never less than its children's.
-        children: Index entries whose parent is this chunk; None until there is one (most memory is in leaves).
         source: The tier its bytes are being read from, while it is PROMOTING; else ``HOST``.
         lookups: Ids of the lookups that want this slot and were not yet told it is ready; None if there is none.
         also_stored_by: Who else stored it: some tier may have that one's bytes; None if there is nobody.
     """
 
     record: ChunkRecord
-    blobs: list[BlobState]
-    blob_bytes: list[int]
-    claimed_children: list[int]
-    ordered: list[bool]
-    ordered_children: list[int]
+    blobs: tuple[BlobState, ...]
+    blob_bytes: tuple[int, ...]
+    claimed_children: tuple[int, ...]
+    ordered_children: tuple[int, ...]
+    ordered: int = 0
+    kin: Entry | set[Entry] | None = None
     host: HostState = HostState.ABSENT
     slot: SlotId | None = None
     slot_bytes: int = 0
@@ -90,10 +100,14 @@ class Entry:
     holds: int = 0
     is_unwritten: bool = False
     uses: int = 0
-    children: set[Entry] | None = None
     source: int = HOST
     lookups: set[int] | None = None
     also_stored_by: frozenset[str] | None = None
+
+    @property
+    def children(self) -> Collection[Entry]:
+        """Index entries whose parent is this chunk."""
+        return () if self.kin is None else _members(self.kin)
 
     @property
     def is_gone(self) -> bool:
@@ -169,6 +183,8 @@ class Index:
     A chunk and its parent are linked only if they are of one namespace and their positions follow each other: what a
     client sends can then form no cycle, and join no two models. Threads: one owner.
 
+    Most entries are in the same few states, so their tuples are shared.
+
     Attributes:
         readable: Per tier, whether it can be read now; what lies only in others does not count as held.
     """
@@ -182,10 +198,16 @@ class Index:
         """
         self._entries: dict[bytes, Entry] = {}
         # Children whose parent has no entry, by the parent's key and position.
-        self._orphans: dict[tuple[bytes, bytes, int], set[Entry]] = {}
-        self._tier_count = tier_count
+        self._orphans: dict[tuple[bytes, bytes, int], Entry | set[Entry]] = {}
+        self._nothing = (BlobState.ABSENT,) * tier_count, (0,) * tier_count
+        self._shared: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self.readable = [True] * tier_count
         self._ghosts = ghosts
+
+    def __del__(self) -> None:
+        # A chain of a hundred thousand entries would be freed one within the other, deeper than a stack is.
+        for entry in self._entries.values():
+            entry.kin = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -245,21 +267,19 @@ class Index:
     def add(self, record: ChunkRecord) -> Entry:
         """Make the entry of a key that has none."""
         assert record.key not in self._entries
-        count = self._tier_count
-        entry = Entry(record, [BlobState.ABSENT] * count, [0] * count, [0] * count, [False] * count, [0] * count)
+        absent, zeros = self._nothing
+        entry = Entry(record, absent, zeros, zeros, zeros)
         self._entries[record.key] = entry
-        children = self._orphans.pop((record.namespace, record.key, record.chunk_index), None)
-        if children is not None:
-            entry.children = children
-            entry.claimed_children = [sum(child.blobs[t] in CLAIMED for child in children) for t in range(count)]
-            entry.ordered_children = [sum(child.ordered[t] for child in children) for t in range(count)]
+        entry.kin = self._orphans.pop((record.namespace, record.key, record.chunk_index), None)
+        for child in entry.children:
+            for tier, state in enumerate(child.blobs):
+                self._count_child(entry, tier, claimed=state in CLAIMED, ordered=child.ordered >> tier & 1)
         parent = self.parent(entry)
         if parent is None:
-            self._orphans.setdefault((record.namespace, record.parent, record.chunk_index - 1), set()).add(entry)
-        elif parent.children is None:
-            parent.children = {entry}
+            place = record.namespace, record.parent, record.chunk_index - 1
+            self._orphans[place] = _with(self._orphans.get(place), entry)
         else:
-            parent.children.add(entry)
+            parent.kin = _with(parent.kin, entry)
         self._set_uses(entry, parent)
         return entry
 
@@ -278,9 +298,36 @@ class Index:
     def set_blob_state(self, entry: Entry, tier: int, state: BlobState) -> None:
         """Change the state in a secondary tier, keeping the parent's count of children there."""
         change = (state in CLAIMED) - (entry.blobs[tier] in CLAIMED)
-        entry.blobs[tier] = state
+        entry.blobs = self._changed(entry.blobs, tier, state)
         if change and (parent := self.parent(entry)) is not None:
-            parent.claimed_children[tier] += change
+            self._count_child(parent, tier, claimed=change)
+
+    def set_blob_bytes(self, entry: Entry, tier: int, size_bytes: int) -> None:
+        """Note what counts against a tier's capacity for the chunk."""
+        entry.blob_bytes = self._changed(entry.blob_bytes, tier, size_bytes)
+
+    def set_ordered(self, entry: Entry, tier: int, *, is_ordered: bool) -> None:
+        """Note whether the chunk is in an order of the tier, keeping the parent's count of such children."""
+        change = is_ordered - (entry.ordered >> tier & 1)
+        entry.ordered += change << tier
+        if change and (parent := self.parent(entry)) is not None:
+            self._count_child(parent, tier, ordered=change)
+
+    def _count_child(self, entry: Entry, tier: int, *, claimed: int = 0, ordered: int = 0) -> None:
+        """Count a child more or less that is in a CLAIMED state, or in an order, of the tier."""
+        if claimed:
+            count = entry.claimed_children[tier] + claimed
+            entry.claimed_children = self._changed(entry.claimed_children, tier, count)
+        if ordered:
+            count = entry.ordered_children[tier] + ordered
+            entry.ordered_children = self._changed(entry.ordered_children, tier, count)
+
+    def _changed(self, values: tuple[T, ...], tier: int, value: T) -> tuple[T, ...]:
+        """The values with another one in a tier's place; the same object whenever they are the same."""
+        wanted = (*values[:tier], value, *values[tier + 1 :])
+        if len(self._shared) >= SHARED_MAX:
+            self._shared.clear()
+        return self._shared.setdefault(wanted, wanted)
 
     def remove_if_gone(self, entry: Entry) -> None:
         """Forget an entry that no tier holds any more and nobody waits for."""
@@ -290,18 +337,19 @@ class Index:
         del self._entries[record.key]
         if self._ghosts is not None:
             self._ghosts.remember(record.key, entry.uses, len(self._entries))
-        if entry.children:
-            self._orphans[record.namespace, record.key, record.chunk_index] = entry.children
+        if entry.kin is not None:
+            self._orphans[record.namespace, record.key, record.chunk_index] = entry.kin
+            entry.kin = None
         parent = self.parent(entry)
         if parent is not None:
-            assert parent.children is not None
-            parent.children.remove(entry)
+            parent.kin = _without(parent.kin, entry)
             return
         place = (record.namespace, record.parent, record.chunk_index - 1)
-        siblings = self._orphans[place]
-        siblings.remove(entry)
-        if not siblings:
+        siblings = _without(self._orphans[place], entry)
+        if siblings is None:
             del self._orphans[place]
+        else:
+            self._orphans[place] = siblings
 
     def prefix(self, entry: Entry) -> list[Entry]:
         """The entry and its ancestors, deepest first, as far as the index knows them."""
@@ -353,17 +401,17 @@ class Index:
         """Assert that links and counts between parents and children match."""
         linked: set[tuple[bytes, bytes]] = set()
         for entry in self._entries.values():
-            for child in entry.children or ():
+            for child in entry.children:
                 assert self.parent(child) is entry, "a child is linked to the wrong parent"
                 assert child.uses <= entry.uses, "a chunk was asked for without its parent"
                 linked.add((entry.record.key, child.record.key))
             for tier, count in enumerate(entry.claimed_children):
-                claimed = sum(child.blobs[tier] in CLAIMED for child in entry.children or ())
+                claimed = sum(child.blobs[tier] in CLAIMED for child in entry.children)
                 assert count == claimed, "children count drifted"
             for tier, count in enumerate(entry.ordered_children):
-                ordered = sum(child.ordered[tier] for child in entry.children or ())
+                ordered = sum(child.ordered >> tier & 1 for child in entry.children)
                 assert count == ordered, "ordered children count drifted"
-        orphans = {child.record.key for children in self._orphans.values() for child in children}
+        orphans = {child.record.key for kin in self._orphans.values() for child in _members(kin)}
         for entry in self._entries.values():
             parent = self.parent(entry)
             if parent is None:
@@ -371,4 +419,28 @@ class Index:
             else:
                 assert (parent.record.key, entry.record.key) in linked, "a parent does not know its child"
         assert len(linked) + len(orphans) == len(self._entries), "an entry is linked twice"
-        assert all(self._orphans.values()), "an empty set of orphans was left behind"
+        sets = [
+            kin for kin in (*self._orphans.values(), *(e.kin for e in self._entries.values())) if isinstance(kin, set)
+        ]
+        assert all(len(kin) > 1 for kin in sets), "a set of one or none was left behind"
+
+
+def _with(kin: Entry | set[Entry] | None, entry: Entry) -> Entry | set[Entry]:
+    if kin is None:
+        return entry
+    if isinstance(kin, Entry):
+        return {kin, entry}
+    kin.add(entry)
+    return kin
+
+
+def _without(kin: Entry | set[Entry] | None, entry: Entry) -> Entry | set[Entry] | None:
+    if isinstance(kin, set):
+        kin.remove(entry)
+        return kin if len(kin) > 1 else kin.pop()
+    assert kin is entry, "a child is not linked where it should be"
+    return None
+
+
+def _members(kin: Entry | set[Entry]) -> Collection[Entry]:
+    return kin if isinstance(kin, set) else (kin,)

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from math import lcm
-from typing import ClassVar
+from typing import ClassVar, Self
+
+import msgspec
 
 from tiered_kv.tiering.eviction_policy import UseClock
 
@@ -32,16 +34,25 @@ _FACTORS = [lcm(*range(1, LEVELS + 1)) // level for level in range(1, LEVELS + 1
 """Ages are multiplied by these instead of divided by 1, 2, ..: whole numbers compare exactly."""
 
 
-class _Group:
-    """Keys of one level that were last used at one time."""
+class _Group(msgspec.Struct, eq=False, gc=False):
+    """Keys of one level that were last used at one time.
 
-    __slots__ = ("keys", "level", "newer", "older", "time")
+    The garbage collector does not know of groups (see ``Entry``): one that is taken out of its queue is referred to by
+    nobody, though it still refers to its neighbours.
+    """
 
-    def __init__(self, level: int, time: int) -> None:
-        self.level = level
-        self.time = time
-        self.keys: dict[bytes, None] = {}
-        self.newer = self.older = self
+    level: int
+    time: int
+    keys: dict[bytes, None]
+    newer: _Group = None  # type: ignore[assignment]
+    older: _Group = None  # type: ignore[assignment]
+
+    @classmethod
+    def alone(cls, level: int, time: int) -> Self:
+        """A group that is its own neighbour."""
+        group = cls(level, time, {})
+        group.newer = group.older = group
+        return group
 
 
 class MultiQueue:
@@ -58,7 +69,15 @@ class MultiQueue:
         self._uses = uses
         self._clock = clock
         self._groups: dict[bytes, _Group] = {}
-        self._queues = [_Group(level, 0) for level in range(LEVELS)]  # each stands before its oldest group
+        self._queues = [_Group.alone(level, 0) for level in range(LEVELS)]  # each stands before its oldest group
+
+    def __del__(self) -> None:
+        # Groups refer to their neighbours, in rings, and the garbage collector does not know of them.
+        for end in self._queues:
+            group = end
+            while group is not None:
+                following, group.newer, group.older = group.newer, None, None  # type: ignore[assignment]
+                group = following
 
     def add(self, key: bytes, parent: bytes | None) -> None:
         """Start to order ``key``: right before ``parent`` if that is ordered, else as just used."""
@@ -126,8 +145,7 @@ class MultiQueue:
         if older.time == time:
             group = older
         else:
-            group = _Group(level, time)
-            group.older, group.newer = older, older.newer
+            group = _Group(level, time, {}, newer=older.newer, older=older)
             older.newer.older = older.newer = group
         group.keys[key] = None
         self._groups[key] = group

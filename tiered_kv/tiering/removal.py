@@ -5,9 +5,9 @@ Pure, like tiering that calls it. What is in use stays, and what was removed is 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Protocol
 
 from tiered_kv.tiering.index import Entry, Index
 from tiered_kv.tiering.types import Removal, RemovalCount
@@ -26,25 +26,44 @@ class RemovableTier(Protocol):
         """Remove a chunk unless it is in use, or chunks that depend on it would be left behind a hole."""
 
 
-def remove(
+STEP: Final = 256
+"""Chunks that one step of a removal looks at."""
+
+
+def removing(
     index: Index, tier: RemovableTier, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool
-) -> RemovalCount:
+) -> Iterator[RemovalCount | None]:
     """Remove chunks of a namespace from host memory or from a tier that is not shared, the deepest first.
+
+    In steps, between which anything may happen: what is stored meanwhile may stay.
 
     Args:
         namespace: Empty: of every namespace.
         keys: None: all of the namespace.
         leaves_holes: Also those on which chunks depend that stay in the tier; host memory has no such rule.
 
-    Returns:
-        How many are going, how many stay because they are in use or needed, and how many are not there.
+    Yields:
+        None after a step, and at last how many are going, how many stay because they are in use or needed, and how many
+        are not there.
     """
     found = index.entries() if keys is None else [index.get(key) for key in dict.fromkeys(keys)]
-    entries = [entry for entry in found if entry is not None and namespace in (b"", entry.record.namespace)]
-    deepest_first = sorted(entries, key=lambda entry: -entry.record.chunk_index)
-    ends = Counter(tier.remove(entry, leaves_hole=leaves_holes) for entry in deepest_first)
-    removed, kept = ends[Removal.REMOVED], ends[Removal.KEPT]
-    return RemovalCount(removed, kept, 0 if keys is None else len(found) - removed - kept)
+    by_depth: defaultdict[int, list[Entry]] = defaultdict(list)
+    for number, entry in enumerate(found, 1):
+        if entry is not None and namespace in (b"", entry.record.namespace):
+            by_depth[entry.record.chunk_index].append(entry)
+        if not number % STEP:
+            yield None
+    removed = kept = looked_at = 0
+    for depth in sorted(by_depth, reverse=True):
+        for entry in by_depth.pop(depth):
+            looked_at += 1
+            if index.get(entry.record.key) is entry:
+                end = tier.remove(entry, leaves_hole=leaves_holes)
+                removed += end is Removal.REMOVED
+                kept += end is Removal.KEPT
+            if not looked_at % STEP:
+                yield None
+    yield RemovalCount(removed, kept, 0 if keys is None else len(found) - removed - kept)
 
 
 def erase(
@@ -79,7 +98,7 @@ def erase(
     for number, entry in enumerate(deepest_first):
         if removed == ERASED_AT_ONCE:
             return RemovalCount(removed, kept, sum(tier.contains(one) for one in deepest_first[number:]))
-        is_needed = any(child in staying for child in entry.children or ())
+        is_needed = any(child in staying for child in entry.children)
         if is_needed:
             end = Removal.KEPT if tier.contains(entry) else Removal.ABSENT
         else:
@@ -99,5 +118,5 @@ def _behind(entries: Iterable[Entry]) -> set[Entry]:
         entry = pending.pop()
         if entry not in found:
             found.add(entry)
-            pending.extend(entry.children or ())
+            pending.extend(entry.children)
     return found

@@ -82,7 +82,7 @@ class NextSource(Protocol):
 class SecondaryTier:
     """Bookkeeping of one secondary tier: the write queue, the blobs that are there, the bytes they take.
 
-    The only writer of ``Entry.blobs`` (through the index) and ``Entry.blob_bytes`` of its tier.
+    The only writer of ``Entry.blobs`` and ``Entry.blob_bytes`` of its tier, through the index.
 
     Attributes:
         is_shared: Other servers write and remove there, too; see the module's text.
@@ -236,7 +236,7 @@ class SecondaryTier:
             self._jobs.append(self._source.job(entry))
 
     def _count(self, entry: Entry, size_bytes: int) -> None:
-        entry.blob_bytes[self.number] = size_bytes
+        self._index.set_blob_bytes(entry, self.number, size_bytes)
         self.used_bytes += size_bytes
         self.usage.add(entry.record.namespace, size_bytes)
 
@@ -320,7 +320,7 @@ class SecondaryTier:
         """Give up the queued writes behind a chunk; returns them, parents first."""
         self._waiting.pop(entry, None)
         dropped = []
-        stack = list(entry.children or ()) if entry.claimed_children[self.number] else []
+        stack = list(entry.children) if entry.claimed_children[self.number] else []
         while stack:
             child = stack.pop()
             if child.blobs[self.number] is not BlobState.QUEUED:
@@ -328,7 +328,7 @@ class SecondaryTier:
             self._unqueue(child, "no_parent")
             self._waiting.pop(child, None)
             dropped.append(child)
-            stack.extend(child.children or ())
+            stack.extend(child.children)
         return dropped
 
     # -- what is found and what is not -------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class SecondaryTier:
         self.used_bytes -= entry.blob_bytes[self.number]
         if entry.blobs[self.number] is not BlobState.DELETING:
             self.usage.remove(entry.record.namespace, entry.blob_bytes[self.number])
-        entry.blob_bytes[self.number] = 0
+        self._index.set_blob_bytes(entry, self.number, 0)
         self._index.set_blob_state(entry, self.number, state)
 
     def evict(self, size_bytes: int, namespace: bytes | None = None) -> int:

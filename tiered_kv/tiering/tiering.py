@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import state_records
@@ -29,7 +29,7 @@ from tiered_kv.tiering.leases import Lookup
 from tiered_kv.tiering.lookups import LookupRequest, Lookups, Promotions
 from tiered_kv.tiering.prefix_search import PrefixSearch, StateSearch
 from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
-from tiered_kv.tiering.removal import erase, remove
+from tiered_kv.tiering.removal import erase, removing
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.slot_grants import Session, SlotGrants
 from tiered_kv.tiering.stats import HitStats, Outbox, Stats
@@ -401,8 +401,16 @@ class Tiering:
         self._grants.take_back(self._sessions[session_id], [slot])
 
     def remove(self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool) -> RemovalCount:
-        """Remove chunks from one tier because an operator said so; see :func:`removal.remove`."""
-        return remove(self.index, self._tier(tier), namespace, keys, leaves_holes=leaves_holes)
+        """Remove chunks from one tier because an operator said so, at once."""
+        *_, count = self.removing(tier, namespace, keys, leaves_holes=leaves_holes)
+        assert count is not None, "a removal ended without its count"
+        return count
+
+    def removing(
+        self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool
+    ) -> Iterator[RemovalCount | None]:
+        """The same in steps; see :func:`removal.removing`."""
+        return removing(self.index, self._tier(tier), namespace, keys, leaves_holes=leaves_holes)
 
     def erase(self, tier: int, namespace: bytes, tag: bytes) -> RemovalCount:
         """Remove what was stored under a tag, and all behind it, from one tier; see :func:`removal.erase`."""

@@ -174,7 +174,7 @@ class WriteThrough:
             parent = self._index.parent(chunk)
             if chunk.record.chunk_index == 0 or (parent is not None and parent.blobs[number] in CLAIMED):
                 self.enqueue_write(chunk)
-                stack.extend(chunk.children or ())
+                stack.extend(chunk.children)
 
     def cancel_write(self, entry: Entry) -> None:
         if entry in self._deferred:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import diskcache
+import msgspec
 import xxhash
 
 from tiered_kv.errors import TierUnavailable
@@ -75,8 +76,8 @@ class IndexOfAnotherVersion(IndexDamaged):
     """The database holds what another version wrote; nothing is wrong with it."""
 
 
-class IndexRow(NamedTuple):
-    """One blob as the index remembers it.
+class IndexRow(msgspec.Struct, frozen=True, gc=False):
+    """One blob as the index remembers it. Python's garbage collector does not walk rows: there are as many as blobs.
 
     Attributes:
         size_bytes: What it takes of the disk.
@@ -369,17 +370,17 @@ def pack_rows(rows: Sequence[IndexRow]) -> bytes:
     numbers: dict[str, int] = {}
     packed = [
         _ROW.pack(
-            record.key,
-            record.parent,
-            record.prefix_sha256,
-            record.chunk_index,
-            size_bytes,
-            record.tag,
-            numbers.setdefault(record.stored_by, len(numbers)),
-            use_seq,
-            used_s,
+            row.record.key,
+            row.record.parent,
+            row.record.prefix_sha256,
+            row.record.chunk_index,
+            row.size_bytes,
+            row.record.tag,
+            numbers.setdefault(row.record.stored_by, len(numbers)),
+            row.use_seq,
+            row.used_s,
         )
-        for record, size_bytes, use_seq, used_s in rows
+        for row in rows
     ]
     lines = [bytes((len(line),)) + line.encode("ascii") for line in numbers]
     body = b"".join([_COUNT.pack(len(lines)), *lines, *packed])
