@@ -14,7 +14,7 @@ model (32 layers, 8 KV heads of 128, bfloat16: 128 KiB a token) and 1 GiB of pag
 
 A repetition takes one prompt that nobody saw
 through all of them, in an order that turns by one each time: computed, from memory (vLLM's own prefix cache emptied
-before; plain's stays), from cold disk (memory tiers emptied, pages dropped, and their absence checked). The first
+before; plain's stays), from cold disk (memory tiers emptied, pages dropped). The first
 repetition is not counted. Every answer's token and log-probability are compared with those of the computed one.
 
 Medians with the least and the most, in milliseconds. What is unfair stands in docs/performance.md.

@@ -9,7 +9,8 @@ have grown old is made anew (a renewal); until the newer one is answered, both h
                      └────────────────> given up: no answer in time, or the session is lost
 
 Owns lookups and the keys that they name. Must not decide what a request is offered (``scheduler.py``) nor for how long
-it waits (``wait_policy.py``). Called by the scheduler side and its parts, in vLLM's scheduler thread; never blocks.
+it waits (``wait_policy.py``). Called by the scheduler side and its parts, in vLLM's scheduler thread; never blocks on
+the socket, and waits milliseconds at most for the keys of a long prompt.
 """
 
 import logging
