@@ -238,4 +238,4 @@ def test_what_is_packed_beside_vllm_includes_all_that_the_cache_needs(repository
     }
     text = (repository / "scripts" / "pack-vllm").read_text()
     packed = set(text[text.index("packages=(\n") : text.index("\n)\n")].split())
-    assert needed - packed == {"safetensors", "fsspec", "packaging", "s3fs"}
+    assert needed - packed == {"safetensors", "fsspec", "packaging", "s3fs", "botocore"}

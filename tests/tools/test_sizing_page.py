@@ -101,4 +101,4 @@ def test_figures_in_the_text(page: str, tmp_path: Path) -> None:
     assert f"at least {1 / limits.request_share:.1f} times the KV of the longest prompt" in text
     assert f"{found['need']['chunks']} chunks, {size_text(found['need']['size_bytes'])}: half a second" in text
     (disk,) = [fit for fit in found["fits"] if fit["tier"] == "disk"]
-    assert "2 TiB of Llama-3.1-8B are 65,000 chunks, or 65 MB" in text and round(disk["chunks"], -3) == 65_000
+    assert "2 TiB of Llama-3.1-8B are 65,000 chunks, or 45 MB" in text and round(disk["chunks"], -3) == 65_000
