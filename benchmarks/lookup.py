@@ -88,7 +88,8 @@ class Node(BareEngine):
             self._store(tokens)
         wait_for(lambda: figures(self.root)["tiers"][0]["pending_writes"] == 0, "the disk")
         self.leave_on_disk()
-        self._fill(chunks - self._figure("chunks"))
+        self.grow(chunks - self._figure("chunks"), chunks)
+        wait_for(lambda: self._figure("host_ready_chunks") + 512 >= self._figure("chunks"), "the last seals")
 
     def _figure(self, name: str) -> int:
         return int(figures(self.root)["hierarchy"][name])
@@ -110,8 +111,9 @@ class Node(BareEngine):
             self.client.poll()
         return [self.client.take_slot() for _ in range(min(most, self.client.credit_count))]
 
-    def _fill(self, chunks: int) -> None:
-        namespace, rng = self.client.namespace.digest, random.Random(self.chunks)
+    def grow(self, chunks: int, seed: int | str) -> None:
+        """Commit so many chunks, of chains whose first chunk is missing."""
+        namespace, rng = self.client.namespace.digest, random.Random(seed)
         while chunks > 0:
             parent, batch = rng.randbytes(16), []
             for depth, slot in enumerate(self._take_slots(min(CHAIN, chunks)), 1):
@@ -120,7 +122,6 @@ class Node(BareEngine):
                 parent = key
             self.client.commit(batch)
             chunks -= len(batch)
-        wait_for(lambda: self._figure("host_ready_chunks") + 512 >= self._figure("chunks"), "the last seals")
 
     def leave_on_disk(self) -> None:
         """Take the chunks of the case ``disk`` out of host memory."""

@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from bench_report import finish, machine, parser, percentile, table
-from lookup import CHAIN, CHUNK, LONGEST, SLOT_BYTES, Node, ask
+from lookup import CHUNK, LONGEST, SLOT_BYTES, Node, ask
 
 from tiered_kv.config import Config
-from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_message, say_hello
 from tiered_kv.server.directory import read_info
@@ -106,20 +105,6 @@ class Asker:
         self._process.wait(10)
 
 
-def grow(node: Node, chunks: int, seed: str) -> None:
-    """Commit so many chunks of chains whose first chunk is missing."""
-    assert node.client.namespace is not None
-    namespace, rng = node.client.namespace.digest, random.Random(seed)
-    while chunks > 0:
-        parent, batch = rng.randbytes(16), []
-        for depth, slot in enumerate(node._take_slots(min(CHAIN, chunks)), 1):
-            key = rng.randbytes(16)
-            batch.append((slot, ChunkRecord(namespace, key, parent, depth, rng.randbytes(32))))
-            parent = key
-        node.client.commit(batch)
-        chunks -= len(batch)
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--chunks", type=int, default=1_000_000)
@@ -137,7 +122,7 @@ def main() -> None:
         try:
             print("\n".join(table([], COLUMNS)), flush=True)
             before = own_bytes(node.server_pid)
-            grow(node, given.chunks - FIRST, "fill")
+            node.grow(given.chunks - FIRST, "fill")
             rows.append(asker.phase("fill"))
             chunk_bytes = round((own_bytes(node.server_pid) - before) / (given.chunks - FIRST))
             print(f"bytes per known chunk: {chunk_bytes}", flush=True)
@@ -149,7 +134,7 @@ def main() -> None:
                 case = "host" if number % 2 else "miss"
                 ask(node, f"r{number}", case, node.prompt(case, LONGEST, number))
             rows.append(asker.phase("lookups"))
-            grow(node, given.chunks // 10, "growth")
+            node.grow(given.chunks // 10, "growth")
             rows.append(asker.phase("growth"))
             evict_host(root)
             time.sleep(1)
