@@ -257,6 +257,33 @@ def use_every_slot(engine: CachedEngine, neighbour: Neighbour) -> None:
     assert sum(answer["cached_tokens"] for answer in answers) >= 0.95 * HIT * len(QUEUE)
 
 
+def test_an_engine_hits_beside_one_that_stands_still_with_loads_of_all_that_may_be_leased(
+    engine: CachedEngine, neighbour: Neighbour, undisturbed: tuple[list[str], dict[str, str]], plain: list[Answer]
+) -> None:
+    """vLLM begins the loads of all its queue in one step where nothing runs yet; nothing may end them."""
+    scheduler, held_up = engine.scheduler_side, OURS[:CAP_PROMPTS]
+    before = Counter(scheduler.counters)
+    with slow_loads(engine) as slow, Steps(engine) as steps:
+        for number, prompt in enumerate(held_up):
+            steps.add(str(number), prompt)
+        steps.until(lambda: scheduler.counters["loads"] - before["loads"] == CAP_PROMPTS, "loads of the whole queue")
+        assert slow.is_copying.wait(COPY_S)
+        held_bytes = figures(engine.root)["hierarchy"]["leased_bytes"]
+        assert held_bytes == CAP_PROMPTS * CHUNKS * CHUNK_BYTES == LIMITS["host_bytes"] // 2
+
+        answers = [neighbour.ask(prompt, max_tokens=MAX_TOKENS)[0] for prompt in QUEUE[:4]]
+
+        assert figures(engine.root)["hierarchy"]["leased_bytes"] >= held_bytes, "they had let go"
+        slow.go_on.set()
+        steps.until(lambda: len(steps.done) == CAP_PROMPTS, "all answers")
+    assert [answer["cached_tokens"] for answer in answers] == [HIT] * len(answers)
+    for answer, theirs in zip(answers, plain, strict=False):
+        assert answer["tokens"] == list(theirs.tokens[:MAX_TOKENS])
+    for number, theirs in enumerate(plain[len(QUEUE) :][:CAP_PROMPTS]):
+        assert steps.done[str(number)].cached_tokens == HIT
+        assert_same(steps.done[str(number)], theirs)
+
+
 def test_a_copy_that_lasts_longer_than_a_lease_reads_what_it_was_promised(
     engine: CachedEngine, neighbour: Neighbour, undisturbed: tuple[list[str], dict[str, str]], plain: list[Answer]
 ) -> None:

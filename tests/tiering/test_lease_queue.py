@@ -65,25 +65,53 @@ def test_a_request_that_is_admitted_first_takes_the_room_of_the_last():
     assert story.answer(urgent).ready == 3
 
 
-@pytest.mark.parametrize("is_claimed", [False, True])
-def test_a_queue_gives_way_to_another_session_up_to_its_share(is_claimed):
+def test_a_queue_gives_way_to_another_session_up_to_its_share():
     story = story_with_cap()
-    hog = [ask(story, number) for number in range(4)]
-    if is_claimed:
-        for lookup in hog:
-            story.claim(lookup)
+    for number in range(4):
+        ask(story, number)
     other = story.open(SMALL)
     wanted = ask(story, 5, session=other)
     story.step()
-    if is_claimed:  # loads may run
-        assert story.ended == [] and story.answer(wanted).ready == 0
-        story.release(hog[0])
-        story.step()
     assert story.answer(wanted).ready == 3
     assert story.tiering._host.leased_by == {
         story.session: CAP * SMALL.slot_bytes // 2,
         other: CAP * SMALL.slot_bytes // 2,
     }
+
+
+def test_a_frozen_engine_whose_loads_hold_all_that_may_be_leased_keeps_nobody_from_its_share():
+    """Nothing ends a claim, so the others go beyond the limit: up to their shares, and to half as much again in all."""
+    story = story_with_cap()
+    for number in (0, 1):
+        story.claim(ask(story, number))
+    other, third = story.open(SMALL), story.open(SMALL)
+    first = ask(story, 5, session=other)
+    story.step()
+    second = ask(story, 6, session=other)
+    story.step()
+    assert story.ended == []
+    assert (story.answer(first).ready, story.answer(second).ready) == (3, 0)
+    assert leased(story) == CAP + CAP // 2
+    story.claim(first)
+    last = ask(story, 7, session=third)
+    story.step()
+    assert (story.answer(last).ready, leased(story)) == (0, CAP + CAP // 2), "stores need the rest of host memory"
+    story.release(first)
+    for _ in range(3):
+        story.step()
+    assert story.answer(last).ready + story.answer(second).ready == 3
+    story.tiering.check_integrity()
+
+
+def test_what_a_session_beyond_its_share_can_still_give_is_waited_for():
+    story = story_with_cap()
+    story.claim(ask(story, 0))
+    given = ask(story, 1)
+    other = story.open(SMALL)
+    wanted = ask(story, 5, session=other)
+    assert story.ended == [given]
+    story.step()
+    assert (story.answer(wanted).ready, leased(story)) == (3, CAP)
 
 
 def test_neither_of_two_queues_takes_more_than_half():

@@ -9,7 +9,8 @@ wants, and goes on from where it was cut when there is room::
     ends by itself  what was leased for longer than its session's ``lease_s``
 
 Nothing that was claimed gives way or ends by itself: a load may be running. And nobody waits for what will not come:
-the first of a session that has its share, of which nothing but its own could come back, is content with that.
+the first of a session that has its share, of which nothing but its own could come back, is content with that; and a
+session that has less goes beyond the limit where claims of another one, which may be frozen, hold more than its share.
 
 Owns order and dates; must not touch chunks or slots, and knows no clock: it is told the time. Called by ``lookups.py``.
 docs/decisions/0025-leases-end.md.
@@ -36,6 +37,9 @@ others fill the line a session may have its part of half as many again."""
 
 DUE_SPARE = 1024
 """Dates of leases that are over which may be kept, beside one for each that is not."""
+
+OVERFLOW = 1.5
+"""Of the limit, what all leases may take where claims hold more than a share: the rest of host memory is for stores."""
 
 ENDED_AT_ONCE_MAX = 64
 """Lookups that give way for one lookup in one step."""
@@ -128,10 +132,23 @@ class LeaseQueue:
 
     def free_bytes(self, session: int) -> int:
         """What a session may lease from the line now: what is free, and while others want some, up to its share."""
-        free_bytes = self._limit_bytes() - self._host.leased_bytes
+        limit_bytes, leased_bytes = self._limit_bytes(), self._host.leased_bytes
         if self._host.leased_by.keys() | self._waiting.keys() <= {session}:
-            return free_bytes
+            return limit_bytes - leased_bytes
+        free_bytes = min(
+            limit_bytes + self._stuck_bytes(session) - leased_bytes,
+            int(OVERFLOW * limit_bytes) - leased_bytes,
+        )
         return min(free_bytes, self._share_bytes() - self._host.leased_by[session])
+
+    def _stuck_bytes(self, session: int) -> int:
+        """What others hold beyond their shares and cannot give: all of it is claimed."""
+        share_bytes = self._share_bytes()
+        return sum(
+            max(0, leased_bytes - share_bytes)
+            for other, leased_bytes in self._host.leased_by.items()
+            if other != session and not self._holding.get(other) and not self._ending[other]
+        )
 
     def _share_bytes(self) -> int:
         return self._limit_bytes() // max(1, len(self._host.leased_by.keys() | self._waiting.keys()))
