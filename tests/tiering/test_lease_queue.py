@@ -2,8 +2,6 @@
 
 import sys
 
-import pytest
-
 from tests.kit.spaces import Space
 from tests.kit.tiering.world import SMALL, Story
 from tiered_kv.tiering.leases import ENDED_AT_ONCE_MAX
