@@ -27,8 +27,9 @@ UNKNOWN: Final = ""
 
 NO_ENCODING: Final = "-"
 
-DOORS: Final = ("vllm", "cache", "copy")
-"""What stores: the connector, library users, and a copy of blobs that do not say it themselves."""
+DOORS: Final = ("vllm", "vllm_rows", "cache", "copy")
+"""What stores: the connector, the tier below vLLM's own offloading, library users, and a copy of blobs that do not say
+it themselves."""
 
 _PACKAGE_CHARS_MAX, _VERSION_CHARS_MAX, _ENCODING_CHARS_MAX = 24, 40, 39
 _LINE = re.compile(

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer import get_kv_transfer_group as get_kv_transfer_group
     from vllm.distributed.kv_transfer import has_kv_transfer_group as has_kv_transfer_group
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata as KVConnectorHandshakeMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata as KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole as KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -57,6 +60,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as maybe_convert_block_hash
     from vllm.v1.core.kv_cache_utils import to_event_extra_keys as to_event_extra_keys
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind as get_kv_cache_spec_kind
+    from vllm.v1.kv_offload.base import Locality as Locality
+    from vllm.v1.kv_offload.base import LookupResult as LookupResult
+    from vllm.v1.kv_offload.base import Medium as Medium
+    from vllm.v1.kv_offload.base import OffloadingEvent as OffloadingEvent
+    from vllm.v1.kv_offload.base import RequestOffloadingContext as RequestOffloadingContext
+    from vllm.v1.kv_offload.tiering.base import JobResult as JobResult
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as SecondaryTierManager
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
     from vllm.v1.request import RequestStatus as RequestStatus
 
@@ -80,29 +90,42 @@ SPECS: Final = "vllm.v1.kv_cache_interface"
 UTILS: Final = "vllm.v1.core.kv_cache_utils"
 OUTPUT: Final = "vllm.v1.core.sched.output"
 CONFIG: Final = "vllm.config"
+OFFLOAD: Final = "vllm.v1.kv_offload"
+FACTORY: Final = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 
 DRAFTS: Final = "drafts"
 STATES: Final = "recurrent layers"
 SLEEP: Final = "sleep mode"
+OFFLOADING: Final = "a tier of ours below vLLM's offloading"
 EVENTS: Final = "KV events"
 LAYOUT: Final = (
     "the KV layout of an accelerator: vLLM chooses, and pages that are torn apart are served without the cache"
 )
+
+_MARK: Final = "_tiered_kv_wrapped"
 
 IMPORTED: Final = {
     "BlockRemoved": "vllm.distributed.kv_events",
     "BlockStored": "vllm.distributed.kv_events",
     "CacheHitSource": "vllm.v1.metrics.cache_hit_source",
     "KVCacheEvent": "vllm.distributed.kv_events",
+    "JobResult": f"{OFFLOAD}.tiering.base",
     "KVConnectorBase_V1": f"{V1}.base",
+    "KVConnectorHandshakeMetadata": f"{V1}.base",
     "KVConnectorMetadata": f"{V1}.base",
     "KVConnectorPromMetrics": f"{V1}.metrics",
     "KVConnectorRole": f"{V1}.base",
     "KVConnectorStats": f"{V1}.metrics",
     "KVConnectorTransferResults": f"{V1}.base",
     "KVConnectorWorkerMetadata": f"{V1}.base",
+    "Locality": f"{OFFLOAD}.base",
+    "LookupResult": f"{OFFLOAD}.base",
+    "Medium": f"{OFFLOAD}.base",
     "MultiConnector": f"{V1}.multi_connector",
+    "OffloadingEvent": f"{OFFLOAD}.base",
+    "RequestOffloadingContext": f"{OFFLOAD}.base",
     "RequestStatus": "vllm.v1.request",
+    "SecondaryTierManager": f"{OFFLOAD}.tiering.base",
     "SupportsHMA": f"{V1}.base",
     "generate_block_hash_extra_keys": UTILS,
     "get_current_vllm_config_or_none": CONFIG,
@@ -213,6 +236,13 @@ HOOKS: Final = (
     *_overrides(
         f"{V1}.metrics:KVConnectorPromMetrics", "tiered_kv.vllm.prometheus:TieredKVPromMetrics", "__init__ observe"
     ),
+    *_overrides(
+        f"{OFFLOAD}.tiering.base:SecondaryTierManager",
+        "tiered_kv.vllm.offloading:TieredKVTier",
+        "lookup submit_store submit_load get_finished_jobs take_events drain_jobs on_new_request on_request_finished "
+        "on_schedule_end shutdown",
+        feature=OFFLOADING,
+    ),
 )
 """Methods of ours that vLLM calls."""
 
@@ -309,8 +339,27 @@ USES: Final = (
     Use(f"{V1}.metrics:KVConnectorPromMetrics", "per_engine_labelvalues"),
     Use(f"{V1}.metrics:KVConnectorStats", "data"),
     Use(f"{V1}.multi_connector:MultiConnector", "sub_connectors"),
-    Use("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory", "register_connector",
-        "name, module_path, class_name"),
+    Use(FACTORY, "register_connector", "name, module_path, class_name"),
+    Use(FACTORY, "create_connector", "config, role, kv_cache_config", feature=OFFLOADING),
+    # our tier below vLLM's own offloading
+    *_reads(f"{V1}.base", "KVConnectorHandshakeMetadata", feature=OFFLOADING),
+    *_reads(BASE, "get_handshake_metadata set_xfer_handshake_metadata_pp_aware", feature=OFFLOADING),
+    Use(f"{V1}.offloading_connector:OffloadingConnector", "scheduler", feature=OFFLOADING),
+    Use(f"{V1}.offloading.config", "build_offloading_config", "vllm_config, kv_cache_config", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.config:OffloadingConfig", "groups cache parallel canonical_layout replicated_layout "
+            "worker_kv_bytes_per_block", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.base", "Locality", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.base:LookupResult", "HIT MISS RETRY", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.base:Medium", "STORAGE", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.base:ReqContext", "req_id kv_transfer_params get_state set_state", feature=OFFLOADING),
+    Use(f"{OFFLOAD}.base:ReqContext", "_offload_key_positions", since=(0, 32), feature=OFFLOADING),
+    Use(f"{OFFLOAD}.base:ScheduleEndContext", "new_req_ids", feature=OFFLOADING),
+    Use(f"{OFFLOAD}.base", "OffloadingEvent", "*, keys=, medium=, removed=, locality=", feature=OFFLOADING),
+    Use(f"{OFFLOAD}.base", "RequestOffloadingContext", feature=OFFLOADING),
+    Use(f"{OFFLOAD}.tiering.base", "JobResult",
+        "job_id, *, success=, successful_keys=, transfer_time=, transfer_bytes=", since=(0, 32), feature=OFFLOADING),
+    Use(f"{OFFLOAD}.tiering.base:SecondaryTierManager", "block_size_bytes", since=(0, 31), feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.tiering.base:TransferJob", "job_id keys chunk_ids req_context", feature=OFFLOADING),
     *_calls("vllm.distributed.kv_transfer", get_kv_transfer_group="", has_kv_transfer_group=""),
     *_calls(CONFIG, get_current_vllm_config_or_none=""),
     Use("vllm.logger", "init_logger", "name"),
@@ -354,6 +403,7 @@ USES: Final = (
     *_reads(f"{CONFIG}:ParallelConfig", "rank world_size tensor_parallel_size pipeline_parallel_size nnodes_within_dp "
             "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep"),
     *_reads(f"{CONFIG}:CacheConfig", "block_size cache_dtype enable_prefix_caching"),
+    Use(f"{CONFIG}:CacheConfig", "prefix_caching_hash_algo", feature=OFFLOADING),
     *_reads(f"{CONFIG}:CacheConfig", "prefix_match_unit prefix_cache_retention_interval", feature=STATES,
             without="refusing what vLLM 0.32 and 0.33 do wrong with prefix_match_unit"),
     *_reads(f"{CONFIG}:SchedulerConfig", "policy max_num_batched_tokens"),
@@ -793,3 +843,42 @@ def before_sleep(finish: Callable[[], None]) -> None:
         return sleep(*arguments, **named)
 
     allocator.sleep = sleep_without_copies
+
+
+def key_positions(req_context: Any) -> dict[bytes, int]:
+    """vLLM's keys of all whole chunks of a request, and how many of its tokens end with each, in order per group.
+
+    vLLM promises to give the position of a key, and not all keys.
+    """
+    positions: dict[bytes, int] = req_context._offload_key_positions
+    return positions
+
+
+def secondary_tiers(connector: Any) -> list[Any]:
+    """The tiers that vLLM made for its ``OffloadingConnector``, in the scheduler's process; none where it has none."""
+    return list(getattr(connector.scheduler.manager, "secondary_tiers", ()))
+
+
+def offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """How vLLM's offloading cuts rows."""
+    return importlib.import_module(f"{V1}.offloading.config").build_offloading_config(vllm_config, kv_cache_config)
+
+
+def after_connector_is_made(made: Callable[[Any, Any, Any, Any], None]) -> None:
+    """Have ``made`` called with each connector of this process, its configuration, role and KV caches. Idempotent.
+
+    What it raises keeps the engine from starting.
+    """
+    factory = importlib.import_module(FACTORY.partition(":")[0]).KVConnectorFactory
+    create = factory.create_connector
+    if getattr(create, _MARK, False):
+        return
+
+    @functools.wraps(create)
+    def create_connector(config: Any, role: Any, kv_cache_config: Any) -> Any:
+        connector = create(config, role, kv_cache_config)
+        made(connector, config, role, kv_cache_config)
+        return connector
+
+    setattr(create_connector, _MARK, True)
+    factory.create_connector = staticmethod(create_connector)

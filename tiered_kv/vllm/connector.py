@@ -31,6 +31,7 @@ from tiered_kv.vllm.engine_metrics import TieredKVStats, stats_of
 from tiered_kv.vllm.hooks import SchedulerHooks
 from tiered_kv.vllm.kv_groups import cache_groups, chunk_tokens_of
 from tiered_kv.vllm.kv_layout import required_layout
+from tiered_kv.vllm.logs import show_our_logs
 from tiered_kv.vllm.plugin import register
 from tiered_kv.vllm.prometheus import TieredKVPromMetrics
 from tiered_kv.vllm.step import SaveReport, StepMetadata
@@ -72,7 +73,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if role not in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
             raise ValueError(f"a connector is made for the scheduler or for a worker. role={role!r}")
-        _show_our_logs()
+        show_our_logs()
         self._settings: Any = vllm_config.kv_transfer_config
         config = Config.from_mapping(self._settings.kv_connector_extra_config)
         self._scheduler: SchedulerHooks | None = None
@@ -261,12 +262,3 @@ def _worker_here(transfer_config: Any) -> WorkerSide | None:
             if theirs.kv_connector_extra_config == transfer_config.kv_connector_extra_config:
                 return connector._worker
     return None
-
-
-def _show_our_logs() -> None:
-    """vLLM configures its own loggers only: give ours its handlers, once, unless the application has done so."""
-    ours, theirs = logging.getLogger("tiered_kv"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = False

@@ -1,0 +1,227 @@
+"""Our tier below vLLM's own offloading, in a real engine: ``OffloadingConnector``, its tiering manager, and our server.
+
+vLLM refuses to offload where there is no GPU, so a worker that copies by the CPU takes the GPU's place
+(``tests/kit/vllm/host_offloading.py``); all else is vLLM's. A new engine's host memory is empty, so a hit there comes
+from below it.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.s3 import S3
+from tests.kit.server.object_nodes import s3_place, wait_uploaded
+from tests.kit.server.probe import figures, wait_ended, wait_for, wait_written
+from tests.kit.server.processes import kill_server
+from tests.kit.storage.disk_probe import blob_files
+from tests.kit.vllm.cached_engine import assert_same
+from tests.kit.vllm.harness import (
+    Answer,
+    close_llm,
+    generate,
+    kv_fingerprint,
+    make_llm,
+    random_prompt,
+    reset_gpu_cache,
+    running,
+    zero_kv,
+)
+
+pytestmark = pytest.mark.vllm
+
+ROW_TOKENS = 128
+ROW_BYTES = 256 << 10
+PROMPTS = [random_prompt(5_000 + n, 5 * ROW_TOKENS + 20) for n in range(4)]
+ROWS = 5
+HIT = ROWS * ROW_TOKENS
+MAX_TOKENS = 6
+
+
+def offloading(place: dict[str, Any], rows: int = 256, **more: Any) -> dict[str, Any]:
+    """The engine's settings: vLLM's own offloading with so many rows of host memory, and our tier below it."""
+    from vllm.config import KVTransferConfig
+
+    tier = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "strict": True, "host_bytes": "64MiB"}
+    tier |= {"lookup_timeout_ms": 30_000, "promotion_deadline_ms": 60_000} | place | more
+    extra = {
+        "spec_name": "HostTieringSpec",
+        "spec_module_path": "tests.kit.vllm.host_offloading",
+        "cpu_bytes_to_use": rows * ROW_BYTES,
+        "block_size": ROW_TOKENS,
+        "secondary_tiers": [tier],
+    }
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    return {"kv_transfer_config": transfer}
+
+
+def on_disk(root: Path) -> dict[str, Any]:
+    return {"storage_uri": f"file://{root}", "disk_bytes": "512MiB"}
+
+
+@contextmanager
+def offloading_engine(model: Path, place: dict[str, Any], rows: int = 256, **more: Any) -> Iterator[Any]:
+    llm = make_llm(model, **offloading(place, rows, **more))
+    try:
+        yield llm
+    finally:
+        close_llm(llm)
+
+
+def tier_of(llm: Any) -> Any:
+    (tier,) = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.manager.secondary_tiers
+    return tier
+
+
+def ask(llm: Any, *prompts: list[int]) -> list[Answer]:
+    """Answer with an empty GPU prefix cache; what is stored has left vLLM's rows when this returns."""
+    reset_gpu_cache(llm)
+    zero_kv(llm)
+    answers = generate(llm, prompts, max_tokens=MAX_TOKENS)
+    wait_for(lambda: not step(llm), "jobs to end")
+    return answers
+
+
+def step(llm: Any) -> bool:
+    """Let the engine do a step; says whether jobs of its tier run."""
+    generate(llm, [[5, 6, 7]], max_tokens=1)
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.manager
+    return bool(manager.has_pending_work())
+
+
+def chunks(root: Path) -> int:
+    return len(blob_files(root))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> list[Answer]:
+    with running(tiny_model) as llm:
+        return generate(llm, PROMPTS, max_tokens=MAX_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def stored(tiny_model: Path, plain: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with all prompts; each test works on a copy of its own."""
+    root = tmp_path_factory.mktemp("offloading") / "cache"
+    with offloading_engine(tiny_model, on_disk(root)) as llm:
+        for cold, theirs in zip(ask(llm, *PROMPTS), plain, strict=True):
+            assert_same(cold, theirs)
+            assert cold.cached_tokens == 0
+        wait_written(root)
+    wait_ended(root)
+    assert chunks(root) == ROWS * len(PROMPTS)
+    return root
+
+
+@pytest.fixture
+def root(stored: Path, tmp_path: Path) -> Path:
+    shutil.copytree(stored, tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_prompts_come_back_from_disk_after_a_restart_byte_for_byte(
+    tiny_model: Path, plain: list[Answer], root: Path
+) -> None:
+    with running(tiny_model) as llm:
+        generate(llm, PROMPTS[:1], max_tokens=1)
+        computed = kv_fingerprint(llm)
+    with offloading_engine(tiny_model, on_disk(root)) as llm:
+        reset_gpu_cache(llm)
+        zero_kv(llm)
+        generate(llm, PROMPTS[:1], max_tokens=1)
+        loaded = kv_fingerprint(llm)
+        warm = ask(llm, *PROMPTS)
+        assert chunks(root) == ROWS * len(PROMPTS)
+    assert loaded == computed
+    assert [one.cached_tokens for one in warm] == [HIT] * len(PROMPTS)
+    for one, theirs in zip(warm, plain, strict=True):
+        assert_same(one, theirs)
+
+
+def test_another_machine_finds_them_in_the_bucket(
+    tiny_model: Path, plain: list[Answer], s3: S3, tmp_path: Path
+) -> None:
+    place = s3_place(s3, s3.new_prefix())
+    uri = {"storage_uri": place.uri, "storage_options": place.options}
+    for machine, hit in (("first", 0), ("second", HIT)):
+        disk = tmp_path / machine
+        with offloading_engine(tiny_model, uri | {"disk_path": str(disk)}) as llm:
+            answers = ask(llm, *PROMPTS)
+            wait_uploaded(disk)
+        assert [one.cached_tokens for one in answers] == [hit] * len(PROMPTS)
+        for one, theirs in zip(answers, plain, strict=True):
+            assert_same(one, theirs)
+
+
+def test_a_killed_server_costs_misses_and_hits_come_back(tiny_model: Path, plain: list[Answer], root: Path) -> None:
+    """Host memory has rows for two prompts, so each comes from below it."""
+    with offloading_engine(tiny_model, on_disk(root), rows=2 * ROWS + 2) as llm:
+        (warm,) = ask(llm, PROMPTS[0])
+        kill_server(root)
+        missed = [answer for prompt in PROMPTS[1:] for answer in ask(llm, prompt)]
+        wait_for(lambda: not step(llm) and tier_of(llm)._jobs.is_ready, "a new session")
+        (again,) = ask(llm, PROMPTS[0])
+    assert (warm.cached_tokens, again.cached_tokens) == (HIT, HIT)
+    assert missed[0].cached_tokens == 0
+    for one, theirs in zip([warm, *missed, again], [*plain, plain[0]], strict=True):
+        assert_same(one, theirs)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
+def test_what_is_damaged_is_computed_and_stored_again(
+    tiny_model: Path, plain: list[Answer], root: Path, damage: str
+) -> None:
+    for path in blob_files(root):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        if damage == "deleted":
+            path.unlink()
+        else:
+            path.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
+    with offloading_engine(tiny_model, on_disk(root)) as llm:
+        answers = ask(llm, *PROMPTS)
+        wait_written(root)
+    wait_ended(root)
+    with offloading_engine(tiny_model, on_disk(root)) as llm:
+        mended = ask(llm, *PROMPTS)
+    assert [one.cached_tokens for one in answers] == [0] * len(PROMPTS)
+    assert [one.cached_tokens for one in mended] == [HIT] * len(PROMPTS)
+    for one, again, theirs in zip(answers, mended, plain, strict=True):
+        assert_same(one, theirs)
+        assert_same(again, theirs)
+
+
+@pytest.mark.parametrize("rows", [4, 6, 12])
+def test_requests_that_want_more_rows_than_there_are_end_and_are_right(
+    tiny_model: Path, plain: list[Answer], root: Path, rows: int
+) -> None:
+    """Each hit takes a row from another; without a limit the engine promotes for ever."""
+    with offloading_engine(tiny_model, on_disk(root), rows=rows) as llm:
+        answers = ask(llm, *PROMPTS, *PROMPTS)
+    assert sum(one.cached_tokens for one in answers) >= ROW_TOKENS
+    for one, theirs in zip(answers, plain * 2, strict=True):
+        assert_same(one, theirs)
+
+
+def test_after_a_reset_nothing_older_is_found(tiny_model: Path, plain: list[Answer], root: Path) -> None:
+    with offloading_engine(tiny_model, on_disk(root)) as llm:
+        (before,) = ask(llm, PROMPTS[0])
+        assert llm.reset_prefix_cache(reset_connector=True)
+        wait_for(lambda: not step(llm) and tier_of(llm)._jobs.is_ready, "a session of its own")
+        asked = [ask(llm, prompt)[0] for prompt in (PROMPTS[1], PROMPTS[1])]
+        assert figures(root)["hierarchy"]["sessions"] == 1
+        wait_written(root)
+    with offloading_engine(tiny_model, on_disk(root)) as llm:
+        (later,) = ask(llm, PROMPTS[1])
+    # The next engine's KV is again under an epoch that everybody shares, and that one is new.
+    assert [one.cached_tokens for one in (before, *asked, later)] == [HIT, 0, HIT, 0]
+    for one in (*asked, later):
+        assert_same(one, plain[1])
+
+
+def test_a_wrong_setting_ends_the_start_with_its_name(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="unknown setting 'host_byte'; did you mean host_bytes"):
+        make_llm(tiny_model, **offloading(on_disk(tmp_path) | {"host_byte": 1}))

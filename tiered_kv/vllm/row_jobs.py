@@ -1,0 +1,500 @@
+"""Jobs between rows of vLLM's host memory and slots of the server's arena: find, store, load.
+
+A row is copied to a slot and from one, by threads of this process: a server that hangs can then delay a job, and never
+write into a row that vLLM uses again. What a load copies was verified by the server before, and its leases are claimed
+from the beginning; so a job that ends well has right bytes, and one whose session was lost ends badly.
+
+    store   look up -> those not held: slot granted -> copied -> committed, in the order of the prefix
+    load    look up, leased -> copied as chunks become ready -> released
+
+Owns jobs and copies; must not know vLLM: ``offloading.py`` is the tier. Names of chunks: :class:`RowNames`.
+
+    field                 written by
+    _ended                copy threads append, the owner takes
+    ArenaKeeper._worker   its thread, and the owner, under _idle
+    all else              the owner: vLLM's scheduler thread
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import xxhash
+
+from tiered_kv.config import Config
+from tiered_kv.errors import TieredKVError
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.namespace import Namespace
+from tiered_kv.server import protocol as m
+from tiered_kv.server.client import SchedulerClient, SessionInfo
+from tiered_kv.server.worker_client import WorkerClient
+from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
+from tiered_kv.tiering.types import LookupAnswer, SlotId
+
+logger = logging.getLogger("vllm." + __name__)
+
+THREADS: Final = 2
+"""That copy: one core's memory bandwidth is above what a disk gives."""
+
+SLOT_WAIT_S: Final = 2.0
+"""A chunk that gets no slot for so long is not stored: its row is pinned in vLLM's memory meanwhile."""
+
+QUEUED_MAX: Final = 1 << 14
+"""Chunks that may wait for slots."""
+
+REJOIN_S: Final = 0.5
+DRAIN_S: Final = 0.001
+
+
+class RowNames:
+    """Keys and digests of one prefix's rows, from vLLM's keys for them.
+
+    vLLM's key is a hash that chains the whole prefix already, so each is named by itself::
+
+        key    = xxh3_128(Namespace.digest || vLLM's key)
+        digest = sha256(Namespace.sha256   || vLLM's key)
+    """
+
+    __slots__ = ("_namespace", "_theirs", "digests", "keys")
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._theirs: list[bytes] = []
+        self.keys: list[bytes] = []
+        self.digests: list[bytes] = []
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._namespace
+
+    def extend(self, theirs: Sequence[bytes]) -> None:
+        """Name what is new in vLLM's keys of the prefix."""
+        for key in theirs[len(self.keys) :]:
+            self.keys.append(xxhash.xxh3_128_digest(self._namespace.digest + key))
+            self.digests.append(hashlib.sha256(self._namespace.sha256 + key).digest())
+
+    def record(self, index: int, tag: bytes) -> ChunkRecord:
+        """The record of one chunk of the prefix."""
+        parent = self.keys[index - 1] if index else self._namespace.digest
+        return ChunkRecord(self._namespace.digest, self.keys[index], parent, index, self.digests[index], tag)
+
+
+@dataclass(slots=True)
+class Find:
+    """How much of a prefix is held.
+
+    Attributes:
+        held: Leading chunks; None: it is not known yet.
+    """
+
+    lookup: int
+    generation: int
+    sent_s: float
+    held: int | None = None
+
+
+class Done(NamedTuple):
+    """A job that is over.
+
+    Attributes:
+        good: Per row of the job, in its order: stored, or loaded.
+    """
+
+    job: int
+    good: list[bool]
+    seconds: float
+    copied_bytes: int
+
+
+@dataclass(slots=True)
+class _RowJob:
+    """One job.
+
+    Attributes:
+        places: Per row: its chunk's index in the prefix, ascending, and the row.
+        good: Per row: how it ended; None: it has not.
+        slots: Of rows copied to a slot that is not committed yet.
+        copied: Leading rows of which a copy was begun, or that were held.
+        running: Copies that run.
+        committed: Leading rows that are stored.
+        is_over: Nothing more is begun for it; it is told once no copy of it runs.
+    """
+
+    id: int
+    names: RowNames
+    places: list[tuple[int, int]]
+    generation: int
+    lookup: int | None
+    started_s: float
+    is_load: bool
+    deadline_s: float
+    tag: bytes = b""
+    good: list[bool | None] = field(default_factory=list)
+    slots: dict[int, SlotId] = field(default_factory=dict)
+    copied: int = 0
+    running: int = 0
+    committed: int = 0
+    is_over: bool = False
+
+
+class RowJobs:
+    """One engine's jobs.
+
+    Threads: vLLM's scheduler thread, for every public method.
+
+    Attributes:
+        client: The session with the server.
+        counters: What happened how often.
+    """
+
+    def __init__(self, config: Config, engine_id: str, join: m.JoinWorker, rows: "np.ndarray[Any, Any]") -> None:
+        """Begin to join the server.
+
+        Args:
+            join: This process's part as the session's only worker: one page, a row.
+            rows: vLLM's host memory, uint8 of shape (rows, bytes of a row).
+        """
+        self._config = config
+        self._rows = rows
+        self.client = SchedulerClient(config, engine_id, 1)
+        self._arena = ArenaKeeper(config, engine_id, join)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tiered_kv-rows")
+        self._ended: deque[tuple[_RowJob, int, bool]] = deque()
+        self._jobs: dict[int, _RowJob] = {}
+        self._waiting: deque[tuple[_RowJob, int]] = deque()  # rows for slots, in the order of their prefixes
+        self._done: list[Done] = []
+        self._is_closed = False
+
+    # -- asked by the tier; nothing blocks -----------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a session, and its arena is here."""
+        return self.client.is_ready and self._arena.generation == self.client.generation
+
+    @property
+    def namespace(self) -> Namespace | None:
+        return self.client.namespace
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Poll until it is so or the server refused, for start-up only; blocks."""
+        deadline_s = time.monotonic() + timeout_s
+        self.client.wait_ready(timeout_s)
+        while not self.is_ready and self.client.refusal is None and time.monotonic() < deadline_s:
+            self.poll()
+            time.sleep(0.005)
+        return self.is_ready
+
+    def find(self, names: RowNames) -> Find | None:
+        """Ask how much of a prefix is held; None where it could not be asked: nothing is."""
+        lookup = self._look_up(names, len(names.keys), start=len(names.keys))
+        return None if lookup is None else Find(lookup, self.client.generation, time.monotonic())
+
+    def answer(self, find: Find, search_s: float) -> int | None:
+        """How much is held, or None while it is not known. What is looked for in a bucket counts once it is found.
+
+        Args:
+            search_s: How long to wait for that; the server's first answer is waited for ``lookup_timeout_ms``.
+        """
+        if find.held is not None:
+            return find.held
+        if find.generation != self.client.generation:
+            find.held = 0
+            return 0
+        answer = self.client.lookups.get(find.lookup, LookupAnswer())
+        waited_s = time.monotonic() - find.sent_s
+        is_late = waited_s > (search_s if answer.is_answered else self._config.lookup_timeout_ms / 1e3)
+        if is_late and not answer.is_answered:
+            self.client.waited_in_vain()
+        if (answer.is_answered and not answer.unknown) or is_late or self.client.is_silent:
+            find.held = answer.held
+            self.client.release(find.lookup)
+        return find.held
+
+    def forget(self, find: Find) -> None:
+        """Nobody wants the answer any more."""
+        if find.held is None and find.generation == self.client.generation:
+            self.client.release(find.lookup)
+            find.held = 0
+
+    def store(self, job: int, names: RowNames, places: list[tuple[int, int]], tag: bytes) -> None:
+        """Store rows, which stay as they are until the job is done; those held already are not copied."""
+        self._begin(job, names, places, tag=tag, is_load=False, wait_s=SLOT_WAIT_S)
+
+    def load(self, job: int, names: RowNames, places: list[tuple[int, int]], wait_s: float) -> None:
+        """Load rows, which nobody reads until the job is done; what is not here after ``wait_s`` ends badly."""
+        self._begin(job, names, places, tag=b"", is_load=True, wait_s=wait_s)
+
+    def take_done(self) -> list[Done]:
+        """Jobs that are over since the last call; each is told once."""
+        self.poll()
+        done, self._done = self._done, []
+        return done
+
+    def poll(self) -> None:
+        """Take in what the server and the copies said, and go on."""
+        self.client.poll()
+        self._arena.want(self.client.generation)
+        while self._ended:
+            self._copy_ended(*self._ended.popleft())
+        for job in list(self._jobs.values()):
+            self._go_on(job)
+        self._give_slots()
+        for job in [job for job in self._jobs.values() if job.is_over and not job.running]:
+            self._finish(job)
+
+    def drain(self) -> None:
+        """End all jobs: running copies are waited for, everything else ends badly. Blocks for the time of a copy."""
+        for job in self._jobs.values():
+            job.is_over = True
+        self._waiting.clear()
+        while self._jobs:
+            self.poll()
+            if self._jobs:
+                time.sleep(DRAIN_S)
+
+    def reset(self) -> None:
+        """What is held is of other weights from now on."""
+        self.client.reset()
+
+    def close(self) -> None:
+        """Leave the server. Blocks for running copies. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._threads.shutdown()
+            self.client.close()
+            self._arena.close()
+            self._rows = np.empty((0, 0), np.uint8)  # vLLM unmaps it
+
+    # -- a job's way ---------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self, job: int, names: RowNames, places: list[tuple[int, int]], *, tag: bytes, is_load: bool, wait_s: float
+    ) -> None:
+        places = sorted(places)
+        first, count = places[0][0], places[-1][0] + 1
+        is_current = self.is_ready and names.namespace is self.client.namespace
+        start = first if is_load else count
+        lookup = self._look_up(names, count, start=start, is_claimed=is_load) if is_current else None
+        now_s = time.monotonic()
+        made = _RowJob(job, names, places, self.client.generation, lookup, now_s, is_load, now_s + wait_s, tag)
+        made.good = [None] * len(places)
+        made.is_over = lookup is None
+        self._jobs[job] = made
+
+    def _look_up(self, names: RowNames, count: int, *, start: int, is_claimed: bool = False) -> int | None:
+        if not self.is_ready or self.client.is_silent:
+            return None
+        return self.client.lookup(names.keys[:count], names.digests[:count], start, is_claimed=is_claimed)
+
+    def _go_on(self, job: _RowJob) -> None:
+        if job.is_over:
+            return
+        if job.generation != self.client.generation:
+            job.is_over = True
+            return
+        if job.lookup is not None:
+            answer = self.client.lookups.get(job.lookup, LookupAnswer())
+            if answer.is_answered:
+                (self._load_ready if job.is_load else self._stored_before)(job, answer)
+            elif time.monotonic() - job.started_s > self._config.lookup_timeout_ms / 1e3:
+                self.client.waited_in_vain()
+                job.is_over = True
+        if time.monotonic() > job.deadline_s and (job.is_load or job.lookup is not None):
+            job.is_over = True
+
+    def _stored_before(self, job: _RowJob, answer: LookupAnswer) -> None:
+        """The server has said what is held: the rest waits for slots."""
+        assert job.lookup is not None
+        self.client.release(job.lookup)
+        job.lookup = None
+        rest = [number for number, (index, _) in enumerate(job.places) if index >= answer.held]
+        for number in range(len(job.places) - len(rest)):
+            job.good[number] = True
+        job.committed = job.copied = len(job.places) - len(rest)
+        # Without the chunk before them they would be found by nobody.
+        is_orphan = bool(rest) and job.places[rest[0]][0] > answer.held
+        if not rest or is_orphan or len(self._waiting) + len(rest) > QUEUED_MAX:
+            job.is_over = True
+            return
+        job.deadline_s = time.monotonic() + SLOT_WAIT_S
+        self._waiting.extend((job, number) for number in rest)
+
+    def _load_ready(self, job: _RowJob, answer: LookupAnswer) -> None:
+        first = job.places[0][0]
+        while job.copied < len(job.places) and job.places[job.copied][0] - first < answer.ready:
+            index, row = job.places[job.copied]
+            self._copy(job, job.copied, answer.slots[index - first], row)
+            job.copied += 1
+        if answer.is_done or job.copied == len(job.places):
+            job.is_over = True
+
+    def _give_slots(self) -> None:
+        now_s = time.monotonic()
+        while self._waiting:
+            job, number = self._waiting[0]
+            if job.is_over:
+                self._waiting.popleft()
+            elif (slot := self.client.take_slot()) is not None:
+                self._waiting.popleft()
+                job.slots[number] = slot
+                job.copied = number + 1
+                self._copy(job, number, slot, job.places[number][1])
+            elif now_s > job.deadline_s:
+                job.is_over = True
+            else:
+                return
+
+    def _copy(self, job: _RowJob, number: int, slot: SlotId, row: int) -> None:
+        assert self.client.info is not None
+        job.running += 1
+        self._threads.submit(self._run_copy, job, number, slot, row, self.client.info)
+
+    def _run_copy(self, job: _RowJob, number: int, slot: SlotId, row: int, info: SessionInfo) -> None:
+        """In a thread of the pool."""
+        is_copied = False
+        try:
+            is_copied = self._arena.copy(info, slot, self._rows[row], is_load=job.is_load)
+        except Exception:  # the job would never end
+            logger.exception("a row could not be copied. row=%d slot=%d", row, slot)
+        self._ended.append((job, number, is_copied))
+
+    def _copy_ended(self, job: _RowJob, number: int, is_copied: bool) -> None:
+        job.running -= 1
+        if job.is_load:
+            job.good[number] = is_copied
+            return
+        if not is_copied:
+            job.is_over = True
+            return
+        job.good[number] = True
+        self._commit(job)
+        if job.committed == len(job.places):
+            job.is_over = True
+
+    def _commit(self, job: _RowJob) -> None:
+        """Hand the server what was copied, in the order of the prefix."""
+        if job.generation != self.client.generation:
+            return
+        filled = []
+        while job.committed < job.copied and job.good[job.committed]:
+            slot = job.slots.pop(job.committed)
+            filled.append((slot, job.names.record(job.places[job.committed][0], job.tag)))
+            job.committed += 1
+        self.client.commit(filled)
+
+    def _finish(self, job: _RowJob) -> None:
+        del self._jobs[job.id]
+        is_same = job.generation == self.client.generation
+        if job.is_load:
+            # Of a session that was lost nobody knows whose bytes lay in its slots in the end.
+            is_right = job.lookup is not None and self.client.is_leased(job.lookup, job.generation)
+            good = [bool(one) and is_right for one in job.good]
+        else:
+            good = [number < job.committed and is_same for number in range(len(job.places))]
+        if is_same:
+            self.client.give_back([slot for _, slot in sorted(job.slots.items())])
+            if job.lookup is not None:
+                self.client.release(job.lookup)
+        copied = sum(1 for one in job.good if one) * self._rows.shape[1]
+        self._done.append(Done(job.id, good, time.monotonic() - job.started_s, copied))
+
+
+class ArenaKeeper:
+    """Keeps the arena of the newest session mapped, in a thread of its own.
+
+    Threads: the owner calls ``want`` and ``close``, copy threads call ``copy``.
+
+    Attributes:
+        generation: Of the session whose arena is mapped; -1: none is.
+    """
+
+    def __init__(self, config: Config, engine_id: str, join: m.JoinWorker) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self._join = join
+        self.generation = -1
+        self._wanted = 0
+        self._worker: WorkerClient | None = None
+        self._idle = threading.Condition()
+        self._running = 0
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tiered_kv-arena", daemon=True)
+        self._thread.start()
+
+    def want(self, generation: int) -> None:
+        """The session of this generation is the one to map; leaves the one before, unless something copies."""
+        self._wanted = generation
+        with self._idle:
+            worker = self._worker
+            if worker is None or worker.generation == generation or self._running:
+                return
+            self._worker, self.generation = None, -1
+        worker.leave()
+
+    def copy(self, info: SessionInfo, slot: SlotId, row: "np.ndarray[Any, Any]", *, is_load: bool) -> bool:
+        """Copy between a slot and a row; False where the arena of that session is not here any more."""
+        with self._idle:
+            worker = self._worker
+            if worker is None or worker.generation != info.generation:
+                return False
+            self._running += 1
+        try:
+            slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
+            view = worker.arena.view(slab, index * info.slot_bytes + info.payload_offset, row.nbytes)
+            payload = np.frombuffer(view, np.uint8)
+            if is_load:
+                np.copyto(row, payload)
+            else:
+                np.copyto(payload, row)
+            del payload
+            view.release()
+            return True
+        finally:
+            with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
+
+    def close(self) -> None:
+        """Unmap and end the thread. Idempotent."""
+        self._is_closed.set()
+        with self._idle:
+            worker, self._worker, self.generation = self._worker, None, -1
+            while self._running:
+                self._idle.wait()
+        if worker is not None:
+            worker.leave()
+        self._thread.join(self._config.start_timeout_s)
+
+    def _run(self) -> None:
+        mapped, backoff_s = -1, REJOIN_S
+        while not self._is_closed.is_set():
+            wanted = self._wanted
+            if wanted == mapped:
+                self._is_closed.wait(0.02)
+                continue
+            try:
+                worker = WorkerClient(self._config, self._engine_id, wanted, self._join)
+            except (TieredKVError, OSError) as exc:
+                logger.warning("the cache's arena is not mapped; next try in %.1f s. %s", backoff_s, exc)
+                self._is_closed.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, 30.0)
+                continue
+            mapped, backoff_s = wanted, REJOIN_S
+            with self._idle:
+                if not self._is_closed.is_set():
+                    self._worker, self.generation = worker, wanted
+            worker.wait_lost()
+            with self._idle:
+                if self._worker is worker:
+                    self._worker, self.generation = None, -1
+                while self._running:
+                    self._idle.wait()
+            worker.leave()
