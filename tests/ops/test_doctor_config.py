@@ -23,6 +23,19 @@ def transfer(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (whole | changes).items() if value is not ...}
 
 
+def offloading(tier: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """vLLM's own offloading with our tier below it."""
+    ours = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "storage_uri": URI} | (tier or {})
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 1 << 35,
+        "block_size": 256,
+        "secondary_tiers": [{"type": "example"}, ours],
+    }
+    extra = {name: value for name, value in (extra | changes).items() if value is not ...}
+    return transfer(kv_connector="OffloadingConnector", kv_connector_extra_config=extra)
+
+
 def examined(given: object) -> list[DoctorFinding]:
     """All findings about a text, as the verb collects them."""
     read = read_text(given if isinstance(given, str) else json.dumps(given))
@@ -43,6 +56,8 @@ GOOD = {
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"connectors": [{"kv_connector": "Other"}, transfer()]},
     ),
+    "a tier below vLLM's own offloading": offloading(),
+    "the same with vLLM's words": offloading({"locality": "LOCAL", "enable_kv_events": True, "backpressure": {}}),
     "a bucket with limits": {
         "storage_uri": "s3://bucket/kv",
         "storage_bytes": "2TiB",
@@ -95,6 +110,20 @@ BAD: dict[str, tuple[object, str, str, str]] = {
     "a disk below a disk": ({"storage_uri": URI, "disk_path": "/x"}, "settings", "only for object stores", ""),
     "a limit of no bucket": ({"storage_uri": URI, "storage_bytes": 1}, "settings", "storage_bytes is only for", ""),
     "a limit of no disk": ({"storage_uri": "s3://b/p", "disk_bytes": 1}, "settings", "set disk_path", ""),
+    "offloading without ours": (offloading(secondary_tiers=[{"type": "fs"}]), "connector", "no tier of ours", "type"),
+    "offloading that is none": (
+        transfer(kv_connector="OffloadingConnector", kv_connector_extra_config=[]),
+        "connector",
+        "got a list",
+        "spec_name",
+    ),
+    "a tier without its module": (offloading({"module_path": "x"}), "connector", "does not find", "offloading"),
+    "a tier misspelled": (offloading({"type": "TieredKVTier2"}), "connector", "'TieredKVTier2'", "TieredKVTier"),
+    "another spec": (offloading(spec_name="CPUOffloadingSpec"), "connector", "'CPUOffloadingSp", "Tiering"),
+    "no spec": (offloading(spec_name=...), "connector", "there is none", "TieringOffloadingSpec"),
+    "no host memory": (offloading(cpu_bytes_to_use=...), "rows", "cpu_bytes_to_use is not", "34359738368"),
+    "tokens of a chunk": (offloading({"chunk_tokens": 256}), "settings", "chunk_tokens is none", "block_size"),
+    "a tier's unknown setting": (offloading({"disk_byte": 1}), "settings", "'disk_byte'", "did you mean disk_bytes?"),
     "an unknown option": (
         {"storage_uri": "s3://b/p", "storage_options": {"endpoint": "x"}}, "settings", "did you mean endpoint_url?", ""
     ),
@@ -130,6 +159,12 @@ WARNED = {
         ),
         "load failures",
         "vLLM reads the policy of MultiConnector",
+    ),
+    "rows of one block": (offloading(block_size=...), "rows", "many small files"),
+    "two tiers of ours": (
+        offloading(secondary_tiers=2 * offloading()["kv_connector_extra_config"]["secondary_tiers"][1:]),
+        "connector",
+        "the first is checked",
     ),
     "no limit": ({"storage_uri": "s3://b/p"}, "settings", "has no limit"),
     "single writer of no limit": (

@@ -37,6 +37,15 @@ TRANSFER_FIELDS: Final = (
 OLD_FIELDS: Final = ("kv_rank", "kv_parallel_size", "kv_ip", "kv_buffer_size")
 """Fields of vLLM 0.30 that later ones refuse."""
 
+OFFLOADING: Final = "OffloadingConnector"
+"""vLLM's own, below which a tier of ours can be."""
+
+TIERING: Final = "TieringOffloadingSpec"
+TIER: Final = "TieredKVTier"
+TIER_MODULE: Final = "tiered_kv.vllm.offloading"
+TIER_WORDS: Final = ("type", "module_path", "locality", "enable_kv_events", "backpressure")
+"""What stands beside our settings in the description of a tier, and is vLLM's."""
+
 LISTED: Final = "`tiered-kv config` lists the settings"
 
 WITH_OTHERS: Final = ("storage_uri", "storage_options")
@@ -108,6 +117,9 @@ def _read_transfer(given: Given, whole: Mapping[str, object]) -> None:
                 error("connector", f"vLLM knows no field {name[:100]!r} here and does not start", hint)
             )
     given.findings.append(_role(whole.get("kv_role")))
+    if whole.get("kv_connector") == OFFLOADING:
+        _read_offloading(given, whole.get("kv_connector_extra_config"))
+        return
     policy, is_of_several = whole.get("kv_load_failure_policy"), whole.get("kv_connector") == "MultiConnector"
     if is_of_several:
         whole = _of_several(given, whole)
@@ -126,6 +138,56 @@ def _read_transfer(given: Given, whole: Mapping[str, object]) -> None:
                 "put our settings there",
             )
         )
+
+
+def _read_offloading(given: Given, extra: object) -> None:
+    """Take vLLM's own offloading apart: what is around our tier, and our settings in it."""
+    if not isinstance(extra, dict):
+        text = f"kv_connector_extra_config: expected an object, got {_kind(extra)}"
+        given.findings.append(error("connector", text, f'"spec_name": "{TIERING}", "secondary_tiers": [...]'))
+        return
+    tiers = extra.get("secondary_tiers")
+    ours = [
+        one
+        for one in (tiers if isinstance(tiers, list) else [])
+        if isinstance(one, dict) and (one.get("type") == TIER or one.get("module_path") == TIER_MODULE)
+    ]
+    if not ours:
+        hint = f'"secondary_tiers": [{{"type": "{TIER}", "module_path": "{TIER_MODULE}", "storage_uri": ...}}]'
+        text = f"{OFFLOADING} names no tier of ours: nothing of tiered_kv is used"
+        given.findings.append(error("connector", text, f'{hint}, or "kv_connector": "{CONNECTOR}"'))
+        return
+    if len(ours) > 1:
+        given.findings.append(warning("connector", f"{len(ours)} tiers are {TIER}; the first is checked"))
+    tier = ours[0]
+    given.findings.append(_tier(tier, extra.get("spec_name")))
+    given.findings.append(_rows(extra))
+    given.settings = {name: value for name, value in tier.items() if name not in TIER_WORDS}
+    if "chunk_tokens" in given.settings:
+        del given.settings["chunk_tokens"]
+        text = "chunk_tokens is none of a tier's settings, and vLLM does not start: a chunk is a row"
+        given.findings.append(error("settings", text, "set block_size beside secondary_tiers"))
+
+
+def _tier(tier: Mapping[str, object], spec: object) -> DoctorFinding:
+    if tier.get("type") != TIER or tier.get("module_path") != TIER_MODULE:
+        found = f"type {str(tier.get('type'))[:100]!r}, module_path {str(tier.get('module_path'))[:100]!r}"
+        return error("connector", f"vLLM does not find our tier: {found}", f'"{TIER}" and "{TIER_MODULE}"')
+    if spec != TIERING:
+        found = "there is none" if spec is None else f"it is {str(spec)[:100]!r}"
+        return error("connector", f"expected spec_name {TIERING}, and {found}", f'"spec_name": "{TIERING}"')
+    return ok("connector", f"{TIER} below {OFFLOADING}: which models, docs/offloading.md")
+
+
+def _rows(extra: Mapping[str, object]) -> DoctorFinding:
+    """What vLLM's own layer takes, and how large the rows are that ours gets."""
+    size = extra.get("cpu_bytes_to_use")
+    if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
+        return error("rows", "cpu_bytes_to_use is not a number of bytes", "vLLM's host memory: 34359738368 is 32 GiB")
+    takes = f"vLLM takes {size / (1 << 30):.1f} GiB of host memory per engine, beside host_bytes of our server"
+    if not extra.get("block_size") and not extra.get("blocks_per_chunk"):
+        return warning("rows", f"{takes}; a row is one GPU block: many small files", '"block_size": 256')
+    return ok("rows", takes)
 
 
 def _of_several(given: Given, whole: Mapping[str, object]) -> Mapping[str, object]:
