@@ -206,6 +206,25 @@ def test_requests_that_want_more_rows_than_there_are_end_and_are_right(
         assert_same(one, theirs)
 
 
+def test_a_prompt_computed_in_steps_is_stored_whole_and_goes_through_a_small_arena(
+    tiny_model: Path, plain: list[Answer], tmp_path: Path
+) -> None:
+    """Each step stores a part whose chunks follow those of the step before; a lookup may lease three of the eight slots."""
+    root = tmp_path / "cache"
+    small = {"host_bytes": 8 * (ROW_BYTES + 4096)}
+    for hit in (0, HIT):
+        llm = make_llm(tiny_model, **offloading(on_disk(root) | small), max_num_batched_tokens=ROW_TOKENS)
+        try:
+            answers = ask(llm, *PROMPTS)
+            wait_written(root)
+        finally:
+            close_llm(llm)
+        assert [one.cached_tokens for one in answers] == [hit] * len(PROMPTS)
+        for one, theirs in zip(answers, plain, strict=True):
+            assert_same(one, theirs)
+    assert chunks(root) == ROWS * len(PROMPTS)
+
+
 def test_after_a_reset_nothing_older_is_found(tiny_model: Path, plain: list[Answer], root: Path) -> None:
     with offloading_engine(tiny_model, on_disk(root)) as llm:
         (before,) = ask(llm, PROMPTS[0])

@@ -328,9 +328,11 @@ class Engine:
         *,
         is_claimed: bool = False,
         state_parts: int = 0,
+        may_search: bool = True,
     ) -> int:
         """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
-        return self.tiering.lookup(session, keys, digests, start, turn, is_claimed=is_claimed, state_parts=state_parts)
+        wanted = (session, keys, digests, start, turn)
+        return self.tiering.lookup(*wanted, is_claimed=is_claimed, state_parts=state_parts, may_search=may_search)
 
     def claim(self, session: int, lookup: int) -> None:
         """A load begins of what is ready: the leases stay until :meth:`release`."""

@@ -16,7 +16,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 11
+PROTOCOL = 12
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -138,6 +138,7 @@ class Lookup(Message, frozen=True):
             leases is given and taken.
         is_claimed: As if ``Claim`` were said with it.
         state_parts: Wanted is the prefix up to the deepest boundary with a state of so many parts, and that state.
+        may_search: What is not known here is sought in a shared tier; the keys are a prefix from its beginning then.
     """
 
     lookup: int
@@ -147,6 +148,7 @@ class Lookup(Message, frozen=True):
     turn: tuple[int, int] = (0, 0)
     is_claimed: bool = False
     state_parts: Annotated[int, msgspec.Meta(ge=0, le=STATE_PARTS_MAX)] = 0
+    may_search: bool = True
 
 
 class Claim(Message, frozen=True):

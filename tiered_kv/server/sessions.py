@@ -376,7 +376,9 @@ class Sessions:
             raise ProtocolError(f"too many lookups at once. max={LOOKUPS_MAX}")
         session = group.sessions[-1]
         wanted = (keys, digests, lookup.start, lookup.turn)
-        engine_id = self._engine.lookup(session, *wanted, is_claimed=lookup.is_claimed, state_parts=lookup.state_parts)
+        engine_id = self._engine.lookup(
+            session, *wanted, is_claimed=lookup.is_claimed, state_parts=lookup.state_parts, may_search=lookup.may_search
+        )
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup
 

@@ -206,6 +206,7 @@ class Tiering:
         *,
         is_claimed: bool = False,
         state_parts: int = 0,
+        may_search: bool = True,
     ) -> int:
         """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
 
@@ -215,6 +216,9 @@ class Tiering:
 
         With ``state_parts`` the prefix ends at the deepest boundary behind ``start`` whose state, of so many parts, is
         held as well, and the state is leased with it; without a state nothing is leased.
+
+        What is not known here is looked for in a shared tier, if it may be; the keys are those of a prefix from its
+        beginning then.
         """
         session, wish = self._sessions[session_id], LookupRequest(keys, digests, start, turn, is_claimed, state_parts)
         if state_parts:
@@ -225,7 +229,7 @@ class Tiering:
         lookup = self._lookups.open(session, held, wish)
         self._promote(lookup, held)
         self._tiers.enqueue_if_used(held)
-        if self._tiers.searches is not None:
+        if may_search and self._tiers.searches is not None:
             search = self._tiers.searches.begin(session.namespace, keys, digests, lookup.held)
             if search is not None:
                 lookup.search, search.lookup = search, lookup.id

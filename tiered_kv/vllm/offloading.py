@@ -68,9 +68,6 @@ LOAD_S: Final = 1.0
 SLOWEST_PREFILL_TOKENS_PER_S: Final = 1_000
 """A load is waited for as long as this prefill would take, at least ``LOAD_S``: vLLM tells a tier of no rate."""
 
-GROUP_BYTES: Final = 4
-"""Of a key of vLLM's: its end, the number of the group of layers."""
-
 
 @dataclass(slots=True)
 class _Request:
@@ -83,8 +80,9 @@ class _Request:
         seen: Keys of vLLM's context that were looked at.
         names: What they are called here.
         held: Leading chunks that may be had; None: not known yet.
-        hits: Chunks that were answered as hits and are promoted, while it waits.
+        hits: vLLM's keys of chunks that are answered as hits, while it waits.
         waits_s: Since when it waits for room among vLLM's rows.
+        step: The last one in which it was answered "ask again".
     """
 
     resets: int
@@ -97,8 +95,9 @@ class _Request:
     names: RowNames | None = None
     find: Find | None = None
     held: int | None = None
-    hits: set[int] = field(default_factory=set)
+    hits: set[bytes] = field(default_factory=set)
     waits_s: float | None = None
+    step: int = -1
 
 
 class TieredKVTier(SecondaryTierManager):
@@ -145,6 +144,7 @@ class TieredKVTier(SecondaryTierManager):
         self._refusal = "no worker has said yet what this engine serves"
         self._requests: dict[str, _Request] = {}  # those that wait and have hits
         self._hits = 0
+        self._step = 0
         self._resets = 0
         self._has_events = enable_kv_events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[Any] = []
@@ -208,25 +208,35 @@ class TieredKVTier(SecondaryTierManager):
 
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> Any:
         request = req_context.get_state(_Request)
+        if request is not None and key in request.hits:
+            return LookupResult.HIT
         if request is None or not request.may_read or self._jobs is None:
             self._tell_refusal()
             return LookupResult.MISS
+        if request.step == self._step:
+            return LookupResult.MISS  # vLLM waits for the first such key of a prefix, and asks for no more of it
         self._take_keys(request, req_context)
         place = request.places.get(key)
         if place is None or not self._jobs.is_ready:
             return LookupResult.MISS  # the end of a prompt, which is no whole row
         if request.held is None and self._ask(self._jobs, request) is None:
-            return LookupResult.RETRY
+            return self._again(request)
         assert request.held is not None
         if place >= request.held:
             return LookupResult.MISS
         return self._hit(request, place, req_context.req_id)
 
+    def _again(self, request: _Request) -> Any:
+        request.step = self._step
+        return LookupResult.RETRY
+
     def _hit(self, request: _Request, place: int, name: str) -> Any:
-        """Answer for a chunk that is held, within the limit of all requests that wait."""
-        if place in request.hits or self._hits < self._hits_max:
-            self._hits += place not in request.hits
-            request.hits.add(place)
+        """Answer for a chunk that is held and those behind it, within the limit of all requests that wait."""
+        assert request.held is not None
+        room = min(request.held - place, self._hits_max - self._hits)
+        if room > 0:
+            request.hits.update(request.theirs[place : place + room])
+            self._hits += room
             request.waits_s = None
             self._requests[name] = request
             return LookupResult.HIT
@@ -234,7 +244,7 @@ class TieredKVTier(SecondaryTierManager):
         if request.waits_s is None:
             request.waits_s = now_s
         if self._hits > len(request.hits) and now_s - request.waits_s < LOAD_S:
-            return LookupResult.RETRY  # another request goes first
+            return self._again(request)  # another request goes first
         request.held = place
         return LookupResult.MISS
 
@@ -332,6 +342,9 @@ class TieredKVTier(SecondaryTierManager):
         bad = [place for (place, _), is_good in zip(chunks, done.good, strict=True) if not is_good]
         if bad:
             request.held = min(bad[0], request.held or 0)
+            lost = request.hits.difference(request.theirs[: request.held])
+            request.hits -= lost
+            self._hits -= len(lost)
         good = tuple(key for (_, key), is_good in zip(chunks, done.good, strict=True) if is_good)
         return JobResult(
             done.job,
@@ -344,6 +357,7 @@ class TieredKVTier(SecondaryTierManager):
     # -- a request's end, and the step's -------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: "ScheduleEndContext") -> None:
+        self._step += 1
         for name in context.new_req_ids:
             self._no_longer_waits(name)
         if self._jobs is not None:

@@ -1,11 +1,11 @@
 """Jobs between rows of vLLM's host memory and slots of the server's arena: find, store, load.
 
 A row is copied to a slot and from one, by threads of this process: a server that hangs can then delay a job, and never
-write into a row that vLLM uses again. What a load copies was verified by the server before, and its leases are claimed
-from the beginning; so a job that ends well has right bytes, and one whose session was lost ends badly.
+write into a row that vLLM uses again. What a load copies was verified by the server before and is claimed while it is
+copied; so rows that end well have right bytes, and those whose session was lost end badly.
 
     store   look up -> those not held: slot granted -> copied -> committed, in the order of the prefix
-    load    look up, leased -> copied as chunks become ready -> released
+    load    by pieces of what one session may lease: look up, leased -> claimed -> copied -> released
 
 Owns jobs and copies; must not know vLLM: ``offloading.py`` is the tier. Names of chunks: :class:`RowNames`.
 
@@ -30,7 +30,7 @@ import xxhash
 
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
-from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.chunk_record import PREFIX_DIGEST_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient, SessionInfo
@@ -39,6 +39,9 @@ from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
 logger = logging.getLogger("vllm." + __name__)
+
+GROUP_BYTES: Final = 4
+"""Of a key of vLLM's: its end, the number of the group of layers."""
 
 THREADS: Final = 2
 """That copy: one core's memory bandwidth is above what a disk gives."""
@@ -49,6 +52,9 @@ SLOT_WAIT_S: Final = 2.0
 QUEUED_MAX: Final = 1 << 14
 """Chunks that may wait for slots."""
 
+PIECE_ROWS: Final = 32
+"""Of a load that are looked up together: those behind them come up while these are copied."""
+
 REJOIN_S: Final = 0.5
 DRAIN_S: Final = 0.001
 
@@ -56,17 +62,16 @@ DRAIN_S: Final = 0.001
 class RowNames:
     """Keys and digests of one prefix's rows, from vLLM's keys for them.
 
-    vLLM's key is a hash that chains the whole prefix already, so each is named by itself::
+    vLLM's key is a hash that chains the whole prefix already, and the number of a group; so each is named by itself::
 
         key    = xxh3_128(Namespace.digest || vLLM's key)
-        digest = sha256(Namespace.sha256   || vLLM's key)
+        digest = vLLM's hash, where that is SHA-256; else sha256(Namespace.sha256 || vLLM's key)
     """
 
-    __slots__ = ("_namespace", "_theirs", "digests", "keys")
+    __slots__ = ("_namespace", "digests", "keys")
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        self._theirs: list[bytes] = []
         self.keys: list[bytes] = []
         self.digests: list[bytes] = []
 
@@ -76,9 +81,12 @@ class RowNames:
 
     def extend(self, theirs: Sequence[bytes]) -> None:
         """Name what is new in vLLM's keys of the prefix."""
-        for key in theirs[len(self.keys) :]:
-            self.keys.append(xxhash.xxh3_128_digest(self._namespace.digest + key))
-            self.digests.append(hashlib.sha256(self._namespace.sha256 + key).digest())
+        new, before, name = theirs[len(self.keys) :], self._namespace.digest, xxhash.xxh3_128_digest
+        self.keys += [name(before + key) for key in new]
+        if new and len(new[0]) == PREFIX_DIGEST_BYTES + GROUP_BYTES:
+            self.digests += [key[:PREFIX_DIGEST_BYTES] for key in new]
+        else:
+            self.digests += [hashlib.sha256(self._namespace.sha256 + key).digest() for key in new]
 
     def record(self, index: int, tag: bytes) -> ChunkRecord:
         """The record of one chunk of the prefix."""
@@ -114,6 +122,26 @@ class Done(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Piece:
+    """Rows of a load whose chunks lie in a row and are looked up together.
+
+    Attributes:
+        first: Its first row's place in the job.
+        copied: Leading rows of which a copy was begun.
+        running: Copies that run.
+        is_answered: As much as will come has come.
+    """
+
+    lookup: int
+    first: int
+    count: int
+    copied: int = 0
+    running: int = 0
+    is_claimed: bool = False
+    is_answered: bool = False
+
+
+@dataclass(slots=True)
 class _RowJob:
     """One job.
 
@@ -121,9 +149,12 @@ class _RowJob:
         places: Per row: its chunk's index in the prefix, ascending, and the row.
         good: Per row: how it ended; None: it has not.
         slots: Of rows copied to a slot that is not committed yet.
-        copied: Leading rows of which a copy was begun, or that were held.
+        copied: Of a store, leading rows of which a copy was begun, or that were held.
         running: Copies that run.
+        pieces: Of a load, those that are looked up.
+        asked: Of a load, leading rows that are or were in a piece.
         committed: Leading rows that are stored.
+        before: What stores the chunk before the first one of this job, and which of its rows that is.
         is_over: Nothing more is begun for it; it is told once no copy of it runs.
     """
 
@@ -131,16 +162,19 @@ class _RowJob:
     names: RowNames
     places: list[tuple[int, int]]
     generation: int
-    lookup: int | None
-    started_s: float
     is_load: bool
-    deadline_s: float
     tag: bytes = b""
+    lookup: int | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    deadline_s: float = 0.0
     good: list[bool | None] = field(default_factory=list)
     slots: dict[int, SlotId] = field(default_factory=dict)
     copied: int = 0
     running: int = 0
     committed: int = 0
+    pieces: list[_Piece] = field(default_factory=list)
+    asked: int = 0
+    before: "tuple[_RowJob, int] | None" = None
     is_over: bool = False
 
 
@@ -166,9 +200,11 @@ class RowJobs:
         self.client = SchedulerClient(config, engine_id, 1)
         self._arena = ArenaKeeper(config, engine_id, join)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tiered_kv-rows")
-        self._ended: deque[tuple[_RowJob, int, bool]] = deque()
+        self._ended: deque[tuple[_RowJob, int, bool, _Piece | None]] = deque()
         self._jobs: dict[int, _RowJob] = {}
         self._waiting: deque[tuple[_RowJob, int]] = deque()  # rows for slots, in the order of their prefixes
+        self._storing: dict[bytes, tuple[_RowJob, int]] = {}  # by its key, what running jobs store
+        self._leased = 0  # rows in pieces
         self._done: list[Done] = []
         self._is_closed = False
 
@@ -194,7 +230,9 @@ class RowJobs:
 
     def find(self, names: RowNames) -> Find | None:
         """Ask how much of a prefix is held; None where it could not be asked: nothing is."""
-        lookup = self._look_up(names, len(names.keys), start=len(names.keys))
+        if not self.is_ready or self.client.is_silent:
+            return None
+        lookup = self.client.lookup(names.keys, names.digests, len(names.keys))
         return None if lookup is None else Find(lookup, self.client.generation, time.monotonic())
 
     def answer(self, find: Find, search_s: float) -> int | None:
@@ -225,12 +263,24 @@ class RowJobs:
             find.held = 0
 
     def store(self, job: int, names: RowNames, places: list[tuple[int, int]], tag: bytes) -> None:
-        """Store rows, which stay as they are until the job is done; those held already are not copied."""
-        self._begin(job, names, places, tag=tag, is_load=False, wait_s=SLOT_WAIT_S)
+        """Store rows, which stay as they are until the job is done; those held already are not copied.
+
+        Args:
+            places: Each row with its chunk's index in the prefix: ``(index, row)``.
+        """
+        places = sorted(places)
+        made = _RowJob(job, names, places, self.client.generation, is_load=False, tag=tag)
+        self._begin(made)
+        if not made.is_over:
+            count = places[-1][0] + 1
+            made.lookup = self.client.lookup(names.keys[:count], names.digests[:count], count)
+            made.is_over = made.lookup is None
 
     def load(self, job: int, names: RowNames, places: list[tuple[int, int]], wait_s: float) -> None:
         """Load rows, which nobody reads until the job is done; what is not here after ``wait_s`` ends badly."""
-        self._begin(job, names, places, tag=b"", is_load=True, wait_s=wait_s)
+        made = _RowJob(job, names, sorted(places), self.client.generation, is_load=True)
+        made.deadline_s = made.started_s + wait_s
+        self._begin(made)
 
     def take_done(self) -> list[Done]:
         """Jobs that are over since the last call; each is told once."""
@@ -241,11 +291,20 @@ class RowJobs:
     def poll(self) -> None:
         """Take in what the server and the copies said, and go on."""
         self.client.poll()
+        self.client.ended.clear()  # for whoever counts lookups: vLLM counts ours
         self._arena.want(self.client.generation)
         while self._ended:
             self._copy_ended(*self._ended.popleft())
         for job in list(self._jobs.values()):
-            self._go_on(job)
+            job.is_over |= job.generation != self.client.generation
+            if job.is_over:
+                continue
+            if job.is_load:
+                self._go_on_loading(job)
+            elif job.lookup is not None:
+                self._wait_for_held(job)
+            else:
+                self._commit(job)
         self._give_slots()
         for job in [job for job in self._jobs.values() if job.is_over and not job.running]:
             self._finish(job)
@@ -275,66 +334,36 @@ class RowJobs:
 
     # -- a job's way ---------------------------------------------------------------------------------------------------
 
-    def _begin(
-        self, job: int, names: RowNames, places: list[tuple[int, int]], *, tag: bytes, is_load: bool, wait_s: float
-    ) -> None:
-        places = sorted(places)
-        first, count = places[0][0], places[-1][0] + 1
-        is_current = self.is_ready and names.namespace is self.client.namespace
-        start = first if is_load else count
-        lookup = self._look_up(names, count, start=start, is_claimed=is_load) if is_current else None
-        now_s = time.monotonic()
-        made = _RowJob(job, names, places, self.client.generation, lookup, now_s, is_load, now_s + wait_s, tag)
-        made.good = [None] * len(places)
-        made.is_over = lookup is None
-        self._jobs[job] = made
+    def _begin(self, job: _RowJob) -> None:
+        job.good = [None] * len(job.places)
+        job.is_over = not self.is_ready or self.client.is_silent or job.names.namespace is not self.client.namespace
+        self._jobs[job.id] = job
 
-    def _look_up(self, names: RowNames, count: int, *, start: int, is_claimed: bool = False) -> int | None:
-        if not self.is_ready or self.client.is_silent:
-            return None
-        return self.client.lookup(names.keys[:count], names.digests[:count], start, is_claimed=is_claimed)
-
-    def _go_on(self, job: _RowJob) -> None:
-        if job.is_over:
-            return
-        if job.generation != self.client.generation:
-            job.is_over = True
-            return
-        if job.lookup is not None:
-            answer = self.client.lookups.get(job.lookup, LookupAnswer())
-            if answer.is_answered:
-                (self._load_ready if job.is_load else self._stored_before)(job, answer)
-            elif time.monotonic() - job.started_s > self._config.lookup_timeout_ms / 1e3:
+    def _wait_for_held(self, job: _RowJob) -> None:
+        """Go on with a store once the server has said what is held: the rest waits for slots."""
+        assert job.lookup is not None
+        answer = self.client.lookups.get(job.lookup, LookupAnswer())
+        if not answer.is_answered:
+            if time.monotonic() - job.started_s > self._config.lookup_timeout_ms / 1e3:
                 self.client.waited_in_vain()
                 job.is_over = True
-        if time.monotonic() > job.deadline_s and (job.is_load or job.lookup is not None):
-            job.is_over = True
-
-    def _stored_before(self, job: _RowJob, answer: LookupAnswer) -> None:
-        """The server has said what is held: the rest waits for slots."""
-        assert job.lookup is not None
+            return
         self.client.release(job.lookup)
         job.lookup = None
         rest = [number for number, (index, _) in enumerate(job.places) if index >= answer.held]
-        for number in range(len(job.places) - len(rest)):
-            job.good[number] = True
         job.committed = job.copied = len(job.places) - len(rest)
-        # Without the chunk before them they would be found by nobody.
-        is_orphan = bool(rest) and job.places[rest[0]][0] > answer.held
+        # Without the chunk before them they would be found by nobody; a job of the step before may be storing that.
+        first = job.places[rest[0]][0] if rest else 0
+        if first > answer.held:
+            job.before = self._storing.get(job.names.keys[first - 1])
+        is_orphan = first > answer.held and job.before is None
         if not rest or is_orphan or len(self._waiting) + len(rest) > QUEUED_MAX:
             job.is_over = True
             return
         job.deadline_s = time.monotonic() + SLOT_WAIT_S
-        self._waiting.extend((job, number) for number in rest)
-
-    def _load_ready(self, job: _RowJob, answer: LookupAnswer) -> None:
-        first = job.places[0][0]
-        while job.copied < len(job.places) and job.places[job.copied][0] - first < answer.ready:
-            index, row = job.places[job.copied]
-            self._copy(job, job.copied, answer.slots[index - first], row)
-            job.copied += 1
-        if answer.is_done or job.copied == len(job.places):
-            job.is_over = True
+        for number in rest:
+            self._waiting.append((job, number))
+            self._storing.setdefault(job.names.keys[job.places[number][0]], (job, number))
 
     def _give_slots(self) -> None:
         now_s = time.monotonic()
@@ -346,65 +375,130 @@ class RowJobs:
                 self._waiting.popleft()
                 job.slots[number] = slot
                 job.copied = number + 1
-                self._copy(job, number, slot, job.places[number][1])
+                self._copy(job, number, slot)
             elif now_s > job.deadline_s:
                 job.is_over = True
             else:
                 return
 
-    def _copy(self, job: _RowJob, number: int, slot: SlotId, row: int) -> None:
+    def _go_on_loading(self, job: _RowJob) -> None:
+        """Look up as many pieces as the session may lease, and copy what is ready of them."""
+        most = max(1, self.client.chunks_leased_max // 2)
+        while job.asked < len(job.places) and not job.is_over:
+            count = min(_run_length(job.places, job.asked), PIECE_ROWS, most)
+            if self._leased and self._leased + count > most:
+                break
+            first = job.places[job.asked][0]
+            keys, digests = job.names.keys[first : first + count], job.names.digests[first : first + count]
+            lookup = self.client.lookup(keys, digests, may_search=False)
+            if lookup is None:
+                job.is_over = True
+                return
+            job.pieces.append(_Piece(lookup, job.asked, count))
+            job.asked += count
+            self._leased += count
+        for piece in list(job.pieces):
+            self._go_on_with_piece(job, piece)
+        is_done = job.asked == len(job.places) and not job.pieces
+        job.is_over |= is_done or time.monotonic() > job.deadline_s
+
+    def _go_on_with_piece(self, job: _RowJob, piece: _Piece) -> None:
+        answer = self.client.lookups.get(piece.lookup, LookupAnswer())
+        if answer.is_ended and not piece.is_claimed:  # it gave way: once more, within the job's time
+            self.client.release(piece.lookup)
+            first = job.places[piece.first][0]
+            keys, digests = job.names.keys[first : first + piece.count], job.names.digests[first : first + piece.count]
+            lookup = self.client.lookup(keys, digests, may_search=False)
+            job.is_over |= lookup is None
+            piece.lookup = piece.lookup if lookup is None else lookup
+            return
+        is_whole = answer.is_done or len(answer.slots) == piece.count
+        if answer.ready and is_whole and not piece.is_claimed:
+            self.client.claim(piece.lookup)
+            piece.is_claimed = True
+        while piece.is_claimed and piece.copied < answer.ready:
+            number = piece.first + piece.copied
+            self._copy(job, number, answer.slots[piece.copied], piece)
+            piece.copied += 1
+        piece.is_answered |= answer.is_done or (piece.is_claimed and piece.copied == piece.count)
+        if piece.is_answered and not piece.running:
+            self._end_piece(job, piece)
+
+    def _end_piece(self, job: _RowJob, piece: _Piece) -> None:
+        """Its copies have ended: what was leased until now is right."""
+        if not (piece.copied and self.client.is_leased(piece.lookup, job.generation)):
+            for number in range(piece.first, piece.first + piece.copied):
+                job.good[number] = False
+        if job.generation == self.client.generation:
+            self.client.release(piece.lookup)
+        job.pieces.remove(piece)
+        self._leased -= piece.count
+        # What lies behind a chunk that does not come is of no use.
+        job.is_over |= not all(job.good[piece.first : piece.first + piece.count])
+
+    def _copy(self, job: _RowJob, number: int, slot: SlotId, piece: _Piece | None = None) -> None:
         assert self.client.info is not None
         job.running += 1
-        self._threads.submit(self._run_copy, job, number, slot, row, self.client.info)
+        if piece is not None:
+            piece.running += 1
+        self._threads.submit(self._run_copy, job, number, slot, self.client.info, piece)
 
-    def _run_copy(self, job: _RowJob, number: int, slot: SlotId, row: int, info: SessionInfo) -> None:
+    def _run_copy(self, job: _RowJob, number: int, slot: SlotId, info: SessionInfo, piece: _Piece | None) -> None:
         """In a thread of the pool."""
-        is_copied = False
+        is_copied, row = False, job.places[number][1]
         try:
             is_copied = self._arena.copy(info, slot, self._rows[row], is_load=job.is_load)
         except Exception:  # the job would never end
             logger.exception("a row could not be copied. row=%d slot=%d", row, slot)
-        self._ended.append((job, number, is_copied))
+        self._ended.append((job, number, is_copied, piece))
 
-    def _copy_ended(self, job: _RowJob, number: int, is_copied: bool) -> None:
+    def _copy_ended(self, job: _RowJob, number: int, is_copied: bool, piece: _Piece | None) -> None:
         job.running -= 1
-        if job.is_load:
-            job.good[number] = is_copied
-            return
-        if not is_copied:
-            job.is_over = True
-            return
-        job.good[number] = True
-        self._commit(job)
-        if job.committed == len(job.places):
-            job.is_over = True
+        job.good[number] = is_copied
+        job.is_over |= not is_copied
+        if piece is not None:
+            piece.running -= 1
 
     def _commit(self, job: _RowJob) -> None:
         """Hand the server what was copied, in the order of the prefix."""
-        if job.generation != self.client.generation:
-            return
+        if job.before is not None:
+            other, number = job.before
+            if other.committed <= number:
+                job.is_over |= other.id not in self._jobs  # it was given up
+                return
+            job.before = None
         filled = []
         while job.committed < job.copied and job.good[job.committed]:
             slot = job.slots.pop(job.committed)
             filled.append((slot, job.names.record(job.places[job.committed][0], job.tag)))
             job.committed += 1
         self.client.commit(filled)
+        job.is_over |= job.committed == len(job.places)
 
     def _finish(self, job: _RowJob) -> None:
+        """No copy of it runs: tell how each row ended, and give back what it has."""
         del self._jobs[job.id]
+        for index, _ in job.places if not job.is_load else ():
+            if self._storing.get(job.names.keys[index], (None, 0))[0] is job:
+                del self._storing[job.names.keys[index]]
+        for piece in list(job.pieces):
+            self._end_piece(job, piece)
         is_same = job.generation == self.client.generation
-        if job.is_load:
-            # Of a session that was lost nobody knows whose bytes lay in its slots in the end.
-            is_right = job.lookup is not None and self.client.is_leased(job.lookup, job.generation)
-            good = [bool(one) and is_right for one in job.good]
-        else:
-            good = [number < job.committed and is_same for number in range(len(job.places))]
+        good = [bool(one) if job.is_load else number < job.committed and is_same for number, one in enumerate(job.good)]
         if is_same:
             self.client.give_back([slot for _, slot in sorted(job.slots.items())])
             if job.lookup is not None:
                 self.client.release(job.lookup)
         copied = sum(1 for one in job.good if one) * self._rows.shape[1]
         self._done.append(Done(job.id, good, time.monotonic() - job.started_s, copied))
+
+
+def _run_length(places: Sequence[tuple[int, int]], start: int) -> int:
+    """How many rows from there on have chunks that follow each other."""
+    end = start + 1
+    while end < len(places) and places[end][0] == places[end - 1][0] + 1:
+        end += 1
+    return end - start
 
 
 class ArenaKeeper:
