@@ -209,7 +209,7 @@ def test_requests_that_want_more_rows_than_there_are_end_and_are_right(
 def test_a_prompt_computed_in_steps_is_stored_whole_and_goes_through_a_small_arena(
     tiny_model: Path, plain: list[Answer], tmp_path: Path
 ) -> None:
-    """Each step stores a part whose chunks follow those of the step before; a lookup may lease three of the eight slots."""
+    """Each step stores a part whose chunks follow those of the step before; a lookup may lease three of eight slots."""
     root = tmp_path / "cache"
     small = {"host_bytes": 8 * (ROW_BYTES + 4096)}
     for hit in (0, HIT):

@@ -13,7 +13,7 @@ from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
-from tiered_kv.vllm.save_queue import ALL_DONE, COPY_SOON_S, QUEUED_MAX_S, SaveQueue
+from tiered_kv.vllm.save_queue import COPY_SOON_S, QUEUED_MAX_S, SaveQueue
 from tiered_kv.vllm.step import BlockRun, SaveReport
 
 pytestmark = pytest.mark.vllm
@@ -83,7 +83,7 @@ def test_blocks_stay_pinned_until_every_rank_has_copied() -> None:
     keys, ids = world.prompt(3)
     world.server.credits.extend([10, 11, 12])
 
-    assert world.saves.queue(keys, (ids,), range(3), held=0, tag=NO_TAG) == 3
+    assert world.saves.queue(keys, (ids,), range(3), held=0, tag=NO_TAG) == (3, False)
     (job,) = world.saves.start_jobs()
     world.free(ids)
     assert world.free_blocks == BLOCKS - 1 - 3 * PER_CHUNK
@@ -152,16 +152,16 @@ def test_a_live_request_keeps_its_own_blocks_until_there_is_a_slot() -> None:
     keys, ids = world.prompt(8)
     world.server.credits.extend([10, 11, 12])
 
-    assert world.saves.queue(keys, (ids,), range(8), held=0, tag=NO_TAG) == 3
+    assert world.saves.queue(keys, (ids,), range(8), held=0, tag=NO_TAG) == (3, False)
     (job,) = world.saves.start_jobs()
     assert len(job.copies) == 3
     assert not world.saves.has_waiting
     world.saves.finished(SaveReport({job.job_id: 1}))
     assert not world.saves.has_work
 
-    assert world.saves.queue(keys, (ids,), range(3, 8), held=0, tag=NO_TAG) == 3
+    assert world.saves.queue(keys, (ids,), range(3, 8), held=0, tag=NO_TAG) == (3, False)
     world.server.credits.extend(range(20, 30))
-    assert world.saves.queue(keys, (ids,), range(3, 8), held=0, tag=NO_TAG) == 8
+    assert world.saves.queue(keys, (ids,), range(3, 8), held=0, tag=NO_TAG) == (8, False)
     (job,) = world.saves.start_jobs()
     world.saves.finished(SaveReport({job.job_id: 1}))
     assert world.server.committed == [10, 11, 12, 20, 21, 22, 23, 24]
@@ -172,7 +172,7 @@ def test_what_a_request_leaves_is_pinned_whole_and_stored_as_slots_come() -> Non
     world = World(pinned_share=0.02)
     keys, ids = world.prompt(40)
 
-    assert world.saves.queue(keys, (ids,), range(40), held=0, tag=NO_TAG, is_ending=True) == 40
+    assert world.saves.queue(keys, (ids,), range(40), held=0, tag=NO_TAG, is_ending=True) == (40, False)
     world.free(ids)
     for slot in range(40):
         world.now_s += 0.9 * QUEUED_MAX_S  # slots come slowly, but they come
@@ -255,15 +255,14 @@ def test_windows_are_pinned_before_vllm_frees_them_and_within_the_share() -> Non
     world = World(pinned_share=0.1, groups=windowed)
     keys, ids = world.prompt(8)
     _, others = world.prompt(8)
-    reached = world.saves.queue(keys, (ids, others), range(8), held=0, tag=NO_TAG)
+    reached = world.saves.queue(keys, (ids, others), range(8), held=0, tag=NO_TAG).index
     assert reached == BLOCKS // 10 // (PER_CHUNK + 1)
     world.free(others)  # the windows have passed
     world.server.credits.extend(range(8))
     (job,) = world.saves.start_jobs()
     assert len(job.copies) == reached
     passed = [NULL_BLOCK] * len(others)
-    assert world.saves.queue(keys, (ids, passed), range(reached, 8), held=0, tag=NO_TAG) == ALL_DONE
-    assert world.counters["store_dropped_window_passed"] == 8 - reached
+    assert world.saves.queue(keys, (ids, passed), range(reached, 8), held=0, tag=NO_TAG) == (reached, True)
 
 
 def test_lost_session_lets_go_of_queued_blocks_and_waits_for_running_copies() -> None:

@@ -280,7 +280,7 @@ class TestSaveQueue:
         blocks = [block.block_id for block in world.pool.get_new_blocks(3)]
         left = world.saves.queue(keys, [[], blocks, []], range(3), held=0, tag=NO_TAG)
         world.saves.queue_state(keys, 3, self.blocks(world), NO_TAG)
-        assert left == 2
+        assert left == (2, False)
         (job,) = world.saves.start_jobs()
         assert [copy.state_part for copy in job.copies] == [None, None, 0, 1]
 

@@ -8,10 +8,15 @@ import pytest
 
 from tests.kit.storage.stored_prompts import CHUNK as PROMPT_CHUNK
 from tests.kit.storage.stored_prompts import Model, tokens
+from tests.vllm.test_save_queue import World
+from tiered_kv.config import Config
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.ops.explain import explain
 from tiered_kv.ops.open import open_storage
 from tiered_kv.vllm.drafts import Drafts
-from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.engine_role import EngineRole
+from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
+from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.undrafted import UndraftedBlocks
 
 pytestmark = pytest.mark.vllm
@@ -139,3 +144,49 @@ def test_explain_takes_a_hit_as_far(drafts: Drafts, groups: int, tmp_path: Path)
             here = min(length // PROMPT_CHUNK, 3) * PROMPT_CHUNK
             offered = drafts.loadable_tokens(here, length, 16, is_hybrid=groups > 1)
             assert (report.here_tokens, report.hit_tokens) == (here, offered), length
+
+
+WINDOWED = CacheGroups([CacheGroup(0, 16, 4, 4), CacheGroup(1, 16, 4, 1, window_tokens=17)])
+LEFT = 4
+"""Leading chunks whose blocks have the draft's KV."""
+
+
+@pytest.mark.parametrize(("passed", "outcomes"), [
+    (1, {"store_dropped_window_passed": 7}),  # so are those behind an undrafted one
+    (LEFT, {"store_dropped_undrafted": 4}),
+    (9, {"store_dropped_undrafted": 4}),
+])  # fmt: skip
+def test_each_chunk_is_counted_once_where_windows_pass_and_drafts_lack(passed, outcomes):
+    """Whatever ends it: three more chunks follow in the next step, and pass."""
+    world = World(groups=WINDOWED)
+    world.server.is_ready = True
+    keys, ids = world.prompt(11)
+    windows = [block.block_id for block in world.pool.get_new_blocks(4 * 11)]
+    windows[4 * passed :] = [NULL_BLOCK] * (4 * (11 - passed))
+    lookups = SimpleNamespace(keys=lambda state: keys, update_held=lambda state: None)
+    undrafted = SimpleNamespace(drafted_chunks=lambda tables, chunks: min(chunks, LEFT))
+    role = EngineRole(may_load=True, may_store=True, has_prefix_caching=True)
+    config = Config(storage_uri="file:///unused", chunk_tokens=64)
+    saves = RequestSaves(config, world.server, role, WINDOWED, lookups, world.saves, undrafted, world.counters)
+    request = SimpleNamespace(num_computed_tokens=0, num_tokens=11 * 64, num_prompt_tokens=11 * 64)
+    state = SimpleNamespace(
+        request=request,
+        params=SimpleNamespace(skips_save=False, tag=NO_TAG),
+        extras=SimpleNamespace(is_accountable=True, may_store=True),
+        is_from_before_reset=False,
+        held=0,
+        storable=0,
+        stored=0,
+        unstored=0,
+    )
+    world.server.credits.extend(range(20))
+    block_state = SimpleNamespace(get_block_ids=lambda name: (ids, windows))
+    for computed in (8 * 64, 3 * 64):
+        output = SimpleNamespace(num_scheduled_tokens={"r": computed}, kv_connector_block_state=block_state)
+        saves.step({"r": state}, output)
+        request.num_computed_tokens += computed
+    queued = len(world.saves.start_jobs()[0].copies)
+    dropped = {name: count for name, count in world.counters.items() if name.startswith("store_dropped")}
+    assert world.counters["store_chunks"] == 11 == queued + sum(dropped.values()), dropped
+    assert queued == min(passed, LEFT)
+    assert {name: dropped[name] - 3 for name in outcomes} == outcomes

@@ -155,8 +155,12 @@ class RequestSaves:
             self._lookups.update_held(state)
             drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
             chunks, tag = range(state.stored, drafted), state.params.tag
-            state.stored = self._queue.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
-            if drafted < end and state.stored >= drafted:
+            queued = self._queue.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
+            state.stored = queued.index
+            if queued.has_passed:
+                self._leave_unstored(state, "window_passed")
+                state.stored = ALL_DONE
+            elif drafted < end and queued.index >= drafted:
                 self._leave_unstored(state, "undrafted")
 
     def _leave_unstored(self, state: RequestState, reason: str) -> None:

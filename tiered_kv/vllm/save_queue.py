@@ -18,7 +18,7 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiered_kv.config import Config
 from tiered_kv.keys.chunk_record import ChunkRecord
@@ -37,7 +37,7 @@ COPY_SOON_S = 0.1
 """A copy that runs for longer hangs, and waiting for its blocks would stop vLLM: it preempts instead."""
 
 ALL_DONE = sys.maxsize
-"""What :meth:`SaveQueue.queue` returns for a request of which nothing more can be stored."""
+"""How far a request was stored of which nothing more can be stored."""
 
 STORED = "stores"
 """The counter of chunks that were stored."""
@@ -47,6 +47,19 @@ STATE_COUNTERS = {STORED: "states", "stores_failed": "states_failed"}
 
 STORED_KEYS_MAX = 1 << 16
 """Keys remembered as stored, so that concurrent requests with one prefix do not store it twice."""
+
+
+class Queued(NamedTuple):
+    """How far :meth:`SaveQueue.queue` came.
+
+    Attributes:
+        index: The first chunk that was not dealt with.
+        has_passed: Because its window has: no later chunk of the request could be found either. Else no slot is free
+            for it now, and the request keeps its blocks; or all were dealt with.
+    """
+
+    index: int
+    has_passed: bool = False
 
 
 @dataclass(slots=True)
@@ -141,7 +154,7 @@ class SaveQueue:
         held: int,
         tag: bytes,
         is_ending: bool = False,
-    ) -> int:
+    ) -> "Queued":
         """Queue chunks of a request that are not known to be stored; pins their blocks.
 
         Args:
@@ -149,10 +162,6 @@ class SaveQueue:
             held: Leading chunks the hierarchy is known to hold.
             tag: Of their owner.
             is_ending: vLLM takes the blocks back right after this.
-
-        Returns the first chunk that was not dealt with, because no slot is free for it now and the request keeps its
-        blocks; or ``ALL_DONE`` when a chunk's window has passed, so that no later chunk of the request could be found
-        either.
         """
         namespace = self._client.namespace
         assert namespace is not None
@@ -162,14 +171,13 @@ class SaveQueue:
                 self._counters["store_held"] += 1
                 continue
             if not is_ending and not self._may_pin():
-                return index
+                return Queued(index)
             ids = self._groups.stored_ids(tables, index)
             if ids is None:
-                self._counters["store_dropped_window_passed"] += chunks.stop - index
-                return ALL_DONE
+                return Queued(index, has_passed=True)
             record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index], tag)
             self._pin(_Chunk(record, ids, self._monotonic()))
-        return chunks.stop
+        return Queued(chunks.stop)
 
     def queue_state(self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes) -> None:
         """Queue the state behind so many chunks of a request, part by part, unless it is on its way already.
