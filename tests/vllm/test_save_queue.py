@@ -255,7 +255,7 @@ def test_windows_are_pinned_before_vllm_frees_them_and_within_the_share() -> Non
     world = World(pinned_share=0.1, groups=windowed)
     keys, ids = world.prompt(8)
     _, others = world.prompt(8)
-    reached = world.saves.queue(keys, (ids, others), range(8), held=0, tag=NO_TAG).index
+    reached = world.saves.queue(keys, (ids, others), range(8), held=0, tag=NO_TAG).reached
     assert reached == BLOCKS // 10 // (PER_CHUNK + 1)
     world.free(others)  # the windows have passed
     world.server.credits.extend(range(8))

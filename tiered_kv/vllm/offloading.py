@@ -21,7 +21,7 @@ waits for running copies. Three things vLLM leaves to its tiers, each of which e
 import functools
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -193,7 +193,9 @@ class TieredKVTier(SecondaryTierManager):
     # -- what is held --------------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: "ReqContext") -> Any:
-        params = req_context.kv_transfer_params or {}
+        self._no_longer_waits(req_context.req_id)  # ids of requests may come again
+        params = req_context.kv_transfer_params
+        params = params if isinstance(params, Mapping) else {}
         request = _Request(self._resets)
         request.may_read = params.get(SKIP_LOAD) is not True
         request.may_store = params.get(SKIP_SAVE) is not True
@@ -305,10 +307,13 @@ class TieredKVTier(SecondaryTierManager):
     def submit_load(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
         job, request = job_metadata, job_metadata.req_context.get_state(_Request)
         names = None if self._jobs is None or request is None else self._names(self._jobs, request)
-        if names is None or self._jobs is None or request is None:
+        places = [] if request is None else [request.places.get(key) for key in job.keys]
+        if names is None or self._jobs is None or request is None or None in places:
+            if request is not None:
+                self._cut(request, 0)
             self._never_began(job)
             return
-        pairs = sorted((request.places[key], int(row)) for key, row in zip(job.keys, job.chunk_ids, strict=True))
+        pairs = sorted((place, int(row)) for place, row in zip(places, job.chunk_ids, strict=True) if place is not None)
         self._loading[job.job_id] = (request, [(place, request.theirs[place]) for place, _ in pairs])
         limit_s = self._config.promotion_deadline_ms / 1e3
         wait_s = max(LOAD_S, len(pairs) * self._row_tokens / SLOWEST_PREFILL_TOKENS_PER_S)
@@ -336,15 +341,19 @@ class TieredKVTier(SecondaryTierManager):
             )
         return results
 
+    def _cut(self, request: _Request, place: int) -> None:
+        """What lies there or behind is a miss from now on."""
+        request.held = min(place, request.held or 0)
+        lost = request.hits.difference(request.theirs[: request.held])
+        request.hits -= lost
+        self._hits -= len(lost)
+
     def _loaded(self, done: Any) -> Any:
         """The result of a load; what did not come is a miss from now on, or it would be loaded again for ever."""
         request, chunks = self._loading.pop(done.job)
         bad = [place for (place, _), is_good in zip(chunks, done.good, strict=True) if not is_good]
         if bad:
-            request.held = min(bad[0], request.held or 0)
-            lost = request.hits.difference(request.theirs[: request.held])
-            request.hits -= lost
-            self._hits -= len(lost)
+            self._cut(request, bad[0])
         good = tuple(key for (_, key), is_good in zip(chunks, done.good, strict=True) if is_good)
         return JobResult(
             done.job,
@@ -398,7 +407,7 @@ class TieredKVTier(SecondaryTierManager):
         """Leave the server, which goes on writing what it has."""
         if self._jobs is not None:
             self._jobs.close()
-        del self._rows
+        self._rows = self._rows[:0].copy()  # vLLM unmaps them
 
 
 # -- how a tier learns what the engine is ------------------------------------------------------------------------------

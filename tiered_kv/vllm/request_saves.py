@@ -156,11 +156,11 @@ class RequestSaves:
             drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
             chunks, tag = range(state.stored, drafted), state.params.tag
             queued = self._queue.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
-            state.stored = queued.index
+            state.stored = queued.reached
             if queued.has_passed:
                 self._leave_unstored(state, "window_passed")
                 state.stored = ALL_DONE
-            elif drafted < end and queued.index >= drafted:
+            elif drafted < end and queued.reached >= drafted:
                 self._leave_unstored(state, "undrafted")
 
     def _leave_unstored(self, state: RequestState, reason: str) -> None:

@@ -53,12 +53,12 @@ class Queued(NamedTuple):
     """How far :meth:`SaveQueue.queue` came.
 
     Attributes:
-        index: The first chunk that was not dealt with.
+        reached: The first chunk that was not dealt with.
         has_passed: Because its window has: no later chunk of the request could be found either. Else no slot is free
             for it now, and the request keeps its blocks; or all were dealt with.
     """
 
-    index: int
+    reached: int
     has_passed: bool = False
 
 

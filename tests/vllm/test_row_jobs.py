@@ -1,0 +1,322 @@
+"""Rows of vLLM's host memory through a real server: what is stored comes back, and every job ends, once."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kit.counts import seed
+from tests.kit.server.clients import STORED_BY, namespace_fields, settings
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.processes import kill_server, stopped_server
+from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.server import protocol as m
+from tiered_kv.server.worker_client import pages_on_the_wire
+from tiered_kv.vllm.row_jobs import PIECE_ROWS, Done, RowJobs, RowNames
+
+ROW_BYTES, ROWS = 8192, 256
+TOKENS = 64
+WAIT_S = 20.0
+Start = Callable[..., "Rows"]
+
+
+class Rows:
+    """An engine's host memory and its jobs; prompts are lists of vLLM's keys."""
+
+    def __init__(self, root: Path, **more: object) -> None:
+        config = settings(root, **{"lookup_timeout_ms": 20_000, "disk_bytes": "256MiB", "chunk_tokens": TOKENS} | more)
+        self.memory = np.zeros((ROWS, ROW_BYTES), np.uint8)
+        page = pages_on_the_wire([LayerPage("row", "U8", (ROW_BYTES,), "B")])
+        join = m.JoinWorker(0, 1, TOKENS, TOKENS, namespace_fields(), page, stored_by=STORED_BY)
+        self.jobs = RowJobs(config, f"rows-{os.urandom(4).hex()}", join, self.memory)
+        self.root = root
+        self.done: dict[int, Done] = {}
+        self._last = 0
+        assert self.jobs.wait_ready(20)
+
+    def names(self, keys: list[bytes]) -> RowNames:
+        assert self.jobs.namespace is not None
+        names = RowNames(self.jobs.namespace)
+        names.extend(keys)
+        return names
+
+    def begin(self, keys: list[bytes], places: list[tuple[int, int]], *, is_load: bool, wait_s: float = WAIT_S) -> int:
+        self._last += 1
+        if is_load:
+            self.jobs.load(self._last, self.names(keys), places, wait_s)
+        else:
+            self.jobs.store(self._last, self.names(keys), places, bytes(16))
+        return self._last
+
+    def end(self, *jobs: int) -> list[list[bool]]:
+        def are_done() -> bool:
+            for one in self.jobs.take_done():
+                assert one.job not in self.done, "a job was told twice"
+                self.done[one.job] = one
+            return self.done.keys() >= set(jobs)
+
+        wait_for(are_done, "jobs to end", deadline_s=60)
+        return [self.done[job].good for job in jobs]
+
+    def store(self, keys: list[bytes], first: int = 0, count: int | None = None) -> list[bool]:
+        """Store chunks from ``first`` on from the rows of the same number."""
+        places = [(index, index) for index in range(first, first + (len(keys) - first if count is None else count))]
+        return self.end(self.begin(keys, places, is_load=False))[0]
+
+    def load(self, keys: list[bytes], into: int, first: int = 0) -> list[bool]:
+        places = [(index, into + index) for index in range(first, len(keys))]
+        return self.end(self.begin(keys, places, is_load=True))[0]
+
+    def held(self, keys: list[bytes]) -> int:
+        find = self.jobs.find(self.names(keys))
+        assert find is not None
+        answers: list[int | None] = []
+
+        def is_known() -> bool:
+            self.jobs.poll()
+            answers.append(self.jobs.answer(find, 1.0))
+            return answers[-1] is not None
+
+        wait_for(is_known, "an answer")
+        assert answers[-1] is not None
+        return answers[-1]
+
+    def empty_host(self) -> None:
+        with ServerLink.of_directory(self.root) as link:
+            link.evict("host", b"", None, holes=True)
+
+
+def prompt(number: int, count: int) -> list[bytes]:
+    source = random.Random(number)
+    return [source.randbytes(32) + bytes(4) for _ in range(count)]
+
+
+def fill(rows: Rows, number: int) -> np.ndarray:
+    """Other bytes in every row, which are returned."""
+    rows.memory[:] = np.random.default_rng(number).integers(0, 256, rows.memory.shape, np.uint8)
+    return rows.memory.copy()
+
+
+@pytest.fixture
+def start(root: Path) -> Iterator[Start]:
+    started: list[Rows] = []
+
+    def begin(**more: object) -> Rows:
+        started.append(Rows(root, **more))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.jobs.close()
+
+
+def test_rows_come_back_byte_for_byte_from_memory_and_from_disk(start: Start) -> None:
+    rows, keys = start(), prompt(1, 2 * PIECE_ROWS + 5)
+    before = fill(rows, 1)
+    assert rows.store(keys) == [True] * len(keys)
+    wait_written(rows.root)
+    for is_cold in (False, True):
+        rows.memory[:] = 0
+        if is_cold:
+            rows.empty_host()
+        assert rows.load(keys, into=100) == [True] * len(keys)
+        assert np.array_equal(rows.memory[100 : 100 + len(keys)], before[: len(keys)])
+        assert not rows.memory[:100].any() and not rows.memory[100 + len(keys) :].any(), "a row nobody asked for"
+
+
+def test_what_is_held_is_not_copied_again(start: Start) -> None:
+    rows, keys = start(), prompt(2, 6)
+    fill(rows, 2)
+    assert rows.store(keys[:4]) == [True] * 4
+    assert (rows.held(keys), rows.held(prompt(3, 2))) == (4, 0)
+    assert rows.store(keys) == [True] * 6
+    assert rows.done[2].copied_bytes == 2 * ROW_BYTES
+
+
+def test_a_load_gives_the_rows_that_are_held_and_no_more(start: Start) -> None:
+    rows, keys = start(), prompt(4, 10)
+    before = fill(rows, 4)
+    rows.store(keys[:7])
+    rows.memory[:] = 0
+    assert rows.load(keys, into=0) == [True] * 7 + [False] * 3
+    assert np.array_equal(rows.memory[:7], before[:7])
+
+
+def test_chunks_here_and_there_land_in_their_rows(start: Start) -> None:
+    """vLLM loads what its own memory has not."""
+    rows, keys = start(), prompt(5, 12)
+    before = fill(rows, 5)
+    rows.store(keys)
+    rows.memory[:] = 0
+    places = [(11, 3), (2, 50), (3, 9), (7, 1)]
+    assert rows.end(rows.begin(keys, places, is_load=True)) == [[True] * 4]
+    for index, row in places:
+        assert np.array_equal(rows.memory[row], before[index])
+    assert np.count_nonzero(rows.memory.any(axis=1)) == 4
+
+
+def test_steps_that_follow_each_other_are_stored_whole(start: Start) -> None:
+    """vLLM hands a step's rows over before those of the step before are stored."""
+    rows, keys = start(), prompt(6, 40)
+    fill(rows, 6)
+    jobs = [
+        rows.begin(keys, [(index, index) for index in range(at, at + 8)], is_load=False) for at in (0, 8, 16, 24, 32)
+    ]
+    assert rows.end(*jobs) == [[True] * 8] * 5
+    assert rows.held(keys) == 40
+
+
+def test_what_nobody_could_find_is_not_stored(start: Start) -> None:
+    rows, keys = start(), prompt(7, 8)
+    fill(rows, 7)
+    assert rows.store(keys, first=3) == [False] * 5
+    assert rows.held(keys) == 0
+    assert rows.store(keys) == [True] * 8, "the whole of it can be stored later"
+
+
+def test_a_small_arena_carries_a_long_prompt(start: Start) -> None:
+    rows, keys = start(host_bytes=8 * (ROW_BYTES + 4096)), prompt(8, 60)
+    before = fill(rows, 8)
+    assert rows.jobs.client.chunks_leased_max < 5
+    assert rows.store(keys) == [True] * 60
+    rows.memory[:] = 0
+    assert rows.load(keys, into=0) == [True] * 60
+    assert np.array_equal(rows.memory[:60], before[:60])
+
+
+def test_two_engines_share(start: Start) -> None:
+    one, other, keys = start(), start(), prompt(9, 20)
+    before = fill(one, 9)
+    assert one.store(keys) == [True] * 20
+    assert other.load(keys, into=7) == [True] * 20
+    assert np.array_equal(other.memory[7:27], before[:20])
+
+
+def test_jobs_of_a_server_that_is_killed_end_and_later_ones_succeed(start: Start) -> None:
+    rows, keys = start(), prompt(10, 30)
+    before = fill(rows, 10)
+    rows.store(keys)
+    wait_written(rows.root)
+    for _ in range(3):
+        jobs = [
+            rows.begin(keys, [(index, 100 + index) for index in range(30)], is_load=True),
+            rows.begin(prompt(os.getpid(), 20), [(index, index) for index in range(20)], is_load=False),
+        ]
+        kill_server(rows.root)
+        loaded, _ = rows.end(*jobs)
+        for index, is_good in enumerate(loaded):
+            assert not is_good or np.array_equal(rows.memory[100 + index], before[index])
+        wait_for(lambda: rows.jobs.poll() or rows.jobs.is_ready, "a new session", deadline_s=60)
+        rows.memory[100:] = 0
+        assert rows.load(keys, into=100) == [True] * 30
+        assert np.array_equal(rows.memory[100:130], before[:30])
+
+
+def test_a_server_that_stands_still_delays_nothing_for_longer_than_it_may(start: Start) -> None:
+    """And later touches no row: all copies are this process's own."""
+    rows, keys = start(lookup_timeout_ms=200), prompt(11, 30)
+    fill(rows, 11)
+    rows.store(keys)
+    with stopped_server(rows.root):
+        jobs = [
+            rows.begin(keys, [(index, 100 + index) for index in range(30)], is_load=True, wait_s=0.3),
+            rows.begin(prompt(12, 20), [(index, index) for index in range(20)], is_load=False),
+        ]
+        assert rows.end(*jobs) == [[False] * 30, [False] * 20]
+        assert rows.jobs.find(rows.names(keys)) is None, "nobody asks a server that is silent"
+        late = rows.begin(keys, [(0, 0)], is_load=True)
+        rows.jobs.drain()
+        assert rows.end(late) == [[False]]
+        rows.memory[:] = 7
+    wait_for(lambda: rows.jobs.poll() or not rows.jobs.client.is_silent, "the server to be heard")
+    assert rows.memory.min() == rows.memory.max() == 7
+    assert rows.load(keys, into=0) == [True] * 30
+
+
+def test_drained_jobs_are_all_told_and_nothing_is_touched_afterwards(start: Start) -> None:
+    rows, keys = start(), prompt(13, 100)
+    fill(rows, 13)
+    rows.store(keys)
+    jobs = [
+        rows.begin(keys, [(index, 100 + index) for index in range(100)], is_load=True),
+        rows.begin(prompt(14, 50), [(index, index) for index in range(50)], is_load=False),
+    ]
+    for _ in range(3):
+        rows.jobs.poll()
+    rows.jobs.drain()
+    told = {one.job for one in rows.jobs.take_done()}
+    assert told == set(jobs)
+    after = rows.memory.copy()
+    assert rows.load(keys[:1], into=200) == [True]  # the session goes on
+    assert np.array_equal(rows.memory[:200], after[:200])
+
+
+def test_after_a_reset_nothing_older_is_held(start: Start) -> None:
+    rows, keys = start(), prompt(15, 5)
+    fill(rows, 15)
+    rows.store(keys)
+    old = rows.names(keys)
+    rows.jobs.drain()
+    rows.jobs.reset()
+    wait_for(lambda: rows.jobs.poll() or rows.jobs.is_ready, "a private epoch")
+    rows.jobs.load(99, old, [(0, 0)], WAIT_S)
+    assert rows.end(99) == [[False]], "names of before the reset"
+    assert rows.held(keys) == 0
+    assert rows.store(keys) == [True] * 5 and rows.held(keys) == 5
+
+
+def test_random_lives_give_right_rows_and_leave_nothing_behind(start: Start) -> None:
+    """Stores, loads, drains and evictions of prompts that share beginnings, many at once, in an arena that is small."""
+    source = random.Random(seed())
+    rows = start(host_bytes=24 * (ROW_BYTES + 4096))
+    trunk = prompt(16, 40)
+    prompts = [[*trunk[: source.randrange(40)], *prompt(17 + n, 20)] for n in range(6)]
+    content = {key: np.random.default_rng(int.from_bytes(key[:4])).bytes(ROW_BYTES) for keys in prompts for key in keys}
+    running: dict[int, tuple[list[bytes], list[tuple[int, int]], bool]] = {}
+    free = set(range(ROWS))
+    right = 0
+
+    def take() -> bool:
+        nonlocal right
+        done = rows.jobs.take_done()
+        for one in done:
+            keys, places, is_load = running.pop(one.job)
+            for (index, row), is_good in zip(sorted(places), one.good, strict=True):
+                if is_load and is_good:
+                    assert rows.memory[row].tobytes() == content[keys[index]], "another chunk's bytes"
+                    right += 1
+            free.update(row for _, row in places)
+        return bool(done)
+
+    for _ in range(250):
+        keys = source.choice(prompts)
+        is_load = source.random() < 0.5
+        first = source.randrange(len(keys)) if is_load and source.random() < 0.5 else 0
+        count = source.randrange(1, len(keys) - first + 1)
+        if len(free) >= count and source.random() < 0.7:
+            taken = source.sample(sorted(free), count)
+            free -= set(taken)
+            places = list(zip(range(first, first + count), taken, strict=True))
+            for index, row in places:
+                rows.memory[row] = 0 if is_load else np.frombuffer(content[keys[index]], np.uint8)
+            running[rows.begin(keys, places, is_load=is_load)] = (keys, places, is_load)
+        if source.random() < 0.02:
+            rows.jobs.drain()
+        if source.random() < 0.05:
+            rows.empty_host()
+        if running and source.random() < 0.5:
+            wait_for(take, "a job to end")
+    wait_for(lambda: take() and not running, "all jobs to end")
+    assert right > 300
+    wait_written(rows.root)
+
+    def is_empty() -> bool:
+        rows.jobs.poll()
+        return figures(rows.root)["hierarchy"]["lookups"] == figures(rows.root)["hierarchy"]["leased_bytes"] == 0
+
+    wait_for(is_empty, "lookups and leases to be given back")
+    assert not (rows.jobs._storing or rows.jobs._waiting or rows.jobs._leased or rows.jobs._jobs)
