@@ -26,9 +26,16 @@ class Tenants(Story):
         super().restore(tier, SPACE, path)
 
 
+def last(steps):
+    """The count that an erasure ends with, made at once."""
+    *between, count = steps
+    assert between == [None] * len(between)
+    return count
+
+
 def erase(story, tier, tenant, namespace=b""):
     """Erase a tenant's chunks; then let jobs wait, and check everything."""
-    counts = story.tiering.erase(tier, namespace, SPACE.tag((tenant,)))
+    counts = last(story.tiering.erasing(tier, namespace, SPACE.tag((tenant,))))
     story.step()
     story.check()
     return counts
@@ -206,7 +213,7 @@ def test_many_chunks_go_in_parts_the_deepest_first(monkeypatch: pytest.MonkeyPat
     tag = SPACE.tag((1,))
     counts = []
     while not counts or counts[-1][2]:
-        counts.append(story.tiering.erase(1, b"", tag))
+        counts.append(last(story.tiering.erasing(1, b"", tag)))
         story.finish_all()
     assert counts == [(3, 0, 2), (2, 0, 0)] and story.is_below((2,)) and not story.is_below((1,))
 
@@ -217,9 +224,50 @@ def test_what_cannot_be_deleted_is_told_to_be_there_still(monkeypatch: pytest.Mo
     story = Tenants()
     story.store((1, 2, 3, 4, 5))
     for _ in range(3):
-        assert story.tiering.erase(1, b"", SPACE.tag((1,))) == (3, 0, 2)
+        assert last(story.tiering.erasing(1, b"", SPACE.tag((1,)))) == (3, 0, 2)
         story.step()
         story.end_every(Delete, fault=Outcome.UNAVAILABLE)
+
+
+def test_an_erasure_works_in_steps_of_few_chunks_and_looks_at_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the whole index in one go, nor again for each part of it."""
+    monkeypatch.setattr(removal, "STEP", 4)
+    story = Tenants(host_bytes=20_000)
+    for first in range(1, 21):
+        story.store((first, 50, 51))
+    looked_at = []
+    original = type(story.tiering._host).remove
+
+    def remove(tier, entry, **more):
+        looked_at.append(entry)
+        return original(tier, entry, **more)
+
+    monkeypatch.setattr(type(story.tiering._host), "remove", remove)
+    steps, most = 0, 0
+    for count in story.tiering.erasing(HOST, b"", SPACE.tag((50,))):
+        most, looked_at[:] = max(most, len(looked_at)), []
+        steps += count is None
+    assert count == (40, 0, 0) and most <= 4
+    assert 60 // 4 <= steps <= (60 + 40 + 40) // 4
+
+
+def test_what_is_asked_for_between_the_steps_of_an_erasure_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes were cancelled, and lookups queue them again: one is begun at once, the one behind it waits for that."""
+    monkeypatch.setattr(removal, "STEP", 1)
+    story = Tenants(host_bytes=20_000)
+    story.store((1, 7, 2))
+    story.store((3,))
+    erase(story, DISK, 7)
+    story.finish_all()
+    assert story.is_in_host((1, 7)) and not story.is_below((1, 7))
+    for count in story.tiering.erasing(HOST, b"", SPACE.tag((7,))):
+        if count is None:
+            story.release(story.lookup(story.session, (1, 7, 2)))
+    assert count == (1, 1, 0)
+    story.step()
+    story.finish_all()
+    assert story.is_below((1, 7)) and not story.is_below((1, 7, 2)) and not story.is_in_host((1, 7, 2))
+    story.check()
 
 
 # -- by who stored it --------------------------------------------------------------------------------------------------
@@ -235,7 +283,7 @@ def commit_by(story, who, *paths):
 
 
 def erase_bad(story, tier):
-    counts = story.tiering.erase_stored_by(tier, b"", lambda line: line == BAD)
+    counts = last(story.tiering.erasing_stored_by(tier, b"", lambda line: line == BAD))
     story.step()
     story.check()
     return counts
@@ -260,7 +308,7 @@ def test_a_chunk_of_which_two_stored_a_copy_is_found_by_either(first, second):
     story = Tenants()
     commit_by(story, first, (7,))
     story.finish_all()
-    assert story.tiering.erase_stored_by(HOST, b"", lambda line: line == first) == (1, 0, 0)
+    assert last(story.tiering.erasing_stored_by(HOST, b"", lambda line: line == first)) == (1, 0, 0)
     story.finish_all()
     commit_by(story, second, (7,))
     (seal,) = [job for job in story.tiering._outbox.jobs if isinstance(job, Seal)]
@@ -284,7 +332,8 @@ def test_who_stored_what_came_from_a_bucket_is_said_by_its_header():
     (place,) = story.waiting(Read)
     story.tiering.read(story.jobs.pop(place), Outcome.OK, SPACE.tag((7,)), BAD)
     assert entry.storers == {BAD}
-    assert story.tiering.erase_stored_by(HOST, b"", lambda line: line == BAD) == (0, 1, 0), "leased, and meant now"
+    steps = story.tiering.erasing_stored_by(HOST, b"", lambda line: line == BAD)
+    assert last(steps) == (0, 1, 0), "leased, and meant now"
 
 
 def test_who_stored_is_no_part_of_what_a_chunk_is():

@@ -151,7 +151,8 @@ class Histories(RuleBasedStateMachine):
         """Nothing of it waits to be written afterwards; what nobody uses is gone, and what stays is told."""
         tiers = [HOST, *self.own_tiers]
         tier, tag = tiers[pick % len(tiers)], SPACES[0].tag((tenant,))
-        _, kept, _ = self.world.tiering.erase(tier, namespace, tag)
+        *_, count = self.world.tiering.erasing(tier, namespace, tag)
+        kept = count[1]
         index = self.world.tiering.index
         mine = [e for e in index.entries() if e.record.tag == tag and namespace in (b"", e.record.namespace)]
         assert not any(BlobState.QUEUED in e.blobs or e.is_unwritten for e in mine)

@@ -157,7 +157,7 @@ LEFT = 4
     (9, {"store_dropped_undrafted": 4}),
 ])  # fmt: skip
 def test_each_chunk_is_counted_once_where_windows_pass_and_drafts_lack(passed, outcomes):
-    """Whatever ends it: three more chunks follow in the next step, and pass."""
+    """Whatever ends it: three more chunks follow in the next step, and then the request ends."""
     world = World(groups=WINDOWED)
     world.server.is_ready = True
     keys, ids = world.prompt(11)
@@ -185,6 +185,7 @@ def test_each_chunk_is_counted_once_where_windows_pass_and_drafts_lack(passed, o
         output = SimpleNamespace(num_scheduled_tokens={"r": computed}, kv_connector_block_state=block_state)
         saves.step({"r": state}, output)
         request.num_computed_tokens += computed
+    saves.finish(state, (ids, windows))
     queued = len(world.saves.start_jobs()[0].copies)
     dropped = {name: count for name, count in world.counters.items() if name.startswith("store_dropped")}
     assert world.counters["store_chunks"] == 11 == queued + sum(dropped.values()), dropped

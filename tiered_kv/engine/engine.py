@@ -374,13 +374,15 @@ class Engine:
         """Remove chunks from one tier, in steps; see :func:`~tiered_kv.tiering.removal.removing`."""
         return self.tiering.removing(tier, namespace, keys, leaves_holes=leaves_holes)
 
-    def erase(self, tier: int, namespace: bytes, tag: bytes) -> RemovalCount:
-        """Remove what was stored under a tag, and all behind it; see :func:`~tiered_kv.tiering.removal.erase`."""
-        return self.tiering.erase(tier, namespace, tag)
+    def erasing(self, tier: int, namespace: bytes, tag: bytes) -> Iterator[RemovalCount | None]:
+        """Remove what was stored under a tag, and all behind it; see :func:`~tiered_kv.tiering.removal.erasing`."""
+        return self.tiering.erasing(tier, namespace, tag)
 
-    def erase_stored_by(self, tier: int, namespace: bytes, is_meant: Callable[[str], bool]) -> RemovalCount:
+    def erasing_stored_by(
+        self, tier: int, namespace: bytes, is_meant: Callable[[str], bool]
+    ) -> Iterator[RemovalCount | None]:
         """The same for what was stored by those that ``is_meant`` accepts."""
-        return self.tiering.erase_stored_by(tier, namespace, is_meant)
+        return self.tiering.erasing_stored_by(tier, namespace, is_meant)
 
     def set_quota(self, namespace: bytes, quota: Quota) -> None:
         """What a namespace keeps and takes from now on; a quota that asks for nothing is none."""

@@ -30,7 +30,7 @@ from tiered_kv.server.connection import Connection
 from tiered_kv.server.directory import release_stale_arena_locks
 from tiered_kv.server.sessions import Sessions
 from tiered_kv.server.stats import FigureSource
-from tiered_kv.tiering.types import HOST
+from tiered_kv.tiering.types import HOST, RemovalCount
 from tiered_kv.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -476,10 +476,18 @@ def evict(engine: Engine, order: m.Evict) -> Iterator[m.Evicted | None]:
             conditions = Conditions(order.stored_by)
         except ConfigError as exc:
             raise ProtocolError(f"who stored chunks cannot be understood: {exc}") from exc
-        removed, kept, left = engine.erase_stored_by(tier, order.namespace, conditions.matches)
-        return iter([m.Evicted(removed, kept, 0, left)])
+        return _answers(engine.erasing_stored_by(tier, order.namespace, conditions.matches), is_erasure=True)
     if order.tag:
-        removed, kept, left = engine.erase(tier, order.namespace, order.tag)
-        return iter([m.Evicted(removed, kept, 0, left)])
+        return _answers(engine.erasing(tier, order.namespace, order.tag), is_erasure=True)
     steps = engine.removing(tier, order.namespace, keys or None, leaves_holes=order.holes)
-    return (None if count is None else m.Evicted(*count) for count in steps)
+    return _answers(steps, is_erasure=False)
+
+
+def _answers(steps: Iterator[RemovalCount | None], *, is_erasure: bool) -> Iterator[m.Evicted | None]:
+    """Steps of a removal as answers: what an erasure left is to be looked at again, what else is left is not there."""
+    for count in steps:
+        if count is None:
+            yield None
+        else:
+            removed, kept, left = count
+            yield m.Evicted(removed, kept, *((0, left) if is_erasure else (left, 0)))

@@ -6,14 +6,14 @@ Pure, like tiering that calls it. What is in use stays, and what was removed is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 from tiered_kv.tiering.index import Entry, Index
 from tiered_kv.tiering.types import Removal, RemovalCount
 
-ERASED_AT_ONCE = 20_000
-"""The owner answers nobody meanwhile: half a second, where 300,000 at once took four."""
+ERASED_AT_ONCE = 200_000
+"""Each is a job that waits for its medium: 40 MB."""
 
 
 class RemovableTier(Protocol):
@@ -66,57 +66,64 @@ def removing(
     yield RemovalCount(removed, kept, 0 if keys is None else len(found) - removed - kept)
 
 
-def erase(
+def erasing(
     index: Index,
     tier: RemovableTier,
     cancel_writes: Callable[[Entry], None],
     namespace: bytes,
     is_meant: Callable[[Entry], bool],
-) -> RemovalCount:
+) -> Iterator[RemovalCount | None]:
     """Remove what is meant, and everything behind it, from host memory or from one secondary tier.
 
     What is meant: what was stored under a tag, or by somebody. What lies behind a chunk was computed from it, or from
     what was loaded in its place.
 
     In no tier is any of it written that was not begun. A chunk stays while one behind it is in use, in whatever tier:
-    without it that one could not be found any more.
+    without it that one could not be found any more. In steps, between which anything may happen: what is stored
+    meanwhile may stay.
 
     Args:
         cancel_writes: Drops a chunk's writes to all tiers that were not begun.
         namespace: Empty: of every namespace.
 
-    Returns:
-        ``left`` were not looked at because ``ERASED_AT_ONCE`` are going: call again. ``kept`` is complete only in the
-        last answer.
+    Yields:
+        None after a step, and at last the counts: ``left`` were not looked at because ``ERASED_AT_ONCE`` are going,
+        call again. ``kept`` is complete only in the last answer.
     """
-    doomed = _behind(e for e in index.entries() if namespace in (b"", e.record.namespace) and is_meant(e))
-    for entry in doomed:
-        cancel_writes(entry)
-    removed = kept = 0
-    staying: set[Entry] = set()
-    deepest_first = sorted(doomed, key=lambda entry: -entry.record.chunk_index)
-    for number, entry in enumerate(deepest_first):
-        if removed == ERASED_AT_ONCE:
-            return RemovalCount(removed, kept, sum(tier.contains(one) for one in deepest_first[number:]))
-        is_needed = any(child in staying for child in entry.children)
-        if is_needed:
-            end = Removal.KEPT if tier.contains(entry) else Removal.ABSENT
-        else:
-            end = tier.remove(entry, leaves_hole=False)
-        if is_needed or end is Removal.KEPT or entry.is_busy:
-            staying.add(entry)
-        removed += end is Removal.REMOVED
-        kept += end is Removal.KEPT
-    return RemovalCount(removed, kept, 0)
-
-
-def _behind(entries: Iterable[Entry]) -> set[Entry]:
-    """These chunks and all that depend on them."""
     found: set[Entry] = set()
-    pending = list(entries)
-    while pending:
-        entry = pending.pop()
-        if entry not in found:
-            found.add(entry)
-            pending.extend(entry.children)
-    return found
+    by_depth: defaultdict[int, list[Entry]] = defaultdict(list)
+    for number, entry in enumerate(index.entries(), 1):
+        pending = [entry] if namespace in (b"", entry.record.namespace) and is_meant(entry) else []
+        while pending:
+            one = pending.pop()
+            if one not in found:
+                found.add(one)
+                by_depth[one.record.chunk_index].append(one)
+                cancel_writes(one)
+                pending.extend(one.children)
+                if not len(found) % STEP:
+                    yield None
+        if not number % STEP:
+            yield None
+    removed = kept = left = 0
+    staying: set[Entry] = set()
+    deepest_first = (entry for depth in sorted(by_depth, reverse=True) for entry in by_depth.pop(depth))
+    for number, entry in enumerate(deepest_first, 1):
+        if index.get(entry.record.key) is not entry:
+            continue  # gone meanwhile
+        if removed == ERASED_AT_ONCE:
+            left += tier.contains(entry)
+        else:
+            cancel_writes(entry)  # somebody may have asked for it since
+            is_needed = any(child in staying for child in entry.children)
+            if is_needed:
+                end = Removal.KEPT if tier.contains(entry) else Removal.ABSENT
+            else:
+                end = tier.remove(entry, leaves_hole=False)
+            if is_needed or end is Removal.KEPT or entry.is_busy:
+                staying.add(entry)
+            removed += end is Removal.REMOVED
+            kept += end is Removal.KEPT
+        if not number % STEP:
+            yield None
+    yield RemovalCount(removed, kept, left)

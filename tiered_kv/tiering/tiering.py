@@ -29,7 +29,7 @@ from tiered_kv.tiering.leases import Lookup
 from tiered_kv.tiering.lookups import LookupRequest, Lookups, Promotions
 from tiered_kv.tiering.prefix_search import PrefixSearch, StateSearch
 from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
-from tiered_kv.tiering.removal import erase, removing
+from tiered_kv.tiering.removal import erasing, removing
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.slot_grants import Session, SlotGrants
 from tiered_kv.tiering.stats import HitStats, Outbox, Stats
@@ -416,16 +416,18 @@ class Tiering:
         """The same in steps; see :func:`removal.removing`."""
         return removing(self.index, self._tier(tier), namespace, keys, leaves_holes=leaves_holes)
 
-    def erase(self, tier: int, namespace: bytes, tag: bytes) -> RemovalCount:
-        """Remove what was stored under a tag, and all behind it, from one tier; see :func:`removal.erase`."""
-        return self._erase(tier, namespace, lambda entry: entry.record.tag == tag)
+    def erasing(self, tier: int, namespace: bytes, tag: bytes) -> Iterator[RemovalCount | None]:
+        """Remove what was stored under a tag, and all behind it, from one tier; see :func:`removal.erasing`."""
+        return self._erasing(tier, namespace, lambda entry: entry.record.tag == tag)
 
-    def erase_stored_by(self, tier: int, namespace: bytes, is_meant: Callable[[str], bool]) -> RemovalCount:
-        """Remove what somebody stored, as ``is_meant`` says of each, and all behind it; see :func:`removal.erase`."""
-        return self._erase(tier, namespace, lambda entry: any(map(is_meant, entry.storers)))
+    def erasing_stored_by(
+        self, tier: int, namespace: bytes, is_meant: Callable[[str], bool]
+    ) -> Iterator[RemovalCount | None]:
+        """Remove what somebody stored, as ``is_meant`` says of each, and all behind it; see :func:`removal.erasing`."""
+        return self._erasing(tier, namespace, lambda entry: any(map(is_meant, entry.storers)))
 
-    def _erase(self, tier: int, namespace: bytes, is_meant: Callable[[Entry], bool]) -> RemovalCount:
-        return erase(self.index, self._tier(tier), self._tiers.cancel_writes, namespace, is_meant)
+    def _erasing(self, tier: int, namespace: bytes, is_meant: Callable[[Entry], bool]) -> Iterator[RemovalCount | None]:
+        return erasing(self.index, self._tier(tier), self._tiers.cancel_writes, namespace, is_meant)
 
     def _tier(self, number: int) -> HostTier | SecondaryTier:
         return self._host if number == HOST else self._tiers[number]

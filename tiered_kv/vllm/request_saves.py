@@ -160,7 +160,7 @@ class RequestSaves:
             if queued.has_passed:
                 self._leave_unstored(state, "window_passed")
                 state.stored = ALL_DONE
-            elif drafted < end and queued.reached >= drafted:
+            elif is_ending and drafted < end:  # until then the draft's KV may still be written
                 self._leave_unstored(state, "undrafted")
 
     def _leave_unstored(self, state: RequestState, reason: str) -> None:
