@@ -122,7 +122,7 @@ class Done(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Piece:
+class _RowPiece:
     """Rows of a load whose chunks lie in a row and are looked up together.
 
     Attributes:
@@ -172,7 +172,7 @@ class _RowJob:
     copied: int = 0
     running: int = 0
     committed: int = 0
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[_RowPiece] = field(default_factory=list)
     asked: int = 0
     before: "tuple[_RowJob, int] | None" = None
     is_over: bool = False
@@ -200,7 +200,7 @@ class RowJobs:
         self.client = SchedulerClient(config, engine_id, 1)
         self._arena = ArenaKeeper(config, engine_id, join)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tiered_kv-rows")
-        self._ended: deque[tuple[_RowJob, int, bool, _Piece | None]] = deque()
+        self._ended: deque[tuple[_RowJob, int, bool, _RowPiece | None]] = deque()
         self._jobs: dict[int, _RowJob] = {}
         self._waiting: deque[tuple[_RowJob, int]] = deque()  # rows for slots, in the order of their prefixes
         self._storing: dict[bytes, tuple[_RowJob, int]] = {}  # by its key, what running jobs store
@@ -394,7 +394,7 @@ class RowJobs:
             if lookup is None:
                 job.is_over = True
                 return
-            job.pieces.append(_Piece(lookup, job.asked, count))
+            job.pieces.append(_RowPiece(lookup, job.asked, count))
             job.asked += count
             self._leased += count
         for piece in list(job.pieces):
@@ -402,7 +402,7 @@ class RowJobs:
         is_done = job.asked == len(job.places) and not job.pieces
         job.is_over |= is_done or time.monotonic() > job.deadline_s
 
-    def _go_on_with_piece(self, job: _RowJob, piece: _Piece) -> None:
+    def _go_on_with_piece(self, job: _RowJob, piece: _RowPiece) -> None:
         answer = self.client.lookups.get(piece.lookup, LookupAnswer())
         if answer.is_ended and not piece.is_claimed:  # it gave way: once more, within the job's time
             self.client.release(piece.lookup)
@@ -424,7 +424,7 @@ class RowJobs:
         if piece.is_answered and not piece.running:
             self._end_piece(job, piece)
 
-    def _end_piece(self, job: _RowJob, piece: _Piece) -> None:
+    def _end_piece(self, job: _RowJob, piece: _RowPiece) -> None:
         """Its copies have ended: what was leased until now is right."""
         if not (piece.copied and self.client.is_leased(piece.lookup, job.generation)):
             for number in range(piece.first, piece.first + piece.copied):
@@ -436,14 +436,14 @@ class RowJobs:
         # What lies behind a chunk that does not come is of no use.
         job.is_over |= not all(job.good[piece.first : piece.first + piece.count])
 
-    def _copy(self, job: _RowJob, number: int, slot: SlotId, piece: _Piece | None = None) -> None:
+    def _copy(self, job: _RowJob, number: int, slot: SlotId, piece: _RowPiece | None = None) -> None:
         assert self.client.info is not None
         job.running += 1
         if piece is not None:
             piece.running += 1
         self._threads.submit(self._run_copy, job, number, slot, self.client.info, piece)
 
-    def _run_copy(self, job: _RowJob, number: int, slot: SlotId, info: SessionInfo, piece: _Piece | None) -> None:
+    def _run_copy(self, job: _RowJob, number: int, slot: SlotId, info: SessionInfo, piece: _RowPiece | None) -> None:
         """In a thread of the pool."""
         is_copied, row = False, job.places[number][1]
         try:
@@ -452,7 +452,7 @@ class RowJobs:
             logger.exception("a row could not be copied. row=%d slot=%d", row, slot)
         self._ended.append((job, number, is_copied, piece))
 
-    def _copy_ended(self, job: _RowJob, number: int, is_copied: bool, piece: _Piece | None) -> None:
+    def _copy_ended(self, job: _RowJob, number: int, is_copied: bool, piece: _RowPiece | None) -> None:
         job.running -= 1
         job.good[number] = is_copied
         job.is_over |= not is_copied
