@@ -100,6 +100,10 @@ class _Request:
     step: int = -1
 
 
+class _Requests(dict["TieredKVTier", _Request]):
+    """One request, by tier: vLLM's context of it keeps one object of a class, for all tiers."""
+
+
 class TieredKVTier(SecondaryTierManager):
     """Keeps rows of vLLM's host memory in the tiers of a server of ours.
 
@@ -205,11 +209,17 @@ class TieredKVTier(SecondaryTierManager):
             except ValueError as exc:
                 request.may_store = False  # nobody could erase it later
                 logger.warning("a request is not stored: its tag cannot be read, expected %s", exc)
-        req_context.set_state(request)
+        if (of_tiers := req_context.get_state(_Requests)) is None:
+            req_context.set_state(of_tiers := _Requests())
+        of_tiers[self] = request
         return RequestOffloadingContext()
 
+    def _request(self, req_context: "ReqContext") -> _Request | None:
+        of_tiers = req_context.get_state(_Requests)
+        return None if of_tiers is None else of_tiers.get(self)
+
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> Any:
-        request = req_context.get_state(_Request)
+        request = self._request(req_context)
         if request is not None and key in request.hits:
             return LookupResult.HIT
         if request is None or not request.may_read or self._jobs is None:
@@ -237,8 +247,9 @@ class TieredKVTier(SecondaryTierManager):
         assert request.held is not None
         room = min(request.held - place, self._hits_max - self._hits)
         if room > 0:
+            before = len(request.hits)
             request.hits.update(request.theirs[place : place + room])
-            self._hits += room
+            self._hits += len(request.hits) - before  # chunks behind it may have been counted
             request.waits_s = None
             self._requests[name] = request
             return LookupResult.HIT
@@ -289,7 +300,7 @@ class TieredKVTier(SecondaryTierManager):
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
-        job, request = job_metadata, job_metadata.req_context.get_state(_Request)
+        job, request = job_metadata, self._request(job_metadata.req_context)
         keys = list(job.keys)
         is_current = request is not None and request.may_store and request.resets == self._resets
         names = None
@@ -297,7 +308,7 @@ class TieredKVTier(SecondaryTierManager):
             self._take_keys(request, job.req_context)
             names = self._names(self._jobs, request)
         places = [] if request is None else [request.places.get(key) for key in keys]
-        if names is None or self._jobs is None or request is None or None in places:
+        if not keys or names is None or self._jobs is None or request is None or None in places:
             self._never_began(job)
             return
         pairs = [(place, int(row)) for place, row in zip(places, job.chunk_ids, strict=True) if place is not None]
@@ -305,11 +316,11 @@ class TieredKVTier(SecondaryTierManager):
         self._jobs.store(job.job_id, names, pairs, request.tag)
 
     def submit_load(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
-        job, request = job_metadata, job_metadata.req_context.get_state(_Request)
+        job, request = job_metadata, self._request(job_metadata.req_context)
         names = None if self._jobs is None or request is None else self._names(self._jobs, request)
         places = [] if request is None else [request.places.get(key) for key in job.keys]
-        if names is None or self._jobs is None or request is None or None in places:
-            if request is not None:
+        if not places or names is None or self._jobs is None or request is None or None in places:
+            if request is not None and places:
                 self._cut(request, 0)
             self._never_began(job)
             return
@@ -320,8 +331,9 @@ class TieredKVTier(SecondaryTierManager):
         self._jobs.load(job.job_id, names, pairs, min(wait_s, limit_s))
 
     def _never_began(self, job: "TransferJob") -> None:
+        """Tell the end of a job at once; one of no rows has all of them."""
         self._tell_refusal()
-        self._failed.append(JobResult(job.job_id, success=False))
+        self._failed.append(JobResult(job.job_id, success=not job.keys))
 
     def get_finished_jobs(self) -> Iterable[Any]:
         results, self._failed = self._failed, []
@@ -374,7 +386,7 @@ class TieredKVTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: "ReqContext") -> None:
         self._no_longer_waits(req_context.req_id)
-        request = req_context.get_state(_Request)
+        request = self._request(req_context)
         if request is not None and request.find is not None and self._jobs is not None:
             self._jobs.forget(request.find)
 
@@ -404,7 +416,7 @@ class TieredKVTier(SecondaryTierManager):
         self._resets += 1
 
     def shutdown(self) -> None:
-        """Leave the server, which goes on writing what it has."""
+        """Leave the server, which goes on writing what it has. Idempotent."""
         if self._jobs is not None:
             self._jobs.close()
         self._rows = self._rows[:0].copy()  # vLLM unmaps them

@@ -1,0 +1,87 @@
+"""Our tier below vLLM's offloading without an engine: what a real one seldom does, and vLLM's tests do not ask."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+KEYS = [b"%d\0\0\0\0" % n for n in range(4)]
+
+
+@pytest.fixture
+def make_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    from tests.kit.vllm import their_tiers
+
+    monkeypatch.setattr(their_tiers.StandIn, "shared", tmp_path / "cache", raising=False)
+    monkeypatch.setattr(their_tiers, "TIERS", [])
+    monkeypatch.setattr(their_tiers, "PROMPT", {})
+
+    def make() -> Any:
+        return their_tiers.Immediate(offloading_spec=SimpleNamespace(), primary_kv_view=rows(), tier_type="ours")
+
+    yield make
+    for tier in their_tiers.TIERS:
+        tier.shutdown()
+
+
+def rows() -> memoryview:
+    return memoryview(np.zeros((16, 64), np.uint8))
+
+
+def request(name: str = "request") -> Any:
+    from vllm.v1.kv_offload.base import ReqContext
+
+    return ReqContext(req_id=name)
+
+
+def job(number: int, keys: list[bytes], context: Any) -> Any:
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    return TransferJob(number, keys, np.arange(len(keys)), False, context)
+
+
+def test_two_tiers_of_ours_know_a_request_each_by_itself(make_tier: Callable[[], Any]) -> None:
+    from vllm.v1.kv_offload.base import LookupResult
+
+    empty, full, context = make_tier(), make_tier(), request()
+    full.chunks[KEYS[0]] = True
+
+    assert empty.lookup(KEYS[0], context) is LookupResult.MISS
+    assert full.lookup(KEYS[0], context) is LookupResult.HIT
+
+
+def test_hits_are_counted_once_in_whatever_order_they_are_asked_for(make_tier: Callable[[], Any]) -> None:
+    """Host memory had the first chunks when the request was looked at first, and lost them while it waited."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    tier, context = make_tier(), request()
+    for key in KEYS:
+        tier.chunks[key] = True
+
+    assert [tier.lookup(key, context) for key in (KEYS[2], KEYS[0])] == [LookupResult.HIT] * 2
+    assert tier._hits == len(KEYS)
+    tier.on_request_finished(context)
+    assert tier._hits == 0
+
+
+def test_a_job_of_no_rows_succeeds_and_a_load_of_unknown_chunks_fails(make_tier: Callable[[], Any]) -> None:
+    from tiered_kv.vllm.offloading import TieredKVTier
+
+    tier, context = make_tier(), request()
+    TieredKVTier.on_new_request(tier, context)
+    TieredKVTier.submit_store(tier, job(1, [], context))
+    TieredKVTier.submit_load(tier, job(2, [], context))
+    TieredKVTier.submit_load(tier, job(3, KEYS, context))
+
+    assert [(one.job_id, one.success) for one in tier.get_finished_jobs()] == [(1, True), (2, True), (3, False)]
+
+
+def test_a_shutdown_may_be_called_again(make_tier: Callable[[], Any]) -> None:
+    tier = make_tier()
+    tier.shutdown()
+    tier.shutdown()
