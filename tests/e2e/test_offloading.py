@@ -30,6 +30,7 @@ from tests.kit.vllm.harness import (
     running,
     zero_kv,
 )
+from tiered_kv.vllm import row_jobs
 
 pytestmark = pytest.mark.vllm
 
@@ -207,10 +208,11 @@ def test_requests_that_want_more_rows_than_there_are_end_and_are_right(
 
 
 def test_a_prompt_computed_in_steps_is_stored_whole_and_goes_through_a_small_arena(
-    tiny_model: Path, plain: list[Answer], tmp_path: Path
+    tiny_model: Path, plain: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step stores a part whose chunks follow those of the step before; a lookup may lease three of eight slots."""
     root = tmp_path / "cache"
+    monkeypatch.setattr(row_jobs, "SLOT_WAIT_S", 60.0)  # a busy machine is no reason to drop any
     small = {"host_bytes": 8 * (ROW_BYTES + 4096)}
     for hit in (0, HIT):
         llm = make_llm(tiny_model, **offloading(on_disk(root) | small), max_num_batched_tokens=ROW_TOKENS)

@@ -154,7 +154,6 @@ class TieredKVTier(SecondaryTierManager):
         self._events: list[Any] = []
         self._stored: dict[int, list[bytes]] = {}  # keys of running stores
         self._loading: dict[int, tuple[_Request, list[tuple[int, bytes]]]] = {}
-        self._order: dict[int, list[int]] = {}  # where a job's rows stand in its own order
         self._failed: list[Any] = []  # results of jobs that never began
         self._is_told = False
 
