@@ -30,7 +30,6 @@ from tests.kit.vllm.harness import (
     running,
     zero_kv,
 )
-from tiered_kv.vllm import row_jobs
 
 pytestmark = pytest.mark.vllm
 
@@ -207,24 +206,24 @@ def test_requests_that_want_more_rows_than_there_are_end_and_are_right(
         assert_same(one, theirs)
 
 
-def test_a_prompt_computed_in_steps_is_stored_whole_and_goes_through_a_small_arena(
-    tiny_model: Path, plain: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_prompt_computed_in_steps_is_stored_whole_and_comes_through_a_small_arena(
+    tiny_model: Path, plain: list[Answer], tmp_path: Path
 ) -> None:
-    """Each step stores a part whose chunks follow those of the step before; a lookup may lease three of eight slots."""
+    """Each step stores a part whose chunks follow those of the step before; then a lookup may lease three slots."""
     root = tmp_path / "cache"
-    monkeypatch.setattr(row_jobs, "SLOT_WAIT_S", 60.0)  # a busy machine is no reason to drop any
-    small = {"host_bytes": 8 * (ROW_BYTES + 4096)}
-    for hit in (0, HIT):
-        llm = make_llm(tiny_model, **offloading(on_disk(root) | small), max_num_batched_tokens=ROW_TOKENS)
+    for hit, slots in ((0, 128), (HIT, 8)):
+        tier = on_disk(root) | {"host_bytes": slots * (ROW_BYTES + 4096)}
+        llm = make_llm(tiny_model, **offloading(tier), max_num_batched_tokens=ROW_TOKENS)
         try:
             answers = ask(llm, *PROMPTS)
             wait_written(root)
         finally:
             close_llm(llm)
+        wait_ended(root)
         assert [one.cached_tokens for one in answers] == [hit] * len(PROMPTS)
         for one, theirs in zip(answers, plain, strict=True):
             assert_same(one, theirs)
-    assert chunks(root) == ROWS * len(PROMPTS)
+        assert chunks(root) == ROWS * len(PROMPTS)
 
 
 def test_after_a_reset_nothing_older_is_found(tiny_model: Path, plain: list[Answer], root: Path) -> None:

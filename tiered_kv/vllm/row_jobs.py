@@ -55,6 +55,7 @@ QUEUED_MAX: Final = 1 << 14
 PIECE_ROWS: Final = 32
 """Of a load that are looked up together: those behind them come up while these are copied."""
 
+AGAIN_S: Final = 0.01
 REJOIN_S: Final = 0.5
 DRAIN_S: Final = 0.001
 
@@ -127,18 +128,18 @@ class _RowPiece:
 
     Attributes:
         first: Its first row's place in the job.
+        lookup: None: it is to be looked up, from ``again_s`` on.
         copied: Leading rows of which a copy was begun.
         running: Copies that run.
-        is_answered: As much as will come has come.
     """
 
-    lookup: int
     first: int
     count: int
+    lookup: int | None = None
+    again_s: float = 0.0
     copied: int = 0
     running: int = 0
     is_claimed: bool = False
-    is_answered: bool = False
 
 
 @dataclass(slots=True)
@@ -388,13 +389,7 @@ class RowJobs:
             count = min(_run_length(job.places, job.asked), PIECE_ROWS, most)
             if self._leased and self._leased + count > most:
                 break
-            first = job.places[job.asked][0]
-            keys, digests = job.names.keys[first : first + count], job.names.digests[first : first + count]
-            lookup = self.client.lookup(keys, digests, may_search=False)
-            if lookup is None:
-                job.is_over = True
-                return
-            job.pieces.append(_RowPiece(lookup, job.asked, count))
+            job.pieces.append(_RowPiece(job.asked, count))
             job.asked += count
             self._leased += count
         for piece in list(job.pieces):
@@ -403,38 +398,56 @@ class RowJobs:
         job.is_over |= is_done or time.monotonic() > job.deadline_s
 
     def _go_on_with_piece(self, job: _RowJob, piece: _RowPiece) -> None:
+        if piece.lookup is None:
+            if time.monotonic() >= piece.again_s:
+                self._look_up(job, piece)
+            return
         answer = self.client.lookups.get(piece.lookup, LookupAnswer())
-        if answer.is_ended and not piece.is_claimed:  # it gave way: once more, within the job's time
-            self.client.release(piece.lookup)
-            first = job.places[piece.first][0]
-            keys, digests = job.names.keys[first : first + piece.count], job.names.digests[first : first + piece.count]
-            lookup = self.client.lookup(keys, digests, may_search=False)
-            job.is_over |= lookup is None
-            piece.lookup = piece.lookup if lookup is None else lookup
+        if answer.is_ended and not piece.is_claimed:
+            self._ask_again(job, piece)
             return
         is_whole = answer.is_done or len(answer.slots) == piece.count
         if answer.ready and is_whole and not piece.is_claimed:
             self.client.claim(piece.lookup)
             piece.is_claimed = True
         while piece.is_claimed and piece.copied < answer.ready:
-            number = piece.first + piece.copied
-            self._copy(job, number, answer.slots[piece.copied], piece)
+            self._copy(job, piece.first + piece.copied, answer.slots[piece.copied], piece)
             piece.copied += 1
-        piece.is_answered |= answer.is_done or (piece.is_claimed and piece.copied == piece.count)
-        if piece.is_answered and not piece.running:
+        if piece.running or not (answer.is_done or piece.copied == piece.count):
+            return
+        if piece.copied < piece.count <= answer.held:
+            self._ask_again(job, piece)
+        else:
             self._end_piece(job, piece)
 
+    def _look_up(self, job: _RowJob, piece: _RowPiece) -> None:
+        first = job.places[piece.first][0]
+        keys, digests = job.names.keys[first : first + piece.count], job.names.digests[first : first + piece.count]
+        piece.lookup = self.client.lookup(keys, digests, may_search=False)
+        job.is_over |= piece.lookup is None
+
+    def _ask_again(self, job: _RowJob, piece: _RowPiece) -> None:
+        """The rest is held, but its leases gave way, or host memory had no room for it: once more, in a moment."""
+        self._confirm(job, piece)
+        self._leased -= piece.copied
+        piece.first, piece.count, piece.copied = piece.first + piece.copied, piece.count - piece.copied, 0
+        piece.lookup, piece.is_claimed, piece.again_s = None, False, time.monotonic() + AGAIN_S
+
     def _end_piece(self, job: _RowJob, piece: _RowPiece) -> None:
-        """Its copies have ended: what was leased until now is right."""
-        if not (piece.copied and self.client.is_leased(piece.lookup, job.generation)):
-            for number in range(piece.first, piece.first + piece.copied):
-                job.good[number] = False
-        if job.generation == self.client.generation:
-            self.client.release(piece.lookup)
+        self._confirm(job, piece)
         job.pieces.remove(piece)
         self._leased -= piece.count
         # What lies behind a chunk that does not come is of no use.
         job.is_over |= not all(job.good[piece.first : piece.first + piece.count])
+
+    def _confirm(self, job: _RowJob, piece: _RowPiece) -> None:
+        """Copies of a piece have ended: what was leased until now is right."""
+        is_right = piece.lookup is not None and self.client.is_leased(piece.lookup, job.generation)
+        if not is_right:
+            for number in range(piece.first, piece.first + piece.copied):
+                job.good[number] = False
+        if piece.lookup is not None and job.generation == self.client.generation:
+            self.client.release(piece.lookup)
 
     def _copy(self, job: _RowJob, number: int, slot: SlotId, piece: _RowPiece | None = None) -> None:
         assert self.client.info is not None
