@@ -30,6 +30,7 @@ from tests.kit.vllm.harness import (
     running,
     zero_kv,
 )
+from tiered_kv.vllm import offloading as offloading_tier
 
 pytestmark = pytest.mark.vllm
 
@@ -207,9 +208,10 @@ def test_requests_that_want_more_rows_than_there_are_end_and_are_right(
 
 
 def test_a_prompt_computed_in_steps_is_stored_whole_and_comes_through_a_small_arena(
-    tiny_model: Path, plain: list[Answer], tmp_path: Path
+    tiny_model: Path, plain: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step stores a part whose chunks follow those of the step before; then a lookup may lease three slots."""
+    monkeypatch.setattr(offloading_tier, "LOAD_S", 60.0)  # one row goes with each of vLLM's steps
     root = tmp_path / "cache"
     for hit, slots in ((0, 128), (HIT, 8)):
         tier = on_disk(root) | {"host_bytes": slots * (ROW_BYTES + 4096)}

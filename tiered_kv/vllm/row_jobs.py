@@ -55,6 +55,9 @@ QUEUED_MAX: Final = 1 << 14
 PIECE_ROWS: Final = 32
 """Of a load that are looked up together: those behind them come up while these are copied."""
 
+COMMITTED_MAX: Final = 1 << 12
+"""Chunks that are remembered as committed: those of a few steps."""
+
 AGAIN_S: Final = 0.01
 REJOIN_S: Final = 0.5
 DRAIN_S: Final = 0.001
@@ -205,6 +208,7 @@ class RowJobs:
         self._jobs: dict[int, _RowJob] = {}
         self._waiting: deque[tuple[_RowJob, int]] = deque()  # rows for slots, in the order of their prefixes
         self._storing: dict[bytes, tuple[_RowJob, int]] = {}  # by its key, what running jobs store
+        self._committed: dict[bytes, int] = {}  # keys of late, and the session's generation: an answer may be older
         self._leased = 0  # rows in pieces
         self._done: list[Done] = []
         self._is_closed = False
@@ -355,9 +359,10 @@ class RowJobs:
         job.committed = job.copied = len(job.places) - len(rest)
         # Without the chunk before them they would be found by nobody; a job of the step before may be storing that.
         first = job.places[rest[0]][0] if rest else 0
+        is_orphan = False
         if first > answer.held:
             job.before = self._storing.get(job.names.keys[first - 1])
-        is_orphan = first > answer.held and job.before is None
+            is_orphan = job.before is None and self._committed.get(job.names.keys[first - 1]) != job.generation
         if not rest or is_orphan or len(self._waiting) + len(rest) > QUEUED_MAX:
             job.is_over = True
             return
@@ -485,6 +490,9 @@ class RowJobs:
             slot = job.slots.pop(job.committed)
             filled.append((slot, job.names.record(job.places[job.committed][0], job.tag)))
             job.committed += 1
+            self._committed[filled[-1][1].key] = job.generation
+        while len(self._committed) > COMMITTED_MAX:
+            del self._committed[next(iter(self._committed))]
         self.client.commit(filled)
         job.is_over |= job.committed == len(job.places)
 
