@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit.counts import seed
 from tests.kit.server.probe import server_pid, wait_for, wait_written
+from tests.kit.server.processes import kill_server
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import drain, generate, random_prompt, running
 from tiered_kv.server.directory import release_stale_arena_locks
@@ -38,7 +39,7 @@ def test_killed_server_costs_misses_and_hits_come_back(tiny_model: Path, tmp_pat
         engine.ask(*prompts, max_tokens=6)
         wait_written(tmp_path)
         for _ in range(3):
-            os.kill(server_pid(tmp_path), signal.SIGKILL)
+            kill_server(tmp_path)
             for prompt, theirs in zip(prompts, plain, strict=True):
                 (ours,) = generate(engine.llm, [prompt], max_tokens=6)
                 assert ours.finish_reason == "length"
