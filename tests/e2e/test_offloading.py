@@ -19,6 +19,7 @@ from tests.kit.server.probe import figures, wait_ended, wait_for, wait_written
 from tests.kit.server.processes import kill_server
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import assert_same
+from tests.kit.vllm.engine_process import EngineProcess
 from tests.kit.vllm.harness import (
     Answer,
     close_llm,
@@ -42,19 +43,24 @@ HIT = ROWS * ROW_TOKENS
 MAX_TOKENS = 6
 
 
-def offloading(place: dict[str, Any], rows: int = 256, **more: Any) -> dict[str, Any]:
-    """The engine's settings: vLLM's own offloading with so many rows of host memory, and our tier below it."""
-    from vllm.config import KVTransferConfig
-
+def extra_config(place: dict[str, Any], rows: int = 256, **more: Any) -> dict[str, Any]:
+    """vLLM's own offloading with so many rows of host memory, and our tier below it."""
     tier = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "strict": True, "host_bytes": "64MiB"}
     tier |= {"lookup_timeout_ms": 30_000, "promotion_deadline_ms": 60_000} | place | more
-    extra = {
+    return {
         "spec_name": "HostTieringSpec",
         "spec_module_path": "tests.kit.vllm.host_offloading",
         "cpu_bytes_to_use": rows * ROW_BYTES,
         "block_size": ROW_TOKENS,
         "secondary_tiers": [tier],
     }
+
+
+def offloading(place: dict[str, Any], rows: int = 256, **more: Any) -> dict[str, Any]:
+    """The engine's settings."""
+    from vllm.config import KVTransferConfig
+
+    extra = extra_config(place, rows, **more)
     transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     return {"kv_transfer_config": transfer}
 
@@ -242,6 +248,20 @@ def test_after_a_reset_nothing_older_is_found(tiny_model: Path, plain: list[Answ
     assert [one.cached_tokens for one in (before, *asked, later)] == [HIT, 0, HIT, 0]
     for one in (*asked, later):
         assert_same(one, plain[1])
+
+
+def test_an_engine_of_several_processes_is_joined_by_its_workers_word(
+    tiny_model: Path, plain: list[Answer], root: Path, tmp_path: Path
+) -> None:
+    """vLLM's handshake carries it from the worker's process to the scheduler's."""
+    engine = EngineProcess(tiny_model, extra_config(on_disk(root)), tmp_path / "engine.log")
+    try:
+        answers = engine.ask(*PROMPTS, max_tokens=MAX_TOKENS)
+    finally:
+        engine.close()
+    assert [one["cached_tokens"] for one in answers] == [HIT] * len(PROMPTS)
+    for one, theirs in zip(answers, plain, strict=True):
+        assert tuple(one["tokens"]) == theirs.tokens
 
 
 def test_a_wrong_setting_ends_the_start_with_its_name(tiny_model: Path, tmp_path: Path) -> None:

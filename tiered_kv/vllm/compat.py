@@ -874,10 +874,14 @@ def after_connector_is_made(made: Callable[[Any, Any, Any, Any], None]) -> None:
     if getattr(create, _MARK, False):
         return
 
+    signature = inspect.signature(create)
+
     @functools.wraps(create)
-    def create_connector(config: Any, role: Any, kv_cache_config: Any) -> Any:
-        connector = create(config, role, kv_cache_config)
-        made(connector, config, role, kv_cache_config)
+    def create_connector(*arguments: Any, **named: Any) -> Any:
+        connector = create(*arguments, **named)
+        given = signature.bind(*arguments, **named).arguments
+        if given.keys() >= {"config", "role", "kv_cache_config"}:  # of a vLLM that says it otherwise nothing is told
+            made(connector, given["config"], given["role"], given["kv_cache_config"])
         return connector
 
     setattr(create_connector, _MARK, True)

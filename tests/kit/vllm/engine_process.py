@@ -98,8 +98,9 @@ def _start(settings: dict[str, Any]) -> Any:
         "max_num_seqs": 16,
         "max_logprobs": 5,
     }
+    name = "OffloadingConnector" if "spec_name" in settings["connector"] else "TieredKVConnector"
     transfer = KVTransferConfig(  # by the plugin's name alone, as users write it
-        kv_connector="TieredKVConnector", kv_role=settings["role"], kv_connector_extra_config=settings["connector"]
+        kv_connector=name, kv_role=settings["role"], kv_connector_extra_config=settings["connector"]
     )
     return LLM(model=settings["model"], kv_transfer_config=transfer, **(options | settings["options"]))
 
