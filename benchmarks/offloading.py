@@ -183,7 +183,7 @@ def drivers(region: Region, folder: Path, total_bytes: int) -> Iterator[Driver]:
         **given,
         tier_type="ours",
         storage_uri=f"file://{folder / 'ours'}",
-        host_bytes=max(2 * total_bytes, 512 << 20),
+        host_bytes=max(total_bytes * 5 // 4, 512 << 20),
         disk_bytes=16 << 30,
         promotion_deadline_ms=60_000,
         strict=True,
