@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.server import protocol as m
 from tiered_kv.server.worker_client import pages_on_the_wire
+from tiered_kv.vllm import row_jobs
 from tiered_kv.vllm.row_jobs import PIECE_ROWS, Done, RowJobs, RowNames
 
 ROW_BYTES, ROWS = 8192, 256
@@ -126,6 +128,35 @@ def test_rows_come_back_byte_for_byte_from_memory_and_from_disk(start: Start) ->
         assert rows.load(keys, into=100) == [True] * len(keys)
         assert np.array_equal(rows.memory[100 : 100 + len(keys)], before[: len(keys)])
         assert not rows.memory[:100].any() and not rows.memory[100 + len(keys) :].any(), "a row nobody asked for"
+
+
+def test_closing_while_the_arena_is_being_mapped_waits_for_nobody(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that maps it has a server that lives, and would wait for its end."""
+    running = start()
+    is_mapping, go_on = threading.Event(), threading.Event()
+    left: list[int] = []
+
+    class SlowWorker(row_jobs.WorkerClient):
+        def __init__(self, *arguments: object) -> None:
+            is_mapping.set()
+            assert go_on.wait(30)
+            super().__init__(*arguments)  # type: ignore[arg-type]
+
+        def leave(self) -> None:
+            left.append(self.generation)
+            super().leave()
+
+    monkeypatch.setattr(row_jobs, "WorkerClient", SlowWorker)
+    keeper = row_jobs.ArenaKeeper(running.jobs._config, "late", running.jobs._arena._join)
+    assert is_mapping.wait(30)
+    closing = threading.Thread(target=keeper.close)
+    closing.start()
+    wait_for(keeper._is_closed.is_set, "the close to begin")
+    go_on.set()
+    closing.join(20)
+    assert not closing.is_alive() and left == [0]
 
 
 def test_what_is_held_is_not_copied_again(start: Start) -> None:

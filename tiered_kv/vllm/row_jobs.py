@@ -189,7 +189,6 @@ class RowJobs:
 
     Attributes:
         client: The session with the server.
-        counters: What happened how often.
     """
 
     def __init__(self, config: Config, engine_id: str, join: m.JoinWorker, rows: "np.ndarray[Any, Any]") -> None:
@@ -604,8 +603,12 @@ class ArenaKeeper:
                 continue
             mapped, backoff_s = wanted, REJOIN_S
             with self._idle:
-                if not self._is_closed.is_set():
+                is_closed = self._is_closed.is_set()
+                if not is_closed:
                     self._worker, self.generation = worker, wanted
+            if is_closed:  # close() saw none to leave
+                worker.leave()
+                return
             worker.wait_lost()
             with self._idle:
                 if self._worker is worker:
