@@ -85,3 +85,33 @@ def test_a_shutdown_may_be_called_again(make_tier: Callable[[], Any]) -> None:
     tier = make_tier()
     tier.shutdown()
     tier.shutdown()
+
+
+TIER = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "storage_uri": "file:///unused"}
+
+
+def test_a_rank_that_says_nothing_is_a_refusal(make_tier: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from tiered_kv.vllm.identity.rows import RowIdentity
+    from tiered_kv.vllm.offloading import join_offloading
+
+    tier, heard = make_tier(), []
+    monkeypatch.setattr(tier, "begin", lambda identities, _: heard.extend(identities))
+    manager = SimpleNamespace(secondary_tiers=[object(), tier])
+    connector = SimpleNamespace(scheduler=SimpleNamespace(manager=manager))
+    transfer = SimpleNamespace(kv_connector_extra_config={"secondary_tiers": [TIER]}, engine_id="e")
+    join_offloading(connector, SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
+    said = RowIdentity(b"{}", "line")
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 1): None, (0, 0): said})
+    assert heard[0] == said and "rank (0, 1) did not say" in heard[1].refusal
+
+
+def test_tiers_that_name_the_model_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiered_kv.vllm import offloading
+
+    config = SimpleNamespace(groups=[SimpleNamespace(tokens_per_block=16)], cache=SimpleNamespace(blocks_per_chunk=2))
+    monkeypatch.setattr(offloading, "offloading_config", lambda *_: config)
+    tiers = [TIER | {"model_id": "a"}, TIER | {"model_id": "b"}]
+    identity = offloading._identity(None, None, {"secondary_tiers": tiers})
+    assert "model_id" in identity.refusal and not identity.fields

@@ -209,6 +209,19 @@ def test_what_nobody_could_find_is_not_stored(start: Start) -> None:
     assert rows.store(keys) == [True] * 8, "the whole of it can be stored later"
 
 
+def test_a_gap_ends_what_is_stored_of_a_job(start: Start) -> None:
+    """vLLM offers what its own memory had not: what is between may have been stored before, or not."""
+    rows, keys = start(), prompt(18, 12)
+    fill(rows, 18)
+    assert rows.end(rows.begin(keys, [(index, index) for index in (0, 1, 2, 6, 7)], is_load=False)) == [
+        [True] * 3 + [False] * 2
+    ]
+    assert rows.held(keys) == 3
+    assert rows.store(keys, first=3, count=3) == [True] * 3
+    assert rows.end(rows.begin(keys, [(index, index) for index in (1, 2, 6, 7)], is_load=False)) == [[True] * 4]
+    assert rows.held(keys) == 8
+
+
 def test_a_small_arena_carries_a_long_prompt(start: Start) -> None:
     rows, keys = start(host_bytes=8 * (ROW_BYTES + 4096)), prompt(8, 60)
     before = fill(rows, 8)
@@ -245,6 +258,21 @@ def test_jobs_of_a_server_that_is_killed_end_and_later_ones_succeed(start: Start
         rows.memory[100:] = 0
         assert rows.load(keys, into=100) == [True] * 30
         assert np.array_equal(rows.memory[100:130], before[:30])
+
+
+def test_an_arena_that_is_lost_alone_is_mapped_again(start: Start) -> None:
+    rows, keys = start(), prompt(19, 5)
+    before = fill(rows, 19)
+    rows.store(keys)
+    wait_written(rows.root)
+    worker = rows.jobs._arena._worker
+    assert worker is not None
+    worker.leave()
+    wait_for(lambda: rows.jobs.poll() or not rows.jobs.is_ready, "the loss to be seen")
+    wait_for(lambda: rows.jobs.poll() or rows.jobs.is_ready, "an arena", deadline_s=60)
+    rows.memory[:] = 0
+    assert rows.load(keys, into=3) == [True] * 5
+    assert np.array_equal(rows.memory[3:8], before[:5])
 
 
 def test_a_server_that_stands_still_delays_nothing_for_longer_than_it_may(start: Start) -> None:

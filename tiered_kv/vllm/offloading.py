@@ -68,6 +68,9 @@ LOAD_S: Final = 1.0
 SLOWEST_PREFILL_TOKENS_PER_S: Final = 1_000
 """A load is waited for as long as this prefill would take, at least ``LOAD_S``: vLLM tells a tier of no rate."""
 
+IDENTITY_SETTINGS: Final = ("model_id", "share_vllm_versions")
+"""Settings of a tier that are part of the name of what it stores."""
+
 
 @dataclass(slots=True)
 class _Request:
@@ -230,10 +233,10 @@ class TieredKVTier(SecondaryTierManager):
         place = request.places.get(key)
         if place is None or not self._jobs.is_ready:
             return LookupResult.MISS  # the end of a prompt, which is no whole row
-        if request.held is None and self._ask(self._jobs, request) is None:
+        held = request.held if request.held is not None else self._ask(self._jobs, request)
+        if held is None:
             return self._again(request)
-        assert request.held is not None
-        if place >= request.held:
+        if place >= held:
             return LookupResult.MISS
         return self._hit(request, place, req_context.req_id)
 
@@ -266,8 +269,7 @@ class TieredKVTier(SecondaryTierManager):
             names = self._names(jobs, request)
             request.find = None if names is None else jobs.find(names)
             if request.find is None:
-                request.held = 0
-                return 0
+                return 0  # nobody answers now: what waits for other reasons asks again
         request.held = jobs.answer(request.find, SEARCH_S)
         return request.held
 
@@ -300,6 +302,7 @@ class TieredKVTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
         job, request = job_metadata, self._request(job_metadata.req_context)
+        self._no_longer_waits(job.req_context.req_id)  # it computes
         keys = list(job.keys)
         is_current = request is not None and request.may_store and request.resets == self._resets
         names = None
@@ -412,6 +415,8 @@ class TieredKVTier(SecondaryTierManager):
         if self._jobs is not None:
             self._jobs.drain()
             self._jobs.reset()
+        for name in list(self._requests):
+            self._no_longer_waits(name)
         self._resets += 1
 
     def shutdown(self) -> None:
@@ -445,7 +450,10 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
     tiers = [one for one in secondary_tiers(connector) if isinstance(one, TieredKVTier)]
 
     def take(content: dict[tuple[int, int], Any]) -> None:
-        identities = [content[rank] for rank in sorted(content) if isinstance(content[rank], RowIdentity)]
+        identities = [
+            one if isinstance(one, RowIdentity) else RowIdentity(refusal=f"rank {rank} did not say what it serves")
+            for rank, one in sorted(content.items())
+        ]
         for number, tier in enumerate(tiers):
             tier.begin(identities, f"{vllm_config.kv_transfer_config.engine_id}-{number}")
 
@@ -453,11 +461,13 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
 
 
 def _identity(vllm_config: Any, kv_cache_config: Any, extra_config: Any) -> RowIdentity:
-    """What this worker's engine is, by the settings of the first of our tiers, which names it for all of them."""
+    """What this worker's engine is."""
     offloading = offloading_config(vllm_config, kv_cache_config)
     tokens = int(offloading.groups[0].tokens_per_block) * int(offloading.cache.blocks_per_chunk)
-    tier = our_tiers(extra_config)[0]
-    ours = {name: value for name, value in tier.items() if name in ("storage_uri", "model_id", "share_vllm_versions")}
+    tiers = our_tiers(extra_config)
+    if any(tier.get(name) != tiers[0].get(name) for tier in tiers for name in IDENTITY_SETTINGS):
+        return RowIdentity(refusal=f"tiers of one engine say one thing of its model: {', '.join(IDENTITY_SETTINGS)}")
+    ours = {name: value for name, value in tiers[0].items() if name in ("storage_uri", *IDENTITY_SETTINGS)}
     try:
         config = Config.from_mapping({**ours, "chunk_tokens": tokens})
     except ConfigError as exc:

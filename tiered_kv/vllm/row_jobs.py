@@ -60,6 +60,8 @@ COMMITTED_MAX: Final = 1 << 12
 
 AGAIN_S: Final = 0.01
 REJOIN_S: Final = 0.5
+REJOIN_LAST_S: Final = 30.0
+LOOK_S: Final = 0.02
 DRAIN_S: Final = 0.001
 
 
@@ -156,7 +158,7 @@ class _RowJob:
         copied: Of a store, leading rows of which a copy was begun, or that were held.
         running: Copies that run.
         pieces: Of a load, those that are looked up.
-        asked: Of a load, leading rows that are or were in a piece.
+        asked: Leading rows that are or were in a piece of a load, or that a store stores.
         committed: Leading rows that are stored.
         before: What stores the chunk before the first one of this job, and which of its rows that is.
         is_over: Nothing more is begun for it; it is told once no copy of it runs.
@@ -356,19 +358,32 @@ class RowJobs:
         job.lookup = None
         rest = [number for number, (index, _) in enumerate(job.places) if index >= answer.held]
         job.committed = job.copied = len(job.places) - len(rest)
-        # Without the chunk before them they would be found by nobody; a job of the step before may be storing that.
         first = job.places[rest[0]][0] if rest else 0
-        is_orphan = False
         if first > answer.held:
             job.before = self._storing.get(job.names.keys[first - 1])
-            is_orphan = job.before is None and self._committed.get(job.names.keys[first - 1]) != job.generation
-        if not rest or is_orphan or len(self._waiting) + len(rest) > QUEUED_MAX:
+        rest = rest[: self._unbroken(job, rest, answer.held)]
+        job.asked = job.committed + len(rest)
+        if not rest or len(self._waiting) + len(rest) > QUEUED_MAX:
             job.is_over = True
             return
         job.deadline_s = time.monotonic() + SLOT_WAIT_S
         for number in rest:
             self._waiting.append((job, number))
             self._storing.setdefault(job.names.keys[job.places[number][0]], (job, number))
+
+    def _unbroken(self, job: _RowJob, rest: list[int], held: int) -> int:
+        """How many rows of a store can be found once they are stored: the chunk before each is there or on its way.
+
+        On its way, as another job stores it, or was committed after the server counted what it held.
+        """
+        for count, number in enumerate(rest):
+            index = job.places[number][0]
+            before = job.names.keys[index - 1] if index else b""
+            follows = index == held or (count > 0 and job.places[rest[count - 1]][0] == index - 1)
+            is_coming = before in self._storing or self._committed.get(before) == job.generation
+            if not (follows or is_coming):
+                return count
+        return len(rest)
 
     def _give_slots(self) -> None:
         now_s = time.monotonic()
@@ -432,7 +447,7 @@ class RowJobs:
 
     def _ask_again(self, job: _RowJob, piece: _RowPiece) -> None:
         """The rest is held, but its leases gave way, or host memory had no room for it: once more, in a moment."""
-        self._confirm(job, piece)
+        job.is_over |= not self._confirm(job, piece)
         self._leased -= piece.copied
         piece.first, piece.count, piece.copied = piece.first + piece.copied, piece.count - piece.copied, 0
         piece.lookup, piece.is_claimed, piece.again_s = None, False, time.monotonic() + AGAIN_S
@@ -444,14 +459,16 @@ class RowJobs:
         # What lies behind a chunk that does not come is of no use.
         job.is_over |= not all(job.good[piece.first : piece.first + piece.count])
 
-    def _confirm(self, job: _RowJob, piece: _RowPiece) -> None:
-        """Copies of a piece have ended: what was leased until now is right."""
-        is_right = piece.lookup is not None and self.client.is_leased(piece.lookup, job.generation)
+    def _confirm(self, job: _RowJob, piece: _RowPiece) -> bool:
+        """Copies of a piece have ended: what was leased until now is right. False where rows are not."""
+        is_leased = piece.lookup is not None and self.client.is_leased(piece.lookup, job.generation)
+        is_right = is_leased or not piece.copied
         if not is_right:
             for number in range(piece.first, piece.first + piece.copied):
                 job.good[number] = False
         if piece.lookup is not None and job.generation == self.client.generation:
             self.client.release(piece.lookup)
+        return is_right
 
     def _copy(self, job: _RowJob, number: int, slot: SlotId, piece: _RowPiece | None = None) -> None:
         assert self.client.info is not None
@@ -493,7 +510,7 @@ class RowJobs:
         while len(self._committed) > COMMITTED_MAX:
             del self._committed[next(iter(self._committed))]
         self.client.commit(filled)
-        job.is_over |= job.committed == len(job.places)
+        job.is_over |= job.committed == job.asked
 
     def _finish(self, job: _RowJob) -> None:
         """No copy of it runs: tell how each row ended, and give back what it has."""
@@ -592,14 +609,18 @@ class ArenaKeeper:
         while not self._is_closed.is_set():
             wanted = self._wanted
             if wanted == mapped:
-                self._is_closed.wait(0.02)
+                # This session's worker is gone, and so is the session, as its owner will see. Else it is joined again.
+                mapped = -1
+                self._wait_for_another(wanted, REJOIN_S)
                 continue
             try:
                 worker = WorkerClient(self._config, self._engine_id, wanted, self._join)
-            except (TieredKVError, OSError) as exc:
-                logger.warning("the cache's arena is not mapped; next try in %.1f s. %s", backoff_s, exc)
-                self._is_closed.wait(backoff_s)
-                backoff_s = min(2 * backoff_s, 30.0)
+            except Exception as exc:  # the thread goes on, whatever it was: without it there is no tier any more
+                is_known = isinstance(exc, (TieredKVError, OSError))
+                text = "the cache's arena is not mapped; next try in %.1f s. %s"
+                logger.warning(text, backoff_s, exc, exc_info=not is_known)
+                self._wait_for_another(wanted, backoff_s)
+                backoff_s = min(2 * backoff_s, REJOIN_LAST_S)
                 continue
             mapped, backoff_s = wanted, REJOIN_S
             with self._idle:
@@ -616,3 +637,9 @@ class ArenaKeeper:
                 while self._running:
                     self._idle.wait()
             worker.leave()
+
+    def _wait_for_another(self, generation: int, longest_s: float) -> None:
+        """Wait, but no longer than until another session is wanted."""
+        end_s = time.monotonic() + longest_s
+        while self._wanted == generation and time.monotonic() < end_s and not self._is_closed.wait(LOOK_S):
+            pass
