@@ -164,7 +164,7 @@ def test_a_copy_keeps_who_stored_it(tier: Tier, tmp_path: Path) -> None:
     [
         (["--stored-by", "vllm"], "option --stored-by: expected a condition such as 'vllm<0.32.1'"),
         (["--stored-by", ""], "option --stored-by: expected a condition"),
-        (["--stored-by", "vllm<1", "--stored-by", "vlm<1"], "one of tiered_kv, vllm, cache, copy, encoding"),
+        (["--stored-by", "vllm<1", "--stored-by", "vlm<1"], "one of tiered_kv, vllm, vllm_rows, cache, copy, encoding"),
         (["--stored-by", "encoding<cpu"], "encodings have no order"),
         (["--stored-by", "vllm<1", "--tag", "t"], "contradict each other"),
         (["--stored-by", "vllm<1", "--all"], "contradict each other"),

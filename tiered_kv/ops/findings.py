@@ -23,7 +23,8 @@ SECTIONS: Final[Mapping[str, str]] = {
         f"{TROUBLESHOOTING}#s3-403",
     ),
     **dict.fromkeys(
-        ("json", "connector", "role", "load failures", "settings"), f"{TROUBLESHOOTING}#the-engine-does-not-start"
+        ("json", "connector", "role", "load failures", "settings", "rows"),
+        f"{TROUBLESHOOTING}#the-engine-does-not-start",
     ),
     **dict.fromkeys(("server", "socket"), f"{TROUBLESHOOTING}#the-server-is-gone"),
     **dict.fromkeys(("memory", "descriptors"), f"{TROUBLESHOOTING}#memory"),
