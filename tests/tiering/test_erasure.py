@@ -9,6 +9,7 @@ from tests.kit.spaces import Space
 from tests.kit.tiering.world import Story, chunks_of
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering import removal
+from tiered_kv.tiering.index import Index
 from tiered_kv.tiering.types import HOST, Copy, Delete, Outcome, Read, Seal, Write
 
 DISK, BUCKET = 1, 2
@@ -205,28 +206,74 @@ def test_what_came_from_a_bucket_is_whose_its_header_says():
     del lookup
 
 
+def counts_of(steps):
+    """The counts that an erasure ends with, part by part."""
+    return (count for count in steps if count is not None)
+
+
 def test_many_chunks_go_in_parts_the_deepest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removal, "ERASED_AT_ONCE", 3)
     story = Tenants()
     story.store((1, 2, 3, 4, 5))
     story.store((2, 7))
-    tag = SPACE.tag((1,))
     counts = []
-    while not counts or counts[-1][2]:
-        counts.append(last(story.tiering.erasing(1, b"", tag)))
+    for count in counts_of(story.tiering.erasing(1, b"", SPACE.tag((1,)))):
+        counts.append(count)
         story.finish_all()
+        assert [story.is_below((1, 2, 3)[:depth]) for depth in (1, 2, 3)] == [count.left > 0] * 2 + [False]
     assert counts == [(3, 0, 2), (2, 0, 0)] and story.is_below((2,)) and not story.is_below((1,))
 
 
+@pytest.mark.parametrize(("at_once", "looks"), [(3, 2), (10, 2), (20, 1), (100, 1)])
+def test_the_index_is_looked_at_once_however_many_parts_there_are(monkeypatch, at_once, looks) -> None:
+    """And once more after several of them. Before, each looked at all of it."""
+    monkeypatch.setattr(removal, "ERASED_AT_ONCE", at_once)
+    story = Tenants(host_bytes=20_000)
+    for first in range(1, 21):
+        story.store((first, 50))
+    looked_at = []
+    walk = Index.walk
+
+    def count_walked(index):
+        for entry in walk(index):
+            looked_at.append(entry)
+            yield entry
+
+    monkeypatch.setattr(Index, "walk", count_walked)
+    counts = list(counts_of(story.tiering.erasing(HOST, b"", SPACE.tag((50,)))))
+    assert sum(count.removed for count in counts) == 20 and len(counts) == -(-20 // at_once)
+    assert len(looked_at) == 40 * looks
+
+
+def test_what_comes_under_the_tag_between_two_parts_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "ERASED_AT_ONCE", 3)
+    story = Tenants()
+    story.store((1, 2, 3, 7))
+    for first in (4, 5, 6):
+        story.store((first, 7))
+    counts = []
+    for count in counts_of(story.tiering.erasing(HOST, b"", SPACE.tag((7,)))):
+        counts.append(count)
+        if len(counts) == 1:
+            story.store((8, 7))
+            story.store((9, 7))
+    assert counts == [(3, 0, 1), (3, 0, 0)]
+    assert not any(story.is_in_host((first, 7)) for first in range(4, 10))
+
+
 def test_what_cannot_be_deleted_is_told_to_be_there_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever says it again has to see that it does not become less."""
+    """Whoever goes on has to see that it does not become less."""
     monkeypatch.setattr(removal, "ERASED_AT_ONCE", 3)
     story = Tenants()
     story.store((1, 2, 3, 4, 5))
-    for _ in range(3):
-        assert last(story.tiering.erasing(1, b"", SPACE.tag((1,)))) == (3, 0, 2)
+    lefts = []
+    for count in counts_of(story.tiering.erasing(1, b"", SPACE.tag((1,)))):
+        lefts.append(count.left)
         story.step()
         story.end_every(Delete, fault=Outcome.UNAVAILABLE)
+        if len(lefts) == 4:
+            break
+    assert lefts[0] == 2 and lefts[1] >= lefts[0] and 0 not in lefts
 
 
 def test_an_erasure_works_in_steps_of_few_chunks_and_looks_at_each_once(monkeypatch: pytest.MonkeyPatch) -> None:

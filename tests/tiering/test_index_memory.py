@@ -51,7 +51,7 @@ def test_the_garbage_collector_walks_no_chunk(policy):
     gc.collect()
     assert len(gc.get_objects()) - before < CHUNKS / PREFIX + 100, "more than one object for each prompt"
     assert not any(map(gc.is_tracked, index.entries()))
-    assert not gc.is_tracked(index._entries)
+    assert not any(map(gc.is_tracked, index._entries._parts))
 
 
 def test_chunks_that_go_are_freed_without_the_garbage_collector():
@@ -73,7 +73,7 @@ def test_chunks_that_go_are_freed_without_the_garbage_collector():
     finally:
         tracemalloc.stop()
         gc.enable()
-    assert len(index) == 0 and left_bytes < full_bytes / 6, "more than the empty tables is left"
+    assert len(index) == 0 and left_bytes < full_bytes / 5, "more than the empty tables is left"
 
 
 def test_a_very_long_prompt_and_its_order_are_freed(tmp_path):

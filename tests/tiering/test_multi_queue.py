@@ -194,7 +194,7 @@ def test_a_key_added_twice_is_our_bug():
 
 
 def record(path):
-    return ChunkRecord(bytes(16), path, path[:-1], len(path) - 1, bytes(32))
+    return ChunkRecord(bytes(16), path, path[:-1] or bytes(16), len(path) - 1, bytes(32))
 
 
 def test_what_comes_back_was_asked_for_once_more_and_never_more_often_than_its_parent():

@@ -339,7 +339,7 @@ class Stat(Message, frozen=True):
 class Evicted(Message, frozen=True):
     """Chunks that are being removed, that stay because they are in use or needed, and that are not there.
 
-    ``left``: so many were not looked at, so that others are answered meanwhile; say it again.
+    ``left``: so many were not looked at yet, because many are going already; the same order again goes on with them.
     """
 
     removed: int

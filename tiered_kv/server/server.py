@@ -9,8 +9,7 @@ import os
 import selectors
 import signal
 import socket
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -20,17 +19,14 @@ import msgspec
 from tiered_kv.config import Config
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
-from tiered_kv.keys.chunk_record import KEY_BYTES
-from tiered_kv.keys.conditions import Conditions
-from tiered_kv.keys.tags import NO_TAG, TAG_BYTES
-from tiered_kv.metrics.figures import HOST_NAME
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
 from tiered_kv.server.directory import release_stale_arena_locks
+from tiered_kv.server.orders import Orders
 from tiered_kv.server.sessions import Sessions
 from tiered_kv.server.stats import FigureSource
-from tiered_kv.tiering.types import HOST, RemovalCount
+from tiered_kv.tiering.types import HOST
 from tiered_kv.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -58,9 +54,6 @@ FINAL_READS_MAX = 64
 REASON_CHARS_MAX = 2000
 _ROLES = ("scheduler", "worker", "cache", "admin")
 _WORKERS, _SCHEDULERS = ("worker", "cache"), ("scheduler", "cache")
-SLICE_S = 0.003
-"""How long a turn of the loop works at what operators ordered."""
-
 Callback = Callable[[int], None]
 
 
@@ -95,6 +88,7 @@ class Server:
         self.server_id = os.urandom(8).hex()
         self._figures = FigureSource(engine, recorder, config, server_id=self.server_id, root=root)
         self._root = root
+        self._orders = Orders(engine)
         self._routes = self._all_routes()
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
@@ -106,7 +100,6 @@ class Server:
         self._accept_again_s: float | None = None
         self._is_stopping = False
         self._is_hurried = False
-        self._orders: deque[tuple[Connection, Iterator[m.Evicted | None]]] = deque()
         self._has_served = False
         self._old_arenas: int | None = None
 
@@ -150,7 +143,7 @@ class Server:
         for key, mask in self._selector.select(0 if self._is_hurried or self._orders else timeout_s):
             callback: Callback = key.data
             callback(mask)
-        self._go_on()
+        self._orders.go_on()
         if self._arenas_are_free():
             self._sessions.open_complete()
         for update in self._engine.step():
@@ -282,6 +275,7 @@ class Server:
         self._selector.unregister(connection.sock.fileno())
         connection.close()
         self._sessions.disconnected(connection)
+        self._orders.left(connection)
         if connection.has_ended and connection not in self._pidfds:
             # Its process cannot be watched. A client closes its end after unmapping, and a kernel that ends a process
             # unmaps its memory before it closes its files.
@@ -304,7 +298,7 @@ class Server:
             m.Pin: Route(_SCHEDULERS, sessions.pin),
             m.Reset: Route(_SCHEDULERS, lambda connection, _: sessions.reset(connection)),
             m.StatRequest: Route(_ROLES, self._stat),
-            m.Evict: Route(("admin",), self._evict),
+            m.Evict: Route(("admin",), self._orders.take),
         }
 
     def _handle(self, connection: Connection, message: m.Message) -> None:
@@ -317,31 +311,6 @@ class Server:
         if connection.role not in route.roles:
             raise ProtocolError(f"a client of role {connection.role} may not send {type(message).__name__}")
         route.handle(connection, message)
-
-    def _evict(self, connection: Connection, order: m.Evict) -> None:
-        if any(other is connection for other, _ in self._orders):
-            raise ProtocolError("an order is under way: its answer comes first")
-        self._orders.append((connection, evict(self._engine, order)))
-
-    def _go_on(self) -> None:
-        """Go on with what operators ordered, in turns: it is as much as there are chunks."""
-        until_s = self._clock.monotonic() + SLICE_S
-        while self._orders:
-            connection, steps = self._orders.popleft()
-            answer = next(steps)
-            if answer is None:
-                self._orders.append((connection, steps))
-            elif not connection.is_closing:
-                self._answer(connection, answer)
-            if self._clock.monotonic() >= until_s:
-                break
-
-    def _answer(self, connection: Connection, answer: m.Evicted) -> None:
-        try:
-            connection.send(answer)
-        except (ProtocolError, OSError) as exc:
-            logger.info("client gone. pid=%d role=%s: %r", connection.pid, connection.role, exc)
-            connection.close_soon()
 
     def _stat(self, connection: Connection, _: m.StatRequest) -> None:
         figures = self._figures.now(len(self._connections), [group.describe() for group in self._sessions.groups])
@@ -447,47 +416,3 @@ def check_limits(hello: m.Hello, config: Config, disk_bytes: int | None) -> None
             f"the server of this directory (pid {os.getpid()}) keeps it in front of {storage}, this client names "
             f"{hello.storage[:500]}: use one storage_uri, or another disk_path"
         )
-
-
-def evict(engine: Engine, order: m.Evict) -> Iterator[m.Evicted | None]:
-    """Remove chunks from one tier of this machine, a few with each step; the last one gives the answer.
-
-    The server's loop only.
-
-    Raises:
-        ProtocolError: There is no such tier here, or the namespace, the keys, the tag or the conditions are not such.
-    """
-    numbers = {HOST_NAME: HOST}
-    numbers |= {tier.traits.name: number for number, tier in engine.tiers.items() if not tier.traits.is_shared}
-    if order.tier not in numbers:
-        raise ProtocolError(f"no tier {order.tier[:100]!a} to evict from; there are {', '.join(numbers)}")
-    tier = numbers[order.tier]
-    if len(order.keys) % KEY_BYTES:
-        raise ProtocolError(f"keys have {KEY_BYTES} bytes each. observed={len(order.keys)}")
-    if len(order.namespace) != KEY_BYTES and (order.namespace or order.keys):
-        raise ProtocolError(f"a namespace has {KEY_BYTES} bytes. observed={len(order.namespace)}")
-    keys = [order.keys[i : i + KEY_BYTES] for i in range(0, len(order.keys), KEY_BYTES)]
-    if order.tag and (len(order.tag) != TAG_BYTES or order.tag == NO_TAG or order.keys):
-        raise ProtocolError(f"a tag has {TAG_BYTES} bytes, not all zero, and goes without keys. keys={len(keys)}")
-    if order.stored_by:
-        if order.keys or order.tag:
-            raise ProtocolError(f"who stored chunks goes without keys and tag. keys={len(keys)}")
-        try:
-            conditions = Conditions(order.stored_by)
-        except ConfigError as exc:
-            raise ProtocolError(f"who stored chunks cannot be understood: {exc}") from exc
-        return _answers(engine.erasing_stored_by(tier, order.namespace, conditions.matches), is_erasure=True)
-    if order.tag:
-        return _answers(engine.erasing(tier, order.namespace, order.tag), is_erasure=True)
-    steps = engine.removing(tier, order.namespace, keys or None, leaves_holes=order.holes)
-    return _answers(steps, is_erasure=False)
-
-
-def _answers(steps: Iterator[RemovalCount | None], *, is_erasure: bool) -> Iterator[m.Evicted | None]:
-    """Steps of a removal as answers: what an erasure left is to be looked at again, what else is left is not there."""
-    for count in steps:
-        if count is None:
-            yield None
-        else:
-            removed, kept, left = count
-            yield m.Evicted(removed, kept, *((0, left) if is_erasure else (left, 0)))

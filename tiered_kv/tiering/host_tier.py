@@ -10,7 +10,7 @@ the idle chunks and no others, so that finding one to evict never walks over tho
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import islice
 
@@ -51,7 +51,8 @@ class HostTier:
         self._orders: dict[
             tuple[int, bool], EvictionOrder
         ] = {}  # idle chunks by slot size and whether they are unwritten
-        self._tenants: dict[SlotId, Entry] = {}
+        # By slab: a dictionary of all slots would stand still to grow.
+        self._tenants: defaultdict[int, dict[SlotId, Entry]] = defaultdict(dict)
         self._idle_in_slab: Counter[int] = Counter()
         self._users: Counter[int] = Counter()  # open sessions by slot size
         self._drains: dict[int, int] = {}  # slab being drained, by the slot size that waits for its memory
@@ -141,7 +142,7 @@ class HostTier:
         """The chunk's bytes are about to be in a slot that was taken for it."""
         assert entry.host is HostState.ABSENT
         entry.host, entry.slot, entry.slot_bytes = state, slot, slot_bytes
-        self._tenants[slot] = entry
+        self._tenants[slab_of(slot)][slot] = entry
         self.usage.add(entry.record.namespace, slot_bytes)
         self.sealing_count += state is HostState.SEALING
 
@@ -165,7 +166,7 @@ class HostTier:
             if entry.holds == 0:
                 self._not_idle(entry)
         self.sealing_count -= entry.host is HostState.SEALING
-        del self._tenants[slot]
+        del self._tenants[slab_of(slot)][slot]
         self.usage.remove(entry.record.namespace, entry.slot_bytes)
         entry.host, entry.slot, entry.source = HostState.ABSENT, None, HOST
         return slot
@@ -288,9 +289,8 @@ class HostTier:
         """Pass on every drained slab in which nothing is held any more."""
         while (waiting := next(filter(self._is_drained, self._drains), None)) is not None:
             slab = self._drains.pop(waiting)
-            for slot in self.slots.slots_of(slab):
-                if (entry := self._tenants.get(slot)) is not None:
-                    self.slots.give(self.evict(entry))
+            for entry in list(self._tenants[slab].values()):
+                self.slots.give(self.evict(entry))
             self.slots.reclaim(slab)
             self._counters["slab_reclaimed"] += 1
             if self._users[waiting]:
@@ -376,11 +376,13 @@ class HostTier:
             reserved: The slots that sessions hold empty, with the session's namespace.
         """
         entries = [entry for entry in self._index.entries() if entry.slot is not None]
-        tenants = {entry.slot: entry for entry in entries}
+        tenants = {entry.slot: entry for entry in entries if entry.slot is not None}
         assert len(tenants) == len(entries), "a slot holds two chunks"
-        assert tenants == self._tenants, "tenants drifted"
-        assert not set(reserved) & set(self._tenants), "a granted slot holds a chunk"
-        self.slots.check_integrity({*reserved, *self._tenants})
+        known = {slot: entry for of in self._tenants.values() for slot, entry in of.items()}
+        assert tenants == known, "tenants drifted"
+        assert all(slab == slab_of(slot) for slab, of in self._tenants.items() for slot in of), "a tenant is elsewhere"
+        assert not set(reserved) & set(tenants), "a granted slot holds a chunk"
+        self.slots.check_integrity({*reserved, *tenants})
         held = [(e.record.namespace, e.slot_bytes) for e in entries]
         held += [(namespace, self.slots.slot_bytes(slot)) for slot, namespace in reserved.items()]
         self.usage.check_integrity(held)

@@ -6,8 +6,9 @@ while some tier holds, or is about to hold, the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import next_key, next_part
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG, shared_tag
+from tiered_kv.tiering.key_map import KeyMap
 from tiered_kv.tiering.types import HOST, SlotId
 
 GENERATION_MIN = 1024
@@ -25,6 +27,9 @@ SELECTIVE_GENERATION_MIN = 1 << 16
 """The same where second touches decide what is written: a tier that starts empty knows few chunks, and fills only with
 what is recognised. Two generations take 12 MB."""
 
+FORGOTTEN_AT_ONCE = 4
+"""Keys of a forgotten generation whose memory is given back when one more chunk goes. A generation has at least half as
+many as the one before it, so all of that are through by then."""
 
 SHARED_MAX = 1 << 12
 """Tuples that are remembered, to be shared; sizes of blobs and counts of children could make ever more."""
@@ -152,15 +157,17 @@ class GhostList:
     """How often chunks that are gone were asked for: what recognises an evicted prompt when it comes back.
 
     A bounded list of keys without chunks, as the ghost queues of 2Q, ARC and S3-FIFO are. Uses by key, in two
-    generations: when the younger is full, the older is forgotten as a whole.
+    generations: when the younger is full, the older is forgotten as a whole. Its memory is given back key by key, while
+    others come.
 
     A plain dictionary that loses its oldest keys one by one would be searched through from its beginning each time.
     """
 
     def __init__(self, generation_min: int = GENERATION_MIN) -> None:
         self._generation_min = generation_min
-        self._young: dict[bytes, int] = {}
-        self._old: dict[bytes, int] = {}
+        self._young = KeyMap[int]()
+        self._old = KeyMap[int]()
+        self._forgotten: Iterator[int] = iter(())
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -168,12 +175,15 @@ class GhostList:
     def remember(self, key: bytes, uses: int, chunks: int) -> None:
         """Note what has gone; a generation is full when it has as many keys as there are ``chunks``."""
         self._young[key] = uses
+        for _ in islice(self._forgotten, FORGOTTEN_AT_ONCE):
+            pass
         if len(self._young) >= max(chunks, self._generation_min):
-            self._young, self._old = {}, self._young
+            self._forgotten = self._old.pop_all()
+            self._young, self._old = KeyMap(), self._young
 
     def recall(self, key: bytes) -> int | None:
         """What was noted of a key that is back, which is forgotten here; None: it is not known."""
-        young, old = self._young.pop(key, None), self._old.pop(key, None)
+        young, old = self._young.pop(key), self._old.pop(key)
         return old if young is None else young
 
 
@@ -196,8 +206,8 @@ class Index:
             tier_count: Of all tiers, host memory included.
             ghosts: Remembers the uses of what goes; None: nobody does.
         """
-        self._entries: dict[bytes, Entry] = {}
-        # Children whose parent has no entry, by the parent's key and position.
+        self._entries = KeyMap[Entry]()
+        # Children whose parent has no entry and may get one, by the parent's key and position.
         self._orphans: dict[tuple[bytes, bytes, int], Entry | set[Entry]] = {}
         self._nothing = (BlobState.ABSENT,) * tier_count, (0,) * tier_count
         self._shared: dict[tuple[object, ...], tuple[Any, ...]] = {}
@@ -213,7 +223,12 @@ class Index:
         return len(self._entries)
 
     def entries(self) -> list[Entry]:
+        """All of them at once: for tests. A million take too long (:meth:`walk`)."""
         return list(self._entries.values())
+
+    def walk(self) -> Iterator[Entry]:
+        """All entries, while others come and go; of those that come meanwhile not all."""
+        return self._entries.walk()
 
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
@@ -275,11 +290,11 @@ class Index:
             for tier, state in enumerate(child.blobs):
                 self._count_child(entry, tier, claimed=state in CLAIMED, ordered=child.ordered >> tier & 1)
         parent = self.parent(entry)
-        if parent is None:
+        if parent is not None:
+            parent.kin = _with(parent.kin, entry)
+        elif record.chunk_index:
             place = record.namespace, record.parent, record.chunk_index - 1
             self._orphans[place] = _with(self._orphans.get(place), entry)
-        else:
-            parent.kin = _with(parent.kin, entry)
         self._set_uses(entry, parent)
         return entry
 
@@ -343,6 +358,7 @@ class Index:
         parent = self.parent(entry)
         if parent is not None:
             parent.kin = _without(parent.kin, entry)
+        if parent is not None or not record.chunk_index:
             return
         place = (record.namespace, record.parent, record.chunk_index - 1)
         siblings = _without(self._orphans[place], entry)
@@ -415,10 +431,11 @@ class Index:
         for entry in self._entries.values():
             parent = self.parent(entry)
             if parent is None:
-                assert entry.record.key in orphans, "an orphan is not remembered"
+                assert (entry.record.key in orphans) == (entry.record.chunk_index > 0), "orphans drifted"
             else:
                 assert (parent.record.key, entry.record.key) in linked, "a parent does not know its child"
-        assert len(linked) + len(orphans) == len(self._entries), "an entry is linked twice"
+        first = sum(entry.record.chunk_index == 0 for entry in self._entries.values())
+        assert len(linked) + len(orphans) + first == len(self._entries), "an entry is linked twice"
         sets = [
             kin for kin in (*self._orphans.values(), *(e.kin for e in self._entries.values())) if isinstance(kin, set)
         ]

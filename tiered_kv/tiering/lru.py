@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 from tiered_kv.tiering.eviction_policy import UseClock
+from tiered_kv.tiering.key_map import KeyMap
 
 
 class Lru:
@@ -24,7 +25,7 @@ class Lru:
         """Start empty; how often a chunk was used does not matter here."""
         del uses
         self._clock = clock
-        self._times: dict[bytes, int] = {}
+        self._times = KeyMap[int]()
         self._groups: OrderedDict[int, dict[bytes, None]] = OrderedDict()  # by time, oldest first
 
     def add(self, key: bytes, parent: bytes | None) -> None:
@@ -35,9 +36,9 @@ class Lru:
 
     def remove(self, key: bytes) -> None:
         """Forget ``key``."""
-        time = self._times.pop(key)
+        time = self._times[key]
         group = self._groups[time]
-        del group[key]
+        del self._times[key], group[key]
         if not group:
             del self._groups[time]
 
@@ -53,7 +54,9 @@ class Lru:
         for time, group in list(self._groups.items()):
             if is_moved(next(iter(group))):
                 to._groups[time] = self._groups.pop(time)
-                to._times.update((key, self._times.pop(key)) for key in group)
+                for key in group:
+                    to._times[key] = time
+                    del self._times[key]
         to._groups = OrderedDict(sorted(to._groups.items()))
 
     def candidates(self) -> Iterator[tuple[int, bytes]]:

@@ -26,6 +26,7 @@ from typing import ClassVar, Self
 import msgspec
 
 from tiered_kv.tiering.eviction_policy import UseClock
+from tiered_kv.tiering.key_map import KeyMap
 
 LEVELS = 4
 """More make no difference on the trace that was measured; two already give most of what there is."""
@@ -68,7 +69,7 @@ class MultiQueue:
         """Start empty; see :class:`~tiered_kv.tiering.eviction_policy.EvictionPolicy`."""
         self._uses = uses
         self._clock = clock
-        self._groups: dict[bytes, _Group] = {}
+        self._groups = KeyMap[_Group]()
         self._queues = [_Group.alone(level, 0) for level in range(LEVELS)]  # each stands before its oldest group
 
     def __del__(self) -> None:
@@ -97,8 +98,8 @@ class MultiQueue:
 
     def remove(self, key: bytes) -> None:
         """Forget ``key``."""
-        group = self._groups.pop(key)
-        del group.keys[key]
+        group = self._groups[key]
+        del self._groups[key], group.keys[key]
         if not group.keys:
             group.older.newer, group.newer.older = group.newer, group.older
 
@@ -131,7 +132,8 @@ class MultiQueue:
                     while newer is not to_end and newer.time < group.time:
                         newer = newer.newer
                     for key in group.keys:
-                        to._groups[key] = self._groups.pop(key)
+                        to._groups[key] = group
+                        del self._groups[key]
                     group.older.newer, group.newer.older = group.newer, group.older
                     group.older, group.newer = newer.older, newer
                     newer.older.newer = newer.older = group

@@ -6,11 +6,16 @@ Pure, like tiering that calls it. What is in use stays, and what was removed is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from tiered_kv.tiering.index import Entry, Index
+from tiered_kv.tiering.key_map import KeyMap
 from tiered_kv.tiering.types import Removal, RemovalCount
+
+ByDepth = defaultdict[int, list[Entry]]
+"""Entries by their position in their prefix."""
 
 ERASED_AT_ONCE = 200_000
 """Each is a job that waits for its medium: 40 MB."""
@@ -46,24 +51,22 @@ def removing(
         None after a step, and at last how many are going, how many stay because they are in use or needed, and how many
         are not there.
     """
-    found = index.entries() if keys is None else [index.get(key) for key in dict.fromkeys(keys)]
-    by_depth: defaultdict[int, list[Entry]] = defaultdict(list)
-    for number, entry in enumerate(found, 1):
+    wanted = None if keys is None else dict.fromkeys(keys)
+    by_depth: ByDepth = defaultdict(list)
+    for number, entry in enumerate(index.walk() if wanted is None else map(index.get, wanted), 1):
         if entry is not None and namespace in (b"", entry.record.namespace):
             by_depth[entry.record.chunk_index].append(entry)
         if not number % STEP:
             yield None
-    removed = kept = looked_at = 0
-    for depth in sorted(by_depth, reverse=True):
-        for entry in by_depth.pop(depth):
-            looked_at += 1
-            if index.get(entry.record.key) is entry:
-                end = tier.remove(entry, leaves_hole=leaves_holes)
-                removed += end is Removal.REMOVED
-                kept += end is Removal.KEPT
-            if not looked_at % STEP:
-                yield None
-    yield RemovalCount(removed, kept, 0 if keys is None else len(found) - removed - kept)
+    removed = kept = 0
+    for number, entry in enumerate(_deepest_first(by_depth), 1):
+        if index.get(entry.record.key) is entry:
+            end = tier.remove(entry, leaves_hole=leaves_holes)
+            removed += end is Removal.REMOVED
+            kept += end is Removal.KEPT
+        if not number % STEP:
+            yield None
+    yield RemovalCount(removed, kept, 0 if wanted is None else len(wanted) - removed - kept)
 
 
 def erasing(
@@ -82,38 +85,31 @@ def erasing(
     without it that one could not be found any more. In steps, between which anything may happen: what is stored
     meanwhile may stay.
 
+    The index is looked at once, in parts, however many counts it takes to remove what was found then; and once more
+    after that if there were several, for what came in all that time, and for what could not be deleted.
+
     Args:
         cancel_writes: Drops a chunk's writes to all tiers that were not begun.
         namespace: Empty: of every namespace.
 
     Yields:
-        None after a step, and at last the counts: ``left`` were not looked at because ``ERASED_AT_ONCE`` are going,
-        call again. ``kept`` is complete only in the last answer.
+        None after a step, and counts: ``left`` were not looked at because ``ERASED_AT_ONCE`` are going, go on with the
+        same steps. The last one has none left. ``kept`` is complete only there.
     """
-    found: set[Entry] = set()
-    by_depth: defaultdict[int, list[Entry]] = defaultdict(list)
-    for number, entry in enumerate(index.entries(), 1):
-        pending = [entry] if namespace in (b"", entry.record.namespace) and is_meant(entry) else []
-        while pending:
-            one = pending.pop()
-            if one not in found:
-                found.add(one)
-                by_depth[one.record.chunk_index].append(one)
-                cancel_writes(one)
-                pending.extend(one.children)
-                if not len(found) % STEP:
-                    yield None
-        if not number % STEP:
-            yield None
-    removed = kept = left = 0
-    staying: set[Entry] = set()
-    deepest_first = (entry for depth in sorted(by_depth, reverse=True) for entry in by_depth.pop(depth))
-    for number, entry in enumerate(deepest_first, 1):
-        if index.get(entry.record.key) is not entry:
-            continue  # gone meanwhile
-        if removed == ERASED_AT_ONCE:
-            left += tier.contains(entry)
-        else:
+    removed = parts = 0
+    while True:
+        found = yield from _looking(index, tier, cancel_writes, namespace, is_meant)
+        parts_before, kept = parts, 0
+        staying: set[Entry] = set()
+        for number, entry in enumerate(_deepest_first(found.by_depth), 1):
+            if not number % STEP:
+                yield None
+            if removed == ERASED_AT_ONCE and tier.contains(entry):
+                yield RemovalCount(removed, kept, max(found.here, 1))
+                removed, parts = 0, parts + 1
+            found.here -= bool(found.was_here.pop(entry.record.key))
+            if index.get(entry.record.key) is not entry:
+                continue  # gone meanwhile
             cancel_writes(entry)  # somebody may have asked for it since
             is_needed = any(child in staying for child in entry.children)
             if is_needed:
@@ -124,6 +120,54 @@ def erasing(
                 staying.add(entry)
             removed += end is Removal.REMOVED
             kept += end is Removal.KEPT
+        if parts == parts_before:
+            yield RemovalCount(removed, kept, 0)
+            return
+
+
+@dataclass(slots=True)
+class _Found:
+    """What one look at the index found.
+
+    Attributes:
+        was_here: Whether the tier had it then.
+        here: How many it had of those that are in ``was_here``.
+    """
+
+    by_depth: ByDepth = field(default_factory=lambda: defaultdict(list))
+    was_here: KeyMap[bool] = field(default_factory=KeyMap)
+    here: int = 0
+
+
+def _looking(
+    index: Index,
+    tier: RemovableTier,
+    cancel_writes: Callable[[Entry], None],
+    namespace: bytes,
+    is_meant: Callable[[Entry], bool],
+) -> Generator[None, None, _Found]:
+    """Look at the index for what is meant and what lies behind it; drops its writes."""
+    found = _Found()
+    for number, entry in enumerate(index.walk(), 1):
+        pending = [entry] if namespace in (b"", entry.record.namespace) and is_meant(entry) else []
+        while pending:
+            one = pending.pop()
+            if one.record.key not in found.was_here:
+                found.was_here[one.record.key] = is_here = tier.contains(one)
+                found.here += is_here
+                found.by_depth[one.record.chunk_index].append(one)
+                cancel_writes(one)
+                pending.extend(one.children)
+                if not len(found.was_here) % STEP:
+                    yield
         if not number % STEP:
-            yield None
-    yield RemovalCount(removed, kept, left)
+            yield
+    return found
+
+
+def _deepest_first(by_depth: ByDepth) -> Iterator[Entry]:
+    """Take the entries out one by one: a million that are let go of at once take 0.1 to 0.2 s."""
+    for depth in sorted(by_depth, reverse=True):
+        entries = by_depth.pop(depth)
+        while entries:
+            yield entries.pop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
 from tiered_kv.tiering.host_tier import HostTier
@@ -20,8 +21,8 @@ from tiered_kv.tiering.upload import Upload
 from tiered_kv.tiering.write_through import WriteThrough
 
 RECOVERED_AT_ONCE = 1000
-"""Chunks of an earlier life that are looked at in one step: there may be a hundred thousand, and the owner must not
-stop."""
+"""Known chunks that are looked at in one step for those of an earlier life: there may be a million, and the owner must
+not stop."""
 
 
 class SecondaryTiers:
@@ -71,7 +72,7 @@ class SecondaryTiers:
             self.searches = PrefixSearches(max(self.sources), index, outbox)
         self._has_uploads = bool(uploads)
         self._opened: set[bytes] = set()
-        self._recovered: deque[Entry] = deque()
+        self._recovering: deque[tuple[bytes, Iterator[Entry]]] = deque()
         self._index = index
 
     def __getitem__(self, number: int) -> SecondaryTier:
@@ -119,15 +120,21 @@ class SecondaryTiers:
             return
         self._opened.add(namespace)
         if self._has_uploads:
-            self._recovered.extend(entry for entry in self._index.entries() if entry.record.namespace == namespace)
+            self._recovering.append((namespace, self._index.walk()))
 
     def recover_some(self) -> None:
         """Go on with that, a bounded part at a time."""
-        for _ in range(min(RECOVERED_AT_ONCE, len(self._recovered))):
-            entry = self._recovered.popleft()
-            if self._index.get(entry.record.key) is entry:
+        if not self._recovering:
+            return
+        namespace, entries = self._recovering[0]
+        looked_at = 0
+        for entry in islice(entries, RECOVERED_AT_ONCE):
+            looked_at += 1
+            if entry.record.namespace == namespace and self._index.get(entry.record.key) is entry:
                 for source in self.sources.values():
                     source.enqueue_recovered(entry)
+        if looked_at < RECOVERED_AT_ONCE:
+            self._recovering.popleft()
 
     def cancel_writes(self, entry: Entry) -> None:
         """Nothing of the chunk is written any more, in any tier, that was not begun; nor of those behind it."""
