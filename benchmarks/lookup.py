@@ -42,6 +42,7 @@ from bench_report import finish, machine, parser, table
 from tests.kit.server.probe import figures, wait_for
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.prefix_keys import PrefixKeys
+from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_message, say_hello
 
@@ -49,6 +50,7 @@ CHUNK, BLOCK = 256, 16
 SHAPE = (1, 1, 4, BLOCK)
 SLOT_BYTES = 8192  # 4 KiB of header, 256 bytes for each of 16 blocks
 CHAIN = 64
+TAG = "tenant"
 STEP_S = 0.005
 DISK_BYTES = 128 << 20
 LONGEST = 128 << 10
@@ -112,13 +114,14 @@ class Node(BareEngine):
         return [self.client.take_slot() for _ in range(min(most, self.client.credit_count))]
 
     def grow(self, chunks: int, seed: int | str) -> None:
-        """Commit so many chunks, of chains whose first chunk is missing."""
+        """Commit so many chunks, of chains whose first chunk is missing; a hundredth of them under ``TAG``."""
         namespace, rng = self.client.namespace.digest, random.Random(seed)
         while chunks > 0:
             parent, batch = rng.randbytes(16), []
+            tag = tag_digest(TAG) if rng.random() < 0.01 else NO_TAG
             for depth, slot in enumerate(self._take_slots(min(CHAIN, chunks)), 1):
                 key = rng.randbytes(16)
-                batch.append((slot, ChunkRecord(namespace, key, parent, depth, rng.randbytes(32))))
+                batch.append((slot, ChunkRecord(namespace, key, parent, depth, rng.randbytes(32), tag)))
                 parent = key
             self.client.commit(batch)
             chunks -= len(batch)

@@ -16,7 +16,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
 from tiered_kv.location import redact
 from tiered_kv.server.compose import serve as run
-from tiered_kv.server.daemonize import keep_heap_small, raise_descriptor_limit
+from tiered_kv.server.daemonize import keep_heap_small, let_loop_answer, raise_descriptor_limit
 from tiered_kv.server.directory import ServerInfo
 from tiered_kv.server.http import OperationsPort
 from tiered_kv.server.server import Server
@@ -72,6 +72,7 @@ def serve(
             raise ConfigError(f"option --socket: expected an absolute path, got {str(socket)!r}")
         raise_descriptor_limit()
         keep_heap_small()
+        let_loop_answer()
         metrics = None if metrics_port is None else _open_metrics(metrics_host, metrics_port, at_end)
 
         def on_ready(info: ServerInfo) -> None:

@@ -24,7 +24,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import DirectoryLocked, TieredKVError
 from tiered_kv.server.compose import serve
 from tiered_kv.server.connect import is_answering
-from tiered_kv.server.daemonize import detach, use_whole_machine
+from tiered_kv.server.daemonize import detach, let_loop_answer, use_whole_machine
 from tiered_kv.server.directory import ServerInfo, log_path, read_info, server_directory
 from tiered_kv.server.server import Server
 from tiered_kv.tiers.disk.files import make_root, read_head
@@ -109,6 +109,7 @@ def _main() -> int:
         os.dup2(null, fd)
     os.close(null)
     detach()
+    let_loop_answer()
     try:
         root = server_directory(config)
         make_root(root)

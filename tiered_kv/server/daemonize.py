@@ -10,6 +10,8 @@ import os
 import platform
 import resource
 import signal
+import sys
+from typing import Final
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _HEAP = ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 128 << 10), (_M_TRIM_THRESHOLD, 128 << 10))
 _CPUS_MAX = 8192
 """Bits of the affinity mask; the kernel keeps those of processors that exist and that the cpuset allows."""
+
+SWITCH_S: Final = 0.0003
+
+
+def let_loop_answer() -> None:
+    """Have a thread that computes make way for the server's loop after 0.3 ms, where Python waits for 5.
+
+    Seals, writes and reads of small chunks are as much Python as the loop is, in eight threads and more.
+    """
+    sys.setswitchinterval(SWITCH_S)
 
 
 def detach() -> None:
