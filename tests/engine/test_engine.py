@@ -432,3 +432,28 @@ def name_of(name, path):
 def test_sizes_of_the_two_geometries_differ_and_are_padded():
     assert SPACES["small"].slot_bytes == BLOB_BYTES < SPACES["large"].slot_bytes
     assert all(geometry.data_bytes % 4096 for geometry in GEOMETRIES.values())
+
+
+def test_a_session_opens_while_its_disk_hangs():
+    """An engine that starts, or resets its cache, writes into the directory: in another thread than all lookups."""
+    may_go_on = threading.Event()
+    waiting = []
+
+    class HangingTier(MemoryTier):
+        def describe(self, namespace, record):
+            waiting.append(threading.current_thread())
+            if threading.current_thread() is not threading.main_thread():
+                may_go_on.wait()
+            super().describe(namespace, record)
+
+    tier = HangingTier()
+    world = EngineWorld(tier, executor=ThreadExecutor())
+    try:
+        world.open()
+        wait_for(lambda: waiting, "the record's thread")
+        assert waiting != [threading.main_thread()] and not tier.descriptions
+        may_go_on.set()
+        wait_for(lambda: tier.descriptions, "the namespace's record")
+    finally:
+        may_go_on.set()
+        world.close()

@@ -7,15 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kit.server.clients import SmallEngine, poll_until, settings
+from tests.kit.server.probe import figures, wait_for
+from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.server.compose import serve
-from tiered_kv.server.epochs import EpochFile, Epochs
+from tiered_kv.server.epochs import EPOCHS, EpochFile, Epochs
 from tiered_kv.server.server import Server
+from tiered_kv.tiers.object.store import ObjectStore
 
 ONE, TWO = b"1" * 16, b"2" * 16
 
@@ -143,13 +147,13 @@ def test_a_save_that_fails_fails_its_resets_and_not_the_next(tmp_path: Path) -> 
 
 
 @contextmanager
-def served_here(root: Path) -> Iterator[None]:
-    """A server in a thread of this process, so that its system calls can be held up."""
+def served_here(config: Config) -> Iterator[None]:
+    """A server in a thread of this process, so that its calls can be held up."""
     is_ready = threading.Event()
     servers: list[Server] = []
     thread = threading.Thread(
         target=serve,
-        args=(settings(root),),
+        args=(config,),
         kwargs={"until_idle": False, "on_ready": lambda info: is_ready.set(), "on_server": servers.append},
     )
     thread.start()
@@ -172,7 +176,7 @@ def test_a_disk_that_is_slow_to_write_a_reset_keeps_nobody_elses_lookups_waiting
         assert may_go_on.wait(60)
         fsync(descriptor)
 
-    with served_here(tmp_path):
+    with served_here(settings(tmp_path)):
         one, other = (SmallEngine.start(settings(tmp_path), name, weights=name) for name in ("one", "other"))
         try:
             other.store(3)
@@ -190,6 +194,47 @@ def test_a_disk_that_is_slow_to_write_a_reset_keeps_nobody_elses_lookups_waiting
         finally:
             may_go_on.set()
             for engine in (one, other):
+                engine.close()
+
+
+def test_a_bucket_that_hangs_at_a_reset_keeps_nobody_elses_lookups_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor an operator's questions; and so it is while it is asked for the epoch of one more engine."""
+    may_go_on, hung = threading.Event(), []
+    call = ObjectStore._call
+
+    def hang(store: ObjectStore, operation: str, path: str, work: Callable[[Any], Any]) -> Any:
+        hung.append(path)
+        assert may_go_on.wait(60)
+        return call(store, operation, path, work)
+
+    bucket = f"shared+file://{tmp_path}/bucket"
+    root = tmp_path / "cache"
+    config = settings(root, storage_uri=bucket, disk_path=str(root), disk_bytes="160MiB")
+    with served_here(config):
+        one, other = (SmallEngine.start(config, name, weights=name) for name in ("one", "other"))
+        late: list[SmallEngine] = []
+        starting = threading.Thread(target=lambda: late.append(SmallEngine.start(config, "late", weights="late")))
+        try:
+            other.store(3)
+            other.wait_hits(3)
+            monkeypatch.setattr(ObjectStore, "_call", hang)
+            one.client.reset()
+            wait_for(lambda: any(EPOCHS in path for path in hung), "the bucket is told of the reset")
+            hung.clear()
+            starting.start()
+            wait_for(lambda: any(EPOCHS in path for path in hung), "the bucket is asked for the late one's epoch")
+            assert other.hits(3) == 3 and figures(root)["hierarchy"]["sessions"] >= 2
+            one.client.poll()
+            assert not one.client.is_ready and not late
+            may_go_on.set()
+            poll_until(one.client, lambda: one.client.is_ready, "the private epoch")
+            assert one.client.namespace.fields["epoch"].startswith("private-")
+            starting.join()
+        finally:
+            may_go_on.set()
+            for engine in (one, other, *late):
                 engine.close()
 
 

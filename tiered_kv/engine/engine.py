@@ -1,7 +1,7 @@
 """The engine: one owner that feeds tiering, performs its jobs in threads and hands out its updates.
 
 Called by the server's loop, by the in-process cache and, with a stepping executor, by tests. Nothing in here blocks
-except :meth:`Engine.start` (scans), :meth:`Engine.open_session` (writes one small file) and :meth:`Engine.close`.
+except :meth:`Engine.start` (scans) and :meth:`Engine.close`.
 
     field                                         owner
     tiering, guards, _throughput, _probe_times,
@@ -262,10 +262,7 @@ class Engine:
                 self.tiering.slots.slab_bytes_max,
             )
         for tier in self.tiers.values():
-            if tier.traits.is_shared:
-                self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace, stored_by))
-            else:
-                self._describe(tier, namespace, stored_by)
+            self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace, stored_by))
         self._performer.formats[namespace.digest] = blob_format
         self._geometries[namespace.digest] = geometry
         session = self.tiering.open_session(namespace.digest, blob_format.blob_bytes, lease_s)

@@ -150,7 +150,11 @@ class DiskLedger:
         """Rows of every shard that changed since the last call; an empty list means the shard is empty now."""
         with self._lock:
             dirty, self._dirty = self._dirty, set()
-            return {shard: list(self._shards.get(shard, {}).values()) for shard in dirty}
+        taken: dict[Shard, list[IndexRow]] = {}
+        for shard in dirty:  # one by one: whoever notes a use waits for the lock, and there may be a million rows
+            with self._lock:
+                taken[shard] = list(self._shards.get(shard, {}).values())
+        return taken
 
     def mark_dirty(self, shards: Iterable[Shard]) -> None:
         """These shards were taken but could not be persisted: keep them for the next time."""
