@@ -31,7 +31,11 @@ def fill(index: Index, order: EvictionOrder) -> None:
         position = number % PREFIX
         key = digest(1 + number, 16)
         record = ChunkRecord(
-            namespace, key, parent if position else namespace, position, digest(1 + CHUNKS + number, 32)
+            namespace,
+            key,
+            bytes(bytearray(parent)) if position else namespace,
+            position,
+            digest(1 + CHUNKS + number, 32),
         )
         entry = index.add(record)
         index.set_blob_state(entry, 2, BlobState.PRESENT)
@@ -103,6 +107,21 @@ def test_a_very_long_prompt_and_its_order_are_freed(tmp_path):
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 10 << 20
+
+
+@pytest.mark.parametrize("is_parent_first", [True, False])
+def test_a_chunk_has_its_parents_key_in_common_with_it(is_parent_first):
+    """What a client sends, or an index on disk has, is decoded anew for each record."""
+    index = Index(2)
+    root, leaf = digest(1, 16), digest(2, 16)
+    records = [
+        ChunkRecord(digest(0, 16), root, digest(0, 16), 0, bytes(32)),
+        ChunkRecord(digest(0, 16), leaf, bytes(bytearray(root)), 1, bytes(32)),
+    ]
+    entries = [index.add(record) for record in (records if is_parent_first else records[::-1])]
+    assert {entry.record for entry in entries} == set(records)
+    assert index.get(leaf).record.parent is index.get(root).record.key
+    index.check_integrity()
 
 
 def test_a_known_chunk_takes_about_half_a_kilobyte():

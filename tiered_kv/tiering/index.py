@@ -283,10 +283,11 @@ class Index:
         """Make the entry of a key that has none."""
         assert record.key not in self._entries
         absent, zeros = self._nothing
-        entry = Entry(record, absent, zeros, zeros, zeros)
+        entry = Entry(self._with_shared_parent(record), absent, zeros, zeros, zeros)
         self._entries[record.key] = entry
         entry.kin = self._orphans.pop((record.namespace, record.key, record.chunk_index), None)
         for child in entry.children:
+            child.record = self._with_shared_parent(child.record)
             for tier, state in enumerate(child.blobs):
                 self._count_child(entry, tier, claimed=state in CLAIMED, ordered=child.ordered >> tier & 1)
         parent = self.parent(entry)
@@ -297,6 +298,13 @@ class Index:
             self._orphans[place] = _with(self._orphans.get(place), entry)
         self._set_uses(entry, parent)
         return entry
+
+    def _with_shared_parent(self, record: ChunkRecord) -> ChunkRecord:
+        """The same record; its parent's key is the very object that the parent has, if that is known: 64 bytes less."""
+        parent = self._entries.get(record.parent)
+        if parent is None or parent.record.key is record.parent:
+            return record
+        return msgspec.structs.replace(record, parent=parent.record.key)
 
     def _set_uses(self, entry: Entry, parent: Entry | None) -> None:
         """A chunk that comes back was asked for once more; a chunk has no more uses than its parent."""
