@@ -197,7 +197,7 @@ def test_a_dry_run_says_so_and_is_not_run_again_on_the_same_sources(repository: 
 def test_a_section_that_fails_or_hangs_takes_no_other_one_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sections = (runner.Section("graphs", 0, "hangs"), runner.Section("machine", 60, "runs"))
+    sections = (runner.Section("graphs", 0, "hangs"), runner.Section("machine", 600, "runs"))
     monkeypatch.setattr(runner, "SECTIONS", sections)
     out = tmp_path / "proof.json"
     assert runner.main(["--dry", "--out", str(out)]) == 1
