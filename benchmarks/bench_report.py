@@ -7,6 +7,7 @@ measured.
 
 import argparse
 import json
+import math
 import os
 import platform
 import shlex
@@ -46,7 +47,7 @@ def machine(name: str, **more: object) -> dict[str, object]:
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least this share of all does not pass."""
     ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
+    return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, str]) -> list[str]:
