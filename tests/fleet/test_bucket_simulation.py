@@ -132,6 +132,7 @@ def test_the_limit_holds_whatever_fails(number):
                 lost_reply=draw.choice([0, 0.02, 0.1]),
                 late=draw.choice([0, 0.02, 0.1]),
                 frozen=draw.choice([0, 0.01, 0.03]),
+                idle=draw.choice([0, 0.05, 0.5]),
             )
             run.world.run(draw.uniform(10, 80))
             chance = draw.random()
@@ -159,12 +160,35 @@ def test_the_limit_holds_while_the_lead_goes_round(number):
     try:
         run.world.run(40)
         for _ in range(8):
-            run.world.faults = Faults(frozen=draw.choice([0.02, 0.08]), late=0.02)
+            run.world.faults = Faults(frozen=draw.choice([0.02, 0.08]), late=0.02, idle=draw.choice([0, 0.1]))
             run.world.run(draw.uniform(10, 25))
             for server in run.alive():
                 if server.keeper.figures()["role"] == "leader" and len(run.alive()) > 1:
                     server.close()
                     run.start()
+        run.calm_down()
+    finally:
+        run.world.watchers.clear()
+        run.world.on_delete = lambda server, paths: None
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SEEDS)
+def test_the_limit_holds_while_servers_rest_and_wake_up(number):
+    """Most stand still for longer than every expiry, the leader too; whoever wakes up finds others at it, or nobody."""
+    run = Run(f"rest {number}", servers=4)
+    draw = run.world.draw
+    rested = set()
+    run.world.watchers.append(lambda: rested.update(s.name for s in run.alive() if s.keeper.figures()["is_resting"]))
+    try:
+        for _ in range(6):
+            run.world.faults = Faults(idle=0.5, frozen=draw.choice([0, 0.02]), late=0.02)
+            run.world.run(draw.uniform(60, 150))
+            if draw.random() < 0.4 and len(run.alive()) > 1:
+                draw.choice(run.alive()).crash()
+                run.start(draw.uniform(0, 20))
+        assert rested, "nobody ever rested"
         run.calm_down()
     finally:
         run.world.watchers.clear()

@@ -105,6 +105,15 @@ class GarbageCollector:
             raise
         self._pass = None
 
+    def may_rest(self) -> bool:
+        """Whether no pass is under way, nor needed where nobody stores: then only age makes blobs go."""
+        if self._pass is not None or not self._ledger.is_counted or self._ledger.lacks_room:
+            return False
+        if self._limits.ttl_s is None:
+            return True
+        rest_s = max(self._timing.pass_s, min(self._limits.ttl_s / 10, self._timing.rest_pass_s))
+        return self._clock() - self._ended_at < rest_s
+
     def _is_due(self) -> bool:
         if not self._ledger.is_counted:
             return self._clock() - self._ended_at >= self._gap_s and not self._ledger.waits_for()

@@ -155,6 +155,10 @@ class GrantLedger:
         """Sessions that have not followed to this term and may still be writing."""
         return [name for name, session in self._sessions.items() if not session.is_dead and not self._follows(session)]
 
+    def has_others(self, own: str) -> bool:
+        """Whether any session but ``own`` may be of a server that lives."""
+        return any(not session.is_dead for name, session in self._sessions.items() if name != own)
+
     def live(self) -> list[MemberSession]:
         return [session for session in self._sessions.values() if not session.is_dead and self._follows(session)]
 

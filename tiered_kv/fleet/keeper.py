@@ -103,6 +103,7 @@ class BucketKeeper:
         self._watched_at = self._exchanged_at = float("-inf")
         self._ignored: View | None = None
         self._is_ignoring = False
+        self._is_resting = False
         self._said: dict[str, float] = {}
         self._malformed_count = 0
         try:
@@ -153,6 +154,7 @@ class BucketKeeper:
         sweep = self._sweep
         return {
             "role": role,
+            "is_resting": int(self._is_resting),
             "term": self._lease.term or self._member.term or 0,
             "leader": self._leader_id,
             "granted_bytes": self._budget.granted_bytes,
@@ -203,6 +205,9 @@ class BucketKeeper:
     def _turn(self) -> None:
         if not self._is_capable:
             self._ask_whether_capable()
+        self._is_resting = self._rests_idle()
+        if self._is_resting:
+            return
         if self._term_led is None:
             self._follow()
         if self._term_led is not None:
@@ -211,6 +216,23 @@ class BucketKeeper:
             self._uses.flush()
         if not self._is_ignoring:
             self._usage.refresh(self._term_led.ledger if self._term_led else None)
+
+    def _rests_idle(self) -> bool:
+        """Whether this server exchanges nothing for now, because nothing was stored or used here for a while.
+
+        A follower leaves; its next PUT is refused and makes it begin a session. A leader stays the leader.
+        """
+        if self._budget.idle_s() < self._timing.rest_after_s or not self._uses.is_empty():
+            return False
+        if self._term_led is not None:
+            return self._term_led.rests(self._member.session)
+        if not self._may_lead and self._is_ignoring:
+            return (
+                False  # nobody limits the bucket, as far as is known: it looks once in ``watch_s`` whether that holds
+            )
+        self._member.leave()
+        self._lease.forget()
+        return True
 
     def _is_keeping(self) -> bool:
         return self._term_led is not None or self._member.term is not None

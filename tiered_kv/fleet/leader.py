@@ -24,6 +24,9 @@ class LeaderTerm:
     ) -> None:
         assert lease.term is not None
         self._store = store
+        self._timing = timing
+        self._clock = clock
+        self._looked_at = float("-inf")
         self._lease = lease
         self._limits = limits
         self.ledger = GrantLedger(store, timing, clock, lease.term, limits.capacity_bytes)
@@ -41,6 +44,23 @@ class LeaderTerm:
         self.collector.step()
         if self._lease.term is not None and not was_counted and self.ledger.is_counted:
             self._exchange(member, budget, namespaces)  # do not let PUTs wait for another turn
+
+    def rests(self, own: str) -> bool:
+        """Whether nothing is to be done where this server stores nothing: nobody else is there, nothing expires.
+
+        Looks for others now and then. The lease is not renewed meanwhile, so nothing may be granted, deleted or PUT on
+        its strength until it was renewed and confirmed again; to the others this server may as well be frozen.
+
+        Raises:
+            TierUnavailable: The store failed.
+        """
+        if self.ledger.has_others(own) or not self.collector.may_rest():
+            return False
+        now = self._clock()
+        if now - self._looked_at >= self._timing.rest_watch_s:
+            self._looked_at = now
+            self.ledger.refresh(own)
+        return not self.ledger.has_others(own)
 
     def _exchange(self, member: Membership, budget: LocalBudget, namespaces: Sequence[str]) -> bool:
         """Renew, read reports, grant; False when another server leads by now."""

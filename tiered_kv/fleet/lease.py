@@ -82,6 +82,10 @@ class Lease:
             self._seen = (term, data, self._clock())
         return View(term, data, decode(data, Term), asked - self._seen[2])
 
+    def forget(self) -> None:
+        """Observe anew: whoever did not look meanwhile knows nothing of what did not change."""
+        self._seen = None
+
     def take(self, previous: View | None, limits: BucketLimits, *, by_force: bool) -> "Taken | None":
         """Try to lead the next term; None: somebody else does.
 

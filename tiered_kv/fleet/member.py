@@ -41,7 +41,7 @@ class LocalBudget:
         self._unsure_bytes = 0
         self._sizes = (0, 0)
         self._was_refused = False
-        self._window_start = clock()
+        self._asked_at = self._window_start = clock()
         self._windows = (0, 0)
         self.refused_count = 0
         self._changed_bytes = self._changed_count = 0
@@ -55,7 +55,7 @@ class LocalBudget:
             CapacityExceeded: The grant is used up, or no leader has confirmed it lately.
         """
         with self._lock:
-            now = self._clock()
+            now = self._asked_at = self._clock()
             self._settle(now)
             self._roll(now)
             self._windows = (self._windows[0], self._windows[1] + size_bytes)
@@ -152,6 +152,13 @@ class LocalBudget:
                 stored_count=self._stored_count,
                 namespaces=namespaces,
             )
+
+    def idle_s(self) -> float:
+        """Since when no PUT was begun, nor refused; 0 while one is in flight."""
+        with self._lock:
+            now = self._clock()
+            self._settle(now)
+            return 0.0 if self._flying or self._unsure else now - self._asked_at
 
     def is_hungry(self) -> bool:
         """Whether the exchange should not wait for the next heartbeat."""

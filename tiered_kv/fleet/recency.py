@@ -62,6 +62,11 @@ class UseLog:
                 del self._keys[next(iter(self._keys))]
                 self.dropped_count += 1
 
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be written."""
+        with self._lock:
+            return not self._keys
+
     def is_due(self) -> bool:
         with self._lock:
             return bool(self._keys) and (

@@ -22,6 +22,8 @@ class Timing:
         settle_s: How long after the client gave up a PUT may still land in the bucket.
         heartbeat_s: How often a server and its leader exchange report and answer when nobody is in need.
         watch_s: How often a server without limits looks for somebody else's lease.
+        rest_after_s: A server that stored and used nothing for so long exchanges no reports until it does.
+        rest_pass_s: How often a leader that rests lists the bucket for what expires.
         recency_s: How often uses are written.
         pass_s: How often the leader lists the bucket when nobody is in need; stretched so that listing takes at most
             one part in twenty of the time.
@@ -41,6 +43,8 @@ class Timing:
     settle_s: float = 3.0
     heartbeat_s: float = 2.0
     watch_s: float = 60.0
+    rest_after_s: float = 300.0
+    rest_pass_s: float = 3600.0
     recency_s: float = 60.0
     pass_s: float = 300.0
     hole_grace_s: float = 600.0
@@ -73,6 +77,14 @@ class Timing:
         Whatever it began has landed, or never will, when its report has been unchanged for ``expiry_s``.
         """
         return (self.expiry_s - self.put_timeout_s - self.settle_s) * DRIFT
+
+    @property
+    def rest_watch_s(self) -> float:
+        """How often a leader that rests looks for servers that want to store.
+
+        Soon enough that one that comes hears of it before it takes the lease for expired.
+        """
+        return self.expiry_s / 2
 
     @classmethod
     def for_timeout(cls, put_timeout_s: float) -> "Timing":

@@ -33,6 +33,8 @@ PACE = Timing(
     delete_batch=3,
     ahead_bytes=400,
     watch_s=20.0,
+    rest_after_s=15.0,
+    rest_pass_s=100.0,
 )
 EVENTS_MAX = 1_000_000
 
@@ -48,12 +50,13 @@ class Stored:
 
 @dataclass(slots=True)
 class Faults:
-    """How often what goes wrong, per request."""
+    """How often what goes wrong, per request; and how often a server stores nothing for a while."""
 
     failing: float = 0.0
     lost_reply: float = 0.0
     late: float = 0.0
     frozen: float = 0.0
+    idle: float = 0.0
 
 
 class World(Hub):
@@ -248,6 +251,8 @@ class Server:
         draw = self.world.draw
         while self.is_alive:
             self.world.sleep(draw.expovariate(2))
+            if draw.random() < self.world.faults.idle:
+                self.world.sleep(draw.uniform(5, 120))
             chain = draw.choice(self.chains)
             index = 0
             while object_path(chain.name(index)) in self.world.objects:
