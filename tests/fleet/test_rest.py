@@ -125,7 +125,7 @@ def test_a_leader_that_wakes_up_goes_on_and_lists_nothing_anew(store: ObjectStor
     turn(clock, keeper, times=3)
     put(store, keeper, CHAIN, 1)
     figures = keeper.figures()
-    assert (figures["passes"], figures["term"], figures["is_resting"]) == (passes, 1, 0)
+    assert (figures["passes"], figures["term"], figures["is_resting"]) == (passes, 1, False)
 
 
 @pytest.mark.parametrize("limit", [100, None], ids=["limited", "without limits"])

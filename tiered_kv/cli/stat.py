@@ -249,7 +249,8 @@ def _state_text(tier: TierFigures) -> str:
     """State of the breaker, and this server's role in a shared bucket."""
     parts = [BREAKER.get(tier.breaker or "", ""), tier.breaker_reason or ""]
     if tier.bucket is not None:
-        parts.append(f"bucket: {tier.bucket.role}" + (f", term {tier.bucket.term}" if tier.bucket.term else ""))
+        rests = " (at rest)" if tier.bucket.is_resting else ""
+        parts.append(f"bucket: {tier.bucket.role}{rests}" + (f", term {tier.bucket.term}" if tier.bucket.term else ""))
     return "; ".join(part for part in parts if part)
 
 

@@ -154,7 +154,7 @@ class BucketKeeper:
         sweep = self._sweep
         return {
             "role": role,
-            "is_resting": int(self._is_resting),
+            "is_resting": self._is_resting,
             "term": self._lease.term or self._member.term or 0,
             "leader": self._leader_id,
             "granted_bytes": self._budget.granted_bytes,
