@@ -5,7 +5,7 @@ Nothing in here reads the counts that it checks: they are made from what session
 
 from collections import Counter
 
-from tests.kit.tiering.oracle import World
+from tests.kit.tiering.oracle import Asked, World
 from tiered_kv.tiering.types import HOST
 
 Place = tuple[int, bytes]
@@ -40,15 +40,21 @@ class Accounts:
 
     def _count(self, lookup: int, *, is_known: bool) -> None:
         asked = self._world.lookups[lookup]
-        namespace = self._world.spaces[asked.session].namespace
         assert asked.update is not None, "a session was not told of its lookup"
+        self._note(asked, is_known=is_known)
+
+    def _note(self, asked: Asked, *, is_known: bool) -> None:
+        namespace = self._world.spaces[asked.session].namespace
         self._ended[namespace] += 1
         self._asked[namespace] += max(0, len(asked.keys) - asked.start)
-        self._got[namespace] += asked.update.ready
+        self._got[namespace] += asked.update.ready if asked.update is not None else 0
         self._is_known[namespace] = is_known and self._is_known.get(namespace, True)
 
     def check_served(self) -> None:
         """Assert that tiering counted the lookups that ended since the last call, by tier, and no others."""
+        for asked in self._world.gave_way:  # told nothing more once their leases are to end
+            self._note(asked, is_known=False)
+        self._world.gave_way.clear()
         served = dict(self._world.tiering.hit_stats.take())
         assert {name: chunks.lookups for name, chunks in served.items()} == self._ended
         for namespace, chunks in served.items():

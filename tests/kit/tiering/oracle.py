@@ -89,6 +89,7 @@ class World:
         self.lookups: dict[int, Asked] = {}
         self.claimed: set[int] = set()
         self.ended: list[int] = []  # lookups whose leases ended although nobody released them
+        self.gave_way: list[Asked] = []  # what these had asked for
         self.moves: list[TierEvents] = []  # what watching sessions were told
         self._contents: dict[SlotId, bytes] = {}  # sealed bytes, as the key they belong to
         self._filled: dict[SlotId, bytes] = {}  # committed and not yet sealed
@@ -203,6 +204,7 @@ class World:
         assert session not in self.suspended, "a lost client was told something"
         assert lookup not in self.claimed, "the leases of a running load end"
         if lookup in self.lookups:
+            self.gave_way.append(self.lookups[lookup])
             self.release(lookup)
             self.ended.append(lookup)
 
