@@ -62,7 +62,7 @@ class BucketFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         role: ``leader``, ``follower`` or ``alone`` (nobody leads).
-        is_resting: Nothing was stored or used here for minutes, so that it exchanges nothing; ``used_bytes`` is of then.
+        is_resting: Nothing was stored or used here for minutes, so it exchanges nothing; ``used_bytes`` is of then.
         term: Which lease it leads or follows; 0 without one.
         leader: Id of this server as a candidate.
         granted_bytes, spent_bytes: What it may put and has put since its session began.
