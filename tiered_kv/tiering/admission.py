@@ -3,6 +3,7 @@
     policy          a chunk is written to the tier
     all             when it is stored
     second-touch    when its prefix is asked for or stored again, or is pinned, or a client says that it will be
+    none            never: the tier is read only (no setting, the tier says so)
 
 A second touch is what the index counts as a use (``index.py``): the ghost list keeps it across eviction, and it is
 never less for a parent than for its child, so what is admitted is closed under prefixes. Until then a chunk lies in the
@@ -18,6 +19,7 @@ from tiered_kv.tiering.index import Entry
 
 ALL: Final = "all"
 SECOND_TOUCH: Final = "second-touch"
+NONE: Final = "none"
 
 
 class AdmissionPolicy(Protocol):
@@ -61,8 +63,23 @@ class SecondTouch:
         return entry.uses > 0
 
 
-ADMISSION_POLICIES: dict[str, type[AdmissionPolicy]] = {ALL: AdmitAll, SECOND_TOUCH: SecondTouch}
-"""Policies by the names of the setting ``admission``."""
+class AdmitNothing:
+    """No chunk is ever written."""
+
+    needs_uses: ClassVar[bool] = False
+
+    def admits(self, entry: Entry) -> bool:
+        """Never."""
+        del entry
+        return False
+
+
+ADMISSION_POLICIES: dict[str, type[AdmissionPolicy]] = {
+    ALL: AdmitAll,
+    SECOND_TOUCH: SecondTouch,
+    NONE: AdmitNothing,
+}
+"""Policies by their names, which are those of the setting ``admission`` but for the last."""
 
 
 class Admission:
