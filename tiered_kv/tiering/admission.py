@@ -74,12 +74,10 @@ class AdmitNothing:
         return False
 
 
-ADMISSION_POLICIES: dict[str, type[AdmissionPolicy]] = {
-    ALL: AdmitAll,
-    SECOND_TOUCH: SecondTouch,
-    NONE: AdmitNothing,
-}
-"""Policies by their names, which are those of the setting ``admission`` but for the last."""
+ADMISSION_POLICIES: dict[str, type[AdmissionPolicy]] = {ALL: AdmitAll, SECOND_TOUCH: SecondTouch}
+"""Policies by the names of the setting ``admission``."""
+
+_POLICIES = ADMISSION_POLICIES | {NONE: AdmitNothing}
 
 
 class Admission:
@@ -95,7 +93,7 @@ class Admission:
     """
 
     def __init__(self, policy: str = ALL) -> None:
-        self.policy = ADMISSION_POLICIES[policy]()
+        self.policy = _POLICIES[policy]()
         self.admitted = 0
         self.declined = 0
 
