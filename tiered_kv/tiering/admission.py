@@ -77,7 +77,10 @@ class AdmitNothing:
 ADMISSION_POLICIES: dict[str, type[AdmissionPolicy]] = {ALL: AdmitAll, SECOND_TOUCH: SecondTouch}
 """Policies by the names of the setting ``admission``."""
 
-_POLICIES = ADMISSION_POLICIES | {NONE: AdmitNothing}
+
+def policy_class(name: str) -> type[AdmissionPolicy]:
+    """The policy of that name: one that a user may choose, or that of a read-only tier."""
+    return AdmitNothing if name == NONE else ADMISSION_POLICIES[name]
 
 
 class Admission:
@@ -93,7 +96,7 @@ class Admission:
     """
 
     def __init__(self, policy: str = ALL) -> None:
-        self.policy = _POLICIES[policy]()
+        self.policy = policy_class(policy)()
         self.admitted = 0
         self.declined = 0
 
