@@ -28,7 +28,7 @@ PERFORMANCE: dict[str, tuple[str, ...]] = {
 
 OTHERS = (
     *("cli", "disk_faults", "disk_index", "disk_io", "frozen_server"),
-    *("naming", "object_faults", "object_store", "offloading", "pauses", "rivals", "transfer", "verification"),
+    *("naming", "object_faults", "object_store", "offloading", "pauses", "peers", "rivals", "transfer", "verification"),
 )
 
 
