@@ -36,6 +36,7 @@ NOT_HERE = {
     "make gpu-proof": "needs a GPU; tests/tools/test_gpu_proof.py runs it up to its sentence, and dry",
     "make gpu-e2e": "needs a GPU; tests/tools/test_gpu_e2e.py runs the CPU's mode",
     "docker compose up --wait": "needs a Docker engine; scripts/s3_service.py runs it where there is one",
+    "(umask 077; openssl rand -hex 32 >": "tests/tiers/test_peers.py reads a key of that form",
     "scripts/s3-server start": "run by tests/test_s3_server.py",
 }
 

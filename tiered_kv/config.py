@@ -146,6 +146,42 @@ def _socket(value: object) -> str:
     return text
 
 
+PEERS_MAX = 16
+"""Peers are asked one after the other."""
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``0.0.0.0:7460`` or ``[::]:7460``.
+
+    Raises:
+        ValueError: It is none.
+    """
+    parts = urlsplit(f"//{text}")
+    if parts.hostname is None or parts.port is None or parts.path or "@" in text or text != parts.netloc:
+        raise ValueError("expected HOST:PORT such as 0.0.0.0:7460")
+    return parts.hostname, parts.port
+
+
+def _address(value: object) -> str:
+    text = _text(value)
+    parse_address(text)
+    return text
+
+
+def _peers(value: object) -> tuple[str, ...]:
+    expected = f"expected 1 to {PEERS_MAX} URLs such as https://node-b:7460"
+    if isinstance(value, str) or not isinstance(value, list | tuple) or not 1 <= len(value) <= PEERS_MAX:
+        raise ValueError(expected)
+    for url in value:
+        scheme, separator, address = url.partition("://") if isinstance(url, str) else ("", "", "")
+        if scheme != "https" or not separator:
+            raise ValueError(expected)
+        parse_address(address)
+    if len(set(value)) != len(value):
+        raise ValueError(f"{expected}, each once")
+    return tuple(value)
+
+
 def _uri(value: object) -> str:
     text = _text(value)
     try:
@@ -219,6 +255,15 @@ class Config:
     )
     save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
+    peers: tuple[str, ...] | None = _setting(
+        _peers, "other machines whose disks are read, e.g. [https://node-b:7460]; with file:// only"
+    )
+    peer_listen: str | None = _setting(
+        _address, "HOST:PORT where other machines may read this disk, e.g. 0.0.0.0:7460; with file:// only"
+    )
+    peer_key_file: Path | None = _setting(_directory, "file with the 64 hex digits that all these machines share")
+    peer_timeout_s: float = _setting(_number(0.1, 600), "longest wait for one blob of the peers", 5.0)
+    peer_serve_bytes_s: int | None = _setting(parse_size, "most bytes per second given to peers; default: no limit")
     server: str | None = _setting(_socket, "unix:///path of a running `tiered-kv serve`; default: one is started")
     model_id: str | None = _setting(_text, "names the weights; promises that equal names mean equal weights")
     share_vllm_versions: bool = _setting(
@@ -259,6 +304,7 @@ class Config:
                 raise ConfigError(f"setting {name}: {exc}, got {_safe(name, value)!r}") from exc
         config = cls(**values)
         config._check_storage()
+        config._check_peers()
         if config.min_share and config.max_share and config.min_share > config.max_share:
             raise ConfigError(
                 f"min_share={config.min_share:g} is more than max_share={config.max_share:g}: what this model keeps is "
@@ -300,6 +346,17 @@ class Config:
         for name in BUCKET_SETTINGS:
             if getattr(self, name):
                 raise ConfigError(f"{name} is only for object stores: with file:// the limit is disk_bytes")
+
+    def _check_peers(self) -> None:
+        used = [name for name in ("peers", "peer_listen") if getattr(self, name) is not None]
+        if used and self.location().kind != "disk":
+            raise ConfigError(f"{used[0]} is only for file://: the machines of an object store share it already")
+        if used and self.peer_key_file is None:
+            raise ConfigError(f"{used[0]} needs peer_key_file, the secret that these machines share")
+        if self.peer_key_file is not None and not used:
+            raise ConfigError("peer_key_file is for peers and peer_listen: set one of them")
+        if self.peer_serve_bytes_s is not None and self.peer_listen is None:
+            raise ConfigError("peer_serve_bytes_s is for peer_listen: set it, too")
 
     def admissions(self) -> dict[str, str]:
         """What each secondary tier takes, by its name."""

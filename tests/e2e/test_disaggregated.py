@@ -4,6 +4,7 @@ The engines run one after the other in this process; what they share is a server
 """
 
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,41 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_share_a_bucket(
     assert stored == 0
     assert_all_same(cold, plain)
     assert_all_same(warm, plain)
+
+
+@pytest.mark.timeout(900)
+def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
+    tiny_model: Path, tmp_path: Path, plain: list[Answer]
+) -> None:
+    """Each engine in a process of its own, with a server and a directory of its own; the blobs go from door to peer."""
+    key_file = tmp_path / "key"
+    key_file.write_text("5a" * 32)
+    key_file.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    one, other = tmp_path / "prefill", tmp_path / "decode"
+    gives = settings(one, peer_listen=address, peer_key_file=str(key_file))
+    producer = EngineProcess(tiny_model, gives, tmp_path / "producer.log", role="kv_producer")
+    try:
+        told = producer.ask(*PROMPTS)
+        wait_written(one)
+        takes = {"peers": [f"https://{address}"], "peer_key_file": str(key_file)}
+        with engine(tiny_model, other, "kv_consumer", **takes) as consumer:
+            warm = consumer.ask(*PROMPTS)
+            counters = consumer.scheduler_side.counters
+            hits = {hit["tier"]: hit["chunks"] for hit in figures(other)["tokens"]["hits"]}
+            wait_written(other)
+        kept = {path.name: path.read_bytes() for path in other.glob("blobs/*/*/*.safetensors")}
+    finally:
+        producer.close()
+
+    assert cached(warm) == WHOLE
+    assert (counters["loads"], counters["stores"]) == (2, 0)
+    assert hits == {"host": 0, "disk": 0, "peers": 6}
+    assert kept == {path.name: path.read_bytes() for path in one.glob("blobs/*/*/*.safetensors")}
+    assert_all_same(warm, plain)
+    for answer, theirs in zip(told, plain, strict=True):
+        assert answer["tokens"][0] == theirs.tokens[0]
 
 
 @pytest.mark.timeout(900)

@@ -39,7 +39,7 @@ from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavaila
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.stored_by import UNKNOWN
-from tiered_kv.tiering.admission import ALL
+from tiered_kv.tiering.admission import ALL, NONE
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.stats import TierStats
 from tiered_kv.tiering.tiering import Tiering
@@ -193,7 +193,7 @@ class Engine:
         specs = [
             TierSpec(
                 capacity_bytes=None if tier.traits.is_shared else tier.usage().capacity_bytes,
-                admission=admissions.get(tier.traits.name, ALL),
+                admission=NONE if tier.traits.is_read_only else admissions.get(tier.traits.name, ALL),
                 is_shared=tier.traits.is_shared,
             )
             for tier in tiers

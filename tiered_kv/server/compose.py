@@ -107,18 +107,21 @@ def _test(engine: Engine, number: int, one: OpenTier, clock: Clock, *, is_strict
     name = one.tier.traits.name
     result = self_test(one.trial, clock)
     for _ in range(FIRST_TURNS):
-        if result.failure is not None or result.size_bytes:
+        if result.failure is not None or result.size_bytes or one.tier.traits.is_read_only:
             break
         one.trial.flush()  # a shared tier may first have to be granted room
         result = self_test(one.trial, clock)
     if result.failure is None and not result.size_bytes:
-        logger.warning("self-test passed without a write: no room. tier=%s", name)
+        if one.tier.traits.is_read_only:
+            logger.info("self-test passed. tier=%s is_read_only=true", name)
+        else:
+            logger.warning("self-test passed without a write: no room. tier=%s", name)
         return
     if result.failure is None:
         engine.sample_read(number, result.size_bytes, result.read_s)
         logger.info("self-test passed. tier=%s write_s=%.4f read_s=%.4f", name, result.write_s, result.read_s)
         return
-    if is_strict:
+    if is_strict and not one.tier.traits.is_read_only:  # two machines that wait for each other would never start
         raise TierUnavailable(f"the self-test of the {name} tier failed (strict): {result.failure}")
     logger.error("self-test failed; the tier is left out and tried again. tier=%s reason=%s", name, result.failure)
     one.breaker.trip(result.failure)
@@ -158,6 +161,8 @@ def serve(
         refuse_foreign_info(root)
         engine, store = build_engine(config, recorder)
         at_end.callback(engine.close)
+        if config.peer_listen is not None:
+            at_end.callback(_open_door(config))
         path = listen_at or socket_path(root)
         with _listening(path) as listener:
             sessions = Sessions(engine, _epochs(engine, store, root), _pinning(engine, store, config))
@@ -172,6 +177,19 @@ def serve(
             sessions.pinning.flush()
             if not watch.is_found():
                 raise TierUnavailable(f"the directory of this server was removed or taken over. path={root}")
+
+
+def _open_door(config: Config) -> Callable[[], None]:
+    """Start to give this machine's blobs to peers; returns what ends it.
+
+    Raises:
+        ConfigError: The door cannot listen, or a package is missing.
+    """
+    try:
+        from tiered_kv.server.door import DoorProcess  # noqa: PLC0415 - its packages are an extra
+    except ImportError as exc:
+        raise ConfigError(f"peer_listen needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
+    return DoorProcess(config).close
 
 
 def _leave(root: Path, watch: DirectoryWatch) -> None:

@@ -3,6 +3,7 @@
     policy          a chunk is written to the tier
     all             when it is stored
     second-touch    when its prefix is asked for or stored again, or is pinned, or a client says that it will be
+    none            never: the tier is read only (no setting, the tier says so)
 
 A second touch is what the index counts as a use (``index.py``): the ghost list keeps it across eviction, and it is
 never less for a parent than for its child, so what is admitted is closed under prefixes. Until then a chunk lies in the
@@ -18,6 +19,7 @@ from tiered_kv.tiering.index import Entry
 
 ALL: Final = "all"
 SECOND_TOUCH: Final = "second-touch"
+NONE: Final = "none"
 
 
 class AdmissionPolicy(Protocol):
@@ -61,8 +63,24 @@ class SecondTouch:
         return entry.uses > 0
 
 
+class AdmitNothing:
+    """No chunk is ever written."""
+
+    needs_uses: ClassVar[bool] = False
+
+    def admits(self, entry: Entry) -> bool:
+        """Never."""
+        del entry
+        return False
+
+
 ADMISSION_POLICIES: dict[str, type[AdmissionPolicy]] = {ALL: AdmitAll, SECOND_TOUCH: SecondTouch}
 """Policies by the names of the setting ``admission``."""
+
+
+def policy_class(name: str) -> type[AdmissionPolicy]:
+    """The policy of that name: one that a user may choose, or that of a read-only tier."""
+    return AdmitNothing if name == NONE else ADMISSION_POLICIES[name]
 
 
 class Admission:
@@ -78,7 +96,7 @@ class Admission:
     """
 
     def __init__(self, policy: str = ALL) -> None:
-        self.policy = ADMISSION_POLICIES[policy]()
+        self.policy = policy_class(policy)()
         self.admitted = 0
         self.declined = 0
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import state_records
-from tiered_kv.tiering.admission import ADMISSION_POLICIES
+from tiered_kv.tiering.admission import policy_class
 from tiered_kv.tiering.eviction import EVICTION_POLICIES
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
 from tiered_kv.tiering.host_tier import HostTier
@@ -599,6 +599,6 @@ class Tiering:
 
 def _ghosts(policy: type[EvictionPolicy], tiers: Sequence[TierSpec]) -> GhostList | None:
     """The ghost list that the policies need: a larger one where chunks must be recognised before they are written."""
-    if any(ADMISSION_POLICIES[spec.admission].needs_uses for spec in tiers):
+    if any(policy_class(spec.admission).needs_uses for spec in tiers):
         return GhostList(SELECTIVE_GENERATION_MIN)
     return GhostList() if policy.needs_uses else None

@@ -51,6 +51,7 @@ class TierTraits:
         is_shared: Other machines may add and remove blobs behind our back: what it holds is not known from a scan at
             start, and not this machine alone keeps it within its capacity.
         flush_interval_s: How often ``flush`` is called.
+        is_read_only: Nothing is written here: every put is refused with CapacityExceeded, and tiering makes none.
         keeps_first: A put under a name that is taken leaves the blob that is there.
     """
 
@@ -58,6 +59,7 @@ class TierTraits:
     io_concurrency: int
     is_shared: bool
     keeps_first: bool = False
+    is_read_only: bool = False
     flush_interval_s: float = 5.0
 
 

@@ -72,6 +72,8 @@ def open_tiers(config: Config, formats: Formats, recorder: Recorder, monotonic: 
             tiers.append(wrapped(disk, formats, recorder, monotonic))
         if config.location().kind == "object":
             tiers.append(_object_tier(config, formats, recorder, monotonic))
+        elif config.peers is not None:
+            tiers.append(_peers_tier(config, formats, recorder, monotonic))
         elif config.location().kind == "extension":
             tiers.append(wrapped(extension_tier(config), formats, recorder, monotonic))
         undo.pop_all()
@@ -92,6 +94,32 @@ def _object_tier(config: Config, formats: Formats, recorder: Recorder, monotonic
         store.close()
         raise
     return wrapped(tier, formats, recorder, monotonic, store)
+
+
+def _peers_tier(config: Config, formats: Formats, recorder: Recorder, monotonic: Monotonic) -> OpenTier:
+    """The tier of other machines. It verifies by itself, peer by peer.
+
+    Raises:
+        ConfigError: The key cannot be used, or a package is missing.
+    """
+    assert config.peers is not None and config.peer_key_file is not None, "settings were checked"
+    try:
+        from tiered_kv.tiers.peers.fleet_key import FleetKey  # noqa: PLC0415 - its packages are an extra
+        from tiered_kv.tiers.peers.peer import Peer  # noqa: PLC0415
+        from tiered_kv.tiers.peers.tier import PeersTier  # noqa: PLC0415
+    except ImportError as exc:
+        raise ConfigError(f"peers needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
+    key = FleetKey.read(config.peer_key_file)
+    context = key.client_context()
+    tier = PeersTier(
+        [Peer(url, key, context, monotonic) for url in config.peers],
+        formats,
+        timeout_s=config.peer_timeout_s,
+        io_concurrency=config.storage_concurrency,
+    )
+    breaker = Breaker(monotonic)
+    record = partial(recorder.record, tier.traits.name)
+    return OpenTier(MeteredTier(GuardedTier(tier, breaker), record, monotonic), tier, breaker)
 
 
 def extension_tier(config: Config) -> Tier:

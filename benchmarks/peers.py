@@ -1,0 +1,166 @@
+"""What a peer delivers over a link: a prefix of 32k tokens, verified, between two network namespaces.
+
+    python benchmarks/peers.py [--mib SIZES] [--chunks N] [--gbit RATES] [--readers COUNTS]
+
+Needs root, ``ip`` and ``tc``. Two namespaces are joined by a veth pair, whose giving end is limited by ``tc tbf``; rate
+0 is without a limit. In one the door gives the files of a disk tier that lie in the page cache, in the other the tier
+of peers reads and verifies them, over TLS, by so many threads. ``link`` is the blobs' bits over the link's rate;
+``cpu`` are the reader's CPU seconds per GB. Prints a table, then JSON. Everything is on one machine: both ends share
+its cores.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench_report import machine
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY)]
+
+from tests.kit.storage.disk_probe import open_disk  # noqa: E402
+from tiered_kv.config import Config  # noqa: E402
+from tiered_kv.server.door import DoorProcess  # noqa: E402
+from tiered_kv.testing.blobs import SampleChain  # noqa: E402
+from tiered_kv.tiers.peers.fleet_key import FleetKey  # noqa: E402
+from tiered_kv.tiers.peers.peer import Peer  # noqa: E402
+from tiered_kv.tiers.peers.tier import PeersTier  # noqa: E402
+
+GIVER, TAKER, PORT = "10.213.7.1", "10.213.7.2", 7460
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+@contextmanager
+def two_namespaces(gbit: float) -> Iterator[tuple[str, str]]:
+    """Their names; what the first sends is limited."""
+    names = [f"tkv{os.getpid()}{end}" for end in "ab"]
+    with ExitStack() as undo:
+        for name in names:
+            run("ip", "netns", "add", name)
+            undo.callback(run, "ip", "netns", "del", name)
+        ends = [f"tkv{end}{os.getpid()}" for end in "ab"]
+        run("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        for name, end, address in zip(names, ends, (GIVER, TAKER), strict=True):
+            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", end)
+            run("ip", "-n", name, "link", "set", end, "up")
+        if gbit:
+            limit = ("rate", f"{gbit:g}gbit", "burst", "1mb", "latency", "20ms")
+            run("tc", "-n", names[0], "qdisc", "add", "dev", ends[0], "root", "tbf", *limit)
+        yield names[0], names[1]
+
+
+def give(directory: Path) -> None:
+    """Be the giving machine until standard input ends."""
+    given = {"storage_uri": f"file://{directory}/disk", "peer_key_file": f"{directory}/key"}
+    door = DoorProcess(Config.from_mapping(given | {"peer_listen": f"{GIVER}:{PORT}"}))
+    print("ready", flush=True)
+    sys.stdin.read()
+    door.close()
+
+
+def take(directory: Path, mib: int, chunks: int, readers: int) -> None:
+    """Be the taking machine: read every chunk once and say how long it took."""
+    chain, key = SampleChain(payload_bytes=mib << 20), FleetKey.read(directory / "key")
+    peer = Peer(f"https://{GIVER}:{PORT}", key, key.client_context(), time.monotonic)
+    tier = PeersTier([peer], {chain.namespace: chain.form}.get, timeout_s=60.0, io_concurrency=readers)
+    buffers = [memoryview(bytearray(chain.form.blob_bytes)) for _ in range(readers)]
+
+    def read_some(reader: int) -> None:
+        for index in range(reader, chunks, readers):
+            assert tier.get_into(chain.name(index), buffers[reader]), f"chunk {index} is not there"
+
+    with ThreadPoolExecutor(readers) as threads:
+        list(threads.map(lambda _: tier.contains(chain.name(0)), range(readers)))  # connects
+        started_s, cpu_s = time.perf_counter(), time.process_time()
+        list(threads.map(read_some, range(readers)))
+        seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    tier.close()
+    print(json.dumps({"seconds": seconds, "cpu_s": cpu_s, "bytes": chunks * chain.form.blob_bytes}))
+
+
+def measure(directory: Path, mib: int, chunks: int, gbit: float, readers: list[int]) -> Iterator[dict[str, Any]]:
+    """Rows for one size and one link."""
+    with two_namespaces(gbit) as (giving, taking):
+        script = [sys.executable, __file__, "--directory", str(directory)]
+        inside = ["ip", "netns", "exec"]
+        with subprocess.Popen(
+            [*inside, giving, *script, "--give"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as giver:
+            assert giver.stdin is not None and giver.stdout is not None
+            assert giver.stdout.readline() == "ready\n", "the door did not open"
+            for count in readers:
+                options = ["--take", "--mib", str(mib), "--chunks", str(chunks), "--readers", str(count)]
+                said = subprocess.run([*inside, taking, *script, *options], check=True, capture_output=True, text=True)
+                told = json.loads(said.stdout)
+                gb, seconds = told["bytes"] / 1e9, told["seconds"]
+                yield {
+                    "mib": mib,
+                    "gbit": gbit,
+                    "readers": count,
+                    "seconds": seconds,
+                    "gb_per_s": gb / seconds,
+                    "link": gb * 8 / seconds / gbit if gbit else None,
+                    "reader_cpu_s_per_gb": told["cpu_s"] / gb,
+                }
+            giver.stdin.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--chunks", type=int, default=128, help="of 256 tokens each")
+    parser.add_argument("--gbit", type=float, nargs="+", default=[2, 8, 0])
+    parser.add_argument("--readers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--give", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--take", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.give:
+        give(options.directory)
+        return
+    if options.take:
+        take(options.directory, options.mib[0], options.chunks, options.readers[0])
+        return
+    if os.geteuid():
+        parser.error("namespaces need root")
+    rows = []
+    print(f"{'MiB':>4} {'Gbit/s':>7} {'readers':>8} {'s':>7} {'GB/s':>6} {'link':>6} {'cpu':>6}")
+    for mib in options.mib:
+        with tempfile.TemporaryDirectory(prefix="tkv-") as name:
+            directory = Path(name)
+            (directory / "key").touch(0o600)
+            (directory / "key").write_text(os.urandom(32).hex())
+            chain = SampleChain(payload_bytes=mib << 20)
+            disk = open_disk(directory / "disk", 2 * options.chunks * (mib << 20) + (64 << 20))
+            for index in range(options.chunks):
+                blob = chain.blob(index)
+                disk.put(blob.name, blob.view())
+            disk.close()
+            for path in (directory / "disk").rglob("*.safetensors"):
+                path.read_bytes()  # into the page cache: the link is measured, not the disk
+            for gbit in options.gbit:
+                for row in measure(directory, mib, options.chunks, gbit, options.readers):
+                    rows.append(row)
+                    link = "" if row["link"] is None else f"{row['link']:.2f}"
+                    print(
+                        f"{mib:>4} {gbit:>7g} {row['readers']:>8} {row['seconds']:>7.2f} {row['gb_per_s']:>6.2f} "
+                        f"{link:>6} {row['reader_cpu_s_per_gb']:>6.2f}",
+                        flush=True,
+                    )
+    print(json.dumps(machine("peers") | {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

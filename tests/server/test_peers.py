@@ -1,0 +1,215 @@
+"""Two servers with directories of their own: what one has stored, the engine of the other loads through the door."""
+
+import os
+import signal
+import socket
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import end_server
+from tiered_kv.config import Config
+from tiered_kv.errors import ConfigError
+from tiered_kv.server.directory import log_path
+
+CHUNKS = 20
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("5a" * 32)
+    path.chmod(0o600)
+    return path
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def machine(root, **more):
+    """An engine and its server."""
+    engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, **more))
+    try:
+        yield engine
+    finally:
+        engine.close()
+        end_server(root)
+
+
+@pytest.fixture
+def producer(tmp_path, key_file):
+    """A machine that gives what it has stored; ``url`` is where."""
+    port = free_port()
+    with machine(tmp_path / "a", peer_listen=f"127.0.0.1:{port}", peer_key_file=str(key_file)) as engine:
+        engine.url = f"https://127.0.0.1:{port}"
+        yield engine
+
+
+@pytest.fixture
+def consumer(tmp_path, key_file, producer):
+    """A machine that reads from the producer."""
+    with machine(tmp_path / "b", peers=[producer.url], peer_key_file=str(key_file)) as engine:
+        yield engine
+
+
+def store(engine, first_token=0):
+    engine.store(CHUNKS, first_token)
+    engine.wait_hits(CHUNKS, first_token)
+    wait_written(engine.root)
+
+
+def door_pid(root):
+    """The only child of a server."""
+    pid = server_pid(root)
+    children = [
+        Path(f"/proc/{pid}/task/{task}/children").read_text().split() for task in os.listdir(f"/proc/{pid}/task")
+    ]
+    (door,) = [int(child) for some in children for child in some]
+    return door
+
+
+def tier(root, name="peers"):
+    (found,) = [one for one in figures(root)["tiers"] if one["name"] == name]
+    return found
+
+
+def calls(root, outcome, operation="get"):
+    rows = figures(root)["operations"]
+    return sum(
+        row["calls"] for row in rows if (row["tier"], row["operation"], row["outcome"]) == ("peers", operation, outcome)
+    )
+
+
+def test_a_prefix_that_another_machine_stored_is_loaded_and_kept(producer, consumer):
+    store(producer)
+    assert consumer.hits(CHUNKS) == CHUNKS  # hits() compares every byte
+    assert calls(consumer.root, "ok") == CHUNKS
+    wait_written(consumer.root)
+    assert tier(consumer.root, "disk")["blobs"] == CHUNKS, "what came from a peer is on this disk from now on"
+    assert tier(consumer.root)["pending_writes"] == 0
+
+
+def test_what_no_peer_has_is_a_miss_and_stored_here_alone(producer, consumer):
+    assert consumer.hits(CHUNKS) == 0
+    store(consumer)
+    assert tier(consumer.root)["breaker"] == "closed"
+    assert tier(producer.root, "disk")["blobs"] == 0
+
+
+def test_a_damaged_file_of_a_peer_shortens_the_prefix(producer, consumer):
+    store(producer)
+    keys = producer.keys(CHUNKS)
+    (path,) = producer.root.rglob(f"{keys.keys[7].hex()}.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.write_bytes(data)
+    assert consumer.hits(CHUNKS) == 7
+    assert path.exists(), "a peer's blob is nobody's to remove but its own"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_machine_whose_peer_fails_goes_on_alone_and_comes_back_to_it(producer, consumer, signal_number):
+    store(producer)
+    store(producer, first_token=50_000)
+    assert consumer.hits(CHUNKS) == CHUNKS
+    door = door_pid(producer.root)
+    os.kill(door, signal_number)
+    try:
+        if signal_number == signal.SIGSTOP:
+            assert consumer.hits(CHUNKS, 50_000) == 0
+        store(consumer, first_token=90_000)
+        assert consumer.hits(CHUNKS) == CHUNKS
+    finally:
+        if signal_number == signal.SIGSTOP:
+            os.kill(door, signal.SIGCONT)
+    wait_for(lambda: consumer.hits(CHUNKS, 50_000) == CHUNKS, "the peer's blobs")
+
+
+def test_a_server_whose_peers_are_away_starts_and_finds_them_later(tmp_path, key_file):
+    port = free_port()
+    with machine(
+        tmp_path / "b", peers=[f"https://127.0.0.1:{port}"], peer_key_file=str(key_file), strict=True
+    ) as consumer:
+        assert tier(consumer.root)["breaker"] != "closed"
+        assert consumer.hits(CHUNKS) == 0
+        with machine(tmp_path / "a", peer_listen=f"127.0.0.1:{port}", peer_key_file=str(key_file)) as producer:
+            store(producer)
+            wait_for(lambda: consumer.hits(CHUNKS) == CHUNKS, "the peer's blobs")
+
+
+def test_two_machines_read_from_each_other(tmp_path, key_file):
+    ports = free_port(), free_port()
+
+    def of(own, other):
+        return {
+            "peer_listen": f"127.0.0.1:{ports[own]}",
+            "peers": [f"https://127.0.0.1:{ports[other]}"],
+            "peer_key_file": str(key_file),
+        }
+
+    with machine(tmp_path / "a", **of(0, 1)) as one, machine(tmp_path / "b", **of(1, 0)) as other:
+        store(one)
+        store(other, first_token=50_000)
+        wait_for(lambda: other.hits(CHUNKS) == CHUNKS, "the other's blobs")
+        wait_for(lambda: one.hits(CHUNKS, 50_000) == CHUNKS, "the one's blobs")
+
+
+def test_the_door_ends_with_its_server(producer):
+    door = door_pid(producer.root)
+    os.kill(server_pid(producer.root), signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{door}").exists(), "the door's end")
+
+
+def test_a_server_that_cannot_open_its_door_says_why(tmp_path, key_file):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"setting peer_listen: the door cannot listen at {address}"):
+            SmallEngine.start(settings(tmp_path / "a", peer_listen=address, peer_key_file=str(key_file)))
+
+
+def test_without_the_settings_nothing_listens_and_nobody_is_asked(tmp_path):
+    with machine(tmp_path / "a") as engine:
+        assert [one["name"] for one in figures(engine.root)["tiers"]] == ["disk"]
+        with pytest.raises(ValueError, match="not enough values"):
+            door_pid(engine.root)
+
+
+def test_the_key_stands_in_no_log_and_no_command_line(producer, consumer, key_file):
+    door = door_pid(producer.root)
+    secret = key_file.read_text()
+    for place in (
+        Path(f"/proc/{door}/cmdline"),
+        Path(f"/proc/{door}/environ"),
+        *map(log_path, (producer.root, consumer.root)),
+    ):
+        assert secret.encode() not in place.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"peers": ["https://b:1"]}, "peers needs peer_key_file"),
+        ({"peer_listen": "0.0.0.0:1"}, "peer_listen needs peer_key_file"),
+        ({"peer_key_file": "/key"}, "peer_key_file is for peers and peer_listen"),
+        ({"peer_serve_bytes_s": "1GB"}, "peer_serve_bytes_s is for peer_listen"),
+        ({"peers": ["http://b:1"], "peer_key_file": "/key"}, "setting peers: expected 1 to 16 URLs"),
+        ({"peers": ["https://b"], "peer_key_file": "/key"}, "setting peers: expected HOST:PORT"),
+        ({"peers": ["https://b:1/path"], "peer_key_file": "/key"}, "setting peers: expected HOST:PORT"),
+        ({"peers": ["https://u:p@b:1"], "peer_key_file": "/key"}, "setting peers: expected HOST:PORT"),
+        ({"peers": ["https://b:1", "https://b:1"], "peer_key_file": "/key"}, "each once"),
+        ({"peers": "https://b:1", "peer_key_file": "/key"}, "setting peers: expected 1 to 16 URLs"),
+        ({"peers": [], "peer_key_file": "/key"}, "setting peers: expected 1 to 16 URLs"),
+        ({"peer_listen": "7460", "peer_key_file": "/key"}, "setting peer_listen: expected HOST:PORT"),
+        ({"peer_listen": "host:99999", "peer_key_file": "/key"}, "setting peer_listen: "),
+        ({"storage_uri": "s3://b/p", "peers": ["https://b:1"], "peer_key_file": "/key"}, r"peers is only for file://"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(given, what):
+    with pytest.raises(ConfigError, match=what):
+        Config.from_mapping({"storage_uri": "file:///d"} | given)

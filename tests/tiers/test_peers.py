@@ -1,0 +1,424 @@
+"""The tier of peers against a real door over loopback TLS, and against peers that freeze, die, trickle and lie."""
+
+import http.client
+import os
+import signal
+import ssl
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.kit.faults.false_peer import FalsePeer, body, head
+from tests.kit.server.probe import wait_for
+from tests.kit.storage.disk_probe import blob_path, open_disk
+from tiered_kv.config import Config
+from tiered_kv.errors import CapacityExceeded, ChunkMismatch, Closed, ConfigError, TierUnavailable
+from tiered_kv.server.door import BURST_S, Budget, DoorProcess
+from tiered_kv.testing.blobs import SampleChain
+from tiered_kv.tiers.peers.fleet_key import HOUR_S, FleetKey
+from tiered_kv.tiers.peers.peer import BLOBS_PATH, Peer
+from tiered_kv.tiers.peers.tier import PeersTier
+from tiered_kv.tiers.wrappers.breaker import OPEN_FIRST_S
+
+CHAIN = SampleChain(payload_bytes=1 << 20)
+SIZE = CHAIN.form.blob_bytes
+KEY = FleetKey(bytes(range(32)))
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(bytes(range(32)).hex() + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A disk tier's directory with two blobs; nobody has it open."""
+    tier = open_disk(tmp_path / "disk")
+    for index in range(2):
+        blob = CHAIN.blob(index)
+        tier.put(blob.name, blob.view())
+    tier.close()
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def door(directory, key_file):
+    process = DoorProcess(door_config(directory, key_file))
+    yield process
+    process.close()
+
+
+def door_config(directory, key_file, **more):
+    given = {"storage_uri": f"file://{directory}", "peer_listen": "127.0.0.1:0", "peer_key_file": str(key_file)}
+    return Config.from_mapping(given | more)
+
+
+@contextmanager
+def peers(*urls, key=KEY, timeout_s=5.0, clock=time.monotonic):
+    context = key.client_context()
+    each = [Peer(url, key, context, clock) for url in urls]
+    tier = PeersTier(each, {CHAIN.namespace: CHAIN.form}.get, timeout_s=timeout_s, io_concurrency=4)
+    tier.each = each
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def url(door):
+    return f"https://127.0.0.1:{door.port}"
+
+
+def read(tier, index=0, buffer=None):
+    buffer = bytearray(SIZE) if buffer is None else buffer
+    return bytes(buffer) if tier.get_into(CHAIN.name(index), memoryview(buffer)) else None
+
+
+def ask(door, method="GET", path=None, token=None, context=None):
+    """One request, by a client of its own: status and body."""
+    connection = http.client.HTTPSConnection(
+        "127.0.0.1", door.port, context=context or KEY.client_context(), timeout=10
+    )
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        connection.request(method, path or blob_url(0), headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def blob_url(index):
+    name = CHAIN.name(index)
+    return f"{BLOBS_PATH}/{name.namespace.hex()}/{name.key.hex()}"
+
+
+# -- what a peer has ---------------------------------------------------------------------------------------------------
+
+
+def test_a_blob_of_another_machines_disk_is_read_byte_for_byte(door):
+    with peers(url(door)) as tier:
+        for index in range(2):
+            assert tier.contains(CHAIN.name(index))
+            assert read(tier, index) == CHAIN.blob(index).data
+        assert not tier.contains(CHAIN.name(2))
+        assert read(tier, 2) is None
+
+
+def test_nothing_is_ever_written_deleted_or_listed(door, directory):
+    before = sorted(path for path in directory.rglob("*") if path.is_file())
+    with peers(url(door)) as tier:
+        blob = CHAIN.blob(2)
+        with pytest.raises(CapacityExceeded, match="read only"):
+            tier.put(blob.name, blob.view())
+        assert not tier.delete(CHAIN.name(0))
+        assert list(tier.scan()) == []
+        assert tier.usage().blob_count == 0
+    assert sorted(path for path in directory.rglob("*") if path.is_file()) == before
+
+
+def test_a_closed_tier_refuses(door):
+    with peers(url(door)) as tier:
+        assert tier.contains(CHAIN.name(0))
+    with pytest.raises(Closed):
+        tier.contains(CHAIN.name(0))
+
+
+def test_a_namespace_that_is_not_known_here_is_not_asked_for(door):
+    other = SampleChain(seed=1).blob(0)
+    with peers(url(door)) as tier, pytest.raises(ChunkMismatch, match="no format is known"):
+        tier.get_into(other.name, memoryview(bytearray(len(other.data))))
+
+
+def test_the_peer_that_had_something_is_asked_first_next_time(door, tmp_path, key_file):
+    open_disk(tmp_path / "empty").close()
+    empty = DoorProcess(door_config(tmp_path / "empty", key_file))
+    try:
+        with peers(url(empty), url(door)) as tier:
+            assert tier.contains(CHAIN.name(0))
+            empty.close()
+            assert read(tier, 0) == CHAIN.blob(0).data
+            assert not tier.each[0].breaker.is_open, "the empty one was asked again"
+    finally:
+        empty.close()
+
+
+# -- who may ask, and for what -----------------------------------------------------------------------------------------
+
+
+def test_only_a_token_of_this_hour_opens_the_door(door):
+    now_s = time.time()
+    assert ask(door, token=KEY.token(now_s)) == (200, CHAIN.blob(0).data)
+    stranger = FleetKey(bytes(32))
+    for token in (None, "", "00", KEY.token(now_s - 3 * HOUR_S), KEY.token(now_s + 3 * HOUR_S), stranger.token(now_s)):
+        assert ask(door, token=token) == (401, b"")
+    assert ask(door, path="/", token=None)[0] == 401, "not even what is not there is told without a token"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"),
+        ("GET", BLOBS_PATH),
+        ("GET", f"{BLOBS_PATH}/{CHAIN.namespace.hex()}"),
+        ("GET", f"{BLOBS_PATH}/{CHAIN.namespace.hex()}/"),
+        ("GET", f"{BLOBS_PATH}/{CHAIN.namespace.hex()}/{CHAIN.key(0).hex()[:-1]}"),
+        ("GET", f"{BLOBS_PATH}/{CHAIN.namespace.hex()}/{CHAIN.key(0).hex().upper()}"),
+        ("GET", f"{BLOBS_PATH}/{CHAIN.namespace.hex()}/{CHAIN.key(0).hex()}.safetensors"),
+        ("GET", f"{BLOBS_PATH}/../tiered_kv.json"),
+        ("GET", f"{BLOBS_PATH}/%2e%2e/%2e%2e/tiered_kv.json"),
+        ("PUT", blob_url(0)),
+        ("POST", blob_url(0)),
+        ("DELETE", blob_url(0)),
+        ("OPTIONS", blob_url(0)),
+    ],
+)
+def test_everything_but_a_named_blob_is_refused(door, directory, method, path):
+    status, answer = ask(door, method, path, KEY.token(time.time()))
+    assert status in (404, 405)
+    assert CHAIN.key(0).hex().encode() not in answer
+    assert blob_path(directory, CHAIN.name(0)).exists()
+
+
+def test_a_link_in_a_blobs_place_is_not_followed(door, directory, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    place = blob_path(directory, CHAIN.name(0))
+    place.unlink()
+    place.symlink_to(secret)
+    assert ask(door, token=KEY.token(time.time()))[0] == 404
+
+
+def test_a_door_of_another_fleet_is_not_believed(door):
+    stranger = FleetKey(bytes(32))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        ask(door, token=KEY.token(time.time()), context=stranger.client_context())
+    with peers(url(door), key=stranger) as tier, pytest.raises(TierUnavailable, match="certificate"):
+        tier.contains(CHAIN.name(0))
+
+
+def test_every_machine_makes_the_same_certificate_of_the_key():
+    again = FleetKey(bytes(range(32)))
+    context = again.server_context()
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_3
+    assert KEY.client_context().get_ca_certs(binary_form=True) == again.client_context().get_ca_certs(binary_form=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "what"),
+    [("ab" * 32, 0o640, "others may use"), ("ab" * 31, 0o600, "64 hex digits"), ("x" * 64, 0o600, "64 hex digits")],
+)
+def test_a_key_that_cannot_be_used_is_named(tmp_path, content, mode, what):
+    path = tmp_path / "key"
+    path.write_text(content)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=what):
+        FleetKey.read(path)
+    with pytest.raises(ConfigError, match="openssl rand"):
+        FleetKey.read(tmp_path / "absent")
+
+
+# -- peers that fail ---------------------------------------------------------------------------------------------------
+
+
+def flipped(data):
+    return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        body(flipped(CHAIN.blob(0).data)),
+        body(CHAIN.blob(1).data),
+        body(CHAIN.blob(0).data[:-4096]),
+        body(CHAIN.blob(0).data + bytes(4096)),
+        body(bytes(SIZE)),
+        body(SampleChain(seed=1, payload_bytes=1 << 20).blob(0).data),
+    ],
+    ids=["flipped", "another chunk", "shorter", "longer", "zeros", "another namespace"],
+)
+def test_a_peer_that_lies_costs_a_miss_and_the_next_one_is_asked(door, answer):
+    with FalsePeer(KEY, answer) as liar:
+        with peers(liar.url) as tier:
+            assert read(tier, 0) is None
+        with peers(liar.url, url(door)) as tier:
+            assert read(tier, 0) == CHAIN.blob(0).data
+
+
+def test_a_peer_that_lies_again_and_again_is_left_alone():
+    with FalsePeer(KEY, body(bytes(SIZE))) as liar, peers(liar.url) as tier:
+        for _ in range(5):
+            assert read(tier, 0) is None
+        with pytest.raises(TierUnavailable):
+            read(tier, 0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda wire: wire.sendall(head(SIZE) + CHAIN.blob(0).data[: SIZE // 2]),
+        lambda wire: None,
+        lambda wire: wire.sendall(b"SSH-2.0-OpenSSH\r\n"),
+        lambda wire: wire.sendall(head(0, "500 Internal Server Error")),
+    ],
+    ids=["cut off in the body", "cut off before the answer", "not HTTP", "error"],
+)
+def test_a_peer_that_gives_no_answer_is_left_alone_at_once_and_tried_again(answer):
+    now_s = [0.0]
+    with FalsePeer(KEY, answer) as sick, peers(sick.url, clock=lambda: now_s[0]) as tier:
+        with pytest.raises(TierUnavailable, match="a peer does not answer"):
+            read(tier, 0)
+        assert tier.each[0].breaker.is_open
+        with pytest.raises(TierUnavailable, match="left alone"):
+            read(tier, 0)
+        now_s[0] += OPEN_FIRST_S
+        with pytest.raises(TierUnavailable, match="a peer does not answer"):
+            read(tier, 0)
+
+
+def test_a_busy_peer_is_no_sick_one():
+    with FalsePeer(KEY, lambda wire: wire.sendall(head(0, "503 Service Unavailable"))) as busy, peers(busy.url) as tier:
+        for _ in range(3):
+            with pytest.raises(TierUnavailable, match="status=503"):
+                read(tier, 0)
+        assert not tier.each[0].breaker.is_open
+
+
+def test_a_trickle_ends_with_the_deadline():
+    fake = []
+
+    def trickle(wire):
+        wire.sendall(head(SIZE))
+        while not fake[0].wait_end(0.02):
+            wire.sendall(b"x")
+
+    with FalsePeer(KEY, trickle) as slow, peers(slow.url, timeout_s=0.5) as tier:
+        fake.append(slow)
+        with pytest.raises(TierUnavailable, match="time is over"):
+            read(tier, 0)
+        assert tier.each[0].breaker.is_open
+
+
+def test_a_peer_that_thaws_after_the_deadline_changes_no_byte(door):
+    """The late write: the slot holds another chunk by then."""
+    stopped = door._process.pid
+    buffer = bytearray(SIZE)
+    with peers(url(door), timeout_s=0.3) as tier:
+        assert read(tier, 0) == CHAIN.blob(0).data  # a connection is there
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            with pytest.raises(TierUnavailable):
+                read(tier, 0, buffer)
+            buffer[:] = bytes(SIZE)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        other = FleetKey(bytes(range(32)))
+        with peers(url(door), key=other) as again:
+            assert read(again, 1) == CHAIN.blob(1).data  # it is awake, and has had its time
+        assert bytes(buffer) == bytes(SIZE)
+
+
+def test_bytes_that_come_after_the_deadline_reach_no_memory():
+    """The same in the middle of a body: half of it came in time, the rest when nobody reads any more."""
+    asked, fake = [], []
+
+    def late(wire):
+        wire.sendall(head(SIZE) + CHAIN.blob(0).data[: SIZE // 2])
+        fake[0].wait_end(1.0)
+        asked.append(wire)
+        wire.sendall(CHAIN.blob(0).data[SIZE // 2 :])
+
+    buffer = bytearray(SIZE)
+    with FalsePeer(KEY, late) as frozen, peers(frozen.url, timeout_s=0.5) as tier:
+        fake.append(frozen)
+        with pytest.raises(TierUnavailable):
+            read(tier, 0, buffer)
+        buffer[:] = bytes(SIZE)
+        wait_for(lambda: bool(asked), "the late bytes")
+        assert bytes(buffer) == bytes(SIZE)
+
+
+def test_a_frozen_peer_leaves_its_work_to_the_next_one_from_then_on(door, tmp_path, directory, key_file):
+    frozen = DoorProcess(door_config(directory, key_file))
+    os.kill(frozen._process.pid, signal.SIGSTOP)
+    try:
+        with peers(url(frozen), url(door), timeout_s=3.0) as tier:
+            assert read(tier, 0) == CHAIN.blob(0).data, "silence is not waited for until the deadline"
+            assert tier.each[0].breaker.is_open
+    finally:
+        frozen.close()
+
+
+def test_a_killed_door_is_opened_again_and_found_again(door):
+    now_s = [0.0]
+    with peers(url(door), clock=lambda: now_s[0]) as tier:
+        assert read(tier, 0) == CHAIN.blob(0).data
+        first = door._process.pid
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: door._process.pid != first, "the next door")
+
+        def is_found() -> bool:
+            now_s[0] += OPEN_FIRST_S
+            try:
+                return tier.contains(CHAIN.name(0))
+            except TierUnavailable:
+                return False
+
+        wait_for(is_found, "the peer")
+        assert read(tier, 0) == CHAIN.blob(0).data
+
+
+# -- the door's process ------------------------------------------------------------------------------------------------
+
+
+def test_a_door_ends_with_the_server_that_opened_it(directory, key_file, tmp_path):
+    script = (
+        "import sys\nfrom tests.tiers.test_peers import DoorProcess, door_config\nfrom pathlib import Path\n"
+        "door = DoorProcess(door_config(Path(sys.argv[1]), Path(sys.argv[2])))\n"
+        "print(door._process.pid, flush=True)\nsys.stdin.read()\n"
+    )
+    command = [os.sys.executable, "-c", script, str(directory), str(key_file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        pid = int(server.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        server.kill()
+        wait_for(lambda: is_gone(pid), "the door's end")
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_port_that_is_taken_is_named(door, directory, key_file):
+    config = door_config(directory, key_file, peer_listen=f"127.0.0.1:{door.port}")
+    with pytest.raises(ConfigError, match=rf"cannot listen at 127.0.0.1:{door.port}.*in use"):
+        DoorProcess(config)
+
+
+def test_a_door_gives_no_more_than_its_budget(directory, key_file):
+    door = DoorProcess(door_config(directory, key_file, peer_serve_bytes_s=SIZE // 60))
+    try:
+        token = KEY.token(time.time())
+        assert ask(door, token=token)[0] == 200
+        assert ask(door, token=token)[0] == 503, "the first one has to be paid for a minute"
+        assert ask(door, "HEAD", token=token)[0] == 200
+    finally:
+        door.close()
+
+
+def test_a_budget_is_paid_back_as_time_goes_by():
+    budget = Budget(1000)
+    assert budget.take(1500, 10.0)
+    assert not budget.take(1, 10.0)
+    assert budget.take(500, 11.5 - BURST_S)
+    assert not budget.take(1, 10.6)
+    assert Budget(None).take(1 << 40, 0.0)
