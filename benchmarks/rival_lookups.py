@@ -14,7 +14,7 @@ from typing import Any
 
 from rival_systems import REPOSITORY, Setup, System, open_system
 from rival_turns import summary, turned
-from stepped import LookedUp, SteppedEngine
+from stepped import PATIENT, LookedUp, SteppedEngine
 
 from tiered_kv.testing.model import ModelShape, build_model
 
@@ -35,34 +35,33 @@ SYSTEMS = ("ours", "lmcache", "native")
 CASES = ("host", "disk", "miss")
 SEEDS = 1_000
 TOKENS = 128 << 10
+NOTES = ("example: not in this row; it looks for one file of the whole prompt, not for chunks.",)
 COLUMNS = {
     "system": "system", "case": "case", "thread_ms": "scheduler's thread, ms", "thread_least": "least",
     "thread_most": "most", "answer_ms": "answer, ms", "answer_least": "least", "answer_most": "most",
 }  # fmt: skip
 
 
-def measure(work: Path, repeats: int, mode: str) -> list[dict[str, Any]]:
+def measure(work: Path, repeats: int, names: Sequence[str], mode: str) -> list[dict[str, Any]]:
     """Rows by case and system."""
     build_model(MODEL, shape=SHAPE)
     taken: dict[tuple[str, str], list[LookedUp]] = {}
-    folder = work / "d"
-    folder.mkdir()
     with ExitStack() as stack:
 
         def start(name: str, transfer: Any, **more: Any) -> SteppedEngine:
             space = {"VLLM_CPU_KVCACHE_SPACE": "1"} | more.pop("environment", {})
             limits = {"max_model_len": 1 << 18, "max_num_batched_tokens": 8_192}
             options = {"model": str(MODEL), "dtype": "bfloat16", **limits, **more}
-            return SteppedEngine(folder / f"{name}.log", transfer, environment=space, **options)
+            return SteppedEngine(work / f"{name}.log", transfer, environment=space, **options)
 
-        setup = Setup(host_gib=1.0, lmcache_mode=mode, ours={"lookup_timeout_ms": 20_000, "promotion_wait_ms": 60_000})
-        systems = [open_system(stack, folder, name, start, setup) for name in SYSTEMS]
+        setup = Setup(host_gib=1.0, lmcache_mode=mode, ours=PATIENT)
+        systems = [open_system(stack, work, name, start, setup) for name in SYSTEMS if name in names]
         for number in range(repeats + 1):
             for system in turned(systems, number):
                 for case, looked_up in _repetition(system, number):
                     if number:  # the first is not counted
                         taken.setdefault((case, system.name), []).append(looked_up)
-    return [_row(case, name, taken[case, name]) for case in CASES for name in SYSTEMS]
+    return [_row(case, name, taken[case, name]) for case in CASES for name in SYSTEMS if name in names]
 
 
 def _repetition(system: System[SteppedEngine], number: int) -> Sequence[tuple[str, LookedUp]]:

@@ -2,6 +2,8 @@
 
     make bench-rivals [ARGS="--rows d f --repeats 7 --keep"]
 
+    a   256 MiB of KV between vLLM's blocks and host memory
+    b   the same to disk and back, cold and in the page cache
     d   what a lookup of 128k tokens costs the scheduler's thread, and when its answer is there
     e   first tokens of a real vLLM: computed, from memory, from cold disk
     f   batches with nothing to hit, each system in pairs beside plain vLLM
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_report as report
+import rival_copies
 import rival_lookups
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -73,6 +76,10 @@ FOOTPRINT = {
     "system": "system", "pss_mib": "PSS of engine and helpers, MiB", "beyond_mib": "beyond plain and the host tier",
     "packages": "packages that vLLM does not need", "packages_mib": "MiB", "changed": "in other versions than vLLM's",
 }  # fmt: skip
+
+NOTES = (
+    "lmcache: one transfer mode (--mode); a second engine and server would not fit into memory beside the others.",
+)
 
 
 @dataclass
@@ -233,24 +240,42 @@ def _needed(python: Path | str, root: str) -> dict[str, dict[str, Any]]:
 
 
 ENGINE_ROWS = ("e", "f", "g")
-ROWS = ("d", *ENGINE_ROWS)
+ROWS = ("a", "b", "d", *ENGINE_ROWS)
 
 
-def run(options: Any, work: Path, show: Callable[[str, Mapping[str, str], list[dict[str, Any]]], None]) -> None:
+Show = Callable[[str, Mapping[str, str], list[dict[str, Any]], Sequence[str]], None]
+"""Takes a row's letter, its columns, its figures, and what a system cannot do in it."""
+
+
+def run(options: Any, work: Path, show: Show) -> None:
     """The rows that were asked for, each shown when it is there."""
+    repeats, named, mode = options.repeats, options.systems, options.mode
+    if "a" in options.rows:
+        rows = rival_copies.host(_folder(work, "a"), repeats, named)
+        show("a", rival_copies.HOST_COLUMNS, rows, rival_copies.HOST_NOTES)
+    if "b" in options.rows:
+        rows = rival_copies.disk(_folder(work, "b"), repeats, named, mode)
+        show("b", rival_copies.DISK_COLUMNS, rows, ())
     if "d" in options.rows:
-        show("d", rival_lookups.COLUMNS, rival_lookups.measure(work, options.repeats, options.mode))
-    names = [name for name in SYSTEMS if name in options.systems]
+        rows = rival_lookups.measure(_folder(work, "d"), repeats, named, mode)
+        show("d", rival_lookups.COLUMNS, rows, rival_lookups.NOTES)
+    names = [name for name in SYSTEMS if name in named]
     if not set(ENGINE_ROWS) & set(options.rows):
         return
     with ExitStack() as stack:
-        systems = open_engines(stack, work, names, options.mode)
+        systems = open_engines(stack, work, names, mode)
         if "e" in options.rows:
-            show("e", FIRST_TOKENS, first_tokens(systems, options.repeats, options.tokens))
+            show("e", FIRST_TOKENS, first_tokens(systems, repeats, options.tokens), NOTES)
         if "f" in options.rows:
-            show("f", NOTHING, nothing_to_hit(systems, options.pairs))
+            show("f", NOTHING, nothing_to_hit(systems, options.pairs), NOTES)
         if "g" in options.rows:
-            show("g", FOOTPRINT, footprint(systems, options.tokens))
+            show("g", FOOTPRINT, footprint(systems, options.tokens), NOTES)
+
+
+def _folder(work: Path, row: str) -> Path:
+    folder = work / row
+    folder.mkdir()
+    return folder
 
 
 def main() -> None:
@@ -259,16 +284,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--pairs", type=int, default=12, help="row f: batches of each system")
     parser.add_argument("--tokens", type=int, default=2_064, help="rows e and g: of a prompt")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="rows e, f and g")
-    parser.add_argument("--mode", default="lmcache_driven", help="LMCache's transfer mode")
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="who takes part, where a row has it"
+    )
+    parser.add_argument("--mode", default="lmcache_driven", help="LMCache's transfer mode; row a has both")
     options = parser.parse_args()
     if {"f", "g"} & set(options.rows) and "plain" not in options.systems:
         parser.error("rows f and g compare with plain. do: name it in --systems, or leave them out of --rows")
 
-    def show(row: str, columns: Mapping[str, str], rows: list[dict[str, Any]]) -> None:
-        print(f"\n== row {row}\n" + "\n".join(report.table(rows, columns)), flush=True)
+    def show(row: str, columns: Mapping[str, str], rows: list[dict[str, Any]], notes: Sequence[str]) -> None:
+        print(f"\n== row {row}\n" + "\n".join([*report.table(rows, columns), *notes]), flush=True)
         given = {name: vars(options)[name] for name in ("repeats", "pairs", "tokens", "mode")}
-        report.finish(f"rivals_{row}", rows, report.machine("rivals", row=row, **given), is_kept=options.keep)
+        report.finish(
+            f"rivals_{row}", rows, report.machine("rivals", row=row, notes=list(notes), **given), is_kept=options.keep
+        )
 
     with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)

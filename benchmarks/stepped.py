@@ -8,14 +8,18 @@ is compared. Not a benchmark by itself.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+from processes import cpu_s
 from serving import ServedEngine, prompts, serve, start_vllm
+
+PATIENT = {"lookup_timeout_ms": 20_000, "promotion_wait_ms": 60_000}
+"""Our settings behind such an engine: it computes in no time, so by itself our cache would find no wait worth it."""
 
 HOOKS = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
@@ -26,24 +30,52 @@ HOOKS = (
 CHUNK_TOKENS = 256
 """The unit of storage of every system: what of a prompt can be loaded is a multiple of it."""
 
+COPY_TURNS = 4
+"""Parts of the roofline's memory, of which each copy takes the next: 1 GiB for 256 MiB."""
+
 POLL_S = 0.0002
 DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Seconds from the start of the last step of a prompt: until its blocks are free, and until all may be loaded."""
+    """A prompt's store, from the start of its last step.
 
+    Attributes:
+        begun_s, begun_cpu_s: That start, on the machine's monotonic clock, and the CPU time of all processes by then.
+        free_s: Seconds until its blocks are free.
+        loadable_s: Seconds until all of it may be loaded.
+        cpu_s: CPU time of all processes until then.
+    """
+
+    begun_s: float
+    begun_cpu_s: float
     free_s: float
     loadable_s: float
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Seconds until the KV of a prompt is in its blocks: from the step that got them, and from its arrival."""
+    """Seconds until the KV of a prompt is in its blocks: from the step that got them, and from its arrival.
+
+    Attributes:
+        cpu_s: CPU time of all processes since its arrival.
+    """
 
     copy_s: float
     total_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """As many bytes by one copy for each chunk and layer: seconds, and CPU seconds, out of the blocks and into them."""
+
+    out_s: float
+    in_s: float
+    out_cpu_s: float
+    in_cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +99,21 @@ class SteppedEngine(ServedEngine):
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | dict(options.pop("environment", {}))
         super().__init__(log, transfer, environment=environment, **options)
 
-    def store(self, seed: int, tokens: int) -> Stored:
-        """Compute a prompt, with bytes that no other seed has."""
-        return Stored(**self._call("store", seed=seed, tokens=tokens))
+    def store(self, seed: int, tokens: int, helpers: Sequence[int] = ()) -> Stored:
+        """Compute a prompt, with bytes that no other seed has; ``helpers`` are pids whose CPU time counts, too."""
+        return Stored(**self._call("store", seed=seed, tokens=tokens, helpers=helpers))
 
-    def load(self, seed: int, tokens: int) -> Loaded:
+    def load(self, seed: int, tokens: int, helpers: Sequence[int] = ()) -> Loaded:
         """Load what was stored last, all whole chunks of it, into zeroed blocks, and compare.
 
         Raises:
-            RuntimeError: Other bytes came, or fewer.
+            RuntimeError: Other bytes came, or fewer. The child says so in its log.
         """
-        return Loaded(**self._call("load", seed=seed, tokens=tokens))
+        return Loaded(**self._call("load", seed=seed, tokens=tokens, helpers=helpers))
+
+    def copy(self, seed: int, tokens: int) -> Copied:
+        """The roofline of both: plain copies between blocks that follow each other and memory not touched lately."""
+        return Copied(**self._call("copy", seed=seed, tokens=tokens))
 
     def look_up(self, seed: int, tokens: int) -> LookedUp:
         """Ask what is known of a prompt, and let go of it."""
@@ -89,7 +125,7 @@ class _Child:
 
     def __init__(self, transfer: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
         import torch
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         torch.set_num_threads(1)
         _answer_vllms_scan()
@@ -97,7 +133,7 @@ class _Child:
         self._core = self._llm.llm_engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
         self._config = self._core.vllm_config
-        self._worker = get_kv_transfer_group()
+        self._worker: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
         layers = self._config.compilation_config.static_forward_context
         self._kv = {name: layer.kv_cache.view(torch.int16) for name, layer in layers.items()}
         self._block_tokens = next(iter(self._kv.values())).shape[2]
@@ -105,19 +141,24 @@ class _Child:
         self._content: list[Any] = []
         self._asked = 0
         self._thread_s = 0.0
+        self._helpers: list[int] = []
+        self._host: Any = None
+        self._host_turn = 0
         connector = self._scheduler.connector
         for hook in HOOKS:
-            if hasattr(connector, hook):
+            if hasattr(connector, hook):  # without a connector there is none
                 setattr(connector, hook, self._timed(getattr(connector, hook)))
 
-    def store(self, seed: int, tokens: int) -> dict[str, Any]:
+    def store(self, seed: int, tokens: int, helpers: list[int]) -> dict[str, Any]:
+        self._helpers = helpers
         self._draw(seed, tokens)
         request, idle = self._request(seed, tokens), self._pool.get_num_free_blocks()
         self._scheduler.add_request(request)
-        begun_s, end_s = 0.0, time.monotonic() + DEADLINE_S
+        begun, end_s = (0.0, 0.0), time.monotonic() + DEADLINE_S
         while not request.is_finished() or self._pool.get_num_free_blocks() < idle:
-            begun_s = self._step(request) or begun_s
+            begun = self._step(request) or begun
             _check(end_s, "blocks are still held")
+        begun_s, before_s = begun
         free_s = loadable_s = time.perf_counter() - begun_s
         found = 0
         while found < self._whole(tokens):
@@ -126,15 +167,24 @@ class _Child:
             loadable_s = time.perf_counter() - begun_s
             self._release(asked)
             _check(end_s, "what was stored is not found")
-        return {"free_s": free_s, "loadable_s": loadable_s}
+        used_s = self._cpu_s() - before_s
+        return {
+            "begun_s": begun_s,
+            "begun_cpu_s": before_s,
+            "free_s": free_s,
+            "loadable_s": loadable_s,
+            "cpu_s": used_s,
+        }
 
-    def load(self, seed: int, tokens: int) -> dict[str, Any]:
+    def load(self, seed: int, tokens: int, helpers: list[int]) -> dict[str, Any]:
+        self._helpers = helpers
         for layer in self._kv.values():
             layer.zero_()
         request = self._request(seed, tokens)
-        arrived_s, end_s = time.perf_counter(), time.monotonic() + DEADLINE_S
+        end_s, before_s = time.monotonic() + DEADLINE_S, self._cpu_s()
+        arrived_s = time.perf_counter()
         self._scheduler.add_request(request)
-        begun_s = loaded_s = 0.0
+        begun_s = loaded_s = used_s = 0.0
         while not loaded_s:
             started_s = time.perf_counter()
             output = self._scheduler.schedule()
@@ -143,10 +193,12 @@ class _Child:
             received = self._run(output)
             if request.request_id in output.num_scheduled_tokens:  # loaded before this step, or within it
                 loaded_s = time.perf_counter()
+                used_s = self._cpu_s() - before_s
                 self._compare(request, tokens, output)
             self._scheduler.update_from_output(output, received)
             if request.request_id in (received.kv_connector_output.finished_recving or ()):
                 loaded_s = time.perf_counter()
+                used_s = self._cpu_s() - before_s
             _check(end_s, "what was stored is not loaded")
         while not request.is_finished():
             output = self._scheduler.schedule()
@@ -155,7 +207,39 @@ class _Child:
                 self._compare(request, tokens, output)
             self._scheduler.update_from_output(output, received)
         self._settle()
-        return {"copy_s": loaded_s - begun_s, "total_s": loaded_s - arrived_s}
+        return {"copy_s": loaded_s - begun_s, "total_s": loaded_s - arrived_s, "cpu_s": used_s}
+
+    def copy(self, seed: int, tokens: int) -> dict[str, Any]:
+        import torch
+
+        self._draw(seed, tokens)
+        blocks = self._whole(tokens) // self._block_tokens
+        if self._host is None:  # ordinary memory as large as the tiers', of which a repetition takes the next part
+            shape = (COPY_TURNS, len(self._kv), blocks, *next(iter(self._kv.values())).shape[1:])
+            self._host = torch.empty(shape, dtype=torch.int16).fill_(1)
+        self._host_turn = (self._host_turn + 1) % COPY_TURNS
+        step, pairs = CHUNK_TOKENS // self._block_tokens, []
+        for layer, content, host in zip(self._kv.values(), self._content, self._host[self._host_turn], strict=True):
+            layer[1 : blocks + 1] = content[:blocks]  # block 0 is vLLM's own
+            pairs += [(layer[1 + at : 1 + at + step], host[at : at + step]) for at in range(0, blocks, step)]
+        moments = [(time.perf_counter(), self._cpu_s())]
+        for near, far in pairs:
+            far.copy_(near)
+        moments.append((time.perf_counter(), self._cpu_s()))
+        for layer in self._kv.values():
+            layer.zero_()
+        moments.append((time.perf_counter(), self._cpu_s()))
+        for near, far in pairs:
+            near.copy_(far)
+        moments.append((time.perf_counter(), self._cpu_s()))
+        for layer, content in zip(self._kv.values(), self._content, strict=True):
+            if not torch.equal(layer[1 : blocks + 1], content[:blocks]):
+                raise RuntimeError("other bytes came back")
+        (out_s, out_cpu_s), (in_s, in_cpu_s) = (
+            (after[0] - before[0], after[1] - before[1])
+            for before, after in ((moments[0], moments[1]), (moments[2], moments[3]))
+        )
+        return {"out_s": out_s, "in_s": in_s, "out_cpu_s": out_cpu_s, "in_cpu_s": in_cpu_s}
 
     def look_up(self, seed: int, tokens: int) -> dict[str, Any]:
         request = self._request(seed, tokens)
@@ -195,19 +279,19 @@ class _Child:
             _check(end_s, "a lookup has no answer")
         return int(found)
 
-    def _step(self, request: Any = None) -> float:
-        """One step; returns when it began if it took the last tokens of ``request``, else 0."""
-        started_s = time.perf_counter()
+    def _step(self, request: Any = None) -> tuple[float, float] | None:
+        """One step; if it takes the last tokens of ``request``: when it began, and the CPU time until then."""
         output = self._scheduler.schedule()
-        is_last = False
+        begun = None
         if request is not None and request.request_id in output.num_scheduled_tokens:
             self._fill(request)
-            is_last = request.num_computed_tokens >= request.num_tokens  # vLLM counts what it schedules
-            started_s = time.perf_counter()
+            if request.num_computed_tokens >= request.num_tokens:  # vLLM counts what it schedules
+                used_s = self._cpu_s()
+                begun = (time.perf_counter(), used_s)
         self._scheduler.update_from_output(output, self._run(output))
         if not output.num_scheduled_tokens:
             time.sleep(POLL_S)
-        return started_s if is_last else 0.0
+        return begun
 
     def _run(self, output: Any) -> Any:
         """What the worker does in a step, without the forward pass; every prompt that ends gets a token."""
@@ -251,6 +335,9 @@ class _Child:
         """Two steps, for what is said of ended requests in the next one."""
         self._step()
         self._step()
+
+    def _cpu_s(self) -> float:
+        return cpu_s() + sum(cpu_s(pid) for pid in self._helpers)
 
     # -- bytes -------------------------------------------------------------------------------------------------
 
