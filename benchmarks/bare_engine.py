@@ -144,11 +144,3 @@ class BareEngine:
             if role is not None:
                 role.shutdown()
         os.kill(pid, signal.SIGKILL)
-
-
-def cpu_s(pid: int | str = "self") -> float:
-    """CPU time of all threads of a process so far."""
-    total_ns = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total_ns += int((task / "schedstat").read_text().split()[0])
-    return total_ns / 1e9

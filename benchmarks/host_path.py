@@ -32,8 +32,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bare_engine import BareEngine, cpu_s
+from bare_engine import BareEngine
 from bench_report import finish, machine, parser, table
+from processes import cpu_s
 
 LAYERS, HEADS, HEAD_SIZE = 32, 8, 128
 TOKEN_BYTES = LAYERS * HEADS * 2 * HEAD_SIZE * 2

@@ -11,11 +11,11 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = REPOSITORY / "build" / "models" / "demo"
@@ -62,8 +62,14 @@ def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
 class ServedEngine:
     """An engine and the process that asks it.
 
+    Attributes:
+        SCRIPT: What that process runs.
+        pid: That process; the engine core is a child of it.
+
     Threads: one.
     """
+
+    SCRIPT: ClassVar[str] = __file__
 
     def __init__(
         self,
@@ -86,7 +92,7 @@ class ServedEngine:
         reader, writer = os.pipe()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [str(python), __file__, str(writer), json.dumps({"transfer": transfer, "options": options})],
+                [str(python), self.SCRIPT, str(writer), json.dumps({"transfer": transfer, "options": options})],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -94,6 +100,7 @@ class ServedEngine:
                 env=os.environ | ENVIRONMENT | dict(environment or {}),
             )
         os.close(writer)
+        self.pid = self._process.pid
         self._answers = os.fdopen(reader)
         self._read()
 
@@ -167,27 +174,32 @@ def build_model_once() -> None:
     build_model(MODEL, shape=DEMO)
 
 
+def start_vllm(transfer: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Any:
+    """vLLM in this process, as the benchmarks have it; arguments as :class:`ServedEngine` has them."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    arguments: dict[str, Any] = {
+        "model": str(MODEL),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 4_096,
+        "max_num_batched_tokens": 4_096,
+        "block_size": 32,
+        "disable_log_stats": True,
+        **options,
+    }
+    if transfer is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+    return LLM(**arguments)
+
+
 class _Child:
     """The process that asks."""
 
     def __init__(self, transfer: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
-        from vllm import LLM
-        from vllm.config import KVTransferConfig
-
-        arguments: dict[str, Any] = {
-            "model": str(MODEL),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            "max_model_len": 4_096,
-            "max_num_batched_tokens": 4_096,
-            "block_size": 32,
-            "disable_log_stats": True,
-            **options,
-        }
-        if transfer is not None:
-            arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
-        self._llm = LLM(**arguments)
+        self._llm = start_vllm(transfer, options)
         self._asked = 0
 
     def ttft(self, prompt: list[int], controls: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,12 +243,13 @@ class _Child:
         )
 
 
-def main() -> None:
+def serve(child_class: Callable[[Mapping[str, Any] | None, Mapping[str, Any]], Any]) -> None:
+    """The child's side: make ``child_class`` of what the parent gave, and call its methods as they are ordered."""
     channel = int(sys.argv[1])
     os.set_inheritable(channel, False)  # engine core and cache server must not hold the pipe open
     given = json.loads(sys.argv[2])
     with os.fdopen(channel, "w", buffering=1) as answers:
-        child = _Child(given["transfer"], given["options"])
+        child = child_class(given["transfer"], given["options"])
         print(json.dumps({}), file=answers)
         for line in sys.stdin:
             asked = json.loads(line)
@@ -245,4 +258,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_Child)
