@@ -348,6 +348,10 @@ USES: Final = (
     Use(f"{V1}.offloading.config", "build_offloading_config", "vllm_config, kv_cache_config", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.config:OffloadingConfig", "groups cache parallel canonical_layout replicated_layout "
             "worker_kv_bytes_per_block", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.config:OffloadingGroupConfig", "group_id tokens_per_block", since=(0, 32), feature=OFFLOADING),
+    *_reads(f"{SPECS}:KVCacheTensor", "layers layer_stride block_stride offset", since=(0, 32), feature=OFFLOADING),
+    *_reads(f"{SPECS}:KVCacheConfig", "kv_cache_tensors", feature=OFFLOADING),
+    Use(f"{SPECS}:AttentionSpec", "unpadded_page_size_bytes", since=(0, 32), feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base", "Locality", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base:LookupResult", "HIT MISS RETRY", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base:Medium", "STORAGE", feature=OFFLOADING),
