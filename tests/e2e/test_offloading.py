@@ -112,6 +112,16 @@ def test_another_machine_finds_them_in_the_bucket(
             assert_same(one, theirs)
 
 
+def test_vllms_metrics_have_our_rows(tiny_model: Path, root: Path) -> None:
+    """Through vLLM's own loggers, from the scheduler to the page that Prometheus reads."""
+    with offloading_engine(tiny_model, on_disk(root), options={"disable_log_stats": False}) as llm:
+        ask(llm, PROMPTS[0], random_prompt(77, 2 * ROW_TOKENS + 5))
+        values = {one.name: one.value for one in llm.get_metrics() if one.name.startswith("vllm:tiered_kv_rows_")}
+    assert values["vllm:tiered_kv_rows_loaded"] == ROWS
+    assert values["vllm:tiered_kv_rows_stored"] == 2
+    assert values["vllm:tiered_kv_rows_serving"] == 1
+
+
 def test_a_killed_server_costs_misses_and_hits_come_back(tiny_model: Path, plain: list[Answer], root: Path) -> None:
     """Host memory has rows for two prompts, so each comes from below it."""
     with offloading_engine(tiny_model, on_disk(root), rows=2 * ROWS + 2) as llm:

@@ -1,5 +1,6 @@
 """Our tier below vLLM's offloading, for a model of several groups of layers: a real server, no engine."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,67 @@ def test_the_end_of_a_prompt_inside_a_row_is_neither_stored_nor_found(engine: En
     result = engine.run(context, [key(STATE, 0), inside], 0, is_load=False)
     assert not result.success
     assert engine.look_until(context, inside, key(STATE, 0)) == ["MISS", "HIT"]
+
+
+def counted(engine: Engine) -> dict[tuple[str, ...], float]:
+    """What vLLM took since the last time: by name and label."""
+    from tiered_kv.vllm.row_metrics import PREFIX, definitions
+
+    stats, known = engine.tier.get_stats(), definitions()
+    found = {}
+    for name, values in stats.data["data"].items() if stats is not None else ():
+        for labels, value in values.items():
+            assert len(labels) == len(known[name].labelnames)
+            found[name.removeprefix(PREFIX), *labels] = value
+    return found
+
+
+def test_every_row_is_counted_once_by_how_it_ended(engine: Engine) -> None:
+    store(engine, 2, 1)
+    assert counted(engine) == {("stored",): 5}
+    context = engine.request(4)
+    inside = key(STATE, 99)
+    context.set_offload_key_position(inside, TOKENS + 4)
+    engine.run(context, [key(STATE, 0), inside], 0, is_load=False)
+    engine.run(context, [key(FULL, 0), key(STATE, 3)], 10, is_load=True)
+    engine.tier._resets += 1
+    engine.run(context, [key(STATE, 2)], 0, is_load=False)
+    engine.step()
+    assert counted(engine) == {
+        ("stored",): 1, ("dropped", "not_whole"): 1, ("dropped", "not_wanted"): 1, ("loaded",): 1,
+        ("not_loaded", "failed"): 1, ("serving",): 1,
+    }  # fmt: skip
+
+
+def test_rows_that_were_reported_stored_and_dropped_are_told_of_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server's own figures, with one counter changed: what makes it drop a write is proven where it does."""
+    import json
+
+    client = engine.tier._jobs.client
+    taken: list[Any] = []
+
+    def have_come() -> bool:
+        client.poll()
+        taken.append(client.figures)
+        return client.figures is not None
+
+    assert client.ask_figures()
+    wait_for(have_come, "figures")
+    figures = json.loads(taken[-1])
+    figures["counters"]["write_dropped_evicted"] = 7
+    logger = logging.getLogger("vllm.tiered_kv.vllm.row_metrics")
+    logger.addHandler(caplog.handler)
+    try:
+        for _ in range(2):
+            client.figures = json.dumps(figures).encode()
+            engine.tier._metrics.watch(client, is_serving=True, host_bytes=64 << 20)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert counted(engine)["unwritten", "evicted"] == 7
+    # A logger that passes records on, too, gives each of them twice.
+    assert len({id(one) for one in caplog.records if "reported stored were dropped" in one.getMessage()}) == 1
 
 
 def test_a_state_that_does_not_come_is_a_miss_and_the_rest_of_the_job_is_told(engine: Engine) -> None:

@@ -64,6 +64,7 @@ from tiered_kv.vllm.logs import show_our_logs
 from tiered_kv.vllm.request_params import SKIP_LOAD, SKIP_SAVE, TAG
 from tiered_kv.vllm.row_groups import RowGroup, of_all_ranks, on_rank, row_groups
 from tiered_kv.vllm.row_jobs import GROUP_BYTES, Find, RowJobs, RowNames
+from tiered_kv.vllm.row_metrics import DROPPED, LOADED, NOT_LOADED, STORED, RowMetrics, definitions
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
@@ -177,11 +178,12 @@ class _Request:
 
 
 @dataclass(slots=True)
-class _Job:
+class _TierJob:
     """One of vLLM's jobs; of each group of layers it has rows, one part is run.
 
     Attributes:
         rows: How many it has.
+        whole: Of these, whole ones of a known group: they are in a part.
         parts: That run.
         good: vLLM's keys of those stored or loaded.
     """
@@ -190,6 +192,7 @@ class _Job:
     request: _Request
     rows: int
     is_load: bool
+    whole: int = 0
     parts: int = 0
     good: list[bytes] = field(default_factory=list)
     seconds: float = 0.0
@@ -253,10 +256,11 @@ class TieredKVTier(SecondaryTierManager):
         self._resets = 0
         self._has_events = enable_kv_events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[Any] = []
-        self._parts: dict[int, tuple[_Job, _Rows, list[bytes]]] = {}  # what runs, and vLLM's keys of its rows
+        self._parts: dict[int, tuple[_TierJob, _Rows, list[bytes]]] = {}  # what runs, and vLLM's keys of its rows
         self._last_part = 0
         self._failed: list[Any] = []  # results of jobs that never began
         self._is_told = False
+        self._metrics = RowMetrics()
 
     @property
     def settings(self) -> Config:
@@ -382,6 +386,7 @@ class TieredKVTier(SecondaryTierManager):
         if self._hits > len(request.hits) and now_s - request.waits_s < LOAD_S:
             return self._again(request, rows)  # another request goes first
         self._cut(request, rows, [rows.theirs[place]])
+        self._metrics.count(NOT_LOADED, 1, "no_room")
         return LookupResult.MISS
 
     def _ask(self, jobs: RowJobs, rows: _Rows) -> int | None:
@@ -485,7 +490,7 @@ class TieredKVTier(SecondaryTierManager):
         job, request = job_metadata, self._request(job_metadata.req_context)
         self._no_longer_waits(job.req_context.req_id)  # it computes
         if request is None or not request.may_store or request.resets != self._resets:
-            self._never_began(job)
+            self._never_began(job, "not_wanted")
         else:
             self._begin(job, request, is_load=False)
 
@@ -499,7 +504,7 @@ class TieredKVTier(SecondaryTierManager):
 
     def _begin(self, job: "TransferJob", request: _Request, *, is_load: bool) -> bool:
         """Run a job's parts; False where none can be run."""
-        made = _Job(job.job_id, request, len(job.keys), is_load)
+        made = _TierJob(job.job_id, request, len(job.keys), is_load)
         self._take_keys(request, job.req_context)
         for rows, pairs in self._by_group(job, request):
             names = None if self._jobs is None else self._names(self._jobs, rows)
@@ -507,6 +512,7 @@ class TieredKVTier(SecondaryTierManager):
                 break
             self._last_part += 1
             made.parts += 1
+            made.whole += len(pairs)
             self._parts[self._last_part] = (made, rows, [rows.theirs[place] for place, _ in pairs])
             if is_load:
                 limit_s = self._config.promotion_deadline_ms / 1e3
@@ -515,7 +521,8 @@ class TieredKVTier(SecondaryTierManager):
             else:
                 self._jobs.store(self._last_part, names, pairs, request.tag, rows.group.spans)
         if not made.parts:
-            self._never_began(job)
+            has_session = self._jobs is not None and self._jobs.is_ready
+            self._never_began(job, "not_whole" if has_session else "no_session")
         return made.parts > 0
 
     def _by_group(self, job: "TransferJob", request: _Request) -> Iterable[tuple[_Rows, list[tuple[int, int]]]]:
@@ -534,9 +541,13 @@ class TieredKVTier(SecondaryTierManager):
                 found.setdefault(rows.group.number, []).append((place, int(row)))
         return [(request.rows[number], sorted(pairs)) for number, pairs in found.items()]
 
-    def _never_began(self, job: "TransferJob") -> None:
+    def _never_began(self, job: "TransferJob", why: str = "failed") -> None:
         """Tell the end of a job at once; one of no rows has all of them."""
         self._tell_refusal()
+        if job.is_promotion:
+            self._metrics.count(NOT_LOADED, len(job.keys), "failed")
+        else:
+            self._metrics.count(DROPPED, len(job.keys), why)
         self._failed.append(JobResult(job.job_id, success=not job.keys))
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -566,8 +577,15 @@ class TieredKVTier(SecondaryTierManager):
         request.hits -= lost
         self._hits -= len(lost)
 
-    def _result(self, job: _Job) -> Any:
+    def _result(self, job: _TierJob) -> Any:
         is_whole = len(job.good) == job.rows
+        if job.is_load:
+            self._metrics.count(LOADED, len(job.good))
+            self._metrics.count(NOT_LOADED, job.rows - len(job.good), "failed")
+        else:
+            self._metrics.count(STORED, len(job.good))
+            self._metrics.count(DROPPED, job.rows - job.whole, "not_whole")
+            self._metrics.count(DROPPED, job.whole - len(job.good), "failed")
         if self._has_events and job.good and not job.is_load:
             event = OffloadingEvent(keys=job.good, medium=self.medium, removed=False, locality=self.locality)
             self._events.append(event)
@@ -587,6 +605,9 @@ class TieredKVTier(SecondaryTierManager):
             self._no_longer_waits(name)
         if self._jobs is not None:
             self._jobs.poll()
+        is_serving = self._jobs is not None and self._jobs.is_ready
+        client = None if self._jobs is None else self._jobs.client
+        self._metrics.watch(client, is_serving=is_serving, host_bytes=self._config.host_bytes)
 
     def on_request_finished(self, req_context: "ReqContext") -> None:
         self._no_longer_waits(req_context.req_id)
@@ -605,6 +626,13 @@ class TieredKVTier(SecondaryTierManager):
             request.hits.clear()
 
     # -- the rest ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - vLLM's
+        return definitions()
+
+    def get_stats(self) -> Any:
+        return self._metrics.take()
 
     def take_events(self) -> Iterable[Any]:
         events, self._events = self._events, []

@@ -100,8 +100,8 @@ def _check_names(vllm_config: Any) -> None:
     """
     if vllm_config.lora_config is not None:
         raise UnsupportedModel(
-            "vLLM's offloading names an adapter by its path, whatever lies there now. Use TieredKVConnector, which "
-            "digests what was loaded"
+            "LoRA: vLLM's block hashes have an adapter's name and path, whatever lies there now, and tiers are told "
+            "no more. Use TieredKVConnector, which digests what was loaded"
         )
     if not hashes_media(vllm_config):
         raise UnsupportedModel("vLLM counts images instead of hashing them: set mm_processor_cache_gb above 0")
