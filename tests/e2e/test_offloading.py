@@ -6,10 +6,7 @@ from below it.
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,6 @@ from tests.kit.vllm.cached_engine import assert_same
 from tests.kit.vllm.engine_process import EngineProcess
 from tests.kit.vllm.harness import (
     Answer,
-    close_llm,
     generate,
     kv_fingerprint,
     make_llm,
@@ -31,72 +27,25 @@ from tests.kit.vllm.harness import (
     running,
     zero_kv,
 )
+from tests.kit.vllm.offloading_engine import (
+    MAX_TOKENS,
+    ROW_BYTES,
+    ROW_TOKENS,
+    ask,
+    extra_config,
+    offloading,
+    offloading_engine,
+    on_disk,
+    step,
+    tier_of,
+)
 from tiered_kv.vllm import offloading as offloading_tier
 
 pytestmark = pytest.mark.vllm
 
-ROW_TOKENS = 128
-ROW_BYTES = 256 << 10
 PROMPTS = [random_prompt(5_000 + n, 5 * ROW_TOKENS + 20) for n in range(4)]
 ROWS = 5
 HIT = ROWS * ROW_TOKENS
-MAX_TOKENS = 6
-
-
-def extra_config(place: dict[str, Any], rows: int = 256, **more: Any) -> dict[str, Any]:
-    """vLLM's own offloading with so many rows of host memory, and our tier below it."""
-    tier = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "strict": True, "host_bytes": "64MiB"}
-    tier |= {"lookup_timeout_ms": 30_000, "promotion_deadline_ms": 60_000} | place | more
-    return {
-        "spec_name": "HostTieringSpec",
-        "spec_module_path": "tests.kit.vllm.host_offloading",
-        "cpu_bytes_to_use": rows * ROW_BYTES,
-        "block_size": ROW_TOKENS,
-        "secondary_tiers": [tier],
-    }
-
-
-def offloading(place: dict[str, Any], rows: int = 256, **more: Any) -> dict[str, Any]:
-    """The engine's settings."""
-    from vllm.config import KVTransferConfig
-
-    extra = extra_config(place, rows, **more)
-    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
-    return {"kv_transfer_config": transfer}
-
-
-def on_disk(root: Path) -> dict[str, Any]:
-    return {"storage_uri": f"file://{root}", "disk_bytes": "512MiB"}
-
-
-@contextmanager
-def offloading_engine(model: Path, place: dict[str, Any], rows: int = 256, **more: Any) -> Iterator[Any]:
-    llm = make_llm(model, **offloading(place, rows, **more))
-    try:
-        yield llm
-    finally:
-        close_llm(llm)
-
-
-def tier_of(llm: Any) -> Any:
-    (tier,) = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.manager.secondary_tiers
-    return tier
-
-
-def ask(llm: Any, *prompts: list[int]) -> list[Answer]:
-    """Answer with an empty GPU prefix cache; what is stored has left vLLM's rows when this returns."""
-    reset_gpu_cache(llm)
-    zero_kv(llm)
-    answers = generate(llm, prompts, max_tokens=MAX_TOKENS)
-    wait_for(lambda: not step(llm), "jobs to end")
-    return answers
-
-
-def step(llm: Any) -> bool:
-    """Let the engine do a step; says whether jobs of its tier run."""
-    generate(llm, [[5, 6, 7]], max_tokens=1)
-    manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.manager
-    return bool(manager.has_pending_work())
 
 
 def chunks(root: Path) -> int:
@@ -163,6 +112,16 @@ def test_another_machine_finds_them_in_the_bucket(
             assert_same(one, theirs)
 
 
+def test_vllms_metrics_have_our_rows(tiny_model: Path, root: Path) -> None:
+    """Through vLLM's own loggers, from the scheduler to the page that Prometheus reads."""
+    with offloading_engine(tiny_model, on_disk(root), options={"disable_log_stats": False}) as llm:
+        ask(llm, PROMPTS[0], random_prompt(77, 2 * ROW_TOKENS + 5))
+        values = {one.name: one.value for one in llm.get_metrics() if one.name.startswith("vllm:tiered_kv_rows_")}
+    assert values["vllm:tiered_kv_rows_loaded"] == ROWS
+    assert values["vllm:tiered_kv_rows_stored"] == 2
+    assert values["vllm:tiered_kv_rows_serving"] == 1
+
+
 def test_a_killed_server_costs_misses_and_hits_come_back(tiny_model: Path, plain: list[Answer], root: Path) -> None:
     """Host memory has rows for two prompts, so each comes from below it."""
     with offloading_engine(tiny_model, on_disk(root), rows=2 * ROWS + 2) as llm:
@@ -221,12 +180,9 @@ def test_a_prompt_computed_in_steps_is_stored_whole_and_comes_through_a_small_ar
     root = tmp_path / "cache"
     for hit, slots in ((0, 128), (HIT, 8)):
         tier = on_disk(root) | {"host_bytes": slots * (ROW_BYTES + 4096)}
-        llm = make_llm(tiny_model, **offloading(tier), max_num_batched_tokens=ROW_TOKENS)
-        try:
+        with offloading_engine(tiny_model, tier, options={"max_num_batched_tokens": ROW_TOKENS}) as llm:
             answers = ask(llm, *PROMPTS)
             wait_written(root)
-        finally:
-            close_llm(llm)
         wait_ended(root)
         assert [one.cached_tokens for one in answers] == [hit] * len(PROMPTS)
         for one, theirs in zip(answers, plain, strict=True):

@@ -90,6 +90,16 @@ def test_a_shutdown_may_be_called_again(make_tier: Callable[[], Any]) -> None:
 TIER = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "storage_uri": "file:///unused"}
 
 
+def test_vllm_defines_our_metrics_beside_its_own() -> None:
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    from tiered_kv.vllm.row_metrics import definitions
+
+    defined = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [TIER]})
+    assert definitions().items() <= defined.items()
+    assert all(name.startswith("vllm:tiered_kv_rows_") for name in definitions())
+
+
 def test_a_rank_that_says_nothing_is_a_refusal(make_tier: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics as KVConnectorPromMetrics
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as KVConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector as MultiConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats as OffloadingConnectorStats,
+    )
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys as generate_block_hash_extra_keys
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as maybe_convert_block_hash
     from vllm.v1.core.kv_cache_utils import to_event_extra_keys as to_event_extra_keys
@@ -63,7 +66,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import Locality as Locality
     from vllm.v1.kv_offload.base import LookupResult as LookupResult
     from vllm.v1.kv_offload.base import Medium as Medium
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata as OffloadingCounterMetadata
     from vllm.v1.kv_offload.base import OffloadingEvent as OffloadingEvent
+    from vllm.v1.kv_offload.base import OffloadingGaugeMetadata as OffloadingGaugeMetadata
     from vllm.v1.kv_offload.base import RequestOffloadingContext as RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult as JobResult
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as SecondaryTierManager
@@ -122,7 +127,10 @@ IMPORTED: Final = {
     "LookupResult": f"{OFFLOAD}.base",
     "Medium": f"{OFFLOAD}.base",
     "MultiConnector": f"{V1}.multi_connector",
+    "OffloadingConnectorStats": f"{V1}.offloading.metrics",
+    "OffloadingCounterMetadata": f"{OFFLOAD}.base",
     "OffloadingEvent": f"{OFFLOAD}.base",
+    "OffloadingGaugeMetadata": f"{OFFLOAD}.base",
     "RequestOffloadingContext": f"{OFFLOAD}.base",
     "RequestStatus": "vllm.v1.request",
     "SecondaryTierManager": f"{OFFLOAD}.tiering.base",
@@ -240,7 +248,7 @@ HOOKS: Final = (
         f"{OFFLOAD}.tiering.base:SecondaryTierManager",
         "tiered_kv.vllm.offloading:TieredKVTier",
         "lookup submit_store submit_load get_finished_jobs take_events drain_jobs on_new_request on_request_finished "
-        "on_schedule_end shutdown",
+        "on_schedule_end shutdown build_metric_definitions get_stats",
         feature=OFFLOADING,
     ),
 )
@@ -348,7 +356,15 @@ USES: Final = (
     Use(f"{V1}.offloading.config", "build_offloading_config", "vllm_config, kv_cache_config", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.config:OffloadingConfig", "groups cache parallel canonical_layout replicated_layout "
             "worker_kv_bytes_per_block", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.config:OffloadingGroupConfig", "group_id tokens_per_block", since=(0, 32), feature=OFFLOADING),
+    *_reads(f"{SPECS}:KVCacheTensor", "layers layer_stride block_stride offset", since=(0, 32), feature=OFFLOADING),
+    *_reads(f"{SPECS}:KVCacheConfig", "kv_cache_tensors", feature=OFFLOADING),
+    Use(f"{SPECS}:AttentionSpec", "unpadded_page_size_bytes", since=(0, 32), feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base", "Locality", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.base", "OffloadingCounterMetadata OffloadingGaugeMetadata", since=(0, 32), feature=OFFLOADING),
+    Use(f"{V1}.offloading.metrics", "OffloadingConnectorStats", since=(0, 32), feature=OFFLOADING),
+    *_reads(f"{V1}.offloading.metrics:OffloadingConnectorStats", "increase_counter set_gauge",
+            since=(0, 32), feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base:LookupResult", "HIT MISS RETRY", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base:Medium", "STORAGE", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base:ReqContext", "req_id kv_transfer_params get_state set_state", feature=OFFLOADING),
@@ -359,7 +375,8 @@ USES: Final = (
     Use(f"{OFFLOAD}.tiering.base", "JobResult",
         "job_id, *, success=, successful_keys=, transfer_time=, transfer_bytes=", since=(0, 32), feature=OFFLOADING),
     Use(f"{OFFLOAD}.tiering.base:SecondaryTierManager", "block_size_bytes", since=(0, 31), feature=OFFLOADING),
-    *_reads(f"{OFFLOAD}.tiering.base:TransferJob", "job_id keys chunk_ids req_context", feature=OFFLOADING),
+    *_reads(f"{OFFLOAD}.tiering.base:TransferJob", "job_id keys chunk_ids is_promotion req_context",
+            feature=OFFLOADING),
     *_calls("vllm.distributed.kv_transfer", get_kv_transfer_group="", has_kv_transfer_group=""),
     *_calls(CONFIG, get_current_vllm_config_or_none=""),
     Use("vllm.logger", "init_logger", "name"),

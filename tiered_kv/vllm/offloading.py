@@ -16,10 +16,22 @@ waits for running copies. Three things vLLM leaves to its tiers, each of which e
   would several that wait. Hits of all requests that wait together have a limit (``SHARE_MAX``).
 - "Ask again" has no time limit there: it has one here.
 - What could not be loaded must be a miss for that request, or it is loaded again for ever.
+
+A key of vLLM's names a chunk's prefix and one group of layers. Of full attention a request needs all rows of its
+prefix, of layers that forget those of the window, or the one state, that continue at its end; these are stored at few
+ends only, and vLLM looks for them from the prompt's end on::
+
+    full attention  [0][1][2][3][4][5][6][7]         one question for all of them: how many are held
+    window of 2                    [4][5]            a question each, from where full attention ends
+    state                              [5]  ->  a hit of six rows
+
+So a request's rows of full attention are not promoted before one of each of these was found: most prompts that share a
+beginning have no state where they part.
 """
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -50,7 +62,9 @@ from tiered_kv.vllm.compat import (
 from tiered_kv.vllm.identity.rows import RowIdentity, row_identity
 from tiered_kv.vllm.logs import show_our_logs
 from tiered_kv.vllm.request_params import SKIP_LOAD, SKIP_SAVE, TAG
-from tiered_kv.vllm.row_jobs import Find, RowJobs, RowNames
+from tiered_kv.vllm.row_groups import RowGroup, of_all_ranks, on_rank, row_groups
+from tiered_kv.vllm.row_jobs import GROUP_BYTES, Find, RowJobs, RowNames
+from tiered_kv.vllm.row_metrics import DROPPED, LOADED, NOT_LOADED, STORED, RowMetrics, definitions
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
@@ -64,6 +78,9 @@ SHARE_MAX: Final = 0.5
 SEARCH_S: Final = 1.0
 """Longest wait for chunks that a search in a bucket may still find."""
 
+ASKED_MAX: Final = 32
+"""Rows of windows and states that are asked for at a time, for one request and group."""
+
 LOAD_S: Final = 1.0
 SLOWEST_PREFILL_TOKENS_PER_S: Final = 1_000
 """A load is waited for as long as this prefill would take, at least ``LOAD_S``: vLLM tells a tier of no rate."""
@@ -73,34 +90,113 @@ IDENTITY_SETTINGS: Final = ("model_id", "share_vllm_versions")
 
 
 @dataclass(slots=True)
+class _Rows:
+    """One request's rows of one group of layers.
+
+    Attributes:
+        theirs: vLLM's keys: of full attention those of the prefix, else in the order of their first use.
+        places: By vLLM's key, its place among them.
+        names: What they are called here.
+        find: The question how many are held.
+        held: Leading chunks that may be had; None: not known yet.
+        step: The last one in which it was answered "ask again".
+        asked: Of layers that forget: rows that were asked for.
+        found: And those of which the answer is known.
+        found_end: How many tokens end with the deepest one that was found.
+    """
+
+    group: RowGroup
+    theirs: list[bytes] = field(default_factory=list)
+    places: dict[bytes, int] = field(default_factory=dict)
+    names: RowNames | None = None
+    find: Find | None = None
+    held: int | None = None
+    step: int = -1
+    asked: dict[bytes, Find] = field(default_factory=dict)
+    found: dict[bytes, bool] = field(default_factory=dict)
+    found_end: int = 0
+
+    @property
+    def forgets(self) -> bool:
+        return self.group.window_rows is not None
+
+    def place(self, key: bytes) -> int:
+        """Of a row of layers that forget."""
+        if key not in self.places:
+            self.places[key] = len(self.theirs)
+            self.theirs.append(key)
+        return self.places[key]
+
+
+@dataclass(slots=True)
 class _Request:
     """What is known of one request; kept in vLLM's context of it.
 
     Attributes:
         resets: How often the cache had been reset when it came.
-        theirs: vLLM's keys of its prefix.
-        places: By vLLM's key, its chunk's index.
+        rows: By the group's number.
         seen: Keys of vLLM's context that were looked at.
-        names: What they are called here.
-        held: Leading chunks that may be had; None: not known yet.
         hits: vLLM's keys of chunks that are answered as hits, while it waits.
         waits_s: Since when it waits for room among vLLM's rows.
-        step: The last one in which it was answered "ask again".
+        step: The last one in which anything of it was looked up.
+        is_open: Rows of full attention may be promoted.
+        was_closed: They would have been, and so vLLM has asked for windows and states since.
+        is_waiting: For one of these vLLM was told to ask again, since the step began.
+        again_s: Since when vLLM was told nothing but to ask again.
     """
 
     resets: int
+    rows: dict[int, _Rows]
     may_read: bool = True
     may_store: bool = True
     tag: bytes = NO_TAG
-    theirs: list[bytes] = field(default_factory=list)
-    places: dict[bytes, int] = field(default_factory=dict)
     seen: int = 0
-    names: RowNames | None = None
-    find: Find | None = None
-    held: int | None = None
     hits: set[bytes] = field(default_factory=set)
     waits_s: float | None = None
     step: int = -1
+    is_open: bool = False
+    was_closed: bool = False
+    is_waiting: bool = False
+    again_s: float | None = None
+
+    def of(self, key: bytes) -> _Rows | None:
+        return self.rows.get(int.from_bytes(key[-GROUP_BYTES:], "big"))
+
+    @property
+    def forgetting(self) -> list[_Rows]:
+        return [one for one in self.rows.values() if one.forgets]
+
+    def prefix_tokens(self) -> float | None:
+        """Tokens of which all asked groups of full attention are held; None: it is not known yet."""
+        tokens = math.inf
+        for one in self.rows.values():
+            if one.find is not None and not one.forgets:
+                if one.held is None:
+                    return None
+                tokens = min(tokens, one.held * one.group.tokens)
+        return tokens
+
+
+@dataclass(slots=True)
+class _TierJob:
+    """One of vLLM's jobs; of each group of layers it has rows, one part is run.
+
+    Attributes:
+        rows: How many it has.
+        whole: Of these, whole ones of a known group: they are in a part.
+        parts: That run.
+        good: vLLM's keys of those stored or loaded.
+    """
+
+    id: int
+    request: _Request
+    rows: int
+    is_load: bool
+    whole: int = 0
+    parts: int = 0
+    good: list[bytes] = field(default_factory=list)
+    seconds: float = 0.0
+    copied_bytes: int = 0
 
 
 class _Requests(dict["TieredKVTier", _Request]):
@@ -142,11 +238,16 @@ class TieredKVTier(SecondaryTierManager):
         self.locality = None if locality is None else Locality(locality)
         if "chunk_tokens" in settings:
             raise ConfigError("chunk_tokens: a chunk is a row of vLLM's; set blocks_per_chunk beside secondary_tiers")
-        self._row_tokens = int(groups[0].tokens_per_block) * int(spec.config.cache.blocks_per_chunk)
+        blocks = int(spec.config.cache.blocks_per_chunk)
+        self._row_tokens = row_tokens(spec.config)
         self._config = Config.from_mapping({**settings, "chunk_tokens": self._row_tokens})
         logger.info("settings: %s", self._config.describe())
         self._rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(-1, self.block_size_bytes)
         self._hits_max = max(1, int(SHARE_MAX * len(self._rows)))
+        numbers = [int(getattr(one, "group_id", 0)) for one in groups]
+        self._groups = [
+            RowGroup(number, int(one.tokens_per_block) * blocks) for number, one in zip(numbers, groups, strict=True)
+        ]
         self._jobs: RowJobs | None = None
         self._refusal = "no worker has said yet what this engine serves"
         self._requests: dict[str, _Request] = {}  # those that wait and have hits
@@ -155,10 +256,11 @@ class TieredKVTier(SecondaryTierManager):
         self._resets = 0
         self._has_events = enable_kv_events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[Any] = []
-        self._stored: dict[int, list[bytes]] = {}  # keys of running stores
-        self._loading: dict[int, tuple[_Request, list[tuple[int, bytes]]]] = {}
+        self._parts: dict[int, tuple[_TierJob, _Rows, list[bytes]]] = {}  # what runs, and vLLM's keys of its rows
+        self._last_part = 0
         self._failed: list[Any] = []  # results of jobs that never began
         self._is_told = False
+        self._metrics = RowMetrics()
 
     @property
     def settings(self) -> Config:
@@ -183,7 +285,10 @@ class TieredKVTier(SecondaryTierManager):
                 raise TieredKVError(f"the tier cannot serve this engine: {refusal}")
             logger.error("this engine's offloading goes on without the tier %s: %s", self.tier_type, refusal)
             return
-        row = LayerPage("row", "U8", (self.block_size_bytes,), "B")
+        if first.groups:
+            self._groups = list(of_all_ranks(one.groups for one in identities))
+        stored_bytes = max(one.stored_bytes for one in self._groups) or self.block_size_bytes
+        row = LayerPage("row", "U8", (stored_bytes,), "B")
         pages = pages_on_the_wire([row], {"row": "vllm-offloading-row"})
         tokens = self._row_tokens
         join = m.JoinWorker(0, 1, tokens, tokens, first.fields, pages, stored_by=first.stored_by)
@@ -202,7 +307,8 @@ class TieredKVTier(SecondaryTierManager):
         self._no_longer_waits(req_context.req_id)  # ids of requests may come again
         params = req_context.kv_transfer_params
         params = params if isinstance(params, Mapping) else {}
-        request = _Request(self._resets)
+        request = _Request(self._resets, {one.number: _Rows(one) for one in self._groups})
+        request.is_open = not request.forgetting
         request.may_read = params.get(SKIP_LOAD) is not True
         request.may_store = params.get(SKIP_SAVE) is not True
         if (tag := params.get(TAG)) is not None:
@@ -227,70 +333,150 @@ class TieredKVTier(SecondaryTierManager):
         if request is None or not request.may_read or self._jobs is None:
             self._tell_refusal()
             return LookupResult.MISS
-        if request.step == self._step:
+        rows = request.of(key)
+        if rows is None or rows.step == self._step or not self._jobs.is_ready:
             return LookupResult.MISS  # vLLM waits for the first such key of a prefix, and asks for no more of it
         self._take_keys(request, req_context)
-        place = request.places.get(key)
-        if place is None or not self._jobs.is_ready:
+        if request.step != self._step:
+            request.step = self._step
+            self._take_answers(self._jobs, request)
+        if rows.forgets:
+            return self._look_at_one(self._jobs, request, rows, key, req_context)
+        place = rows.places.get(key)
+        if place is None:
             return LookupResult.MISS  # the end of a prompt, which is no whole row
-        held = request.held if request.held is not None else self._ask(self._jobs, request)
+        held = rows.held if rows.held is not None else self._ask(self._jobs, rows)
         if held is None:
-            return self._again(request)
-        if place >= held:
+            return self._again(request, rows)
+        if place >= min(held, self._useful(request, rows)):
             return LookupResult.MISS
-        return self._hit(request, place, req_context.req_id)
+        if not request.is_open:
+            request.was_closed = True
+            return self._again(request, rows)
+        return self._hit(request, rows, place, req_context.req_id)
 
-    def _again(self, request: _Request) -> Any:
-        request.step = self._step
+    def _again(self, request: _Request, rows: _Rows) -> Any:
+        """Have vLLM ask again in its next step, but not for ever."""
+        if self._is_late(request):
+            return LookupResult.MISS
+        if not rows.forgets:
+            rows.step = self._step
         return LookupResult.RETRY
 
-    def _hit(self, request: _Request, place: int, name: str) -> Any:
-        """Answer for a chunk that is held and those behind it, within the limit of all requests that wait."""
-        assert request.held is not None
-        room = min(request.held - place, self._hits_max - self._hits)
+    def _is_late(self, request: _Request) -> bool:
+        now_s = time.monotonic()
+        if request.again_s is None:
+            request.again_s = now_s
+        return now_s - request.again_s > max(SEARCH_S, self._config.lookup_timeout_ms / 1e3) + LOAD_S
+
+    def _hit(self, request: _Request, rows: _Rows, place: int, name: str) -> Any:
+        """Answer for a row that is held, and of a prefix those behind it, within the limit of all that wait."""
+        held = place + 1 if rows.forgets else min(rows.held or 0, self._useful(request, rows))
+        room = min(held - place, self._hits_max - self._hits)
         if room > 0:
             before = len(request.hits)
-            request.hits.update(request.theirs[place : place + room])
+            request.hits.update(rows.theirs[place : place + room])
             self._hits += len(request.hits) - before  # chunks behind it may have been counted
-            request.waits_s = None
+            request.waits_s = request.again_s = None
             self._requests[name] = request
             return LookupResult.HIT
         now_s = time.monotonic()
         if request.waits_s is None:
             request.waits_s = now_s
         if self._hits > len(request.hits) and now_s - request.waits_s < LOAD_S:
-            return self._again(request)  # another request goes first
-        request.held = place
+            return self._again(request, rows)  # another request goes first
+        self._cut(request, rows, [rows.theirs[place]])
+        self._metrics.count(NOT_LOADED, 1, "no_room")
         return LookupResult.MISS
 
-    def _ask(self, jobs: RowJobs, request: _Request) -> int | None:
+    def _ask(self, jobs: RowJobs, rows: _Rows) -> int | None:
         """Leading chunks that are held, once that is known."""
-        if request.find is None:
-            names = self._names(jobs, request)
-            request.find = None if names is None else jobs.find(names)
-            if request.find is None:
+        if rows.find is None:
+            names = self._names(jobs, rows)
+            rows.find = None if names is None else jobs.find(names)
+            if rows.find is None:
                 return 0  # nobody answers now: what waits for other reasons asks again
-        request.held = jobs.answer(request.find, SEARCH_S)
-        return request.held
+        rows.held = jobs.answer(rows.find, SEARCH_S)
+        return rows.held
 
-    def _names(self, jobs: RowJobs, request: _Request) -> RowNames | None:
+    # -- layers that forget --------------------------------------------------------------------------------------------
+
+    def _take_answers(self, jobs: RowJobs, request: _Request) -> None:
+        """Once in a step: what is known now, also of what vLLM does not ask for again; and whether that is all."""
+        forgetting = request.forgetting
+        for rows in request.rows.values():
+            if rows.find is not None and rows.held is None:
+                rows.held = jobs.answer(rows.find, SEARCH_S)
+        for rows in forgetting:
+            for key, find in list(rows.asked.items()):
+                if (held := jobs.answer(find, SEARCH_S)) is not None:
+                    del rows.asked[key]
+                    rows.found[key] = held > 0
+        if request.was_closed:
+            are_found = not any(rows.asked for rows in forgetting) and all(
+                any(rows.found.values()) for rows in forgetting if rows.found
+            )
+            # Else vLLM asks again although it waits for none of them: its own memory has them.
+            request.is_open |= are_found or not request.is_waiting
+        request.is_waiting = False
+
+    def _look_at_one(self, jobs: RowJobs, request: _Request, rows: _Rows, key: bytes, req_context: "ReqContext") -> Any:
+        """Whether a row of a window or a state is held: of no use behind the prefix that is."""
+        end, tokens = key_positions(req_context).get(key), rows.group.tokens
+        prefix_tokens = request.prefix_tokens()
+        if prefix_tokens is None:
+            request.is_waiting = True
+            return self._again(request, rows)
+        # vLLM rounds the prefix up to a row of this group, and wants one more beside a draft.
+        if end is None or end % tokens or end - 2 * tokens >= prefix_tokens:
+            return LookupResult.MISS
+        found = rows.found.get(key)
+        if found is None and key not in rows.asked and len(rows.asked) < ASKED_MAX:
+            place, names = rows.place(key), self._names(jobs, rows)
+            find = None if names is None or self._is_late(request) else jobs.find(names, place)
+            if find is None:
+                found = rows.found[key] = False
+            else:
+                rows.asked[key] = find
+        if found is None:
+            request.is_waiting = True
+            return self._again(request, rows)
+        if not found:
+            return LookupResult.MISS
+        rows.found_end = max(rows.found_end, end)
+        return self._hit(request, rows, rows.places[key], req_context.req_id)
+
+    def _useful(self, request: _Request, rows: _Rows) -> int:
+        """Leading rows of full attention that a hit may have, by what was found of windows and states.
+
+        vLLM's own memory may have the end of a window of which the rest was found here.
+        """
+        ends = [
+            one.found_end + (one.group.window_rows + 1) * one.group.tokens
+            for one in request.rows.values()
+            if one.found_end and one.group.window_rows is not None
+        ]
+        return -(-min(ends) // rows.group.tokens) if ends else len(rows.theirs)
+
+    def _names(self, jobs: RowJobs, rows: _Rows) -> RowNames | None:
         namespace = jobs.namespace
         if namespace is None:
             return None
-        if request.names is None or request.names.namespace is not namespace:
-            request.names = RowNames(namespace)
-        request.names.extend(request.theirs)
-        return request.names
+        if rows.names is None or rows.names.namespace is not namespace:
+            rows.names = RowNames(namespace, is_chain=not rows.forgets)
+        rows.names.extend(rows.theirs)
+        return rows.names
 
     def _take_keys(self, request: _Request, req_context: "ReqContext") -> None:
-        """Take in the keys of chunks that became whole since the last look."""
+        """Take in the keys of full attention's rows that became whole since the last look."""
         positions = key_positions(req_context)
         if len(positions) == request.seen:
             return
         for key, end in islice(positions.items(), request.seen, None):
-            if end == (len(request.theirs) + 1) * self._row_tokens:
-                request.places[key] = len(request.theirs)
-                request.theirs.append(key)
+            rows = request.of(key)
+            if rows is not None and not rows.forgets and end == (len(rows.theirs) + 1) * rows.group.tokens:
+                rows.places[key] = len(rows.theirs)
+                rows.theirs.append(key)
         request.seen = len(positions)
 
     def _tell_refusal(self) -> None:
@@ -303,78 +489,112 @@ class TieredKVTier(SecondaryTierManager):
     def submit_store(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
         job, request = job_metadata, self._request(job_metadata.req_context)
         self._no_longer_waits(job.req_context.req_id)  # it computes
-        keys = list(job.keys)
-        is_current = request is not None and request.may_store and request.resets == self._resets
-        names = None
-        if is_current and self._jobs is not None and request is not None:
-            self._take_keys(request, job.req_context)
-            names = self._names(self._jobs, request)
-        places = [] if request is None else [request.places.get(key) for key in keys]
-        if not keys or names is None or self._jobs is None or request is None or None in places:
-            self._never_began(job)
-            return
-        pairs = [(place, int(row)) for place, row in zip(places, job.chunk_ids, strict=True) if place is not None]
-        self._stored[job.job_id] = [request.theirs[place] for place, _ in sorted(pairs)]
-        self._jobs.store(job.job_id, names, pairs, request.tag)
+        if request is None or not request.may_store or request.resets != self._resets:
+            self._never_began(job, "not_wanted")
+        else:
+            self._begin(job, request, is_load=False)
 
     def submit_load(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
         job, request = job_metadata, self._request(job_metadata.req_context)
-        names = None if self._jobs is None or request is None else self._names(self._jobs, request)
-        places = [] if request is None else [request.places.get(key) for key in job.keys]
-        if not places or names is None or self._jobs is None or request is None or None in places:
-            if request is not None and places:
-                self._cut(request, 0)
+        if request is None:
             self._never_began(job)
-            return
-        pairs = sorted((place, int(row)) for place, row in zip(places, job.chunk_ids, strict=True) if place is not None)
-        self._loading[job.job_id] = (request, [(place, request.theirs[place]) for place, _ in pairs])
-        limit_s = self._config.promotion_deadline_ms / 1e3
-        wait_s = max(LOAD_S, len(pairs) * self._row_tokens / SLOWEST_PREFILL_TOKENS_PER_S)
-        self._jobs.load(job.job_id, names, pairs, min(wait_s, limit_s))
+        elif not self._begin(job, request, is_load=True):
+            for rows in request.rows.values():
+                self._cut(request, rows, [key for key in job.keys if request.of(key) is rows])
 
-    def _never_began(self, job: "TransferJob") -> None:
+    def _begin(self, job: "TransferJob", request: _Request, *, is_load: bool) -> bool:
+        """Run a job's parts; False where none can be run."""
+        made = _TierJob(job.job_id, request, len(job.keys), is_load)
+        self._take_keys(request, job.req_context)
+        for rows, pairs in self._by_group(job, request):
+            names = None if self._jobs is None else self._names(self._jobs, rows)
+            if self._jobs is None or names is None:
+                break
+            self._last_part += 1
+            made.parts += 1
+            made.whole += len(pairs)
+            self._parts[self._last_part] = (made, rows, [rows.theirs[place] for place, _ in pairs])
+            if is_load:
+                limit_s = self._config.promotion_deadline_ms / 1e3
+                wait_s = max(LOAD_S, len(pairs) * rows.group.tokens / SLOWEST_PREFILL_TOKENS_PER_S)
+                self._jobs.load(self._last_part, names, pairs, min(wait_s, limit_s), rows.group.spans)
+            else:
+                self._jobs.store(self._last_part, names, pairs, request.tag, rows.group.spans)
+        if not made.parts:
+            has_session = self._jobs is not None and self._jobs.is_ready
+            self._never_began(job, "not_whole" if has_session else "no_session")
+        return made.parts > 0
+
+    def _by_group(self, job: "TransferJob", request: _Request) -> Iterable[tuple[_Rows, list[tuple[int, int]]]]:
+        """A job's rows by their group, each with its place, in that order; but those that are no whole rows."""
+        positions = key_positions(job.req_context)
+        found: dict[int, list[tuple[int, int]]] = {}
+        for key, row in zip(job.keys, job.chunk_ids, strict=True):
+            rows = request.of(key)
+            if rows is None:
+                continue
+            if not rows.forgets:
+                place = rows.places.get(key)
+            else:
+                place = rows.place(key) if positions.get(key, 1) % rows.group.tokens == 0 else None
+            if place is not None:
+                found.setdefault(rows.group.number, []).append((place, int(row)))
+        return [(request.rows[number], sorted(pairs)) for number, pairs in found.items()]
+
+    def _never_began(self, job: "TransferJob", why: str = "failed") -> None:
         """Tell the end of a job at once; one of no rows has all of them."""
         self._tell_refusal()
+        if job.is_promotion:
+            self._metrics.count(NOT_LOADED, len(job.keys), "failed")
+        else:
+            self._metrics.count(DROPPED, len(job.keys), why)
         self._failed.append(JobResult(job.job_id, success=not job.keys))
 
     def get_finished_jobs(self) -> Iterable[Any]:
         results, self._failed = self._failed, []
         for done in () if self._jobs is None else self._jobs.take_done():
-            if done.job in self._loading:
-                results.append(self._loaded(done))
-                continue
-            keys = self._stored.pop(done.job)
-            if self._has_events and (stored := [key for key, is_good in zip(keys, done.good, strict=True) if is_good]):
-                self._events.append(
-                    OffloadingEvent(keys=stored, medium=self.medium, removed=False, locality=self.locality)
-                )
-            results.append(
-                JobResult(
-                    done.job, success=all(done.good), transfer_time=done.seconds, transfer_bytes=done.copied_bytes
-                )
-            )
+            job, rows, keys = self._parts.pop(done.job)
+            job.parts -= 1
+            job.good += [key for key, is_good in zip(keys, done.good, strict=True) if is_good]
+            job.seconds = max(job.seconds, done.seconds)
+            job.copied_bytes += done.copied_bytes
+            if job.is_load:  # what did not come is a miss from now on, or it would be loaded again for ever
+                self._cut(job.request, rows, [key for key, is_good in zip(keys, done.good, strict=True) if not is_good])
+            if not job.parts:
+                results.append(self._result(job))
         return results
 
-    def _cut(self, request: _Request, place: int) -> None:
-        """What lies there or behind is a miss from now on."""
-        request.held = min(place, request.held or 0)
-        lost = request.hits.difference(request.theirs[: request.held])
+    def _cut(self, request: _Request, rows: _Rows, keys: list[bytes]) -> None:
+        """What lies there is a miss from now on, and of a prefix what is behind it."""
+        if not keys:
+            return
+        if rows.forgets:
+            rows.found.update(dict.fromkeys(keys, False))
+            lost = request.hits.intersection(keys)
+        else:
+            rows.held = min([rows.held or 0, *(rows.places.get(key, 0) for key in keys)])
+            lost = request.hits.intersection(rows.theirs[rows.held :])
         request.hits -= lost
         self._hits -= len(lost)
 
-    def _loaded(self, done: Any) -> Any:
-        """The result of a load; what did not come is a miss from now on, or it would be loaded again for ever."""
-        request, chunks = self._loading.pop(done.job)
-        bad = [place for (place, _), is_good in zip(chunks, done.good, strict=True) if not is_good]
-        if bad:
-            self._cut(request, bad[0])
-        good = tuple(key for (_, key), is_good in zip(chunks, done.good, strict=True) if is_good)
+    def _result(self, job: _TierJob) -> Any:
+        is_whole = len(job.good) == job.rows
+        if job.is_load:
+            self._metrics.count(LOADED, len(job.good))
+            self._metrics.count(NOT_LOADED, job.rows - len(job.good), "failed")
+        else:
+            self._metrics.count(STORED, len(job.good))
+            self._metrics.count(DROPPED, job.rows - job.whole, "not_whole")
+            self._metrics.count(DROPPED, job.whole - len(job.good), "failed")
+        if self._has_events and job.good and not job.is_load:
+            event = OffloadingEvent(keys=job.good, medium=self.medium, removed=False, locality=self.locality)
+            self._events.append(event)
         return JobResult(
-            done.job,
-            success=not bad,
-            successful_keys=good if bad and good else None,
-            transfer_time=done.seconds,
-            transfer_bytes=done.copied_bytes,
+            job.id,
+            success=is_whole,
+            successful_keys=tuple(job.good) if job.is_load and job.good and not is_whole else None,
+            transfer_time=job.seconds,
+            transfer_bytes=job.copied_bytes,
         )
 
     # -- a request's end, and the step's -------------------------------------------------------------------------------
@@ -385,12 +605,18 @@ class TieredKVTier(SecondaryTierManager):
             self._no_longer_waits(name)
         if self._jobs is not None:
             self._jobs.poll()
+        is_serving = self._jobs is not None and self._jobs.is_ready
+        client = None if self._jobs is None else self._jobs.client
+        self._metrics.watch(client, is_serving=is_serving, host_bytes=self._config.host_bytes)
 
     def on_request_finished(self, req_context: "ReqContext") -> None:
         self._no_longer_waits(req_context.req_id)
         request = self._request(req_context)
-        if request is not None and request.find is not None and self._jobs is not None:
-            self._jobs.forget(request.find)
+        if request is None or self._jobs is None:
+            return
+        for rows in request.rows.values():
+            for find in (*rows.asked.values(), *([rows.find] if rows.find is not None else [])):
+                self._jobs.forget(find)
 
     def _no_longer_waits(self, name: str) -> None:
         """The request runs, or is over: its hits push out nobody's any more."""
@@ -400,6 +626,13 @@ class TieredKVTier(SecondaryTierManager):
             request.hits.clear()
 
     # -- the rest ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - vLLM's
+        return definitions()
+
+    def get_stats(self) -> Any:
+        return self._metrics.take()
 
     def take_events(self) -> Iterable[Any]:
         events, self._events = self._events, []
@@ -463,20 +696,29 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
 def _identity(vllm_config: Any, kv_cache_config: Any, extra_config: Any) -> RowIdentity:
     """What this worker's engine is."""
     offloading = offloading_config(vllm_config, kv_cache_config)
-    tokens = int(offloading.groups[0].tokens_per_block) * int(offloading.cache.blocks_per_chunk)
     tiers = our_tiers(extra_config)
     if any(tier.get(name) != tiers[0].get(name) for tier in tiers for name in IDENTITY_SETTINGS):
         return RowIdentity(refusal=f"tiers of one engine say one thing of its model: {', '.join(IDENTITY_SETTINGS)}")
     ours = {name: value for name, value in tiers[0].items() if name in ("storage_uri", *IDENTITY_SETTINGS)}
     try:
-        config = Config.from_mapping({**ours, "chunk_tokens": tokens})
-    except ConfigError as exc:
+        config = Config.from_mapping({**ours, "chunk_tokens": row_tokens(offloading)})
+        groups = row_groups(offloading, kv_cache_config)
+    except TieredKVError as exc:
         return RowIdentity(refusal=str(exc))
-    rows = {
+    rows: dict[str, object] = {
         "blocks_per_chunk": int(offloading.cache.blocks_per_chunk),
         "canonical_layout": bool(offloading.canonical_layout),
         "replicated_layout": bool(offloading.replicated_layout),
         "worker_kv_bytes_per_block": int(offloading.worker_kv_bytes_per_block),
         "world_size": int(offloading.parallel.world_size),
     }
-    return row_identity(vllm_config, kv_cache_config, config, rows)
+    if any(one.spans for one in groups):
+        rows["groups"] = [[one.number, one.tokens, one.window_rows, one.spans] for one in groups]
+    rank = 0 if offloading.replicated_layout else int(offloading.parallel.rank)
+    rank_bytes = int(offloading.worker_kv_bytes_per_block) * int(offloading.cache.blocks_per_chunk)
+    return row_identity(vllm_config, kv_cache_config, config, rows, on_rank(groups, rank, rank_bytes))
+
+
+def row_tokens(offloading: Any) -> int:
+    """Tokens of the longest row."""
+    return max(int(one.tokens_per_block) for one in offloading.groups) * int(offloading.cache.blocks_per_chunk)

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from tiered_kv.server.client import SchedulerClient, SessionInfo
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.tiering.types import LookupAnswer, SlotId
+from tiered_kv.vllm.row_groups import Span
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -66,18 +68,25 @@ DRAIN_S: Final = 0.001
 
 
 class RowNames:
-    """Keys and digests of one prefix's rows, from vLLM's keys for them.
+    """Keys and digests of one prefix's rows, from vLLM's keys for them; or of rows that are each a prefix by itself.
+
+    Rows of layers that forget are the latter: a window or a state continues a prompt without what is before it, and
+    vLLM keeps few of them.
 
     vLLM's key is a hash that chains the whole prefix already, and the number of a group; so each is named by itself::
 
         key    = xxh3_128(Namespace.digest || vLLM's key)
         digest = vLLM's hash, where that is SHA-256; else sha256(Namespace.sha256 || vLLM's key)
+
+    Attributes:
+        is_chain: They are those of one prefix, in its order.
     """
 
-    __slots__ = ("_namespace", "digests", "keys")
+    __slots__ = ("_namespace", "digests", "is_chain", "keys")
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, *, is_chain: bool = True) -> None:
         self._namespace = namespace
+        self.is_chain = is_chain
         self.keys: list[bytes] = []
         self.digests: list[bytes] = []
 
@@ -95,9 +104,10 @@ class RowNames:
             self.digests += [hashlib.sha256(self._namespace.sha256 + key).digest() for key in new]
 
     def record(self, index: int, tag: bytes) -> ChunkRecord:
-        """The record of one chunk of the prefix."""
-        parent = self.keys[index - 1] if index else self._namespace.digest
-        return ChunkRecord(self._namespace.digest, self.keys[index], parent, index, self.digests[index], tag)
+        """The record of one row."""
+        place = index if self.is_chain else 0
+        parent = self.keys[index - 1] if place else self._namespace.digest
+        return ChunkRecord(self._namespace.digest, self.keys[index], parent, place, self.digests[index], tag)
 
 
 @dataclass(slots=True)
@@ -129,7 +139,7 @@ class Done(NamedTuple):
 
 @dataclass(slots=True)
 class _RowPiece:
-    """Rows of a load whose chunks lie in a row and are looked up together.
+    """Rows of a load whose chunks follow each other and are looked up together; else it is one row.
 
     Attributes:
         first: Its first row's place in the job.
@@ -152,7 +162,8 @@ class _RowJob:
     """One job.
 
     Attributes:
-        places: Per row: its chunk's index in the prefix, ascending, and the row.
+        places: Per row: its chunk's index among the names, ascending, and the row.
+        spans: What of a row is copied.
         good: Per row: how it ended; None: it has not.
         slots: Of rows copied to a slot that is not committed yet.
         copied: Of a store, leading rows of which a copy was begun, or that were held.
@@ -167,6 +178,7 @@ class _RowJob:
     id: int
     names: RowNames
     places: list[tuple[int, int]]
+    spans: tuple[Span, ...]
     generation: int
     is_load: bool
     tag: bytes = b""
@@ -197,11 +209,12 @@ class RowJobs:
         """Begin to join the server.
 
         Args:
-            join: This process's part as the session's only worker: one page, a row.
+            join: This process's part as the session's only worker: one page, what is stored of a row.
             rows: vLLM's host memory, uint8 of shape (rows, bytes of a row).
         """
         self._config = config
         self._rows = rows
+        self._whole: tuple[Span, ...] = ((0, rows.shape[1]),)
         self.client = SchedulerClient(config, engine_id, 1)
         self._arena = ArenaKeeper(config, engine_id, join)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tiered_kv-rows")
@@ -234,11 +247,15 @@ class RowJobs:
             time.sleep(0.005)
         return self.is_ready
 
-    def find(self, names: RowNames) -> Find | None:
-        """Ask how much of a prefix is held; None where it could not be asked: nothing is."""
+    def find(self, names: RowNames, first: int = 0) -> Find | None:
+        """Ask how much of a prefix is held, or whether the row ``first`` is that is no part of one.
+
+        None where it could not be asked: nothing is.
+        """
         if not self.is_ready or self.client.is_silent:
             return None
-        lookup = self.client.lookup(names.keys, names.digests, len(names.keys))
+        end = len(names.keys) if names.is_chain else first + 1
+        lookup = self.client.lookup(names.keys[first:end], names.digests[first:end], end - first)
         return None if lookup is None else Find(lookup, self.client.generation, time.monotonic())
 
     def answer(self, find: Find, search_s: float) -> int | None:
@@ -268,23 +285,32 @@ class RowJobs:
             self.client.release(find.lookup)
             find.held = 0
 
-    def store(self, job: int, names: RowNames, places: list[tuple[int, int]], tag: bytes) -> None:
-        """Store rows, which stay as they are until the job is done; those held already are not copied.
+    def store(
+        self, job: int, names: RowNames, places: list[tuple[int, int]], tag: bytes, spans: tuple[Span, ...] = ()
+    ) -> None:
+        """Store rows, which stay as they are until the job is done; those of a prefix held already are not copied.
 
         Args:
-            places: Each row with its chunk's index in the prefix: ``(index, row)``.
+            places: Each row with its chunk's index among the names: ``(index, row)``.
+            spans: What of each row is stored; none: all of it.
         """
         places = sorted(places)
-        made = _RowJob(job, names, places, self.client.generation, is_load=False, tag=tag)
+        made = _RowJob(job, names, places, spans or self._whole, self.client.generation, is_load=False, tag=tag)
         self._begin(made)
-        if not made.is_over:
+        if made.is_over:
+            return
+        if not names.is_chain:
+            self._queue(made, list(range(len(places))))  # vLLM had computed them: hardly any is held
+        else:
             count = places[-1][0] + 1
             made.lookup = self.client.lookup(names.keys[:count], names.digests[:count], count)
             made.is_over = made.lookup is None
 
-    def load(self, job: int, names: RowNames, places: list[tuple[int, int]], wait_s: float) -> None:
+    def load(
+        self, job: int, names: RowNames, places: list[tuple[int, int]], wait_s: float, spans: tuple[Span, ...] = ()
+    ) -> None:
         """Load rows, which nobody reads until the job is done; what is not here after ``wait_s`` ends badly."""
-        made = _RowJob(job, names, sorted(places), self.client.generation, is_load=True)
+        made = _RowJob(job, names, sorted(places), spans or self._whole, self.client.generation, is_load=True)
         made.deadline_s = made.started_s + wait_s
         self._begin(made)
 
@@ -361,7 +387,10 @@ class RowJobs:
         first = job.places[rest[0]][0] if rest else 0
         if first > answer.held:
             job.before = self._storing.get(job.names.keys[first - 1])
-        rest = rest[: self._unbroken(job, rest, answer.held)]
+        self._queue(job, rest[: self._unbroken(job, rest, answer.held)])
+
+    def _queue(self, job: _RowJob, rest: list[int]) -> None:
+        """Have these rows of a store wait for slots."""
         job.asked = job.committed + len(rest)
         if not rest or len(self._waiting) + len(rest) > QUEUED_MAX:
             job.is_over = True
@@ -405,7 +434,8 @@ class RowJobs:
         """Look up as many pieces as the session may lease, and copy what is ready of them."""
         most = max(1, self.client.chunks_leased_max // 2)
         while job.asked < len(job.places) and not job.is_over:
-            count = min(_run_length(job.places, job.asked), PIECE_ROWS, most)
+            run = _run_length(job.places, job.asked) if job.names.is_chain else 1
+            count = min(run, PIECE_ROWS, most)
             if self._leased and self._leased + count > most:
                 break
             job.pieces.append(_RowPiece(job.asked, count))
@@ -481,7 +511,7 @@ class RowJobs:
         """In a thread of the pool."""
         is_copied, row = False, job.places[number][1]
         try:
-            is_copied = self._arena.copy(info, slot, self._rows[row], is_load=job.is_load)
+            is_copied = self._arena.copy(info, slot, self._rows[row], job.spans, is_load=job.is_load)
         except Exception:  # the job would never end
             logger.exception("a row could not be copied. row=%d slot=%d", row, slot)
         self._ended.append((job, number, is_copied, piece))
@@ -526,7 +556,7 @@ class RowJobs:
             self.client.give_back([slot for _, slot in sorted(job.slots.items())])
             if job.lookup is not None:
                 self.client.release(job.lookup)
-        copied = sum(1 for one in job.good if one) * self._rows.shape[1]
+        copied = sum(1 for one in job.good if one) * sum(length for _, length in job.spans)
         self._done.append(Done(job.id, good, time.monotonic() - job.started_s, copied))
 
 
@@ -536,6 +566,21 @@ def _run_length(places: Sequence[tuple[int, int]], start: int) -> int:
     while end < len(places) and places[end][0] == places[end - 1][0] + 1:
         end += 1
     return end - start
+
+
+def _copy_spans(
+    payload: "np.ndarray[Any, Any]", row: "np.ndarray[Any, Any]", spans: Sequence[Span], *, is_load: bool
+) -> None:
+    at = 0
+    for start, length in spans:
+        inside, outside = payload[at : at + length], row[start : start + length]
+        if is_load:
+            np.copyto(outside, inside)
+        else:
+            np.copyto(inside, outside)
+        at += length
+    if not is_load:
+        payload[at:] = 0  # of whoever had the slot before
 
 
 class ArenaKeeper:
@@ -551,6 +596,7 @@ class ArenaKeeper:
         self._config = config
         self._engine_id = engine_id
         self._join = join
+        self._payload_bytes = sum(prod(page.shape) for page in join.pages)  # bytes, as rows are
         self.generation = -1
         self._wanted = 0
         self._worker: WorkerClient | None = None
@@ -570,8 +616,19 @@ class ArenaKeeper:
             self._worker, self.generation = None, -1
         worker.leave()
 
-    def copy(self, info: SessionInfo, slot: SlotId, row: "np.ndarray[Any, Any]", *, is_load: bool) -> bool:
-        """Copy between a slot and a row; False where the arena of that session is not here any more."""
+    def copy(
+        self,
+        info: SessionInfo,
+        slot: SlotId,
+        row: "np.ndarray[Any, Any]",
+        spans: Sequence[Span],
+        *,
+        is_load: bool,
+    ) -> bool:
+        """Copy spans of a row to or from a slot, where they lie one after the other, and zeros behind them.
+
+        False where the arena of that session is not here any more.
+        """
         with self._idle:
             worker = self._worker
             if worker is None or worker.generation != info.generation:
@@ -579,13 +636,8 @@ class ArenaKeeper:
             self._running += 1
         try:
             slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
-            view = worker.arena.view(slab, index * info.slot_bytes + info.payload_offset, row.nbytes)
-            payload = np.frombuffer(view, np.uint8)
-            if is_load:
-                np.copyto(row, payload)
-            else:
-                np.copyto(payload, row)
-            del payload
+            view = worker.arena.view(slab, index * info.slot_bytes + info.payload_offset, self._payload_bytes)
+            _copy_spans(np.frombuffer(view, np.uint8), row, spans, is_load=is_load)
             view.release()
             return True
         finally:

@@ -143,7 +143,7 @@ class StandIn(TieredKVTier):
 
     @property
     def _store_job_keys(self) -> dict[int, list[bytes]]:
-        return self._stored
+        return {job.id: keys for job, _, keys in self._parts.values() if not job.is_load}
 
     @property
     def file_mapper(self) -> Any:
@@ -159,7 +159,7 @@ class StandIn(TieredKVTier):
     def _lookup_manager(self) -> Any:
         """Its batch: requests of which the server is asked at the moment."""
         requests = [self._request(context) for context in self.last_asked.values()]
-        return SimpleNamespace(_lookup_batch=[one for one in requests if one is not None and one.held is None])
+        return SimpleNamespace(_lookup_batch=[one for one in requests if one is not None and one.rows[0].held is None])
 
 
 class Stored:

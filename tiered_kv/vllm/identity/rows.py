@@ -3,7 +3,7 @@
 A row of vLLM's host memory holds one chunk of one group of layers: all ranks, layers and blocks, as vLLM's worker laid
 them out. Its bytes mean the same only under all that the connector's chunks depend on (``record.py``), and under how
 rows are cut. The tier lives in the scheduler's process, which has neither the attention layers nor the files that were
-read; so a worker computes the fields, and vLLM's handshake carries them over (``offload_door.py``).
+read; so a worker computes the fields, and vLLM's handshake carries them over (``offloading.py``).
 
 vLLM's block hashes are names here. They chain tokens, adapters, media and salts; where they do not name content (an
 adapter by its path, media by a counter, a seed that every process draws anew) the engine is refused.
@@ -23,9 +23,9 @@ from tiered_kv.keys.stored_by import encoding_text, stored_by
 from tiered_kv.version import __version__
 from tiered_kv.vllm.compat import KVConnectorHandshakeMetadata, check_vllm
 from tiered_kv.vllm.identity.record import base_fields, page_encodings, with_experts
-from tiered_kv.vllm.kv_groups import cache_groups
 from tiered_kv.vllm.request_extras import hashes_media
-from tiered_kv.vllm.supported import check_drafts, check_groups, check_layers, check_supported, features
+from tiered_kv.vllm.row_groups import RowGroup
+from tiered_kv.vllm.supported import check_drafts, check_groups, check_layers, check_states, check_supported, features
 
 DOOR: Final = "vllm_rows"
 """What ``stored_by`` calls this door."""
@@ -44,29 +44,36 @@ class RowIdentity(KVConnectorHandshakeMetadata):
     Attributes:
         fields: The namespace's fields but geometry and epoch, as JSON; equal on all ranks.
         stored_by: The line of ``keys/stored_by.py``.
+        groups: Of which rows are stored, and what of them this rank has.
         refusal: Why this engine is not served; then the others are empty.
     """
 
     fields: bytes = b""
     stored_by: str = ""
+    groups: tuple[RowGroup, ...] = ()
     refusal: str = ""
 
 
-def row_identity(vllm_config: Any, kv_cache_config: Any, config: Config, rows: Mapping[str, object]) -> RowIdentity:
+def row_identity(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    config: Config,
+    rows: Mapping[str, object],
+    row_groups: tuple[RowGroup, ...],
+) -> RowIdentity:
     """Name what this engine's rows hold; call it in a worker, after its KV caches were registered.
 
     Args:
         config: The tier's settings, with ``chunk_tokens`` as rows have them.
         rows: How rows are cut, plain values: part of the name.
+        row_groups: With what this rank has of a row.
     """
     try:
         check_vllm(features(vllm_config, kv_cache_config))
         check_groups(kv_cache_config)
-        _check_rows(vllm_config, kv_cache_config)
-        groups = cache_groups(vllm_config, kv_cache_config, config.chunk_tokens)
-        if groups.has_windows or groups.states:
-            raise UnsupportedModel("layers that forget: the tier finds whole prefixes only. Use TieredKVConnector")
+        _check_names(vllm_config)
         check_supported(vllm_config, config.chunk_tokens)
+        check_states(vllm_config, kv_cache_config)
         check_drafts(vllm_config, kv_cache_config)
         check_layers(vllm_config, kv_cache_config)
         encodings = with_experts(vllm_config, page_encodings(vllm_config, kv_cache_config))
@@ -82,26 +89,19 @@ def row_identity(vllm_config: Any, kv_cache_config: Any, config: Config, rows: M
         "layers": [list(group.layer_names) for group in kv_cache_config.kv_cache_groups],
     }
     line = stored_by(__version__, DOOR, vllm.__version__, encoding_text(encodings.values()))
-    return RowIdentity(json.dumps(fields, sort_keys=True).encode(), line)
+    return RowIdentity(json.dumps(fields, sort_keys=True).encode(), line, row_groups)
 
 
-def _check_rows(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse where vLLM's name of a row is not that of its content, or a row's bytes are not all its own.
+def _check_names(vllm_config: Any) -> None:
+    """Refuse where vLLM's name of a row is not that of its content.
 
     Raises:
-        UnsupportedModel: The message says which and what to do.
+        UnsupportedModel: The message says why and what to do.
     """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        # A row has room for the layers of every group, and keeps there what lay in it before: other prompts' KV.
-        raise UnsupportedModel(
-            "vLLM's offloading cuts one row for all groups of layers and writes only one group's part of it; the tier "
-            f"stores models of one group. Use TieredKVConnector for this one. groups={len(groups)}"
-        )
     if vllm_config.lora_config is not None:
         raise UnsupportedModel(
-            "vLLM's offloading names an adapter by its path, whatever lies there now. Use TieredKVConnector, which "
-            "digests what was loaded"
+            "LoRA: vLLM's block hashes have an adapter's name and path, whatever lies there now, and tiers are told "
+            "no more. Use TieredKVConnector, which digests what was loaded"
         )
     if not hashes_media(vllm_config):
         raise UnsupportedModel("vLLM counts images instead of hashing them: set mm_processor_cache_gb above 0")

@@ -1,0 +1,251 @@
+"""Our tier below vLLM's offloading, for a model of several groups of layers: a real server, no engine."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kit.server.clients import STORED_BY, namespace_fields
+from tests.kit.server.probe import wait_for
+from tiered_kv.vllm.row_groups import RowGroup
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TOKENS, ROW_BYTES = 16, 64
+FULL = RowGroup(0, TOKENS, None, ((0, 48),))
+OTHER = RowGroup(1, TOKENS, None, ((0, 24),))
+STATE = RowGroup(2, TOKENS, 1, ((4, 8), (40, 16)))
+OLD = 0xA7
+
+
+def key(group: RowGroup, number: int) -> Any:
+    return number.to_bytes(32, "big") + group.number.to_bytes(4, "big")
+
+
+class Engine:
+    """What vLLM's manager does with a tier, a request at a time."""
+
+    def __init__(self, root: Path) -> None:
+        from tiered_kv.vllm.identity.rows import RowIdentity
+        from tiered_kv.vllm.offloading import TieredKVTier
+
+        groups = [SimpleNamespace(tokens_per_block=TOKENS, group_id=number) for number in range(3)]
+        config = SimpleNamespace(groups=groups, cache=SimpleNamespace(blocks_per_chunk=1))
+        spec = SimpleNamespace(config=config, kv_events_config=None)
+        self.memory = np.full((64, ROW_BYTES), OLD, np.uint8)
+        self.tier = TieredKVTier(
+            offloading_spec=spec, primary_kv_view=memoryview(self.memory), tier_type="ours",
+            storage_uri=f"file://{root}", host_bytes="64MiB", disk_bytes="256MiB", strict=True,
+            lookup_timeout_ms=20_000, promotion_deadline_ms=20_000,
+        )  # fmt: skip
+        identity = RowIdentity(namespace_fields(), STORED_BY, (FULL, OTHER, STATE))
+        self.tier.begin([identity], "engine")
+        self._last = 0
+
+    def request(self, rows: int) -> Any:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        self._last += 1
+        context = ReqContext(req_id=f"request {self._last}")
+        for number in range(rows):
+            for group in (FULL, OTHER, STATE):
+                context.set_offload_key_position(key(group, number), (number + 1) * TOKENS)
+        self.tier.on_new_request(context)
+        return context
+
+    def run(self, context: Any, keys: list[Any], first_row: int, *, is_load: bool) -> Any:
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        self._last += 1
+        rows = np.arange(first_row, first_row + len(keys))
+        job = TransferJob(self._last, keys, rows, is_load, context)
+        (self.tier.submit_load if is_load else self.tier.submit_store)(job)
+        results: list[Any] = []
+
+        def is_over() -> bool:
+            results.extend(self.tier.get_finished_jobs())
+            return bool(results)
+
+        wait_for(is_over, "the job")
+        return results[0]
+
+    def step(self) -> None:
+        self.tier.on_schedule_end(SimpleNamespace(new_req_ids=()))
+
+    def look(self, context: Any, *keys: Any) -> list[str]:
+        """The answers of a step in which vLLM looks at these keys."""
+        answers = [self.tier.lookup(one, context).name for one in keys]
+        self.step()
+        return answers
+
+    def look_until(self, context: Any, *keys: Any) -> list[str]:
+        """Those of the first step in which none is RETRY."""
+        found: list[list[str]] = []
+
+        def are_known() -> bool:
+            found.append(self.look(context, *keys))
+            return "RETRY" not in found[-1]
+
+        wait_for(are_known, "answers")
+        return found[-1]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(tmp_path / "cache")
+    yield made
+    made.tier.shutdown()
+
+
+def store(engine: Engine, rows: int, *states: int) -> None:
+    keys = [key(FULL, n) for n in range(rows)] + [key(OTHER, n) for n in range(rows)]
+    keys += [key(STATE, n) for n in states]
+    assert engine.run(engine.request(rows), keys, 0, is_load=False).success
+
+
+def test_only_the_groups_bytes_of_a_row_are_stored_and_loaded(engine: Engine) -> None:
+    engine.memory[:] = np.random.default_rng(1).integers(0, 256, engine.memory.shape, np.uint8)
+    store(engine, 2, 1)
+    before = engine.memory.copy()
+    context = engine.request(2)
+    keys = [key(FULL, 0), key(FULL, 1), key(OTHER, 1), key(STATE, 1)]
+    engine.memory[:] = OLD
+    assert engine.run(context, keys, 10, is_load=True).success
+    for row, (group, source) in enumerate([(FULL, 0), (FULL, 1), (OTHER, 3), (STATE, 4)], 10):
+        expected = np.full(ROW_BYTES, OLD, np.uint8)
+        for start, length in group.spans:
+            expected[start : start + length] = before[source][start : start + length]
+        assert np.array_equal(engine.memory[row], expected)
+    assert (engine.memory[:10] == OLD).all() and (engine.memory[14:] == OLD).all()
+
+
+def test_states_are_found_one_by_one_and_then_the_prefix(engine: Engine) -> None:
+    store(engine, 4, 1)
+    context = engine.request(6)
+    states = [key(STATE, n) for n in range(5, -1, -1)]
+    answers = engine.look_until(context, key(FULL, 0), key(OTHER, 0), *states)
+    assert answers == ["HIT", "HIT", "MISS", "MISS", "MISS", "MISS", "HIT", "MISS"]
+    # Full attention behind the row after the state is of no use.
+    assert engine.look(context, *(key(FULL, n) for n in range(6))) == ["HIT"] * 4 + ["MISS"] * 2
+
+
+def test_without_a_state_no_row_of_full_attention_is_promoted(engine: Engine) -> None:
+    store(engine, 4)
+    context = engine.request(4)
+    states = [key(STATE, n) for n in range(3, -1, -1)]
+    seen: list[list[str]] = []
+
+    def are_missing() -> bool:
+        seen.append(engine.look(context, key(FULL, 0), key(OTHER, 0), *states))
+        return set(seen[-1][2:]) == {"MISS"}  # then vLLM computes the prompt
+
+    wait_for(are_missing, "answers")
+    assert not any("HIT" in answers for answers in seen)
+
+
+def test_a_prefix_that_vllm_no_longer_asks_for_keeps_no_request_waiting(engine: Engine) -> None:
+    """What another group lacks cuts it to rows that vLLM's own memory has: its answer is taken all the same."""
+    store(engine, 2)
+    context = engine.request(4)
+    states = [key(STATE, n) for n in range(1, -1, -1)]
+    assert engine.look(context, key(FULL, 2), key(OTHER, 2), *states) == ["RETRY"] * 4
+    assert engine.look_until(context, key(FULL, 2), *states) == ["MISS"] * 3
+
+
+def test_states_in_vllms_own_memory_let_the_prefix_be_promoted(engine: Engine) -> None:
+    """Those it does not ask for; of the others none is there."""
+    store(engine, 4)
+    context = engine.request(4)
+    assert engine.look_until(context, key(FULL, 0), key(OTHER, 0), key(STATE, 3)) == ["HIT", "HIT", "MISS"]
+
+
+def test_nobody_is_told_to_ask_again_for_ever(engine: Engine) -> None:
+    store(engine, 2, 1)
+    context = engine.request(2)
+    assert engine.look(context, key(FULL, 0)) == ["RETRY"]
+    engine.tier._request(context).again_s = -1e6
+    assert engine.look(context, key(STATE, 1)) == ["MISS"]
+
+
+def test_the_end_of_a_prompt_inside_a_row_is_neither_stored_nor_found(engine: Engine) -> None:
+    """vLLM makes keys for such ends, too; the rest of that row's block is of another prompt."""
+    context = engine.request(1)
+    inside = key(STATE, 99)
+    context.set_offload_key_position(inside, TOKENS + 4)
+    result = engine.run(context, [key(STATE, 0), inside], 0, is_load=False)
+    assert not result.success
+    assert engine.look_until(context, inside, key(STATE, 0)) == ["MISS", "HIT"]
+
+
+def counted(engine: Engine) -> dict[tuple[str, ...], float]:
+    """What vLLM took since the last time: by name and label."""
+    from tiered_kv.vllm.row_metrics import PREFIX, definitions
+
+    stats, known = engine.tier.get_stats(), definitions()
+    found = {}
+    for name, values in stats.data["data"].items() if stats is not None else ():
+        for labels, value in values.items():
+            assert len(labels) == len(known[name].labelnames)
+            found[name.removeprefix(PREFIX), *labels] = value
+    return found
+
+
+def test_every_row_is_counted_once_by_how_it_ended(engine: Engine) -> None:
+    store(engine, 2, 1)
+    assert counted(engine) == {("stored",): 5}
+    context = engine.request(4)
+    inside = key(STATE, 99)
+    context.set_offload_key_position(inside, TOKENS + 4)
+    engine.run(context, [key(STATE, 0), inside], 0, is_load=False)
+    engine.run(context, [key(FULL, 0), key(STATE, 3)], 10, is_load=True)
+    engine.tier._resets += 1
+    engine.run(context, [key(STATE, 2)], 0, is_load=False)
+    engine.step()
+    assert counted(engine) == {
+        ("stored",): 1, ("dropped", "not_whole"): 1, ("dropped", "not_wanted"): 1, ("loaded",): 1,
+        ("not_loaded", "failed"): 1, ("serving",): 1,
+    }  # fmt: skip
+
+
+def test_rows_that_were_reported_stored_and_dropped_are_told_of_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server's own figures, with one counter changed: what makes it drop a write is proven where it does."""
+    import json
+
+    client = engine.tier._jobs.client
+    taken: list[Any] = []
+
+    def have_come() -> bool:
+        client.poll()
+        taken.append(client.figures)
+        return client.figures is not None
+
+    assert client.ask_figures()
+    wait_for(have_come, "figures")
+    figures = json.loads(taken[-1])
+    figures["counters"]["write_dropped_evicted"] = 7
+    logger = logging.getLogger("vllm.tiered_kv.vllm.row_metrics")
+    logger.addHandler(caplog.handler)
+    try:
+        for _ in range(2):
+            client.figures = json.dumps(figures).encode()
+            engine.tier._metrics.watch(client, is_serving=True, host_bytes=64 << 20)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert counted(engine)["unwritten", "evicted"] == 7
+    # A logger that passes records on, too, gives each of them twice.
+    assert len({id(one) for one in caplog.records if "reported stored were dropped" in one.getMessage()}) == 1
+
+
+def test_a_state_that_does_not_come_is_a_miss_and_the_rest_of_the_job_is_told(engine: Engine) -> None:
+    store(engine, 2, 1)
+    context = engine.request(4)
+    keys = [key(FULL, 0), key(FULL, 1), key(STATE, 3)]
+    result = engine.run(context, keys, 10, is_load=True)
+    assert (result.success, set(result.successful_keys)) == (False, {key(FULL, 0), key(FULL, 1)})
+    assert engine.look(context, key(STATE, 3)) == ["MISS"]
