@@ -186,7 +186,8 @@ def _rows(extra: Mapping[str, object]) -> DoctorFinding:
         return error("rows", "cpu_bytes_to_use is not a number of bytes", "vLLM's host memory: 34359738368 is 32 GiB")
     takes = f"vLLM takes {size / (1 << 30):.1f} GiB of host memory per engine, beside host_bytes of our server"
     if not extra.get("block_size") and not extra.get("blocks_per_chunk"):
-        return warning("rows", f"{takes}; a row is one GPU block: many small files", '"block_size": 256')
+        wanted = '"block_size": 256; for a model with windows or recurrent layers a larger --block-size instead'
+        return warning("rows", f"{takes}; a row is one GPU block: many small files", wanted)
     return ok("rows", takes)
 
 
