@@ -243,3 +243,5 @@ def lmcache_server(folder: Path, log: Path, mode: str, host_gib: float) -> Itera
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for left in Path("/dev/shm").glob(f"*lmcache-{port}"):  # nobody else would: it was killed
+            left.unlink()

@@ -206,8 +206,8 @@ def footprint(systems: Sequence[System[ServedEngine]], tokens: int) -> list[dict
     for prompt in prompts(11, 2 + math.ceil(host_mib * 2**20 / (tokens * KV8B.kv_bytes_per_token)), tokens):
         for system in systems:
             system.engine.ttft(prompt)
-            system.engine.forget()
             system.wait_stored()
+            system.engine.forget()
     used = {system.name: pss_mib(system.processes()) for system in systems}
     rows: list[dict[str, Any]] = []
     for name, mib in used.items():
