@@ -52,7 +52,7 @@ format: setup  ## put the code in the one format
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
-bench: s3-packages  ## the benchmarks of docs/performance.md, about 13 minutes; SECTIONS="host_path lookup" for some; KEEP=1
+bench: s3-packages  ## the benchmarks of docs/performance.md, about 15 minutes; SECTIONS="host_path lookup" for some; KEEP=1
 	@$(PYTHON) -c "import matplotlib" 2>/dev/null \
 		|| $(PYTHON) -m pip install --quiet --constraint requirements/constraints.txt matplotlib
 	$(PYTHON) scripts/bench.py $(if $(KEEP),--keep) $(SECTIONS)

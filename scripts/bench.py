@@ -2,7 +2,7 @@
 
     python scripts/bench.py [--keep] [--list] [SECTION ...]
 
-Without a name: the sections of docs/performance.md, about 13 minutes on 2 cores (each was timed by itself). Each
+Without a name: the sections of docs/performance.md, about 15 minutes on 2 cores (each was timed by itself). Each
 prints its table and writes its JSON to build/; with ``--keep`` also to docs/figures/, and the charts are drawn anew.
 Every script in benchmarks/ can be run by itself, too, and has options of its own.
 """
@@ -23,6 +23,7 @@ PERFORMANCE: dict[str, tuple[str, ...]] = {
     "end_to_end": ("--repeats", "5", "--pairs", "10"),
     "never_slower": ("--repeats", "2", "--latencies", "0.001", "0.2", "2"),
     "trace": ("--only", "policies"),
+    "agents": ("--trace", "tests/data/agent_sessions_small.jsonl", "--sizes", "500k,500k,1M", "1M,4M,16M,bucket"),
 }
 """What docs/performance.md shows, with arguments meant to keep all of it under 15 minutes."""
 

@@ -1,0 +1,284 @@
+"""The product's tiering under agents' turns, in virtual time: its decisions are real, its media are queues.
+
+A turn asks for its prefix when it arrives, waits until all that the tiering promised is in host memory, is loaded,
+computes the rest, and stores. One medium serves one operation after the other at its bandwidth, and each takes its
+latency on top. The GPU computes every turn as if alone. What vLLM's prefix cache holds is an LRU of whole chunks; a
+turn whose parent is still there whole finds the parent's answer, too, in blocks of 16 tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from agents_trace import Turn
+from trace_hierarchy import CHUNK, NAMESPACE
+from trace_policies import Lru
+
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.tiering.tiering import Tiering
+from tiered_kv.tiering.types import (
+    Copy,
+    Delete,
+    Grow,
+    Job,
+    LeaseEnd,
+    LookupAnswer,
+    LookupUpdate,
+    Outcome,
+    Read,
+    Seal,
+    SlotGrant,
+    SlotId,
+    TierSpec,
+    Update,
+    Write,
+)
+
+GPU_BLOCK_TOKENS = 16
+DISK, BUCKET = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of every level, in tokens; ``disk`` None: no limit."""
+
+    gpu: int
+    host: int
+    disk: int | None
+    has_bucket: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of the machine that is simulated.
+
+    Attributes:
+        latency_s: Per operation of disk and bucket.
+        bytes_per_s: Of disk and bucket, reads and writes together.
+    """
+
+    token_bytes: int = 128 * 1024
+    prefill_tokens_per_s: float = 10_000
+    load_bytes_per_s: float = 20e9
+    latency_s: tuple[float, float] = (0.0002, 0.03)
+    bytes_per_s: tuple[float, float] = (4e9, 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of one turn.
+
+    Attributes:
+        found: Tokens that were not computed.
+        below_chunks: Chunks that came from host memory, disk or bucket.
+        wait_s: From arrival until all that was found is in the GPU.
+        first_token_s: The same until the rest is computed, too.
+    """
+
+    turn: Turn
+    found: int
+    below_chunks: int
+    wait_s: float
+    first_token_s: float
+
+
+class GpuPool:
+    """vLLM's own prefix cache, as far as it matters here."""
+
+    def __init__(self, tokens: int, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._chunks = Lru(tokens // chunk_tokens)
+
+    def found(self, turn: Turn) -> int:
+        """Tokens of the turn's prompt that are here."""
+        chunks = 0
+        while chunks < len(turn.chunks) and turn.chunks[chunks] in self._chunks:
+            chunks += 1
+        tokens = chunks * self._chunk_tokens
+        if 0 < turn.shared // self._chunk_tokens <= chunks:  # the parent is here, and so is what it answered
+            tokens = max(tokens, turn.found_ever(GPU_BLOCK_TOKENS, with_answers=True))
+        return min(tokens, (turn.tokens - 1) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS)
+
+    def use(self, turn: Turn) -> None:
+        """The turn was computed."""
+        self._chunks.use(turn.chunks)
+
+
+@dataclass(slots=True)
+class _Medium:
+    """Serves one operation after the other."""
+
+    bytes_per_s: float
+    latency_s: float
+    free_s: float = 0.0
+
+    def end_s(self, now_s: float, size_bytes: float) -> float:
+        self.free_s = max(self.free_s, now_s) + size_bytes / self.bytes_per_s
+        return self.free_s + self.latency_s
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A turn whose lookup is not answered."""
+
+    turn: Turn
+    gpu_tokens: int
+    start: int
+
+
+@dataclass(slots=True)
+class AgentReplay:
+    """A hierarchy and its virtual clock.
+
+    Attributes:
+        served: Turns in the order in which they had their first token.
+        operations: Jobs by tier and kind: ``(DISK, "Write")``.
+        dropped: Chunks that were not stored because no slot was free.
+    """
+
+    sizes: Sizes
+    chunk_tokens: int
+    eviction: str = "multi-queue"
+    admission: str = "all"
+    speeds: Speeds = field(default_factory=Speeds)
+    served: list[Served] = field(default_factory=list)
+    operations: Counter[tuple[int, str]] = field(default_factory=Counter)
+    dropped: int = 0
+    tiering: Tiering = field(init=False)
+    _now_s: float = field(default=0.0, init=False)
+    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list, init=False)
+    _sequence: count[int] = field(default_factory=count, init=False)
+    _gpu: GpuPool = field(init=False)
+    _media: dict[int, _Medium] = field(init=False)
+    _waiting: dict[int, _Waiting] = field(default_factory=dict, init=False)
+    _credits: list[SlotId] = field(default_factory=list, init=False)
+    _session: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes, chunk = self.sizes, self.chunk_tokens
+        self._gpu = GpuPool(sizes.gpu, chunk)
+        tiers = [TierSpec(None if sizes.disk is None else sizes.disk // chunk * CHUNK, self.admission)]
+        if sizes.has_bucket:
+            tiers.append(TierSpec(None, self.admission))
+        self.tiering = Tiering(sizes.host // chunk * CHUNK, tiers, eviction=self.eviction)
+        self._media = {}
+        for number, _ in enumerate(tiers, DISK):
+            self.tiering.restored(number)
+            at = number - DISK
+            self._media[number] = _Medium(self.speeds.bytes_per_s[at], self.speeds.latency_s[at])
+        self._session = self.tiering.open_session(NAMESPACE, CHUNK)
+        self._settle()
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return self.chunk_tokens * self.speeds.token_bytes
+
+    def run(self, turns: Iterable[Turn]) -> None:
+        """Serve the turns, given by arrival, and end every job."""
+        for turn in turns:
+            self._advance(turn.time_s)
+            self.tiering.resume_writes()
+            self._ask(turn)
+        self._advance(float("inf"))
+        assert not self._waiting, "a turn was never answered"
+
+    def _advance(self, until_s: float) -> None:
+        while self._events and self._events[0][0] <= until_s:
+            self._now_s, _, act = heapq.heappop(self._events)
+            act()
+            self._settle()
+        self._now_s = max(self._now_s, until_s)
+
+    def _at(self, time_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._sequence), act))
+
+    def _ask(self, turn: Turn) -> None:
+        gpu = self._gpu.found(turn)
+        start = min(gpu // self.chunk_tokens, len(turn.chunks))
+        keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
+        lookup = self.tiering.lookup(self._session, keys, [key * 2 for key in keys], start)
+        self._waiting[lookup] = _Waiting(turn, gpu, start)
+        self._settle()
+
+    def _settle(self) -> None:
+        while (jobs := self.tiering.take_jobs()) or (updates := self.tiering.take_updates()):
+            for job in jobs:
+                self._begin(job)
+            if not jobs:
+                for update in updates:
+                    self._told(update)
+        self.tiering.take_uses()
+
+    def _begin(self, job: Job) -> None:
+        match job:
+            case Seal():
+                self.tiering.sealed(job, Outcome.OK)
+            case Grow():
+                self.tiering.grown(job, Outcome.OK)
+            case Delete(tier, record):
+                self._count(tier, job)
+                self.tiering.deleted(tier, record, Outcome.OK)
+            case Write(tier):
+                self._count(tier, job)
+                self._at(self._end_s(tier), partial(self.tiering.written, job, Outcome.OK))
+            case Read(tier):
+                self._count(tier, job)
+                self._at(self._end_s(tier), partial(self.tiering.read, job, Outcome.OK))
+            case Copy(tier, source):
+                self._count(tier, job)
+                end_s = max(self._end_s(source), self._end_s(tier))
+                self._at(end_s, partial(self.tiering.copied, job, Outcome.OK))
+            case _:
+                raise AssertionError(f"unexpected job: {job}")
+
+    def _count(self, tier: int, job: Job) -> None:
+        self.operations[tier, type(job).__name__] += 1
+        if isinstance(job, Copy) and job.is_asked_first:
+            self.operations[tier, "Head"] += 1
+
+    def _end_s(self, tier: int) -> float:
+        return self._media[tier].end_s(self._now_s, self._chunk_bytes)
+
+    def _told(self, update: Update) -> None:
+        match update:
+            case SlotGrant(_, slots):
+                self._credits.extend(slots)
+            case LookupUpdate(_, lookup, answer) if answer.is_done and lookup in self._waiting:
+                self._answered(lookup, self._waiting.pop(lookup), answer)
+            case LeaseEnd(_, lookup):  # its room went to another turn: ask again
+                self.tiering.release(self._session, lookup, is_asked_anew=True)
+                if (waiting := self._waiting.pop(lookup, None)) is not None:
+                    self._at(self._now_s, partial(self._ask, waiting.turn))
+
+    def _answered(self, lookup: int, waiting: _Waiting, answer: LookupAnswer) -> None:
+        turn = waiting.turn
+        self.tiering.claim(self._session, lookup)
+        loadable = (turn.tokens - 1) // self.chunk_tokens - waiting.start
+        below = max(0, min(answer.ready, loadable))
+        found = max(waiting.gpu_tokens, (waiting.start + below) * self.chunk_tokens if below else 0)
+        loaded_s = self._now_s + below * self._chunk_bytes / self.speeds.load_bytes_per_s
+        first_s = loaded_s + (turn.tokens - found) / self.speeds.prefill_tokens_per_s
+        self._at(loaded_s, partial(self.tiering.release, self._session, lookup))
+        self._at(first_s, partial(self._store, turn, answer.held))
+        self.served.append(Served(turn, found, below, loaded_s - turn.time_s, first_s - turn.time_s))
+
+    def _store(self, turn: Turn, held: int) -> None:
+        """The turn is computed: what no tier held when it asked is stored."""
+        self._gpu.use(turn)
+        keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
+        for index in range(held, len(keys)):
+            if not self._credits:
+                self._settle()
+            if not self._credits:
+                self.dropped += len(keys) - index
+                break
+            parent = keys[index - 1] if index else NAMESPACE
+            record = ChunkRecord(NAMESPACE, keys[index], parent, index, keys[index] * 2)
+            self.tiering.commit(self._session, self._credits.pop(), record)
+        if held < len(keys):
+            self.tiering.touch_prefix(keys[-1])

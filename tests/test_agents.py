@@ -1,0 +1,142 @@
+"""What ``benchmarks/agents.py`` says of agents' sessions: its arithmetic by hand, its hierarchy beside limits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from agents_hierarchy import BUCKET, DISK, AgentReplay, GpuPool, Sizes, Speeds
+from agents_rivals import lmcache, native, optimum
+from agents_trace import Turn, computed_by_unit, read
+
+TRACE = Path(__file__).resolve().parent / "data" / "agent_sessions_small.jsonl"
+AMPLE = 1 << 30
+CHUNK = 256
+
+
+def written(path: Path, *sessions: list[list[float]]) -> Path:
+    path.write_text("".join(json.dumps({"session": "s", "requests": requests}) + "\n" for requests in sessions))
+    return path
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> list[Turn]:
+    """A prompt of 1,000 tokens answered by 100; one that goes on; one that edits the first behind 10 blocks."""
+    requests = [[0.0, 1000, 100, -1, 0, 15], [10.0, 1500, 50, 0, 15, 23], [90.0, 1400, 50, 0, 10, 21]]
+    return read(written(tmp_path / "few.jsonl", requests), CHUNK)
+
+
+def test_what_a_turn_shares_with_its_parent(few: list[Turn]) -> None:
+    first, goes_on, edits = few
+    assert (first.shared, goes_on.shared, edits.shared) == (0, 1000, 640)
+    assert (goes_on.shared_answered, edits.shared_answered) == (1100, 640)
+    assert (first.gap_s, goes_on.gap_s, edits.gap_s) == (None, 10, 90)
+    assert [len(turn.chunks) for turn in few] == [3, 5, 5]
+    assert goes_on.chunks[:3] == first.chunks
+    assert edits.chunks[:2] == first.chunks[:2]
+    assert set(edits.chunks[2:]).isdisjoint(first.chunks + goes_on.chunks)
+
+
+def test_what_units_and_answers_leave_to_compute(few: list[Turn]) -> None:
+    left = {(row["kept"], row["unit_tokens"]): row["computed"] for row in computed_by_unit(few, (16, 256))}
+    assert left == {
+        ("prompts", 16): 1000 + (1500 - 992) + (1400 - 640),
+        ("prompts", 256): 1000 + (1500 - 768) + (1400 - 512),
+        ("prompts and answers", 16): 1000 + (1500 - 1088) + (1400 - 640),
+        ("prompts and answers", 256): 1000 + (1500 - 1024) + (1400 - 512),
+    }
+
+
+def test_the_last_token_of_a_prompt_is_computed(tmp_path: Path) -> None:
+    again = read(written(tmp_path / "again.jsonl", [[0, 512, 1, -1, 0, 8], [60, 512, 1, 0, 8, 8]]), CHUNK)[1]
+    assert again.found_ever(256, with_answers=False) == 256
+    replay = AgentReplay(Sizes(0, AMPLE, AMPLE), CHUNK)
+    replay.run(read(tmp_path / "again.jsonl", CHUNK))
+    assert [one.found for one in replay.served] == [0, 256]
+
+
+def test_sessions_start_at_a_steady_rate_and_share_nothing(tmp_path: Path) -> None:
+    session = [[0.0, 600, 1, -1, 0, 9]]
+    path = written(tmp_path / "many.jsonl", *[session] * 4)
+    turns = read(path, CHUNK, every=2, sessions_per_hour=60)
+    assert [turn.time_s for turn in turns] == [0, 60]
+    assert set(turns[0].chunks).isdisjoint(turns[1].chunks)
+
+
+def test_the_gpu_finds_answers_while_the_parent_is_there(few: list[Turn]) -> None:
+    gpu = GpuPool(AMPLE, CHUNK)
+    assert gpu.found(few[1]) == 0
+    gpu.use(few[0])
+    assert gpu.found(few[1]) == 1088
+    assert gpu.found(few[2]) == 640
+
+
+@pytest.fixture(scope="module")
+def turns() -> list[Turn]:
+    return [turn for turn in read(TRACE, CHUNK, every=3) if len(turn.chunks) < 400]
+
+
+def found(turns: list[Turn], host: int, disk: int | None, **more: str) -> int:
+    replay = AgentReplay(Sizes(0, host, disk), CHUNK, **more)
+    replay.run(turns)
+    replay.tiering.check_integrity()
+    assert sorted(one.turn.time_s for one in replay.served) == [turn.time_s for turn in turns]
+    return sum(one.found for one in replay.served)
+
+
+def test_ample_tiers_find_what_an_infinite_cache_finds(turns: list[Turn]) -> None:
+    ever = sum(turn.found_ever(CHUNK, with_answers=False) for turn in turns)
+    ample = found(turns, AMPLE, None)
+    assert 0.98 * ever < ample <= ever  # a turn that arrives while its parent is computed finds less
+    assert found(turns, 1 << 18, 1 << 18) < ample
+
+
+def test_media_take_their_time_and_are_counted(few: list[Turn]) -> None:
+    speeds = Speeds(prefill_tokens_per_s=1000, load_bytes_per_s=float("inf"))
+    replay = AgentReplay(Sizes(0, AMPLE, None), CHUNK, speeds=speeds)
+    replay.run(few)
+    assert [one.found for one in replay.served] == [0, 768, 512]
+    assert [one.first_token_s for one in replay.served] == pytest.approx([1.0, 0.732, 0.888])
+    stored = len({chunk for turn in few for chunk in turn.chunks})
+    assert replay.operations == {(DISK, "Write"): stored, (BUCKET, "Copy"): stored}
+
+
+def test_no_other_cache_finds_more_than_the_optimum(turns: list[Turn]) -> None:
+    sizes = Sizes(0, 1 << 16, 1 << 17)
+    best = sum(optimum(turns, sizes, CHUNK).tokens)
+    assert 0 < sum(lmcache(turns, sizes, CHUNK).tokens) < best
+
+
+@pytest.mark.vllm
+def test_vllms_own_manager_finds_all_that_fits_and_less_than_the_optimum(turns: list[Turn]) -> None:
+    ample, small = Sizes(0, 1 << 24, 1 << 24), Sizes(0, 1 << 16, 1 << 17)
+    assert native(turns, ample, CHUNK, "lru").tokens == lmcache(turns, ample, CHUNK).tokens
+    assert 0 < sum(native(turns, small, CHUNK, "arc").tokens) < sum(optimum(turns, small, CHUNK).tokens)
+
+
+def test_the_section_takes_any_file_and_writes_its_json(few: list[Turn], tmp_path: Path, repository: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--trace", str(tmp_path / "few.jsonl"), "--json", str(out), "--sizes", "10k,20k,50k,bucket"]
+    command = [sys.executable, "benchmarks/agents.py", *arguments]
+    done = subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True)
+    result = json.loads(out.read_text())
+    assert result["turns"] == len(few)
+    assert [row["system"] for row in result["systems"]] == ["ours", "ours, LRU", "ours, second touch", "ours, no time"]
+    assert result["systems"][0]["of_infinite_percent"] == 100
+    assert "10k,20k,50k,bucket" in done.stdout
+
+
+def test_a_missing_trace_and_wrong_sizes_are_named(repository: Path, tmp_path: Path) -> None:
+    for arguments, told in (
+        (["--trace", str(tmp_path / "none.jsonl")], "there is no trace at"),
+        (["--trace", str(TRACE), "--sizes", "1M,2M"], "GPU,HOST,DISK"),
+        (["--trace", str(TRACE), "--chunk-tokens", "100"], "multiple of 64"),
+    ):
+        command = [sys.executable, "benchmarks/agents.py", *arguments]
+        done = subprocess.run(command, cwd=repository, check=False, capture_output=True, text=True)
+        assert done.returncode != 0
+        assert told in done.stderr
