@@ -17,6 +17,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.kit.samples.figures import flow, operation, server, tier
 from tiered_kv.metrics.exposition import FiguresCollector
 from tiered_kv.metrics.names import ENGINE_PREFIX, MetricKind
+from tiered_kv.vllm import row_metrics
+from tiered_kv.vllm.compat import OffloadingCounterMetadata
 from tiered_kv.vllm.connector import TieredKVConnector
 from tiered_kv.vllm.engine_metrics import SAMPLES_MAX, TieredKVStats, stats_of
 from tiered_kv.vllm.prometheus import SHOWN_OF_SERVER, definitions, server_values
@@ -200,6 +202,11 @@ def test_the_page_lists_every_metric_with_its_labels(repository: Path) -> None:
         (one.name + ("_total" if one.kind is MetricKind.COUNTER else ""), one.labels, one.kind.value)
         for one in definitions()
     ]
+    for name, row in row_metrics.definitions().items():  # of the other door
+        is_counter = isinstance(row, OffloadingCounterMetadata)
+        kind = MetricKind.COUNTER if is_counter else MetricKind.GAUGE
+        whole = name.removeprefix("vllm:tiered_kv_") + ("_total" if is_counter else "")
+        expected.append((whole, tuple(row.labelnames), kind.value))
     assert listed == sorted(expected, key=lambda row: [name for name, *_ in listed].index(row[0]))
     assert len(listed) == len(set(listed))
 
