@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 import vllm
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.vllm import compat
+from tiered_kv.vllm import compat, plugin
 from tiered_kv.vllm.compat import (
     BASE,
     DRAFTS,
@@ -320,6 +321,17 @@ def test_what_can_be_done_without_is_a_warning(logged: list[str], monkeypatch: p
     assert (
         "does without: caching of requests with adapters (vllm.lora.worker_manager.WorkerLoRAManager._load" in message
     )
+
+
+def test_a_class_that_is_gone_is_named_with_those_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("vllm.lora.worker_manager.WorkerLoRAManager")
+    (found,) = [text for text in map(str, differences(INSTALLED)) if "WorkerLoRAManager" in text]
+    assert "the module has no such class, there is LRUCacheWorkerLoRAManager" in found
+
+
+def test_vllm_finds_the_connector_by_its_name() -> None:
+    plugin.register()
+    assert KVConnectorFactory.get_connector_class_by_name("TieredKVConnector") is TieredKVConnector
 
 
 def test_what_a_version_has_not_yet_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

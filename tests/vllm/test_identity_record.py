@@ -118,6 +118,12 @@ def test_ways_to_run_that_cannot_be_right_are_refused(vllm_config, part, fields,
         check_supported(changed(vllm_config, **{part: value}), 256)
 
 
+def test_replicas_on_a_machine_each_are_supported(vllm_config):
+    check_supported(
+        changed(vllm_config, parallel_config={"nnodes": 2, "data_parallel_size": 2, "data_parallel_size_local": 1}), 256
+    )
+
+
 @pytest.mark.parametrize("method", ["medusa", "custom_class", "mlp_speculator", "dflash", "dspark"])
 def test_speculation_by_an_unknown_method_is_refused(vllm_config, method):
     config = changed(vllm_config, speculative_config=SimpleNamespace(method=method))

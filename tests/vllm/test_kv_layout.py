@@ -1,6 +1,7 @@
 """Pages read from tensors made by vLLM's own view function, for its layouts and for what we refuse."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,6 +236,13 @@ def test_groups_that_lie_in_one_memory_have_pages_of_their_own(layout):
     assert ranks.rank_bytes == len(NAMES) * full().page_size_bytes * (4 + 2)
     for of_group in ranks.groups:
         self_test(of_group)
+
+
+@pytest.mark.parametrize(("name", "value"), [("host_resident", True), ("enable_kv_transfer", False)])
+def test_a_group_that_vllm_does_not_let_go_is_refused(name, value):
+    group = SimpleNamespace(layer_names=NAMES[:1], kv_cache_spec=window(64), **{name: value})
+    with pytest.raises(UnsupportedModel, match="not transferable"):
+        check_groups(SimpleNamespace(kv_cache_groups=[group]))
 
 
 def test_layers_of_one_group_with_different_windows_are_refused():
