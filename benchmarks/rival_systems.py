@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from end_to_end import evict  # noqa: E402  # beside this script
 from processes import tree  # noqa: E402
 from serving import ServedEngine, ours  # noqa: E402
 
+from tests.kit.ports import free_port  # noqa: E402
 from tests.kit.server.probe import server_pid  # noqa: E402
 
 LMCACHE_PYTHON = REPOSITORY / ".cache" / "lmcache" / "bin" / "python"
@@ -185,12 +185,6 @@ def sizes(folder: Path) -> list[int]:
             if path.is_file():
                 found.append(path.stat().st_size)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.kit.ports import free_port
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.vllm.cached_engine import CHUNK
 from tiered_kv.metrics.names import ENGINE_PREFIX as PREFIX
@@ -44,11 +44,6 @@ ANSWER_TOKENS = 6
 SHARED_WORDS, OWN_WORDS = 700, 40
 DISK_BYTES_PER_TOKEN = 2 * 4 * 64 * 2 * 2
 """Of the model that `make serve` builds: layers, heads, head's extent, K and V, bfloat16."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
 
 
 def words(seed: int, count: int) -> str:

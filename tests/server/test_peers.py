@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.ports import free_port
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tests.kit.server.processes import end_server
@@ -24,11 +25,6 @@ def key_file(tmp_path):
     path.write_text("5a" * 32)
     path.chmod(0o600)
     return path
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextmanager

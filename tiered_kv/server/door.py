@@ -24,6 +24,7 @@ from aiohttp import web
 from tiered_kv.config import Config, parse_address
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.naming import BlobName, relative_path
+from tiered_kv.tiers.disk.files import open_to_read
 from tiered_kv.tiers.peers.fleet_key import FleetKey
 from tiered_kv.tiers.peers.peer import BLOBS_PATH
 
@@ -43,7 +44,6 @@ START_S: Final = 20.0
 RESTART_S: Final = 1.0
 NICE: Final = 10
 
-_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -132,7 +132,7 @@ class Door:
 def _open_blob(path: Path) -> int | None:
     """Open a blob's file; None: there is none, or something that is no plain file has its name."""
     try:
-        descriptor = os.open(path, _READ)
+        descriptor = open_to_read(path)
     except OSError:  # a miss, whatever it is: the disk tier of this machine's own server tells of a sick disk
         return None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -46,7 +46,7 @@ DIRECTORY_MODE = 0o700
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO under a blob's name must not block an open
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @contextmanager
@@ -186,6 +186,11 @@ def _write_all(descriptor: int, blob: memoryview, direct: bool) -> None:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
+def open_to_read(path: Path | str) -> int:
+    """A descriptor of a blob's file, or of what has its name: no link is followed, and a FIFO does not block."""
+    return os.open(path, _READ)
+
+
 def read_file(path: Path, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
     """Fill ``buffer`` from the file, piece by piece; False when there is none.
 
@@ -196,7 +201,7 @@ def read_file(path: Path, buffer: memoryview, on_piece: Callable[[int], None]) -
         ChunkCorrupt: The file's size is not the buffer's.
     """
     try:
-        descriptor = os.open(path, _READ)
+        descriptor = open_to_read(path)
     except FileNotFoundError:
         return False
     try:
@@ -270,7 +275,7 @@ def is_own_file(status: os.stat_result, owners: Collection[int]) -> bool:
 
 def read_head(path: Path | str, length: int) -> bytes:
     """The first ``length`` bytes of a file, fewer when it is shorter."""
-    descriptor = os.open(path, _READ)
+    descriptor = open_to_read(path)
     try:
         return os.pread(descriptor, length, 0)
     finally:
@@ -283,7 +288,7 @@ def read_small_file(path: Path, bytes_max: int) -> bytes:
     Raises:
         OSError: There is none, it is no regular file, or it is larger than ``bytes_max`` (EFBIG).
     """
-    descriptor = os.open(path, _READ)
+    descriptor = open_to_read(path)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
