@@ -209,7 +209,10 @@ class OnDisk:
             else:
                 for path in files:
                     path.read_bytes()  # O_DIRECT leaves nothing in the page cache
+            before = disk_read_bytes()
             loaded = engine.load(seed, PROMPT_TOKENS, helpers)
+            if case == "cold" and disk_read_bytes() - before < BYTES:
+                raise RuntimeError(f"it was not read from disk. system={system.name}")
             sample |= {case: loaded.total_s, f"{case}_cpu": loaded.cpu_s}
         engine.forget()
         return sample
@@ -286,6 +289,12 @@ def forget_pages(paths: Sequence[Path]) -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     if resident := sum(map(int, done.stdout.split())):
         raise RuntimeError(f"pages stayed in memory. bytes={resident} of={len(paths)} files")
+
+
+def disk_read_bytes() -> int:
+    """What this machine has read from its disks since it started; Linux counts sectors of 512 bytes."""
+    statistics_files = [disk / "stat" for disk in Path("/sys/block").iterdir() if (disk / "device").exists()]
+    return sum(int(path.read_text().split()[2]) * 512 for path in statistics_files)
 
 
 def _row(subject: Subject, figures: Sequence[str], cpu: Mapping[str, str]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ CHUNK_TOKENS = 256
 COPY_TURNS = 4
 """Parts of the roofline's memory, of which each copy takes the next: 1 GiB for 256 MiB."""
 
-POLL_S = 0.0002
+POLL_S = 0.001
+"""As long as vLLM's engine core sleeps after a step that computes nothing."""
 DEADLINE_S = 120.0
 
 
@@ -199,6 +200,8 @@ class _Child:
             if request.request_id in (received.kv_connector_output.finished_recving or ()):
                 loaded_s = time.perf_counter()
                 used_s = self._cpu_s() - before_s
+            if not output.num_scheduled_tokens:
+                time.sleep(POLL_S)
             _check(end_s, "what was stored is not loaded")
         while not request.is_finished():
             output = self._scheduler.schedule()

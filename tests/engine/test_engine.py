@@ -1,6 +1,7 @@
 """The engine around tiering: sessions, what a restart finds, estimates, and the end."""
 
 import threading
+from collections import Counter
 
 import pytest
 
@@ -8,8 +9,8 @@ from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, E
 from tests.kit.samples.formats import sample_namespace
 from tests.kit.server.probe import wait_for
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.engine.engine import PROGRESS_INTERVAL_S, RETRY_INTERVAL_S
-from tiered_kv.engine.executor import ThreadExecutor
+from tiered_kv.engine.engine import PROGRESS_INTERVAL_S, RETRY_INTERVAL_S, SLOW_READ_S, SMALL_READERS
+from tiered_kv.engine.executor import StepExecutor, ThreadExecutor
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
@@ -56,6 +57,7 @@ LONG = tuple(range(24))
 @pytest.fixture
 def promoting(memory, monkeypatch):
     """A lookup of 24 chunks that are on the tier alone; each read is a task."""
+    monkeypatch.setattr("tiered_kv.engine.engine.SMALL_READERS", len(LONG))
     monkeypatch.setattr("tiered_kv.engine.engine.READERS", len(LONG))
     world = EngineWorld(memory, host_bytes=80 * BLOB_BYTES)
     session = started(world)
@@ -124,6 +126,31 @@ def test_a_read_that_hangs_keeps_no_other_one(memory):
     wait_for(lambda: world.step() or world.lookups[lookup].update.is_done, "the last one")
     assert world.lookups[lookup].update.ready == len(LONG)
     world.release(lookup)
+    world.close()
+
+
+@pytest.mark.parametrize(("read_s", "tasks"), [(0.0, SMALL_READERS), (2 * SLOW_READ_S, SMALL_READERS + 1)])
+def test_few_tasks_read_small_blobs_and_one_that_waits_for_its_medium_has_another_help(read_s, tasks):
+    class Medium(MemoryTier):
+        def get_into(self, name, buffer):
+            world.clock.advance(read_s)
+            return super().get_into(name, buffer)
+
+    class CountingExecutor(StepExecutor):
+        def submit(self, pool, priority, task):
+            if getattr(task, "func", None) == world.engine._run_all:
+                sharing.append(task.args[0])  # kept, so that no other one gets its id
+            super().submit(pool, priority, task)
+
+    medium = Medium()
+    world = EngineWorld(medium, host_bytes=80 * BLOB_BYTES)
+    world.store(started(world), LONG)
+    world.close()
+    medium.reopen(None)
+    sharing = []
+    world = EngineWorld(medium, host_bytes=80 * BLOB_BYTES, executor=CountingExecutor())
+    assert world.loaded(started(world), LONG) == len(LONG)
+    assert set(Counter(map(id, sharing)).values()) == {tasks}
     world.close()
 
 

@@ -191,7 +191,7 @@ def open_to_read(path: Path | str) -> int:
     return os.open(path, _READ)
 
 
-def read_file(path: Path, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
+def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
     """Fill ``buffer`` from the file, piece by piece; False when there is none.
 
     Args:
@@ -214,7 +214,7 @@ def read_file(path: Path, buffer: memoryview, on_piece: Callable[[int], None]) -
     return True
 
 
-def _read_all(descriptor: int, buffer: memoryview, path: Path, on_piece: Callable[[int], None]) -> None:
+def _read_all(descriptor: int, buffer: memoryview, path: Path | str, on_piece: Callable[[int], None]) -> None:
     offset = 0
     while offset < len(buffer):
         count = os.preadv(descriptor, [buffer[offset : offset + READ_PIECE_BYTES]], offset)
