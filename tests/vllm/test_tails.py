@@ -5,12 +5,15 @@ vLLM's real scheduler and block pool, the real server; a model that checks every
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.counts import count, seed
 from tests.kit.server.clients import poll_until
 from tests.kit.server.probe import figures, wait_for
 from tests.kit.server.processes import end_server
@@ -18,6 +21,8 @@ from tests.sim.vllm.asking import AskedEngine, come_to_rest, parameters, random_
 from tests.sim.vllm.checks import leaks, server_leaks
 from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tests.sim.vllm.families import BLOCK_TOKENS
+from tests.sim.vllm.scenario import Plan, run_scenario
+from tiered_kv.vllm import request_saves
 from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.request_saves import CHUNKS_BEFORE_TAIL
 from tiered_kv.vllm.requests import FoundTail
@@ -27,6 +32,8 @@ pytestmark = pytest.mark.slow
 CHUNK = 16
 WHOLE = CHUNKS_BEFORE_TAIL * CHUNK
 TAIL_ENDS = ("tail_held", "tails", "tails_failed")
+SEEDS = count("TAIL_SEEDS", 4)
+SEEN = ("tails", "tail_loads", "loads")
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +254,31 @@ def test_a_tail_that_is_not_compared_with_the_prompts_tokens_is_noticed(
     finally:
         world.engine.close()
         end_server(world.root)
+
+
+@pytest.fixture(scope="module")
+def totals() -> Counter[str]:
+    """What all seeds of this run did."""
+    return Counter()
+
+
+@pytest.mark.parametrize("number", range(seed(), seed() + SEEDS))
+def test_seed(number: int, tmp_path: Path, totals: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborts, resets, killed servers, failing copies and preemption, of sessions that go on where they ended."""
+    monkeypatch.setattr(request_saves, "CHUNKS_BEFORE_TAIL", 1)
+    root = tmp_path / "cache"
+    drawn = Plan.draw(number, root, is_v2=bool(number & 1), is_async=bool(number & 2))
+    connector = dict(drawn.setup.connector) | {"tail_tokens": 4, "chunk_tokens": 16, "host_bytes": "8MiB"}
+    setup = replace(drawn.setup, windows=(None, None), is_hybrid=False, connector=connector, pool_blocks=120)
+    moves = replace(drawn.moves, follow_up=0.6, duplicate=0.3, forget_gpu=1.0, skip_load=0.0, skip_reading=0.0)
+    outcome = run_scenario(replace(drawn, setup=setup, moves=moves), root)
+    totals.update(outcome.counts, seeds=1)
+    print(f"seed={number} {dict(outcome.counts)}")
+    assert not outcome.wrong, "\n".join([f"seed={number}", repr(drawn), *outcome.wrong])
+    assert not outcome.counts["wrong_tokens"]
+
+
+def test_the_seeds_did_what_they_are_for(totals: Counter[str]) -> None:
+    if totals["seeds"] < 20:
+        pytest.skip("says something of a whole set of seeds only")
+    assert [name for name in SEEN if not totals[name]] == []
