@@ -9,6 +9,7 @@ rate. Sizes are in tokens, ``2M`` is two million. What is modelled and what is r
 
 - ``units``: what an infinite cache of whole units leaves to compute, with and without answers in it. A tail kept below
   a chunk counts as its own unit: chunks of 256 tokens with tails of 16 find what units of 16 find.
+- "ours, tails" keeps ends of prompts in host memory, in steps of 32 tokens (``tail_tokens``).
 - ``systems``: for every size and system the share of what an infinite cache of chunks finds, what is computed, also for
   follow-up turns beside an unlimited prefix cache (16 tokens, answers kept), bytes written to disk per byte found below
   the GPU, and requests to the bucket per 1,000 turns. Others are replayed without time, as "ours, no time" is; those
@@ -40,8 +41,10 @@ OURS = {
     "ours": ("multi-queue", "all"),
     "ours, LRU": ("lru", "all"),
     "ours, second touch": ("multi-queue", "second-touch"),
+    "ours, tails": ("multi-queue", "all"),
     "ours, no time": ("multi-queue", "all"),
 }
+TAIL_TOKENS = 32
 NO_TIME = Speeds(1, 1e15, 1e15, (0.0, 0.0), (1e15, 1e15))
 """Every turn has ended before the next one: as the others are replayed."""
 
@@ -101,6 +104,7 @@ def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
     if system in OURS:
         eviction, admission = OURS[system]
         ours = AgentReplay(sizes, chunk_tokens, eviction, admission, NO_TIME if system == "ours, no time" else speeds)
+        ours.tail_tokens = TAIL_TOKENS if system == "ours, tails" else 0
         ours.run(_turns)
         row |= _rates([(one.turn, one.found) for one in ours.served], chunk_tokens)
         below = sum(one.below_chunks for one in ours.served)
@@ -109,6 +113,8 @@ def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
             requests = sum(number for (tier, _), number in ours.operations.items() if tier == BUCKET)
             row["bucket_requests"] = round(1000 * requests / len(_turns))
         row |= {"dropped": ours.dropped, "gaps": _by_gap(ours.served)}
+        if ours.tail_tokens:
+            row |= {"tails_found": ours.tails_found, "tails_most": ours.tails_most}
         return row
     if system == "optimum":
         found = rivals.optimum(_turns, sizes, chunk_tokens)

@@ -4,6 +4,8 @@ A turn asks for its prefix when it arrives, waits until all that the tiering pro
 computes the rest, and stores. One medium serves one operation after the other at its bandwidth, and each takes its
 latency on top. The GPU computes every turn as if alone. What vLLM's prefix cache holds is an LRU of whole chunks; a
 turn whose parent is still there whole finds the parent's answer, too, in blocks of 16 tokens.
+
+With tails (decisions/0036) a turn leaves one where its prompt ends; a turn that goes on from there finds and drops it.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from tiered_kv.tiering.types import (
 )
 
 GPU_BLOCK_TOKENS = 16
+CHUNKS_BEFORE_TAIL = 5
+"""As ``vllm/request_saves.py`` has it, which cannot be imported without vLLM."""
 DISK, BUCKET = 1, 2
 
 
@@ -131,6 +135,11 @@ class _Waiting:
     start: int
 
 
+def _tail_name(number: int) -> bytes:
+    """Key of the tail that a turn leaves; twice it is its digest."""
+    return (1 << 127 | number).to_bytes(16, "big")
+
+
 @dataclass(slots=True)
 class AgentReplay:
     """A hierarchy and its virtual clock.
@@ -139,6 +148,9 @@ class AgentReplay:
         served: Turns in the order in which they had their first token.
         operations: Jobs by tier and kind: ``(DISK, "Write")``.
         dropped: Chunks that were not stored because no slot was free.
+        tail_tokens: Unit of tails; 0: none are kept.
+        tails_found: Turns that a tail gave something.
+        tails_most: Most tails that were kept at once.
     """
 
     sizes: Sizes
@@ -146,9 +158,12 @@ class AgentReplay:
     eviction: str = "multi-queue"
     admission: str = "all"
     speeds: Speeds = field(default_factory=Speeds)
+    tail_tokens: int = 0
     served: list[Served] = field(default_factory=list)
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
     dropped: int = 0
+    tails_found: int = 0
+    tails_most: int = 0
     tiering: Tiering = field(init=False)
     _now_s: float = field(default=0.0, init=False)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list, init=False)
@@ -201,7 +216,9 @@ class AgentReplay:
         gpu = self._gpu.found(turn)
         start = min(gpu // self.chunk_tokens, len(turn.chunks))
         keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
-        lookup = self.tiering.lookup(self._session, keys, [key * 2 for key in keys], start)
+        lookup = self.tiering.lookup(
+            self._session, keys, [key * 2 for key in keys], start, wants_tails=bool(self.tail_tokens)
+        )
         self._waiting[lookup] = _Waiting(turn, gpu, start)
         self._settle()
 
@@ -261,13 +278,35 @@ class AgentReplay:
         loadable = (turn.tokens - 1) // self.chunk_tokens - waiting.start
         below = max(0, min(answer.ready, loadable))
         found = max(waiting.gpu_tokens, (waiting.start + below) * self.chunk_tokens if below else 0)
+        older, end = self._its_tail(turn, answer)
+        if end > found and waiting.start + answer.ready == answer.held:
+            found = end
+            self.tails_found += 1
         loaded_s = self._now_s + below * self._chunk_bytes / self.speeds.load_bytes_per_s
         first_s = loaded_s + (turn.tokens - found) / self.speeds.prefill_tokens_per_s
         self._at(loaded_s, partial(self.tiering.release, self._session, lookup))
-        self._at(first_s, partial(self._store, turn, answer.held))
+        self._at(first_s, partial(self._store, turn, answer.held, older))
         self.served.append(Served(turn, found, below, loaded_s - turn.time_s, first_s - turn.time_s))
 
-    def _store(self, turn: Turn, held: int) -> None:
+    def _its_tail(self, turn: Turn, answer: LookupAnswer) -> tuple[list[bytes], int]:
+        """Of the tails that were told, that of the turn's parent if the turn goes on from it; and where it ends."""
+        for tail in answer.tails:
+            end = answer.held * self.chunk_tokens + tail.tokens
+            if tail.digest == _tail_name(turn.parent) * 2 and end <= min(turn.shared, turn.tokens - 1):
+                return [_tail_name(turn.parent)], end
+        return [], 0
+
+    def _leave_tail(self, turn: Turn, older: list[bytes]) -> None:
+        """Keep the end of a turn's prompt, if it is worth a slot that is free; what it goes on from goes."""
+        rest = turn.tokens % self.chunk_tokens // self.tail_tokens * self.tail_tokens
+        if rest and len(turn.chunks) >= CHUNKS_BEFORE_TAIL and self._credits:
+            key, parent = _tail_name(turn.number), turn.chunks[-1].to_bytes(16, "big")
+            record = ChunkRecord(NAMESPACE, key, parent, len(turn.chunks), key * 2)
+            self.tiering.commit_tail(self._session, self._credits.pop(), record, rest)
+        self.tiering.drop_tails(self._session, older)
+        self.tails_most = max(self.tails_most, self.tiering.usage()["host_tails"])
+
+    def _store(self, turn: Turn, held: int, older: list[bytes]) -> None:
         """The turn is computed: what no tier held when it asked is stored."""
         self._gpu.use(turn)
         keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
@@ -282,3 +321,5 @@ class AgentReplay:
             self.tiering.commit(self._session, self._credits.pop(), record)
         if held < len(keys):
             self.tiering.touch_prefix(keys[-1])
+        if self.tail_tokens:
+            self._leave_tail(turn, older)

@@ -26,6 +26,7 @@ class Turn:
         shared: Leading tokens that its parent's prompt has, too.
         shared_answered: The same with its parent's answer kept.
         chunks: Ids of its whole chunks; equal ids: equal prefixes.
+        number, parent: Its own and its parent's, over all sessions; -1: it has none.
     """
 
     time_s: float
@@ -34,6 +35,8 @@ class Turn:
     shared: int
     shared_answered: int
     chunks: list[int]
+    number: int
+    parent: int
 
     def found_ever(self, unit_tokens: int, *, with_answers: bool) -> int:
         """Tokens that an infinite cache of whole units finds. The last token is always computed."""
@@ -44,17 +47,19 @@ class Turn:
 def read(trace: Path, chunk_tokens: int, *, every: int = 1, sessions_per_hour: float = 60) -> list[Turn]:
     """Every ``every``-th session of a trace, started at a steady rate; all turns by arrival."""
     turns: list[Turn] = []
-    ids = count()
+    ids, numbers = count(), count()
     with trace.open() as lines:
         for number, line in enumerate(lines):
             if number % every == 0:
                 start_s = number // every * 3600 / sessions_per_hour
-                turns += _session(json.loads(line)["requests"], start_s, chunk_tokens, ids)
+                turns += _session(json.loads(line)["requests"], start_s, chunk_tokens, ids, numbers)
     turns.sort(key=lambda turn: turn.time_s)
     return turns
 
 
-def _session(requests: list[list[int]], start_s: float, chunk_tokens: int, ids: Iterator[int]) -> Iterator[Turn]:
+def _session(
+    requests: list[list[int]], start_s: float, chunk_tokens: int, ids: Iterator[int], numbers: Iterator[int]
+) -> Iterator[Turn]:
     known: list[Turn] = []
     for time_s, tokens, _, parent, shared_blocks, _ in requests:
         gap_s, shared, answered = None, 0, 0
@@ -68,7 +73,8 @@ def _session(requests: list[list[int]], start_s: float, chunk_tokens: int, ids: 
                 answered = min(before.tokens + requests[parent][2], tokens)
             chunks = before.chunks[: shared // chunk_tokens]
         chunks = chunks + [next(ids) for _ in range(tokens // chunk_tokens - len(chunks))]
-        known.append(Turn(start_s + time_s, gap_s, tokens, shared, answered, chunks))
+        number, of = next(numbers), known[parent].number if parent >= 0 else -1
+        known.append(Turn(start_s + time_s, gap_s, tokens, shared, answered, chunks, number, of))
     yield from known
 
 

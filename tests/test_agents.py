@@ -125,7 +125,8 @@ def test_the_section_takes_any_file_and_writes_its_json(few: list[Turn], tmp_pat
     done = subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True)
     result = json.loads(out.read_text())
     assert result["turns"] == len(few)
-    assert [row["system"] for row in result["systems"]] == ["ours", "ours, LRU", "ours, second touch", "ours, no time"]
+    names = ["ours", "ours, LRU", "ours, second touch", "ours, tails", "ours, no time"]
+    assert [row["system"] for row in result["systems"]] == names
     assert result["systems"][0]["of_infinite_percent"] == 100
     assert "10k,20k,50k,bucket" in done.stdout
 
@@ -140,3 +141,18 @@ def test_a_missing_trace_and_wrong_sizes_are_named(repository: Path, tmp_path: P
         done = subprocess.run(command, cwd=repository, check=False, capture_output=True, text=True)
         assert done.returncode != 0
         assert told in done.stderr
+
+
+def test_a_turn_finds_its_parents_tail_and_leaves_its_own(tmp_path: Path) -> None:
+    """1,500 tokens are five chunks and 220 tokens; of 1,800 eight are left, and of what edits them none is shared."""
+    requests = [[0.0, 1500, 100, -1, 0, 23], [10.0, 1800, 50, 0, 23, 28], [20.0, 1790, 50, 1, 21, 27]]
+    path = written(tmp_path / "tails.jsonl", requests)
+    found = []
+    for tail_tokens in (0, 32):
+        replay = AgentReplay(Sizes(0, AMPLE, AMPLE), CHUNK)
+        replay.tail_tokens = tail_tokens
+        replay.run(read(path, CHUNK))
+        found.append([one.found for one in replay.served])
+        assert (replay.tails_found, replay.tails_most) == ((1, 1) if tail_tokens else (0, 0))
+    assert found == [[0, 1280, 1280], [0, 1472, 1280]]
+    assert replay.tiering.usage()["host_tails"] == 1, "of the last turn"

@@ -254,6 +254,9 @@ class Config:
         256,
     )
     save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
+    tail_tokens: int | None = _setting(
+        _positive_int, "keep prompts' ends below a chunk in host memory, in steps of so many tokens, e.g. 32"
+    )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     peers: tuple[str, ...] | None = _setting(
         _peers, "other machines whose disks are read, e.g. [https://node-b:7460]; with file:// only"

@@ -37,6 +37,12 @@ class Space:
     def digest(self, path: tuple[int, ...]) -> bytes:
         return hashlib.sha256(self.namespace + repr(path).encode()).digest()
 
+    def tail(self, path: tuple[int, ...], name: str) -> ChunkRecord:
+        """A tail behind the prefix that ``path`` names."""
+        key = hashlib.md5(self.key(path) + name.encode(), usedforsecurity=False).digest()
+        digest = hashlib.sha256(self.digest(path) + name.encode()).digest()
+        return ChunkRecord(self.namespace, key, self.key(path), len(path), digest, self.tag(path), self.stored_by)
+
     def prefix(self, path: tuple[int, ...]) -> tuple[list[bytes], list[bytes]]:
         """Keys and digests from the root to the end of ``path``."""
         paths = [path[: depth + 1] for depth in range(len(path))]

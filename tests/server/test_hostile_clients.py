@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.kit.counts import count, seed
-from tests.kit.server.clients import SmallEngine, hello, refusal, settings, tell, worker_part
+from tests.kit.server.clients import CHUNK, SmallEngine, hello, refusal, settings, tell, worker_part
 from tests.kit.server.probe import figures, server_pid, wait_for
 from tests.kit.server.processes import descriptors
 from tiered_kv.errors import TieredKVError, TierUnavailable
@@ -202,6 +202,28 @@ def test_a_committed_chunk_that_cannot_be_is_refused(
     check_refused(directory, commit, expected)
 
 
+@pytest.mark.parametrize(
+    ("slot", "tokens", "changes", "expected"),
+    [
+        (1 << 50, 1, {}, "was not granted"),
+        (0, 0, {}, "`int` >= 1"),
+        (0, CHUNK, {}, "a committed tail is none"),
+        (0, 1, {"chunk_index": 0}, "a committed tail is none"),
+        (0, 1, {"namespace": b"n" * 16}, "of another namespace"),
+        (0, 1, {"stored_by": "somebody"}, "does not say in a known way who stored it"),
+    ],
+)
+def test_a_committed_tail_that_cannot_be_is_refused(
+    directory: Path, slot: int, tokens: int, changes: dict[str, Any], expected: str
+) -> None:
+    fields: dict[str, Any] = {"key": b"k" * 16, "parent": b"p" * 16, "chunk_index": 3, "prefix_sha256": bytes(32)}
+
+    def commit(namespace: bytes) -> m.Message:
+        return m.CommitTail(slot, ChunkRecord(**{"namespace": namespace} | fields | changes), tokens)
+
+    check_refused(directory, commit, expected)
+
+
 def check_refused(directory: Path, message: Callable[[bytes], m.Message], expected: str) -> None:
     """Send a message to a session of its own, which ends by it; ``message`` is given the session's namespace."""
     one = open_session(directory, "senseless")
@@ -301,6 +323,8 @@ def test_random_clients_find_no_way_to_hurt(directory: Path) -> None:
             m.Lookup(1, 0, bytes(32), bytes(64)),
             m.Release(1),
             m.Commit([(0, ChunkRecord(bytes(16), bytes(16), bytes(16), 1, bytes(32), b"t" * 16))]),
+            m.CommitTail(0, ChunkRecord(bytes(16), bytes(16), bytes(16), 1, bytes(32)), 1),
+            m.DropTails([bytes(16)]),
             m.GiveBack([0, 1]),
             m.Reset(),
             m.Unmapped(),

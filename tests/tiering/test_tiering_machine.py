@@ -78,10 +78,10 @@ class Histories(RuleBasedStateMachine):
         if len(self.world.spaces) < 4:
             self.world.open(space)
 
-    @rule(pick=PICK, path=PATHS, start=st.integers(0, 7))
-    def lookup(self, pick, path, start):
+    @rule(pick=PICK, path=PATHS, start=st.integers(0, 7), wants_tails=st.booleans())
+    def lookup(self, pick, path, start, wants_tails):
         if (session := self.session(pick)) is not None:
-            self.world.lookup(session, path, start)
+            self.world.lookup(session, path, start, wants_tails=wants_tails)
 
     @rule(pick=PICK)
     @precondition(lambda self: self.world.lookups)
@@ -126,6 +126,18 @@ class Histories(RuleBasedStateMachine):
             for number in range(8):
                 self.world.commit(session, (100 * first + number,))
                 self.world.step()
+
+    @rule(pick=PICK, path=PATHS, name=st.sampled_from("abcdef"))
+    def commit_tail(self, pick, path, name):
+        """Also behind what is not held, and of a chunk that has as many tails as it may."""
+        if (session := self.session(pick)) is not None:
+            self.world.commit_tail(session, path, name, 1 + ord(name) % 5)
+
+    @rule(pick=PICK, path=PATHS, name=st.sampled_from("abcdef"))
+    def drop_tail(self, pick, path, name):
+        """What continues it was stored; a lookup may hold it."""
+        if (session := self.session(pick)) is not None:
+            self.world.drop_tail(session, path, name)
 
     @rule(pick=PICK, path=PATHS)
     def want(self, pick, path):

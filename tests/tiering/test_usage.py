@@ -27,6 +27,7 @@ def test_every_figure_says_what_is_there():
         "host_assigned_bytes": 10 * SIZE,
         "host_capacity_bytes": 400,
         "host_ready_chunks": 2,
+        "host_tails": 0,
         "leased_bytes": SIZE,
         "reserved_slots": len(story.credits[story.session]),
         "sessions": 1,

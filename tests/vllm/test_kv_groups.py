@@ -1,6 +1,7 @@
 """Which blocks of each KV cache group are stored and loaded, against a plain model of what vLLM keeps and needs."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.kit.counts import count, seed
+from tiered_kv.vllm.drafts import Drafts
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
 from tiered_kv.vllm.step import BlockRun, ChunkCopy
 
@@ -249,3 +251,40 @@ def test_prefix_cache_is_believed_where_every_group_can_continue():
     held[1] = {6, 7}
     assert found.cached_chunks(hashes, lambda h, ids: all(h in held[i] for i in ids)) == 0
     assert groups(None).cached_chunks(hashes, lambda h, ids: h < 8) == 2
+
+
+# -- tails -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "tail_tokens", "unit"),
+    [(16, 16, 16), (16, 24, 48), (16, 1, 16), (32, 16, 32), (16, 64, 0), (16, None, 0)],
+)
+def test_the_unit_of_tails_is_whole_blocks_below_a_chunk(block, tail_tokens, unit):
+    assert groups(None, block=block).tail_unit(tail_tokens, CHUNK, None) == unit
+
+
+def test_no_tails_where_a_part_of_a_chunk_is_not_right_by_itself():
+    assert groups(None, None).tail_unit(16, CHUNK, None) == 16
+    assert groups(None, 40).tail_unit(16, CHUNK, None) == 0
+    assert groups(None).tail_unit(16, CHUNK, Drafts(drops_block=True, draft_tokens=2, drafted_len=4096)) == 0
+    full = CacheGroup(0, 16, 4, 4)
+    assert CacheGroups([full], (1,)).tail_unit(16, CHUNK, None) == 0, "recurrent layers"
+    assert CacheGroups([replace(full, state_tokens=4)]).tail_unit(16, CHUNK, None) == 0, "states of several tokens"
+    left_out = CacheGroup(1, 16, 4, 0, is_shared=False)
+    assert CacheGroups([full, left_out]).tail_unit(16, CHUNK, None) == 0, "a ring"
+
+
+def test_behind_a_tail_its_last_block_stands_again():
+    found = groups(None)
+    assert found.tail_ids([[10, 11, 12, 13, 14, 15, 16]], 1, 32) == ((14, 15, 15, 15),)
+    assert found.tail_ids([[10, 11, 12, 13, 14, 15, 16]], 1, 48) == ((14, 15, 16, 16),)
+    assert found.tail_ids([[10, 11, 12, 13, 14]], 1, 32) is None, "vLLM has taken its blocks back"
+    assert found.tail_ids([[10, 11, 12, 13, 14, NULL_BLOCK]], 1, 32) is None
+
+
+def test_a_load_that_ends_with_a_tail_fills_its_blocks_and_no_others():
+    found, table = groups(None), [10, 11, 12, 13, 14, 15, 16]
+    copies = found.load_copies([50, 51], [table], 0, (32, CHUNK + 32), CHUNK)
+    assert copies == (ChunkCopy(50, (BlockRun(2, (12, 13)),)), ChunkCopy(51, (BlockRun(0, (14, 15)),)))
+    assert found.load_copies([50], [table], 0, (32, CHUNK + 32), CHUNK) is None, "without its slot nothing is loaded"

@@ -32,6 +32,8 @@ class Server:
     committed: list[int] = field(default_factory=list)
     tags: list[bytes] = field(default_factory=list)
     given_back: list[int] = field(default_factory=list)
+    tails: list[tuple[int, bytes, int]] = field(default_factory=list)
+    dropped: list[bytes] = field(default_factory=list)
     generation: int = 0
     world_size: int = 1
     namespace: Any = NAMESPACE
@@ -47,6 +49,12 @@ class Server:
     def commit(self, chunks: Any) -> None:
         self.committed += [slot for slot, _ in chunks]
         self.tags += [record.tag for _, record in chunks]
+
+    def commit_tail(self, slot: int, record: Any, tokens: int) -> None:
+        self.tails.append((slot, record.key, tokens))
+
+    def drop_tails(self, keys: Any) -> None:
+        self.dropped += keys
 
     def give_back(self, slots: list[int]) -> None:
         self.given_back += slots
@@ -332,3 +340,82 @@ def test_copies_go_on_where_requests_hold_blocks_anyway() -> None:
         world.saves.let_go()
         world.saves.finished(SaveReport({job.job_id: 1}))
         assert world.server.committed == [10]
+
+
+# -- tails -------------------------------------------------------------------------------------------------------------
+
+TAIL = 32
+NAME = b"t" * 16, bytes(32)
+
+
+def queue_tail(world: World, keys: PrefixKeys, ids: list[int], older: tuple[bytes, ...] = ()) -> str | None:
+    """The tail of two blocks behind two chunks."""
+    return world.saves.queue_tail(keys, (ids,), 2, TAIL, NAME, NO_TAG, older)
+
+
+def test_a_tail_is_pinned_once_per_block_and_committed_behind_its_chunks() -> None:
+    world = World()
+    keys, ids = world.prompt(3)
+    world.server.credits.extend(range(3))
+    world.saves.queue(keys, (ids,), range(2), held=0, tag=NO_TAG, older_tails={1: [b"old"]}, is_ending=True)
+    assert queue_tail(world, keys, ids, (b"older",)) is None
+    assert queue_tail(world, keys, ids) == "tail_held", "on its way"
+    world.free(ids)
+    assert world.free_blocks == BLOCKS - 1 - 2 * PER_CHUNK - 2
+    (job,) = world.saves.start_jobs()
+    own = ids[2 * PER_CHUNK :]
+    assert job.copies[-1].groups == (BlockRun(0, (own[0], own[1], own[1], own[1])),)
+    assert world.server.tails == world.server.dropped == []
+    world.saves.finished(SaveReport({job.job_id: 1}))
+    assert (world.server.committed, world.server.tails) == ([0, 1], [(2, NAME[0], TAIL)])
+    assert world.server.dropped == [b"old", b"older"]
+    assert world.free_blocks == BLOCKS - 1 and not world.saves.has_work
+    assert +world.counters == {"stores": 2, "tails": 1} and not world.saves.is_stored(NAME[0])
+    assert world.saves.tails_behind(keys.parent(2)) == {NAME[0]: TAIL}
+
+
+def test_a_tail_is_remembered_until_something_continues_it() -> None:
+    world = World()
+    keys, ids = world.prompt(3)
+    world.server.credits.extend(range(2))
+    queue_tail(world, keys, ids)
+    older = {2: [NAME[0]]}
+    world.saves.queue(keys, (ids,), range(2, 3), held=0, tag=NO_TAG, older_tails=older, is_ending=True)
+    (job,) = world.saves.start_jobs()
+    world.saves.finished(SaveReport({job.job_id: 1}))
+    assert world.server.dropped == [NAME[0]] and world.saves.tails_behind(keys.parent(2)) == {}
+    world.server.credits.append(2)
+    queue_tail(world, keys, ids)
+    world.saves.session_lost()
+    assert world.saves.tails_behind(keys.parent(2)) == {}
+
+
+def test_a_tail_waits_for_no_slot() -> None:
+    world = World()
+    keys, ids = world.prompt(3)
+    world.server.credits.extend(range(2))
+    world.saves.queue(keys, (ids,), range(2), held=0, tag=NO_TAG, is_ending=True)
+    assert queue_tail(world, keys, ids) == "tail_dropped_no_slot"
+    assert queue_tail(world, keys, ids[:9]) == "tail_dropped_no_slot"
+    world.server.credits.append(2)
+    assert queue_tail(world, keys, ids[:9]) == "tail_dropped_not_storable", "vLLM has one of its blocks back"
+
+
+def test_a_tail_whose_copy_failed_is_counted_and_continues_nothing() -> None:
+    world = World()
+    keys, ids = world.prompt(3)
+    world.server.credits.append(0)
+    queue_tail(world, keys, ids, (b"older",))
+    (job,) = world.saves.start_jobs()
+    world.saves.finished(SaveReport({job.job_id: 1}, failed={job.job_id}))
+    assert (world.server.given_back, world.server.tails, world.server.dropped) == ([0], [], [])
+    assert +world.counters == {"tails_failed": 1}
+
+
+def test_a_tail_that_is_let_go_of_is_counted_apart_from_chunks() -> None:
+    world = World()
+    keys, ids = world.prompt(3)
+    world.server.credits.append(0)
+    queue_tail(world, keys, ids)
+    world.saves.reset()
+    assert +world.counters == {"tail_dropped_reset": 1} and not world.saves.has_work

@@ -194,6 +194,7 @@ def _host_row(figures: ServerFigures) -> tuple[object, ...]:
     hierarchy = figures.hierarchy
     used, capacity = size_text(hierarchy["host_assigned_bytes"]), size_text(hierarchy["host_capacity_bytes"])
     leased = f"{size_text(hierarchy['leased_bytes'])} leased" if hierarchy["leased_bytes"] else ""
+    tails = f"{hierarchy['host_tails']} of these are tails" if hierarchy.get("host_tails") else ""
     return (
         HOST_NAME,
         used,
@@ -204,7 +205,7 @@ def _host_row(figures: ServerFigures) -> tuple[object, ...]:
         "",
         "",
         "",
-        leased,
+        ", ".join(filter(None, (leased, tails))),
     )
 
 

@@ -16,7 +16,7 @@ except :meth:`Engine.start` (scans) and :meth:`Engine.close`.
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -336,10 +336,20 @@ class Engine:
         is_claimed: bool = False,
         state_parts: int = 0,
         may_search: bool = True,
+        wants_tails: bool = False,
     ) -> int:
         """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
-        wanted = (session, keys, digests, start, turn)
-        return self.tiering.lookup(*wanted, is_claimed=is_claimed, state_parts=state_parts, may_search=may_search)
+        return self.tiering.lookup(
+            session,
+            keys,
+            digests,
+            start,
+            turn,
+            is_claimed=is_claimed,
+            state_parts=state_parts,
+            may_search=may_search,
+            wants_tails=wants_tails,
+        )
 
     def claim(self, session: int, lookup: int) -> None:
         """A load begins of what is ready: the leases stay until :meth:`release`."""
@@ -356,6 +366,18 @@ class Engine:
             KeyError: The slot was not granted to this session.
         """
         self.tiering.commit(session, slot, record)
+
+    def commit_tail(self, session: int, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
+        """The same of a tail of so many tokens.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        self.tiering.commit_tail(session, slot, record, tokens)
+
+    def drop_tails(self, session: int, keys: Iterable[bytes]) -> None:
+        """What was stored now continues these tails."""
+        self.tiering.drop_tails(session, keys)
 
     def touch_prefix(self, key: bytes) -> None:
         """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""

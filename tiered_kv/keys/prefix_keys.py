@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.tail_keys import tail_name
 
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**32 - 1
@@ -82,6 +83,18 @@ class PrefixKeys:
     def parent(self, index: int) -> bytes:
         """Key of the chunk before ``index``; the namespace digest for the first."""
         return self.keys[index - 1] if index else self._namespace.digest
+
+    def tail(self, tokens: Sequence[int], index: int, length: int, extras: bytes = b"") -> tuple[bytes, bytes]:
+        """Key and digest of the tail of ``length`` tokens where chunk ``index`` begins (``tail_keys.py``).
+
+        Args:
+            tokens: All tokens of the request so far.
+            index: At least 1; the chunk before it must have a key.
+            extras: Encoded extras of chunk ``index``.
+        """
+        start = index * self._chunk_tokens
+        body = _pack(tokens, start, start + length).tobytes() + extras
+        return tail_name((self.keys[index - 1], self.digests[index - 1]), length, body)
 
 
 def _pack(tokens: Sequence[int], start: int, stop: int) -> "array[int]":

@@ -172,15 +172,18 @@ class SchedulerClient:
         is_claimed: bool = False,
         state_parts: int = 0,
         may_search: bool = True,
+        wants_tails: bool = False,
     ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
         None when it could not be sent: a miss. ``turn`` says when its request is admitted, ``is_claimed`` that its
         leases are never ended by the server; with ``state_parts`` the prefix ends where a state of so many parts is.
-        Where nothing may be searched in a shared tier, the keys may be any part of a prefix.
+        Where nothing may be searched in a shared tier, the keys may be any part of a prefix. With ``wants_tails`` the
+        answer has the tails behind what is held.
         """
         lookup = self._next_lookup
-        wanted = m.Lookup(lookup, start, b"".join(keys), b"".join(digests), turn, is_claimed, state_parts, may_search)
+        joined = b"".join(keys), b"".join(digests)
+        wanted = m.Lookup(lookup, start, *joined, turn, is_claimed, state_parts, may_search, wants_tails)
         if not self.is_ready or not self._send(wanted):
             return None
         self._next_lookup += 1
@@ -241,6 +244,18 @@ class SchedulerClient:
             self.give_back([slot for slot, _ in chunks])
             return
         self._send(m.Commit(list(chunks)), may_drop=False)
+
+    def commit_tail(self, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
+        """A slot that every rank has filled with a tail of so many tokens; the chunk before it was committed."""
+        if self._is_resetting:
+            self.give_back([slot])
+            return
+        self._send(m.CommitTail(slot, record, tokens), may_drop=False)
+
+    def drop_tails(self, keys: Sequence[bytes]) -> None:
+        """What was committed continues these tails: they may go."""
+        if keys:
+            self._send(m.DropTails(list(keys)))
 
     def give_back(self, slots: Sequence[SlotId]) -> None:
         """Taken slots that will not be committed."""

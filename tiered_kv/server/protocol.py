@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import msgspec
 
 from tiered_kv.errors import ProtocolError
-from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.chunk_record import ChunkRecord, Key
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 12
+PROTOCOL = 13
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -28,6 +28,7 @@ LENGTH = struct.Struct("<I")
 RANKS_MAX = 1024
 LAYERS_MAX = 4096
 STATE_PARTS_MAX = 64
+DROPPED_TAILS_MAX = 1024
 SIZE_MAX = 1 << 62
 SECONDS_MAX = 1e9
 
@@ -139,6 +140,7 @@ class Lookup(Message, frozen=True):
         is_claimed: As if ``Claim`` were said with it.
         state_parts: Wanted is the prefix up to the deepest boundary with a state of so many parts, and that state.
         may_search: What is not known here is sought in a shared tier; the keys are a prefix from its beginning then.
+        wants_tails: Wanted are the tails behind what is held, too.
     """
 
     lookup: int
@@ -149,6 +151,7 @@ class Lookup(Message, frozen=True):
     is_claimed: bool = False
     state_parts: Annotated[int, msgspec.Meta(ge=0, le=STATE_PARTS_MAX)] = 0
     may_search: bool = True
+    wants_tails: bool = False
 
 
 class Claim(Message, frozen=True):
@@ -178,6 +181,23 @@ class Commit(Message, frozen=True):
     """
 
     chunks: list[tuple[SlotId, ChunkRecord]]
+
+
+class CommitTail(Message, frozen=True):
+    """A slot that every rank has filled with a tail of so many tokens; its bytes behind them say nothing.
+
+    Comes after the ``Commit`` of the chunk before it.
+    """
+
+    slot: SlotId
+    record: ChunkRecord
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class DropTails(Message, frozen=True):
+    """Chunks or longer tails that were committed now continue these tails."""
+
+    keys: Annotated[list[Key], msgspec.Meta(max_length=DROPPED_TAILS_MAX)]
 
 
 class GiveBack(Message, frozen=True):
@@ -359,6 +379,8 @@ FromClient = (
     | Claim
     | Release
     | Commit
+    | CommitTail
+    | DropTails
     | GiveBack
     | Reset
     | Pin

@@ -319,6 +319,8 @@ class Server:
             m.Claim: Route(_SCHEDULERS, sessions.claim),
             m.Release: Route(_SCHEDULERS, sessions.release),
             m.Commit: Route(_SCHEDULERS, sessions.commit),
+            m.CommitTail: Route(_SCHEDULERS, sessions.commit_tail),
+            m.DropTails: Route(_SCHEDULERS, sessions.drop_tails),
             m.GiveBack: Route(_SCHEDULERS, sessions.give_back),
             m.Pin: Route(_SCHEDULERS, sessions.pin),
             m.Reset: Route(_SCHEDULERS, lambda connection, _: sessions.reset(connection)),

@@ -382,7 +382,12 @@ class Sessions:
         session = group.sessions[-1]
         wanted = (keys, digests, lookup.start, lookup.turn)
         engine_id = self._engine.lookup(
-            session, *wanted, is_claimed=lookup.is_claimed, state_parts=lookup.state_parts, may_search=lookup.may_search
+            session,
+            *wanted,
+            is_claimed=lookup.is_claimed,
+            state_parts=lookup.state_parts,
+            may_search=lookup.may_search,
+            wants_tails=lookup.wants_tails,
         )
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup
@@ -440,6 +445,30 @@ class Sessions:
         for _, record in commit.chunks:
             if record.key not in parents:
                 self._engine.touch_prefix(record.key)
+
+    def commit_tail(self, connection: Connection, commit: m.CommitTail) -> None:
+        """Take in a slot that was filled with a tail.
+
+        Raises:
+            ProtocolError: The slot was not granted to this engine, or the record is no tail of its chunks.
+        """
+        group = self.owned(connection)
+        session = group.sessions[-1]
+        chunk_tokens = 0 if group.geometry is None else group.geometry.chunk_tokens
+        if commit.tokens >= chunk_tokens or not commit.record.chunk_index:
+            raise ProtocolError(
+                "a committed tail is none. "
+                f"tokens={commit.tokens} chunk_tokens={chunk_tokens} chunk_index={commit.record.chunk_index}"
+            )
+        try:
+            self._engine.commit_tail(session, commit.slot, checked_record(group, commit.record), commit.tokens)
+        except KeyError as exc:
+            raise ProtocolError(f"slot {commit.slot} was not granted to engine {group.name}") from exc
+        group.granted[session].discard(commit.slot)
+
+    def drop_tails(self, connection: Connection, drop: m.DropTails) -> None:
+        """Remove tails that something committed continues; unknown ones are gone already."""
+        self._engine.drop_tails(self.owned(connection).sessions[-1], drop.keys)
 
     def give_back(self, connection: Connection, give_back: m.GiveBack) -> None:
         """Take unused slots back, also of sessions before a reset.

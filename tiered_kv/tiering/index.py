@@ -209,6 +209,7 @@ class Index:
         self._entries = KeyMap[Entry]()
         # Children whose parent has no entry and may get one, by the parent's key and position.
         self._orphans: dict[tuple[bytes, bytes, int], Entry | set[Entry]] = {}
+        self._tails: dict[bytes, dict[bytes, int]] = {}  # tokens by key, oldest first, by the parent's key
         self._nothing = (BlobState.ABSENT,) * tier_count, (0,) * tier_count
         self._shared: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self.readable = [True] * tier_count
@@ -299,6 +300,34 @@ class Index:
         self._set_uses(entry, parent)
         return entry
 
+    # -- tails -------------------------------------------------------------------------------------------------
+
+    def add_tail(self, record: ChunkRecord, tokens: int) -> Entry:
+        """Make the entry of a tail of so many tokens, whose key has none."""
+        entry = self.add(record)
+        self._tails.setdefault(record.parent, {})[record.key] = tokens
+        return entry
+
+    def is_tail(self, record: ChunkRecord) -> bool:
+        """Whether a record is that of a tail which has an entry."""
+        return record.key in self._tails.get(record.parent, ())
+
+    def tails_behind(self, key: bytes) -> list[tuple[Entry, int]]:
+        """The tails that follow a chunk, with their tokens, in the order in which they came."""
+        return [(self._entries[tail], tokens) for tail, tokens in self._tails.get(key, {}).items()]
+
+    @property
+    def tail_count(self) -> int:
+        """How many entries are those of tails."""
+        return sum(map(len, self._tails.values()))
+
+    def _forget_tail(self, record: ChunkRecord) -> None:
+        tails = self._tails.get(record.parent)
+        if tails is not None and tails.pop(record.key, None) is not None and not tails:
+            del self._tails[record.parent]
+
+    # -- the state of an entry ---------------------------------------------------------------------------------
+
     def _with_shared_parent(self, record: ChunkRecord) -> ChunkRecord:
         """The same record; its parent's key is the very object that the parent has, if that is known: 64 bytes less."""
         parent = self._entries.get(record.parent)
@@ -358,6 +387,7 @@ class Index:
             return
         record = entry.record
         del self._entries[record.key]
+        self._forget_tail(record)
         if self._ghosts is not None:
             self._ghosts.remember(record.key, entry.uses, len(self._entries))
         if entry.kin is not None:
@@ -444,6 +474,12 @@ class Index:
                 assert (parent.record.key, entry.record.key) in linked, "a parent does not know its child"
         first = sum(entry.record.chunk_index == 0 for entry in self._entries.values())
         assert len(linked) + len(orphans) + first == len(self._entries), "an entry is linked twice"
+        for parent_key, tails in self._tails.items():
+            assert tails, "a chunk without tails is remembered"
+            for key in tails:
+                tail = self._entries.get(key)
+                assert tail is not None and tail.record.parent == parent_key, "a tail outlived its entry"
+                assert set(tail.blobs) <= {BlobState.ABSENT}, "a tail left host memory"
         sets = [
             kin for kin in (*self._orphans.values(), *(e.kin for e in self._entries.values())) if isinstance(kin, set)
         ]

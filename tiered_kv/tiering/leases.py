@@ -66,6 +66,7 @@ class Lookup:
             before that nothing is leased.
         boundary: Chunks before the state.
         prefix_held: Chunks of the prefix that are held, also behind the state.
+        tails: Leased tails behind all that was held when it was opened, with their tokens.
     """
 
     id: int
@@ -88,6 +89,7 @@ class Lookup:
     state_parts: int = 0
     boundary: int = 0
     prefix_held: int = 0
+    tails: list[tuple[Entry, int]] = field(default_factory=list)
 
     @property
     def has_state(self) -> bool:

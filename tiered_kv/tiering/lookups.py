@@ -29,6 +29,7 @@ from tiered_kv.tiering.types import (
     Outcome,
     Read,
     SlotId,
+    Tail,
     Turn,
 )
 
@@ -139,6 +140,22 @@ class Lookups:
             if not self._lease(lookup, wanted, room_bytes):
                 self._counters["lease_cap_reached"] += 1
                 self._queue(lookup)
+
+    def offer_tails(self, lookup: Lookup, tails: list[tuple[Entry, int]]) -> None:
+        """Lease tails behind all that a new lookup found, as far as there is room, unless it waits for chunks of it.
+
+        Also where it wants nothing of what is held: its client may be about to store what continues them.
+        """
+        if lookup.is_cut or lookup.queued or lookup.start + len(lookup.entries) < lookup.held:
+            return
+        session = lookup.session
+        for entry, tokens in tails:
+            room_bytes = self._limit_bytes - self._host.leased_bytes if self.line.is_empty else 0
+            if not self._host.lease(entry, session.slot_bytes, session.id, room_bytes):
+                return
+            lookup.tails.append((entry, tokens))
+            if not lookup.entries and len(lookup.tails) == 1 and not lookup.is_claimed:
+                self.line.holds(lookup)
 
     def prefix_found(self, lookup: Lookup, held: int) -> None:
         """So much of the prefix is held for which a lookup seeks a state."""
@@ -280,6 +297,8 @@ class Lookups:
         if not is_asked_anew:
             self._hit_stats.ended(lookup.session.namespace, lookup.length, lookup.start, sources, has_more=has_more)
         self.truncate(lookup, 0)
+        for entry, _ in lookup.tails:
+            self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
         self.line.released(lookup)
         del self._lookups[lookup.id]
         lookup.session.lookups.discard(lookup.id)
@@ -323,7 +342,9 @@ class Lookups:
 
     def check_integrity(self, entries: list[Entry]) -> None:
         """Assert that leases and waits match the index's entries."""
-        leases: Counter[bytes] = Counter(e.record.key for lookup in self._lookups.values() for e in lookup.entries)
+        lookups = self._lookups.values()
+        leases: Counter[bytes] = Counter(entry.record.key for one in lookups for entry in one.entries)
+        leases.update(entry.record.key for one in lookups for entry, _ in one.tails)
         for entry in entries:
             assert entry.leases == leases[entry.record.key], "leases do not match lookups"
             for lookup_id in entry.lookups or ():
@@ -364,6 +385,11 @@ def _describe(lookup: Lookup) -> LookupUpdate:
         queued=lookup.queued,
         is_answered=True,
         boundary=lookup.boundary if lookup.has_state else 0,
+        tails=tuple(
+            Tail(tokens, entry.record.prefix_sha256, entry.slot)
+            for entry, tokens in lookup.tails
+            if entry.slot is not None
+        ),
     )
     return LookupUpdate(lookup.session.id, lookup.id, answer)
 

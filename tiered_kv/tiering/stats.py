@@ -10,7 +10,8 @@ them: filled by ``lookups.py``, emptied by the engine, which knows how many toke
     others   written, found, kept          evicted, removed, missing, corrupt, foreign, forgotten
 
 ``found`` was there at the start, or was put there by another machine; ``kept`` could not be deleted; ``removed``
-because an operator said so; ``damaged`` in its slot; ``forgotten`` is a blob of a shared tier that may still be there.
+because an operator said so, or as a tail that something continues now; ``damaged`` in its slot; ``forgotten`` is a blob
+of a shared tier that may still be there.
 """
 
 from __future__ import annotations

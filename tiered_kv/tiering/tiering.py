@@ -43,6 +43,7 @@ from tiered_kv.tiering.types import (
     Outcome,
     Probe,
     Read,
+    Removal,
     RemovalCount,
     Seal,
     SlotId,
@@ -56,6 +57,10 @@ from tiered_kv.tiering.types import (
 
 GO_ON_MAX = 8
 """Lookups of those that wait for room that go on in one step, a millisecond of it for long prefixes."""
+
+TAILS_MAX = 4
+"""Tails behind one chunk. Where many conversations leave a common stem, few of their tails are asked for again, and
+each takes a slot; all of them are leased to a lookup that ends there, because only its client can tell which fits."""
 
 
 class Tiering:
@@ -110,6 +115,7 @@ class Tiering:
         self._recalls: list[SlotRecall] = []
         self._last_session = 0
         self._used: deque[ChunkRecord] = deque()
+        self._superseded: dict[bytes, None] = {}  # tails that go once their leases have ended
 
     # -- collected by the engine -------------------------------------------------------------------------------
 
@@ -153,6 +159,7 @@ class Tiering:
             self._lookups.go_on(lookup, held)
             self._promote(lookup, held)
         self._lookups.make_room()
+        self._remove_superseded()
         self._tiers.recover_some()
         if self._tiers.write_through is not None:
             self._tiers.write_through.refill()
@@ -207,6 +214,7 @@ class Tiering:
         is_claimed: bool = False,
         state_parts: int = 0,
         may_search: bool = True,
+        wants_tails: bool = False,
     ) -> int:
         """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
 
@@ -219,6 +227,8 @@ class Tiering:
 
         What is not known here is looked for in a shared tier, if it may be; the keys are those of a prefix from its
         beginning then.
+
+        With ``wants_tails`` the tails behind what is held are leased, too, the newest first.
         """
         session, wish = self._sessions[session_id], LookupRequest(keys, digests, start, turn, is_claimed, state_parts)
         if state_parts:
@@ -227,6 +237,8 @@ class Tiering:
         self.index.count_use(held)
         self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, wish)
+        if wants_tails and held:
+            self._lookups.offer_tails(lookup, self._tails_behind(held[-1]))
         self._promote(lookup, held)
         self._tiers.enqueue_if_used(held)
         if may_search and self._tiers.searches is not None:
@@ -396,6 +408,64 @@ class Tiering:
             if self._tiers.write_through is not None:
                 self._tiers.write_through.enqueue_write(entry)
 
+    def commit_tail(self, session_id: int, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
+        """A granted slot was filled with a tail: it is ready at once, and stays in host memory or is gone.
+
+        It is not sealed, for its bytes go nowhere else. Where a chunk has many tails the oldest that nobody uses goes.
+
+        Raises:
+            KeyError: The slot was not granted to this session.
+        """
+        session = self._sessions[session_id]
+        self._grants.spend(session, slot)
+        parent, known = self.index.get(record.parent), self.index.get(record.key)
+        is_placed = parent is not None and parent.record.chunk_index == record.chunk_index - 1
+        if record.namespace != session.namespace or not is_placed or (known is not None and known.record != record):
+            self.counters["tail_refused"] += 1
+        elif known is not None:
+            self.counters["tail_duplicate"] += 1
+        elif not self._has_room_for_tail(record):
+            self.counters["tail_no_room"] += 1
+        else:
+            entry = self.index.add_tail(record, tokens)
+            self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
+            self._host.now_ready(entry)
+            self.counters["tail_stored"] += 1
+            return
+        self._host.give(slot)
+
+    def drop_tails(self, session_id: int, keys: Iterable[bytes]) -> None:
+        """Chunks, or longer tails, now continue these tails: they go, once nobody uses them."""
+        namespace = self._sessions[session_id].namespace
+        for key in keys:
+            entry = self.index.get(key)
+            if entry is not None and entry.record.namespace == namespace and self.index.is_tail(entry.record):
+                self._superseded[key] = None
+        self._remove_superseded()
+
+    def _remove_superseded(self) -> None:
+        for key in list(self._superseded):
+            entry = self.index.get(key)
+            if entry is None or self._removes_tail(entry, "tail_superseded"):
+                del self._superseded[key]
+
+    def _removes_tail(self, entry: Entry, counter: str) -> bool:
+        """Remove a tail unless it is in use; says whether it is gone."""
+        if self._host.remove(entry, leaves_hole=False) is Removal.KEPT:
+            return False
+        self.counters[counter] += 1
+        return True
+
+    def _has_room_for_tail(self, record: ChunkRecord) -> bool:
+        """Whether its chunk may have one more tail, or an older one has gone for it."""
+        tails = self.index.tails_behind(record.parent)
+        return len(tails) < TAILS_MAX or any(self._removes_tail(entry, "tail_gave_way") for entry, _ in tails)
+
+    def _tails_behind(self, chunk: Entry) -> list[tuple[Entry, int]]:
+        """Those to offer: newest first, and none that is about to go."""
+        tails = self.index.tails_behind(chunk.record.key)[::-1]
+        return [(entry, tokens) for entry, tokens in tails if entry.record.key not in self._superseded]
+
     def give_back(self, session_id: int, slot: SlotId) -> None:
         """A granted slot will not be filled.
 
@@ -551,6 +621,7 @@ class Tiering:
             "host_assigned_bytes": self._host.slots.assigned_bytes,
             "host_capacity_bytes": self._host.slots.host_bytes,
             "host_ready_chunks": self._host.ready_count,
+            "host_tails": self.index.tail_count,
             "leased_bytes": self._host.leased_bytes,
             "reserved_slots": sum(len(session.reserved) for session in self._sessions.values()),
             "sessions": len(self._sessions),

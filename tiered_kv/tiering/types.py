@@ -12,7 +12,7 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
-from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.chunk_record import ChunkRecord, PrefixDigest
 
 HOST: Final = 0
 """The number of the host tier. The secondary tiers are 1, 2, ... from the highest to the lowest, here and wherever else
@@ -121,6 +121,19 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     eta_s: float | None = None
 
 
+class Tail(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tail that is leased to a lookup with the chunks before it (``keys/tail_keys.py``).
+
+    Attributes:
+        tokens: Its length.
+        digest: Names its tokens and all before them: it is of use to a request only if the request's tokens give it.
+    """
+
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+    digest: PrefixDigest
+    slot: Annotated[SlotId, msgspec.Meta(ge=0)]
+
+
 class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The state of one lookup: made by the tiering, timed by the engine, sent as it is, read by the scheduler.
 
@@ -142,6 +155,8 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         boundary: Of a lookup for a state: how many chunks are before the deepest one that is held. Then ``slots`` are
             those of the chunks up to there and of the state's parts, of use only if all are ready. 0: there is none,
             or it is not known yet.
+        tails: What is held of the chunk behind ``held``, if the lookup wants it: of prompts that went on in various
+            ways. Of use only if all slots are ready; where ``held`` has changed since, none has the digest any more.
     """
 
     held: Count = 0
@@ -156,6 +171,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     is_answered: bool = False
     is_ended: bool = False
     boundary: Count = 0
+    tails: tuple[Tail, ...] = ()
 
     @property
     def parts(self) -> list[tuple[int, float | None]]:

@@ -104,7 +104,7 @@ class WriteThrough:
         return self.pending
 
     def enqueue_write(self, entry: Entry) -> None:
-        if entry.host is HostState.ABSENT:
+        if entry.host is HostState.ABSENT or self._index.is_tail(entry.record):
             return
         is_new = entry.blobs[self.tier.number] is BlobState.ABSENT and entry not in self._deferred
         if not self.tier.admission.admits(entry):

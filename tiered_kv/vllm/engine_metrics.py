@@ -24,7 +24,7 @@ import msgspec
 from tiered_kv.metrics.figures import HOST_NAME, ServerFigures
 from tiered_kv.metrics.names import ShownIn, engine_event
 from tiered_kv.server.client import EndedLookup, SchedulerClient
-from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.tiering.types import HOST, LookupAnswer
 from tiered_kv.vllm.compat import CacheHitSource, KVConnectorStats
 from tiered_kv.vllm.prometheus import server_values
 from tiered_kv.vllm.requests import RequestState, SentLookup
@@ -212,7 +212,9 @@ class SchedulerMeter:
         size, (computed, end) = self._chunk_tokens, span
         tokens: Counter[int] = Counter()
         for chunk in range(computed // size, -(-end // size)):
-            tokens[answer.sources[chunk - first_chunk]] += min(end, (chunk + 1) * size) - max(computed, chunk * size)
+            place = chunk - first_chunk
+            source = answer.sources[place] if place < len(answer.sources) else HOST  # a tail
+            tokens[source] += min(end, (chunk + 1) * size) - max(computed, chunk * size)
         return tokens
 
     def sources(self, request_id: str) -> dict[str, int]:

@@ -296,6 +296,42 @@ class CacheGroups:
         """A copy of everything that is stored of a chunk."""
         return ChunkCopy(slot, tuple(BlockRun(0, of_group) for of_group in ids))
 
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether any leading blocks of a chunk are right by themselves, wherever a prefix ends.
+
+        Not where something is stored for chunks' ends only: windows, attention in chunks, states of several tokens or
+        of recurrent layers; nor where vLLM computes what is left out from its beginning.
+        """
+        return not self.states and all(
+            group.may_compute_last_token_alone and group.stored_blocks == group.chunk_blocks for group in self
+        )
+
+    def tail_unit(self, tail_tokens: int | None, chunk_tokens: int, drafts: Drafts | None) -> int:
+        """The unit of tails' lengths: whole blocks of every group, at least ``tail_tokens``. 0: no tails are kept.
+
+        With a draft's KV in the blocks the last one of a hit is computed again, and of tails that would be most.
+        """
+        if tail_tokens is None or drafts is not None or not self.keeps_parts:
+            return 0
+        unit = lcm(self.block_tokens, tail_tokens)
+        return unit if unit < chunk_tokens else 0
+
+    def tail_ids(self, tables: BlockTables, chunk: int, tokens: int) -> tuple[tuple[int, ...], ...] | None:
+        """The blocks to store of a tail of so many tokens where a chunk begins, per group; None when vLLM has not all.
+
+        As many as of a whole chunk: behind the tail its last block stands again, since a copy has a fixed length. What
+        is there is the request's own, and is never read.
+        """
+        ids = []
+        for group in self.stored:
+            first, blocks = chunk * group.chunk_blocks, tokens // group.block_tokens
+            own = tuple(tables[group.number][first : first + blocks])
+            if len(own) < blocks or NULL_BLOCK in own:
+                return None
+            ids.append(own + own[-1:] * (group.chunk_blocks - blocks))
+        return tuple(ids)
+
     def load_copies(
         self, slots: Sequence[int], tables: BlockTables, first_chunk: int, span: tuple[int, int], chunk_tokens: int
     ) -> tuple[ChunkCopy, ...] | None:

@@ -28,7 +28,7 @@ from tiered_kv.vllm.compat import PagedBlocks
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Unaccountable
 from tiered_kv.vllm.kv_groups import CacheGroups
-from tiered_kv.vllm.requests import RequestState, SentLookup
+from tiered_kv.vllm.requests import FoundTail, RequestState, SentLookup, final_tokens
 from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.wait_policy import FRESH_S, WaitingQueue
 
@@ -41,8 +41,8 @@ HASHING_MAX_S: Final = 0.05
 class RequestLookups:
     """Sends, renews and releases the lookups of requests.
 
-    Writes of each :class:`RequestState`: ``keys`` (through ``update_keys``), ``lookup``, ``renewal``, ``held`` and
-    ``is_asked_anew``. Of its own it has vLLM's block pool, and the requests whose keys a thread computes.
+    Writes of each :class:`RequestState`: ``keys`` (through ``update_keys``), ``lookup``, ``renewal``, ``held``,
+    ``tails`` and ``is_asked_anew``. Of its own it has vLLM's block pool, and the requests whose keys a thread computes.
 
     Threads: vLLM's scheduler thread only. One of its own computes the keys of long prompts.
     """
@@ -73,6 +73,7 @@ class RequestLookups:
         self._waiting_queue = waiting_queue
         self._counters = counters
         self._monotonic = monotonic
+        self._tail_unit = groups.tail_unit(config.tail_tokens, config.chunk_tokens, role.drafts)
         self._blocks: PagedBlocks | None = None
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="tiered_kv-keys")
         self._hashing: deque[RequestState] = deque()
@@ -89,9 +90,23 @@ class RequestLookups:
         try:
             return state.update_keys(namespace, self._config.chunk_tokens)
         except Unaccountable as exc:
-            self._counters["request_unaccountable"] += 1
-            logger.warning("request neither looked up nor stored from here on. reason=%s", exc)
+            self._left_alone(exc)
             return None
+
+    def _left_alone(self, reason: Unaccountable) -> None:
+        self._counters["request_unaccountable"] += 1
+        logger.warning("request neither looked up nor stored from here on. reason=%s", reason)
+
+    def tail_name(self, state: RequestState, chunk: int, tokens: int) -> tuple[bytes, bytes] | None:
+        """Key and digest of the request's tail of so many final tokens where a chunk begins, if it can be named."""
+        if state.keys is None or not 0 < chunk <= len(state.keys.keys):
+            return None
+        try:
+            extras = state.extras.extras_for(chunk)
+        except Unaccountable as exc:
+            self._left_alone(exc)
+            return None
+        return state.keys.tail(state.request.all_token_ids, chunk, tokens, extras)
 
     # -- sending -----------------------------------------------------------------------------------------------
 
@@ -166,7 +181,9 @@ class RequestLookups:
             count = (drafts.hit_tokens(tokens, chunk, is_hybrid=True) if drafts else tokens - 1) // chunk
             names, digests = names[:count], digests[:count]
         turn = self._waiting_queue.turn_of(state)
-        lookup_id = self._client.lookup(names, digests, min(start, len(names)), turn, state_parts=parts)
+        lookup_id = self._client.lookup(
+            names, digests, min(start, len(names)), turn, state_parts=parts, wants_tails=bool(self._tail_unit)
+        )
         if lookup_id is None:
             self._counters["lookup_not_sent"] += 1
             return None
@@ -183,10 +200,30 @@ class RequestLookups:
             # The first answer; or a search found more, or a promotion failed: what is not held must be stored again.
             lookup.answered_s = lookup.answered_s or self._monotonic()
             state.held = answer.held
+            state.tails = self._found_tails(state, lookup, answer)
             self._saves.not_held(state.keys.keys[answer.held : lookup.asked] if state.keys else ())
         if lookup.given_up:
             self.give_up(lookup)  # it was kept for what it shows
         return answer
+
+    def _found_tails(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> tuple[FoundTail, ...]:
+        """The tails of an answer that this very request's tokens begin with, the longest last."""
+        chunk, chunk_tokens = answer.held, self._config.chunk_tokens
+        found = []
+        for tail in answer.tails if self._tail_unit else ():
+            is_fit = tail.tokens < chunk_tokens and tail.tokens % self._tail_unit == 0
+            if not is_fit or chunk * chunk_tokens + tail.tokens > final_tokens(state.request):
+                continue
+            if (name := self.tail_name(state, chunk, tail.tokens)) is not None and name[1] == tail.digest:
+                found.append(FoundTail(lookup.id, chunk, tail.tokens, name[0], tail.slot))
+        return tuple(sorted(found, key=lambda one: one.tokens))
+
+    def tail(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> FoundTail | None:
+        """The longest tail that may be loaded with all chunks before it, which are ready."""
+        tail = state.tails[-1] if state.tails else None
+        if tail is None or tail.lookup != lookup.id or answer.is_ended:
+            return None
+        return tail if lookup.start + answer.ready == tail.chunk else None
 
     def update_held(self, state: RequestState) -> None:
         """Bring ``state.held`` up to date."""

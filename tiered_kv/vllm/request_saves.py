@@ -1,17 +1,20 @@
 """Chooses the chunks of each request that are stored.
 
-A step completes some; the rest of a request follows when it ends.
+A step completes some; the rest of a request follows when it ends, and with ``tail_tokens`` its tail: what is left
+behind its last whole chunk, in whole units.
 
 Owns how far each request was stored, and counts every chunk that was computed and is not stored, once, with its reason,
-and so every state that vLLM offers.
+and so every state that vLLM offers and every tail that a request ends with.
 The chunks themselves wait in ``save_queue.py``. Called by the scheduler side, in vLLM's scheduler thread.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from tiered_kv.config import Config
+from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, BlockTables, CacheGroups
@@ -19,6 +22,11 @@ from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.requests import RequestState, storable_tokens
 from tiered_kv.vllm.save_queue import ALL_DONE, SaveQueue
 from tiered_kv.vllm.undrafted import UndraftedBlocks
+
+logger = logging.getLogger(__name__)
+
+CHUNKS_BEFORE_TAIL: Final = 5
+"""Whole chunks that are worth a tail behind them: it takes a slot as large as theirs, so at most a fifth more."""
 
 
 class RequestSaves:
@@ -40,8 +48,20 @@ class RequestSaves:
         undrafted: UndraftedBlocks,
         counters: Counter[str],
     ) -> None:
-        """``counters`` gets ``store_chunks`` and the ``store_dropped_*`` of chunks that never reach the queue."""
+        """``counters`` gets ``store_chunks`` and the ``store_dropped_*`` of chunks that never reach the queue.
+
+        And the same of tails: ``tail_offers`` and ``tail_dropped_*``.
+        """
         self._config = config
+        self._tail_unit = groups.tail_unit(config.tail_tokens, config.chunk_tokens, role.drafts)
+        if config.tail_tokens is not None and not self._tail_unit:
+            logger.warning(
+                "no tails are kept. They need attention to all tokens, no draft's KV, and chunk_tokens above the least "
+                "common multiple of tail_tokens and the block size. tail_tokens=%d chunk_tokens=%d block_tokens=%d",
+                config.tail_tokens,
+                config.chunk_tokens,
+                groups.block_tokens,
+            )
         self._groups = groups
         self._client = client
         self._role = role
@@ -115,6 +135,58 @@ class RequestSaves:
             self._queue_chunks(state, end, tables, is_ending=True)
             self._leave_unstored(state, "preempted")  # by a reset of the GPU's cache, since the last step
         self._leave_unstored(state, "no_session")
+        if self._config.tail_tokens is not None:
+            self._offer_tail(state, tables)
+
+    def _offer_tail(self, state: RequestState, tables: BlockTables) -> None:
+        """Queue the tail of a request that ends, if it has one that is worth a slot."""
+        if state.params.skips_save:
+            return
+        tokens = self._storable_tokens(state, state.request.num_computed_tokens)
+        chunks, rest = divmod(tokens, self._config.chunk_tokens)
+        length = rest - rest % (self._tail_unit or self._groups.block_tokens)
+        if not length or chunks < CHUNKS_BEFORE_TAIL:
+            return
+        self._counters["tail_offers"] += 1
+        if (end := self._queue_tail(state, tables, chunks, length)) is not None:
+            self._counters[end] += 1
+
+    def _queue_tail(self, state: RequestState, tables: BlockTables, chunks: int, length: int) -> str | None:
+        """Queue a tail of so many tokens behind so many chunks; or the counter that it ends in."""
+        if not self._tail_unit or getattr(state.request, "resumable", False):
+            return "tail_dropped_unsupported"
+        if not self._client.is_ready:
+            return "tail_dropped_no_session"
+        if state.is_from_before_reset:
+            return "tail_dropped_reset"
+        if not state.extras.may_store or not chunks <= state.stored < ALL_DONE:
+            return "tail_dropped_not_storable"
+        keys, name = self._lookups.keys(state), self._lookups.tail_name(state, chunks, length)
+        if keys is None or name is None:
+            return "tail_dropped_unaccountable"
+        if any(tail.chunk == chunks and tail.tokens >= length for tail in state.tails):
+            return "tail_held"
+        older = self._older_tails(state, keys, chunks, length)
+        return self._queue.queue_tail(keys, tables, chunks, length, name, state.params.tag, older)
+
+    def _continued_tails(self, state: RequestState, keys: PrefixKeys, chunks: range) -> dict[int, list[bytes]]:
+        """Keys of tails that whole chunks continue, by the chunk's index."""
+        if not self._tail_unit:
+            return {}
+        found = {index: self._older_tails(state, keys, index, self._config.chunk_tokens) for index in chunks}
+        return {index: older for index, older in found.items() if older}
+
+    def _older_tails(self, state: RequestState, keys: PrefixKeys, chunk: int, tokens: int) -> list[bytes]:
+        """Keys of tails that so many tokens of the request from a chunk's start on continue.
+
+        Those that the server told of, and those that were queued here and that it may not have had then.
+        """
+        older = [tail.key for tail in state.tails if tail.chunk == chunk and tail.tokens < tokens]
+        for key, length in self._queue.tails_behind(keys.parent(chunk)).items():
+            name = self._lookups.tail_name(state, chunk, length) if length < tokens and key not in older else None
+            if name is not None and name[0] == key:
+                older.append(key)
+        return older
 
     def preempted(self, state: RequestState) -> None:
         """Forget how far a request came: vLLM took its blocks, and computes or loads them anew."""
@@ -125,14 +197,16 @@ class RequestSaves:
         """How many chunks are whole, and may be stored, once this step has run (rule 9)."""
         if state.params.skips_save or not state.extras.is_accountable:
             return 0
-        tokens = storable_tokens(state.request, computed_tokens, saves_generated=self._config.save_decode)
-        chunks = tokens // self._config.chunk_tokens
+        chunks = self._storable_tokens(state, computed_tokens) // self._config.chunk_tokens
         if (more := chunks - state.storable) > 0:
             state.storable = chunks
             self._counters["store_chunks"] += more
             if state.stored == ALL_DONE:
                 self._counters["store_dropped_window_passed"] += more
         return chunks
+
+    def _storable_tokens(self, state: RequestState, computed_tokens: int) -> int:
+        return storable_tokens(state.request, computed_tokens, saves_generated=self._config.save_decode)
 
     def _queue_chunks(self, state: RequestState, end: int, tables: BlockTables, *, is_ending: bool) -> None:
         """Queue the chunks before ``end`` that were not dealt with yet.
@@ -155,7 +229,10 @@ class RequestSaves:
             self._lookups.update_held(state)
             drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
             chunks, tag = range(state.stored, drafted), state.params.tag
-            queued = self._queue.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
+            older = self._continued_tails(state, keys, range(max(chunks.start, state.held), chunks.stop))
+            queued = self._queue.queue(
+                keys, tables, chunks, held=state.held, tag=tag, older_tails=older, is_ending=is_ending
+            )
             state.stored = queued.reached
             if queued.has_passed:
                 self._leave_unstored(state, "window_passed")

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.prefix_keys import PrefixKeys
-from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.tiering.types import LookupAnswer, SlotId
 from tiered_kv.vllm.request_extras import RequestExtras
 from tiered_kv.vllm.request_params import NO_PARAMS, RequestParams
 
@@ -33,6 +33,22 @@ HASHED_IN_PART: Final = 8192
 YIELD_S: Final = 50e-6
 """Between two parts of a longer prompt, so many tokens each: vLLM's thread gets the interpreter lock without having to
 ask for it, which takes 5 ms (``sys.getswitchinterval``)."""
+
+
+class FoundTail(NamedTuple):
+    """A tail that the server holds and that a request's own tokens begin with.
+
+    Attributes:
+        lookup: Id of the lookup to which its slot is leased.
+        chunk: The chunk that it is the beginning of.
+        tokens: Its length.
+    """
+
+    lookup: int
+    chunk: int
+    tokens: int
+    key: bytes
+    slot: SlotId
 
 
 @dataclass(slots=True)
@@ -74,8 +90,8 @@ class RequestState:
     Every field is written in vLLM's scheduler thread, by one part of the scheduler side:
 
     ======================  ==========================================================================================
-    ``request_lookups.py``  ``lookup``, ``renewal``, ``held``, ``hashing_s``, ``is_asked_anew`` (the waiting queue
-                            clears it)
+    ``request_lookups.py``  ``lookup``, ``renewal``, ``held``, ``tails``, ``hashing_s``, ``is_asked_anew`` (the waiting
+                            queue clears it)
     ``wait_policy.py``      ``number``, ``asked_s``, ``asked_step``, ``turn_s``, ``pauses``, ``first_s``
     ``request_saves.py``    ``storable``, ``stored``, ``unstored``
     ``disaggregated.py``    ``short_since_s``, ``asked_again_s``, ``asks_again``, ``is_short``
@@ -92,6 +108,7 @@ class RequestState:
         lookup: What the server was asked; with its leases until it is released.
         renewal: The lookup that replaces ``lookup`` once it is answered; until then both hold their leases.
         held: Leading chunks that the hierarchy holds, by the last answer.
+        tails: What it holds of the chunk behind them, the longest last.
         is_asked_anew: In this turn its lookup was made anew, and is not again.
         number: Of its arrival.
         asked_s, asked_step: When vLLM asked for it last, and in which step.
@@ -135,6 +152,7 @@ class RequestState:
     first_s: float | None = None
     is_asked_anew: bool = False
     held: int = 0
+    tails: tuple[FoundTail, ...] = ()
     offer: tuple[int, int] = (0, 0)
     fork: int = 0
     loaded_tokens: int = 0

@@ -10,14 +10,17 @@ it: milliseconds, and never for disk or network. Without a slot a chunk waits, a
 
 Every chunk that was computed and may be stored ends in exactly one counter: ``store_held``, ``stores``,
 ``stores_failed`` or a ``store_dropped_<reason>`` (decisions/0026). Every state that vLLM offered ends in one of
-``state_held``, ``states``, ``states_failed`` or a ``state_dropped_<reason>``, once for all its parts.
+``state_held``, ``states``, ``states_failed`` or a ``state_dropped_<reason>``, once for all its parts. Every tail ends
+in ``tail_held``, ``tails``, ``tails_failed`` or a ``tail_dropped_<reason>``: it is pinned for a slot that is free, or
+dropped.
 """
 
 import itertools
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tiered_kv.config import Config
@@ -45,8 +48,15 @@ STORED = "stores"
 STATE_COUNTERS = {STORED: "states", "stores_failed": "states_failed"}
 """Counters of states by those of chunks, where another word stands in front than ``state_dropped``."""
 
+TAIL_COUNTERS = {STORED: "tails", "stores_failed": "tails_failed"}
+"""The same of tails."""
+
 STORED_KEYS_MAX = 1 << 16
 """Keys remembered as stored, so that concurrent requests with one prefix do not store it twice."""
+
+
+TAIL_PARENTS_MAX = 1 << 12
+"""Chunks of which the tails stored here are remembered, so that what continues them has them dropped."""
 
 
 class Queued(NamedTuple):
@@ -77,18 +87,26 @@ class _State:
 
 @dataclass(slots=True)
 class _Chunk:
-    """A chunk, or a part of a state: then ``block_ids`` is one block of one group."""
+    """A chunk, or a part of a state: then ``block_ids`` is one block of one group; or a tail.
+
+    Attributes:
+        tail_tokens: Length of the tail that it is; 0: it is none.
+        older_tails: Keys of tails that it continues.
+    """
 
     record: ChunkRecord
     block_ids: tuple[tuple[int, ...], ...]
     queued_s: float
     state_part: int | None = None
     state: _State | None = None
+    tail_tokens: int = 0
+    older_tails: Sequence[bytes] = ()
 
     @property
     def blocks(self) -> tuple[int, ...]:
         """Those of all groups: what is pinned."""
-        return tuple(itertools.chain.from_iterable(self.block_ids))
+        blocks = itertools.chain.from_iterable(self.block_ids)
+        return tuple(dict.fromkeys(blocks) if self.tail_tokens else blocks)  # a tail names its last one several times
 
 
 @dataclass(slots=True)
@@ -127,6 +145,7 @@ class SaveQueue:
         self._job_ids = itertools.count(1)
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._in_flight: set[bytes] = set()
+        self._tails: OrderedDict[bytes, dict[bytes, int]] = OrderedDict()  # tokens by key, by their parent's key
         self._pinned = 0
         self._slot_s = float("-inf")  # when a slot was taken last
         self._resets = 0
@@ -153,6 +172,7 @@ class SaveQueue:
         *,
         held: int,
         tag: bytes,
+        older_tails: Mapping[int, Sequence[bytes]] = MappingProxyType({}),
         is_ending: bool = False,
     ) -> "Queued":
         """Queue chunks of a request that are not known to be stored; pins their blocks.
@@ -161,6 +181,7 @@ class SaveQueue:
             tables: The request's blocks, per KV cache group.
             held: Leading chunks the hierarchy is known to hold.
             tag: Of their owner.
+            older_tails: Keys of tails that are a chunk's beginning, by its index.
             is_ending: vLLM takes the blocks back right after this.
         """
         namespace = self._client.namespace
@@ -176,8 +197,45 @@ class SaveQueue:
             if ids is None:
                 return Queued(index, has_passed=True)
             record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index], tag)
-            self._pin(_Chunk(record, ids, self._monotonic()))
+            self._pin(_Chunk(record, ids, self._monotonic(), older_tails=older_tails.get(index, ())))
         return Queued(chunks.stop)
+
+    def queue_tail(
+        self,
+        keys: PrefixKeys,
+        tables: BlockTables,
+        chunks: int,
+        tokens: int,
+        name: tuple[bytes, bytes],
+        tag: bytes,
+        older_tails: Sequence[bytes],
+    ) -> str | None:
+        """Queue the tail of so many tokens behind so many chunks of a request that ends; or the counter it ends in.
+
+        Args:
+            name: Its key and digest.
+            older_tails: Keys of shorter tails that it continues.
+        """
+        namespace = self._client.namespace
+        assert namespace is not None
+        key, digest = name
+        if key in self._in_flight:
+            return "tail_held"
+        if len(self._queue) >= self._client.credit_count:
+            return "tail_dropped_no_slot"
+        ids = self._groups.tail_ids(tables, chunks, tokens)
+        if ids is None:
+            return "tail_dropped_not_storable"
+        record = ChunkRecord(namespace.digest, key, keys.parent(chunks), chunks, digest, tag)
+        self._pin(_Chunk(record, ids, self._monotonic(), tail_tokens=tokens, older_tails=older_tails))
+        self._tails.setdefault(record.parent, {})[key] = tokens
+        while len(self._tails) > TAIL_PARENTS_MAX:
+            self._tails.popitem(last=False)
+        return None
+
+    def tails_behind(self, key: bytes) -> Mapping[bytes, int]:
+        """Tails that were queued here behind a chunk and not continued since, with their tokens; some may be gone."""
+        return self._tails.get(key, {})
 
     def queue_state(self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes) -> None:
         """Queue the state behind so many chunks of a request, part by part, unless it is on its way already.
@@ -268,13 +326,38 @@ class SaveQueue:
             if outcome != STORED:
                 self._client.give_back([slot for slot, _ in job.chunks])
             else:
-                self._client.commit([(slot, chunk.record) for slot, chunk in job.chunks])
-                self._remember(chunk.record.key for _, chunk in job.chunks if chunk.state_part is None)
+                self._commit(job.chunks)
+
+    def _commit(self, filled: Collection[tuple[SlotId, _Chunk]]) -> None:
+        """Hand filled slots to the server; then what they continue may go."""
+        self._client.commit([(slot, chunk.record) for slot, chunk in filled if not chunk.tail_tokens])
+        for slot, chunk in filled:
+            if chunk.tail_tokens:
+                self._client.commit_tail(slot, chunk.record, chunk.tail_tokens)
+            if chunk.older_tails:
+                self._client.drop_tails(chunk.older_tails)
+                self._forget_tails(chunk)
+        whole = (chunk for _, chunk in filled if chunk.state_part is None and not chunk.tail_tokens)
+        self._remember(chunk.record.key for chunk in whole)
+
+    def _forget_tails(self, chunk: _Chunk) -> None:
+        """The tails that a chunk or another tail continues, all of one parent."""
+        tails = self._tails.get(chunk.record.parent, {})
+        for key in chunk.older_tails:
+            tails.pop(key, None)
+        if not tails:
+            self._tails.pop(chunk.record.parent, None)
 
     def _count(self, outcome: str, chunks: Collection[_Chunk]) -> None:
-        """Count what became of chunks; parts of states count apart, and their state when all of them have ended."""
+        """Count what became of chunks; parts of states count apart, and their state when all of them have ended.
+
+        Tails count apart, too.
+        """
         states = [chunk.state for chunk in chunks if chunk.state is not None]
-        self._counters[outcome] += len(chunks) - len(states)
+        tails = sum(chunk.tail_tokens > 0 for chunk in chunks)
+        self._counters[outcome] += len(chunks) - len(states) - tails
+        if tails:
+            self._counters[TAIL_COUNTERS.get(outcome) or f"tail_{outcome.removeprefix('store_')}"] += tails
         if states:
             self._counters["state_parts_stored" if outcome == STORED else "state_parts_dropped"] += len(states)
         for state in states:
@@ -304,12 +387,14 @@ class SaveQueue:
         """The slots are gone, and stored chunks may be: drop queued chunks; running copies are only reported."""
         self._drop_queue("store_dropped_session_lost")
         self._stored.clear()
+        self._tails.clear()
 
     def reset(self) -> None:
         """Everything computed so far is invalid."""
         self._resets += 1
         self._drop_queue("store_dropped_reset")
         self._stored.clear()
+        self._tails.clear()
 
     def let_go(self) -> None:
         """vLLM wants its pool empty: give the blocks back if no request holds any.

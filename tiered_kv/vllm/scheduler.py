@@ -36,7 +36,7 @@ from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.request_params import RequestParamsReader
 from tiered_kv.vllm.request_pins import RequestPins
 from tiered_kv.vllm.request_saves import RequestSaves
-from tiered_kv.vllm.requests import RequestState, SentLookup
+from tiered_kv.vllm.requests import FoundTail, RequestState, SentLookup
 from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveReport, StepMetadata
@@ -237,6 +237,8 @@ class SchedulerSide:
             self._lookups.give_up(lookup)  # vLLM goes on inside a block, from a state that only it has
             return 0
         arrived, promised = beyond(answer.ready), beyond(len(answer.slots))
+        if (tail := self._lookups.tail(state, lookup, answer)) is not None:
+            arrived = max(arrived, tail.chunk * self._chunk_tokens + tail.tokens - computed)
         unknown = (answer.unknown + answer.queued) * self._chunk_tokens
         if not answer.is_done and promised + unknown > max(arrived, 0):
             parts = [(beyond(answer.ready + slots) - max(arrived, 0), eta_s) for slots, eta_s in answer.parts]
@@ -249,8 +251,9 @@ class SchedulerSide:
                 self.counters["promotion_not_awaited"] += 1
             self._lookups.give_up(lookup)
             return 0
-        first = state.keys.keys[computed // self._chunk_tokens] if state.keys else b""
-        if self._loading[first] and self._role.has_prefix_caching:
+        place = computed // self._chunk_tokens
+        first = state.keys.keys[place : place + 1] if state.keys else []  # none where a tail is all that is loaded
+        if first and self._loading[first[0]] and self._role.has_prefix_caching:
             return None  # another request is loading it: soon it is a GPU prefix cache hit
         if not self._admission.admits(state.request.request_id, state.request.num_tokens, computed + arrived):
             return None
@@ -278,15 +281,18 @@ class SchedulerSide:
         assert external_tokens <= offered, "more tokens to load than were offered"
         answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
         end = computed + external_tokens
-        copies = None
+        copies, tail = None, None
         if answer is not None and not answer.is_ended:
             self._client.claim(lookup.id)
-            copies = self._load_copies(lookup, answer, tables, (computed, end))
+            tail = self._lookups.tail(state, lookup, answer)
+            tail = tail if tail is not None and end > tail.chunk * self._chunk_tokens else None
+            copies = self._load_copies(lookup, answer, tail, tables, (computed, end))
+            self.counters["tail_loads"] += tail is not None and copies is not None
             self.counters["load_window_unknown"] += copies is None
             self._undrafted.loaded(tables, computed, end)
         # Without copies - the session was lost since the offer - the job fails, and vLLM recomputes the request.
         first, last = computed // self._chunk_tokens, -(-end // self._chunk_tokens)
-        state.loading_keys = state.keys.keys[first:last] if state.keys else ()
+        state.loading_keys = [*(state.keys.keys[first:last] if state.keys else ()), *([tail.key] if tail else ())]
         state.loading_lookup, state.lookup, state.loaded_tokens = lookup, None, end
         self._loading.update(state.loading_keys)
         self._waiting_queue.load_began(request.request_id)
@@ -296,10 +302,16 @@ class SchedulerSide:
         self.counters["load_tokens"] += external_tokens
 
     def _load_copies(
-        self, lookup: SentLookup, answer: LookupAnswer, tables: BlockTables, span: tuple[int, int]
+        self,
+        lookup: SentLookup,
+        answer: LookupAnswer,
+        tail: FoundTail | None,
+        tables: BlockTables,
+        span: tuple[int, int],
     ) -> tuple[ChunkCopy, ...] | None:
-        """Copies for the tokens of a span, with the states at its end; None where not all of it can be filled."""
-        copies = self._groups.load_copies(answer.slots, tables, lookup.start, span, self._chunk_tokens)
+        """Copies for the tokens of a span, with the states or the tail at its end; None where not all can be filled."""
+        slots = answer.slots if tail is None else (*answer.slots[: answer.ready], tail.slot)
+        copies = self._groups.load_copies(slots, tables, lookup.start, span, self._chunk_tokens)
         if not self._groups.states or copies is None:
             return copies
         if span[1] != answer.boundary * self._chunk_tokens:

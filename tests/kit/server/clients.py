@@ -195,6 +195,17 @@ class SmallEngine:
                 view[:] = content(count * 100 + part, first_token)
             self.client.commit([(slot, record)])
 
+    def store_tail(self, count: int, tokens: int, first_token: int = 0) -> None:
+        """Fill and commit the tail of so many tokens behind ``count`` chunks of a prompt."""
+        assert self.client.namespace is not None
+        keys = self.keys(count, first_token)
+        key, digest = keys.tail(range(first_token, first_token + (count + 1) * CHUNK), count, tokens)
+        slot = self.take_slot()
+        with self.payload(slot) as view:
+            view[:] = content(1000 + tokens, first_token)
+        record = ChunkRecord(self.client.namespace.digest, key, keys.parent(count), count, digest)
+        self.client.commit_tail(slot, record, tokens)
+
     def state_hit(self, count: int, first_token: int = 0) -> int:
         """From after how many chunks of a prompt it can go on: as an engine with recurrent layers asks."""
         keys = self.keys(count, first_token)

@@ -93,6 +93,7 @@ class World:
         self.moves: list[TierEvents] = []  # what watching sessions were told
         self._contents: dict[SlotId, bytes] = {}  # sealed bytes, as the key they belong to
         self._filled: dict[SlotId, bytes] = {}  # committed and not yet sealed
+        self._tails: dict[bytes, bytes] = {}  # keys of tails by their digests
         self._shunned: set[tuple[int, bytes]] = set()  # tiering was told that these are foreign
         self._damaged: set[tuple[int, bytes]] = set()
         self._known_corrupt: set[tuple[int, bytes]] = set()
@@ -122,10 +123,18 @@ class World:
         return session
 
     def lookup(
-        self, session: int, path: tuple[int, ...], start: int = 0, turn: Turn = (0, 0), *, state_parts: int = 0
+        self,
+        session: int,
+        path: tuple[int, ...],
+        start: int = 0,
+        turn: Turn = (0, 0),
+        *,
+        state_parts: int = 0,
+        wants_tails: bool = False,
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
-        lookup = self.tiering.lookup(session, keys, digests, start, turn, state_parts=state_parts)
+        wanted = (session, keys, digests, start, turn)
+        lookup = self.tiering.lookup(*wanted, state_parts=state_parts, wants_tails=wants_tails)
         self.lookups[lookup] = Asked(session, keys, start, state_parts)
         if keys not in self._asked:
             self._asked.append(keys)
@@ -153,6 +162,23 @@ class World:
         self._filled[slot] = record.key
         self.tiering.commit(session, slot, record)
         return True
+
+    def commit_tail(self, session: int, path: tuple[int, ...], name: str, tokens: int) -> bool:
+        """Fill the session's next empty slot with a tail behind a prefix; False when it has none."""
+        if not self.credits[session]:
+            return False
+        slot, record = self.credits[session].pop(0), self.spaces[session].tail(path, name)
+        self._contents.pop(slot, None)
+        self.tiering.commit_tail(session, slot, record, tokens)
+        entry = self.tiering.index.get(record.key)
+        if entry is not None and entry.slot == slot:  # ready without being sealed
+            self._contents[slot] = record.key
+        self._tails[record.prefix_sha256] = record.key
+        return True
+
+    def drop_tail(self, session: int, path: tuple[int, ...], name: str) -> None:
+        """Something was stored that continues a tail."""
+        self.tiering.drop_tails(session, [self.spaces[session].tail(path, name).key])
 
     def give_back(self, session: int) -> None:
         if self.credits[session]:
@@ -412,6 +438,8 @@ class World:
             promised = asked.update.slots[: asked.update.ready]
             for key, slot in zip(asked.wanted, promised, strict=False):
                 assert self._contents.get(slot) == key, "a promised slot holds other bytes"
+            for tail in asked.update.tails:
+                assert self._contents.get(tail.slot) == self._tails[tail.digest], "a tail's slot holds other bytes"
         for tier, capacity in self._capacities.items():
             if capacity is not None and self._used(tier) <= capacity:
                 self._shrunk.discard(tier)

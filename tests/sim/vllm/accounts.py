@@ -8,6 +8,9 @@ from typing import Any
 STATE_ENDS = frozenset({"state_held", "states", "states_failed"})
 """Counters in which a state that vLLM offered ends, beside ``state_dropped_<reason>``."""
 
+TAIL_ENDS = frozenset({"tail_held", "tails", "tails_failed"})
+"""Counters in which a tail that a request ended with ends, beside ``tail_dropped_<reason>``."""
+
 OUTCOMES = ("store_held", "stores", "stores_failed")
 DROPPED = "store_dropped_"
 
@@ -64,6 +67,9 @@ class StoreAccounts:
         ends = sum(c for n, c in counters.items() if n in STATE_ENDS or n.startswith("state_dropped_"))
         if ends != counters["state_offers"] or parts % (len(self._side.saves._groups.states) or 1):
             return [f"{counters['state_offers']} states were offered, and went to {dict(counters)}"]
+        tails = sum(c for n, c in counters.items() if n in TAIL_ENDS or n.startswith("tail_dropped_"))
+        if tails != counters["tail_offers"]:
+            return [f"{counters['tail_offers']} requests ended with a tail, and these went to {dict(counters)}"]
         if sum(outcomes.values()) == counters["store_chunks"] == self.computed:
             return []
         return [

@@ -101,6 +101,7 @@ class Plan:
             "promotion_wait_ms": source.choice(["auto", 0, 5000, 5000]),
             "pinned_share": source.choice([0.1, 0.3, 0.5]),
             "save_decode": source.random() < 0.5,
+            "tail_tokens": random.Random(f"tails {seed}").choice([None, 4, 8]),
         }
         setup = Setup(
             is_v2=is_v2,

@@ -1,0 +1,93 @@
+"""Tails on a real engine: a prompt is found to its last whole block, and answers are those without the cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.processes import end_server
+from tests.kit.storage.disk_probe import blob_files
+from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
+from tests.kit.vllm.harness import BLOCK_TOKENS, Answer, generate, random_prompt, reset_gpu_cache, running
+from tiered_kv.vllm.request_saves import CHUNKS_BEFORE_TAIL
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+SETTINGS = {"tail_tokens": BLOCK_TOKENS, "save_decode": True}
+WHOLE = CHUNKS_BEFORE_TAIL * CHUNK
+FIRST = random_prompt(3600, WHOLE + 100)
+PROMPTS = {
+    "first": FIRST,
+    "continued": FIRST + random_prompt(3601, 30),
+    "fork inside the tail": FIRST[: WHOLE + 70] + random_prompt(3602, 60),
+    "fork at a block": FIRST[: WHOLE + 2 * BLOCK_TOKENS] + random_prompt(3603, 50),
+    "whole chunks": FIRST[:WHOLE],
+    "shorter": FIRST[: WHOLE + 50],
+    "whole tail": FIRST[: WHOLE + 3 * BLOCK_TOKENS],
+}
+TURNS = 8
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> dict[str, Answer]:
+    """Answers without the cache, each computed alone."""
+    with running(tiny_model) as llm:
+        answers = {}
+        for name, prompt in PROMPTS.items():
+            reset_gpu_cache(llm)
+            (answers[name],) = generate(llm, [prompt], max_tokens=6)
+        return answers
+
+
+@pytest.fixture
+def engine(tiny_model: Path, tmp_path: Path) -> Iterator[CachedEngine]:
+    with cached_engine(tiny_model, tmp_path, SETTINGS) as engine:
+        yield engine
+
+
+def ask(engine: CachedEngine, plain: dict[str, Answer], name: str) -> int:
+    """Tokens of a prompt that were not computed; its answer is the plain one."""
+    (answer,) = engine.ask(PROMPTS[name], max_tokens=6)
+    assert_same(answer, plain[name])
+    return answer.cached_tokens
+
+
+def test_each_prompt_finds_as_many_whole_blocks_as_it_shares(engine: CachedEngine, plain: dict[str, Answer]) -> None:
+    tail = 3 * BLOCK_TOKENS  # of 100 tokens and 5 generated ones
+    assert [ask(engine, plain, "first") for _ in range(2)] == [0, WHOLE + tail]
+    assert [ask(engine, plain, "fork inside the tail") for _ in range(2)] == [WHOLE, WHOLE + 4 * BLOCK_TOKENS]
+    assert [ask(engine, plain, "fork at a block") for _ in range(2)] == [WHOLE, WHOLE + 3 * BLOCK_TOKENS]
+    assert [ask(engine, plain, "shorter") for _ in range(2)] == [WHOLE, WHOLE + BLOCK_TOKENS]
+    assert ask(engine, plain, "whole chunks") == WHOLE
+    assert ask(engine, plain, "first") == WHOLE + tail, "still its own"
+    whole = ask(engine, plain, "whole tail")
+    assert whole in (WHOLE + tail, WHOLE + tail - 1), "vLLM computes its last token again"
+    assert ask(engine, plain, "continued") == WHOLE + tail
+
+
+def test_a_session_finds_all_that_vllms_own_cache_would_and_leaves_one_tail(tiny_model: Path, tmp_path: Path) -> None:
+    """And with a new server the whole chunks, from disk."""
+    prompt = random_prompt(3610, WHOLE + 7)
+    expected, found = [0], []
+    with cached_engine(tiny_model, tmp_path, SETTINGS) as engine:
+        for turn in range(TURNS):
+            (answer,) = engine.ask(prompt, max_tokens=9)
+            found.append(answer.cached_tokens)
+            prompt = prompt + list(answer.tokens)
+            expected.append((len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+            prompt = prompt + random_prompt(3611 + turn, 60 + 29 * turn)
+            wait_for(lambda: figures(tmp_path)["hierarchy"]["host_tails"] <= 1, "old tails to go")
+        assert found == expected[:-1]
+        wait_written(tmp_path)
+        assert len(list(blob_files(tmp_path))) == (expected[-1]) // CHUNK, "a tail is no file"
+        counters = engine.scheduler_side.counters
+        ends = {name: n for name, n in counters.items() if n and name.startswith("tail") and name != "tail_loads"}
+        assert ends.pop("tail_offers") == sum(ends.values()), ends
+        assert counters["store_chunks"] == counters["stores"] + counters["store_held"]
+    end_server(tmp_path)
+    with cached_engine(tiny_model, tmp_path, SETTINGS) as engine:
+        first, again = (engine.ask(prompt, max_tokens=1)[0] for _ in range(2))
+    whole = expected[-1] // CHUNK * CHUNK
+    assert (first.cached_tokens, again.cached_tokens) == (whole, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS)
+    assert_same(again, first)

@@ -1,0 +1,284 @@
+"""Tails in the simulator: a prompt is found to its last whole block, whoever goes on from there; never a wrong byte.
+
+vLLM's real scheduler and block pool, the real server; a model that checks every token of KV that it attends to.
+"""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.counts import count, seed
+from tests.kit.server.clients import poll_until
+from tests.kit.server.probe import figures, wait_for
+from tests.kit.server.processes import end_server
+from tests.sim.vllm.asking import AskedEngine, come_to_rest, parameters, random_tokens, settings
+from tests.sim.vllm.checks import leaks, server_leaks
+from tests.sim.vllm.engine import Setup, SimulatedEngine
+from tests.sim.vllm.families import BLOCK_TOKENS
+from tests.sim.vllm.scenario import Plan, run_scenario
+from tiered_kv.vllm import request_saves
+from tiered_kv.vllm.request_lookups import RequestLookups
+from tiered_kv.vllm.request_saves import CHUNKS_BEFORE_TAIL
+from tiered_kv.vllm.requests import FoundTail
+
+pytestmark = pytest.mark.slow
+
+CHUNK = 16
+WHOLE = CHUNKS_BEFORE_TAIL * CHUNK
+TAIL_ENDS = ("tail_held", "tails", "tails_failed")
+SEEDS = count("TAIL_SEEDS", 4)
+SEEN = ("tails", "tail_loads", "loads")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class TailedEngine(AskedEngine):
+    """An engine that keeps tails, asked one prompt after the other with an empty GPU."""
+
+    def __init__(self, root: Path, **more: Any) -> None:
+        self.root = root
+        extra = {"tail_tokens": BLOCK_TOKENS, **more.pop("extra", {})}
+        self.setup = Setup(connector=settings(root, CHUNK) | extra, pool_blocks=200, **more)
+        self.engine = SimulatedEngine(self.setup)
+        self.sent = 0
+
+    def ask(self, prompt: list[int], answer: int = 3, *, forgets: bool = True) -> tuple[int, list[int]]:
+        """How many tokens a prompt loads, and the prompt with its answer."""
+        if forgets:
+            assert self.engine.scheduler.reset_prefix_cache()
+        before, self.sent = self.counters["load_tokens"], self.sent + 1
+        self.engine.add(f"r{self.sent}", prompt, parameters(answer))
+        side = self.engine.connector._scheduler.side
+        poll_until(side.client, lambda: all(one.is_answered for one in side.client.lookups.values()), "the answer")
+        come_to_rest(self.engine)
+        return self.counters["load_tokens"] - before, list(self.engine.answers[f"r{self.sent}"].tokens)
+
+    @property
+    def kept(self) -> int:
+        """Tails in the server now."""
+        count: int = figures(self.root)["hierarchy"]["host_tails"]
+        return count
+
+    def restart(self, *, server: bool) -> None:
+        """Another engine takes over; without a new server it comes before the last one has left."""
+        before = self.engine
+        if server:
+            before.close()
+            end_server(self.root)
+        self.engine = SimulatedEngine(self.setup)
+        before.close()
+
+    def end(self) -> None:
+        """Nothing was wrong, nothing is left, and every tail is accounted for."""
+        ends = sum(n for name, n in self.counters.items() if name in TAIL_ENDS or name.startswith("tail_dropped_"))
+        assert ends == self.counters["tail_offers"], self.counters
+        assert self.engine.findings.wrong == [] and self.engine.findings.checked_tokens
+        assert self.engine.accounts.wrong() == [] and leaks(self.engine) == []
+        assert server_leaks(self.engine, self.root) == []
+
+
+@pytest.fixture(params=["v1 sync", "v2 async"])
+def tailed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TailedEngine]:
+    runner, mode = request.param.split()
+    world = TailedEngine(tmp_path / "cache", is_v2=runner == "v2", is_async=mode == "async")
+    try:
+        yield world
+        world.end()
+    finally:
+        world.engine.close()
+        end_server(world.root)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random_tokens(random.Random(seed), tokens)
+
+
+def test_the_same_prompt_and_what_goes_on_from_it_load_its_tail(tailed: TailedEngine) -> None:
+    first = prompt(1, WHOLE + 11)
+    assert tailed.ask(first)[0] == 0
+    assert tailed.ask(first)[0] == WHOLE + 8, "two blocks of eleven tokens"
+    assert tailed.ask(first + prompt(2, 3))[0] == WHOLE + 8
+    assert tailed.counters["tail_loads"] == 2 and tailed.counters["tails"] >= 1
+
+
+def test_a_prompt_that_ends_with_its_tail_is_loaded_whole(tailed: TailedEngine) -> None:
+    first = prompt(1, WHOLE + 8)
+    _, answered = tailed.ask(first)
+    again, repeated = tailed.ask(first)
+    assert (again, repeated) == (WHOLE + 8, answered), "vLLM computes the last token again"
+
+
+def test_a_fork_inside_a_tail_gets_the_chunks_before_it_and_a_tail_of_its_own(tailed: TailedEngine) -> None:
+    first = prompt(1, WHOLE + 12)
+    other = first[: WHOLE + 6] + prompt(2, 6)
+    tailed.ask(first)
+    assert tailed.ask(other)[0] == WHOLE
+    assert tailed.ask(other)[0] == WHOLE + 12
+    assert tailed.ask(first)[0] == WHOLE + 12 and tailed.kept == 2
+
+
+def test_a_tail_does_not_answer_for_a_shorter_prompt(tailed: TailedEngine) -> None:
+    first = prompt(1, WHOLE + 12)
+    tailed.ask(first)
+    assert tailed.ask(first[: WHOLE + 10])[0] == WHOLE
+    assert tailed.ask(first[: WHOLE + 10])[0] == WHOLE + 8 and tailed.kept == 2
+
+
+def test_prompts_of_whole_chunks_and_short_ones_have_no_tail(tailed: TailedEngine) -> None:
+    for first in (prompt(1, WHOLE), prompt(2, WHOLE + BLOCK_TOKENS - 1), prompt(3, WHOLE - 1)):
+        tailed.ask(first)
+        assert tailed.ask(first)[0] == len(first) // CHUNK * CHUNK
+    assert tailed.counters["tail_offers"] == 0 and tailed.kept == 0
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_a_session_that_grows_leaves_one_tail(tailed: TailedEngine, forgets: bool) -> None:
+    """Each turn's tail goes when the next turn's chunk or longer tail has it, also where all of it is on the GPU."""
+    tokens = prompt(1, WHOLE + 6)
+    loaded = []
+    for turn in range(8):
+        count, tokens = tailed.ask(tokens + prompt(10 + turn, 1 + turn % 7), forgets=forgets)
+        loaded.append(count)
+        wait_for(lambda: tailed.kept <= 1, "old tails to go", deadline_s=10.0)
+    assert not forgets or all(loaded[1:])
+    assert tailed.counters["tails"] >= 4
+
+
+def test_turns_that_come_before_they_are_answered_leave_one_tail(tailed: TailedEngine) -> None:
+    """Their lookups are too early to be told of the tail before; the engine remembers it."""
+    side = tailed.engine.connector._scheduler.side
+    tokens = prompt(1, WHOLE + 6)
+    for turn in range(6):
+        tokens = tokens + prompt(20 + turn, 5)
+        tailed.engine.add(f"quick {turn}", tokens, parameters(2))
+        come_to_rest(tailed.engine)
+        tokens = list(tailed.engine.answers[f"quick {turn}"].tokens)
+        assert sum(map(len, side.saves._tails.values())) <= 1
+    wait_for(lambda: tailed.kept <= 1, "old tails to go", deadline_s=10.0)
+    assert tailed.counters["tails"] >= 2
+
+
+def test_a_tail_of_generated_tokens_is_found_by_the_next_turn(tmp_path: Path) -> None:
+    world = TailedEngine(tmp_path / "cache", extra={"save_decode": True})
+    try:
+        _, answered = world.ask(prompt(1, WHOLE - 2), answer=11)
+        assert world.ask(answered + prompt(2, 5))[0] == WHOLE + 8, "but for the last token, which is not computed"
+        world.end()
+    finally:
+        world.engine.close()
+        end_server(world.root)
+
+
+def test_another_engine_finds_it_and_a_new_server_the_whole_chunks(tailed: TailedEngine) -> None:
+    first = prompt(1, WHOLE + 8)
+    tailed.ask(first)
+    tailed.restart(server=False)
+    assert tailed.ask(first)[0] == WHOLE + 8
+    tailed.restart(server=True)
+    assert tailed.ask(first)[0] == WHOLE, "a tail stays in host memory"
+    assert tailed.ask(first)[0] == WHOLE + 8
+
+
+def test_what_was_computed_before_a_reset_is_never_found(tailed: TailedEngine) -> None:
+    first = prompt(1, WHOLE + 8)
+    tailed.ask(first)
+    tailed.engine.replace_weights()
+    assert tailed.ask(first)[0] == 0
+    assert tailed.ask(first)[0] == WHOLE + 8
+
+
+def test_a_load_of_a_tail_alone_whose_lease_has_ended_is_computed(
+    tailed: TailedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prompt(1, WHOLE + 8)
+    tailed.ask(first)
+    tailed.ask(first[:WHOLE])  # the GPU has the chunks before it now
+    client = tailed.engine.connector._scheduler.side.client
+    monkeypatch.setattr(client, "is_leased", lambda *_: False)
+    assert tailed.ask(first + prompt(2, 12), forgets=False)[0] == 8
+    assert (tailed.counters["loads_too_late"], tailed.counters["tail_loads"]) == (1, 1)
+
+
+def test_requests_of_one_prompt_at_once_get_right_answers(tailed: TailedEngine) -> None:
+    first = prompt(1, WHOLE + 11)
+    tailed.ask(first)
+    assert tailed.engine.scheduler.reset_prefix_cache()
+    for number in range(6):
+        tailed.engine.add(f"at once {number}", first[: WHOLE + 5 + number], parameters(3))
+    come_to_rest(tailed.engine)
+    assert tailed.counters["loads"]
+
+
+@pytest.mark.parametrize("windows", [(None, 9), (9, 9)])
+def test_where_a_part_of_a_chunk_is_not_right_by_itself_no_tail_is_kept(
+    tmp_path: Path, windows: tuple[int | None, ...]
+) -> None:
+    world = TailedEngine(tmp_path / "cache", windows=windows, is_hybrid=True)
+    try:
+        first = prompt(1, WHOLE + 8)
+        world.ask(first)
+        assert world.ask(first)[0] <= WHOLE and world.kept == 0
+        assert world.counters["tail_dropped_unsupported"] == world.counters["tail_offers"] > 0
+        world.end()
+    finally:
+        world.engine.close()
+        end_server(world.root)
+
+
+def test_a_tail_that_is_not_compared_with_the_prompts_tokens_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A negative control: the simulator sees KV of other tokens."""
+    world = TailedEngine(tmp_path / "cache")
+    try:
+        first = prompt(1, WHOLE + 12)
+        world.ask(first)
+
+        def believed(self: Any, state: Any, lookup: Any, answer: Any) -> Any:
+            return tuple(FoundTail(lookup.id, answer.held, tail.tokens, b"", tail.slot) for tail in answer.tails)
+
+        monkeypatch.setattr(RequestLookups, "_found_tails", believed)
+        assert world.ask(first[: WHOLE + 2] + prompt(2, 12))[0] == WHOLE + 12
+        assert world.engine.findings.wrong_tokens
+    finally:
+        world.engine.close()
+        end_server(world.root)
+
+
+@pytest.fixture(scope="module")
+def totals() -> Counter[str]:
+    """What all seeds of this run did."""
+    return Counter()
+
+
+@pytest.mark.parametrize("number", range(seed(), seed() + SEEDS))
+def test_seed(number: int, tmp_path: Path, totals: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborts, resets, killed servers, failing copies and preemption, of sessions that go on where they ended."""
+    monkeypatch.setattr(request_saves, "CHUNKS_BEFORE_TAIL", 1)
+    root = tmp_path / "cache"
+    drawn = Plan.draw(number, root, is_v2=bool(number & 1), is_async=bool(number & 2))
+    connector = dict(drawn.setup.connector) | {"tail_tokens": 4, "chunk_tokens": 16, "host_bytes": "8MiB"}
+    setup = replace(drawn.setup, windows=(None, None), is_hybrid=False, connector=connector, pool_blocks=120)
+    moves = replace(drawn.moves, follow_up=0.6, duplicate=0.3, forget_gpu=1.0, skip_load=0.0, skip_reading=0.0)
+    outcome = run_scenario(replace(drawn, setup=setup, moves=moves), root)
+    totals.update(outcome.counts, seeds=1)
+    print(f"seed={number} {dict(outcome.counts)}")
+    assert not outcome.wrong, "\n".join([f"seed={number}", repr(drawn), *outcome.wrong])
+    assert not outcome.counts["wrong_tokens"]
+
+
+def test_the_seeds_did_what_they_are_for(totals: Counter[str]) -> None:
+    if totals["seeds"] < 20:
+        pytest.skip("says something of a whole set of seeds only")
+    assert [name for name in SEEN if not totals[name]] == []
