@@ -66,6 +66,7 @@ class Lookup:
             before that nothing is leased.
         boundary: Chunks before the state.
         prefix_held: Chunks of the prefix that are held, also behind the state.
+        owner: The user's session that asks, if it is one's.
     """
 
     id: int
@@ -88,6 +89,7 @@ class Lookup:
     state_parts: int = 0
     boundary: int = 0
     prefix_held: int = 0
+    owner: bytes = b""
 
     @property
     def has_state(self) -> bool:

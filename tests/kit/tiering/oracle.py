@@ -122,10 +122,17 @@ class World:
         return session
 
     def lookup(
-        self, session: int, path: tuple[int, ...], start: int = 0, turn: Turn = (0, 0), *, state_parts: int = 0
+        self,
+        session: int,
+        path: tuple[int, ...],
+        start: int = 0,
+        turn: Turn = (0, 0),
+        *,
+        state_parts: int = 0,
+        owner: bytes = b"",
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
-        lookup = self.tiering.lookup(session, keys, digests, start, turn, state_parts=state_parts)
+        lookup = self.tiering.lookup(session, keys, digests, start, turn, state_parts=state_parts, owner=owner)
         self.lookups[lookup] = Asked(session, keys, start, state_parts)
         if keys not in self._asked:
             self._asked.append(keys)
