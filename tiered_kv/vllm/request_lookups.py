@@ -166,7 +166,9 @@ class RequestLookups:
             count = (drafts.hit_tokens(tokens, chunk, is_hybrid=True) if drafts else tokens - 1) // chunk
             names, digests = names[:count], digests[:count]
         turn = self._waiting_queue.turn_of(state)
-        lookup_id = self._client.lookup(names, digests, min(start, len(names)), turn, state_parts=parts)
+        session = state.params.session
+        start_at = min(start, len(names))
+        lookup_id = self._client.lookup(names, digests, start_at, turn, state_parts=parts, session=session)
         if lookup_id is None:
             self._counters["lookup_not_sent"] += 1
             return None
