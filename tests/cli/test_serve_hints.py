@@ -117,6 +117,13 @@ def test_a_salted_prompt_is_another_one(hints, root: Path) -> None:
     assert post(port, "/pin", {"token_ids": tokens, "ttl": 60, "cache_salt": "pepper"})[1]["chunks"] == 2
 
 
+def test_without_an_engine_a_prompt_has_no_namespace(serve, root: Path, token_file: Path) -> None:
+    _, line = serve(f"file://{root}", *LIMITS, "--hints-token-file", token_file)
+    for path, body in (("/prefetch", {"token_ids": [1] * CHUNK}), ("/prefetch", {"session_id": "x"})):
+        status, answer = post(port_of(line), path, body)
+        assert status == 409 and "no engine of this namespace is connected" in answer["error"]
+
+
 def test_without_a_token_file_nobody_may(serve, root: Path) -> None:
     _, line = serve(f"file://{root}", *LIMITS)
     status, answer = post(port_of(line), "/release", {"session_id": "x"})

@@ -36,7 +36,7 @@ def count(world: EngineWorld, counter: str) -> int:
 
 
 def test_of_a_state_its_end_and_ever_fewer_chunks_before_it_are_remembered() -> None:
-    prefix = [bytes([number]) for number in range(100)]
+    prefix = [bytes([number]) * 16 for number in range(100)]
     assert [key[0] for key in Line.of(b"", prefix).keys] == [99, 98, 97, 95, 91, 83, 67, 35]
     assert [key[0] for key in Line.of(b"", prefix[:1]).keys] == [0]
     assert [key[0] for key in Line.of(b"", prefix[:3]).keys] == [2, 1, 0]
@@ -115,6 +115,26 @@ def test_a_long_release_goes_on_turn_by_turn(world: EngineWorld, monkeypatch: py
         turns += 1
     assert turns > 3 and count(world, "session_chunks_released") == 7
     assert world.loaded(session, tuple(range(7))) == 0
+    world.check_idle()
+
+
+def test_the_end_of_a_session_that_is_just_prefetched_waits_for_that(world: EngineWorld) -> None:
+    session = world.open()
+    world.settle()
+    world.store(session, (1, 2))
+    users, one = UserSessions(world.engine, lambda _: False), Prefetching(world.engine, lambda _: True)
+    tell(users, (1, 2), 0)
+    keys, digests = SPACE.prefix((1, 2))
+    world.tiering.remove(0, SPACE.namespace, keys, leaves_holes=False)
+    assert one.begin(session, WantedPrefix(SPACE.namespace, keys, digests, owner=name(0)), NO_TAG)
+    users.end(name(0))
+    users.step()
+    assert count(world, "session_chunks_released") == 0, "its blobs are being read"
+    settle(world, one)
+    world.clock.advance(RETRY_S)
+    users.step()
+    settle(world, one)
+    assert count(world, "session_chunks_released") == 2 and world.loaded(session, (1, 2)) == 0
     world.check_idle()
 
 
