@@ -24,6 +24,7 @@ from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Outcome, Prob
 SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=True), Space(b"C" * 16, 10)]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 PICK = st.integers(0, 1 << 16)
+OWNERS = [b"one user's......", b"another user's.."]
 
 FAULTS: dict[type[Job], list[Outcome]] = {
     Seal: [Outcome.UNAVAILABLE],
@@ -175,6 +176,40 @@ class Histories(RuleBasedStateMachine):
         ]
         assert len(here) <= kept
         assert not here or any(e.is_busy for e in index.entries())
+
+    @rule(pick=PICK, path=PATHS, owner=st.sampled_from(OWNERS))
+    def look_up_for_a_users_session(self, pick, path, owner):
+        if (session := self.session(pick)) is not None:
+            self.world.lookup(session, path, owner=owner)
+
+    @rule(pick=PICK, path=PATHS, owner=st.sampled_from(OWNERS))
+    def take_ownership(self, pick, path, owner):
+        """A request of a user's session is over."""
+        if (session := self.session(pick)) is not None:
+            space = self.world.spaces[session]
+            self.world.tiering.take_ownership(space.namespace, space.key(path), owner)
+
+    @rule(space=st.sampled_from(SPACES), path=PATHS, owner=st.sampled_from(OWNERS), is_whole=st.booleans())
+    def release_what_a_users_session_has(self, space, path, owner, is_whole):
+        """Nothing goes that another one asked for or that is in use; what only leaves memory is held below."""
+        tiering, index = self.world.tiering, self.world.tiering.index
+        held = [entry for entry in index.entries() if index.is_held(entry)]
+        is_moving = (HostState.SEALING, HostState.PROMOTING)
+        staying = [
+            entry
+            for entry in held
+            if not is_whole
+            or entry.owner != owner
+            or entry.leases
+            or BlobState.WRITING in entry.blobs
+            or entry.host in is_moving
+        ]
+        keys = [space.key(path[:depth]) for depth in range(len(path), 0, -1)]
+        release = tiering.releasing(keys, owner, [], lambda _: False) if is_whole else tiering.demoting(keys, owner)
+        *_, count = release
+        assert count is not None and all(map(index.is_held, staying))
+        gone = [entry for entry in held if not index.is_held(entry)]
+        assert all(child in gone or not index.is_held(child) for entry in gone for child in entry.children)
 
     @rule(pick=PICK)
     def give_back(self, pick):

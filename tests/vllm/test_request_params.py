@@ -1,5 +1,6 @@
 """What a request may ask of the cache, read from real requests of vLLM: never an error, always told and counted."""
 
+import inspect
 import json
 import logging
 import re
@@ -11,10 +12,10 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from tiered_kv.keys.tags import tag_digest
+from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
+from tiered_kv.server.pins import PIN_TTL_MAX_S
 from tiered_kv.vllm.request_params import (
     NO_PARAMS,
-    PIN_TTL_MAX_S,
     WARNINGS_EVERY_S,
     WARNINGS_MAX,
     RequestParams,
@@ -85,6 +86,106 @@ def test_a_request_without_our_names_asks_for_nothing(params: object) -> None:
     assert not reading.counters
 
 
+def test_a_session_is_named_by_a_digest_that_another_tag_does_not_share() -> None:
+    reading = Reading()
+    given = {"tiered_kv.session_id": "run", "tiered_kv.tag": "tenant-a", "tiered_kv.prefetch": "other"}
+    found = reading.read(given)
+    assert found.session == session_name("run", tag_digest("tenant-a")) != session_name("run", NO_TAG)
+    assert found.prefetches == session_name("other", tag_digest("tenant-a"))
+    ends = {"tiered_kv.session_id": "run", "tiered_kv.release": True, "tiered_kv.demote": True}
+    assert reading.read(ends) == RequestParams(session=session_name("run", NO_TAG), releases=True, demotes=True)
+    assert not reading.counters
+
+
+def test_without_its_tag_a_session_is_nobodys() -> None:
+    reading = Reading()
+    given = {"tiered_kv.session_id": "run", "tiered_kv.prefetch": "other", "tiered_kv.release": True}
+    assert reading.read(given | {"tiered_kv.tag": 7}) == RequestParams(skips_save=True)
+    assert reading.counters == {"control_refused": 2}
+
+
+def test_times_may_be_words() -> None:
+    reading = Reading()
+    assert [reading.read({"tiered_kv.pin_ttl_s": ttl}).pin_ttl_s for ttl in ("5m", "1h", "7d")] == [300, 3600, 604800]
+    assert not reading.counters
+
+
+@pytest.mark.parametrize("name", ["tiered_kv.session_id", "tiered_kv.prefetch"])
+@pytest.mark.parametrize("value", ["", "secret" * 50, 7, ["secret"], "secret-\ud800"])
+def test_a_session_that_cannot_be_read_is_none_and_is_not_shown(
+    caplog: pytest.LogCaptureFixture, name: str, value: Any
+) -> None:
+    reading = Reading()
+    with caplog.at_level(logging.DEBUG, "tiered_kv"):
+        assert reading.read({name: value}) == NO_PARAMS
+    assert reading.counters == {"control_refused": 1}
+    assert name in caplog.text and "1 to 256 characters" in caplog.text and "secret" not in caplog.text
+
+
+def test_what_ends_a_session_needs_one(caplog: pytest.LogCaptureFixture) -> None:
+    reading = Reading()
+    with caplog.at_level(logging.WARNING, "tiered_kv.vllm.request_params"):
+        assert reading.read({"tiered_kv.release": True, "tiered_kv.demote": False}) == NO_PARAMS
+    assert reading.counters == {"control_refused": 1}
+    assert "no session for parameter 'tiered_kv.release'" in caplog.text
+    assert "expected tiered_kv.session_id beside it" in caplog.text
+
+
+HAS_HINTS = "kv_hints" in inspect.signature(Request.__init__).parameters
+"""From 0.32 on."""
+
+
+def hinting(*actions: tuple[str, Any], params: Any = None, session_id: str | None = None) -> Request:
+    """A request as vLLM makes it of hints and a session's name."""
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    hints = [KvHintAction(str(number), kind, "1", payload) for number, (kind, payload) in enumerate(actions)]
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
+    more: Any = {"session_id": session_id, "kv_hints": KvHintsEnvelope("1", "m", hints)}
+    return Request("the-request", [1, 2, 3], sampling, None, **more)
+
+
+@pytest.mark.skipif(not HAS_HINTS, reason="this vLLM has no hints")
+def test_hints_say_what_parameters_say() -> None:
+    reading = Reading()
+
+    def read(*actions: tuple[str, Any], **more: Any) -> RequestParams:
+        return reading.reader.read(hinting(*actions, **more))
+
+    run, other = session_name("run", NO_TAG), session_name("other", NO_TAG)
+    assert read(session_id="run") == RequestParams(session=run)
+    assert read(("kv.retain", {})) == RequestParams(pin_ttl_s=300)
+    assert read(("retain", {"ttl": "1h"})) == RequestParams(pin_ttl_s=3600)
+    assert read(("kv.pin", {})) == RequestParams(pin_ttl_s=3600)
+    assert read(("kv.pin", {"ttl": 90})) == RequestParams(pin_ttl_s=90)
+    assert read(("kv.release", {}), session_id="run") == RequestParams(session=run, releases=True)
+    assert read(("kv.deref", {}), session_id="run") == RequestParams(session=run, releases=True)
+    assert read(("kv.demote", {}), session_id="run") == RequestParams(session=run, demotes=True)
+    assert read(("kv.prefetch", {"session_id": "other"})) == RequestParams(prefetches=other)
+    assert read(("kv.prefetch", {}), session_id="run") == RequestParams(session=run, prefetches=run)
+    assert read(("kv.prefetch", {})) == NO_PARAMS
+    said = {"tiered_kv.pin_ttl_s": 60, "tiered_kv.session_id": "other"}
+    assert read(("kv.pin", {}), params=said, session_id="run") == RequestParams(session=other, pin_ttl_s=60)
+    assert not reading.counters
+
+
+@pytest.mark.skipif(not HAS_HINTS, reason="this vLLM has no hints")
+def test_an_unknown_hint_is_ignored_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    reading = Reading()
+    with caplog.at_level(logging.DEBUG, "tiered_kv"):
+        given = hinting(("kv.fetch", {"from": "there"}), ("kv.burn", None), ("kv.pin", {"ttl": "5m"}), (7, 8))
+        assert reading.reader.read(given) == RequestParams(pin_ttl_s=300)
+    assert reading.counters == {"hints_unknown": 3} and not caplog.records
+
+
+@pytest.mark.skipif(not HAS_HINTS, reason="this vLLM has no hints")
+def test_a_hint_with_a_bad_payload_is_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    reading = Reading()
+    with caplog.at_level(logging.WARNING, "tiered_kv.vllm.request_params"):
+        assert reading.reader.read(hinting(("kv.pin", {"ttl": "soon"}), ("kv.release", {}))) == NO_PARAMS
+    assert reading.counters == {"control_refused": 2} and '"5m" or "1h"' in caplog.text
+
+
 def test_a_request_without_sampling_parameters_of_its_own_asks_for_nothing() -> None:
     assert Reading().reader.read(Request("id", [1], SamplingParams(max_tokens=1), None)) == NO_PARAMS
 
@@ -138,7 +239,9 @@ def test_the_page_shows_parameters_that_are_read(repository: Path) -> None:
     shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)]
     (params,) = [block["kv_transfer_params"] for block in shown if "kv_transfer_params" in block]
     reading = Reading()
-    assert reading.read(params) == RequestParams(pin_ttl_s=3600.0, tag=tag_digest("tenant-a"))
+    tag = tag_digest("tenant-a")
+    names = {"session": session_name("run-17", tag), "prefetches": session_name("run-16", tag)}
+    assert reading.read(params) == RequestParams(pin_ttl_s=3600.0, tag=tag, **names)
     assert not reading.counters
     assert set(params) == set(re.findall(r"^\| `(tiered_kv\.\w+)` \|", page, flags=re.MULTILINE))
     assert f"from 1 to {PIN_TTL_MAX_S}:" in page

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.vllm.request_pins import WAITING_MAX, RequestPins
+from tiered_kv.keys.tags import NO_TAG
+from tiered_kv.vllm.request_pins import WAITING_MAX, RequestPins, SessionEnd
 
 pytestmark = pytest.mark.vllm
 
@@ -23,10 +24,21 @@ class Around:
     stored: set[bytes] = field(default_factory=set)
     under_way: set[bytes] = field(default_factory=set)
     pinned: list[tuple[bytes, float]] = field(default_factory=list)
+    told: list[tuple[bytes, bytes | str]] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
 
     def pin(self, key: bytes, ttl_s: float) -> bool:
         self.pinned += [(key, ttl_s)] if self.takes else []
+        return self.takes
+
+    def tell_state(self, session: bytes, tag: bytes, key: bytes) -> bool:
+        assert tag == NO_TAG
+        self.told += [(session, key)] if self.takes else []
+        return self.takes
+
+    def hint(self, action: str, session: bytes, tag: bytes) -> bool:
+        assert tag == NO_TAG
+        self.told += [(session, action)] if self.takes else []
         return self.takes
 
     def is_stored(self, key: bytes) -> bool:
@@ -102,3 +114,26 @@ def test_what_another_engine_goes_on_with_is_told_in_the_same_way_and_counted_ap
     around.under_way.clear()
     pins.send()
     assert around.pinned == [(KEYS[3], 0)] and around.counters == {"handovers_sent": 1}
+
+
+def test_a_sessions_state_is_told_before_its_pin_and_its_end_after_it() -> None:
+    around = Around(stored={KEYS[3]}, under_way={KEYS[4]})
+    pins = around.pins()
+    pins.want_state(KEYS, 2, SessionEnd(b"run", NO_TAG, ("demote", "release")))
+    pins.want(KEYS, 2, 60)
+    assert not around.told and not around.pinned, "a copy that runs may still be dropped"
+    around.under_way.clear()
+    pins.send()
+    assert around.told == [(b"run", KEYS[3]), (b"run", "demote"), (b"run", "release")]
+    assert around.counters == {"session_states_sent": 1, "hints_sent": 2, "pins_sent": 1}
+
+
+def test_a_session_ends_also_where_nothing_of_its_last_request_is_held() -> None:
+    around = Around()
+    around.pins().want_state([], 0, SessionEnd(b"run", NO_TAG, ("release",)))
+    assert around.told == [(b"run", "release")]
+    assert around.counters == {"session_states_of_nothing": 1, "hints_sent": 1}
+    around.takes = False
+    around.pins().want_state(KEYS, 5, SessionEnd(b"run", NO_TAG, ("release",)))
+    around.pins().prefetch(b"run", NO_TAG)
+    assert around.counters["session_states_dropped"] == 1 and around.counters["hints_dropped"] == 2

@@ -18,6 +18,7 @@ from tiered_kv.location import redact
 from tiered_kv.server.compose import serve as run
 from tiered_kv.server.daemonize import keep_heap_small, let_loop_answer, raise_descriptor_limit
 from tiered_kv.server.directory import ServerInfo
+from tiered_kv.server.hint_requests import read_hints_token
 from tiered_kv.server.http import OperationsPort
 from tiered_kv.server.server import Server
 
@@ -45,6 +46,10 @@ def serve(
     metrics_host: Annotated[str, typer.Option(help="Address to serve them at. Anybody there may read them.")] = (
         "127.0.0.1"
     ),
+    hints_token_file: Annotated[
+        Path | None,
+        typer.Option(help="Take hints of gateways at the metrics port, from whoever shows the token in this file."),
+    ] = None,
     more: Settings = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
@@ -70,10 +75,13 @@ def serve(
         settings = Config.from_mapping(given | more_settings)
         if socket is not None and not socket.is_absolute():
             raise ConfigError(f"option --socket: expected an absolute path, got {str(socket)!r}")
+        if hints_token_file is not None and metrics_port is None:
+            raise ConfigError("option --hints-token-file: hints come to the metrics port: give --metrics-port, too")
+        token = None if hints_token_file is None else read_hints_token(hints_token_file)
         raise_descriptor_limit()
         keep_heap_small()
         let_loop_answer()
-        metrics = None if metrics_port is None else _open_metrics(metrics_host, metrics_port, at_end)
+        metrics = None if metrics_port is None else _open_metrics(metrics_host, metrics_port, token, at_end)
 
         def on_ready(info: ServerInfo) -> None:
             gc.collect()  # as in server/__main__.py
@@ -86,8 +94,8 @@ def serve(
         run(settings, until_idle=False, on_ready=on_ready, on_server=Server.install_signal_handlers, listen_at=socket)
 
 
-def _open_metrics(host: str, port: int, at_end: ExitStack) -> OperationsPort:
+def _open_metrics(host: str, port: int, hints_token: bytes | None, at_end: ExitStack) -> OperationsPort:
     """Take the port before the cache starts, which may take long; ``at_end`` gives it back."""
-    metrics = OperationsPort(host, port)
+    metrics = OperationsPort(host, port, hints_token)
     at_end.callback(metrics.close)
     return metrics

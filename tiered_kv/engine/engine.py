@@ -40,6 +40,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.admission import ALL, NONE
+from tiered_kv.tiering.owners import ReleaseCount
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.stats import TierStats
 from tiered_kv.tiering.tiering import Tiering
@@ -337,6 +338,7 @@ class Engine:
         state_parts: int = 0,
         may_search: bool = True,
         wants_tails: bool = False,
+        owner: bytes = b"",
     ) -> int:
         """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
         return self.tiering.lookup(
@@ -349,6 +351,7 @@ class Engine:
             state_parts=state_parts,
             may_search=may_search,
             wants_tails=wants_tails,
+            owner=owner,
         )
 
     def claim(self, session: int, lookup: int) -> None:
@@ -394,6 +397,24 @@ class Engine:
     def want(self, namespace: bytes, key: bytes) -> None:
         """A client will ask for a chunk: it and the prefix before it are worth a write to every tier now."""
         self.tiering.want(namespace, key)
+
+    def take_ownership(self, namespace: bytes, key: bytes, owner: bytes) -> list[bytes]:
+        """The newest state of a user's session ends with a chunk; keys of its prefix, root first, if it is known."""
+        return self.tiering.take_ownership(namespace, key, owner)
+
+    def known_prefix(self, keys: Iterable[bytes], owner: bytes) -> list[ChunkRecord]:
+        """What is known of a session's state, root first; see :meth:`Tiering.known_prefix`."""
+        return self.tiering.known_prefix(keys, owner)
+
+    def releasing(
+        self, keys: Iterable[bytes], owner: bytes, kept: Iterable[Sequence[bytes]], is_pinned: Callable[[bytes], bool]
+    ) -> Iterator[ReleaseCount | None]:
+        """Remove a session's own chunks from memory and disk, in steps; see :meth:`Tiering.releasing`."""
+        return self.tiering.releasing(keys, owner, kept, is_pinned)
+
+    def demoting(self, keys: Iterable[bytes], owner: bytes) -> Iterator[ReleaseCount | None]:
+        """Let a session's own chunks leave host memory, in steps; see :meth:`Tiering.demoting`."""
+        return self.tiering.demoting(keys, owner)
 
     # -- what operators do -------------------------------------------------------------------------------------
 
@@ -453,9 +474,13 @@ class Engine:
             return None
         return {e.record.key: e.blob_bytes[HOST + 1] for e in index.with_states(index.prefix(entry))}
 
-    def count(self, name: str) -> None:
+    def held_chunks(self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes]) -> int:
+        """How many leading chunks of a prefix some tier holds, as far as it is known here."""
+        return len(self.tiering.index.held_prefix(namespace, keys, digests))
+
+    def count(self, name: str, times: int = 1) -> None:
         """Count an event that happened outside of tiering."""
-        self.tiering.counters[name] += 1
+        self.tiering.counters[name] += times
 
     def stats(self) -> EngineStats:
         """What is where, what happened, and what namespaces keep and take, as of now. No I/O."""

@@ -1,4 +1,4 @@
-"""Tags: digests of a chunk's owner, so that its chunks can be erased later.
+"""Tags: digests of a chunk's owner, so that its chunks can be erased later; and names of users' sessions.
 
 A tag is the operator's own name for a tenant, a user or a contract. Nothing here or below keeps its text: headers,
 indexes and messages hold the first half of its SHA-256, which is enough to compare owners and does not list
@@ -12,6 +12,7 @@ from typing import Final
 
 TAG_BYTES: Final = 16
 TAG_CHARS_MAX: Final = 256
+SESSION_BYTES: Final = 16
 
 NO_TAG: Final = bytes(TAG_BYTES)
 """Of a chunk without an owner."""
@@ -33,6 +34,15 @@ def tag_digest(text: str) -> bytes:
     if not data or len(text) > TAG_CHARS_MAX:
         raise ValueError(f"1 to {TAG_CHARS_MAX} characters that UTF-8 can encode")
     return hashlib.sha256(data).digest()[:TAG_BYTES]
+
+
+def session_name(text: str, tag: bytes) -> bytes:
+    """The name of a user's session: a digest, as of a tag. Under another tag it is another session.
+
+    Raises:
+        ValueError: As :func:`tag_digest`.
+    """
+    return hashlib.sha256(b"session" + tag + tag_digest(text)).digest()[:SESSION_BYTES]
 
 
 def shared_tag(tag: bytes) -> bytes:

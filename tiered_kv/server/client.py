@@ -173,17 +173,19 @@ class SchedulerClient:
         state_parts: int = 0,
         may_search: bool = True,
         wants_tails: bool = False,
+        session: bytes = b"",
     ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
         None when it could not be sent: a miss. ``turn`` says when its request is admitted, ``is_claimed`` that its
         leases are never ended by the server; with ``state_parts`` the prefix ends where a state of so many parts is.
         Where nothing may be searched in a shared tier, the keys may be any part of a prefix. With ``wants_tails`` the
-        answer has the tails behind what is held.
+        answer has the tails behind what is held. ``session`` is the name of the user's session that asks, if it is
+        one's.
         """
         lookup = self._next_lookup
-        joined = b"".join(keys), b"".join(digests)
-        wanted = m.Lookup(lookup, start, *joined, turn, is_claimed, state_parts, may_search, wants_tails)
+        names = b"".join(keys), b"".join(digests)
+        wanted = m.Lookup(lookup, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session)
         if not self.is_ready or not self._send(wanted):
             return None
         self._next_lookup += 1
@@ -231,6 +233,14 @@ class SchedulerClient:
         For 0 seconds: only have them written to the secondary tiers, whatever these take otherwise.
         """
         return self.is_ready and self._send(m.Pin(key, ttl_s))
+
+    def tell_state(self, session: bytes, tag: bytes, key: bytes) -> bool:
+        """A request of a user's session is over, and stored up to a chunk; False when it could not be said."""
+        return self.is_ready and self._send(m.SessionState(session, tag, key))
+
+    def hint(self, action: str, session: bytes, tag: bytes) -> bool:
+        """Have something done with a user's session (:class:`~protocol.Hint`); False when it could not be said."""
+        return self.is_ready and self._send(m.Hint(action, session, tag))
 
     def take_slot(self) -> SlotId | None:
         """An empty slot to fill, if one was granted ahead."""

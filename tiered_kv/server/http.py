@@ -1,4 +1,4 @@
-"""Metrics, health and readiness of a server, over HTTP, for Prometheus and whoever starts and stops servers.
+"""Metrics, health and readiness of a server over HTTP, for Prometheus and whoever starts and stops servers; and hints.
 
 Runs in threads of the serving process and asks the server through its own socket, as ``tiered-kv stat`` does, so it
 shares no state with the loop and cannot hold it up::
@@ -6,8 +6,11 @@ shares no state with the loop and cannot hold it up::
     /healthz  200 while the server starts, and while its loop has answered within the last minute; else 503: restart it
     /readyz   200 while engines can join and every tier is used; else 503, and a line says why
     /metrics  for Prometheus; 503 while there are no figures
+
+With a token, gateways also POST hints here (``hint_requests.py``).
 """
 
+import json
 import logging
 import os
 import socket
@@ -18,7 +21,7 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -26,6 +29,7 @@ from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnav
 from tiered_kv.metrics.figures import ServerFigures
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import SCHEME, connect, read_message, refusal_error, shake_hands
+from tiered_kv.server.hint_requests import ACTIONS, HintRefused, HintRequests, admit
 from tiered_kv.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -47,8 +51,14 @@ HTTP_S: Final = 10.0
 """A client that does not send its request for this long is left."""
 
 
-def ask_figures(socket_path: str, timeout_s: float) -> ServerFigures:
-    """The figures of the server that listens there.
+Answer = TypeVar("Answer", bound=m.Message)
+
+HINTS_REFUSED: Final = "hint_requests_refused"
+"""Counted here and shown among what the server counts: it never hears of these."""
+
+
+def ask_server(socket_path: str, message: m.Message, expected: type[Answer], timeout_s: float) -> Answer:
+    """What the server that listens there answers.
 
     Raises:
         ConfigError, ProtocolError: It refuses, or is of another version.
@@ -60,14 +70,24 @@ def ask_figures(socket_path: str, timeout_s: float) -> ServerFigures:
     with sock:
         shake_hands(sock, m.Hello(m.PROTOCOL, __version__, "admin", os.getpid()), timeout_s)
         try:
-            sock.sendall(m.frame(m.StatRequest()))
+            sock.sendall(m.frame(message))
             answer = read_message(sock)
         except OSError as exc:
             raise TierUnavailable(f"the server went away while it was asked: {exc}") from exc
     if isinstance(answer, m.Refused):
         raise refusal_error(answer)
-    if not isinstance(answer, m.Stat):
-        raise ProtocolError(f"expected Stat, got {type(answer).__name__}")
+    if not isinstance(answer, expected):
+        raise ProtocolError(f"expected {expected.__name__}, got {type(answer).__name__}")
+    return answer
+
+
+def ask_figures(socket_path: str, timeout_s: float) -> ServerFigures:
+    """The figures of the server that listens there.
+
+    Raises:
+        ConfigError, ProtocolError, TierUnavailable: As :func:`ask_server`.
+    """
+    answer = ask_server(socket_path, m.StatRequest(), m.Stat, timeout_s)
     try:
         return msgspec.json.decode(answer.figures, type=ServerFigures)
     except msgspec.DecodeError as exc:  # ValidationError is one
@@ -119,7 +139,7 @@ def not_ready(figures: ServerFigures) -> str:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET; the server may still be starting."""
+    """Answers GET, and POST where hints are on; the server may still be starting."""
 
     server: "_Listener"
     timeout = HTTP_S
@@ -137,12 +157,48 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._say(HTTPStatus.OK if path == HEALTH else HTTPStatus.SERVICE_UNAVAILABLE, "starting")
 
+    def do_POST(self) -> None:
+        path = self.path.partition("?")[0]
+        try:
+            if path.removeprefix("/") not in ACTIONS:
+                known = ", ".join(f"/{action}" for action in ACTIONS)
+                raise HintRefused(
+                    HTTPStatus.NOT_FOUND, f"there is nothing to post to at {path[:100]!a}, but at {known}"
+                )
+            if (token := self.server.hints_token) is None:
+                raise HintRefused(HTTPStatus.FORBIDDEN, "hints are off: start the server with --hints-token-file")
+            hints = self.server.hints
+            if hints is None:
+                raise HintRefused(HTTPStatus.SERVICE_UNAVAILABLE, "the server is starting: try again")
+            length = admit(token, self.headers)
+            status, answer = hints.answer(path.removeprefix("/"), lambda: self._body(length))
+        except HintRefused as exc:
+            self.server.count_refusal()
+            status, answer = exc.status, {"error": str(exc)}
+        self._answer(status, "application/json", json.dumps(answer).encode() + b"\n")
+
+    def _body(self, length: int) -> bytes:
+        """The body of a request.
+
+        Raises:
+            HintRefused: It does not come in time.
+        """
+        try:
+            data = self.rfile.read(length)
+        except TimeoutError as exc:
+            raise HintRefused(HTTPStatus.REQUEST_TIMEOUT, f"expected a body of {length} bytes at once") from exc
+        if len(data) < length:
+            raise HintRefused(HTTPStatus.BAD_REQUEST, f"expected a body of {length} bytes, got {len(data)}")
+        return data
+
     def _metrics(self, last: LastFigures) -> None:
         try:
             figures, age_s = last.get()
         except TierUnavailable as exc:
             self._say(HTTPStatus.SERVICE_UNAVAILABLE, str(exc))
             return
+        counters = figures.counters | {HINTS_REFUSED: self.server.hints_refused}
+        figures = msgspec.structs.replace(figures, counters=counters)
         # Imported by the first scrape: a server that nobody scrapes need not hold the client.
         from prometheus_client import CollectorRegistry  # noqa: PLC0415
         from prometheus_client.exposition import choose_encoder  # noqa: PLC0415
@@ -190,6 +246,18 @@ class _Listener(socketserver.ThreadingMixIn, HTTPServer):
 
     daemon_threads = True
     figures: LastFigures | None = None
+    hints: HintRequests | None = None
+    hints_token: bytes | None = None
+
+    def __init__(self, *given: Any) -> None:
+        self._count_lock = threading.Lock()
+        self.hints_refused = 0
+        super().__init__(*given)
+
+    def count_refusal(self) -> None:
+        """A hint was answered with an error; called by every connection's thread."""
+        with self._count_lock:
+            self.hints_refused += 1
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # not HTTPServer's, which asks DNS for its own name
@@ -207,8 +275,8 @@ class OperationsPort:
         url: Where metrics are scraped; the others are beside it.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        """Take the port; 0: any that is free.
+    def __init__(self, host: str, port: int, hints_token: bytes | None = None) -> None:
+        """Take the port; 0: any that is free. Who shows the token may post hints; None: nobody may.
 
         Raises:
             ConfigError: It cannot be had.
@@ -217,6 +285,7 @@ class OperationsPort:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             kind = type("_Listener", (_Listener,), {"address_family": family})
             self._http: _Listener = kind(address, _Handler)
+            self._http.hints_token = hints_token
         except (OSError, OverflowError, UnicodeError) as exc:
             raise ConfigError(
                 f"option --metrics-port: nothing can listen at {host} port {port}: {exc}. Name another port, or 0 for "
@@ -233,6 +302,10 @@ class OperationsPort:
         def ask() -> ServerFigures:
             return ask_figures(socket_path, ASK_S)
 
+        def pass_on(message: m.Message, expected: type[Any]) -> Any:
+            return ask_server(socket_path, message, expected, ASK_S)
+
+        self._http.hints = HintRequests(pass_on)
         self._http.figures = LastFigures(ask)
 
     def close(self) -> None:

@@ -33,7 +33,6 @@ from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import Closed, ProtocolError, TierUnavailable
 from tiered_kv.fleet.layout import PINS, parse_pin_path, pin_path
 from tiered_kv.keys.chunk_record import KEY_BYTES
-from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.server import protocol as m
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
@@ -43,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 Submit = Callable[[Callable[[], None]], None]
 """Runs a task in another thread."""
+
+PIN_TTL_MAX_S: Final = 7 * 86400
+"""Longest pin of a request. A longer one is renewed, or an operator's: ``tiered-kv pin`` has no limit."""
 
 KEPT_MAX: Final = 1 << 16
 """Chunks that requests' pins may keep where a tier has no limit of its own."""
@@ -92,42 +94,50 @@ class Pinning:
         if disk_root is not None:
             self._adopt(disk_root)
 
-    def pin(self, namespace: Namespace | None, pin: m.Pin) -> None:
+    def pin(self, namespace: bytes, pin: m.Pin) -> str:
         """Keep a chunk and the prefix before it, if there is room for that; the loop only.
 
         What is granted, or asked to be kept for no time, is worth a write to every secondary tier at once.
+
+        Returns:
+            ``done``, ``unknown`` or ``refused``, as :class:`~protocol.Hinted` says it.
 
         Raises:
             ProtocolError: The key has another length, or the time is none.
         """
         if len(pin.key) != KEY_BYTES or not 0 <= pin.ttl_s <= TTL_MAX_S:  # NaN is not between them either
             raise ProtocolError(f"bad pin. key_bytes={len(pin.key)} ttl_s={pin.ttl_s!r:.40}")
-        assert namespace is not None, "an open session without a namespace"
         if not pin.ttl_s:
-            self._engine.want(namespace.digest, pin.key)
-            return
+            self._engine.want(namespace, pin.key)
+            return "done"
         now_s = self._wall()
-        name = BlobName(namespace.digest, pin.key)
+        name = BlobName(namespace, pin.key)
         if self._pins.get(name, 0.0) >= now_s + pin.ttl_s:
             self._engine.count("request_pins_in_force")
-            return
+            return "done"
         prefix = self._engine.prefix_of(pin.key)
         if prefix is None:
             self._engine.count("request_pins_of_nothing")
-            return
+            return "unknown"
         self._forget_ended(now_s)
         until_s = now_s + RENEWED_FOR * pin.ttl_s
-        form = self._engine.format_of(namespace.digest)
+        form = self._engine.format_of(namespace)
         blob_bytes = form.blob_bytes if form is not None else 0
         more_bytes = sum(blob_bytes for one in prefix if one not in self._kept)
-        if not self._has_room(namespace.digest, more_bytes, len(prefix)):
+        if not self._has_room(namespace, more_bytes, len(prefix)):
             self._engine.count("request_pins_refused")
-            return
+            return "refused"
         self._engine.count("request_pins")
-        self._engine.want(namespace.digest, pin.key)
+        self._engine.want(namespace, pin.key)
         self._keep(name, dict.fromkeys(prefix, blob_bytes), until_s)
         with self._lock:
             self._wanted[name] = until_s
+        return "done"
+
+    def keeps(self, key: bytes) -> bool:
+        """Whether a request's pin keeps a chunk, also one that tiers have not read yet."""
+        kept = self._kept.get(key)
+        return kept is not None and kept[0] > self._wall()
 
     def step(self) -> None:
         """Write what was granted, about once a second; the loop only."""

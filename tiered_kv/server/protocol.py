@@ -14,6 +14,7 @@ import msgspec
 from tiered_kv.errors import ProtocolError
 from tiered_kv.keys.chunk_record import ChunkRecord, Key
 from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
 PROTOCOL = 13
@@ -141,6 +142,7 @@ class Lookup(Message, frozen=True):
         state_parts: Wanted is the prefix up to the deepest boundary with a state of so many parts, and that state.
         may_search: What is not known here is sought in a shared tier; the keys are a prefix from its beginning then.
         wants_tails: Wanted are the tails behind what is held, too.
+        session: Name of the user's session that asks (``keys/tags.py``); empty: of none.
     """
 
     lookup: int
@@ -152,6 +154,7 @@ class Lookup(Message, frozen=True):
     state_parts: Annotated[int, msgspec.Meta(ge=0, le=STATE_PARTS_MAX)] = 0
     may_search: bool = True
     wants_tails: bool = False
+    session: bytes = b""
 
 
 class Claim(Message, frozen=True):
@@ -218,6 +221,46 @@ class Pin(Message, frozen=True):
 
     key: bytes
     ttl_s: float
+
+
+class SessionState(Message, frozen=True):
+    """A request of a user's session is over, and stored up to this chunk; nothing answers.
+
+    Attributes:
+        session: Its name (``keys/tags.py``).
+        tag: Of its owner.
+    """
+
+    session: bytes
+    tag: bytes
+    key: bytes
+
+
+class Hint(Message, frozen=True):
+    """What will be asked for, or not any more. An admin is answered ``Hinted``, a scheduler is not.
+
+    Attributes:
+        action: ``prefetch``: have it in host memory. ``pin``: keep it for so many seconds. ``demote``: not in host
+            memory. ``release``: not at all. A scheduler does not pin so; the last two are of sessions only.
+        session: Name of a user's session; empty: the keys say what is meant.
+        tag: Of the owner.
+        namespace: Of an admin's keys.
+        keys, digests: 16 and 32 bytes each, joined: of a prefix from its beginning.
+    """
+
+    action: str
+    session: bytes = b""
+    tag: bytes = NO_TAG
+    namespace: bytes = b""
+    keys: bytes = b""
+    digests: bytes = b""
+    ttl_s: float = 0.0
+
+
+class NamespaceRequest(Message, frozen=True):
+    """Ask for the record of a namespace whose digest, in hex, begins so, and of which an engine is here."""
+
+    digits: str
 
 
 class Pinned(Message, frozen=True):
@@ -368,6 +411,26 @@ class Evicted(Message, frozen=True):
     left: int = 0
 
 
+class NamespaceRecord(Message, frozen=True):
+    """The record that was asked for, canonical JSON; empty if not one was meant, and which there are in hex."""
+
+    record: bytes
+    known: list[str]
+
+
+class Hinted(Message, frozen=True):
+    """What came of a hint.
+
+    Attributes:
+        outcome: ``done``; ``unknown``: nothing is known of what it names; ``no_engine``: no engine is here that could
+            use it; ``refused``: too many, or too much.
+        chunks: How many it is about: of a prefetch what is to come up, of a pin what is kept; of others 0.
+    """
+
+    outcome: str
+    chunks: int = 0
+
+
 SLABS_PER_FRAME = 64
 
 FromClient = (
@@ -384,12 +447,29 @@ FromClient = (
     | GiveBack
     | Reset
     | Pin
+    | SessionState
+    | Hint
+    | NamespaceRequest
     | Pinned
     | Unmapped
     | StatRequest
     | Evict
 )
-FromServer = Welcome | Slabs | Refused | Ready | Updated | Ended | Credits | Recall | Moved | Stat | Evicted
+FromServer = (
+    Welcome
+    | Slabs
+    | Refused
+    | Ready
+    | Updated
+    | Ended
+    | Credits
+    | Recall
+    | Moved
+    | Stat
+    | Evicted
+    | NamespaceRecord
+    | Hinted
+)
 
 _encoder = msgspec.msgpack.Encoder()
 

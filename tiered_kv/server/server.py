@@ -23,6 +23,7 @@ from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
 from tiered_kv.server.directory import release_stale_arena_locks
+from tiered_kv.server.hints import Hints
 from tiered_kv.server.orders import Orders
 from tiered_kv.server.sessions import Sessions
 from tiered_kv.server.stats import FigureSource
@@ -92,6 +93,7 @@ class Server:
         self._figures = FigureSource(engine, recorder, config, server_id=self.server_id, root=root)
         self._root = root
         self._orders = Orders(engine)
+        self._hints = Hints(engine, sessions)
         self._routes = self._all_routes()
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
@@ -144,7 +146,8 @@ class Server:
     def _turn(self, timeout_s: float) -> None:
         wait_s = self._engine.wait_s
         timeout_s = timeout_s if wait_s is None else min(timeout_s, wait_s)
-        ready = self._selector.select(0 if self._is_hurried or self._orders else timeout_s)
+        is_busy = self._is_hurried or self._orders or self._sessions.users.wants_turn
+        ready = self._selector.select(0 if is_busy else timeout_s)
         self._reads_until_s = self._clock.monotonic() + SLICE_S
         for key, mask in ready:
             callback: Callback = key.data
@@ -163,6 +166,8 @@ class Server:
                 self._drop_owner(update.session)
         self._is_hurried = self._sessions.end_leases()  # somebody may wait for the room
         self._sessions.pinning.step()
+        self._sessions.users.step()
+        self._sessions.prefetching.step()
         self._watch_writes()
         for connection in [c for c in self._connections if c.is_closing]:
             self._close(connection)
@@ -323,6 +328,9 @@ class Server:
             m.DropTails: Route(_SCHEDULERS, sessions.drop_tails),
             m.GiveBack: Route(_SCHEDULERS, sessions.give_back),
             m.Pin: Route(_SCHEDULERS, sessions.pin),
+            m.SessionState: Route(_SCHEDULERS, sessions.session_state),
+            m.Hint: Route((*_SCHEDULERS, "admin"), self._hints.take),
+            m.NamespaceRequest: Route(("admin",), self._hints.describe),
             m.Reset: Route(_SCHEDULERS, lambda connection, _: sessions.reset(connection)),
             m.StatRequest: Route(_ROLES, self._stat),
             m.Evict: Route(("admin",), self._orders.take),

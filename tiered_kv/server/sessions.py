@@ -35,7 +35,9 @@ from tiered_kv.server.members import (
     stored_by_all,
 )
 from tiered_kv.server.pins import Pinning
+from tiered_kv.server.prefetching import Prefetching
 from tiered_kv.server.quotas import ServerQuotas
+from tiered_kv.server.user_sessions import UserSessions
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.types import LeaseEnd, LookupUpdate, SlotGrant, SlotId, SlotRecall, TierEvents, Update
 
@@ -164,6 +166,8 @@ class Sessions:
     def __init__(self, engine: Engine, epochs: Epochs, pinning: Pinning) -> None:
         self._engine = engine
         self.pinning = pinning
+        self.users = UserSessions(engine, pinning.keeps)
+        self.prefetching = Prefetching(engine, self._has_session)
         self._epochs = epochs
         self._quotas = ServerQuotas(engine)
         self._groups: dict[tuple[str, int], Group] = {}
@@ -172,6 +176,10 @@ class Sessions:
     @property
     def groups(self) -> list[Group]:
         return list(self._groups.values())
+
+    def _has_session(self, session: int) -> bool:
+        group = self._by_session.get(session)
+        return group is not None and not group.is_lost
 
     def owner(self, session: int) -> Group | None:
         """The group of an engine session."""
@@ -381,6 +389,7 @@ class Sessions:
             raise ProtocolError(f"too many lookups at once. max={LOOKUPS_MAX}")
         session = group.sessions[-1]
         wanted = (keys, digests, lookup.start, lookup.turn)
+        self.users.goes_on(lookup.session)
         engine_id = self._engine.lookup(
             session,
             *wanted,
@@ -388,6 +397,7 @@ class Sessions:
             state_parts=lookup.state_parts,
             may_search=lookup.may_search,
             wants_tails=lookup.wants_tails,
+            owner=lookup.session,
         )
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup
@@ -490,7 +500,30 @@ class Sessions:
         Raises:
             ProtocolError: There is no open session on the connection, or the pin is none.
         """
-        self.pinning.pin(self.owned(connection).namespace, pin)
+        self.pinning.pin(self.space_of(connection).digest, pin)
+
+    def session_state(self, connection: Connection, state: m.SessionState) -> None:
+        """A request of a user's session is over.
+
+        Raises:
+            ProtocolError: There is no open session on the connection, or the state is none.
+        """
+        self.users.told(self.space_of(connection).digest, state)
+
+    def space_of(self, connection: Connection) -> Namespace:
+        """The namespace of the open session whose scheduler this is.
+
+        Raises:
+            ProtocolError: There is none.
+        """
+        namespace = self.owned(connection).namespace
+        assert namespace is not None, "an open session without a namespace"
+        return namespace
+
+    def open_spaces(self) -> dict[bytes, tuple[Namespace, int]]:
+        """Namespaces that engines serve now, by their digests, each with a session of the engine for it."""
+        ready = [group for group in self.groups if group.is_ready and not group.is_lost]
+        return {group.namespace.digest: (group.namespace, group.sessions[-1]) for group in ready if group.namespace}
 
     def owned(self, connection: Connection) -> Group:
         """The group whose scheduler this is, with an open session.
@@ -510,7 +543,7 @@ class Sessions:
             ProtocolError, ConnectionError: The session's client is lost.
         """
         group = self._by_session.get(update.session)
-        if group is None or group.scheduler is None or group.is_lost:
+        if self.prefetching.take(update) or group is None or group.scheduler is None or group.is_lost:
             return
         current = group.sessions[-1]
         match update:

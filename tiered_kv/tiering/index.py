@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -33,6 +33,9 @@ many as the one before it, so all of that are through by then."""
 
 SHARED_MAX = 1 << 12
 """Tuples that are remembered, to be shared; sizes of blobs and counts of children could make ever more."""
+
+SHARED: Final = b""
+"""Owner of a chunk that several have asked for."""
 
 T = TypeVar("T")
 
@@ -89,6 +92,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         source: The tier its bytes are being read from, while it is PROMOTING; else ``HOST``.
         lookups: Ids of the lookups that want this slot and were not yet told it is ready; None if there is none.
         also_stored_by: Who else stored it: some tier may have that one's bytes; None if there is nobody.
+        owner: The user's session whose own it is (``owners.py``); ``SHARED``: others asked for it, too; None: nobody's.
     """
 
     record: ChunkRecord
@@ -108,6 +112,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     source: int = HOST
     lookups: set[int] | None = None
     also_stored_by: frozenset[str] | None = None
+    owner: bytes | None = None
 
     @property
     def children(self) -> Collection[Entry]:
@@ -146,6 +151,11 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         self.record = msgspec.structs.replace(self.record, stored_by=stored_by)
         if before != UNKNOWN:
             self.also_stored_by = (self.also_stored_by or frozenset()) | {before}
+
+    def is_asked_for_by(self, owner: bytes) -> None:
+        """A user's session, or somebody without one (``SHARED``), asks for it or stored it, too."""
+        if self.owner is not None and self.owner != owner:
+            self.owner = SHARED
 
     @property
     def storers(self) -> frozenset[str]:
@@ -234,10 +244,11 @@ class Index:
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
 
-    def count_use(self, prefix: Sequence[Entry]) -> None:
-        """Somebody asked for a prefix; once per request, given whole."""
+    def count_use(self, prefix: Sequence[Entry], owner: bytes = SHARED) -> None:
+        """A user's session, or somebody without one (``SHARED``), asked for a prefix; once per request, given whole."""
         for entry in prefix:
             entry.uses += 1
+            entry.is_asked_for_by(owner)
 
     def mark_used(self, entry: Entry) -> list[Entry]:
         """A chunk will be asked for, though no lookup says so: with its prefix it counts as used at least once.

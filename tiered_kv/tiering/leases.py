@@ -67,6 +67,7 @@ class Lookup:
         boundary: Chunks before the state.
         prefix_held: Chunks of the prefix that are held, also behind the state.
         tails: Leased tails behind all that was held when it was opened, with their tokens.
+        owner: The user's session that asks, if it is one's.
     """
 
     id: int
@@ -90,6 +91,7 @@ class Lookup:
     boundary: int = 0
     prefix_held: int = 0
     tails: list[tuple[Entry, int]] = field(default_factory=list)
+    owner: bytes = b""
 
     @property
     def has_state(self) -> bool:

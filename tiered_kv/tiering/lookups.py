@@ -44,6 +44,7 @@ class LookupRequest:
         turn: When its request is admitted.
         is_claimed: Its leases end when it is released and not before.
         state_parts: Wanted is the prefix up to the deepest state that is held, and that state, of so many parts.
+        owner: The user's session that asks, if it is one's.
     """
 
     keys: Sequence[bytes]
@@ -52,6 +53,7 @@ class LookupRequest:
     turn: Turn = (0, 0)
     is_claimed: bool = False
     state_parts: int = 0
+    owner: bytes = b""
 
 
 TOLD_AT_ONCE: Final = 8
@@ -115,6 +117,7 @@ class Lookups:
         self._last_id += 1
         lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
         lookup.keys, lookup.digests, lookup.state_parts = wish.keys, wish.digests, wish.state_parts
+        lookup.owner = wish.owner
         if wish.is_claimed:
             lookup.is_claimed = True
             self.line.claimed(lookup)

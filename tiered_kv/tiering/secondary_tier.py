@@ -446,6 +446,10 @@ class SecondaryTier:
         kept = {entry for pin in pins for entry in self._index.prefix(pin)}
         self._pinned = {entry.record.key for entry in self._index.with_states(kept)}
 
+    def is_pinned(self, entry: Entry) -> bool:
+        """Whether an operator or a request wants the chunk kept here."""
+        return entry.record.key in self._pinned
+
     def is_used(self, entry: Entry) -> bool:
         """Whether the blob is being read, into host memory or into the tier behind."""
         is_copied = self._next_source is not None and self._next_source.is_reading(entry)

@@ -24,9 +24,10 @@ from tiered_kv.tiering.admission import policy_class
 from tiered_kv.tiering.eviction import EVICTION_POLICIES
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
 from tiered_kv.tiering.host_tier import HostTier
-from tiered_kv.tiering.index import SELECTIVE_GENERATION_MIN, BlobState, Entry, GhostList, HostState, Index
+from tiered_kv.tiering.index import SELECTIVE_GENERATION_MIN, SHARED, BlobState, Entry, GhostList, HostState, Index
 from tiered_kv.tiering.leases import Lookup
 from tiered_kv.tiering.lookups import LookupRequest, Lookups, Promotions
+from tiered_kv.tiering.owners import ReleaseCount, deepest, demoting, own_chunks, releasing, take_ownership
 from tiered_kv.tiering.prefix_search import PrefixSearch, StateSearch
 from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
 from tiered_kv.tiering.removal import erasing, removing
@@ -215,6 +216,7 @@ class Tiering:
         state_parts: int = 0,
         may_search: bool = True,
         wants_tails: bool = False,
+        owner: bytes = SHARED,
     ) -> int:
         """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
 
@@ -226,15 +228,16 @@ class Tiering:
         held as well, and the state is leased with it; without a state nothing is leased.
 
         What is not known here is looked for in a shared tier, if it may be; the keys are those of a prefix from its
-        beginning then.
+        beginning then. ``owner`` is the user's session that asks, if it is one's.
 
         With ``wants_tails`` the tails behind what is held are leased, too, the newest first.
         """
-        session, wish = self._sessions[session_id], LookupRequest(keys, digests, start, turn, is_claimed, state_parts)
+        session = self._sessions[session_id]
+        wish = LookupRequest(keys, digests, start, turn, is_claimed, state_parts, owner)
         if state_parts:
             return self._look_up_state(session, wish)
         held = self.index.held_prefix(session.namespace, keys, digests)
-        self.index.count_use(held)
+        self.index.count_use(held, owner)
         self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, wish)
         if wants_tails and held:
@@ -253,6 +256,8 @@ class Tiering:
         lookup = self._lookups.open(session, [], wish)
         held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
         self._lookups.prefix_found(lookup, len(held))
+        for entry in held:
+            entry.is_asked_for_by(wish.owner)
         search = None
         if self._tiers.searches is not None:
             search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, len(held))
@@ -287,7 +292,7 @@ class Tiering:
                 self._search_state(lookup, search)
                 return
         path = [*held[:boundary], *state]
-        self.index.count_use(path)
+        self.index.count_use(path, lookup.owner)
         self._record_use(path, lookup.session.slot_bytes)
         self._lookups.state_found(lookup, boundary, path)
         self._promote(lookup, path)
@@ -337,6 +342,8 @@ class Tiering:
             if search.is_over:
                 self._search_state(lookup, None)
             return
+        for entry in found:
+            entry.is_asked_for_by(lookup.owner)
         if found:
             self._lookups.extend(lookup, found)
             self._record_use(self.index.prefix(found[-1])[::-1], lookup.session.slot_bytes)
@@ -394,12 +401,14 @@ class Tiering:
             self._host.give(slot)
         elif entry is not None and entry.host is not HostState.ABSENT:
             self.counters["store_duplicate"] += 1
+            entry.is_asked_for_by(SHARED)
             self.stats.republish(entry, self.index.tiers_with(entry))
             self._host.give(slot)
             self._tiers.want(entry)
         else:
             if entry is not None:  # a secondary tier has it, and it is stored again
                 self._tiers.want(entry)
+                entry.is_asked_for_by(SHARED)
             entry = entry or self.index.add(record)
             entry.stored_for(record.tag)
             entry.bytes_are_of(record.stored_by)
@@ -510,6 +519,48 @@ class Tiering:
         """Somebody will ask for a chunk: it and the prefix before it are worth a write to every tier now."""
         if (entry := self.index.get(key)) is not None and entry.record.namespace == namespace:
             self._tiers.want(entry)
+
+    # -- users' sessions ---------------------------------------------------------------------------------------
+
+    def take_ownership(self, namespace: bytes, key: bytes, owner: bytes) -> list[bytes]:
+        """The newest state of a user's session ends with a chunk; see ``owners.py``. Keys of its prefix, root first."""
+        entry = self.index.get(key)
+        if entry is None or entry.record.namespace != namespace:
+            return []
+        return [one.record.key for one in take_ownership(self.index, entry, owner)]
+
+    def known_prefix(self, keys: Iterable[bytes], owner: bytes) -> list[ChunkRecord]:
+        """What is known of a session's state, root first, given its last chunk and some before that."""
+        entry = deepest(self.index, keys, owner)
+        return [] if entry is None else [one.record for one in self.index.prefix(entry)[::-1]]
+
+    def releasing(
+        self, keys: Iterable[bytes], owner: bytes, kept: Iterable[Sequence[bytes]], is_pinned: Callable[[bytes], bool]
+    ) -> Iterator[ReleaseCount | None]:
+        """Remove a session's own chunks along a state of it from memory and from this machine's tiers, in steps.
+
+        Args:
+            keys: The state's last chunk and some before that.
+            kept: The same of states of that session that stay.
+            is_pinned: Whether a chunk is kept beside the pins that tiers know of.
+        """
+        entry = deepest(self.index, keys, owner)
+        own = [] if entry is None else own_chunks(self.index, entry, owner)
+        ends = [deepest(self.index, state, owner) for state in kept]
+        staying = {one for end in ends if end is not None for one in self.index.prefix(end)}
+        disks = [tier for tier in self._tiers if not tier.is_shared]
+
+        def is_kept(one: Entry) -> bool:
+            key = one.record.key
+            end = self.index.parent(one) if self.index.is_tail(one.record) else one
+            return end in staying or is_pinned(key) or any(disk.is_pinned(one) for disk in disks)
+
+        return releasing(self.index, self._host, disks, self._tiers.cancel_writes, own, owner, is_kept)
+
+    def demoting(self, keys: Iterable[bytes], owner: bytes) -> Iterator[ReleaseCount | None]:
+        """Let a session's own chunks along a state of it leave host memory, where a tier below has them; in steps."""
+        entry = deepest(self.index, keys, owner)
+        return demoting(self.index, self._host, [] if entry is None else own_chunks(self.index, entry, owner))
 
     def touch_prefix(self, key: bytes) -> None:
         """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""

@@ -334,6 +334,12 @@ USES: Final = (
     ),
     Use("vllm.v1.request:Request", "shared_prefix_boundary", feature=STATES,
         without="states at forks that vLLM's own cache does not know"),
+    Use("vllm.v1.request:Request", "session_id", since=(0, 32), without="sessions that requests name to vLLM alone"),
+    Use("vllm.v1.request:Request", "kv_hints", since=(0, 32), without="hints that requests bring to vLLM alone"),
+    Use("vllm.v1.kv_hints:KvHintsEnvelope", "actions", since=(0, 32),
+        without="hints that requests bring to vLLM alone"),
+    *_reads("vllm.v1.kv_hints:KvHintAction", "action_type payload", since=(0, 32),
+            without="hints that requests bring to vLLM alone"),
     *_reads("vllm.v1.request:RequestStatus", "WAITING PREEMPTED"),
     *_reads("vllm.lora.request:LoRARequest", "lora_name lora_path lora_int_id adapter_id name is_3d_lora_weight"),
     Use("vllm.lora.utils", "get_adapter_absolute_path", "path", without="hits of an adapter's first request"),
@@ -805,6 +811,18 @@ class PagedBlocks:
     def cached(self, block_hash: Any, groups: list[int]) -> object:
         """The blocks of a hash in some KV cache groups; None: the prefix cache lacks one."""
         return self._pool.get_cached_block(block_hash, groups)
+
+
+def session_id_of(request: Any) -> object:
+    """What a request says to vLLM (0.32) is its user's session; None: nothing."""
+    return getattr(request, "session_id", None)
+
+
+def kv_hints_of(request: Any) -> list[tuple[str, Mapping[str, object]]]:
+    """Type and payload of the hints that a request of vLLM (0.32) brings, in their order."""
+    envelope = getattr(request, "kv_hints", None)
+    actions = getattr(envelope, "actions", None) or ()
+    return [(str(one.action_type), one.payload if isinstance(one.payload, Mapping) else {}) for one in actions]
 
 
 def ask_for_state(request: Any, tokens: int) -> bool:

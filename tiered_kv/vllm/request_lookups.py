@@ -182,7 +182,13 @@ class RequestLookups:
             names, digests = names[:count], digests[:count]
         turn = self._waiting_queue.turn_of(state)
         lookup_id = self._client.lookup(
-            names, digests, min(start, len(names)), turn, state_parts=parts, wants_tails=bool(self._tail_unit)
+            names,
+            digests,
+            min(start, len(names)),
+            turn,
+            state_parts=parts,
+            wants_tails=bool(self._tail_unit),
+            session=state.params.session,
         )
         if lookup_id is None:
             self._counters["lookup_not_sent"] += 1

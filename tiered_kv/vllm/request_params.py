@@ -1,25 +1,30 @@
-"""Parameters of one request for the cache, in vLLM's ``kv_transfer_params``.
+"""Parameters of one request for the cache, in vLLM's ``kv_transfer_params``, and its hints.
 
 ::
 
     {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.pin_ttl_s": 3600,
-                            "tiered_kv.tag": "tenant-a"}}
+                            "tiered_kv.tag": "tenant-a", "tiered_kv.session_id": "run-17", "tiered_kv.release": true,
+                            "tiered_kv.demote": true, "tiered_kv.prefetch": "run-16"}}
 
-Owns their names and kinds. A parameter that is unknown or has a bad value is left out, counted and logged;
-the request goes on without it. But a request whose tag cannot be read is not stored: nobody could erase it later. No
-tag's text goes further than this module and a producer's answer (``disaggregated.py``), nor into a warning. Names that
-do not begin with ``tiered_kv.`` are other connectors'. Called by the scheduler side, once per request.
+Owns their names and kinds, and those of the actions in vLLM's ``kv_hints``, which say the same where a parameter says
+nothing. A parameter that is unknown or has a bad value is left out, counted and logged; the request goes on without it.
+But a request whose tag cannot be read is not stored: nobody could erase it later. No text of a tag or a session goes
+further than this module and a producer's answer (``disaggregated.py``), nor into a warning. Names that do not begin
+with ``tiered_kv.`` are other connectors', and so are actions that are unknown here: these are only counted. Called by
+the scheduler side, once per request.
 """
 
 import difflib
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tiered_kv.keys.tags import NO_TAG, tag_digest
+from tiered_kv.config import parse_time_s
+from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
+from tiered_kv.server.pins import PIN_TTL_MAX_S
+from tiered_kv.vllm.compat import kv_hints_of, session_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +33,18 @@ SKIP_SAVE: Final = f"{PREFIX}skip_save"
 SKIP_LOAD: Final = f"{PREFIX}skip_load"
 PIN_TTL_S: Final = f"{PREFIX}pin_ttl_s"
 TAG: Final = f"{PREFIX}tag"
+SESSION_ID: Final = f"{PREFIX}session_id"
+RELEASE: Final = f"{PREFIX}release"
+DEMOTE: Final = f"{PREFIX}demote"
+PREFETCH: Final = f"{PREFIX}prefetch"
 STORED_TOKENS: Final = f"{PREFIX}stored_tokens"
 """Not a user's: a producer's answer carries it, and a router passes it on to the consumer (``disaggregated.py``)."""
 
-PIN_TTL_MAX_S: Final = 7 * 86400
-"""Longest pin of a request. A longer one is renewed, or an operator's: ``tiered-kv pin`` has no limit."""
+NAMES: Final = frozenset({TAG, SESSION_ID, PREFETCH})
+"""Parameters whose values are names of users, which no warning shows."""
+
+TTL_DEFAULT: Final = {"retain": "5m", "pin": "1h"}
+"""How long a hint keeps a prompt that does not say it: the times of providers' prompt caching."""
 
 WARNINGS_MAX: Final = 20
 WARNINGS_EVERY_S: Final = 60.0
@@ -51,6 +63,10 @@ class RequestParams:
         pin_ttl_s: Its prompt's chunks are kept from eviction for so long.
         stored_tokens: Another engine has stored so many tokens of its prompt, or is about to.
         tag: Digest of its owner (``keys/tags.py``).
+        session: Name of the user's session that it belongs to (``keys/tags.py``); empty: none.
+        releases: The session ends with it.
+        demotes: The session's own chunks leave host memory after it.
+        prefetches: Name of a session that will go on soon; empty: none.
     """
 
     skips_save: bool = False
@@ -58,6 +74,10 @@ class RequestParams:
     pin_ttl_s: float | None = None
     stored_tokens: int = 0
     tag: bytes = NO_TAG
+    session: bytes = b""
+    releases: bool = False
+    demotes: bool = False
+    prefetches: bytes = b""
 
 
 NO_PARAMS: Final = RequestParams()
@@ -70,10 +90,13 @@ def _boolean(value: object) -> bool:
 
 
 def _ttl(value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 1 <= value <= PIN_TTL_MAX_S:  # type: ignore[arg-type, operator]
-        raise ValueError(f"a number of seconds from 1 to {PIN_TTL_MAX_S}")
-    return float(value)  # type: ignore[arg-type]
+    try:
+        seconds = parse_time_s(value)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= PIN_TTL_MAX_S:
+        raise ValueError(f'a number of seconds from 1 to {PIN_TTL_MAX_S}, or a time such as "5m" or "1h"')
+    return seconds
 
 
 def _count(value: object) -> int:
@@ -86,11 +109,20 @@ def _tag(value: object) -> bytes:
     return tag_digest(value if isinstance(value, str) else "")
 
 
+def _name(value: object) -> str:
+    _tag(value)  # what a session may be called is what a tag may be
+    return str(value)
+
+
 _KNOWN: Final[Mapping[str, tuple[str, Callable[[object], Any]]]] = {
     SKIP_SAVE: ("skips_save", _boolean),
     SKIP_LOAD: ("skips_load", _boolean),
     PIN_TTL_S: ("pin_ttl_s", _ttl),
     TAG: ("tag", _tag),
+    SESSION_ID: ("session", _name),
+    RELEASE: ("releases", _boolean),
+    DEMOTE: ("demotes", _boolean),
+    PREFETCH: ("prefetches", _name),
     STORED_TOKENS: ("stored_tokens", _count),
 }
 
@@ -102,7 +134,11 @@ class RequestParamsReader:
     """
 
     def __init__(self, counters: Counter[str], monotonic: Callable[[], float]) -> None:
-        """``counters`` gets ``control_refused``, once per parameter that was left out."""
+        """Begin.
+
+        Args:
+            counters: Gets ``control_refused``, once per parameter that was left out, and ``hints_unknown``.
+        """
         self._counters = counters
         self._monotonic = monotonic
         self._warnings = 0
@@ -110,9 +146,32 @@ class RequestParamsReader:
 
     def read(self, request: Any) -> RequestParams:
         """The parameters of a request of vLLM; never raises."""
-        params = request.kv_transfer_params
-        if not isinstance(params, Mapping):
-            return NO_PARAMS  # none; what is not a mapping vLLM itself stumbles over
+        given = request.kv_transfer_params
+        params = dict(given) if isinstance(given, Mapping) else {}  # what is no mapping vLLM itself stumbles over
+        if session_id := session_id_of(request):
+            params.setdefault(SESSION_ID, session_id)
+        for name, value in self._of_hints(request, params.get(SESSION_ID)):
+            params.setdefault(name, value)
+        return self._read(request, params) if params else NO_PARAMS
+
+    def _of_hints(self, request: Any, session_id: object) -> list[tuple[str, object]]:
+        """The parameters that the hints of a request of this session stand for."""
+        found: list[tuple[str, object]] = []
+        for kind, payload in kv_hints_of(request):
+            action = kind.removeprefix("kv.")
+            if action in TTL_DEFAULT:
+                found.append((PIN_TTL_S, payload.get("ttl", TTL_DEFAULT[action])))
+            elif action in ("release", "deref"):
+                found.append((RELEASE, True))
+            elif action == "demote":
+                found.append((DEMOTE, True))
+            elif action == "prefetch":
+                found.append((PREFETCH, payload.get("session_id", session_id)))
+            else:
+                self._counters["hints_unknown"] += 1
+        return found
+
+    def _read(self, request: Any, params: Mapping[str, object]) -> RequestParams:
         found: dict[str, Any] = {}
         is_tag_lost = False
         for name, value in params.items():
@@ -130,10 +189,22 @@ class RequestParamsReader:
                 found[field] = parse(value)
             except ValueError as exc:
                 is_tag_lost |= name == TAG
-                shown = "" if name == TAG else f"{_shown(value)} "  # a tag is a tenant's name
+                shown = "" if name in NAMES else f"{_shown(value)} "
                 self._refuse(request, f"bad value {shown}of parameter", name, f"expected {exc}", is_tag=name == TAG)
         if is_tag_lost:
             found["skips_save"] = True
+            for field in ("session", "prefetches"):
+                found.pop(field, None)  # of whom is not known
+        for name, field in ((RELEASE, "releases"), (DEMOTE, "demotes")):
+            if found.get(field) and "session" not in found:
+                del found[field]
+                self._refuse(
+                    request, "no session for parameter", name, f"expected {SESSION_ID} beside it", is_tag=False
+                )
+        tag = found.get("tag", NO_TAG)
+        for field in ("session", "prefetches"):
+            if field in found:
+                found[field] = session_name(found[field], tag)
         return RequestParams(**found) if found else NO_PARAMS
 
     def _refuse(self, request: Any, what: str, name: str, hint: str, *, is_tag: bool) -> None:

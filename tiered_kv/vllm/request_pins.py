@@ -1,11 +1,11 @@
-"""Pins of prompts, sent to the server once the prompts' chunks are stored.
+"""What requests want the server to know once their chunks are stored: pins of prompts, and states of users' sessions.
 
 Requests ask for pins themselves; and a prompt that another engine continues gets one without a time, so that it is
-written at once.
+written at once. A request of a user's session tells how far that has come, and whether it has ended.
 
-A pin names one chunk and keeps the prefix before it, so of a prompt only the deepest chunk that is held is pinned. A
-chunk that is still being copied may yet be dropped; the pin waits until that is known, which takes seconds at most.
-Called by the scheduler side.
+Each names one chunk, the deepest of a prompt that is held, and means the prefix up to it. A chunk that is still being
+copied may yet be dropped; what is told waits until that is known, which takes seconds at most. Called by the scheduler
+side.
 """
 
 from collections import Counter, deque
@@ -17,32 +17,49 @@ from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.save_queue import SaveQueue
 
 WAITING_MAX: Final = 1024
-"""Pins that wait for copies to end. More are dropped and counted: copies end within seconds."""
+"""What waits for copies to end. More is dropped and counted: copies end within seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """A request of a user's session is over.
+
+    Attributes:
+        session: The session's name, and its owner's tag.
+        actions: Hints of the session that follow (``protocol.Hint``).
+    """
+
+    session: bytes
+    tag: bytes
+    actions: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """A pin that waits for its chunks.
+    """What waits for its chunks.
 
     Attributes:
         held_key: The deepest chunk that tiering said it holds.
         deeper: Keys of the chunks behind it, the deepest first.
-        ttl_s: 0: it need not be kept, only be written at once where the other engine may read it.
+        what: How long they are pinned; 0: they need not be kept, only be written at once where the other engine may
+            read them. Or the session whose state they are.
     """
 
     generation: int
     held_key: bytes | None
     deeper: Sequence[bytes]
-    ttl_s: float
+    what: float | SessionEnd
 
     @property
     def kind(self) -> str:
         """First word of its counters."""
-        return "pins" if self.ttl_s else "handovers"
+        if isinstance(self.what, SessionEnd):
+            return "session_states"
+        return "pins" if self.what else "handovers"
 
 
 class RequestPins:
-    """Pins on their way to the server.
+    """Pins and states of sessions on their way to the server.
 
     Only its own methods write its fields. Threads: vLLM's scheduler thread only.
     """
@@ -55,12 +72,24 @@ class RequestPins:
 
     def want(self, keys: Sequence[bytes], held: int, ttl_s: float) -> None:
         """Pin the deepest of a prompt's chunks that is held; the first ``held`` of ``keys`` are known to be."""
-        if len(self._waiting) >= WAITING_MAX:
-            self._counters["pins_dropped"] += 1
-            return
+        self._want(keys, held, ttl_s)
+
+    def want_state(self, keys: Sequence[bytes], held: int, end: SessionEnd) -> None:
+        """Tell that a user's session has come as far as the deepest of these chunks that is held; it may have ended."""
+        self._want(keys, held, end)
+
+    def prefetch(self, session: bytes, tag: bytes) -> None:
+        """Have a user's session in host memory soon."""
+        self._hint("prefetch", session, tag)
+
+    def _want(self, keys: Sequence[bytes], held: int, what: float | SessionEnd) -> None:
         held = min(held, len(keys))
         held_key = keys[held - 1] if held else None
-        self._waiting.append(_Wanted(self._client.generation, held_key, keys[held:][::-1], ttl_s))
+        wanted = _Wanted(self._client.generation, held_key, keys[held:][::-1], what)
+        if len(self._waiting) >= WAITING_MAX:
+            self._counters[f"{wanted.kind}_dropped"] += 1
+            return
+        self._waiting.append(wanted)
         self.send()
 
     def send(self) -> None:
@@ -76,14 +105,27 @@ class RequestPins:
 
     def reset(self) -> None:
         """Drop all pins: what was computed before is invalid."""
-        self._counters["pins_dropped"] += len(self._waiting)
+        for wanted in self._waiting:
+            self._counters[f"{wanted.kind}_dropped"] += 1
         self._waiting.clear()
 
     def _tell(self, wanted: _Wanted) -> None:
         key = next(filter(self._saves.is_stored, wanted.deeper), wanted.held_key)
         if key is None:
             self._counters[f"{wanted.kind}_of_nothing"] += 1
-        elif self._client.pin(key, wanted.ttl_s):
+        elif self._is_told(key, wanted.what):
             self._counters[f"{wanted.kind}_sent"] += 1
         else:
             self._counters[f"{wanted.kind}_dropped"] += 1
+        if isinstance(wanted.what, SessionEnd):
+            for action in wanted.what.actions:
+                self._hint(action, wanted.what.session, wanted.what.tag)
+
+    def _is_told(self, key: bytes, what: float | SessionEnd) -> bool:
+        if isinstance(what, SessionEnd):
+            return self._client.tell_state(what.session, what.tag, key)
+        return self._client.pin(key, what)
+
+    def _hint(self, action: str, session: bytes, tag: bytes) -> None:
+        is_sent = self._client.hint(action, session, tag)
+        self._counters["hints_sent" if is_sent else "hints_dropped"] += 1

@@ -11,7 +11,7 @@ Lives in vLLM's engine loop, so nothing here waits or touches a tier: every answ
     RequestSaves          which chunks of a request are stored
     SaveQueue             chunks on their way into slots, and the pins of their blocks
     UndraftedBlocks       blocks that lack the draft's KV, which are not stored
-    RequestPins           pins that requests ask for
+    RequestPins           pins that requests ask for, and what is told of users' sessions
 
 This module decides what a request is offered, plans its load, and follows it to its end.
 """
@@ -34,7 +34,7 @@ from tiered_kv.vllm.load_admission import LoadAdmission
 from tiered_kv.vllm.request_extras import RequestExtras
 from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.request_params import RequestParamsReader
-from tiered_kv.vllm.request_pins import RequestPins
+from tiered_kv.vllm.request_pins import RequestPins, SessionEnd
 from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.requests import FoundTail, RequestState, SentLookup
 from tiered_kv.vllm.resets import wait_until_durable
@@ -122,6 +122,8 @@ class SchedulerSide:
             self.counters["request_unaccountable"] += 1
             logger.warning("request neither looked up nor stored. reason=%s", extras.reason)
         self.poll()
+        if state.params.prefetches:
+            self._pins.prefetch(state.params.prefetches, state.params.tag)
         self._waiting_queue.add(state)
         self._lookups.send_for_new(state)
 
@@ -437,6 +439,8 @@ class SchedulerSide:
             self.prefill.finished(self._monotonic(), request.request_id)
         if not state.is_loading:
             self._request_saves.finish(state, tables)
+        if state.params.session:
+            self._tell_session(state)  # before pins: what these touch is not taken for the session's own
         if state.params.pin_ttl_s is not None:
             self._pin_prompt(state, state.params.pin_ttl_s)
         self._lookups.ended(state)
@@ -449,6 +453,18 @@ class SchedulerSide:
         if promise is not None:
             self._pin_prompt(state, 0)  # where only second touches are written, the other engine's would come too late
         return promise
+
+    def _tell_session(self, state: RequestState) -> None:
+        """Tell how far the user's session has come, and that it has ended if it has, once its chunks are stored."""
+        params = state.params
+        keys = None if state.is_from_before_reset else self._lookups.keys(state)
+        if keys is not None:
+            self._lookups.update_held(state)
+        actions = [
+            action for action, is_meant in (("demote", params.demotes), ("release", params.releases)) if is_meant
+        ]
+        names = keys.keys if keys is not None else []
+        self._pins.want_state(names, state.held, SessionEnd(params.session, params.tag, tuple(actions)))
 
     def _pin_prompt(self, state: RequestState, ttl_s: float) -> None:
         """Pin the prompt's chunks once they are stored; with a time of 0 they are only written at once."""

@@ -89,6 +89,8 @@ def _senseless(source: random.Random, namespace: bytes) -> bytes:
         m.GiveBack([source.randrange(64), number]),
         m.Commit([chunk] * source.choice((1, 2, 500))),
         m.Pin(bytes(16), source.choice((1.0, 1e9))),
+        m.SessionState(bytes(16), bytes(16), place[1]),
+        m.Hint(source.choice(("release", "prefetch", "demote", "pin")), bytes(source.choice((0, 16)))),
         m.Reset(),
         m.Unmapped(),
         m.Evict(source.choice(("host", "disk", "moon")), bytes(source.choice((0, 16))), bytes(16 * keys), True),

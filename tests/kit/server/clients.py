@@ -183,6 +183,46 @@ class SmallEngine:
             record = ChunkRecord(digest, keys.keys[index], keys.parent(index), index, keys.digests[index], whose)
             self.client.commit([(slot, record)])
 
+    def store_tokens(self, tokens: list[int], session: bytes) -> PrefixKeys:
+        """One request of a user's session with a prompt of its own: looked up, the rest stored, and told of; its keys.
+
+        A chunk holds its key, again and again.
+        """
+        assert self.client.namespace is not None
+        keys = PrefixKeys(self.client.namespace, CHUNK)
+        keys.extend(tokens)
+        self.store_keys(keys, start=self.hits_of(keys, session))
+        self.client.tell_state(session, NO_TAG, keys.keys[-1])
+        return keys
+
+    def store_keys(self, keys: PrefixKeys, start: int = 0) -> None:
+        """Fill and commit the chunks of such a prompt from ``start`` on."""
+        assert self.client.namespace is not None
+        for index in range(start, len(keys.keys)):
+            slot = self.take_slot()
+            with self.payload(slot) as view:
+                view[:] = named_content(keys.keys[index])
+            place = self.client.namespace.digest, keys.keys[index], keys.parent(index), index, keys.digests[index]
+            self.client.commit([(slot, ChunkRecord(*place))])
+
+    def hits_of(self, keys: PrefixKeys, session: bytes = b"") -> int:
+        """How many leading chunks of such a prompt are ready; their bytes are compared with what was stored."""
+        client, lookup = self.client, self.client.lookup(keys.keys, keys.digests, session=session)
+        assert lookup is not None
+        poll_until(client, lambda: client.lookups[lookup].is_answered and client.lookups[lookup].is_done, "the answer")
+        answer = client.lookups[lookup]
+        for key, slot in zip(keys.keys, answer.slots[: answer.ready], strict=False):
+            with self.payload(slot) as view:
+                assert view == named_content(key)
+        client.release(lookup)
+        return answer.ready
+
+    def check_slots(self, slots: Sequence[int], first_token: int = 0) -> None:
+        """Leased slots hold the first chunks of a prompt."""
+        for index, slot in enumerate(slots):
+            with self.payload(slot) as view:
+                assert view == content(index, first_token)
+
     def store_state(self, count: int, first_token: int = 0, *, tag: str = "", parts: int | None = None) -> None:
         """Fill and commit the state behind ``count`` chunks of a prompt; only its first ``parts``, if that is said."""
         assert self.client.namespace is not None
@@ -217,18 +257,18 @@ class SmallEngine:
         client.release(lookup)
         return boundary
 
-    def look_up(self, count: int, first_token: int = 0) -> tuple[int, LookupAnswer]:
-        """A lookup and its final answer."""
+    def look_up(self, count: int, first_token: int = 0, *, session: bytes = b"") -> tuple[int, LookupAnswer]:
+        """A lookup and its final answer; ``session`` names the user's session that asks."""
         keys = self.keys(count, first_token)
-        lookup = self.client.lookup(keys.keys, keys.digests)
+        lookup = self.client.lookup(keys.keys, keys.digests, session=session)
         assert lookup is not None
         client = self.client
         poll_until(client, lambda: client.lookups[lookup].is_answered and client.lookups[lookup].is_done, "the answer")
         return lookup, client.lookups[lookup]
 
-    def hits(self, count: int, first_token: int = 0) -> int:
+    def hits(self, count: int, first_token: int = 0, *, session: bytes = b"") -> int:
         """How many leading chunks of a prompt are ready; their bytes are compared with what was stored."""
-        lookup, answer = self.look_up(count, first_token)
+        lookup, answer = self.look_up(count, first_token, session=session)
         for index, slot in enumerate(answer.slots[: answer.ready]):
             with self.payload(slot) as view:
                 assert view == content(index, first_token)
@@ -263,6 +303,11 @@ def lone_engine(**more: Any) -> Iterator[SmallEngine]:
 def payload_bytes() -> int:
     """Bytes of one chunk's KV."""
     return sum(page.page_bytes for page in PAGES) * (CHUNK // BLOCK)
+
+
+def named_content(key: bytes) -> bytes:
+    """What the chunk with this key holds, if it is of a prompt of its own."""
+    return key * (payload_bytes() // len(key))
 
 
 def content(index: int, first_token: int = 0) -> bytes:

@@ -131,10 +131,11 @@ class World:
         *,
         state_parts: int = 0,
         wants_tails: bool = False,
+        owner: bytes = b"",
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
         wanted = (session, keys, digests, start, turn)
-        lookup = self.tiering.lookup(*wanted, state_parts=state_parts, wants_tails=wants_tails)
+        lookup = self.tiering.lookup(*wanted, state_parts=state_parts, wants_tails=wants_tails, owner=owner)
         self.lookups[lookup] = Asked(session, keys, start, state_parts)
         if keys not in self._asked:
             self._asked.append(keys)

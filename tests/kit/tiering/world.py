@@ -111,9 +111,9 @@ class Story(World):
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
-    def ask(self, path: Path, start: int = 0, session: int | None = None) -> int:
-        """Look a prefix up; jobs stay where they are."""
-        lookup = self.lookup(session or self.session, path, start)
+    def ask(self, path: Path, start: int = 0, session: int | None = None, *, owner: bytes = b"") -> int:
+        """Look a prefix up; jobs stay where they are. ``owner`` is a user's session."""
+        lookup = self.lookup(session or self.session, path, start, owner=owner)
         self.step()
         return lookup
 
