@@ -17,7 +17,6 @@ import pytest
 
 from tests.kit.module_process import REPOSITORY
 from tests.kit.s3 import S3
-from tests.kit.server.probe import wait_for
 from tests.kit.stores.server import with_parent
 
 PROGRAMS = REPOSITORY / ".cache" / "cephfs" / "usr" / "bin"
@@ -68,6 +67,8 @@ def cephfs(s3: S3) -> Iterator[CephFS]:
 
 @contextmanager
 def _running(ceph: Path) -> Iterator[CephFS]:
+    from tests.kit.server.probe import wait_for
+
     configuration = ("-c", str(ceph / "ceph.conf"))
     orders = [f"osd pool create {pool} 4 4" for pool in POOLS] + [f"fs new fs {' '.join(POOLS)}"]
     subprocess.run(
@@ -89,7 +90,13 @@ def _running(ceph: Path) -> Iterator[CephFS]:
         for mount in mounts:
             mount.mkdir()
             at_end.callback(subprocess.run, ["umount", "--lazy", str(mount)], capture_output=True, check=False)
-            client = start("ceph-fuse", "--fuse_require_active_mds=false", "--pid-file", str(place / f"{mount.name}.pid"), str(mount))
+            client = start(
+                "ceph-fuse",
+                "--fuse_require_active_mds=false",
+                "--pid-file",
+                str(place / f"{mount.name}.pid"),
+                str(mount),
+            )
             wait_for(lambda mount=mount, client=client: _is_mounted(mount, client), str(mount), deadline_s=START_S)  # type: ignore[misc]
         yield CephFS(mounts, server)
 

@@ -9,10 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from s3_server import free_port
-
-from tests.kit.server.probe import wait_for
-
 START_S = 60.0
 
 Command = Callable[[int, Path], list[str]]
@@ -27,6 +23,8 @@ class StoreServer:
     """
 
     def __init__(self, name: str, command: Command, directory: Path, environment: dict[str, str] | None = None) -> None:
+        from s3_server import free_port  # late, as below: conftest imports this module, and few tests want a server
+
         self.name = name
         self._command = command
         self._directory = directory
@@ -40,6 +38,8 @@ class StoreServer:
 
     def start(self) -> None:
         """Bring it up on its port, the same one every time, and wait until it listens."""
+        from tests.kit.server.probe import wait_for
+
         self._directory.mkdir(parents=True, exist_ok=True)
         log = self._directory.with_suffix(".log")
         with log.open("ab") as output:

@@ -6,7 +6,8 @@ What is not obvious, read in gcsfs 2026.10 and measured: its file system for ``g
 bucket it is before the first request, and waits 60 s for an answer where there is no gRPC (a proxy, an emulator); the
 one it is derived from never asks. Its ``info`` also lists, and a list costs twelve times what a read of metadata does;
 its ``ls`` fetches all pages of a directory in one call. A request that fails is tried six times in a minute, refused
-credentials too. A missing bucket is told like a missing object.
+credentials too. A missing bucket is told like a missing object. Credentials are renewed on the loop, which stands still
+meanwhile: other calls end by their deadlines.
 """
 
 from collections.abc import Coroutine, Sequence
@@ -68,18 +69,20 @@ class GoogleMedium:
         return self._client.run(lambda filesystem: self._get(filesystem, path, length, size_max))
 
     async def _get(self, filesystem: Any, path: str, length: int | None, size_max: int | None) -> bytes:
-        limits = {} if length is None else {"start": 0, "end": length}
+        # One byte more than there may be tells what is too large without fetching it.
+        end = size_max + 1 if length is None and size_max is not None else length
+        limits = {} if end is None else {"start": 0, "end": end}
         try:
             data = bytes(await filesystem._cat_file(self._full(path), **limits))
         except Exception as exc:
-            if length is not None and status_of(exc) == BEYOND_THE_END:
-                return b""
-            raise
+            if end is None or status_of(exc) != BEYOND_THE_END:
+                raise
+            data = b""  # an object without a byte has no range
         check_size(path, len(data), size_max)
         return data
 
     def get_into(self, path: str, buffer: memoryview) -> None:
-        data = self.get(path, None, None)
+        data = self.get(path, None, len(buffer))
         check_expected(path, len(data), len(buffer))
         buffer[:] = data
 
