@@ -427,6 +427,47 @@ def served_arguments(served: Store) -> tuple[str, ...]:
     return (served.uri(served.new_prefix()), *SMALL[:2], "--set", f"storage_options={json.dumps(served.options())}")
 
 
+BLOB_HTTP = "AccountName=a;AccountKey=hidden==;BlobEndpoint=http://10.0.0.7:10000/a"
+
+
+@pytest.mark.parametrize(
+    ("uri", "options", "environment", "credentials", "endpoint"),
+    [
+        ("gs://b", {}, {}, "none named: from gcloud's login", "Google Cloud Storage, encrypted"),
+        ("gs://b", {"token": "/f"}, {}, "from token of storage_options", "Google Cloud Storage, encrypted"),
+        ("gs://b", {}, {"GOOGLE_APPLICATION_CREDENTIALS": "/hidden"}, "that GOOGLE_APPLICATION_CREDENTIALS", "Google"),
+        (
+            "gs://b?token=anon",
+            {},
+            {"STORAGE_EMULATOR_HOST": "10.0.0.7:1"},
+            "none: the option token",
+            "plain HTTP to an",
+        ),
+        ("az://c", {"account_name": "a"}, {}, "none named: from a managed identity", "Azure Blob Storage, encrypted"),
+        ("az://c", {"account_name": "a", "sas_token": "hidden"}, {}, "from sas_token of storage_options", "Azure Blob"),
+        ("az://c", {}, {"AZURE_STORAGE_ACCOUNT_KEY": "hidden"}, "from AZURE_STORAGE_ACCOUNT_KEY in the", "Azure Blob"),
+        ("az://c", {"connection_string": BLOB_HTTP}, {}, "from connection_string of", "plain HTTP to another machine"),
+    ],
+)
+def test_where_the_credentials_of_other_clouds_come_from(
+    monkeypatch: pytest.MonkeyPatch,
+    uri: str,
+    options: dict[str, str],
+    environment: dict[str, str],
+    credentials: str,
+    endpoint: str,
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(("GOOGLE_", "AZURE_", "STORAGE_")):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = Config.from_mapping({"storage_uri": uri, **({"storage_options": options} if options else {})})
+    (said,), (place,) = doctor_object._credentials(config), doctor_object._endpoint(config)
+    assert credentials in said.text and place.text.startswith(endpoint)
+    assert "hidden" not in said.text + place.text
+
+
 @pytest.mark.parametrize("kind", OVERWRITING)
 def test_real_servers_that_overwrite(doctor: Doctor, stores: Stores, kind: str) -> None:
     arguments, limit = served_arguments(stores(kind)), ("--set", "storage_bytes=1GiB")

@@ -31,6 +31,7 @@ class Scale:
 
     chains_per_server: int
     capacity_blobs: int
+    pause_s: float  # between two looks, which a small server or a mount serves slowly
 
     @property
     def first_part(self):
@@ -38,14 +39,14 @@ class Scale:
         return 2 * self.chains_per_server * BLOBS_PER_CHAIN * 2 // 5
 
 
-LARGE, SMALL = Scale(25, 900), Scale(5, 180)
+LARGE, SMALL = Scale(25, 900, 0.02), Scale(5, 180, 0.2)
 
 
 class Bucket:
     """The bucket from outside."""
 
-    def __init__(self, objects, prefix):
-        self._objects, self._prefix = objects, prefix
+    def __init__(self, objects, prefix, scale):
+        self._objects, self._prefix, self.pause_s = objects, prefix, scale.pause_s
         self.peak_bytes = 0
 
     def sizes(self):
@@ -149,7 +150,7 @@ def until(bucket, limit_bytes, condition):
         used = sum(bucket.sizes().values())
         bucket.peak_bytes = max(bucket.peak_bytes, used)
         assert used <= limit_bytes, f"over the limit: {used} of {limit_bytes} bytes"
-        time.sleep(0.02)
+        time.sleep(bucket.pause_s)
 
 
 @pytest.fixture(params=["s3", "cephfs", *ATOMIC])
@@ -159,16 +160,16 @@ def place(request):
         s3 = request.getfixturevalue("s3")
         prefix = s3.new_prefix()
         with s3.client() as client:
-            yield LARGE, [s3.uri(prefix)] * 2, s3.options(), Bucket(S3Objects(client, s3.bucket), prefix)
+            yield LARGE, [s3.uri(prefix)] * 2, s3.options(), Bucket(S3Objects(client, s3.bucket), prefix, LARGE)
         return
     if request.param == "cephfs":
         system, name = request.getfixturevalue("cephfs"), request.getfixturevalue("cephfs").new_name()
         uris = [f"shared+file://{mount}/{name}" for mount in system.mounts]
-        yield SMALL, uris, {}, Bucket(Directory(system.mounts[0]), name)
+        yield SMALL, uris, {}, Bucket(Directory(system.mounts[0]), name, SMALL)
         return
     served = request.getfixturevalue("stores")(request.param)
     prefix = served.new_prefix()
-    yield SMALL, [served.uri(prefix)] * 2, served.options(), Bucket(served, prefix)
+    yield SMALL, [served.uri(prefix)] * 2, served.options(), Bucket(served, prefix, SMALL)
 
 
 @pytest.mark.slow

@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from fsspec.asyn import get_loop
 
 from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.server.probe import wait_for
 from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.keys.naming import object_path
 from tiered_kv.location import parse_location
 from tiered_kv.testing.blobs import SampleChain
+from tiered_kv.tiers.object.loop_client import LoopClient
 from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
@@ -145,6 +148,29 @@ def test_a_metadata_server_of_cephfs_that_stands_still_costs_the_deadline(cephfs
     store = open_store(f"shared+file://{cephfs.mounts[1]}/{cephfs.new_name()}", {}, timeout_s=60)
     store.put("x", b"after")
     assert store.get("x") == b"after"
+
+
+def test_a_client_that_takes_too_long_costs_the_deadline_and_is_there_for_the_next_call():
+    release, made = threading.Event(), []
+
+    class Client:
+        loop = get_loop()
+
+    async def answer():
+        return 7
+
+    def make():
+        release.wait(60)
+        made.append(Client())
+        return made[0]
+
+    client = LoopClient(make, timeout_s=0.3)
+    with pytest.raises(TimeoutError):
+        client.run(lambda _: answer())
+    release.set()
+    wait_for(lambda: client._client is not None, "the late client")
+    assert client.run(lambda opened: answer() if opened is made[0] else None) == 7
+    assert len(made) == 1
 
 
 # -- the way ----------------------------------------------------------------------------------------------------------
