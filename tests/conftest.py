@@ -13,6 +13,8 @@ from hypothesis import settings
 from tests.kit.counts import count
 from tests.kit.fake_cuda import fake_cuda, fake_cuda_library  # noqa: F401 - fixtures
 from tests.kit.s3 import s3  # noqa: F401 - a fixture
+from tests.kit.stores.cephfs import cephfs  # noqa: F401 - a fixture
+from tests.kit.stores.session import stores  # noqa: F401 - a fixture
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -65,7 +67,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs an S3 server or every core, so that ``-m "not s3"`` works without a mark on every test."""
     for item in items:
-        if "s3" in getattr(item, "fixturenames", ()):
+        if {"s3", "cephfs"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.s3)
         if ENGINE_PROCESSES & vars(getattr(item, "module", None) or object).keys():
             item.add_marker(pytest.mark.cores)

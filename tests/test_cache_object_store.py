@@ -22,6 +22,7 @@ from tests.kit.server.object_nodes import (
     wait_uploaded,
 )
 from tests.kit.server.probe import figures, wait_for
+from tests.kit.stores.session import ATOMIC, OVERWRITING, Stores
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.server.directory import server_directory
@@ -30,9 +31,12 @@ HEADS_MAX = 24
 """For a prompt of 512 chunks: tiering/prefix_search.py."""
 
 
-@pytest.fixture(params=["memory", "shared+file", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(params=["memory", "shared+file", pytest.param("s3", marks=pytest.mark.s3), "gs", "az"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """An empty object store."""
+    if request.param in ATOMIC:
+        served = request.getfixturevalue("stores")(request.param)
+        return Place(served.uri(served.new_prefix()), served.options())
     if request.param == "s3":
         s3 = request.getfixturevalue("s3")
         return s3_place(s3, s3.new_prefix())
@@ -209,6 +213,20 @@ def test_two_buckets_in_front_of_one_directory_are_refused(tmp_path: Path) -> No
         ):
             with node(two.settings(tmp_path / "a")):
                 pass
+
+
+@pytest.mark.parametrize("kind", OVERWRITING)
+def test_limits_are_refused_on_a_store_that_overwrites(stores: Stores, kind: str, tmp_path: Path) -> None:
+    served = stores(kind)
+    place = Place(served.uri(served.new_prefix()), served.options())
+    with pytest.raises(ConfigError, match=r"cannot create an object only if it is absent.* set single_writer"):
+        with node(place.settings(tmp_path / "a", storage_bytes="1GiB")):
+            pass
+    for seed, promised in enumerate(({}, {"storage_bytes": "1GiB", "single_writer": True})):
+        with node(place.settings(tmp_path / f"b{seed}", **promised)) as cache:
+            assert store(cache, seed, 10) == 10
+        with node(place.settings(tmp_path / f"c{seed}", **promised)) as other:
+            assert load(other, seed, 10) == 10
 
 
 # -- requests ------------------------------------------------------------------------------------------------------

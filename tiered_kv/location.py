@@ -211,6 +211,9 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
     checked = dict(options)
     if scheme in ("memory", "shared+file") and checked:
         raise ConfigError(f"setting storage_options: {scheme}:// takes none")
+    endpoint = checked.get("endpoint_url")
+    if isinstance(endpoint, str) and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError("option endpoint_url of storage_uri: expected http://host:port or https://host")
     if scheme != "s3":
         return checked
     known = (*OBJECT_OPTIONS["s3"], *CLIENT_OPTIONS)
@@ -224,9 +227,6 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
             checked[name] = read
         elif name in OBJECT_OPTIONS["s3"] and name not in ("anon", "verify") and not isinstance(value, str):
             raise ConfigError(f"option {name} of storage_uri: expected a string, got a {type(value).__name__}")
-    endpoint = checked.get("endpoint_url")
-    if isinstance(endpoint, str) and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError("option endpoint_url of storage_uri: expected http://host:port or https://host")
     return checked
 
 

@@ -18,6 +18,8 @@ from tests.kit.server import object_nodes
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import wait_written
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
+from tests.kit.stores.session import ATOMIC, OVERWRITING, Stores
+from tests.kit.stores.store import Store
 from tiered_kv.cli.app import app
 from tiered_kv.cli.doctor import DoctorReport
 from tiered_kv.config import Config
@@ -419,6 +421,74 @@ def test_a_store_without_conditional_writes(doctor: Doctor, tmp_path: Path, monk
     promised = doctor(uri, *SMALL[:2], *limit, "--set", "single_writer=true")
     assert promised["works"] and "where two servers meet" in found(promised, "conditional writes", "warning")
     assert doctor(uri, *SMALL[:2])["works"]
+
+
+def served_arguments(served: Store) -> tuple[str, ...]:
+    return (served.uri(served.new_prefix()), *SMALL[:2], "--set", f"storage_options={json.dumps(served.options())}")
+
+
+BLOB_HTTP = "AccountName=a;AccountKey=hidden==;BlobEndpoint=http://10.0.0.7:10000/a"
+
+
+@pytest.mark.parametrize(
+    ("uri", "options", "environment", "credentials", "endpoint"),
+    [
+        ("gs://b", {}, {}, "none named: from gcloud's login", "Google Cloud Storage, encrypted"),
+        ("gs://b", {"token": "/f"}, {}, "from token of storage_options", "Google Cloud Storage, encrypted"),
+        ("gs://b", {}, {"GOOGLE_APPLICATION_CREDENTIALS": "/hidden"}, "that GOOGLE_APPLICATION_CREDENTIALS", "Google"),
+        (
+            "gs://b?token=anon",
+            {},
+            {"STORAGE_EMULATOR_HOST": "10.0.0.7:1"},
+            "none: the option token",
+            "plain HTTP to an",
+        ),
+        ("az://c", {"account_name": "a"}, {}, "none named: from a managed identity", "Azure Blob Storage, encrypted"),
+        ("az://c", {"account_name": "a", "sas_token": "hidden"}, {}, "from sas_token of storage_options", "Azure Blob"),
+        ("az://c", {}, {"AZURE_STORAGE_ACCOUNT_KEY": "hidden"}, "from AZURE_STORAGE_ACCOUNT_KEY in the", "Azure Blob"),
+        ("az://c", {"connection_string": BLOB_HTTP}, {}, "from connection_string of", "plain HTTP to another machine"),
+    ],
+)
+def test_where_the_credentials_of_other_clouds_come_from(
+    monkeypatch: pytest.MonkeyPatch,
+    uri: str,
+    options: dict[str, str],
+    environment: dict[str, str],
+    credentials: str,
+    endpoint: str,
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(("GOOGLE_", "AZURE_", "STORAGE_")):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = Config.from_mapping({"storage_uri": uri, **({"storage_options": options} if options else {})})
+    (said,), (place,) = doctor_object._credentials(config), doctor_object._endpoint(config)
+    assert credentials in said.text and place.text.startswith(endpoint)
+    assert "hidden" not in said.text + place.text
+
+
+@pytest.mark.parametrize("kind", OVERWRITING)
+def test_real_servers_that_overwrite(doctor: Doctor, stores: Stores, kind: str) -> None:
+    arguments, limit = served_arguments(stores(kind)), ("--set", "storage_bytes=1GiB")
+    report = doctor(*arguments, *limit)
+    assert errors(report) == ["conditional writes"]
+    assert "the server does not start" in found(report, "conditional writes", "error")
+    promised = doctor(*arguments, *limit, "--set", "single_writer=true")
+    assert promised["works"] and "where two servers meet" in found(promised, "conditional writes", "warning")
+    assert doctor(*arguments)["works"]
+
+
+@pytest.mark.parametrize("kind", ATOMIC)
+def test_real_servers_that_do_not(doctor: Doctor, stores: Stores, kind: str) -> None:
+    served = stores(kind)
+    report = doctor(*served_arguments(served), "--set", "storage_bytes=1GiB")
+    assert report["works"] and "refuses to overwrite" in found(report, "conditional writes", "ok")
+    assert "plain HTTP, on this machine" in found(report, "endpoint", "ok")
+    text = json.dumps(report)
+    assert not [
+        value for value in served.options().values() if value != "anon" and "http" not in value and value in text
+    ]
 
 
 def test_a_shared_directory_that_is_not_mounted(doctor: Doctor, tmp_path: Path) -> None:

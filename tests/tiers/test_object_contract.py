@@ -1,4 +1,4 @@
-"""The shipped contract on the object tier: in memory, in a shared directory, on a real S3 server; bare and wrapped.
+"""The shipped contract on the object tier: in memory, in shared directories, on real servers; bare and wrapped.
 
 Then what only this tier promises: names with ancestry, whose blob lies there, what the keeper hears, an ordered end.
 """
@@ -62,6 +62,31 @@ class TestSharedDirectory(_ObjectContract):
         return path.read_bytes() if path.exists() else None
 
 
+class TestCephFS(_ObjectContract):
+    """Written through one mount, looked at through another."""
+
+    @pytest.fixture(autouse=True, params=["bare", "all"])
+    def wrapping(self, request):
+        self.wrap = WRAPPINGS[request.param]
+
+    @pytest.fixture(autouse=True)
+    def mounted(self, cephfs):
+        self.cephfs = cephfs
+
+    def make_store(self, tmp_path):
+        self.name = self.cephfs.new_name()
+        here, there = self.cephfs.mounts
+        self.there = there / self.name
+        return ObjectStore(parse_location(f"shared+file://{here}/{self.name}"))
+
+    def raw_put(self, tmp_path, name, data):
+        (self.there / object_path(name)).write_bytes(data)
+
+    def raw_get(self, tmp_path, name):
+        path = self.there / object_path(name)
+        return path.read_bytes() if path.exists() else None
+
+
 class TestS3(_ObjectContract):
     @pytest.fixture(autouse=True)
     def server(self, s3):
@@ -84,6 +109,42 @@ class TestS3(_ObjectContract):
                 return client.get_object(**self.key(name))["Body"].read()
             except client.exceptions.NoSuchKey:
                 return None
+
+
+class _ServedContract(_ObjectContract):
+    """On a server of another store; under all wrappers or none, because each alone is tried above."""
+
+    kind: str
+
+    @pytest.fixture(autouse=True, params=["bare", "all"])
+    def wrapping(self, request):
+        self.wrap = WRAPPINGS[request.param]
+
+    @pytest.fixture(autouse=True)
+    def served(self, stores):
+        self.served_by = stores(self.kind)
+
+    def make_store(self, tmp_path):
+        self.prefix = self.served_by.new_prefix()
+        return ObjectStore(parse_location(self.served_by.uri(self.prefix), self.served_by.options()))
+
+    def raw_put(self, tmp_path, name, data):
+        self.served_by.put(self.prefix, object_path(name), data)
+
+    def raw_get(self, tmp_path, name):
+        return self.served_by.get(self.prefix, object_path(name))
+
+
+class TestGoogle(_ServedContract):
+    kind = "gs"
+
+
+class TestAzure(_ServedContract):
+    kind = "az"
+
+
+class TestSecondS3(_ServedContract):
+    kind = "localbucket"
 
 
 # -- what only this tier promises -------------------------------------------------------------------------------------

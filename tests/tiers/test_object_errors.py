@@ -205,3 +205,15 @@ def test_secrets_inside_a_message_are_taken_out():
     store = ObjectStore(parse_location("s3://b/p", options))
     text = "Credential=AKIAEXAMPLE secret AKIAEXAMPLE/longer at https://user:pw@host/x?X-Amz-Signature=abc tokentoken"
     assert store._scrub(text) == "Credential=*** secret *** at https://***host/x*** ***"
+
+
+def test_secrets_inside_other_secrets_are_taken_out():
+    pytest.importorskip("adlfs")
+    pytest.importorskip("gcsfs")
+    connection = (
+        "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=c2VjcmV0a2V5==;EndpointSuffix=core.windows.net"
+    )
+    azure = ObjectStore(parse_location("az://b/p", {"connection_string": connection}))
+    assert azure._scrub("cannot use AccountKey c2VjcmV0a2V5== of me") == "cannot use AccountKey *** of me"
+    google = ObjectStore(parse_location("gs://b/p", {"token": {"private_key": "-----BEGIN", "type": "account"}}))
+    assert google._scrub("account with -----BEGIN") == "account with ***"

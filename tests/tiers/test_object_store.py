@@ -1,4 +1,4 @@
-"""The object-store client: facts of every store (memory, a shared directory, a real S3 server), then each one's own."""
+"""The object-store client: facts of every store (memory, a shared directory, real servers), then each one's own."""
 
 import asyncio
 import os
@@ -11,6 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.kit.faults.proxy import FaultProxy
+from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.s3 import s3_options
@@ -22,15 +23,20 @@ def open_store(uri, options=None, **more):
     return ObjectStore(parse_location(uri, options), **more)
 
 
-@pytest.fixture(params=["memory", "directory", "s3"])
+@pytest.fixture(params=["memory", "directory", "cephfs", "s3", *ATOMIC])
 def store(request, tmp_path):
     if request.param == "memory":
         opened = open_store(f"memory://{uuid.uuid4().hex}/prefix")
     elif request.param == "directory":
         opened = open_store(f"shared+file://{tmp_path}/root")
+    elif request.param == "cephfs":
+        system = request.getfixturevalue("cephfs")
+        opened = open_store(f"shared+file://{system.mounts[0]}/{system.new_name()}")
     else:
-        s3 = request.getfixturevalue("s3")
-        opened = open_store(s3.uri(s3.new_prefix()), s3.options())
+        served = (
+            request.getfixturevalue("s3") if request.param == "s3" else request.getfixturevalue("stores")(request.param)
+        )
+        opened = open_store(served.uri(served.new_prefix()), served.options())
     yield opened
     opened.close()
 
@@ -498,8 +504,12 @@ def test_a_store_of_another_kind_or_without_its_package_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="is no object store"):
         open_store("file:///dir")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for uri, package in (("gs://b/p", "gcsfs"), ("az://b/p", "adlfs"), ("s3://b/p", "s3fs")):
-        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {package}"):
+    for uri, package, wanted in (
+        ("gs://b/p", "gcsfs", r"'tiered_kv\[gcs\]'"),
+        ("az://b/p", "adlfs", r"'tiered_kv\[azure\]'"),
+        ("s3://b/p", "s3fs", "s3fs"),
+    ):
+        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {wanted}"):
             open_store(uri)
 
 

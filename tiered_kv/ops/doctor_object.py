@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -109,9 +109,10 @@ def _credentials(config: Config) -> list[DoctorFinding]:
     options = location.options
     if location.scheme in ("memory", "shared+file"):
         return []
-    if location.scheme != "s3":
-        named = sorted(set(options) & {"token", "account_key", "connection_string", "sas_token"})
-        return [ok("credentials", f"from {' and '.join(named) or 'the environment'}")]
+    if location.scheme == "gs":
+        return [_google_credentials(options)]
+    if location.scheme == "az":
+        return [_azure_credentials(options)]
     if options.get("anon") is True:
         return [warning("credentials", "none: the option anon asks without", "a cache needs leave to write")]
     if "key" in options or "secret" in options:
@@ -145,17 +146,53 @@ def _environments_credentials() -> DoctorFinding:
     return ok("credentials", "none named: from the role of the container or instance, if it has one")
 
 
+def _google_credentials(options: Mapping[str, object]) -> DoctorFinding:
+    """In the order in which gcsfs looks."""
+    if options.get("token") == "anon":
+        return warning("credentials", "none: the option token asks without", "a cache needs leave to write")
+    if "token" in options:
+        return ok("credentials", "from token of storage_options or the URI")
+    if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+        return ok("credentials", "from the file that GOOGLE_APPLICATION_CREDENTIALS names")
+    return ok("credentials", "none named: from gcloud's login or the instance's service account, if it has one")
+
+
+def _azure_credentials(options: Mapping[str, object]) -> DoctorFinding:
+    """In the order in which adlfs looks."""
+    named = [name for name in ("connection_string", "account_key", "sas_token", "client_secret") if name in options]
+    if named:
+        return ok("credentials", f"from {' and '.join(named)} of storage_options or the URI")
+    variables = [f"AZURE_STORAGE_{name}" for name in ("CONNECTION_STRING", "ACCOUNT_KEY", "SAS_TOKEN", "CLIENT_SECRET")]
+    found = [name for name in variables if os.environ.get(name)]
+    if found:
+        return ok("credentials", f"from {' and '.join(found)} in the environment")
+    return ok("credentials", "none named: from a managed identity or Azure's command line, if there is one")
+
+
+CLOUDS: Final = {"s3": "Amazon S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
+
+
+def _endpoint_url(scheme: str, options: Mapping[str, object]) -> object:
+    """The address of a server that is not the cloud's own; none: empty or None."""
+    environment = os.environ
+    if scheme == "s3":
+        named = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+        return options.get("endpoint_url") or named
+    if scheme == "gs":
+        named = environment.get("STORAGE_EMULATOR_HOST", "")
+        return options.get("endpoint_url") or (named if "://" in named or not named else f"http://{named}")
+    text = str(options.get("connection_string") or environment.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+    parts = dict(part.strip().split("=", 1) for part in text.split(";") if "=" in part)
+    return parts.get("BlobEndpoint")
+
+
 def _endpoint(config: Config) -> list[DoctorFinding]:
     location = config.location()
-    if location.scheme != "s3":
+    if location.scheme not in CLOUDS:
         return []
-    endpoint = (
-        location.options.get("endpoint_url")
-        or os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
-    )
+    endpoint = _endpoint_url(location.scheme, location.options)
     if not endpoint:
-        return [ok("endpoint", "Amazon S3, encrypted")]
+        return [ok("endpoint", f"{CLOUDS[location.scheme]}, encrypted")]
     parts = urlsplit(str(endpoint))
     if parts.scheme != "http":
         return [ok("endpoint", f"{parts.scheme}, a server of its own")]

@@ -22,6 +22,7 @@ _ALLOWED = (
 _EXPIRED = "the credentials have expired; renew them, or let the environment do it (instance role, profile)"
 _REGION = "the bucket is in another region; set the option region of storage_uri or AWS_REGION"
 _SLOW = "the store asks for fewer requests; lower storage_concurrency if this stays"
+_AZURE_KEY = "check account_name, account_key and sas_token in storage_options, or AZURE_STORAGE_* in the environment"
 
 _BY_CODE: Final[dict[str, str]] = {
     "InvalidAccessKeyId": f"the store refuses these credentials: it does not know the access key; {_KEY}",
@@ -61,12 +62,19 @@ _BY_CODE: Final[dict[str, str]] = {
     "501": "the store does not know this kind of request",
     "ConditionalRequestConflict": "another writer was at the same object at the same moment",
     "OperationAborted": "another writer was at the same object at the same moment",
+    "AuthenticationFailed": f"the store refuses these credentials: they do not fit the account; {_AZURE_KEY}",
+    "AuthorizationFailure": f"the store refuses these credentials; {_ALLOWED}",
+    "AuthorizationPermissionMismatch": f"the store refuses these credentials; {_ALLOWED}",
+    "NoAuthenticationInformation": f"the store refuses these credentials: there were none; {_AZURE_KEY}",
+    "ContainerBeingDeleted": "the container is being deleted",
+    "ServerBusy": _SLOW,
 }
 
 _FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "EntityTooLarge", "507"})
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CREATE_UNKNOWN_ERRNOS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _MISSING_CODES = frozenset({"", "NoSuchKey", "404", "NotFound", "BlobNotFound"})
+_TAKEN_CODES = frozenset({"PreconditionFailed", "412", "BlobAlreadyExists"})
 
 _BY_CLASS: Final[dict[str, str]] = {
     "NoCredentialsError": (
@@ -80,6 +88,8 @@ _BY_CLASS: Final[dict[str, str]] = {
     "ProfileNotFound": "there is no such profile; check the option profile or AWS_PROFILE",
     "NoRegionError": "no region is known; set the option region of storage_uri or AWS_REGION",
     "InvalidRegionError": "this is no region; check the option region of storage_uri or AWS_REGION",
+    "CredentialUnavailableError": f"no credentials were found; {_AZURE_KEY}",
+    "ClientAuthenticationError": f"credentials could not be fetched; {_AZURE_KEY}",
 }
 
 _TRUNCATED = frozenset(
@@ -87,10 +97,29 @@ _TRUNCATED = frozenset(
 )
 _TIMEOUTS = frozenset({"ConnectTimeoutError", "ReadTimeoutError", "FSTimeoutError", "ServerTimeoutError"})
 _RESETS = frozenset({"ConnectionClosedError", "ServerDisconnectedError", "ClientOSError"})
+_STATUS_OF: Final = {"HttpError": "code"}
+"""Of gcsfs; aiohttp has errors whose ``code`` no server has said."""
+
+_PASSING = frozenset(
+    {"ClientError", "ServiceRequestError", "ServiceResponseError", "IncompleteReadError", "ConnectionError"}
+)
+"""Of aiohttp, of Azure, of Python: what a request can die of on its way."""
 
 
 class IncompleteRead(ConnectionError):
     """The body ended before its announced length."""
+
+
+class MissingBucket(OSError):
+    """There is no such bucket, where the client says no more than that something is not there."""
+
+
+class Refused(OSError):
+    """The store answered with a status that its client has no attribute for."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
 
 
 def chain(exc: BaseException) -> Iterator[BaseException]:
@@ -115,6 +144,9 @@ def code_of(exc: BaseException) -> str:
         response = getattr(one, "response", None)
         if isinstance(response, dict):
             return str(response.get("Error", {}).get("Code") or "")
+        code = getattr(one, "error_code", None)  # Azure's
+        if isinstance(code, str):
+            return str(getattr(code, "value", code))
     return ""
 
 
@@ -125,7 +157,8 @@ def status_of(exc: BaseException) -> int | None:
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         else:
-            status = getattr(one, "status", None)
+            name = _STATUS_OF.get(type(one).__name__, "status")
+            status = getattr(one, name, None) or getattr(one, "status_code", None)  # aiohttp's, Azure's
         if isinstance(status, int):
             return status
     return None
@@ -143,7 +176,7 @@ def is_missing(exc: BaseException) -> bool:
 
 def is_taken(exc: BaseException) -> bool:
     """Whether a conditional create was refused because the object is there."""
-    return isinstance(exc, FileExistsError) or code_of(exc) in ("PreconditionFailed", "412") or status_of(exc) == 412
+    return isinstance(exc, FileExistsError) or code_of(exc) in _TAKEN_CODES or status_of(exc) == 412
 
 
 def is_conflict(exc: BaseException) -> bool:
@@ -151,14 +184,27 @@ def is_conflict(exc: BaseException) -> bool:
     return code_of(exc) in ("ConditionalRequestConflict", "OperationAborted", "409")
 
 
+def is_passing(exc: BaseException) -> bool:
+    """Whether the same request may pass when it is sent once more."""
+    status = status_of(exc)
+    if status is not None:
+        return status >= 500 or status in (408, 429)
+    return any(base.__name__ in _PASSING for base in type(exc).__mro__)
+
+
 def is_full(exc: BaseException) -> bool:
     """Whether the store has no room, by its own limit or by the file system's."""
     return code_of(exc) in _FULL_CODES or any(isinstance(e, OSError) and e.errno in _FULL_ERRNOS for e in chain(exc))
 
 
+def is_unknown(exc: BaseException) -> bool:
+    """Whether the store does not know this kind of request."""
+    return code_of(exc) in ("NotImplemented", "501") or status_of(exc) == 501
+
+
 def is_without_create(exc: BaseException) -> bool:
     """Whether the store does not know how to create an object only if it is absent."""
-    if code_of(exc) in ("NotImplemented", "501") or status_of(exc) == 501:
+    if is_unknown(exc):
         return True
     if isinstance(exc, TypeError) and "'mode'" in str(exc):
         return True  # an fsspec file system older than exclusive writes
@@ -174,6 +220,8 @@ def explain(exc: BaseException, bucket: str) -> str:
     code, status = code_of(exc), status_of(exc)
     if code == "NoSuchBucket":
         return f"there is no bucket {bucket!r}; create it (e.g. `aws s3 mb s3://{bucket}`) or mend storage_uri"
+    if code == "ContainerNotFound" or isinstance(exc, MissingBucket):
+        return f"there is no bucket or container {bucket!r}; create it or mend storage_uri"
     if code in _FULL_CODES or is_full(exc):
         return "the store has no room left"
     known = _BY_CODE.get(code)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.errors import IncompleteRead
+from tiered_kv.tiers.object.errors import IncompleteRead, is_unknown
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
 from tiered_kv.tiers.object.s3_answers import first_bytes, is_beyond_the_end
 
@@ -94,6 +94,7 @@ class S3Medium:
         self._prefix = f"{prefix}/" if prefix else ""
         self._bodies = bodies
         self._choosing = threading.Lock()
+        self._deletes_batches = True
 
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
         return self._calls.run(self._get(path, length, size_max))
@@ -142,9 +143,19 @@ class S3Medium:
         return ListPage(objects, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
 
     def delete(self, paths: Sequence[str]) -> None:
-        if len(paths) == 1:
-            self._calls.run(self._calls.call("delete_object", Key=self._prefix + paths[0]))
-            return
+        """Delete in batches; one at a time where a server knows no batches, as Google's and some small ones do not."""
+        if len(paths) > 1 and self._deletes_batches:
+            try:
+                self._delete_batches(paths)
+                return
+            except OSError as exc:
+                if not is_unknown(exc):
+                    raise
+                self._deletes_batches = False
+        for path in paths:
+            self._calls.run(self._calls.call("delete_object", Key=self._prefix + path))
+
+    def _delete_batches(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), DELETE_BATCH):
             keys = [{"Key": self._prefix + path} for path in paths[start : start + DELETE_BATCH]]
             answer = self._calls.run(self._calls.call("delete_objects", Delete={"Objects": keys, "Quiet": True}))

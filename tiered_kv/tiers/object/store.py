@@ -1,4 +1,4 @@
-"""Objects below one URI: a small blocking client for S3, other fsspec file systems and shared directories.
+"""Objects below one URI: a small blocking client for S3, Google's and Azure's stores, and shared directories.
 
 Owns the deadline and the words of every failure, and the choice of the medium. Knows paths and bytes, nothing of blobs,
 limits or retries of its own. Called by ``tier.py``, ``fleet`` and the CLI.
@@ -16,9 +16,11 @@ from typing import Final, TypeVar
 
 from tiered_kv.errors import Closed, ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.location import Location
+from tiered_kv.tiers.object.azure import open_azure
 from tiered_kv.tiers.object.errors import explain, is_missing, is_taken, is_without_create
-from tiered_kv.tiers.object.fsspec import open_filesystem
+from tiered_kv.tiers.object.google import open_google
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo
+from tiered_kv.tiers.object.memory import open_memory
 from tiered_kv.tiers.object.s3 import open_s3
 from tiered_kv.tiers.object.shared_directory import SharedDirectory
 
@@ -29,8 +31,12 @@ T = TypeVar("T")
 OWN: Final = "_tiered_kv"
 """Where everything of ours lies that is no blob."""
 
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
-_SECRET_OPTIONS = ("key", "secret", "token", "account_key", "sas_token", "connection_string")
+_PACKAGES = {"s3": ("s3fs", "s3fs"), "gs": ("gcsfs", "'tiered_kv[gcs]'"), "az": ("adlfs", "'tiered_kv[azure]'")}
+"""What a scheme needs, and what to give pip for it."""
+
+_SECRET_OPTIONS = ("key", "secret", "token", "account_key", "sas_token", "connection_string", "client_secret")
+_SECRET_PARTS = ("AccountKey", "SharedAccessSignature")
+"""Of a connection string of Azure's."""
 
 _INHERITED: Final[list[Medium]] = []
 """Clients of a process that forked us, kept from being collected: their sockets and event loop's epoll are still the
@@ -62,9 +68,9 @@ class ObjectStore:
         """
         if location.kind != "object":
             raise ConfigError(f"{location} is no object store")
-        package = _PACKAGES.get(location.scheme)
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{location.scheme}:// needs the package {package}: pip install {package}")
+        package, wanted = _PACKAGES.get(location.scheme, ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{location.scheme}:// needs the package {package}: pip install {wanted}")
         self.uri = str(location)
         self._location = location
         self.timeout_s = timeout_s
@@ -230,6 +236,13 @@ def _secrets(location: Location) -> list[str]:
     nested = location.options.get("client_kwargs")
     if isinstance(nested, dict):
         values += [value for name, value in nested.items() if name.startswith("aws_")]
+    token = location.options.get("token")
+    if isinstance(token, dict):  # a service account of Google's
+        values += [value for name, value in token.items() if "key" in name or "secret" in name or "token" in name]
+    for part in str(location.options.get("connection_string", "")).split(";"):
+        name, _, value = part.partition("=")
+        if name.strip() in _SECRET_PARTS:
+            values.append(value)
     return sorted({value for value in values if isinstance(value, str) and len(value) > 3}, key=len, reverse=True)
 
 
@@ -238,4 +251,8 @@ def _open_medium(location: Location, timeout_s: float, concurrency: int) -> Medi
         return SharedDirectory(location.path, timeout_s)
     if location.scheme == "s3":
         return open_s3(location, timeout_s, concurrency)
-    return open_filesystem(location, timeout_s)
+    if location.scheme == "gs":
+        return open_google(location, timeout_s)
+    if location.scheme == "az":
+        return open_azure(location, timeout_s)
+    return open_memory(location, timeout_s)

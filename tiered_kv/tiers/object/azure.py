@@ -1,0 +1,134 @@
+"""A container of Azure Blob Storage as a medium: one request per operation, for a blob of up to 32 MiB.
+
+Owns how adlfs is asked: it finds the account and the credentials, and what it made of them, Azure's own client, is
+asked for the rest. Called by ``store.py`` only.
+
+What is not obvious, read in adlfs 2026.8: its ``info`` lists where a blob is missing, its ``ls`` has no pages. Azure's
+client waits 15 s before it tries again, longer than a call may take.
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from tiered_kv.location import Location
+from tiered_kv.tiers.object.errors import is_missing, status_of
+from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, LoopClient, all_of, twice
+from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
+
+PAGE_MAX: Final = 1000
+BEYOND_THE_END: Final = 416
+PARTS_AT_ONCE: Final = 4
+"""Azure's client reads what is larger than 32 MiB, and writes what is larger than 64 MiB, in parts of 4 MiB."""
+
+_requests = logging.getLogger(f"{__name__}.requests")
+_requests.setLevel(logging.WARNING)  # it gets two lines at INFO for every request
+
+ONCE: Final = {"retry_total": 0, "logger": _requests}
+"""Of every request; see :func:`twice`."""
+
+
+def open_azure(location: Location, timeout_s: float) -> Medium:
+    """The container of a location; nothing is asked of it yet."""
+    container, _, prefix = location.path.partition("/")
+    return AzureMedium(LoopClient(lambda: _open_filesystem(location), timeout_s), container, prefix)
+
+
+def _open_filesystem(location: Location) -> Any:
+    from adlfs import AzureBlobFileSystem  # noqa: PLC0415  # slow to import: only processes that use one pay for it
+
+    return AzureBlobFileSystem(**{**location.options, "use_listings_cache": False, "skip_instance_cache": True})
+
+
+class AzureMedium:
+    """Block blobs in a container of Azure Blob Storage.
+
+    Threads: any; coroutines run on fsspec's loop.
+    """
+
+    def __init__(self, client: LoopClient, container: str, prefix: str) -> None:
+        self._client = client
+        self._name = container
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
+        return self._client.run(lambda filesystem: twice(lambda: self._get(filesystem, path, length, size_max)))
+
+    async def _get(self, filesystem: Any, path: str, length: int | None, size_max: int | None) -> bytes:
+        limits = {} if length is None else {"offset": 0, "length": length}
+        try:
+            stream = await self._container(filesystem).download_blob(
+                self._prefix + path, max_concurrency=PARTS_AT_ONCE, **limits, **ONCE
+            )
+        except Exception as exc:
+            if length is not None and status_of(exc) == BEYOND_THE_END:
+                return b""
+            raise
+        if length is None:
+            check_size(path, int(stream.size), size_max)
+        return bytes(await stream.readall())
+
+    def get_into(self, path: str, buffer: memoryview) -> None:
+        data = self.get(path, None, len(buffer))
+        check_expected(path, len(data), len(buffer))
+        buffer[:] = data
+
+    def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
+        whole = bytes(data)  # a request that was given up may still send it
+        self._client.run(lambda filesystem: twice(lambda: self._put(filesystem, path, whole, only_if_absent)))
+
+    async def _put(self, filesystem: Any, path: str, data: bytes, only_if_absent: bool) -> None:
+        await self._container(filesystem).upload_blob(
+            self._prefix + path, data, overwrite=not only_if_absent, max_concurrency=PARTS_AT_ONCE, **ONCE
+        )
+
+    def head(self, path: str) -> ObjectInfo:
+        return self._client.run(lambda filesystem: twice(lambda: self._head(filesystem, path)))
+
+    async def _head(self, filesystem: Any, path: str) -> ObjectInfo:
+        blob = self._container(filesystem).get_blob_client(self._prefix + path)
+        return _info(path, await blob.get_blob_properties(**ONCE))
+
+    def page(self, prefix: str, cursor: object | None) -> ListPage:
+        return self._client.run(lambda filesystem: twice(lambda: self._page(filesystem, prefix, cursor)))
+
+    async def _page(self, filesystem: Any, prefix: str, cursor: object | None) -> ListPage:
+        listed = self._container(filesystem).list_blobs(
+            name_starts_with=self._prefix + prefix, results_per_page=PAGE_MAX, **ONCE
+        )
+        pages = listed.by_page(cursor)
+        objects = [_info(item.name.removeprefix(self._prefix), item) async for item in await anext(pages)]
+        return ListPage(objects, pages.continuation_token or None)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for start in range(0, len(paths), DELETED_AT_ONCE):
+            part = paths[start : start + DELETED_AT_ONCE]
+            self._client.run(partial(self._delete, paths=part))
+
+    async def _delete(self, filesystem: Any, paths: Sequence[str]) -> None:
+        container = self._container(filesystem)
+
+        def delete_one(path: str) -> Any:
+            return twice(lambda: container.delete_blob(self._prefix + path, **ONCE))
+
+        await all_of([delete_one(path) for path in paths], is_missing)
+
+    def close(self) -> None:
+        self._client.close(_close)
+
+    def _container(self, filesystem: Any) -> Any:
+        return filesystem.service_client.get_container_client(self._name)
+
+
+async def _close(filesystem: Any) -> None:
+    await filesystem.service_client.close()
+    end = getattr(filesystem.credential, "close", None)
+    ended = end() if end is not None else None
+    if inspect.isawaitable(ended):
+        await ended
+
+
+def _info(path: str, properties: Any) -> ObjectInfo:
+    return ObjectInfo(path, int(properties.size), properties.last_modified.timestamp())

@@ -1,0 +1,150 @@
+"""A Google Cloud Storage bucket as a medium: one request of the JSON API per operation.
+
+Owns how gcsfs is asked. Called by ``store.py`` only.
+
+What is not obvious, read in gcsfs 2026.10 and measured: its file system for ``gs://`` asks over gRPC which kind of
+bucket it is before the first request, and waits 60 s for an answer where there is no gRPC (a proxy, an emulator); the
+one it is derived from never asks. Its ``info`` also lists, and a list costs twelve times what a read of metadata does;
+its ``ls`` fetches all pages of a directory in one call. A request that fails is tried six times in a minute, refused
+credentials too. A missing bucket is told like a missing object. Credentials are renewed on the loop, which stands still
+meanwhile: other calls end by their deadlines.
+"""
+
+from collections.abc import Coroutine, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Any, Final
+
+from tiered_kv.location import Location
+from tiered_kv.tiers.object.errors import MissingBucket, Refused, status_of
+from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, LoopClient, all_of, twice
+from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
+
+PAGE_MAX: Final = 1000
+ONE_REQUEST: Final = {"chunksize": 1 << 40}
+"""Uploads of any size in one request, so that a create is refused or done as a whole."""
+
+BEYOND_THE_END: Final = 416
+
+
+def open_google(location: Location, timeout_s: float) -> Medium:
+    """The bucket of a location; nothing is asked of it yet."""
+    bucket, _, prefix = location.path.partition("/")
+    return GoogleMedium(LoopClient(lambda: _open_filesystem(location), timeout_s), bucket, prefix)
+
+
+def _open_filesystem(location: Location) -> Any:
+    from gcsfs.core import GCSFileSystem  # noqa: PLC0415  # slow to import: only processes that use a bucket pay for it
+
+    filesystem = GCSFileSystem(**{**location.options, "use_listings_cache": False, "skip_instance_cache": True})
+    once = getattr(GCSFileSystem._request, "__wrapped__", GCSFileSystem._request)
+
+    async def request(*args: Any, **options: Any) -> Any:
+        async def ask() -> Any:
+            try:
+                return await once(filesystem, *args, **options)
+            except OSError as exc:
+                if str(exc).startswith("Forbidden:"):
+                    raise Refused(403) from exc
+                raise
+
+        return await twice(ask)
+
+    filesystem._request = request
+    return filesystem
+
+
+class GoogleMedium:
+    """Objects in a bucket of Google Cloud Storage.
+
+    Threads: any; coroutines run on fsspec's loop.
+    """
+
+    def __init__(self, client: LoopClient, bucket: str, prefix: str) -> None:
+        self._client = client
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
+        return self._client.run(lambda filesystem: self._get(filesystem, path, length, size_max))
+
+    async def _get(self, filesystem: Any, path: str, length: int | None, size_max: int | None) -> bytes:
+        # One byte more than there may be tells what is too large without fetching it.
+        end = size_max + 1 if length is None and size_max is not None else length
+        limits = {} if end is None else {"start": 0, "end": end}
+        try:
+            data = bytes(await filesystem._cat_file(self._full(path), **limits))
+        except Exception as exc:
+            if end is None or status_of(exc) != BEYOND_THE_END:
+                raise
+            data = b""  # an object without a byte has no range
+        check_size(path, len(data), size_max)
+        return data
+
+    def get_into(self, path: str, buffer: memoryview) -> None:
+        data = self.get(path, None, len(buffer))
+        check_expected(path, len(data), len(buffer))
+        buffer[:] = data
+
+    def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
+        whole = bytes(data)  # a request that was given up may still send it
+        mode = {"mode": "create"} if only_if_absent else {}
+        try:
+            self._client.run(lambda filesystem: filesystem._pipe_file(self._full(path), whole, **ONE_REQUEST, **mode))
+        except FileNotFoundError as exc:
+            raise MissingBucket(self._bucket) from exc
+
+    def head(self, path: str) -> ObjectInfo:
+        return _info(path, self._client.run(lambda filesystem: self._head(filesystem, path)))
+
+    def _head(self, filesystem: Any, path: str) -> Coroutine[Any, Any, Any]:
+        place = (self._bucket, self._prefix + path)
+        asked: Coroutine[Any, Any, Any] = filesystem._call(
+            "GET", "b/{}/o/{}", *place, json_out=True, fields="size,updated"
+        )
+        return asked
+
+    def page(self, prefix: str, cursor: object | None) -> ListPage:
+        try:
+            found = self._client.run(lambda filesystem: self._page(filesystem, prefix, cursor))
+        except FileNotFoundError as exc:
+            raise MissingBucket(self._bucket) from exc
+        objects = [_info(item["name"].removeprefix(self._prefix), item) for item in found.get("items", [])]
+        return ListPage(objects, found.get("nextPageToken") or None)
+
+    def _page(self, filesystem: Any, prefix: str, cursor: object | None) -> Coroutine[Any, Any, Any]:
+        asked: Coroutine[Any, Any, Any] = filesystem._call(
+            "GET",
+            "b/{}/o",
+            self._bucket,
+            json_out=True,
+            prefix=self._prefix + prefix,
+            pageToken=cursor,
+            maxResults=PAGE_MAX,
+            fields="items(name,size,updated),nextPageToken",
+        )
+        return asked
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for start in range(0, len(paths), DELETED_AT_ONCE):
+            part = [self._full(path) for path in paths[start : start + DELETED_AT_ONCE]]
+            self._client.run(partial(_delete, paths=part))
+
+    def close(self) -> None:
+        self._client.close(_close)
+
+    def _full(self, path: str) -> str:
+        return f"{self._bucket}/{self._prefix}{path}"
+
+
+async def _delete(filesystem: Any, paths: list[str]) -> None:
+    await all_of([filesystem._rm_file(path) for path in paths], lambda exc: isinstance(exc, FileNotFoundError))
+
+
+async def _close(filesystem: Any) -> None:
+    if filesystem.session is not None:
+        await filesystem.session.close()
+
+
+def _info(path: str, found: dict[str, Any]) -> ObjectInfo:
+    return ObjectInfo(path, int(found.get("size", 0)), datetime.fromisoformat(found["updated"]).timestamp())

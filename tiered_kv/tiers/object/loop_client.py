@@ -1,0 +1,92 @@
+"""Calls through a client of fsspec's that works on fsspec's event loop, each within a deadline.
+
+Owns when the client is made and how often a request is sent. Called by ``google.py`` and ``azure.py``; those of S3 have
+their own (``loop_calls.py``).
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from tiered_kv.tiers.object.errors import is_passing
+from tiered_kv.tiers.object.medium import CallRunner, Deadline, run_on_loop
+
+T = TypeVar("T")
+
+DELETED_AT_ONCE: Final = 16
+"""Objects of a delete that are asked for at the same time, within one deadline: neither client has a batch that every
+server knows."""
+
+PAUSE_S: Final = 0.5
+"""Before a request is sent a second time."""
+
+
+class LoopClient:
+    """A client of fsspec's, made by the first call that needs it.
+
+    Made in a thread, because both look for credentials meanwhile, in the network too and without a deadline. A client
+    that comes too late for its call is there for the next one.
+
+    Threads: any.
+    """
+
+    def __init__(self, make: Callable[[], Any], timeout_s: float) -> None:
+        """Every call, and making the client, ends within ``timeout_s``."""
+        self._make = make
+        self._timeout_s = timeout_s
+        self._runner = CallRunner(timeout_s)
+        self._making = threading.Lock()
+        self._client: Any = None
+
+    def run(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+        """Run what ``work`` makes of the client on the client's loop.
+
+        Raises:
+            TimeoutError: It was not done in time, and is cancelled.
+        """
+        deadline = Deadline(self._timeout_s)
+        client = self._open(deadline)
+        return run_on_loop(client.loop, work(client), max(deadline.left_s(), 0.0))
+
+    def close(self, end: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """End the client, if there is one."""
+        client, self._client = self._client, None
+        if client is not None:
+            run_on_loop(client.loop, end(client), self._timeout_s)
+
+    def _open(self, deadline: Deadline) -> Any:
+        if self._client is not None:
+            return self._client
+        if not self._making.acquire(timeout=deadline.wait_s(self._timeout_s)):
+            raise TimeoutError("another call is still making the client")
+        try:
+            if self._client is None:
+                self._keep(self._runner.run(self._make, timeout_s=deadline.wait_s(self._timeout_s), late=self._keep))
+            return self._client
+        finally:
+            self._making.release()
+
+    def _keep(self, client: Any) -> None:
+        self._client = client
+
+
+async def twice(ask: Callable[[], Awaitable[T]]) -> T:
+    """Send a request, and once more if what it died of may have passed.
+
+    The clients' own policies are off: they wait longer than a call may take, and what went wrong is never heard of.
+    """
+    try:
+        return await ask()
+    except Exception as exc:
+        if not is_passing(exc):
+            raise
+    await asyncio.sleep(PAUSE_S)
+    return await ask()
+
+
+async def all_of(asked: list[Coroutine[Any, Any, object]], is_fine: Callable[[BaseException], bool]) -> None:
+    """Wait for all of these, then raise the first error that is not fine."""
+    for ended in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(ended, BaseException) and not is_fine(ended):
+            raise ended
