@@ -62,7 +62,7 @@ EXTRAS = {"vllm": "vllm", "testing": "test"} | {
     f"chunks/{name}.py": "vllm" for name in ("cuda", "device", "device_copy", "layout_test", "paged_layer", "transfer")
 }
 """Parts of the package that may need an extra: what runs inside vLLM, and what is for tests."""
-MORE = {"testing/model.py": "vllm", "server/door.py": "peers", "tiers/peers": "peers"}
+MORE = {"testing/model.py": "vllm", "server/door_listener.py": "peers", "tiers/peers": "peers"}
 
 
 def distribution(name: str) -> str:

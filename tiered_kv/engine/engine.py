@@ -195,6 +195,7 @@ class Engine:
                 capacity_bytes=None if tier.traits.is_shared else tier.usage().capacity_bytes,
                 admission=NONE if tier.traits.is_read_only else admissions.get(tier.traits.name, ALL),
                 is_shared=tier.traits.is_shared,
+                names_at_once=tier.traits.names_at_once,
             )
             for tier in tiers
         ]
@@ -326,10 +327,13 @@ class Engine:
         is_claimed: bool = False,
         state_parts: int = 0,
         may_search: bool = True,
+        hint: str = "",
     ) -> int:
         """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
         wanted = (session, keys, digests, start, turn)
-        return self.tiering.lookup(*wanted, is_claimed=is_claimed, state_parts=state_parts, may_search=may_search)
+        return self.tiering.lookup(
+            *wanted, is_claimed=is_claimed, state_parts=state_parts, may_search=may_search, hint=hint
+        )
 
     def claim(self, session: int, lookup: int) -> None:
         """A load begins of what is ready: the leases stay until :meth:`release`."""
@@ -602,7 +606,7 @@ class Engine:
                 self.tiering.copied(job, outcome)
             case Probe():
                 self._probe_times.finished(job.record.key, self.clock.monotonic())
-                self.tiering.probed(job, outcome)
+                self.tiering.probed(job, ended.held if outcome is Outcome.OK else None)
             case Delete():
                 self.tiering.deleted(job.tier, job.record, outcome)
             case Grow():

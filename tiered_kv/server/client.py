@@ -172,15 +172,17 @@ class SchedulerClient:
         is_claimed: bool = False,
         state_parts: int = 0,
         may_search: bool = True,
+        hint: str = "",
     ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
         None when it could not be sent: a miss. ``turn`` says when its request is admitted, ``is_claimed`` that its
         leases are never ended by the server; with ``state_parts`` the prefix ends where a state of so many parts is.
-        Where nothing may be searched in a shared tier, the keys may be any part of a prefix.
+        Where nothing may be searched in a shared tier, the keys may be any part of a prefix. ``hint`` is the peer that
+        is asked first.
         """
-        lookup = self._next_lookup
-        wanted = m.Lookup(lookup, start, b"".join(keys), b"".join(digests), turn, is_claimed, state_parts, may_search)
+        lookup, joined = self._next_lookup, (b"".join(keys), b"".join(digests))
+        wanted = m.Lookup(lookup, start, *joined, turn, is_claimed, state_parts, may_search, hint)
         if not self.is_ready or not self._send(wanted):
             return None
         self._next_lookup += 1

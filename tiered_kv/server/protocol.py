@@ -16,13 +16,14 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 12
+PROTOCOL = 13
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
 """Most that a client may send before it has said Hello."""
 NAME_CHARS_MAX = 200
 """Of engine ids, versions and roles: they stand in every log line."""
+HINT_CHARS_MAX = 300
 GENERATION_MAX = 1 << 31
 LENGTH = struct.Struct("<I")
 RANKS_MAX = 1024
@@ -139,6 +140,8 @@ class Lookup(Message, frozen=True):
         is_claimed: As if ``Claim`` were said with it.
         state_parts: Wanted is the prefix up to the deepest boundary with a state of so many parts, and that state.
         may_search: What is not known here is sought in a shared tier; the keys are a prefix from its beginning then.
+        hint: Where a shared tier is to look first, as its medium names places: the URL of a peer. Unknown ones are
+            ignored.
     """
 
     lookup: int
@@ -149,6 +152,7 @@ class Lookup(Message, frozen=True):
     is_claimed: bool = False
     state_parts: Annotated[int, msgspec.Meta(ge=0, le=STATE_PARTS_MAX)] = 0
     may_search: bool = True
+    hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
 
 
 class Claim(Message, frozen=True):

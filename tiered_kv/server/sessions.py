@@ -377,7 +377,12 @@ class Sessions:
         session = group.sessions[-1]
         wanted = (keys, digests, lookup.start, lookup.turn)
         engine_id = self._engine.lookup(
-            session, *wanted, is_claimed=lookup.is_claimed, state_parts=lookup.state_parts, may_search=lookup.may_search
+            session,
+            *wanted,
+            is_claimed=lookup.is_claimed,
+            state_parts=lookup.state_parts,
+            may_search=lookup.may_search,
+            hint=lookup.hint,
         )
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup

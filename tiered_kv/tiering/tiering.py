@@ -207,6 +207,7 @@ class Tiering:
         is_claimed: bool = False,
         state_parts: int = 0,
         may_search: bool = True,
+        hint: str = "",
     ) -> int:
         """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
 
@@ -218,11 +219,11 @@ class Tiering:
         held as well, and the state is leased with it; without a state nothing is leased.
 
         What is not known here is looked for in a shared tier, if it may be; the keys are those of a prefix from its
-        beginning then.
+        beginning then. With a ``hint`` that tier looks there first, and for what was absent a moment ago, too.
         """
         session, wish = self._sessions[session_id], LookupRequest(keys, digests, start, turn, is_claimed, state_parts)
         if state_parts:
-            return self._look_up_state(session, wish)
+            return self._look_up_state(session, wish, hint)
         held = self.index.held_prefix(session.namespace, keys, digests)
         self.index.count_use(held)
         self._record_use(held, session.slot_bytes)
@@ -230,20 +231,20 @@ class Tiering:
         self._promote(lookup, held)
         self._tiers.enqueue_if_used(held)
         if may_search and self._tiers.searches is not None:
-            search = self._tiers.searches.begin(session.namespace, keys, digests, lookup.held)
+            search = self._tiers.searches.begin(session.namespace, keys, digests, lookup.held, hint)
             if search is not None:
                 lookup.search, search.lookup = search, lookup.id
                 self._go_on(search)
         return lookup.id
 
-    def _look_up_state(self, session: Session, wish: LookupRequest) -> int:
+    def _look_up_state(self, session: Session, wish: LookupRequest, hint: str) -> int:
         """The same for a state: first how much of the prefix is held, then the deepest state along that."""
         lookup = self._lookups.open(session, [], wish)
         held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
         self._lookups.prefix_found(lookup, len(held))
         search = None
         if self._tiers.searches is not None:
-            search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, len(held))
+            search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, len(held), hint)
         self._search_state(lookup, search)
         return lookup.id
 
@@ -483,10 +484,10 @@ class Tiering:
         self._tiers[job.tier].written(entry, outcome)
         self.index.remove_if_gone(entry)
 
-    def probed(self, job: Probe, outcome: Outcome) -> None:
-        """A probe ended."""
+    def probed(self, job: Probe, held: int | None) -> None:
+        """A probe found so many of its blobs, from the first on; None: it got no answer."""
         assert self._tiers.searches is not None
-        for search in self._tiers.searches.probed(job, outcome):
+        for search in self._tiers.searches.probed(job, held):
             self._go_on(search)
 
     def deleted(self, tier: int, record: ChunkRecord, outcome: Outcome) -> None:

@@ -166,7 +166,8 @@ class RequestLookups:
             count = (drafts.hit_tokens(tokens, chunk, is_hybrid=True) if drafts else tokens - 1) // chunk
             names, digests = names[:count], digests[:count]
         turn = self._waiting_queue.turn_of(state)
-        lookup_id = self._client.lookup(names, digests, min(start, len(names)), turn, state_parts=parts)
+        hint = state.params.peer
+        lookup_id = self._client.lookup(names, digests, min(start, len(names)), turn, state_parts=parts, hint=hint)
         if lookup_id is None:
             self._counters["lookup_not_sent"] += 1
             return None

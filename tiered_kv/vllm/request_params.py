@@ -3,7 +3,7 @@
 ::
 
     {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.pin_ttl_s": 3600,
-                            "tiered_kv.tag": "tenant-a"}}
+                            "tiered_kv.tag": "tenant-a", "tiered_kv.peer": "https://node-b:7460"}}
 
 Owns their names and kinds. A parameter that is unknown or has a bad value is left out, counted and logged;
 the request goes on without it. But a request whose tag cannot be read is not stored: nobody could erase it later. No
@@ -15,7 +15,7 @@ import difflib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ SKIP_SAVE: Final = f"{PREFIX}skip_save"
 SKIP_LOAD: Final = f"{PREFIX}skip_load"
 PIN_TTL_S: Final = f"{PREFIX}pin_ttl_s"
 TAG: Final = f"{PREFIX}tag"
+PEER: Final = f"{PREFIX}peer"
 STORED_TOKENS: Final = f"{PREFIX}stored_tokens"
 """Not a user's: a producer's answer carries it, and a router passes it on to the consumer (``disaggregated.py``)."""
 
@@ -51,6 +52,7 @@ class RequestParams:
         pin_ttl_s: Its prompt's chunks are kept from eviction for so long.
         stored_tokens: Another engine has stored so many tokens of its prompt, or is about to.
         tag: Digest of its owner (``keys/tags.py``).
+        peer: The peer that is asked first, one of the setting ``peers``; empty: whichever.
     """
 
     skips_save: bool = False
@@ -58,6 +60,7 @@ class RequestParams:
     pin_ttl_s: float | None = None
     stored_tokens: int = 0
     tag: bytes = NO_TAG
+    peer: str = ""
 
 
 NO_PARAMS: Final = RequestParams()
@@ -86,11 +89,18 @@ def _tag(value: object) -> bytes:
     return tag_digest(value if isinstance(value, str) else "")
 
 
+def _peer(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("one of the setting peers")
+    return value
+
+
 _KNOWN: Final[Mapping[str, tuple[str, Callable[[object], Any]]]] = {
     SKIP_SAVE: ("skips_save", _boolean),
     SKIP_LOAD: ("skips_load", _boolean),
     PIN_TTL_S: ("pin_ttl_s", _ttl),
     TAG: ("tag", _tag),
+    PEER: ("peer", _peer),
     STORED_TOKENS: ("stored_tokens", _count),
 }
 
@@ -101,9 +111,14 @@ class RequestParamsReader:
     Only its own methods write its fields. Threads: vLLM's scheduler thread only.
     """
 
-    def __init__(self, counters: Counter[str], monotonic: Callable[[], float]) -> None:
-        """``counters`` gets ``control_refused``, once per parameter that was left out."""
+    def __init__(self, counters: Counter[str], monotonic: Callable[[], float], peers: Collection[str] = ()) -> None:
+        """``counters`` gets ``control_refused``, once per parameter that was left out.
+
+        Args:
+            peers: Those of the settings. A request chooses among them: it never has us connect to what it names.
+        """
         self._counters = counters
+        self._peers = peers
         self._monotonic = monotonic
         self._warnings = 0
         self._since_s = -WARNINGS_EVERY_S
@@ -128,6 +143,9 @@ class RequestParamsReader:
             field, parse = _KNOWN[name]
             try:
                 found[field] = parse(value)
+                if name == PEER and value not in self._peers:
+                    del found[field]
+                    raise ValueError("one of the setting peers")
             except ValueError as exc:
                 is_tag_lost |= name == TAG
                 shown = "" if name == TAG else f"{_shown(value)} "  # a tag is a tenant's name

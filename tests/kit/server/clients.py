@@ -206,18 +206,18 @@ class SmallEngine:
         client.release(lookup)
         return boundary
 
-    def look_up(self, count: int, first_token: int = 0) -> tuple[int, LookupAnswer]:
+    def look_up(self, count: int, first_token: int = 0, hint: str = "") -> tuple[int, LookupAnswer]:
         """A lookup and its final answer."""
         keys = self.keys(count, first_token)
-        lookup = self.client.lookup(keys.keys, keys.digests)
+        lookup = self.client.lookup(keys.keys, keys.digests, hint=hint)
         assert lookup is not None
         client = self.client
         poll_until(client, lambda: client.lookups[lookup].is_answered and client.lookups[lookup].is_done, "the answer")
         return lookup, client.lookups[lookup]
 
-    def hits(self, count: int, first_token: int = 0) -> int:
+    def hits(self, count: int, first_token: int = 0, hint: str = "") -> int:
         """How many leading chunks of a prompt are ready; their bytes are compared with what was stored."""
-        lookup, answer = self.look_up(count, first_token)
+        lookup, answer = self.look_up(count, first_token, hint)
         for index, slot in enumerate(answer.slots[: answer.ready]):
             with self.payload(slot) as view:
                 assert view == content(index, first_token)

@@ -41,10 +41,11 @@ class TouchedWorld(World):
         turn: tuple[int, int] = (0, 0),
         *,
         state_parts: int = 0,
+        hint: str = "",
     ) -> int:
         for depth in range(len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
-        return super().lookup(session, path, start, turn, state_parts=state_parts)
+        return super().lookup(session, path, start, turn, state_parts=state_parts, hint=hint)
 
     def commit(self, session: int, path: tuple[int, ...]) -> bool:
         is_taken = super().commit(session, path)
