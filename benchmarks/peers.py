@@ -5,8 +5,9 @@
 Needs root, ``ip`` and ``tc``. Two namespaces are joined by a veth pair, whose giving end is limited by ``tc tbf``; rate
 0 is without a limit. In one the door gives the files of a disk tier that lie in the page cache, in the other the tier
 of peers reads and verifies them, over TLS, by so many threads. ``link`` is the blobs' bits over the link's rate;
-``cpu`` are the reader's CPU seconds per GB. Prints a table, then JSON. Everything is on one machine: both ends share
-its cores.
+``cpu`` and ``door`` are the CPU seconds per GB of the reader and of the door. ``openssl`` is the roofline of one
+connection: OpenSSL's own client reads a file from OpenSSL's own server, and looks at nothing. Prints a table, then
+JSON. Everything is on one machine: both ends share its cores.
 """
 
 import argparse
@@ -35,7 +36,9 @@ from tiered_kv.tiers.peers.fleet_key import FleetKey  # noqa: E402
 from tiered_kv.tiers.peers.peer import Peer  # noqa: E402
 from tiered_kv.tiers.peers.tier import PeersTier  # noqa: E402
 
-GIVER, TAKER, PORT = "10.213.7.1", "10.213.7.2", 7460
+GIVER, TAKER, PORT, OPENSSL_PORT = "10.213.7.1", "10.213.7.2", 7460, 7461
+ROOFLINE_BYTES = 256 << 20
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def run(*command: str) -> None:
@@ -65,7 +68,7 @@ def give(directory: Path) -> None:
     """Be the giving machine until standard input ends."""
     given = {"storage_uri": f"file://{directory}/disk", "peer_key_file": f"{directory}/key"}
     door = DoorProcess(Config.from_mapping(given | {"peer_listen": f"{GIVER}:{PORT}"}))
-    print("ready", flush=True)
+    print(door._process.pid, flush=True)
     sys.stdin.read()
     door.close()
 
@@ -90,31 +93,85 @@ def take(directory: Path, mib: int, chunks: int, readers: int) -> None:
     print(json.dumps({"seconds": seconds, "cpu_s": cpu_s, "bytes": chunks * chain.form.blob_bytes}))
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def roofline(directory: Path, giving: str, taking: str) -> tuple[float, float, float]:
+    """Seconds in which OpenSSL's client reads ``ROOFLINE_BYTES`` from OpenSSL's server over the same link, and the CPU
+    seconds of both."""
+    files = directory / "openssl"
+    if not files.exists():
+        files.mkdir()
+        (files / "file").write_bytes(os.urandom(ROOFLINE_BYTES))
+        made = "openssl req -x509 -newkey ed25519 -nodes -days 2 -subj /CN=roofline -keyout key.pem -out cert.pem"
+        subprocess.run(made.split(), cwd=files, check=True, capture_output=True)
+    inside = ["ip", "netns", "exec"]
+    listen = f"openssl s_server -HTTP -accept {GIVER}:{OPENSSL_PORT} -cert cert.pem -key key.pem -tls1_3"
+    with subprocess.Popen(
+        [*inside, giving, *listen.split()], cwd=files, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        while "ACCEPT" not in server.stdout.readline():
+            assert server.poll() is None, "openssl s_server ended"
+        ask = f"openssl s_client -quiet -connect {GIVER}:{OPENSSL_PORT} -tls1_3"
+        started_s = time.perf_counter()
+        with subprocess.Popen(
+            [*inside, taking, *ask.split()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as client:
+            assert client.stdin is not None and client.stdout is not None
+            client.stdin.write(b"GET /file HTTP/1.0\r\n\r\n")
+            client.stdin.flush()
+            count = 0
+            while count < ROOFLINE_BYTES and (part := client.stdout.read1(1 << 20)):
+                count += len(part)
+            seconds, taken_s, given_s = time.perf_counter() - started_s, cpu_s(client.pid), cpu_s(server.pid)
+            client.kill()
+        server.kill()
+    assert count >= ROOFLINE_BYTES, f"openssl gave {count} bytes"
+    return seconds, taken_s, given_s
+
+
 def measure(directory: Path, mib: int, chunks: int, gbit: float, readers: list[int]) -> Iterator[dict[str, Any]]:
     """Rows for one size and one link."""
     with two_namespaces(gbit) as (giving, taking):
+        seconds, taken_s, given_s = roofline(directory, giving, taking)
+        yield row("openssl", mib, gbit, 1, ROOFLINE_BYTES, seconds, taken_s, given_s)
         script = [sys.executable, __file__, "--directory", str(directory)]
         inside = ["ip", "netns", "exec"]
         with subprocess.Popen(
             [*inside, giving, *script, "--give"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as giver:
             assert giver.stdin is not None and giver.stdout is not None
-            assert giver.stdout.readline() == "ready\n", "the door did not open"
+            door = int(giver.stdout.readline())
             for count in readers:
                 options = ["--take", "--mib", str(mib), "--chunks", str(chunks), "--readers", str(count)]
+                before_s = cpu_s(door)
                 said = subprocess.run([*inside, taking, *script, *options], check=True, capture_output=True, text=True)
                 told = json.loads(said.stdout)
-                gb, seconds = told["bytes"] / 1e9, told["seconds"]
-                yield {
-                    "mib": mib,
-                    "gbit": gbit,
-                    "readers": count,
-                    "seconds": seconds,
-                    "gb_per_s": gb / seconds,
-                    "link": gb * 8 / seconds / gbit if gbit else None,
-                    "reader_cpu_s_per_gb": told["cpu_s"] / gb,
-                }
+                cpus = told["cpu_s"], cpu_s(door) - before_s
+                yield row("peers", mib, gbit, count, told["bytes"], told["seconds"], *cpus)
             giver.stdin.close()
+
+
+def row(
+    what: str, mib: int, gbit: float, readers: int, size_bytes: int, seconds: float, taken_s: float, given_s: float
+) -> dict[str, Any]:
+    """One measurement."""
+    gb = size_bytes / 1e9
+    return {
+        "what": what,
+        "mib": mib,
+        "gbit": gbit,
+        "readers": readers,
+        "seconds": seconds,
+        "gb_per_s": gb / seconds,
+        "link": gb * 8 / seconds / gbit if gbit else None,
+        "reader_cpu_s_per_gb": taken_s / gb,
+        "door_cpu_s_per_gb": given_s / gb,
+    }
 
 
 def main() -> None:
@@ -136,7 +193,9 @@ def main() -> None:
     if os.geteuid():
         parser.error("namespaces need root")
     rows = []
-    print(f"{'MiB':>4} {'Gbit/s':>7} {'readers':>8} {'s':>7} {'GB/s':>6} {'link':>6} {'cpu':>6}")
+    print(
+        f"{'what':>8} {'MiB':>4} {'Gbit/s':>7} {'readers':>8} {'s':>7} {'GB/s':>6} {'link':>6} {'cpu':>6} {'door':>6}"
+    )
     for mib in options.mib:
         with tempfile.TemporaryDirectory(prefix="tkv-") as name:
             directory = Path(name)
@@ -151,12 +210,12 @@ def main() -> None:
             for path in (directory / "disk").rglob("*.safetensors"):
                 path.read_bytes()  # into the page cache: the link is measured, not the disk
             for gbit in options.gbit:
-                for row in measure(directory, mib, options.chunks, gbit, options.readers):
-                    rows.append(row)
-                    link = "" if row["link"] is None else f"{row['link']:.2f}"
+                for one in measure(directory, mib, options.chunks, gbit, options.readers):
+                    rows.append(one)
+                    shown = [one[name] for name in ("link", "reader_cpu_s_per_gb", "door_cpu_s_per_gb")]
                     print(
-                        f"{mib:>4} {gbit:>7g} {row['readers']:>8} {row['seconds']:>7.2f} {row['gb_per_s']:>6.2f} "
-                        f"{link:>6} {row['reader_cpu_s_per_gb']:>6.2f}",
+                        f"{one['what']:>8} {mib:>4} {gbit:>7g} {one['readers']:>8} {one['seconds']:>7.2f} "
+                        f"{one['gb_per_s']:>6.2f} " + " ".join(f"{'' if n is None else f'{n:.2f}':>6}" for n in shown),
                         flush=True,
                     )
     print(json.dumps(machine("peers") | {"rows": rows}))

@@ -29,7 +29,7 @@ PERFORMANCE: dict[str, tuple[str, ...]] = {
 
 OTHERS = (
     *("cli", "disk_faults", "disk_index", "disk_io", "frozen_server", "naming", "object_faults", "object_store"),
-    *("offloading", "pauses", "peers", "rivals", "timeline", "transfer", "verification"),
+    *("offloading", "pauses", "peer_engines", "peers", "rivals", "timeline", "transfer", "verification"),
 )
 
 

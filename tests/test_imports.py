@@ -64,7 +64,7 @@ EXTRAS = {"vllm": "vllm", "testing": "test"} | {
 """Parts of the package that may need an extra: what runs inside vLLM, and what is for tests."""
 MORE = {
     "testing/model.py": "vllm",
-    "server/door.py": "peers",
+    "server/door_listener.py": "peers",
     "tiers/peers": "peers",
     "tiers/object/google.py": "gcs",
     "tiers/object/azure.py": "azure",

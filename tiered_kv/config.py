@@ -149,6 +149,9 @@ def _socket(value: object) -> str:
 PEERS_MAX = 16
 """Peers are asked one after the other."""
 
+PEER_CHARS_MAX = 300
+"""Of a peer's URL: more than the longest host name takes."""
+
 
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of ``0.0.0.0:7460`` or ``[::]:7460``.
@@ -174,7 +177,7 @@ def _peers(value: object) -> tuple[str, ...]:
         raise ValueError(expected)
     for url in value:
         scheme, separator, address = url.partition("://") if isinstance(url, str) else ("", "", "")
-        if scheme != "https" or not separator:
+        if scheme != "https" or not separator or len(url) > PEER_CHARS_MAX:
             raise ValueError(expected)
         parse_address(address)
     if len(set(value)) != len(value):

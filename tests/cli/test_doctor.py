@@ -5,7 +5,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tests.kit.ports import free_port
 from tests.kit.s3 import S3
 from tests.kit.server import object_nodes
 from tests.kit.server.clients import SmallEngine, settings
@@ -29,6 +31,7 @@ from tiered_kv.ops import doctor_object
 from tiered_kv.ops.object_storage import ObjectStorage
 from tiered_kv.ops.open import open_storage
 from tiered_kv.server.directory import ServerInfo, read_info
+from tiered_kv.server.door import DoorProcess
 from tiered_kv.tiers.disk.lock import DirectoryLock
 from tiered_kv.tiers.disk.marker import claim
 from tiered_kv.tiers.object.store import ObjectStore
@@ -587,6 +590,97 @@ def test_plain_http_to_another_machine_is_a_warning(
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
+
+
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+
+def key_at(path: Path, digits: str = "5a") -> Path:
+    path.write_text(digits * 32)
+    path.chmod(0o600)
+    return path
+
+
+@contextmanager
+def door_at(root: Path, key_file: Path) -> Iterator[str]:
+    """Where a machine gives what lies in a directory."""
+    given = {"storage_uri": f"file://{root}", "peer_listen": "127.0.0.1:0", "peer_key_file": str(key_file)}
+    door = DoorProcess(Config.from_mapping(given))
+    try:
+        yield f"https://127.0.0.1:{door.port}"
+    finally:
+        door.close()
+
+
+def peer_report(doctor: Doctor, root: Path, key_file: Path, **more: object) -> dict[str, Any]:
+    return doctor("--config", json.dumps({"storage_uri": f"file://{root}", "peer_key_file": str(key_file), **more}))
+
+
+def test_each_peer_is_asked(doctor: Doctor, tmp_path: Path) -> None:
+    key, free = key_at(tmp_path / "key"), f"127.0.0.1:{free_port()}"
+    with door_at(tmp_path / "a", key) as one, door_at(tmp_path / "b", key) as other:
+        report = peer_report(doctor, tmp_path / "c", key, peers=[one, other], peer_listen=free)
+    assert report["works"] and report["plan"].endswith(" -> 2 peers")
+    texts = [f["text"] for f in report["findings"] if f["check"] == "peers"]
+    assert [text.partition(" answers after ")[0] for text in texts] == [one, other]
+    assert f"can listen at {free}" in found(report, "door", "ok")
+    assert key.read_text() not in json.dumps(report)
+
+
+def test_a_peer_that_is_away_is_a_warning(doctor: Doctor, tmp_path: Path) -> None:
+    url = f"https://127.0.0.1:{free_port()}"
+    report = peer_report(doctor, tmp_path / "c", key_at(tmp_path / "key"), peers=[url])
+    assert report["works"]
+    assert f"{url}: " in (text := found(report, "peers", "warning")) and "refused" in text
+
+
+def test_a_peer_with_another_key_would_never_answer(doctor: Doctor, tmp_path: Path) -> None:
+    with door_at(tmp_path / "a", key_at(tmp_path / "key")) as url:
+        report = peer_report(doctor, tmp_path / "c", key_at(tmp_path / "other", "5b"), peers=[url])
+    assert "another certificate" in found(report, "peers", "error")
+
+
+def test_a_peer_whose_clock_is_hours_off_refuses(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, now_s = key_at(tmp_path / "key"), time.time()
+    with door_at(tmp_path / "a", key) as url:
+        monkeypatch.setattr("tiered_kv.tiers.peers.peer.time.time", lambda: now_s - 3 * 3600)
+        report = peer_report(doctor, tmp_path / "c", key, peers=[url])
+    assert "hours apart" in found(report, "peers", "error")
+
+
+@pytest.mark.parametrize(
+    ("digits", "mode", "text"),
+    [("5a", 0o644, "others may use"), ("x", 0o600, "64 hex digits"), (None, 0, "cannot read")],
+)
+def test_a_key_file_that_cannot_be_used(
+    doctor: Doctor, tmp_path: Path, digits: str | None, mode: int, text: str
+) -> None:
+    if digits is not None:
+        key_at(tmp_path / "key", digits).chmod(mode)
+    report = peer_report(doctor, tmp_path / "c", tmp_path / "key", peers=["https://127.0.0.1:1"])
+    assert text in found(report, "peer key", "error")
+
+
+def test_a_port_that_is_taken_would_not_work(doctor: Doctor, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        report = peer_report(doctor, tmp_path / "c", key_at(tmp_path / "key"), peer_listen=listen)
+    assert f"cannot listen at {listen}" in found(report, "door", "error")
+
+
+def test_the_door_of_a_server_that_runs_is_asked(doctor: Doctor, root: Path, tmp_path: Path) -> None:
+    key, listen = key_at(tmp_path / "key"), f"127.0.0.1:{free_port()}"
+    ours = {"host_bytes": "64MiB", "disk_bytes": "160MiB"}
+    engine = SmallEngine.start(settings(root, peer_listen=listen, peer_key_file=str(key), **ours))
+    try:
+        report = peer_report(doctor, root, key, peer_listen=listen, **ours)
+        other = peer_report(doctor, root, key, peer_listen=f"127.0.0.1:{free_port()}", **ours)
+    finally:
+        engine.close()
+    assert "gives blobs" in found(report, "door", "ok")
+    assert "end that server" in found(other, "door", "warning")
 
 
 def test_the_json_of_vllm_is_taken_inline_from_a_file_and_from_standard_input(

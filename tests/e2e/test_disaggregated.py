@@ -5,6 +5,7 @@ The engines run one after the other in this process; what they share is a server
 
 import shutil
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.faults.false_peer import FalsePeer, head
 from tests.kit.s3 import S3
 from tests.kit.server.object_nodes import blob_paths, s3_place, wait_uploaded
 from tests.kit.server.operator_server import operator_server, transfer
@@ -19,10 +21,12 @@ from tests.kit.server.probe import figures, wait_ended, wait_written
 from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
 from tests.kit.vllm.engine_process import EngineProcess
 from tests.kit.vllm.harness import Answer, drain, generate, kv_fingerprint, random_prompt, running
+from tiered_kv.tiers.peers.fleet_key import FleetKey
 
 pytestmark = pytest.mark.vllm
 
 PROMPTS = [random_prompt(800, 4 * CHUNK + TAIL), random_prompt(801, 2 * CHUNK + 200), random_prompt(802, CHUNK - 1)]
+HINTED = random_prompt(804, 4 * CHUNK + TAIL)
 WHOLE = [4 * CHUNK, 2 * CHUNK, 0]
 """What a consumer need not compute: all but the last, partial chunk."""
 
@@ -114,7 +118,10 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_share_a_bucket(
 def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
     tiny_model: Path, tmp_path: Path, plain: list[Answer]
 ) -> None:
-    """Each engine in a process of its own, with a server and a directory of its own; the blobs go from door to peer."""
+    """Each engine in a process of its own, with a server and a directory of its own; the blobs go from door to peer.
+
+    The consumer's first peer has nothing, and is not asked for a request whose router names the other one.
+    """
     key_file = tmp_path / "key"
     key_file.write_text("5a" * 32)
     key_file.chmod(0o600)
@@ -125,9 +132,20 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
     producer = EngineProcess(tiny_model, gives, tmp_path / "producer.log", role="kv_producer")
     try:
         told = producer.ask(*PROMPTS)
+        (alone,) = producer.ask(HINTED)
         wait_written(one)
-        takes = {"peers": [f"https://{address}"], "peer_key_file": str(key_file)}
-        with engine(tiny_model, other, "kv_consumer", **takes) as consumer:
+        url, asked = f"https://{address}", list[object]()
+
+        def has_nothing(wire: ssl.SSLSocket) -> None:
+            asked.append(wire)
+            wire.sendall(head(1) + b"0")
+
+        nothing = FalsePeer(FleetKey.read(key_file), has_nothing)
+        takes = {"peers": [nothing.url, url], "peer_key_file": str(key_file)}
+        with nothing, engine(tiny_model, other, "kv_consumer", **takes) as consumer:
+            asked.clear()  # the self-test asks everybody
+            hinted = as_told(consumer, HINTED, {"tiered_kv.peer": url})
+            asked_for_hinted = len(asked)
             warm = consumer.ask(*PROMPTS)
             counters = consumer.scheduler_side.counters
             hits = {hit["tier"]: hit["chunks"] for hit in figures(other)["tokens"]["hits"]}
@@ -137,8 +155,10 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
         producer.close()
 
     assert cached(warm) == WHOLE
-    assert (counters["loads"], counters["stores"]) == (2, 0)
-    assert hits == {"host": 0, "disk": 0, "peers": 6}
+    assert (counters["loads"], counters["stores"], counters["control_refused"]) == (3, 0, 0)
+    assert hits == {"host": 0, "disk": 0, "peers": 6 + 4}
+    assert asked_for_hinted == 0 and hinted.num_cached_tokens == 4 * CHUNK
+    assert list(hinted.outputs[0].token_ids[:1]) == alone["tokens"][:1]
     assert kept == {path.name: path.read_bytes() for path in one.glob("blobs/*/*/*.safetensors")}
     assert_all_same(warm, plain)
     for answer, theirs in zip(told, plain, strict=True):

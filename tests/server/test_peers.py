@@ -91,6 +91,25 @@ def test_a_prefix_that_another_machine_stored_is_loaded_and_kept(producer, consu
     assert tier(consumer.root)["pending_writes"] == 0
 
 
+def test_one_question_finds_a_prefix(producer, consumer):
+    store(producer)
+    before = calls(consumer.root, "ok", "contains") + calls(consumer.root, "missing", "contains")
+    assert consumer.hits(CHUNKS + 5) == CHUNKS
+    assert calls(consumer.root, "ok", "contains") + calls(consumer.root, "missing", "contains") == before + 1
+    assert calls(consumer.root, "ok") == CHUNKS and calls(consumer.root, "missing") == 0
+
+
+def test_the_peer_that_a_lookup_hints_at_is_asked_first(producer, tmp_path, key_file):
+    port = free_port()
+    with machine(tmp_path / "c", peer_listen=f"127.0.0.1:{port}", peer_key_file=str(key_file)) as empty:
+        store(producer)
+        both = [f"https://127.0.0.1:{port}", producer.url]
+        with machine(tmp_path / "b", peers=both, peer_key_file=str(key_file)) as consumer:
+            os.kill(door_pid(empty.root), signal.SIGSTOP)
+            assert consumer.hits(CHUNKS, hint=producer.url) == CHUNKS
+            assert tier(consumer.root)["breaker"] == "closed"
+
+
 def test_what_no_peer_has_is_a_miss_and_stored_here_alone(producer, consumer):
     assert consumer.hits(CHUNKS) == 0
     store(consumer)

@@ -38,10 +38,89 @@ def test_512_unknown_chunks_cost_at_most_24_probes_and_none_once_known(there):
     assert story.counted("probes") == before
 
 
+@pytest.mark.parametrize(
+    ("there", "probes"),
+    [(0, 1), (1, 1), (100, 1), (511, 1), (512, 1)],
+    ids=["none", "one", "some", "all but one", "all"],
+)
+def test_a_tier_that_takes_many_names_is_asked_once(there, probes):
+    story = shared(names_at_once=1024)
+    story.others_store(SMALL, LONG[:there])
+    lookup = story.ask(LONG, start=len(LONG))
+    story.finish_all()
+    assert story.figures(lookup) == (there, 0, 0, True) and story.counted("probes") == probes
+    again = story.ask(LONG[: max(1, there)], start=max(1, there))
+    story.finish_all()
+    assert story.figures(again) == (there, 0, 0, True) and story.counted("probes") == probes
+
+
+def test_a_prefix_longer_than_a_question_takes_several_in_turn():
+    story = shared(names_at_once=100)
+    story.others_store(SMALL, LONG[:250])
+    lookup = story.ask(LONG, start=len(LONG))
+    asked = []
+    while story.jobs:
+        asked += [len(job.records) for job in story.jobs if isinstance(job, Probe)]
+        story.finish(0)
+    assert story.figures(lookup) == (250, 0, 0, True) and asked == [100, 100, 100]
+
+
+def test_only_what_was_looked_at_counts_as_absent():
+    """A hole ends what one question tells: chunks behind it may be there."""
+    story = shared(names_at_once=1024)
+    story.others_store(SMALL, LONG[:8])
+    story.damage(1, SMALL.key(LONG[:4]), None)
+    lookup = story.ask(LONG[:8], start=8)
+    story.finish_all()
+    assert story.figures(lookup) == (3, 0, 0, True)
+    searches = story.tiering._tiers.searches
+    assert [searches._is_absent(SMALL.key(LONG[:depth])) for depth in range(1, 9)] == [False] * 3 + [True] + [False] * 4
+
+
+def test_lookups_that_share_a_beginning_share_the_question_for_it():
+    story = shared(names_at_once=1024)
+    other = (*LONG[:20], *range(1000, 1010))
+    story.others_store(SMALL, LONG[:40])
+    story.others_store(SMALL, other)
+    lookups = [story.ask(LONG), story.ask(other), story.ask(LONG)]
+    probes = [job for job in story.jobs if isinstance(job, Probe)]
+    assert [len(probe.records) for probe in probes] == [512, 10]
+    story.finish_all()
+    assert [story.figures(lookup) for lookup in lookups] == [(40, 40, 40, True), (30, 30, 30, True), (40, 40, 40, True)]
+
+
+@pytest.mark.parametrize("names_at_once", [1, 1024])
+def test_a_hint_goes_with_every_question_and_past_what_was_absent(names_at_once):
+    story = shared(names_at_once=names_at_once)
+    story.ask(LONG[:20])
+    story.finish_all()
+    story.others_store(SMALL, LONG[:12])
+    assert story.figures(story.ask(LONG[:20])) == (0, 0, 0, True), "absent a moment ago"
+    lookup = story.lookup(story.session, LONG[:20], hint="there")
+    story.step()
+    hints = set()
+    while story.jobs:
+        hints |= {job.hint for job in story.jobs if isinstance(job, Probe)}
+        story.finish(0)
+    assert hints == {"there"}
+    assert story.figures(lookup) == (12, 12, 12, True)
+
+
+def test_a_tier_that_does_not_answer_one_question_is_remembered_as_nothing():
+    story = shared(names_at_once=1024)
+    story.others_store(SMALL, LONG[:5])
+    lookup = story.ask(LONG[:5])
+    story.end(Probe, fault=Outcome.UNAVAILABLE)
+    assert story.figures(lookup) == (0, 0, 0, True)
+    again = story.ask(LONG[:5])
+    story.finish_all()
+    assert story.figures(again) == (5, 5, 5, True)
+
+
 @given(length=st.integers(1, 80), data=st.data())
 def test_any_prefix_is_found_to_the_chunk(length, data):
     there = data.draw(st.integers(0, length))
-    story = shared()
+    story = shared(names_at_once=data.draw(st.sampled_from([1, 1, 2, 30, 1024])))
     path = tuple(range(length))
     story.others_store(SMALL, path[:there])
     lookup = story.ask(path)

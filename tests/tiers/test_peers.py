@@ -16,10 +16,11 @@ from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import blob_path, open_disk
 from tiered_kv.config import Config
 from tiered_kv.errors import CapacityExceeded, ChunkMismatch, Closed, ConfigError, TierUnavailable
-from tiered_kv.server.door import BURST_S, Budget, DoorProcess
+from tiered_kv.server.door import DoorProcess
+from tiered_kv.server.door_blobs import BURST_S, Budget
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.peers.fleet_key import HOUR_S, FleetKey
-from tiered_kv.tiers.peers.peer import BLOBS_PATH, Peer
+from tiered_kv.tiers.peers.peer import BLOBS_PATH, NAMES_MAX, PREFIX_PATH, Peer
 from tiered_kv.tiers.peers.tier import PeersTier
 from tiered_kv.tiers.wrappers.breaker import OPEN_FIRST_S
 
@@ -80,14 +81,14 @@ def read(tier, index=0, buffer=None):
     return bytes(buffer) if tier.get_into(CHAIN.name(index), memoryview(buffer)) else None
 
 
-def ask(door, method="GET", path=None, token=None, context=None):
+def ask(door, method="GET", path=None, token=None, context=None, body=None):
     """One request, by a client of its own: status and body."""
     connection = http.client.HTTPSConnection(
         "127.0.0.1", door.port, context=context or KEY.client_context(), timeout=10
     )
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
-        connection.request(method, path or blob_url(0), headers=headers)
+        connection.request(method, path or blob_url(0), body=body, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -109,6 +110,89 @@ def test_a_blob_of_another_machines_disk_is_read_byte_for_byte(door):
             assert read(tier, index) == CHAIN.blob(index).data
         assert not tier.contains(CHAIN.name(2))
         assert read(tier, 2) is None
+
+
+def test_one_question_tells_how_much_of_a_prefix_is_there(door, directory):
+    names = [CHAIN.name(index) for index in range(NAMES_MAX)]
+    with peers(url(door)) as tier:
+        assert tier.traits.names_at_once == NAMES_MAX
+        assert tier.count_held(names) == 2
+        assert tier.count_held(names[:1]) == 1
+        assert tier.count_held(names[2:]) == 0
+        blob_path(directory, CHAIN.name(0)).unlink()
+        assert tier.count_held(names) == 0, "a prefix ends at its first hole"
+
+
+def test_what_one_peer_lacks_of_a_prefix_the_next_one_may_have(door, tmp_path, key_file):
+    tier = open_disk(tmp_path / "rest")
+    for index in (2, 3):
+        blob = CHAIN.blob(index)
+        tier.put(blob.name, blob.view())
+    tier.close()
+    rest = DoorProcess(door_config(tmp_path / "rest", key_file))
+    try:
+        with peers(url(door), url(rest)) as tier:
+            assert tier.count_held([CHAIN.name(index) for index in range(6)]) == 4
+            assert [read(tier, index) for index in range(4)] == [CHAIN.blob(index).data for index in range(4)]
+    finally:
+        rest.close()
+
+
+def test_the_peer_that_is_hinted_at_is_asked_first(door):
+    asked = []
+
+    def has_none(wire):
+        asked.append(wire)
+        wire.sendall(head(1) + b"0")
+
+    names = [CHAIN.name(0), CHAIN.name(1)]
+    with FalsePeer(KEY, has_none) as other, peers(other.url, url(door)) as tier:
+        assert tier.count_held(names, url(door)) == 2 and not asked
+        assert tier.count_held(names, other.url) == 2 and len(asked) == 1, "a hint that is wrong costs a question"
+        assert tier.count_held(names, "https://127.0.0.1:1") == 2 and len(asked) == 1, "nobody else is ever asked"
+
+
+def test_a_blob_is_read_from_whom_said_to_have_it(door, tmp_path, key_file):
+    """Not from who had something last: requests that find their prefixes at several peers run at the same time."""
+    tier = open_disk(tmp_path / "rest")
+    blob = CHAIN.blob(2)
+    tier.put(blob.name, blob.view())
+    tier.close()
+    rest = DoorProcess(door_config(tmp_path / "rest", key_file))
+    try:
+        with peers(url(door), url(rest)) as tier:
+            assert tier.count_held([CHAIN.name(0)]) == 1
+            assert tier.count_held([CHAIN.name(2)]) == 1
+            rest.close()
+            assert read(tier, 0) == CHAIN.blob(0).data
+            assert not tier.each[1].breaker.is_open, "the one that had something last was not asked"
+    finally:
+        rest.close()
+
+
+@pytest.mark.parametrize(
+    "count", [b"3", b"-1", b"", b"two", b"9" * 5000], ids=["too many", "negative", "", "a", "long"]
+)
+def test_a_peer_that_counts_wrongly_is_left_alone(count):
+    with FalsePeer(KEY, body(count)) as liar, peers(liar.url) as tier:
+        with pytest.raises(TierUnavailable, match="nonsense"):
+            tier.count_held([CHAIN.name(0), CHAIN.name(1)])
+        assert tier.each[0].breaker.is_open
+
+
+def test_a_peer_that_promises_what_it_has_not_costs_a_miss():
+    def promises(wire):
+        text = b"2"
+        wire.sendall(head(len(text)) + text)
+
+    with FalsePeer(KEY, promises) as liar, peers(liar.url) as tier:
+        assert tier.count_held([CHAIN.name(0), CHAIN.name(1)]) == 2
+        assert read(tier, 0) is None
+
+
+@pytest.mark.parametrize("length", [0, 16, 31, 33, 16 * (2 + NAMES_MAX)])
+def test_a_question_of_another_form_is_refused(door, length):
+    assert ask(door, "POST", PREFIX_PATH, KEY.token(time.time()), body=bytes(length))[0] == 400
 
 
 def test_nothing_is_ever_written_deleted_or_listed(door, directory):
@@ -175,6 +259,9 @@ def test_only_a_token_of_this_hour_opens_the_door(door):
         ("GET", f"{BLOBS_PATH}/%2e%2e/%2e%2e/tiered_kv.json"),
         ("PUT", blob_url(0)),
         ("POST", blob_url(0)),
+        ("HEAD", blob_url(0)),
+        ("GET", PREFIX_PATH),
+        ("POST", f"{PREFIX_PATH}/"),
         ("DELETE", blob_url(0)),
         ("OPTIONS", blob_url(0)),
     ],
@@ -410,7 +497,8 @@ def test_a_door_gives_no_more_than_its_budget(directory, key_file):
         token = KEY.token(time.time())
         assert ask(door, token=token)[0] == 200
         assert ask(door, token=token)[0] == 503, "the first one has to be paid for a minute"
-        assert ask(door, "HEAD", token=token)[0] == 200
+        names = CHAIN.namespace + CHAIN.key(0)
+        assert ask(door, "POST", PREFIX_PATH, token, body=names) == (200, b"1"), "questions are free"
     finally:
         door.close()
 

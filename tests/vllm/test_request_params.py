@@ -33,10 +33,10 @@ def request(params: object) -> Request:
 class Reading:
     """A reader and what it has counted and said."""
 
-    def __init__(self) -> None:
+    def __init__(self, *peers: str) -> None:
         self.counters: Counter[str] = Counter()
         self.now_s = 0.0
-        self.reader = RequestParamsReader(self.counters, lambda: self.now_s)
+        self.reader = RequestParamsReader(self.counters, lambda: self.now_s, peers)
 
     def read(self, params: object) -> RequestParams:
         return self.reader.read(request(params))
@@ -77,6 +77,26 @@ def test_a_misspelled_tag_is_a_tag_that_cannot_be_read(caplog: pytest.LogCapture
         assert reading.read({name: "secret"}) == RequestParams(skips_save=True)
     assert "did you mean tiered_kv.tag?" in caplog.text and "nothing of the request is stored" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_router_chooses_among_the_peers_of_the_settings() -> None:
+    reading = Reading("https://a:1", "https://b:1")
+    assert reading.read({"tiered_kv.peer": "https://b:1"}) == RequestParams(peer="https://b:1")
+    assert not reading.counters
+
+
+@pytest.mark.parametrize(
+    "value", ["https://evil:1", "https://a:1/", "https://a:2", "http://a:1", "a:1", "", 7, ["x"], True]
+)
+def test_a_peer_that_is_none_of_the_settings_is_left_out(caplog: pytest.LogCaptureFixture, value: Any) -> None:
+    """Never an address of the request's own choice: it would have us connect to whatever a client names."""
+    counters: Counter[str] = Counter()
+    reader = RequestParamsReader(counters, lambda: 0.0, ("https://a:1", "https://b:1"))
+    assert reader.read(request({"tiered_kv.peer": value, "tiered_kv.skip_save": True})) == RequestParams(
+        skips_save=True
+    )
+    assert counters == {"control_refused": 1}
+    assert "one of the setting peers" in caplog.text
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True, "skip_save": True, 3: 4}, [1], "text"])
@@ -238,10 +258,11 @@ def test_the_page_shows_parameters_that_are_read(repository: Path) -> None:
     page = (repository / "docs" / "operations.md").read_text()
     shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)]
     (params,) = [block["kv_transfer_params"] for block in shown if "kv_transfer_params" in block]
-    reading = Reading()
+    url = params["tiered_kv.peer"]
+    reading = Reading(url)
     tag = tag_digest("tenant-a")
     names = {"session": session_name("run-17", tag), "prefetches": session_name("run-16", tag)}
-    assert reading.read(params) == RequestParams(pin_ttl_s=3600.0, tag=tag, **names)
+    assert reading.read(params) == RequestParams(pin_ttl_s=3600.0, tag=tag, peer=url, **names)
     assert not reading.counters
     assert set(params) == set(re.findall(r"^\| `(tiered_kv\.\w+)` \|", page, flags=re.MULTILINE))
     assert f"from 1 to {PIN_TTL_MAX_S}:" in page

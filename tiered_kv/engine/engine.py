@@ -206,6 +206,7 @@ class Engine:
                 capacity_bytes=None if tier.traits.is_shared else tier.usage().capacity_bytes,
                 admission=NONE if tier.traits.is_read_only else admissions.get(tier.traits.name, ALL),
                 is_shared=tier.traits.is_shared,
+                names_at_once=tier.traits.names_at_once,
             )
             for tier in tiers
         ]
@@ -339,6 +340,7 @@ class Engine:
         may_search: bool = True,
         wants_tails: bool = False,
         owner: bytes = b"",
+        hint: str = "",
     ) -> int:
         """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
         return self.tiering.lookup(
@@ -352,6 +354,7 @@ class Engine:
             may_search=may_search,
             wants_tails=wants_tails,
             owner=owner,
+            hint=hint,
         )
 
     def claim(self, session: int, lookup: int) -> None:
@@ -663,7 +666,7 @@ class Engine:
                 self.tiering.copied(job, outcome)
             case Probe():
                 self._probe_times.finished(job.record.key, self.clock.monotonic())
-                self.tiering.probed(job, outcome)
+                self.tiering.probed(job, ended.held if outcome is Outcome.OK else None)
             case Delete():
                 self.tiering.deleted(job.tier, job.record, outcome)
             case Grow():

@@ -27,11 +27,18 @@ them."""
 
 
 class JobResult(NamedTuple):
-    """How a job ended; of a read also whose the chunk is and who stored it, as its header says."""
+    """How a job ended.
+
+    Attributes:
+        tag: Of a read, whose the chunk is, as its header says.
+        stored_by: Of a read, who stored it, as its header says.
+        held: Of a probe, how many of its blobs are there, from the first on.
+    """
 
     outcome: Outcome
     tag: bytes | None = None
     stored_by: str | None = None
+    held: int = 0
 
 
 _OK, _MISSING = JobResult(Outcome.OK), JobResult(Outcome.MISSING)
@@ -113,8 +120,8 @@ class Performer:
                 return _OK if self._tiers[tier].delete(BlobName.of(record)) else _MISSING
             case Copy():
                 return self._copy(job)
-            case Probe(tier, record):
-                return _OK if self._tiers[tier].contains(BlobName.of(record)) else _MISSING
+            case Probe(tier, records, hint):
+                return JobResult(Outcome.OK, held=self._tiers[tier].count_held(list(map(BlobName.of, records)), hint))
             case Grow(slab, size_bytes):
                 self._arena.allocate(slab, size_bytes)
         return _OK

@@ -1,8 +1,8 @@
 """Run every check of a configuration, and work out what the settings come to.
 
 Checks live by topic in the modules beside this one (``doctor_config``, ``doctor_server``, ``doctor_disk``,
-``doctor_object``); here is their order, and what needs several of them: capacities against the chunks that are there.
-The tests remove what they write; where a server runs, its own statistics replace them.
+``doctor_object``, ``doctor_peers``); here is their order, and what needs several of them: capacities against the chunks
+that are there. The tests remove what they write; where a server runs, its own statistics replace them.
 """
 
 import os
@@ -19,6 +19,7 @@ from tiered_kv.ops.disk_storage import DiskStorage
 from tiered_kv.ops.doctor_config import check_settings
 from tiered_kv.ops.doctor_disk import capacity_bytes, check_disk, check_marker
 from tiered_kv.ops.doctor_object import check_object
+from tiered_kv.ops.doctor_peers import check_peers
 from tiered_kv.ops.doctor_server import Running, check_descriptors, check_memory, check_socket, find_running
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, ok, warning
 from tiered_kv.ops.object_storage import ObjectStorage
@@ -123,6 +124,7 @@ def examine(
         *check_descriptors(config),
         *check_socket(config),
         *running.findings,
+        *check_peers(config, running),
     ]
     disk, disk_bytes = (Content(), config.disk_bytes) if refusals else _examine_disk(config, running, result)
     bucket = _examine_object(config, result) if config.location().kind == "object" else Content()
@@ -311,6 +313,8 @@ def plan(config: Config, disk_bytes: int | None) -> str:
         if config.storage_ttl is not None:
             limits.append(f"unused for {_time_text(config.storage_ttl)} goes")
         parts.append(f"{redact(str(config.location()))} ({', '.join(limits) or 'no limit'})")
+    if config.peers is not None:
+        parts.append(counted(len(config.peers), "peer"))
     return " -> ".join(parts)
 
 

@@ -48,7 +48,7 @@ TIER_WORDS: Final = ("type", "module_path", "locality", "enable_kv_events", "bac
 
 LISTED: Final = "`tiered-kv config` lists the settings"
 
-WITH_OTHERS: Final = ("storage_uri", "storage_options")
+WITH_OTHERS: Final = ("storage_uri", "storage_options", "peers", "peer_listen", "peer_key_file", "peer_serve_bytes_s")
 """Settings that cannot be judged one by one."""
 
 

@@ -28,6 +28,7 @@ SECTIONS: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(("server", "socket"), f"{TROUBLESHOOTING}#the-server-is-gone"),
     **dict.fromkeys(("memory", "descriptors"), f"{TROUBLESHOOTING}#memory"),
+    **dict.fromkeys(("peers", "peer key", "door"), f"{TROUBLESHOOTING}#peers"),
 }
 """Where each check's warnings and errors are explained."""
 

@@ -174,6 +174,7 @@ class SchedulerClient:
         may_search: bool = True,
         wants_tails: bool = False,
         session: bytes = b"",
+        hint: str = "",
     ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
@@ -181,11 +182,10 @@ class SchedulerClient:
         leases are never ended by the server; with ``state_parts`` the prefix ends where a state of so many parts is.
         Where nothing may be searched in a shared tier, the keys may be any part of a prefix. With ``wants_tails`` the
         answer has the tails behind what is held. ``session`` is the name of the user's session that asks, if it is
-        one's.
+        one's, ``hint`` the peer that is asked first.
         """
-        lookup = self._next_lookup
-        names = b"".join(keys), b"".join(digests)
-        wanted = m.Lookup(lookup, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session)
+        lookup, names = self._next_lookup, (b"".join(keys), b"".join(digests))
+        wanted = m.Lookup(lookup, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint)
         if not self.is_ready or not self._send(wanted):
             return None
         self._next_lookup += 1

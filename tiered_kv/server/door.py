@@ -1,50 +1,34 @@
 """The door: a process beside the server that gives other machines the blobs of this machine's disk, over HTTPS.
 
-Read only: HEAD and GET of one blob whose namespace and key are named, with this hour's token; everything else is
-refused. It reads the disk tier's files by itself, so the server's loop has no part in it, and it gives way to the
-engine (nice 10). Started by the server, ends with it: a pipe from the server is its standard input.
+Read only: GET of one blob whose namespace and key are named, and a POST that asks how much of a prefix is there, with
+this hour's token; everything else is refused. It gives way to the engine (nice 10). Started by the server, ends with
+it: a pipe from the server is its standard input. Here are its start and its end; who is connected is in
+``door_listener.py``, what they are answered in ``door_blobs.py``.
 """
 
-import asyncio
 import logging
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
-from aiohttp import web
 
 from tiered_kv.config import Config, parse_address
 from tiered_kv.errors import ConfigError
-from tiered_kv.keys.naming import BlobName, relative_path
-from tiered_kv.tiers.disk.files import open_to_read
+from tiered_kv.server.door_blobs import DoorBlobs
+from tiered_kv.server.door_listener import Listener
 from tiered_kv.tiers.peers.fleet_key import FleetKey
-from tiered_kv.tiers.peers.peer import BLOBS_PATH
 
 logger = logging.getLogger(__name__)
 
-BODIES_MAX: Final = 64
-"""Blobs that are sent at once; who asks for more is told to come again (503)."""
-
-BODY_S: Final = 60.0
-"""Longest time in which a reader takes one blob."""
-
-BURST_S: Final = 1.0
-"""How much of ``peer_serve_bytes_s`` may be used ahead."""
-
-PIECE_BYTES: Final = 1 << 20
 START_S: Final = 20.0
 RESTART_S: Final = 1.0
 NICE: Final = 10
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class DoorSettings(msgspec.Struct, frozen=True):
@@ -57,112 +41,25 @@ class DoorSettings(msgspec.Struct, frozen=True):
     serve_bytes_s: int | None
 
 
-class Budget:
-    """Bytes per second that may be sent.
+def _listen(settings: DoorSettings) -> Listener:
+    """Take the port.
 
-    Threads: one owner. Units: bytes, seconds.
+    Raises:
+        ConfigError: The key cannot be used.
+        OSError: The port cannot be had.
     """
+    key = FleetKey.read(Path(settings.key_file))
+    blobs = DoorBlobs(Path(settings.root), settings.serve_bytes_s)
 
-    def __init__(self, bytes_per_s: int | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._paid_until_s = 0.0
+    def accepts(token: str) -> bool:
+        return key.accepts(token, time.time())
 
-    def take(self, size_bytes: int, now_s: float) -> bool:
-        """Take room for a body; False: there is none now."""
-        if self._bytes_per_s is None:
-            return True
-        if self._paid_until_s > now_s + BURST_S:
-            return False
-        self._paid_until_s = max(self._paid_until_s, now_s) + size_bytes / self._bytes_per_s
-        return True
+    return Listener(settings.host, settings.port, key.server_context(), accepts, blobs.answer)
 
 
-class Door:
-    """Answers questions.
-
-    Threads: the loop's only; files are opened and read in threads.
-    """
-
-    def __init__(self, settings: DoorSettings, key: FleetKey) -> None:
-        self._blobs = Path(settings.root) / "blobs"
-        self._key = key
-        self._budget = Budget(settings.serve_bytes_s)
-        self._bodies = 0
-
-    def application(self) -> web.Application:
-        """What aiohttp serves."""
-        application = web.Application(middlewares=[self._authorize], client_max_size=0)
-        application.router.add_get(f"{BLOBS_PATH}/{{namespace:[0-9a-f]{{32}}}}/{{key:[0-9a-f]{{32}}}}", self._blob)
-        return application
-
-    @web.middleware
-    async def _authorize(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Refuse who has no token of this hour, whatever is asked for."""
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if scheme != "Bearer" or not self._key.accepts(token, time.time()):
-            return web.Response(status=401)
-        return await handler(request)
-
-    async def _blob(self, request: web.Request) -> web.StreamResponse:
-        names = bytes.fromhex(request.match_info["namespace"]), bytes.fromhex(request.match_info["key"])
-        path = self._blobs / relative_path(BlobName(*names))
-        descriptor = await asyncio.to_thread(_open_blob, path)
-        if descriptor is None:
-            return web.Response(status=404)
-        try:
-            size_bytes = os.fstat(descriptor).st_size
-            response = web.StreamResponse(headers={"Content-Length": str(size_bytes)})
-            if request.method == "HEAD":
-                await response.prepare(request)
-                return response
-            if self._bodies >= BODIES_MAX or not self._budget.take(size_bytes, time.monotonic()):
-                return web.Response(status=503)
-            self._bodies += 1
-            try:
-                async with asyncio.timeout(BODY_S):
-                    await response.prepare(request)
-                    await _send(response, descriptor, size_bytes)
-            finally:
-                self._bodies -= 1
-            return response
-        finally:
-            os.close(descriptor)
-
-
-def _open_blob(path: Path) -> int | None:
-    """Open a blob's file; None: there is none, or something that is no plain file has its name."""
-    try:
-        descriptor = open_to_read(path)
-    except OSError:  # a miss, whatever it is: the disk tier of this machine's own server tells of a sick disk
-        return None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-async def _send(response: web.StreamResponse, descriptor: int, size_bytes: int) -> None:
-    offset = 0
-    while offset < size_bytes:
-        piece = await asyncio.to_thread(os.pread, descriptor, min(PIECE_BYTES, size_bytes - offset), offset)
-        if not piece:
-            raise ConnectionResetError("the blob was cut while it was sent")
-        await response.write(piece)
-        offset += len(piece)
-    await response.write_eof()
-
-
-async def _serve(settings: DoorSettings, key: FleetKey) -> None:
-    """Listen, say so, and serve until standard input ends."""
-    runner = web.AppRunner(Door(settings, key).application(), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, settings.host, settings.port, ssl_context=key.server_context())
-        await site.start()
-        _say(f"ready {runner.addresses[0][1]}")
-        await asyncio.to_thread(sys.stdin.buffer.read)
-    finally:
-        await runner.cleanup()
+def _end_with_the_server(listener: Listener) -> None:
+    sys.stdin.buffer.read()
+    listener.close()
 
 
 def _say(text: str) -> None:
@@ -175,10 +72,13 @@ def _main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C in a terminal is for the server, which ends its door
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=DoorSettings)
     try:
-        asyncio.run(_serve(settings, FleetKey.read(Path(settings.key_file))))
+        listener = _listen(settings)
     except (ConfigError, OSError) as exc:
         _say(f"error {exc}")
         return 1
+    _say(f"ready {listener.port}")
+    threading.Thread(target=_end_with_the_server, args=(listener,), name="tiered_kv-door-end", daemon=True).start()
+    listener.run()
     return 0
 
 

@@ -24,6 +24,7 @@ HELLO_BYTES_MAX = 16 << 10
 """Most that a client may send before it has said Hello."""
 NAME_CHARS_MAX = 200
 """Of engine ids, versions and roles: they stand in every log line."""
+HINT_CHARS_MAX = 300
 GENERATION_MAX = 1 << 31
 LENGTH = struct.Struct("<I")
 RANKS_MAX = 1024
@@ -143,6 +144,8 @@ class Lookup(Message, frozen=True):
         may_search: What is not known here is sought in a shared tier; the keys are a prefix from its beginning then.
         wants_tails: Wanted are the tails behind what is held, too.
         session: Name of the user's session that asks (``keys/tags.py``); empty: of none.
+        hint: Where a shared tier is to look first, as its medium names places: the URL of a peer. Unknown ones are
+            ignored.
     """
 
     lookup: int
@@ -155,6 +158,7 @@ class Lookup(Message, frozen=True):
     may_search: bool = True
     wants_tails: bool = False
     session: bytes = b""
+    hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
 
 
 class Claim(Message, frozen=True):

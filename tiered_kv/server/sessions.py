@@ -398,6 +398,7 @@ class Sessions:
             may_search=lookup.may_search,
             wants_tails=lookup.wants_tails,
             owner=lookup.session,
+            hint=lookup.hint,
         )
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup

@@ -1,5 +1,7 @@
 """How much of a prefix a shared tier has: a k-ary search by probes, because asking for every chunk would be a storm.
 
+A tier that takes many names at once (``TierSpec.names_at_once``) is asked for all of them, in one probe. Of the others:
+
 What a tier holds is closed under prefixes, up to holes (rule 5), so "is chunk i there" is true up to some i and
 false behind it. The first probe asks for the first unknown chunk alone, because most prompts are not there at all;
 then up to ``PROBES_AT_ONCE`` chunks at a time, evenly spread over what is still unknown. 512 unknown chunks take at
@@ -23,7 +25,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import state_records
 from tiered_kv.tiering.index import BlobState, Index
 from tiered_kv.tiering.stats import Outbox
-from tiered_kv.tiering.types import Outcome, Probe
+from tiered_kv.tiering.types import Probe
 
 PROBES_AT_ONCE = 7
 SEARCHES_MAX = 256
@@ -50,6 +52,8 @@ class PrefixSearch:
         told: Chunks that were taken into the index.
         answers: Of this round, by position.
         waiting: Positions of this round that have no answer yet.
+        names_at_once: Blobs that one question may name.
+        hint: Where the tier is to look first. Somebody knows more than was remembered: absences do not count.
     """
 
     namespace: bytes
@@ -63,6 +67,8 @@ class PrefixSearch:
     is_over: bool = False
     answers: dict[int, bool] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
+    names_at_once: int = 1
+    hint: str = ""
 
     @property
     def is_done(self) -> bool:
@@ -76,6 +82,8 @@ class PrefixSearch:
     def next_positions(self) -> list[int]:
         """Where to ask in the next round."""
         count = self.high - self.low
+        if self.names_at_once > 1:
+            return list(range(self.low, min(self.low + self.names_at_once, self.high)))
         if self.is_first_round:
             return [self.low]
         if count <= PROBES_AT_ONCE:
@@ -133,9 +141,10 @@ class PrefixSearches:
     Threads: one owner, tiering.
     """
 
-    def __init__(self, tier: int, index: Index, outbox: Outbox) -> None:
-        """No search runs; ``tier`` is the number of the shared tier."""
+    def __init__(self, tier: int, index: Index, outbox: Outbox, names_at_once: int) -> None:
+        """No search runs; ``tier`` is the number of the shared tier, whose questions may name so many blobs."""
         self.tier = tier
+        self._names_at_once = names_at_once
         self._index = index
         self._jobs = outbox.jobs
         self._counters = outbox.counters
@@ -144,19 +153,23 @@ class PrefixSearches:
         self._absent: dict[bytes, None] = {}
         self._absent_before: dict[bytes, None] = {}
 
-    def begin(self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes], low: int) -> PrefixSearch | None:
-        """Look for chunks from ``low`` on; None where there is nothing to ask.
+    def begin(
+        self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes], low: int, hint: str = ""
+    ) -> PrefixSearch | None:
+        """Look for chunks from ``low`` on, first where the hint says; None where there is nothing to ask.
 
         The caller calls :meth:`advance` next.
         """
-        if low >= len(keys) or not self._index.readable[self.tier] or self._is_absent(keys[low]):
+        if low >= len(keys) or not self._index.readable[self.tier] or (self._is_absent(keys[low]) and not hint):
             return None
         if self._count >= SEARCHES_MAX:
             self._counters["search_refused"] += 1
             return None
         self._counters["searches"] += 1
         self._count += 1
-        return PrefixSearch(namespace, keys, digests, low, len(keys), told=low)
+        return PrefixSearch(
+            namespace, keys, digests, low, len(keys), told=low, names_at_once=self._names_at_once, hint=hint
+        )
 
     def begin_states(
         self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes], above: int, parts: int
@@ -180,28 +193,35 @@ class PrefixSearches:
         if not self._index.readable[self.tier]:
             search.high = search.low
         while not search.is_done and not search.waiting:
-            for position in search.next_positions():
-                self._ask(search, position)
+            asked = [search.record(p) for p in search.next_positions() if self._must_ask(search, p)]
+            at_once = search.names_at_once
+            for start in range(0, len(asked), at_once):
+                self._counters["probes"] += 1
+                self._jobs.append(Probe(self.tier, tuple(asked[start : start + at_once]), search.hint))
             if not search.waiting:
                 search.narrow()  # all answers were known
         if search.is_done:
             self._end(search)
 
-    def probed(self, job: Probe, outcome: Outcome) -> list[PrefixSearch]:
-        """A probe ended; returns the searches whose round it completed, narrowed, for the caller to go on with."""
-        key = job.record.key
-        if outcome is Outcome.MISSING:
-            self._remember_absent(key)
+    def probed(self, job: Probe, held: int | None) -> list[PrefixSearch]:
+        """A probe ended; returns the searches whose round it completed, narrowed, for the caller to go on with.
+
+        Args:
+            held: How many of its blobs are there, from the first on; None: it got no answer.
+        """
+        if held is not None and held < len(job.records):
+            self._remember_absent(job.records[held].key)  # those behind it were not looked at
         completed = []
-        for search, position in self._probing.pop(key):
-            search.waiting.discard(position)
-            if outcome not in (Outcome.OK, Outcome.MISSING):
-                search.high = search.low  # nobody knows: no more questions, and nothing is remembered
-            search.answers[position] = outcome is Outcome.OK
-            if not search.waiting:
-                if not search.is_done:
-                    search.narrow()
-                completed.append(search)
+        for index, record in enumerate(job.records):
+            for search, position in self._probing.pop(record.key):
+                search.waiting.discard(position)
+                if held is None:
+                    search.high = search.low  # nobody knows: no more questions, and nothing is remembered
+                search.answers[position] = held is not None and index < held
+                if not search.waiting:
+                    if not search.is_done:
+                        search.narrow()
+                    completed.append(search)
         return completed
 
     def stop(self, search: PrefixSearch) -> None:
@@ -219,22 +239,21 @@ class PrefixSearches:
             search.is_over = True
             self._count -= 1
 
-    def _ask(self, search: PrefixSearch, position: int) -> None:
-        record = search.record(position)
-        key = record.key
+    def _must_ask(self, search: PrefixSearch, position: int) -> bool:
+        """Have a position answered: by what is known, by a probe that is under way, or by one that has to begin."""
+        key = search.record(position).key
         entry = self._index.get(key)
         state = BlobState.ABSENT if entry is None else entry.blobs[self.tier]
         if state is BlobState.PRESENT:
             search.answers[position] = True
-        elif self._is_absent(key) or state in _LOST:
+        elif (self._is_absent(key) and not search.hint) or state in _LOST:
             search.answers[position] = False
         else:
             search.waiting.add(position)
             askers = self._probing.setdefault(key, [])
             askers.append((search, position))
-            if len(askers) == 1:
-                self._counters["probes"] += 1
-                self._jobs.append(Probe(self.tier, record))
+            return len(askers) == 1
+        return False
 
     def _is_absent(self, key: bytes) -> bool:
         return key in self._absent or key in self._absent_before

@@ -217,6 +217,7 @@ class Tiering:
         may_search: bool = True,
         wants_tails: bool = False,
         owner: bytes = SHARED,
+        hint: str = "",
     ) -> int:
         """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
 
@@ -228,14 +229,15 @@ class Tiering:
         held as well, and the state is leased with it; without a state nothing is leased.
 
         What is not known here is looked for in a shared tier, if it may be; the keys are those of a prefix from its
-        beginning then. ``owner`` is the user's session that asks, if it is one's.
+        beginning then. With a ``hint`` that tier looks there first, and for what was absent a moment ago, too.
+        ``owner`` is the user's session that asks, if it is one's.
 
         With ``wants_tails`` the tails behind what is held are leased, too, the newest first.
         """
         session = self._sessions[session_id]
         wish = LookupRequest(keys, digests, start, turn, is_claimed, state_parts, owner)
         if state_parts:
-            return self._look_up_state(session, wish)
+            return self._look_up_state(session, wish, hint)
         held = self.index.held_prefix(session.namespace, keys, digests)
         self.index.count_use(held, owner)
         self._record_use(held, session.slot_bytes)
@@ -245,13 +247,13 @@ class Tiering:
         self._promote(lookup, held)
         self._tiers.enqueue_if_used(held)
         if may_search and self._tiers.searches is not None:
-            search = self._tiers.searches.begin(session.namespace, keys, digests, lookup.held)
+            search = self._tiers.searches.begin(session.namespace, keys, digests, lookup.held, hint)
             if search is not None:
                 lookup.search, search.lookup = search, lookup.id
                 self._go_on(search)
         return lookup.id
 
-    def _look_up_state(self, session: Session, wish: LookupRequest) -> int:
+    def _look_up_state(self, session: Session, wish: LookupRequest, hint: str) -> int:
         """The same for a state: first how much of the prefix is held, then the deepest state along that."""
         lookup = self._lookups.open(session, [], wish)
         held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
@@ -260,7 +262,7 @@ class Tiering:
             entry.is_asked_for_by(wish.owner)
         search = None
         if self._tiers.searches is not None:
-            search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, len(held))
+            search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, len(held), hint)
         self._search_state(lookup, search)
         return lookup.id
 
@@ -604,10 +606,10 @@ class Tiering:
         self._tiers[job.tier].written(entry, outcome)
         self.index.remove_if_gone(entry)
 
-    def probed(self, job: Probe, outcome: Outcome) -> None:
-        """A probe ended."""
+    def probed(self, job: Probe, held: int | None) -> None:
+        """A probe found so many of its blobs, from the first on; None: it got no answer."""
         assert self._tiers.searches is not None
-        for search in self._tiers.searches.probed(job, outcome):
+        for search in self._tiers.searches.probed(job, held):
             self._go_on(search)
 
     def deleted(self, tier: int, record: ChunkRecord, outcome: Outcome) -> None:

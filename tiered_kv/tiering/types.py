@@ -94,10 +94,21 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask a tier whether it has a blob: OK or MISSING."""
+    """Ask a tier how many of these blobs it has, from the first on.
+
+    Attributes:
+        records: At least one; more than one only of a tier that takes them at once.
+        hint: Where the tier is to look first.
+    """
 
     tier: int
-    record: ChunkRecord
+    records: tuple[ChunkRecord, ...]
+    hint: str = ""
+
+    @property
+    def record(self) -> ChunkRecord:
+        """The first one."""
+        return self.records[0]
 
 
 Job = Seal | Write | Read | Delete | Grow | Copy | Probe
@@ -241,11 +252,13 @@ class TierSpec:
         capacity_bytes: None: not limited from here.
         admission: Name of the policy that says what is worth a write.
         is_shared: Other servers write and remove there, too, and keep it within its limits; only of the last tier.
+        names_at_once: Blobs that one question to the tier may name.
     """
 
     capacity_bytes: int | None = None
     admission: str = "all"
     is_shared: bool = False
+    names_at_once: int = 1
 
 
 class Removal(Enum):

@@ -6,7 +6,7 @@ never starts a thread, never retries and never logs per blob: verification, retr
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.keys.chunk_record import ChunkRecord
@@ -53,6 +53,7 @@ class TierTraits:
         flush_interval_s: How often ``flush`` is called.
         is_read_only: Nothing is written here: every put is refused with CapacityExceeded, and tiering makes none.
         keeps_first: A put under a name that is taken leaves the blob that is there.
+        names_at_once: Blobs that one question may name (``count_held``); 1: each takes a question of its own.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TierTraits:
     is_shared: bool
     keeps_first: bool = False
     is_read_only: bool = False
+    names_at_once: int = 1
     flush_interval_s: float = 5.0
 
 
@@ -112,6 +114,21 @@ class Tier(ABC):
         Raises:
             TierUnavailable: The medium failed.
         """
+
+    def count_held(self, names: Sequence[BlobName], hint: str = "") -> int:  # noqa: ARG002  # for media of many places
+        """How many of these blobs are there now, from the first on: all before the first that is not.
+
+        Args:
+            names: Of one namespace, a chunk behind its parent, no more than the traits say.
+            hint: Where to look first, as the medium names its places; what it does not know it ignores.
+
+        Raises:
+            TierUnavailable: The medium failed.
+        """
+        for count, name in enumerate(names):
+            if not self.contains(name):
+                return count
+        return len(names)
 
     @abstractmethod
     def delete(self, name: BlobName) -> bool:
@@ -183,6 +200,9 @@ class TierWrapper(Tier):
 
     def contains(self, name: BlobName) -> bool:
         return self.inner.contains(name)
+
+    def count_held(self, names: Sequence[BlobName], hint: str = "") -> int:
+        return self.inner.count_held(names, hint)
 
     def delete(self, name: BlobName) -> bool:
         return self.inner.delete(name)

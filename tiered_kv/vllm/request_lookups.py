@@ -189,6 +189,7 @@ class RequestLookups:
             state_parts=parts,
             wants_tails=bool(self._tail_unit),
             session=state.params.session,
+            hint=state.params.peer,
         )
         if lookup_id is None:
             self._counters["lookup_not_sent"] += 1

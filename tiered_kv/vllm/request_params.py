@@ -4,7 +4,8 @@
 
     {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.pin_ttl_s": 3600,
                             "tiered_kv.tag": "tenant-a", "tiered_kv.session_id": "run-17", "tiered_kv.release": true,
-                            "tiered_kv.demote": true, "tiered_kv.prefetch": "run-16"}}
+                            "tiered_kv.demote": true, "tiered_kv.prefetch": "run-16",
+                            "tiered_kv.peer": "https://node-b:7460"}}
 
 Owns their names and kinds, and those of the actions in vLLM's ``kv_hints``, which say the same where a parameter says
 nothing. A parameter that is unknown or has a bad value is left out, counted and logged; the request goes on without it.
@@ -17,7 +18,7 @@ the scheduler side, once per request.
 import difflib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ SESSION_ID: Final = f"{PREFIX}session_id"
 RELEASE: Final = f"{PREFIX}release"
 DEMOTE: Final = f"{PREFIX}demote"
 PREFETCH: Final = f"{PREFIX}prefetch"
+PEER: Final = f"{PREFIX}peer"
 STORED_TOKENS: Final = f"{PREFIX}stored_tokens"
 """Not a user's: a producer's answer carries it, and a router passes it on to the consumer (``disaggregated.py``)."""
 
@@ -67,6 +69,7 @@ class RequestParams:
         releases: The session ends with it.
         demotes: The session's own chunks leave host memory after it.
         prefetches: Name of a session that will go on soon; empty: none.
+        peer: The peer that is asked first, one of the setting ``peers``; empty: whichever.
     """
 
     skips_save: bool = False
@@ -78,6 +81,7 @@ class RequestParams:
     releases: bool = False
     demotes: bool = False
     prefetches: bytes = b""
+    peer: str = ""
 
 
 NO_PARAMS: Final = RequestParams()
@@ -114,6 +118,12 @@ def _name(value: object) -> str:
     return str(value)
 
 
+def _peer(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("one of the setting peers")
+    return value
+
+
 _KNOWN: Final[Mapping[str, tuple[str, Callable[[object], Any]]]] = {
     SKIP_SAVE: ("skips_save", _boolean),
     SKIP_LOAD: ("skips_load", _boolean),
@@ -123,6 +133,7 @@ _KNOWN: Final[Mapping[str, tuple[str, Callable[[object], Any]]]] = {
     RELEASE: ("releases", _boolean),
     DEMOTE: ("demotes", _boolean),
     PREFETCH: ("prefetches", _name),
+    PEER: ("peer", _peer),
     STORED_TOKENS: ("stored_tokens", _count),
 }
 
@@ -133,13 +144,15 @@ class RequestParamsReader:
     Only its own methods write its fields. Threads: vLLM's scheduler thread only.
     """
 
-    def __init__(self, counters: Counter[str], monotonic: Callable[[], float]) -> None:
+    def __init__(self, counters: Counter[str], monotonic: Callable[[], float], peers: Collection[str] = ()) -> None:
         """Begin.
 
         Args:
             counters: Gets ``control_refused``, once per parameter that was left out, and ``hints_unknown``.
+            peers: Those of the settings. A request chooses among them: it never has us connect to what it names.
         """
         self._counters = counters
+        self._peers = peers
         self._monotonic = monotonic
         self._warnings = 0
         self._since_s = -WARNINGS_EVERY_S
@@ -187,6 +200,9 @@ class RequestParamsReader:
             field, parse = _KNOWN[name]
             try:
                 found[field] = parse(value)
+                if name == PEER and value not in self._peers:
+                    del found[field]
+                    raise ValueError("one of the setting peers")
             except ValueError as exc:
                 is_tag_lost |= name == TAG
                 shown = "" if name in NAMES else f"{_shown(value)} "

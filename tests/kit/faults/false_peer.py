@@ -1,6 +1,7 @@
 """A peer with the right certificate that does what no door does: a TLS server whose answer a test writes by hand."""
 
 import contextlib
+import re
 import socket
 import ssl
 import threading
@@ -14,7 +15,7 @@ Answer = Callable[[ssl.SSLSocket], None]
 
 
 class FalsePeer:
-    """Reads each request to the end of its head and has ``answer`` send whatever it likes; then the connection ends.
+    """Reads each request to its end and has ``answer`` send whatever it likes; then the connection ends.
 
     Threads: one that accepts and one per connection.
     """
@@ -53,13 +54,19 @@ class FalsePeer:
 
     def _talk(self, plain: socket.socket) -> None:
         with contextlib.suppress(OSError), self._context.wrap_socket(plain, server_side=True) as wire:
-            head = b""
-            while b"\r\n\r\n" not in head:
+            request = b""
+            while not _is_whole(request):
                 part = wire.recv(4096)
                 if not part:
                     return
-                head += part
+                request += part
             self._answer(wire)
+
+
+def _is_whole(request: bytes) -> bool:
+    head, end, body = request.partition(b"\r\n\r\n")
+    length = re.search(rb"Content-Length: ([0-9]+)", head)
+    return bool(end) and len(body) >= (int(length[1]) if length else 0)
 
 
 def head(length: int, status: str = "200 OK") -> bytes:

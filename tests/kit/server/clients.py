@@ -257,18 +257,20 @@ class SmallEngine:
         client.release(lookup)
         return boundary
 
-    def look_up(self, count: int, first_token: int = 0, *, session: bytes = b"") -> tuple[int, LookupAnswer]:
+    def look_up(
+        self, count: int, first_token: int = 0, *, session: bytes = b"", hint: str = ""
+    ) -> tuple[int, LookupAnswer]:
         """A lookup and its final answer; ``session`` names the user's session that asks."""
         keys = self.keys(count, first_token)
-        lookup = self.client.lookup(keys.keys, keys.digests, session=session)
+        lookup = self.client.lookup(keys.keys, keys.digests, session=session, hint=hint)
         assert lookup is not None
         client = self.client
         poll_until(client, lambda: client.lookups[lookup].is_answered and client.lookups[lookup].is_done, "the answer")
         return lookup, client.lookups[lookup]
 
-    def hits(self, count: int, first_token: int = 0, *, session: bytes = b"") -> int:
+    def hits(self, count: int, first_token: int = 0, *, session: bytes = b"", hint: str = "") -> int:
         """How many leading chunks of a prompt are ready; their bytes are compared with what was stored."""
-        lookup, answer = self.look_up(count, first_token, session=session)
+        lookup, answer = self.look_up(count, first_token, session=session, hint=hint)
         for index, slot in enumerate(answer.slots[: answer.ready]):
             with self.payload(slot) as view:
                 assert view == content(index, first_token)

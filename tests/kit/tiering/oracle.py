@@ -132,10 +132,11 @@ class World:
         state_parts: int = 0,
         wants_tails: bool = False,
         owner: bytes = b"",
+        hint: str = "",
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
-        wanted = (session, keys, digests, start, turn)
-        lookup = self.tiering.lookup(*wanted, state_parts=state_parts, wants_tails=wants_tails, owner=owner)
+        wanted = {"state_parts": state_parts, "wants_tails": wants_tails, "owner": owner, "hint": hint}
+        lookup = self.tiering.lookup(session, keys, digests, start, turn, **wanted)
         self.lookups[lookup] = Asked(session, keys, start, state_parts)
         if keys not in self._asked:
             self._asked.append(keys)
@@ -314,7 +315,7 @@ class World:
             case Copy():
                 self.tiering.copied(job, outcome)
             case Probe():
-                self.tiering.probed(job, outcome)
+                self.tiering.probed(job, self._held(job) if outcome is Outcome.OK else None)
             case Read():
                 self.tiering.read(job, outcome)
             case Delete():
@@ -326,11 +327,12 @@ class World:
 
     def _believe(self, job: Job, outcome: Outcome) -> None:
         match job:
-            case Probe(tier, record) if outcome is Outcome.OK:
-                self._believed[tier].add(record.key)
-                for keys in self._asked:  # where a chunk is, its prefix is taken to be
-                    if keys[record.chunk_index : record.chunk_index + 1] == [record.key]:
-                        self._believed[tier].update(keys[: record.chunk_index])
+            case Probe(tier, records, _) if outcome is Outcome.OK:
+                for record in records[: self._held(job)]:
+                    self._believed[tier].add(record.key)
+                    for keys in self._asked:  # where a chunk is, its prefix is taken to be
+                        if keys[record.chunk_index : record.chunk_index + 1] == [record.key]:
+                            self._believed[tier].update(keys[: record.chunk_index])
             case Write(tier, record) | Copy(tier, _, record) if outcome is Outcome.OK:
                 self._believed[tier].add(record.key)
                 self._known_corrupt.discard((tier, record.key))
@@ -382,10 +384,15 @@ class World:
         outcomes = {None: Outcome.MISSING, Blob.GOOD: Outcome.OK, Blob.CORRUPT: Outcome.CORRUPT}
         return outcomes.get(blob, Outcome.FOREIGN)
 
+    def _held(self, job: Probe) -> int:
+        """How many of a probe's blobs are there, from the first on."""
+        there = [record.key in self.media[job.tier] for record in job.records]
+        return there.index(False) if False in there else len(there)
+
     def _perform_remotely(self, job: Copy | Probe) -> Outcome:
         tier, key = job.tier, job.record.key
         if isinstance(job, Probe):
-            return Outcome.OK if key in self.media[tier] else Outcome.MISSING
+            return Outcome.OK
         if self.media[tier].get(key) is Blob.FOREIGN:
             self._shunned.add((tier, key))
             return Outcome.FOREIGN

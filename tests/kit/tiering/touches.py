@@ -43,10 +43,12 @@ class TouchedWorld(World):
         state_parts: int = 0,
         wants_tails: bool = False,
         owner: bytes = b"",
+        hint: str = "",
     ) -> int:
         for depth in range(len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
-        return super().lookup(session, path, start, turn, state_parts=state_parts, wants_tails=wants_tails, owner=owner)
+        wanted = {"state_parts": state_parts, "wants_tails": wants_tails, "owner": owner, "hint": hint}
+        return super().lookup(session, path, start, turn, **wanted)
 
     def commit(self, session: int, path: tuple[int, ...]) -> bool:
         is_taken = super().commit(session, path)

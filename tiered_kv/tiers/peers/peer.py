@@ -6,10 +6,11 @@ closed before a failed call returns: a peer that thaws later reaches nothing. Kn
 
 import http.client
 import logging
+import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
@@ -25,7 +26,13 @@ from tiered_kv.tiers.wrappers.breaker import Breaker
 logger = logging.getLogger(__name__)
 
 BLOBS_PATH: Final = "/v1/blobs"
-"""Below it lies ``<namespace>/<key>``, in hex: HEAD asks for a blob, GET reads it."""
+"""Below it lies ``<namespace>/<key>``, in hex: GET reads a blob."""
+
+PREFIX_PATH: Final = "/v1/prefix"
+"""POST with a namespace and keys, 16 bytes each, asks how many of these blobs are there, from the first on."""
+
+NAMES_MAX: Final = 1024
+"""Keys of one such question."""
 
 SILENCE_S: Final = 1.0
 """Longest wait for a connection, and for the next byte of an answer."""
@@ -35,6 +42,7 @@ READS_MAX: Final = 4
 
 _WORDS_MAX_BYTES: Final = 4096
 _VERIFY: Final = "verify"
+_COUNT = re.compile(rb"[0-9]{1,4}")
 
 
 class Peer:
@@ -57,14 +65,21 @@ class Peer:
         self._pool = ConnectionPool(2 * READS_MAX, SILENCE_S, SILENCE_S)
         self._reads = threading.BoundedSemaphore(READS_MAX)
 
-    def contains(self, name: BlobName, deadline: Deadline) -> bool:
-        """Whether the peer says that it has the blob.
+    def count_held(self, names: Sequence[BlobName], deadline: Deadline) -> int:
+        """How many of these blobs, at most ``NAMES_MAX`` of one namespace, the peer says it has, from the first on.
 
         Raises:
             TierUnavailable: No answer in time, or it is not asked now.
         """
-        with self._guarded(), self._answer("HEAD", name, deadline) as (response, _):
-            return response is not None
+        assert len(names) <= NAMES_MAX, len(names)
+        body = names[0].namespace + b"".join(name.key for name in names)
+        with self._guarded(), self._answer("POST", PREFIX_PATH, deadline, body) as (response, _):
+            if response is None:
+                raise http.client.HTTPException(f"the peer does not know the question. path={PREFIX_PATH}")
+            text = response.read(_WORDS_MAX_BYTES)
+            if _COUNT.fullmatch(text) is None or int(text) > len(names):
+                raise http.client.HTTPException(f"the peer says nonsense. observed={text[:40]!r}")
+            return int(text)
 
     def get_into(self, name: BlobName, buffer: memoryview, form: BlobFormat, deadline: Deadline) -> bool:
         """Read a blob and verify it; False when the peer has none.
@@ -91,7 +106,8 @@ class Peer:
         return True
 
     def _read(self, name: BlobName, buffer: memoryview, deadline: Deadline) -> bool:
-        with self._answer("GET", name, deadline) as (response, connection):
+        target = f"{BLOBS_PATH}/{name.namespace.hex()}/{name.key.hex()}"
+        with self._answer("GET", target, deadline) as (response, connection):
             if response is None:
                 return False
             if response.length != len(buffer):
@@ -133,11 +149,10 @@ class Peer:
 
     @contextmanager
     def _answer(
-        self, method: str, name: BlobName, deadline: Deadline
+        self, method: str, target: str, deadline: Deadline, body: bytes = b""
     ) -> Iterator[tuple[http.client.HTTPResponse | None, HttpConnection]]:
-        """Ask for a blob; None: the peer has none. The connection is kept if the whole answer was read."""
-        target = f"{BLOBS_PATH}/{name.namespace.hex()}/{name.key.hex()}"
-        response, connection = self._ask(method, target, deadline)
+        """Ask; None: the peer has none. The connection is kept if the whole answer was read."""
+        response, connection = self._ask(method, target, deadline, body)
         try:
             if response.status not in (200, 404):
                 raise (_Busy if response.status == 503 else TierUnavailable)(
@@ -157,13 +172,17 @@ class Peer:
         else:
             self._pool.give(connection)
 
-    def _ask(self, method: str, target: str, deadline: Deadline) -> tuple[http.client.HTTPResponse, HttpConnection]:
+    def _ask(
+        self, method: str, target: str, deadline: Deadline, body: bytes
+    ) -> tuple[http.client.HTTPResponse, HttpConnection]:
         headers = {"Host": self._host, "Authorization": f"Bearer {self._key.token(time.time())}"}
+        if body:
+            headers["Content-Length"] = str(len(body))
         while True:
             kept = self._pool.take(self._place)
             connection = kept or self._pool.connect(self._place, deadline)
             try:
-                return connection.ask(method, target, headers, b"", deadline), connection
+                return connection.ask(method, target, headers, body, deadline), connection
             except ConnectionError:  # RemoteDisconnected is one, too
                 connection.wire.end()
                 if kept is None:  # else the peer may have ended what lay idle: reading twice does no harm

@@ -12,19 +12,22 @@ from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.object.medium import Deadline
-from tiered_kv.tiers.peers.peer import Peer
+from tiered_kv.tiers.peers.peer import NAMES_MAX, Peer
 
 QUESTION_S: Final = 0.5
-"""Longest wait for "has anybody this blob?", all peers together: a request may be waiting."""
+"""Longest wait for "how much of this prefix has anybody?", all peers together: a request may be waiting."""
 
 LEAST_S: Final = 0.1
 """With less time than this no further peer is asked: its breaker would open for the slowness of another one."""
+
+HOLDERS_MAX: Final = 1 << 16
+"""Blobs of which is remembered who said that it has them: a hint, where to ask first."""
 
 
 class PeersTier(Tier):
     """Blobs that other machines have.
 
-    Threads: any; the order of the peers is replaced as a whole.
+    Threads: any; the order of the peers is replaced as a whole, the holders are guarded by a lock.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class PeersTier(Tier):
         Args:
             timeout_s: Longest time of one read, all peers together.
         """
-        self.traits = TierTraits("peers", io_concurrency, is_shared=True, is_read_only=True)
+        self.traits = TierTraits("peers", io_concurrency, is_shared=True, is_read_only=True, names_at_once=NAMES_MAX)
         self._peers = tuple(peers)
         self._formats = formats
         self._timeout_s = timeout_s
         self._is_closed = threading.Event()
+        self._lock = threading.Lock()
+        self._holders: dict[bytes, Peer] = {}  # by key: who said that it has the blob
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         """Read a blob from the first peer that gives the right bytes; False when those that answered have none.
@@ -56,7 +61,11 @@ class PeersTier(Tier):
         form = self._formats(name.namespace)
         if form is None:
             raise ChunkMismatch(f"no format is known for the namespace. namespace={name.namespace.hex()}")
-        return self._first(Deadline(self._timeout_s), lambda peer, left: peer.get_into(name, buffer, form, left))
+        with self._lock:
+            holder = self._holders.get(name.key)
+        return self._first(
+            Deadline(self._timeout_s), lambda peer, left: peer.get_into(name, buffer, form, left), holder
+        )
 
     def contains(self, name: BlobName) -> bool:
         """Whether a peer says that it has the blob.
@@ -64,19 +73,48 @@ class PeersTier(Tier):
         Raises:
             TierUnavailable: No peer answered.
         """
-        return self._first(Deadline(min(QUESTION_S, self._timeout_s)), lambda peer, left: peer.contains(name, left))
+        return self.count_held([name]) == 1
 
-    def _first(self, deadline: Deadline, ask: Callable[[Peer, Deadline], bool]) -> bool:
-        """Ask one peer after the other, the one that had something last first."""
+    def count_held(self, names: Sequence[BlobName], hint: str = "") -> int:
+        """How many of these blobs the peers say they have, from the first on: what one lacks the next may have.
+
+        Args:
+            hint: The URL of the peer that is asked first, if it is one of ours.
+
+        Raises:
+            TierUnavailable: No peer answered.
+        """
+        count = 0
+
+        def ask(peer: Peer, left: Deadline) -> bool:
+            nonlocal count
+            held = peer.count_held(names[count:], left)
+            self._remember(peer, names[count : count + held])
+            count += held
+            return count == len(names)
+
+        hinted = next((peer for peer in self._peers if peer.url == hint), None)
+        self._first(Deadline(min(QUESTION_S, self._timeout_s)), ask, hinted)
+        return count
+
+    def _remember(self, peer: Peer, names: Sequence[BlobName]) -> None:
+        with self._lock:
+            for name in names:
+                self._holders[name.key] = peer
+            while len(self._holders) > HOLDERS_MAX:
+                del self._holders[next(iter(self._holders))]
+
+    def _first(self, deadline: Deadline, ask: Callable[[Peer, Deadline], bool], likely: Peer | None) -> bool:
+        """Ask one peer after the other, the likely one first, then who had something last, until one has it (all)."""
         if self._is_closed.is_set():
             raise Closed("the peers' tier is closed")
         has_answer, reason = False, "no time was left"
-        for peer in self._peers:
+        for peer in self._peers if likely is None else _in_front(likely, self._peers):
             if deadline.left_s() < LEAST_S:
                 break
             try:
                 if ask(peer, deadline):
-                    self._peers = (peer, *(other for other in self._peers if other is not peer))
+                    self._peers = _in_front(peer, self._peers)
                     return True
                 has_answer = True
             except (ChunkCorrupt, ChunkMismatch):
@@ -112,3 +150,7 @@ class PeersTier(Tier):
         self._is_closed.set()
         for peer in self._peers:
             peer.close()
+
+
+def _in_front(peer: Peer, peers: tuple[Peer, ...]) -> tuple[Peer, ...]:
+    return (peer, *(other for other in peers if other is not peer))

@@ -8,7 +8,7 @@ first and for longer after each trial that fails; a trial is a whole self-test p
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -141,6 +141,10 @@ class GuardedTier(TierWrapper):
     def contains(self, name: BlobName) -> bool:
         with self._call("contains"):
             return self.inner.contains(name)
+
+    def count_held(self, names: Sequence[BlobName], hint: str = "") -> int:
+        with self._call("contains"):
+            return self.inner.count_held(names, hint)
 
     def delete(self, name: BlobName) -> bool:
         with self._call("delete"):

@@ -4,7 +4,7 @@ Owns no counters (``metrics`` does) and changes no behaviour. Stacked by ``tiers
 verification and re-reads are part of the time it tells.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
@@ -71,6 +71,12 @@ class MeteredTier(TierWrapper):
     def contains(self, name: BlobName) -> bool:
         with self._timed("contains") as call:
             return call.found(self.inner.contains(name))
+
+    def count_held(self, names: Sequence[BlobName], hint: str = "") -> int:
+        with self._timed("contains") as call:
+            count = self.inner.count_held(names, hint)
+            call.found(count > 0)
+            return count
 
     def delete(self, name: BlobName) -> bool:
         with self._timed("delete") as call:

@@ -1,0 +1,291 @@
+"""Who may hold a connection to the door, and for how long: strangers in numbers, trickles, words that are no HTTP."""
+
+import contextlib
+import select
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.kit.server.probe import wait_for
+from tests.kit.storage.disk_probe import open_disk
+from tiered_kv.server.door_blobs import DoorBlobs
+from tiered_kv.server.door_listener import (
+    ANSWER_S,
+    BODY_BYTES_MAX,
+    CONNECTIONS_MAX,
+    FIRST_S,
+    HEAD_BYTES_MAX,
+    IDLE_S,
+    STRANGERS_MAX,
+    STRANGERS_OF_ONE,
+    DoorConnections,
+    Listener,
+)
+from tiered_kv.testing.blobs import SampleChain
+from tiered_kv.tiers.object.connection import IDLE_MAX_S
+from tiered_kv.tiers.peers.fleet_key import FleetKey
+from tiered_kv.tiers.peers.peer import BLOBS_PATH, Peer
+from tiered_kv.tiers.peers.tier import PeersTier
+
+CHAIN = SampleChain(payload_bytes=1 << 20)
+KEY = FleetKey(bytes(range(32)))
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+# -- the limits, without a network -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sockets():
+    """Makes connected sockets and closes them all."""
+    made = []
+
+    def make():
+        ends = socket.socketpair()
+        made.extend(ends)
+        return ends[0]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def is_cut(connection):
+    with contextlib.suppress(BlockingIOError):
+        return connection.wire.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+    return False
+
+
+def test_the_oldest_stranger_of_an_address_that_opens_many_goes(sockets):
+    connections = DoorConnections(Clock())
+    other = connections.admit(sockets(), "b")
+    made = [connections.admit(sockets(), "a") for _ in range(STRANGERS_OF_ONE + 3)]
+    assert [is_cut(one) for one in made] == [True] * 3 + [False] * STRANGERS_OF_ONE
+    assert not is_cut(other)
+
+
+def test_where_strangers_are_too_many_the_address_that_has_most_loses_one(sockets):
+    connections = DoorConnections(Clock())
+    few = [connections.admit(sockets(), "few") for _ in range(8)]
+    many = [connections.admit(sockets(), f"{number % 5}") for number in range(STRANGERS_MAX - 8)]
+    assert not any(map(is_cut, [*few, *many]))
+    newcomers = [connections.admit(sockets(), "new") for _ in range(8)]
+    assert not any(map(is_cut, [*few, *newcomers]))
+    assert sum(map(is_cut, many)) == 8
+
+
+def test_who_has_shown_a_token_is_no_stranger(sockets):
+    connections = DoorConnections(Clock())
+    known = [connections.admit(sockets(), "a") for _ in range(STRANGERS_OF_ONE)]
+    for one in known:
+        connections.greet(one)
+    for _ in range(2 * STRANGERS_OF_ONE):
+        connections.admit(sockets(), "a")
+    assert not any(map(is_cut, known))
+
+
+def test_in_all_there_are_no_more_than_so_many(sockets):
+    connections = DoorConnections(Clock())
+    first = None
+    for number in range(CONNECTIONS_MAX):
+        one = connections.admit(sockets(), f"{number}")
+        connections.greet(one)
+        first = first or one
+    assert connections.admit(sockets(), "a") is None
+    connections.end(first)
+    assert connections.admit(sockets(), "a") is not None
+
+
+def test_each_stage_has_its_time(sockets):
+    clock = Clock()
+    connections = DoorConnections(clock)
+    stranger, asker, idle = [connections.admit(sockets(), "a") for _ in range(3)]
+    connections.greet(asker)
+    connections.greet(idle)
+    connections.rest(idle)
+    ends = sorted([(FIRST_S, stranger), (IDLE_S, idle), (ANSWER_S, asker)], key=lambda end: end[0])
+    for number, (end_s, _) in enumerate(ends):
+        clock.now_s = end_s - 0.01
+        connections.sweep()
+        assert [is_cut(one) for _, one in ends] == [True] * number + [False] * (3 - number)
+        clock.now_s = end_s
+        connections.sweep()
+        assert [is_cut(one) for _, one in ends] == [True] * (number + 1) + [False] * (2 - number)
+
+
+def test_a_peer_lets_go_of_an_idle_connection_before_the_door_does():
+    assert 2 * IDLE_MAX_S <= IDLE_S
+
+
+# -- a real listener ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def listener(tmp_path, clock):
+    """A door in this process, with one blob and a clock of the test's."""
+    disk = open_disk(tmp_path / "disk")
+    blob = CHAIN.blob(0)
+    disk.put(blob.name, blob.view())
+    disk.close()
+
+    def accepts(token):
+        return KEY.accepts(token, time.time())
+
+    blobs = DoorBlobs(tmp_path / "disk", None)
+    made = Listener("127.0.0.1", 0, KEY.server_context(), accepts, blobs.answer, clock)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield made
+    made.close()
+    thread.join()
+
+
+@pytest.fixture
+def strangers(listener):
+    """Connects to the listener without a word, from an address of this machine."""
+    with contextlib.ExitStack() as made:
+
+        def connect(source="127.0.0.1", *, says_tls=False):
+            plain = made.enter_context(
+                socket.create_connection(("127.0.0.1", listener.port), source_address=(source, 0), timeout=20)
+            )
+            return made.enter_context(KEY.client_context().wrap_socket(plain)) if says_tls else plain
+
+        yield connect
+
+
+@contextlib.contextmanager
+def peer_of(listener):
+    peer = Peer(f"https://127.0.0.1:{listener.port}", KEY, KEY.client_context(), time.monotonic)
+    tier = PeersTier([peer], {CHAIN.namespace: CHAIN.form}.get, timeout_s=5.0, io_concurrency=4)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def read(tier):
+    buffer = bytearray(CHAIN.form.blob_bytes)
+    assert tier.get_into(CHAIN.name(0), memoryview(buffer))
+    return bytes(buffer)
+
+
+def open_count(connections):
+    poll = select.poll()
+    for one in connections:
+        poll.register(one, select.POLLIN)
+    return len(connections) - len(poll.poll(0))
+
+
+def test_a_blob_is_read_while_strangers_hold_all_connections_they_can_get(listener, strangers):
+    with peer_of(listener) as before:
+        assert read(before) == CHAIN.blob(0).data  # its connection stays
+        held = [strangers(f"127.0.0.{number % 6 + 2}") for number in range(3 * STRANGERS_MAX)]
+        wait_for(lambda: open_count(held) <= STRANGERS_MAX, "the strangers' end")
+        assert read(before) == CHAIN.blob(0).data
+        with peer_of(listener) as newcomer:
+            assert read(newcomer) == CHAIN.blob(0).data
+    assert open_count(held) > 0, "the limit was reached, and no more were closed than had to be"
+
+
+def test_one_address_gets_no_more_than_its_part(listener, strangers):
+    held = [strangers() for _ in range(4 * STRANGERS_OF_ONE)]
+    wait_for(lambda: open_count(held) == STRANGERS_OF_ONE, "the end of most of them")
+
+
+def test_who_says_nothing_is_cut_off(listener, strangers, clock):
+    silent = strangers()
+    wait_for(lambda: listener._connections._open, "the connection")
+    clock.now_s += FIRST_S
+    assert silent.recv(1) == b""
+    with peer_of(listener) as tier:
+        assert read(tier) == CHAIN.blob(0).data
+
+
+def test_a_head_that_trickles_is_cut_off(listener, strangers, clock):
+    slow = strangers(says_tls=True)
+    for byte in b"GET / HTTP/1.1\r\n":
+        slow.sendall(bytes([byte]))
+    clock.now_s += FIRST_S
+    slow.settimeout(20)
+    with contextlib.suppress(OSError):  # an end, or a reset
+        assert slow.recv(1) == b""
+    wait_for(lambda: not listener._connections._open, "the thread's end")
+
+
+def test_who_does_not_take_an_answer_is_cut_off(listener, strangers, clock):
+    slow = strangers(says_tls=True)
+    name = CHAIN.name(0)
+    slow.sendall(
+        f"GET {BLOBS_PATH}/{name.namespace.hex()}/{name.key.hex()} HTTP/1.1\r\nHost: a\r\n"
+        f"Authorization: Bearer {KEY.token(time.time())}\r\n\r\n".encode()
+        * 64  # more than the sockets' buffers take
+    )
+    wait_for(lambda: any(one.is_known for one in list(listener._connections._open)), "the answer's beginning")
+    clock.now_s += ANSWER_S
+    wait_for(lambda: not listener._connections._open, "the thread's end")
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", 401),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Basic %(token)s\r\n\r\n", 401),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %(token)s\r\n\r\n", 404),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n" + bytes(20), 401),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n" + bytes(BODY_BYTES_MAX + 1), 401),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %(token)s\r\nContent-Length: 999999\r\n\r\n"
+            + bytes(BODY_BYTES_MAX + 1),
+            413,
+        ),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * HEAD_BYTES_MAX, 431),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", 400),
+        (b"\x00\x01\x02\r\n\r\n", 400),
+    ],
+    ids=["no token", "other scheme", "token", "body", "long body", "long body and token", "long head", "ssh", "bytes"],
+)
+def test_what_is_refused_is_refused_in_http(listener, strangers, said, status):
+    wire = strangers(says_tls=True)
+    wire.sendall(said.replace(b"%(token)s", KEY.token(time.time()).encode()))
+    assert wire.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
+    with peer_of(listener) as tier:
+        assert read(tier) == CHAIN.blob(0).data
+
+
+def test_what_is_no_tls_ends_its_own_connection_alone(listener, strangers):
+    plain = strangers()
+    plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with contextlib.suppress(ConnectionResetError):
+        while plain.recv(4096):
+            pass
+    with peer_of(listener) as tier:
+        assert read(tier) == CHAIN.blob(0).data
+
+
+def test_a_listener_that_is_full_closes_newcomers_and_goes_on(listener, strangers, monkeypatch, caplog):
+    monkeypatch.setattr("tiered_kv.server.door_listener.CONNECTIONS_MAX", 2)
+    held = [strangers(), strangers()]
+    wait_for(lambda: len(listener._connections._open) == 2, "the connections")
+    assert strangers().recv(1) == b""
+    assert "too many connections" in caplog.text
+    held[0].close()
+    wait_for(lambda: len(listener._connections._open) == 1, "room")
+    with peer_of(listener) as tier:
+        assert read(tier) == CHAIN.blob(0).data

@@ -1,0 +1,321 @@
+"""Who is connected to the door, for how long, and what they ask: TLS connections with a thread each.
+
+Encryption and system calls of a whole piece run without Python's lock, so that one process uses as many cores as there
+are connections (0042). Owns connections, their limits and HTTP's framing, which is h11's. Knows no blob: a handler
+answers. Called by ``door.py``.
+"""
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import h11
+
+logger = logging.getLogger(__name__)
+
+STRANGERS_MAX: Final = 128
+"""Connections that have not shown a token yet. Past it the oldest one goes, of the address that has most of them: who
+opens many has them closed, and nobody else waits for it."""
+
+STRANGERS_OF_ONE: Final = 32
+"""Of these from one address."""
+
+CONNECTIONS_MAX: Final = 512
+"""In all; past it new ones are closed at once."""
+
+FIRST_S: Final = 5.0
+"""Longest time from a connection to its first whole question with a token."""
+
+IDLE_S: Final = 30.0
+"""Longest time between an answer and the next whole question; a peer lets go of what lay idle for half of it."""
+
+ANSWER_S: Final = 60.0
+"""Longest time in which a reader takes an answer."""
+
+SWEEP_S: Final = 0.5
+WARN_INTERVAL_S: Final = 60.0
+HEAD_BYTES_MAX: Final = 4096
+BODY_BYTES_MAX: Final = 64 << 10
+RECEIVED_BYTES: Final = 64 << 10
+BACKLOG: Final = 128
+RETRY_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A whole request whose sender has shown a token."""
+
+    method: str
+    target: str
+    body: bytes
+
+
+class Reply:
+    """The answer to one question: :meth:`head` once, then :meth:`data` until the length is reached.
+
+    Threads: one, the connection's.
+    """
+
+    def __init__(self, wire: ssl.SSLSocket, http: h11.Connection) -> None:
+        self._wire = wire
+        self._http = http
+
+    def head(self, status: int, size_bytes: int = 0, *, is_last: bool = False) -> None:
+        """Begin an answer with a body of so many bytes; ``is_last``: the connection ends with it."""
+        headers = [("Content-Length", str(size_bytes))]
+        if is_last:
+            headers.append(("Connection", "close"))
+        self._send(h11.Response(status_code=status, headers=headers))
+
+    def data(self, part: bytes | memoryview) -> None:
+        """Send a part of the body."""
+        self._send(h11.Data(data=part))  # type: ignore[arg-type]  # whatever has a length passes through
+
+    def end(self) -> None:
+        """The body is whole.
+
+        Raises:
+            h11.LocalProtocolError: It is not.
+        """
+        self._send(h11.EndOfMessage())
+
+    def refuse(self, status: int) -> None:
+        """Answer without a body, and end the connection with it."""
+        self.head(status, is_last=True)
+        self.end()
+
+    def _send(self, event: h11.Response | h11.Data | h11.EndOfMessage) -> None:
+        for part in self._http.send_with_data_passthrough(event) or ():
+            self._wire.sendall(part)
+
+
+Handler = Callable[[Question, Reply], None]
+Accepts = Callable[[str], bool]
+"""Whether a token is good."""
+
+
+@dataclass(slots=True, eq=False)
+class DoorConnection:
+    """One connection.
+
+    Attributes:
+        ends_s: When it is cut off.
+        is_known: A token was shown on it.
+        is_cut: It was cut off; its thread will see.
+    """
+
+    wire: ssl.SSLSocket
+    address: str
+    ends_s: float
+    is_known: bool = False
+    is_cut: bool = False
+
+    def cut(self) -> None:
+        """Have the thread that waits on it find its end."""
+        self.is_cut = True
+        with contextlib.suppress(OSError):  # the other side ended it just now
+            socket.socket.shutdown(self.wire, socket.SHUT_RDWR)  # SSLSocket's own forgets its TLS under the thread
+
+
+class DoorConnections:
+    """All connections and their limits.
+
+    Threads: any; every field is guarded by one lock, which also keeps a socket from being closed while it is cut.
+    """
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        """None is open yet."""
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._open: dict[DoorConnection, None] = {}  # oldest first
+
+    def admit(self, wire: ssl.SSLSocket, address: str) -> DoorConnection | None:
+        """Take a new connection in, in the place of another stranger's if need be; None: there are too many."""
+        with self._lock:
+            if len(self._open) >= CONNECTIONS_MAX:
+                return None
+            strangers = [one for one in self._open if not one.is_known and not one.is_cut]
+            counts = Counter(one.address for one in strangers)
+            most = address if counts[address] >= STRANGERS_OF_ONE else None
+            if most is None and len(strangers) >= STRANGERS_MAX:
+                most = counts.most_common(1)[0][0]
+            if most is not None:
+                next(one for one in strangers if one.address == most).cut()
+            connection = DoorConnection(wire, address, self._monotonic() + FIRST_S)
+            self._open[connection] = None
+            return connection
+
+    def greet(self, connection: DoorConnection) -> None:
+        """A token was shown: an answer is sent from now on."""
+        with self._lock:
+            connection.is_known = True
+            connection.ends_s = self._monotonic() + ANSWER_S
+
+    def rest(self, connection: DoorConnection) -> None:
+        """The answer was sent: the next question may take its time."""
+        with self._lock:
+            connection.ends_s = self._monotonic() + IDLE_S
+
+    def sweep(self) -> None:
+        """Cut off what has had its time."""
+        now_s = self._monotonic()
+        with self._lock:
+            for one in self._open:
+                if now_s >= one.ends_s and not one.is_cut:
+                    one.cut()
+
+    def end(self, connection: DoorConnection) -> None:
+        """Close a connection that nobody uses any more."""
+        with self._lock:
+            del self._open[connection]
+            connection.wire.close()
+
+
+class Listener:
+    """Accepts connections, and serves each in a thread until it ends.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        context: ssl.SSLContext,
+        accepts: Accepts,
+        answer: Handler,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the port; 0: any that is free.
+
+        Raises:
+            OSError: It cannot be had.
+        """
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        self._socket.settimeout(SWEEP_S)
+        self.port = int(self._socket.getsockname()[1])
+        self._context = context
+        self._accepts = accepts
+        self._answer = answer
+        self._monotonic = monotonic
+        self._connections = DoorConnections(monotonic)
+        self._is_closing = threading.Event()
+        self._quiet_until_s = 0.0
+
+    def close(self) -> None:
+        """Have :meth:`run` end. Connections end with the process."""
+        self._is_closing.set()
+
+    def run(self) -> None:
+        """Accept until :meth:`close`, and cut off who takes too long."""
+        swept_s = 0.0
+        while not self._is_closing.is_set():
+            try:
+                plain, address = self._socket.accept()
+            except TimeoutError:
+                pass
+            except OSError as exc:  # no descriptor is left, or the other side was gone at once
+                self._complain(f"a connection could not be accepted. cause={exc}")
+                time.sleep(RETRY_S)
+            else:
+                self._begin(plain, str(address[0]))
+            now_s = self._monotonic()
+            if now_s - swept_s >= SWEEP_S:
+                swept_s = now_s
+                self._connections.sweep()
+        self._socket.close()
+
+    def _begin(self, plain: socket.socket, address: str) -> None:
+        """Give a connection a thread, or close it."""
+        try:
+            plain.settimeout(None)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        except OSError:  # gone already
+            plain.close()
+            return
+        connection = self._connections.admit(wire, address)
+        if connection is None:
+            self._complain(f"too many connections; one more is closed. address={address} most={CONNECTIONS_MAX}")
+            wire.close()
+            return
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="tiered_kv-door", daemon=True).start()
+        except RuntimeError as exc:
+            self._complain(f"no thread for a connection. cause={exc}")
+            self._connections.end(connection)
+
+    def _complain(self, text: str) -> None:
+        now_s = self._monotonic()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + WARN_INTERVAL_S
+            logger.warning("%s", text)
+
+    def _serve(self, connection: DoorConnection) -> None:
+        try:
+            connection.wire.do_handshake()
+            self._talk(connection)
+        except OSError as exc:  # ssl.SSLError is one
+            logger.debug("a connection ended. address=%s cause=%s", connection.address, exc)
+        finally:
+            self._connections.end(connection)
+
+    def _talk(self, connection: DoorConnection) -> None:
+        """Answer one question after the other."""
+        http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
+        reply = Reply(connection.wire, http)
+        while True:
+            try:
+                found = _next_question(connection.wire, http)
+            except h11.RemoteProtocolError as exc:
+                if http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                    reply.refuse(exc.error_status_hint)
+                return
+            if found is None:
+                return
+            question, token = found
+            if not self._accepts(token):
+                reply.refuse(401)
+                return
+            if question is None:
+                reply.refuse(413)
+                return
+            self._connections.greet(connection)
+            self._answer(question, reply)
+            reply.end()
+            if http.our_state is not h11.DONE or http.their_state is not h11.DONE:
+                return
+            http.start_next_cycle()
+            self._connections.rest(connection)
+
+
+def _next_question(wire: ssl.SSLSocket, http: h11.Connection) -> tuple[Question | None, str] | None:
+    """The next whole request and the token it shows; None: there is no further one. No question: it is too long."""
+    request: h11.Request | None = None
+    token, body = "", b""
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            http.receive_data(wire.recv(RECEIVED_BYTES))
+        elif isinstance(event, h11.Request):
+            request = event
+            scheme, _, token = dict(event.headers).get(b"authorization", b"").decode("latin-1").partition(" ")
+            token = token if scheme == "Bearer" else ""
+        elif isinstance(event, h11.Data):
+            body += event.data
+            if len(body) > BODY_BYTES_MAX:
+                return None, token
+        elif isinstance(event, h11.EndOfMessage):
+            assert request is not None, "h11 ends no message that did not begin"
+            return Question(request.method.decode(), request.target.decode("latin-1"), body), token
+        else:  # ConnectionClosed, or a wish to switch protocols
+            return None
