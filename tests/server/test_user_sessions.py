@@ -91,12 +91,33 @@ def test_a_session_grows_and_its_newest_state_is_all_of_it(engine: EngineStarter
     wait_for(lambda: (in_memory(root), files(root)) == (0, 0), "nothing left")
 
 
-def test_a_newer_state_lets_the_end_of_an_older_one_go(engine: EngineStarter, root: Path) -> None:
+def test_an_end_that_the_session_has_left_goes_once_it_has_gone_on(engine: EngineStarter, root: Path) -> None:
     one = engine()
-    old = one.store_tokens(prompt(4, 3, 1), ALICE)
-    new = one.store_tokens(prompt(4, 2, 2), ALICE)
-    wait_for(lambda: (in_memory(root), files(root)) == (6, 6), "the older one's end is gone")
-    assert one.hits_of(new, session=ALICE) == 6 and one.hits_of(old, session=ALICE) == 4
+    old = one.store_tokens(prompt(6, 2, 1), ALICE)
+    one.store_tokens(prompt(6, 1, 2), ALICE)
+    wait_counted(root, "session_states", 2)
+    assert one.hits_of(old, session=ALICE) == 8, "it may be another line"
+    new = one.store_tokens(prompt(6, 3, 2), ALICE)
+    wait_for(lambda: (in_memory(root), files(root)) == (9, 9), "the older one's end is gone")
+    assert one.hits_of(new, session=ALICE) == 9 and one.hits_of(old, session=ALICE) == 6
+
+
+def test_lines_that_go_on_in_turns_or_have_much_of_their_own_stay(engine: EngineStarter, root: Path) -> None:
+    one = engine()
+    for own in (1, 2, 3):
+        for number in (1, 2):
+            one.store_tokens(prompt(9, own, number), ALICE)
+    one.store_tokens(prompt(9, 4, 1), ALICE)
+    wait_counted(root, "session_states", 7)
+    assert counted(root, "session_chunks_released") == 0
+    assert one.hits_of(one.keys_of(prompt(9, 3, 2)), session=ALICE) == 12
+    one.store_tokens(prompt(4, 8, 3), ALICE)
+    one.store_tokens(prompt(4, 9, 3), ALICE)
+    one.store_tokens(prompt(4, 10, 3), ALICE)
+    wait_counted(root, "session_states", 10)
+    assert counted(root, "session_chunks_released") == 0, "a helper that waits for another one"
+    end(one, ALICE)
+    wait_for(lambda: (in_memory(root), files(root)) == (0, 0), "all lines")
 
 
 def test_a_helper_with_a_prompt_of_its_own_is_another_line_of_which_a_session_keeps_some(

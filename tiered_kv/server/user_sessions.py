@@ -4,8 +4,9 @@ A user's session is what vLLM calls ``session_id``: a conversation or an agent's
 continues the last one. (A session in ``sessions.py`` is an engine's.) When a request of one ends, its engine tells the
 last chunk that is stored of it. That is remembered, in a bounded memory and not across a restart, for three things:
 
-* a newer state lets an older one's end go: what lies behind the place where they part, if most of the older one is
-  before that. What parts earlier is another line of the session, an agent's helper for example, of which it keeps some;
+* a newer state lets an older one's end go: what lies behind the place where they part, once the session has gone on
+  from the newer one, and if that is little of the older one. What parts earlier, or goes on in turns with others, is
+  another line of the session, an agent's helper for example, of which it keeps some;
 * its end lets all of it go;
 * a hint names the session instead of its tokens (``hints.py``).
 
@@ -37,6 +38,9 @@ TENANT_MAX: Final = 1 << 14
 
 LINES_MAX: Final = 4
 """Lines of one session."""
+
+END_SHARE: Final = 0.25
+"""Of a state, what may go as its end. A line that has more of its own may be a helper that waits for another one."""
 
 RELEASES_MAX: Final = 1 << 12
 """What is being let go of at once. What comes then stays, until it is evicted."""
@@ -154,8 +158,9 @@ class UserSessions:
         self._add(self._remembered(name, state.tag), Line.of(namespace, prefix), prefix)
 
     def _add(self, session: UserSession, new: Line, prefix: list[bytes]) -> None:
-        """Remember a line in place of those that it goes on from, and let go of what they have behind it."""
+        """Remember a line in place of those that it goes on from, and let go of ends that the session has left."""
         keys = set(prefix)
+        has_gone_on = bool(session.lines) and session.lines[-1].end in keys
         staying: list[Line] = []
         left: list[Line] = []
         for line in session.lines:
@@ -169,7 +174,8 @@ class UserSessions:
             if common == len(prefix):
                 new = line  # the new one is a part of it: an older question asked again, or one beside it
             elif known:
-                (left if 2 * common > line.length else staying).append(line)
+                is_left = has_gone_on and line.length - common <= END_SHARE * line.length
+                (left if is_left else staying).append(line)
         session.lines = [*(line for line in staying if line is not new), new]
         if len(session.lines) > LINES_MAX:
             left.append(session.lines.pop(0))

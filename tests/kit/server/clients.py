@@ -188,11 +188,16 @@ class SmallEngine:
 
         A chunk holds its key, again and again.
         """
+        keys = self.keys_of(tokens)
+        self.store_keys(keys, start=self.hits_of(keys, session))
+        self.client.tell_state(session, NO_TAG, keys.keys[-1])
+        return keys
+
+    def keys_of(self, tokens: list[int]) -> PrefixKeys:
+        """The keys of any prompt."""
         assert self.client.namespace is not None
         keys = PrefixKeys(self.client.namespace, CHUNK)
         keys.extend(tokens)
-        self.store_keys(keys, start=self.hits_of(keys, session))
-        self.client.tell_state(session, NO_TAG, keys.keys[-1])
         return keys
 
     def store_keys(self, keys: PrefixKeys, start: int = 0) -> None:
