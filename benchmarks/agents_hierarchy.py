@@ -1,9 +1,10 @@
 """The product's tiering under agents' turns, in virtual time: its decisions are real, its media are queues.
 
 A turn asks for its prefix when it arrives, waits until all that the tiering promised is in host memory, is loaded,
-computes the rest, and stores. One medium serves one operation after the other at its bandwidth, and each takes its
-latency on top. The GPU computes every turn as if alone. What vLLM's prefix cache holds is an LRU of whole chunks; a
-turn whose parent is still there whole finds the parent's answer, too, in blocks of 16 tokens.
+computes the rest, and stores, its answer too, which takes no time. One medium serves one operation after the other at
+its bandwidth, and each takes its latency on top. The GPU computes every turn as if alone. What vLLM's prefix cache
+holds is an LRU of whole chunks; a turn whose parent is still there whole finds the parent's answer, too, in blocks of
+16 tokens.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ class AgentReplay:
     Attributes:
         served: Turns in the order in which they had their first token.
         operations: Jobs by tier and kind: ``(DISK, "Write")``.
+        answers: What becomes of answers: ``asked``: as the product keeps them, written when they are asked for;
+            ``at once``: as prompts are; ``none``: they are not stored.
         dropped: Chunks that were not stored because no slot was free.
     """
 
@@ -145,6 +148,7 @@ class AgentReplay:
     chunk_tokens: int
     eviction: str = "multi-queue"
     admission: str = "all"
+    answers: str = "asked"
     speeds: Speeds = field(default_factory=Speeds)
     served: list[Served] = field(default_factory=list)
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -270,7 +274,8 @@ class AgentReplay:
     def _store(self, turn: Turn, held: int) -> None:
         """The turn is computed: what no tier held when it asked is stored."""
         self._gpu.use(turn)
-        keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
+        kept = turn.chunks if self.answers == "none" else turn.answered
+        keys = [chunk.to_bytes(16, "big") for chunk in kept]
         for index in range(held, len(keys)):
             if not self._credits:
                 self._settle()
@@ -279,6 +284,7 @@ class AgentReplay:
                 break
             parent = keys[index - 1] if index else NAMESPACE
             record = ChunkRecord(NAMESPACE, keys[index], parent, index, keys[index] * 2)
-            self.tiering.commit(self._session, self._credits.pop(), record)
+            is_answer = self.answers == "asked" and index >= len(turn.chunks)
+            self.tiering.commit(self._session, self._credits.pop(), record, is_answer=is_answer)
         if held < len(keys):
             self.tiering.touch_prefix(keys[-1])

@@ -253,7 +253,9 @@ class Config:
         "tokens in one chunk; a multiple of vLLM's block size (models with recurrent layers: that block)",
         256,
     )
-    save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
+    save_decode: bool = _setting(
+        _boolean, "keep generated tokens, too; written to disk and bucket when a prompt has them", default=True
+    )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     peers: tuple[str, ...] | None = _setting(
         _peers, "other machines whose disks are read, e.g. [https://node-b:7460]; with file:// only"

@@ -22,7 +22,8 @@ from tests.kit.vllm.harness import Answer, drain, generate, kv_fingerprint, rand
 
 pytestmark = pytest.mark.vllm
 
-PROMPTS = [random_prompt(800, 4 * CHUNK + TAIL), random_prompt(801, 2 * CHUNK + 200), random_prompt(802, CHUNK - 1)]
+PROMPTS = [random_prompt(800, 4 * CHUNK + TAIL), random_prompt(801, 2 * CHUNK + 200), random_prompt(802, CHUNK - 9)]
+"""With the answer to it the last one is still less than a chunk."""
 WHOLE = [4 * CHUNK, 2 * CHUNK, 0]
 """What a consumer need not compute: all but the last, partial chunk."""
 

@@ -49,6 +49,16 @@ def test_parameters_are_read() -> None:
     assert not reading.counters
 
 
+def test_a_request_may_say_whether_its_answer_is_stored() -> None:
+    reading = Reading()
+    for value in (True, False):
+        params = reading.read({"tiered_kv.save_decode": value})
+        assert [params.saves_generated(setting) for setting in (True, False)] == [value, value]
+    assert [NO_PARAMS.saves_generated(setting) for setting in (True, False)] == [True, False]
+    assert reading.read({"tiered_kv.save_decode": "yes"}) == NO_PARAMS
+    assert reading.counters == {"control_refused": 1}
+
+
 def test_of_a_tag_its_digest_is_kept() -> None:
     reading = Reading()
     assert reading.read({"tiered_kv.tag": "tenant-a"}) == RequestParams(tag=tag_digest("tenant-a"))
@@ -138,7 +148,7 @@ def test_the_page_shows_parameters_that_are_read(repository: Path) -> None:
     shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)]
     (params,) = [block["kv_transfer_params"] for block in shown if "kv_transfer_params" in block]
     reading = Reading()
-    assert reading.read(params) == RequestParams(pin_ttl_s=3600.0, tag=tag_digest("tenant-a"))
+    assert reading.read(params) == RequestParams(saves_decode=True, pin_ttl_s=3600.0, tag=tag_digest("tenant-a"))
     assert not reading.counters
     assert set(params) == set(re.findall(r"^\| `(tiered_kv\.\w+)` \|", page, flags=re.MULTILINE))
     assert f"from 1 to {PIN_TTL_MAX_S}:" in page

@@ -315,6 +315,8 @@ ENGINE_METRICS: Final = (
 _DROPPED, _FAILURES, _EVENTS = ShownIn.DROPPED_CHUNKS, ShownIn.FAILURES, ShownIn.EVENTS
 
 _SERVER_EVENTS: Final = (
+    EventName("answers", _EVENTS),
+    EventName("answers_asked", _EVENTS),
     EventName("delete_failed", _EVENTS),
     EventName("host_evicted", ShownIn.EVICTED_CHUNKS),
     EventName("lease_cap_reached", _EVENTS),

@@ -16,7 +16,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 12
+PROTOCOL = 13
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -175,9 +175,13 @@ class Commit(Message, frozen=True):
     """Slots that every rank has filled, with their chunks, along one prefix in order.
 
     A record without ``stored_by`` is of what this engine stores; one with it is a copy.
+
+    Attributes:
+        answers: Slots of those with generated tokens.
     """
 
     chunks: list[tuple[SlotId, ChunkRecord]]
+    answers: frozenset[SlotId] = frozenset()
 
 
 class GiveBack(Message, frozen=True):

@@ -2,8 +2,8 @@
 
 ::
 
-    {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.pin_ttl_s": 3600,
-                            "tiered_kv.tag": "tenant-a"}}
+    {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.save_decode": false,
+                            "tiered_kv.pin_ttl_s": 3600, "tiered_kv.tag": "tenant-a"}}
 
 Owns their names and kinds. A parameter that is unknown or has a bad value is left out, counted and logged;
 the request goes on without it. But a request whose tag cannot be read is not stored: nobody could erase it later. No
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "tiered_kv."
 SKIP_SAVE: Final = f"{PREFIX}skip_save"
 SKIP_LOAD: Final = f"{PREFIX}skip_load"
+SAVE_DECODE: Final = f"{PREFIX}save_decode"
 PIN_TTL_S: Final = f"{PREFIX}pin_ttl_s"
 TAG: Final = f"{PREFIX}tag"
 STORED_TOKENS: Final = f"{PREFIX}stored_tokens"
@@ -48,6 +49,7 @@ class RequestParams:
     Attributes:
         skips_save: Nothing of it is stored.
         skips_load: Nothing is loaded for it.
+        saves_decode: Whether its generated tokens are stored; None: as the engine's setting says.
         pin_ttl_s: Its prompt's chunks are kept from eviction for so long.
         stored_tokens: Another engine has stored so many tokens of its prompt, or is about to.
         tag: Digest of its owner (``keys/tags.py``).
@@ -55,9 +57,14 @@ class RequestParams:
 
     skips_save: bool = False
     skips_load: bool = False
+    saves_decode: bool | None = None
     pin_ttl_s: float | None = None
     stored_tokens: int = 0
     tag: bytes = NO_TAG
+
+    def saves_generated(self, setting: bool) -> bool:
+        """Whether generated tokens of the request are stored, where the engine's setting is ``setting``."""
+        return setting if self.saves_decode is None else self.saves_decode
 
 
 NO_PARAMS: Final = RequestParams()
@@ -89,6 +96,7 @@ def _tag(value: object) -> bytes:
 _KNOWN: Final[Mapping[str, tuple[str, Callable[[object], Any]]]] = {
     SKIP_SAVE: ("skips_save", _boolean),
     SKIP_LOAD: ("skips_load", _boolean),
+    SAVE_DECODE: ("saves_decode", _boolean),
     PIN_TTL_S: ("pin_ttl_s", _ttl),
     TAG: ("tag", _tag),
     STORED_TOKENS: ("stored_tokens", _count),

@@ -103,7 +103,9 @@ class RequestSaves:
         keys = self._lookups.keys(state)
         if keys is None or not 0 < chunks <= len(keys.keys):
             return "state_dropped_unaccountable"
-        self._queue.queue_state(keys, chunks, [by_group[number] for number in self._groups.states], state.params.tag)
+        blocks = [by_group[number] for number in self._groups.states]
+        is_answer = chunks > self._prompt_chunks(state)
+        self._queue.queue_state(keys, chunks, blocks, state.params.tag, is_answer=is_answer)
         return None
 
     def finish(self, state: RequestState, tables: BlockTables) -> None:
@@ -125,7 +127,8 @@ class RequestSaves:
         """How many chunks are whole, and may be stored, once this step has run (rule 9)."""
         if state.params.skips_save or not state.extras.is_accountable:
             return 0
-        tokens = storable_tokens(state.request, computed_tokens, saves_generated=self._config.save_decode)
+        saves_generated = state.params.saves_generated(self._config.save_decode)
+        tokens = storable_tokens(state.request, computed_tokens, saves_generated=saves_generated)
         chunks = tokens // self._config.chunk_tokens
         if (more := chunks - state.storable) > 0:
             state.storable = chunks
@@ -154,14 +157,25 @@ class RequestSaves:
         elif end > state.stored:
             self._lookups.update_held(state)
             drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
-            chunks, tag = range(state.stored, drafted), state.params.tag
-            queued = self._queue.queue(keys, tables, chunks, held=state.held, tag=tag, is_ending=is_ending)
+            queued = self._queue.queue(
+                keys,
+                tables,
+                range(state.stored, drafted),
+                held=state.held,
+                tag=state.params.tag,
+                prompt_chunks=self._prompt_chunks(state),
+                is_ending=is_ending,
+            )
             state.stored = queued.reached
             if queued.has_passed:
                 self._leave_unstored(state, "window_passed")
                 state.stored = ALL_DONE
             elif is_ending and drafted < end:  # until then the draft's KV may still be written
                 self._leave_unstored(state, "undrafted")
+
+    def _prompt_chunks(self, state: RequestState) -> int:
+        """Leading chunks without a generated token. A session's answers are its prompt with its next input."""
+        return int(state.request.num_prompt_tokens) // self._config.chunk_tokens
 
     def _leave_unstored(self, state: RequestState, reason: str) -> None:
         """Count chunks that were computed and are not stored, each once."""

@@ -77,11 +77,15 @@ class _State:
 
 @dataclass(slots=True)
 class _Chunk:
-    """A chunk, or a part of a state: then ``block_ids`` is one block of one group."""
+    """A chunk, or a part of a state: then ``block_ids`` is one block of one group.
+
+    ``is_answer``: generated tokens are in it, or before the state.
+    """
 
     record: ChunkRecord
     block_ids: tuple[tuple[int, ...], ...]
     queued_s: float
+    is_answer: bool
     state_part: int | None = None
     state: _State | None = None
 
@@ -153,6 +157,7 @@ class SaveQueue:
         *,
         held: int,
         tag: bytes,
+        prompt_chunks: int = sys.maxsize,
         is_ending: bool = False,
     ) -> "Queued":
         """Queue chunks of a request that are not known to be stored; pins their blocks.
@@ -161,6 +166,7 @@ class SaveQueue:
             tables: The request's blocks, per KV cache group.
             held: Leading chunks the hierarchy is known to hold.
             tag: Of their owner.
+            prompt_chunks: Leading chunks of the request without a generated token.
             is_ending: vLLM takes the blocks back right after this.
         """
         namespace = self._client.namespace
@@ -176,10 +182,12 @@ class SaveQueue:
             if ids is None:
                 return Queued(index, has_passed=True)
             record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index], tag)
-            self._pin(_Chunk(record, ids, self._monotonic()))
+            self._pin(_Chunk(record, ids, self._monotonic(), index >= prompt_chunks))
         return Queued(chunks.stop)
 
-    def queue_state(self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes) -> None:
+    def queue_state(
+        self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes, *, is_answer: bool = False
+    ) -> None:
         """Queue the state behind so many chunks of a request, part by part, unless it is on its way already.
 
         What was stored before is not remembered: a state is the first to be evicted, and the server knows what it has.
@@ -187,6 +195,7 @@ class SaveQueue:
         Args:
             block_ids: The block of each part. vLLM uses them again after the step in which it handed them over, so
                 they are pinned now or never.
+            is_answer: Generated tokens are before it.
         """
         namespace = self._client.namespace
         assert namespace is not None
@@ -201,7 +210,7 @@ class SaveQueue:
             return
         state = _State(len(records))
         for part, (record, block_id) in enumerate(zip(records, block_ids, strict=True)):
-            self._pin(_Chunk(record, ((block_id,),), self._monotonic(), part, state))
+            self._pin(_Chunk(record, ((block_id,),), self._monotonic(), is_answer, part, state))
 
     def _may_pin(self) -> bool:
         """Whether one more chunk of a live request may be pinned: for a slot that is free, or before vLLM frees it."""
@@ -268,7 +277,8 @@ class SaveQueue:
             if outcome != STORED:
                 self._client.give_back([slot for slot, _ in job.chunks])
             else:
-                self._client.commit([(slot, chunk.record) for slot, chunk in job.chunks])
+                answers = [slot for slot, chunk in job.chunks if chunk.is_answer]
+                self._client.commit([(slot, chunk.record) for slot, chunk in job.chunks], answers)
                 self._remember(chunk.record.key for _, chunk in job.chunks if chunk.state_part is None)
 
     def _count(self, outcome: str, chunks: Collection[_Chunk]) -> None:
