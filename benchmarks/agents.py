@@ -1,7 +1,7 @@
 """Coding agents' sessions through the product's own tiering, in virtual time, beside other caches of equal bytes.
 
     python benchmarks/agents.py [--trace FILE] [--json OUT] [--every N] [--sizes GPU,HOST,DISK[,bucket] ...]
-                                [--systems NAME ...] [--keep]
+                                [--systems NAME ...] [--dropped SHARE] [--keep]
 
 The trace has one session a line, as `tests/data/README.md` says. Every N-th session is taken; they start at a steady
 rate. Sizes are in tokens, ``2M`` is two million. What is modelled and what is real: `agents_hierarchy.py` and
@@ -12,8 +12,9 @@ rate. Sizes are in tokens, ``2M`` is two million. What is modelled and what is r
 - "ours, tails" keeps ends of prompts in host memory, in steps of 32 tokens (``tail_tokens``).
 - ``systems``: for every size and system the share of what an infinite cache of chunks finds, what is computed, also for
   follow-up turns beside an unlimited prefix cache (16 tokens, answers kept), bytes written to disk per byte found below
-  the GPU, and requests to the bucket per 1,000 turns. Others are replayed without time, as "ours, no time" is; those
-  with a bounded pool are left out where there is a bucket.
+  the GPU, and requests to the bucket per 1,000 turns. Ours keeps answers and writes them when they are asked for; "at
+  once" writes them as prompts are, "no answers" keeps none, as the others. Others are replayed without time, as "ours,
+  no time" is; those with a bounded pool are left out where there is a bucket.
 - ``gaps``: how long first tokens of follow-up turns take after gaps of so many seconds, ours, in virtual seconds.
 """
 
@@ -38,11 +39,13 @@ TRACE = report.REPOSITORY.parent / "shared" / "data" / "agent_sessions.jsonl"
 SIZES = ("500k,500k,1M", "1M,4M,16M,bucket")
 UNITS = (16, 32, 64, 128, 256)
 OURS = {
-    "ours": ("multi-queue", "all"),
-    "ours, LRU": ("lru", "all"),
-    "ours, second touch": ("multi-queue", "second-touch"),
-    "ours, tails": ("multi-queue", "all"),
-    "ours, no time": ("multi-queue", "all"),
+    "ours": ("multi-queue", "all", "asked"),
+    "ours, answers at once": ("multi-queue", "all", "at once"),
+    "ours, no answers": ("multi-queue", "all", "none"),
+    "ours, LRU": ("lru", "all", "asked"),
+    "ours, second touch": ("multi-queue", "second-touch", "asked"),
+    "ours, tails": ("multi-queue", "all", "asked"),
+    "ours, no time": ("multi-queue", "all", "asked"),
 }
 TAIL_TOKENS = 32
 NO_TIME = Speeds(1, 1e15, 1e15, (0.0, 0.0), (1e15, 1e15))
@@ -62,6 +65,7 @@ COLUMNS = {
     "computed_percent": "% computed",
     "follow_up_mean": "tokens a follow-up computes",
     "times_unlimited": "x unlimited prefix cache",
+    "written": "chunks written",
     "written_per_found": "bytes written per byte found",
     "bucket_requests": "bucket requests per 1,000 turns",
 }
@@ -91,9 +95,9 @@ def sizes_of(text: str) -> Sizes:
     return Sizes(gpu, host, disk, has_bucket)
 
 
-def load(trace: Path, chunk_tokens: int, every: int, sessions_per_hour: float) -> None:
+def load(trace: Path, chunk_tokens: int, every: int, sessions_per_hour: float, dropped: float) -> None:
     """Read the trace once in every process."""
-    _turns[:] = read(trace, chunk_tokens, every=every, sessions_per_hour=sessions_per_hour)
+    _turns[:] = read(trace, chunk_tokens, every=every, sessions_per_hour=sessions_per_hour, dropped=dropped)
 
 
 def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
@@ -102,13 +106,14 @@ def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
     sizes = sizes_of(sizes_text)
     row: dict[str, Any] = {"sizes": sizes_text, "system": system}
     if system in OURS:
-        eviction, admission = OURS[system]
-        ours = AgentReplay(sizes, chunk_tokens, eviction, admission, NO_TIME if system == "ours, no time" else speeds)
+        speeds = NO_TIME if system == "ours, no time" else speeds
+        ours = AgentReplay(sizes, chunk_tokens, *OURS[system], speeds)
         ours.tail_tokens = TAIL_TOKENS if system == "ours, tails" else 0
         ours.run(_turns)
         row |= _rates([(one.turn, one.found) for one in ours.served], chunk_tokens)
         below = sum(one.below_chunks for one in ours.served)
-        row["written_per_found"] = ours.operations[DISK, "Write"] / max(1, below)
+        row["written"] = ours.operations[DISK, "Write"]
+        row["written_per_found"] = row["written"] / max(1, below)
         if sizes.has_bucket:
             requests = sum(number for (tier, _), number in ours.operations.items() if tier == BUCKET)
             row["bucket_requests"] = round(1000 * requests / len(_turns))
@@ -124,6 +129,7 @@ def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
         found = rivals.lmcache(_turns, sizes, chunk_tokens)
     row |= _rates(list(zip(_turns, found.tokens, strict=True)), chunk_tokens)
     if found.below_chunks:
+        row["written"] = found.written
         row["written_per_found"] = found.written / found.below_chunks
     return row
 
@@ -170,6 +176,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results there, too")
     parser.add_argument("--every", type=int, default=1, help="take every N-th session")
     parser.add_argument("--sessions-per-hour", type=float, default=65, help="that start")
+    parser.add_argument("--dropped", type=float, default=0.0, help="share of answers that the next turn leaves out")
     parser.add_argument("--chunk-tokens", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--sizes", nargs="+", type=str, default=SIZES, help="in tokens: GPU,HOST,DISK or with ,bucket")
     parser.add_argument("--systems", nargs="+", choices=[*OURS, *RIVALS], default=[*OURS, *RIVALS], metavar="NAME")
@@ -195,7 +202,7 @@ def main() -> None:
         (speeds.latency_s[0], options.bucket_latency_s),
         (options.disk_gb_s * 1e9, options.bucket_gb_s * 1e9),
     )
-    taken = (options.trace, options.chunk_tokens, options.every, options.sessions_per_hour)
+    taken = (options.trace, options.chunk_tokens, options.every, options.sessions_per_hour, options.dropped)
     load(*taken)
     result: dict[str, Any] = {"turns": len(_turns), "units": computed_by_unit(_turns, UNITS), "systems": []}
     print("\n".join(["", f"{len(_turns)} turns", "", *report.table(result["units"], _headings(result["units"]))]))

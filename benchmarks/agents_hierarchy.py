@@ -1,11 +1,12 @@
 """The product's tiering under agents' turns, in virtual time: its decisions are real, its media are queues.
 
 A turn asks for its prefix when it arrives, waits until all that the tiering promised is in host memory, is loaded,
-computes the rest, and stores. One medium serves one operation after the other at its bandwidth, and each takes its
-latency on top. The GPU computes every turn as if alone. What vLLM's prefix cache holds is an LRU of whole chunks; a
-turn whose parent is still there whole finds the parent's answer, too, in blocks of 16 tokens.
+computes the rest, and stores, its answer too, which takes no time. One medium serves one operation after the other at
+its bandwidth, and each takes its latency on top. The GPU computes every turn as if alone. What vLLM's prefix cache
+holds is an LRU of whole chunks; a turn whose parent is still there whole finds the parent's answer, too, in blocks of
+16 tokens.
 
-With tails (decisions/0036) a turn leaves one where its prompt ends; a turn that goes on from there finds and drops it.
+With tails (decisions/0036) a turn leaves one where its answer ends; a turn that goes on from there finds and drops it.
 """
 
 from __future__ import annotations
@@ -147,6 +148,8 @@ class AgentReplay:
     Attributes:
         served: Turns in the order in which they had their first token.
         operations: Jobs by tier and kind: ``(DISK, "Write")``.
+        answers: What becomes of answers: ``asked``: as the product keeps them, written when they are asked for;
+            ``at once``: as prompts are; ``none``: they are not stored.
         dropped: Chunks that were not stored because no slot was free.
         tail_tokens: Unit of tails; 0: none are kept.
         tails_found: Turns that a tail gave something.
@@ -157,6 +160,7 @@ class AgentReplay:
     chunk_tokens: int
     eviction: str = "multi-queue"
     admission: str = "all"
+    answers: str = "asked"
     speeds: Speeds = field(default_factory=Speeds)
     tail_tokens: int = 0
     served: list[Served] = field(default_factory=list)
@@ -290,18 +294,20 @@ class AgentReplay:
 
     def _its_tail(self, turn: Turn, answer: LookupAnswer) -> tuple[list[bytes], int]:
         """Of the tails that were told, that of the turn's parent if the turn goes on from it; and where it ends."""
+        shared = turn.shared if self.answers == "none" else turn.shared_answered
         for tail in answer.tails:
             end = answer.held * self.chunk_tokens + tail.tokens
-            if tail.digest == _tail_name(turn.parent) * 2 and end <= min(turn.shared, turn.tokens - 1):
+            if tail.digest == _tail_name(turn.parent) * 2 and end <= min(shared, turn.tokens - 1):
                 return [_tail_name(turn.parent)], end
         return [], 0
 
     def _leave_tail(self, turn: Turn, older: list[bytes]) -> None:
-        """Keep the end of a turn's prompt, if it is worth a slot that is free; what it goes on from goes."""
-        rest = turn.tokens % self.chunk_tokens // self.tail_tokens * self.tail_tokens
-        if rest and len(turn.chunks) >= CHUNKS_BEFORE_TAIL and self._credits:
-            key, parent = _tail_name(turn.number), turn.chunks[-1].to_bytes(16, "big")
-            record = ChunkRecord(NAMESPACE, key, parent, len(turn.chunks), key * 2)
+        """Keep the end of a turn, if it is worth a slot that is free; what it goes on from goes."""
+        chunks, end = (turn.chunks, turn.tokens) if self.answers == "none" else (turn.answered, turn.answered_tokens)
+        rest = end % self.chunk_tokens // self.tail_tokens * self.tail_tokens
+        if rest and len(chunks) >= CHUNKS_BEFORE_TAIL and self._credits:
+            key, parent = _tail_name(turn.number), chunks[-1].to_bytes(16, "big")
+            record = ChunkRecord(NAMESPACE, key, parent, len(chunks), key * 2)
             self.tiering.commit_tail(self._session, self._credits.pop(), record, rest)
         self.tiering.drop_tails(self._session, older)
         self.tails_most = max(self.tails_most, self.tiering.usage()["host_tails"])
@@ -309,7 +315,8 @@ class AgentReplay:
     def _store(self, turn: Turn, held: int, older: list[bytes]) -> None:
         """The turn is computed: what no tier held when it asked is stored."""
         self._gpu.use(turn)
-        keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
+        kept = turn.chunks if self.answers == "none" else turn.answered
+        keys = [chunk.to_bytes(16, "big") for chunk in kept]
         for index in range(held, len(keys)):
             if not self._credits:
                 self._settle()
@@ -318,7 +325,8 @@ class AgentReplay:
                 break
             parent = keys[index - 1] if index else NAMESPACE
             record = ChunkRecord(NAMESPACE, keys[index], parent, index, keys[index] * 2)
-            self.tiering.commit(self._session, self._credits.pop(), record)
+            is_answer = self.answers == "asked" and index >= len(turn.chunks)
+            self.tiering.commit(self._session, self._credits.pop(), record, is_answer=is_answer)
         if held < len(keys):
             self.tiering.touch_prefix(keys[-1])
         if self.tail_tokens:

@@ -15,6 +15,9 @@ from pathlib import Path
 
 BLOCK_TOKENS = 64
 
+GOLDEN = 0.618033988749895
+"""Multiples of it, less their whole part, are spread evenly: which answers are dropped."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -26,6 +29,8 @@ class Turn:
         shared: Leading tokens that its parent's prompt has, too.
         shared_answered: The same with its parent's answer kept.
         chunks: Ids of its whole chunks; equal ids: equal prefixes.
+        answered: The same of the prompt with its answer, all but its last token.
+        answered_tokens: Tokens of these together.
         number, parent: Its own and its parent's, over all sessions; -1: it has none.
     """
 
@@ -35,6 +40,8 @@ class Turn:
     shared: int
     shared_answered: int
     chunks: list[int]
+    answered: list[int]
+    answered_tokens: int
     number: int
     parent: int
 
@@ -44,24 +51,34 @@ class Turn:
         return min(shared, self.tokens - 1) // unit_tokens * unit_tokens
 
 
-def read(trace: Path, chunk_tokens: int, *, every: int = 1, sessions_per_hour: float = 60) -> list[Turn]:
-    """Every ``every``-th session of a trace, started at a steady rate; all turns by arrival."""
+def read(
+    trace: Path, chunk_tokens: int, *, every: int = 1, sessions_per_hour: float = 60, dropped: float = 0.0
+) -> list[Turn]:
+    """Every ``every``-th session of a trace, started at a steady rate; all turns by arrival.
+
+    Of the answers the share ``dropped`` does not come back, as if they were reasoning.
+    """
     turns: list[Turn] = []
     ids, numbers = count(), count()
     with trace.open() as lines:
         for number, line in enumerate(lines):
             if number % every == 0:
                 start_s = number // every * 3600 / sessions_per_hour
-                turns += _session(json.loads(line)["requests"], start_s, chunk_tokens, ids, numbers)
+                turns += _session(json.loads(line)["requests"], start_s, chunk_tokens, (ids, numbers), dropped)
     turns.sort(key=lambda turn: turn.time_s)
     return turns
 
 
 def _session(
-    requests: list[list[int]], start_s: float, chunk_tokens: int, ids: Iterator[int], numbers: Iterator[int]
+    requests: list[list[int]],
+    start_s: float,
+    chunk_tokens: int,
+    counters: tuple[Iterator[int], Iterator[int]],
+    dropped: float,
 ) -> Iterator[Turn]:
     known: list[Turn] = []
-    for time_s, tokens, _, parent, shared_blocks, _ in requests:
+    ids, numbers = counters
+    for time_s, tokens, generated, parent, shared_blocks, _ in requests:
         gap_s, shared, answered = None, 0, 0
         chunks: list[int] = []
         if parent >= 0:
@@ -69,12 +86,15 @@ def _session(
             gap_s = max(0.0, start_s + time_s - before.time_s)
             shared = answered = shared_blocks * BLOCK_TOKENS
             if shared_blocks == requests[parent][5]:
-                shared = min(before.tokens, tokens)
-                answered = min(before.tokens + requests[parent][2], tokens)
-            chunks = before.chunks[: shared // chunk_tokens]
+                shared = answered = min(before.tokens, tokens)
+                if parent * GOLDEN % 1 >= dropped:
+                    answered = min(before.tokens + requests[parent][2], tokens)
+            chunks = before.answered[: answered // chunk_tokens]
         chunks = chunks + [next(ids) for _ in range(tokens // chunk_tokens - len(chunks))]
+        end = tokens + max(generated, 1) - 1
+        with_answer = chunks + [next(ids) for _ in range(end // chunk_tokens - len(chunks))]
         number, of = next(numbers), known[parent].number if parent >= 0 else -1
-        known.append(Turn(start_s + time_s, gap_s, tokens, shared, answered, chunks, number, of))
+        known.append(Turn(start_s + time_s, gap_s, tokens, shared, answered, chunks, with_answer, end, number, of))
     yield from known
 
 

@@ -1,5 +1,6 @@
 """What ``benchmarks/agents.py`` says of agents' sessions: its arithmetic by hand, its hierarchy beside limits."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+from agents import OURS
 from agents_hierarchy import BUCKET, DISK, AgentReplay, GpuPool, Sizes, Speeds
 from agents_rivals import lmcache, native, optimum
 from agents_trace import Turn, computed_by_unit, read
@@ -36,9 +38,21 @@ def test_what_a_turn_shares_with_its_parent(few: list[Turn]) -> None:
     assert (goes_on.shared_answered, edits.shared_answered) == (1100, 640)
     assert (first.gap_s, goes_on.gap_s, edits.gap_s) == (None, 10, 90)
     assert [len(turn.chunks) for turn in few] == [3, 5, 5]
-    assert goes_on.chunks[:3] == first.chunks
+    assert goes_on.chunks[:4] == first.answered and first.answered[:3] == first.chunks
     assert edits.chunks[:2] == first.chunks[:2]
     assert set(edits.chunks[2:]).isdisjoint(first.chunks + goes_on.chunks)
+
+
+def test_of_dropped_answers_the_prompt_is_shared_and_nothing_behind_it(tmp_path: Path) -> None:
+    tokens = range(600, 6600, 300)
+    requests = [[60.0 * n, tokens[n], 290, n - 1, tokens[n - 1] // 64 if n else 0, tokens[n] // 64] for n in range(20)]
+    path = written(tmp_path / "chat.jsonl", requests)
+    for share, dropped in ((0.0, 0), (0.5, 10), (1.0, 19)):
+        turns = read(path, CHUNK, dropped=share)
+        assert sum(turn.shared_answered == turn.shared for turn in turns[1:]) == dropped
+        for before, turn in itertools.pairwise(turns):
+            assert (turn.chunks[: len(before.answered)] == before.answered) == (turn.shared_answered > turn.shared)
+            assert turn.chunks[: len(before.chunks)] == before.chunks
 
 
 def test_what_units_and_answers_leave_to_compute(few: list[Turn]) -> None:
@@ -89,19 +103,21 @@ def found(turns: list[Turn], host: int, disk: int | None, **more: str) -> int:
 
 
 def test_ample_tiers_find_what_an_infinite_cache_finds(turns: list[Turn]) -> None:
-    ever = sum(turn.found_ever(CHUNK, with_answers=False) for turn in turns)
+    ever = sum(turn.found_ever(CHUNK, with_answers=True) for turn in turns)
     ample = found(turns, AMPLE, None)
     assert 0.98 * ever < ample <= ever  # a turn that arrives while its parent is computed finds less
     assert found(turns, 1 << 18, 1 << 18) < ample
 
 
-def test_media_take_their_time_and_are_counted(few: list[Turn]) -> None:
+@pytest.mark.parametrize(("answers", "second", "more"), [("asked", 1024, 0), ("at once", 1024, 1), ("none", 768, 0)])
+def test_media_take_their_time_and_are_counted(few: list[Turn], answers: str, second: int, more: int) -> None:
+    """One chunk of the first answer comes back; one of the second one's never does."""
     speeds = Speeds(prefill_tokens_per_s=1000, load_bytes_per_s=float("inf"))
-    replay = AgentReplay(Sizes(0, AMPLE, None), CHUNK, speeds=speeds)
+    replay = AgentReplay(Sizes(0, AMPLE, None), CHUNK, answers=answers, speeds=speeds)
     replay.run(few)
-    assert [one.found for one in replay.served] == [0, 768, 512]
-    assert [one.first_token_s for one in replay.served] == pytest.approx([1.0, 0.732, 0.888])
-    stored = len({chunk for turn in few for chunk in turn.chunks})
+    assert [one.found for one in replay.served] == [0, second, 512]
+    assert [one.first_token_s for one in replay.served] == pytest.approx([1.0, (1500 - second) / 1000, 0.888])
+    stored = len({chunk for turn in few for chunk in turn.chunks}) + more
     assert replay.operations == {(DISK, "Write"): stored, (BUCKET, "Copy"): stored}
 
 
@@ -125,8 +141,7 @@ def test_the_section_takes_any_file_and_writes_its_json(few: list[Turn], tmp_pat
     done = subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True)
     result = json.loads(out.read_text())
     assert result["turns"] == len(few)
-    names = ["ours", "ours, LRU", "ours, second touch", "ours, tails", "ours, no time"]
-    assert [row["system"] for row in result["systems"]] == names
+    assert [row["system"] for row in result["systems"]] == list(OURS)
     assert result["systems"][0]["of_infinite_percent"] == 100
     assert "10k,20k,50k,bucket" in done.stdout
 
@@ -149,7 +164,7 @@ def test_a_turn_finds_its_parents_tail_and_leaves_its_own(tmp_path: Path) -> Non
     path = written(tmp_path / "tails.jsonl", requests)
     found = []
     for tail_tokens in (0, 32):
-        replay = AgentReplay(Sizes(0, AMPLE, AMPLE), CHUNK)
+        replay = AgentReplay(Sizes(0, AMPLE, AMPLE), CHUNK, answers="none")
         replay.tail_tokens = tail_tokens
         replay.run(read(path, CHUNK))
         found.append([one.found for one in replay.served])

@@ -256,7 +256,9 @@ class Config:
         "tokens in one chunk; a multiple of vLLM's block size (models with recurrent layers: that block)",
         256,
     )
-    save_decode: bool = _setting(_boolean, "store generated tokens, too, for chats whose answers return", default=False)
+    save_decode: bool = _setting(
+        _boolean, "keep generated tokens, too; written to disk and bucket when a prompt has them", default=True
+    )
     tail_tokens: int | None = _setting(
         _positive_int, "keep prompts' ends below a chunk in host memory, in steps of so many tokens, e.g. 32"
     )

@@ -25,7 +25,9 @@ from tiered_kv.tiers.peers.fleet_key import FleetKey
 
 pytestmark = pytest.mark.vllm
 
-PROMPTS = [random_prompt(800, 4 * CHUNK + TAIL), random_prompt(801, 2 * CHUNK + 200), random_prompt(802, CHUNK - 1)]
+PROMPTS = [random_prompt(800, 4 * CHUNK + TAIL), random_prompt(801, 2 * CHUNK + 200), random_prompt(802, CHUNK - 9)]
+"""With the answer to it the last one is still less than a chunk."""
+
 HINTED = random_prompt(804, 4 * CHUNK + TAIL)
 WHOLE = [4 * CHUNK, 2 * CHUNK, 0]
 """What a consumer need not compute: all but the last, partial chunk."""

@@ -243,7 +243,7 @@ def test_a_hit_is_as_long_as_vllms_own_and_the_answer_the_same(run: Run, length:
 def test_a_second_turn_goes_on_from_the_first(run: Run) -> None:
     ours, own = run.turns["host"], run.turns["own"]
     assert ours.tokens == own.tokens
-    # vLLM keeps generated tokens, too; of the prompt's 9 whole blocks the cache gives all but what is dropped.
+    # The answer ends in the prompt's last block; of its 9 whole ones the cache gives all but what is dropped.
     assert ours.cached_tokens == 300 // B * B - (0 if run.facts["kind"] == "draft_model" else B)
 
 

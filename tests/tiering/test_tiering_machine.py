@@ -102,6 +102,11 @@ class Histories(RuleBasedStateMachine):
             self.world.commit(session, path)
 
     @rule(pick=PICK, path=PATHS)
+    def commit_an_answer(self, pick, path):
+        if (session := self.session(pick)) is not None:
+            self.world.commit(session, path, is_answer=True)
+
+    @rule(pick=PICK, path=PATHS)
     def commit_a_prefix(self, pick, path):
         """Every chunk of a prompt, a step's credits at a time."""
         if (session := self.session(pick)) is None:

@@ -50,6 +50,16 @@ def test_parameters_are_read() -> None:
     assert not reading.counters
 
 
+def test_a_request_may_say_whether_its_answer_is_stored() -> None:
+    reading = Reading()
+    for value in (True, False):
+        params = reading.read({"tiered_kv.save_decode": value})
+        assert [params.saves_generated(setting) for setting in (True, False)] == [value, value]
+    assert [NO_PARAMS.saves_generated(setting) for setting in (True, False)] == [True, False]
+    assert reading.read({"tiered_kv.save_decode": "yes"}) == NO_PARAMS
+    assert reading.counters == {"control_refused": 1}
+
+
 def test_of_a_tag_its_digest_is_kept() -> None:
     reading = Reading()
     assert reading.read({"tiered_kv.tag": "tenant-a"}) == RequestParams(tag=tag_digest("tenant-a"))
@@ -262,7 +272,7 @@ def test_the_page_shows_parameters_that_are_read(repository: Path) -> None:
     reading = Reading(url)
     tag = tag_digest("tenant-a")
     names = {"session": session_name("run-17", tag), "prefetches": session_name("run-16", tag)}
-    assert reading.read(params) == RequestParams(pin_ttl_s=3600.0, tag=tag, peer=url, **names)
+    assert reading.read(params) == RequestParams(saves_decode=True, pin_ttl_s=3600.0, tag=tag, peer=url, **names)
     assert not reading.counters
     assert set(params) == set(re.findall(r"^\| `(tiered_kv\.\w+)` \|", page, flags=re.MULTILINE))
     assert f"from 1 to {PIN_TTL_MAX_S}:" in page

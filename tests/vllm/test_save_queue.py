@@ -30,6 +30,7 @@ class Server:
 
     credits: deque[int] = field(default_factory=deque)
     committed: list[int] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
     tags: list[bytes] = field(default_factory=list)
     given_back: list[int] = field(default_factory=list)
     tails: list[tuple[int, bytes, int]] = field(default_factory=list)
@@ -46,8 +47,9 @@ class Server:
     def take_slot(self) -> int | None:
         return self.credits.popleft() if self.credits else None
 
-    def commit(self, chunks: Any) -> None:
+    def commit(self, chunks: Any, answers: Any) -> None:
         self.committed += [slot for slot, _ in chunks]
+        self.answers += answers
         self.tags += [record.tag for _, record in chunks]
 
     def commit_tail(self, slot: int, record: Any, tokens: int) -> None:
@@ -104,6 +106,17 @@ def test_blocks_stay_pinned_until_every_rank_has_copied() -> None:
     assert world.free_blocks == BLOCKS - 1
     assert world.server.committed == [10, 11, 12]
     assert not world.saves.has_work
+
+
+def test_chunks_behind_the_prompt_are_committed_as_an_answers() -> None:
+    world = World()
+    keys, ids = world.prompt(4)
+    world.server.credits.extend([10, 11, 12, 13])
+    world.saves.queue(keys, (ids,), range(3), held=0, tag=NO_TAG, prompt_chunks=2)
+    world.saves.queue(keys, (ids,), range(3, 4), held=0, tag=NO_TAG, prompt_chunks=4)  # it is a prompt's meanwhile
+    (job,) = world.saves.start_jobs()
+    world.saves.finished(SaveReport({job.job_id: 1}))
+    assert (world.server.committed, world.server.answers) == ([10, 11, 12, 13], [12])
 
 
 def test_job_that_failed_on_one_rank_is_never_committed() -> None:

@@ -247,13 +247,15 @@ class TestSaveQueue:
     def blocks(self, world: World) -> list[int]:
         return [block.block_id for block in world.pool.get_new_blocks(2)]
 
-    def test_parts_are_pinned_until_they_are_copied_and_committed_by_name(self):
+    @pytest.mark.parametrize("is_answer", [False, True])
+    def test_parts_are_pinned_until_they_are_copied_and_committed_by_name(self, is_answer):
         world, keys = self.world(), self.keys()
         free = world.free_blocks
         blocks = self.blocks(world)
         committed = []
-        world.server.commit = committed.extend
-        world.saves.queue_state(keys, 2, blocks, NO_TAG)
+        commit = world.server.commit
+        world.server.commit = lambda chunks, answers: (committed.extend(chunks), commit(chunks, answers))
+        world.saves.queue_state(keys, 2, blocks, NO_TAG, is_answer=is_answer)
         world.free(blocks)  # vLLM goes on and lets them go
         assert world.free_blocks == free - 2
         (job,) = world.saves.start_jobs()
@@ -262,6 +264,7 @@ class TestSaveQueue:
         assert world.free_blocks == free
         chunk = ChunkRecord(NAMESPACE.digest, keys.keys[1], keys.parent(1), 1, keys.digests[1])
         assert [record for _, record in committed] == state_records(chunk, 2)
+        assert world.server.answers == (world.server.committed if is_answer else [])
         assert +world.counters == {"states": 1, "state_parts_stored": 2}, "no chunk was stored"
 
     def test_what_is_on_its_way_is_not_copied_again_and_what_was_stored_is_for_it_may_be_evicted(self):

@@ -38,13 +38,15 @@ class Steps:
         *,
         groups: CacheGroups = GROUPS,
         is_answered: bool = True,
+        params: dict[str, Any] | None = None,
     ) -> None:
         self.engine = engine
         self.side = SchedulerSide(engine.config, engine.client, Adapters(""), groups, BOTH)
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         self.side.bind_block_pool(self.pool)
         tokens = list(range(first_token, first_token + 3 * CHUNK + 5))
-        self.request = Request(name, tokens, SamplingParams(max_tokens=9), None)
+        extra_args = {"kv_transfer_params": params} if params else None
+        self.request = Request(name, tokens, SamplingParams(max_tokens=99, extra_args=extra_args), None)
         self.blocks: list[Any] = []
         self.side.add_request(self.request)
         poll_until(engine.client, lambda: engine.client.credit_count >= 3, "slots")
@@ -123,6 +125,38 @@ def test_chunks_that_the_last_step_completed_are_pinned_when_the_request_ends(en
     lookup, answer = engine.look_up(3, first_token=100_000)
     assert answer.held == 3
     engine.client.release(lookup)
+
+
+@pytest.mark.parametrize(
+    ("generated", "param", "stored"),
+    [(60, None, [False, False, False, True]), (59, None, [False] * 3), (60, False, [False] * 3)],
+    ids=["whole", "the last token is missing", "not wanted"],
+)
+def test_an_answers_chunk_is_committed_as_one_and_ends_before_the_last_token(
+    engine: SmallEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    generated: int,
+    param: bool | None,
+    stored: list[bool],
+) -> None:
+    first = 400_000 + 1000 * generated + 500 * (param is None)
+    steps = Steps(engine, first, f"answered-{first}", params={"tiered_kv.save_decode": param})
+    steps.request.append_output_token_ids(list(range(generated)))
+    steps.admit()
+    poll_until(engine.client, lambda: engine.client.credit_count >= 4, "slots")
+    steps.request.num_computed_tokens = steps.request.num_tokens  # a step that runs ahead counts what is not known yet
+    steps.finish()
+    committed: list[bool] = []
+    commit = engine.client.commit
+
+    def watched(chunks: Any, answers: Any) -> None:
+        committed.extend(slot in answers for slot, _ in sorted(chunks, key=lambda one: one[1].chunk_index))
+        commit(chunks, answers)
+
+    monkeypatch.setattr(engine.client, "commit", watched)
+    steps.side.saves_finished(reported(steps.step()))
+    assert committed == stored
+    assert steps.outcomes() == {"store_chunks": len(stored), "stores": len(stored)}
 
 
 def test_what_another_engine_is_promised_is_to_be_written_at_once(engine: SmallEngine) -> None:

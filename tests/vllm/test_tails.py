@@ -48,7 +48,7 @@ class TailedEngine(AskedEngine):
 
     def __init__(self, root: Path, **more: Any) -> None:
         self.root = root
-        extra = {"tail_tokens": BLOCK_TOKENS, **more.pop("extra", {})}
+        extra = {"tail_tokens": BLOCK_TOKENS, "save_decode": False, **more.pop("extra", {})}
         self.setup = Setup(connector=settings(root, CHUNK) | extra, pool_blocks=200, **more)
         self.engine = SimulatedEngine(self.setup)
         self.sent = 0

@@ -365,13 +365,13 @@ class Engine:
         """End a lookup and its leases; see :meth:`Tiering.release`."""
         self.tiering.release(session, lookup, is_asked_anew=is_asked_anew)
 
-    def commit(self, session: int, slot: SlotId, record: ChunkRecord) -> None:
-        """A granted slot was filled by every rank.
+    def commit(self, session: int, slot: SlotId, record: ChunkRecord, *, is_answer: bool = False) -> None:
+        """A granted slot was filled by every rank; see :meth:`Tiering.commit`.
 
         Raises:
             KeyError: The slot was not granted to this session.
         """
-        self.tiering.commit(session, slot, record)
+        self.tiering.commit(session, slot, record, is_answer=is_answer)
 
     def commit_tail(self, session: int, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
         """The same of a tail of so many tokens.

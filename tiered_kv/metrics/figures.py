@@ -108,8 +108,8 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
         jobs: Operations handed to threads and not ended, by kind: ``get``, ``put``, ``contains``, ``delete``.
         corrupt: Reads whose bytes were damaged.
         admitted_chunks: Chunks that were to be written here; each was written, dropped, or waits.
-        declined_chunks: Chunks that came and were not to be: they were asked for or stored once only. Those that were
-            admitted later, when they were asked for again, are counted there, too.
+        declined_chunks: Chunks that came and were not to be: they were asked for or stored once only, or have generated
+            tokens that no prompt has. Those that were admitted later, when they were asked for, are counted there, too.
         breaker: ``closed``: in use. ``open``, ``half_open``: left out until a trial succeeds.
         breaker_opened: How often it opened.
         breaker_reason: Why it is open.

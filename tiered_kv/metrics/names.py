@@ -315,6 +315,8 @@ ENGINE_METRICS: Final = (
 _DROPPED, _FAILURES, _EVENTS = ShownIn.DROPPED_CHUNKS, ShownIn.FAILURES, ShownIn.EVENTS
 
 _SERVER_EVENTS: Final = (
+    EventName("answers", _EVENTS),
+    EventName("answers_asked", _EVENTS),
     EventName("delete_failed", _EVENTS),
     EventName("hint_requests_refused", _EVENTS),
     EventName("hints_demote", _EVENTS),

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -246,14 +246,14 @@ class SchedulerClient:
         """An empty slot to fill, if one was granted ahead."""
         return self._credits.popleft() if self._credits and self.is_ready else None
 
-    def commit(self, chunks: Sequence[tuple[SlotId, ChunkRecord]]) -> None:
-        """Slots that every rank has filled, in prefix order."""
+    def commit(self, chunks: Sequence[tuple[SlotId, ChunkRecord]], answers: Collection[SlotId] = ()) -> None:
+        """Slots that every rank has filled, in prefix order; those of ``answers`` have generated tokens in them."""
         if not chunks:
             return
         if self._is_resetting:  # filled before the reset: nobody may find them
             self.give_back([slot for slot, _ in chunks])
             return
-        self._send(m.Commit(list(chunks)), may_drop=False)
+        self._send(m.Commit(list(chunks), frozenset(answers)), may_drop=False)
 
     def commit_tail(self, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
         """A slot that every rank has filled with a tail of so many tokens; the chunk before it was committed."""

@@ -185,9 +185,13 @@ class Commit(Message, frozen=True):
     """Slots that every rank has filled, with their chunks, along one prefix in order.
 
     A record without ``stored_by`` is of what this engine stores; one with it is a copy.
+
+    Attributes:
+        answers: Slots of those with generated tokens.
     """
 
     chunks: list[tuple[SlotId, ChunkRecord]]
+    answers: frozenset[SlotId] = frozenset()
 
 
 class CommitTail(Message, frozen=True):

@@ -449,7 +449,8 @@ class Sessions:
         parents = {record.parent for _, record in commit.chunks}
         for slot, record in commit.chunks:
             try:
-                self._engine.commit(session, slot, checked_record(group, record))
+                made = checked_record(group, record)
+                self._engine.commit(session, slot, made, is_answer=slot in commit.answers)
             except KeyError as exc:
                 raise ProtocolError(f"slot {slot} was not granted to engine {group.name}") from exc
             group.granted[session].discard(slot)

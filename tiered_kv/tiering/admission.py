@@ -5,6 +5,10 @@
     second-touch    when its prefix is asked for or stored again, or is pinned, or a client says that it will be
     none            never: the tier is read only (no setting, the tier says so)
 
+Whatever the policy, a chunk with generated tokens (an answer's) is written once a prompt was seen to contain it. Most
+of what is generated comes back with the next turn, but reasoning that the next turn drops, an answer that is
+regenerated and the others of ``n`` never do. docs/decisions/0035-answers.md has the figures.
+
 A second touch is what the index counts as a use (``index.py``): the ghost list keeps it across eviction, and it is
 never less for a parent than for its child, so what is admitted is closed under prefixes. Until then a chunk lies in the
 tiers above only, and nothing waits for its write: it is neither queued, nor deferred, nor drained.
@@ -101,5 +105,5 @@ class Admission:
         self.declined = 0
 
     def admits(self, entry: Entry) -> bool:
-        """Whether the chunk may be written now."""
-        return self.policy.admits(entry)
+        """Whether the chunk may be written now: an answer's not before it was asked for."""
+        return not entry.is_unasked and self.policy.admits(entry)

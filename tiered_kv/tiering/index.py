@@ -88,6 +88,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         leases: Lookups that rely on the slot.
         holds: Leases and pending writes: what keeps a chunk in its slot.
         is_unwritten: Its write was put off: it is evicted only if there is nothing else.
+        is_answer: It came with generated tokens in it, and no prompt was known to go on from it.
         uses: How often it was asked for after it came, also before it was evicted; never less than its children's.
         source: The tier its bytes are being read from, while it is PROMOTING; else ``HOST``.
         lookups: Ids of the lookups that want this slot and were not yet told it is ready; None if there is none.
@@ -108,6 +109,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     leases: int = 0
     holds: int = 0
     is_unwritten: bool = False
+    is_answer: bool = False
     uses: int = 0
     source: int = HOST
     lookups: set[int] | None = None
@@ -123,6 +125,11 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     def is_gone(self) -> bool:
         """Whether nothing is left to know about the chunk."""
         return self.host is HostState.ABSENT and all(state is BlobState.ABSENT for state in self.blobs)
+
+    @property
+    def is_unasked(self) -> bool:
+        """Whether it is an answer's that no prompt was seen to contain. Then its children are so, too."""
+        return self.is_answer and not self.uses
 
     @property
     def is_busy(self) -> bool:
@@ -244,11 +251,17 @@ class Index:
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
 
-    def count_use(self, prefix: Sequence[Entry], owner: bytes = SHARED) -> None:
-        """A user's session, or somebody without one (``SHARED``), asked for a prefix; once per request, given whole."""
+    def count_use(self, prefix: Sequence[Entry], owner: bytes = SHARED) -> int:
+        """A user's session, or somebody without one (``SHARED``), asked for a prefix; once per request, given whole.
+
+        Returns how many answers' were new to that.
+        """
+        answers = 0
         for entry in prefix:
+            answers += entry.is_answer and not entry.uses
             entry.uses += 1
             entry.is_asked_for_by(owner)
+        return answers
 
     def mark_used(self, entry: Entry) -> list[Entry]:
         """A chunk will be asked for, though no lookup says so: with its prefix it counts as used at least once.
@@ -469,6 +482,8 @@ class Index:
             for child in entry.children:
                 assert self.parent(child) is entry, "a child is linked to the wrong parent"
                 assert child.uses <= entry.uses, "a chunk was asked for without its parent"
+                is_placed = child.is_unasked or not entry.is_unasked or self.is_tail(child.record)
+                assert is_placed, "a prompt's chunk behind one that no prompt has"
                 linked.add((entry.record.key, child.record.key))
             for tier, count in enumerate(entry.claimed_children):
                 claimed = sum(child.blobs[tier] in CLAIMED for child in entry.children)

@@ -239,7 +239,7 @@ class Tiering:
         if state_parts:
             return self._look_up_state(session, wish, hint)
         held = self.index.held_prefix(session.namespace, keys, digests)
-        self.index.count_use(held, owner)
+        self.counters["answers_asked"] += self.index.count_use(held, owner)
         self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, wish)
         if wants_tails and held:
@@ -294,7 +294,7 @@ class Tiering:
                 self._search_state(lookup, search)
                 return
         path = [*held[:boundary], *state]
-        self.index.count_use(path, lookup.owner)
+        self.counters["answers_asked"] += self.index.count_use(path, lookup.owner)
         self._record_use(path, lookup.session.slot_bytes)
         self._lookups.state_found(lookup, boundary, path)
         self._promote(lookup, path)
@@ -389,8 +389,11 @@ class Tiering:
 
     # -- stores ------------------------------------------------------------------------------------------------
 
-    def commit(self, session_id: int, slot: SlotId, record: ChunkRecord) -> None:
+    def commit(self, session_id: int, slot: SlotId, record: ChunkRecord, *, is_answer: bool = False) -> None:
         """A granted slot was filled by every rank: take it into the cache, or back if the chunk is known already.
+
+        Args:
+            is_answer: It has generated tokens: it is written below when a prompt is seen to contain it.
 
         Raises:
             KeyError: The slot was not granted to this session.
@@ -411,7 +414,13 @@ class Tiering:
             if entry is not None:  # a secondary tier has it, and it is stored again
                 self._tiers.want(entry)
                 entry.is_asked_for_by(SHARED)
-            entry = entry or self.index.add(record)
+            else:
+                entry = self.index.add(record)
+                entry.is_answer = is_answer and not entry.children
+                self.counters["answers"] += entry.is_answer
+            parent = self.index.parent(entry)
+            if parent is not None and parent.is_unasked and not entry.is_unasked:
+                self._tiers.want(parent)  # a prompt goes on from it that had looked it up before it came
             entry.stored_for(record.tag)
             entry.bytes_are_of(record.stored_by)
             self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)

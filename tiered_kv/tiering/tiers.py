@@ -74,6 +74,7 @@ class SecondaryTiers:
         self._opened: set[bytes] = set()
         self._recovering: deque[tuple[bytes, Iterator[Entry]]] = deque()
         self._index = index
+        self._counters = outbox.counters
 
     def __getitem__(self, number: int) -> SecondaryTier:
         return self.sources[number].tier
@@ -99,11 +100,12 @@ class SecondaryTiers:
         """A chunk will be asked for, though no lookup says so: it, its prefix and the states along it are admitted now.
 
         One that was found at start is queued when its namespace's first session opens (:meth:`recover`). Does nothing
-        where every tier takes everything.
+        where every tier takes it anyway.
         """
-        if any(tier.admission.policy.needs_uses for tier in self):
+        if entry.is_unasked or any(tier.admission.policy.needs_uses for tier in self):
             along = self._index.with_states(self._index.prefix(entry)[::-1])
             wanted = [new for one in along for new in self._index.mark_used(one)]
+            self._counters["answers_asked"] += sum(one.is_answer for one in wanted)
             if entry.record.namespace in self._opened:
                 self.enqueue_if_used(wanted)
 

@@ -2,10 +2,10 @@
 
 ::
 
-    {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.pin_ttl_s": 3600,
-                            "tiered_kv.tag": "tenant-a", "tiered_kv.session_id": "run-17", "tiered_kv.release": true,
-                            "tiered_kv.demote": true, "tiered_kv.prefetch": "run-16",
-                            "tiered_kv.peer": "https://node-b:7460"}}
+    {"kv_transfer_params": {"tiered_kv.skip_save": true, "tiered_kv.skip_load": true, "tiered_kv.save_decode": false,
+                            "tiered_kv.pin_ttl_s": 3600, "tiered_kv.tag": "tenant-a",
+                            "tiered_kv.session_id": "run-17", "tiered_kv.release": true, "tiered_kv.demote": true,
+                            "tiered_kv.prefetch": "run-16", "tiered_kv.peer": "https://node-b:7460"}}
 
 Owns their names and kinds, and those of the actions in vLLM's ``kv_hints``, which say the same where a parameter says
 nothing. A parameter that is unknown or has a bad value is left out, counted and logged; the request goes on without it.
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "tiered_kv."
 SKIP_SAVE: Final = f"{PREFIX}skip_save"
 SKIP_LOAD: Final = f"{PREFIX}skip_load"
+SAVE_DECODE: Final = f"{PREFIX}save_decode"
 PIN_TTL_S: Final = f"{PREFIX}pin_ttl_s"
 TAG: Final = f"{PREFIX}tag"
 SESSION_ID: Final = f"{PREFIX}session_id"
@@ -62,6 +63,7 @@ class RequestParams:
     Attributes:
         skips_save: Nothing of it is stored.
         skips_load: Nothing is loaded for it.
+        saves_decode: Whether its generated tokens are stored; None: as the engine's setting says.
         pin_ttl_s: Its prompt's chunks are kept from eviction for so long.
         stored_tokens: Another engine has stored so many tokens of its prompt, or is about to.
         tag: Digest of its owner (``keys/tags.py``).
@@ -74,6 +76,7 @@ class RequestParams:
 
     skips_save: bool = False
     skips_load: bool = False
+    saves_decode: bool | None = None
     pin_ttl_s: float | None = None
     stored_tokens: int = 0
     tag: bytes = NO_TAG
@@ -82,6 +85,10 @@ class RequestParams:
     demotes: bool = False
     prefetches: bytes = b""
     peer: str = ""
+
+    def saves_generated(self, setting: bool) -> bool:
+        """Whether generated tokens of the request are stored, where the engine's setting is ``setting``."""
+        return setting if self.saves_decode is None else self.saves_decode
 
 
 NO_PARAMS: Final = RequestParams()
@@ -127,6 +134,7 @@ def _peer(value: object) -> str:
 _KNOWN: Final[Mapping[str, tuple[str, Callable[[object], Any]]]] = {
     SKIP_SAVE: ("skips_save", _boolean),
     SKIP_LOAD: ("skips_load", _boolean),
+    SAVE_DECODE: ("saves_decode", _boolean),
     PIN_TTL_S: ("pin_ttl_s", _ttl),
     TAG: ("tag", _tag),
     SESSION_ID: ("session", _name),

@@ -123,7 +123,9 @@ class RequestSaves:
         keys = self._lookups.keys(state)
         if keys is None or not 0 < chunks <= len(keys.keys):
             return "state_dropped_unaccountable"
-        self._queue.queue_state(keys, chunks, [by_group[number] for number in self._groups.states], state.params.tag)
+        blocks = [by_group[number] for number in self._groups.states]
+        is_answer = chunks > self._prompt_chunks(state)
+        self._queue.queue_state(keys, chunks, blocks, state.params.tag, is_answer=is_answer)
         return None
 
     def finish(self, state: RequestState, tables: BlockTables) -> None:
@@ -206,7 +208,8 @@ class RequestSaves:
         return chunks
 
     def _storable_tokens(self, state: RequestState, computed_tokens: int) -> int:
-        return storable_tokens(state.request, computed_tokens, saves_generated=self._config.save_decode)
+        saves_generated = state.params.saves_generated(self._config.save_decode)
+        return storable_tokens(state.request, computed_tokens, saves_generated=saves_generated)
 
     def _queue_chunks(self, state: RequestState, end: int, tables: BlockTables, *, is_ending: bool) -> None:
         """Queue the chunks before ``end`` that were not dealt with yet.
@@ -228,10 +231,16 @@ class RequestSaves:
         elif end > state.stored:
             self._lookups.update_held(state)
             drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
-            chunks, tag = range(state.stored, drafted), state.params.tag
-            older = self._continued_tails(state, keys, range(max(chunks.start, state.held), chunks.stop))
+            chunks = range(state.stored, drafted)
             queued = self._queue.queue(
-                keys, tables, chunks, held=state.held, tag=tag, older_tails=older, is_ending=is_ending
+                keys,
+                tables,
+                chunks,
+                held=state.held,
+                tag=state.params.tag,
+                prompt_chunks=self._prompt_chunks(state),
+                older_tails=self._continued_tails(state, keys, range(max(chunks.start, state.held), chunks.stop)),
+                is_ending=is_ending,
             )
             state.stored = queued.reached
             if queued.has_passed:
@@ -239,6 +248,10 @@ class RequestSaves:
                 state.stored = ALL_DONE
             elif is_ending and drafted < end:  # until then the draft's KV may still be written
                 self._leave_unstored(state, "undrafted")
+
+    def _prompt_chunks(self, state: RequestState) -> int:
+        """Leading chunks without a generated token. A session's answers are its prompt with its next input."""
+        return int(state.request.num_prompt_tokens) // self._config.chunk_tokens
 
     def _leave_unstored(self, state: RequestState, reason: str) -> None:
         """Count chunks that were computed and are not stored, each once."""

@@ -5,7 +5,7 @@ Only tokens that are known for good get keys and are stored (rule 9)::
     token ids     |------- prompt -------|-- generated --|last|
     KV            computed as far as the scheduler has come; the last token's never
     named         [......................................)
-    stored        [......................)   and behind the prompt with ``save_decode`` only
+    stored        [......................................)   without ``save_decode`` up to the prompt's end only
 
 The last generated token stays out. Its KV is computed by a later step, if at all; a streaming session may cut it off
 and go on with other tokens; and behind it lie drafts, of which vLLM counts as computed what may still be rejected. What

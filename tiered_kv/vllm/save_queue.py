@@ -90,6 +90,7 @@ class _Chunk:
     """A chunk, or a part of a state: then ``block_ids`` is one block of one group; or a tail.
 
     Attributes:
+        is_answer: Generated tokens are in it, or before the state.
         tail_tokens: Length of the tail that it is; 0: it is none.
         older_tails: Keys of tails that it continues.
     """
@@ -97,6 +98,7 @@ class _Chunk:
     record: ChunkRecord
     block_ids: tuple[tuple[int, ...], ...]
     queued_s: float
+    is_answer: bool
     state_part: int | None = None
     state: _State | None = None
     tail_tokens: int = 0
@@ -172,6 +174,7 @@ class SaveQueue:
         *,
         held: int,
         tag: bytes,
+        prompt_chunks: int = sys.maxsize,
         older_tails: Mapping[int, Sequence[bytes]] = MappingProxyType({}),
         is_ending: bool = False,
     ) -> "Queued":
@@ -181,6 +184,7 @@ class SaveQueue:
             tables: The request's blocks, per KV cache group.
             held: Leading chunks the hierarchy is known to hold.
             tag: Of their owner.
+            prompt_chunks: Leading chunks of the request without a generated token.
             older_tails: Keys of tails that are a chunk's beginning, by its index.
             is_ending: vLLM takes the blocks back right after this.
         """
@@ -197,7 +201,8 @@ class SaveQueue:
             if ids is None:
                 return Queued(index, has_passed=True)
             record = ChunkRecord(namespace.digest, key, keys.parent(index), index, keys.digests[index], tag)
-            self._pin(_Chunk(record, ids, self._monotonic(), older_tails=older_tails.get(index, ())))
+            older = older_tails.get(index, ())
+            self._pin(_Chunk(record, ids, self._monotonic(), index >= prompt_chunks, older_tails=older))
         return Queued(chunks.stop)
 
     def queue_tail(
@@ -227,7 +232,7 @@ class SaveQueue:
         if ids is None:
             return "tail_dropped_not_storable"
         record = ChunkRecord(namespace.digest, key, keys.parent(chunks), chunks, digest, tag)
-        self._pin(_Chunk(record, ids, self._monotonic(), tail_tokens=tokens, older_tails=older_tails))
+        self._pin(_Chunk(record, ids, self._monotonic(), is_answer=False, tail_tokens=tokens, older_tails=older_tails))
         self._tails.setdefault(record.parent, {})[key] = tokens
         while len(self._tails) > TAIL_PARENTS_MAX:
             self._tails.popitem(last=False)
@@ -237,7 +242,9 @@ class SaveQueue:
         """Tails that were queued here behind a chunk and not continued since, with their tokens; some may be gone."""
         return self._tails.get(key, {})
 
-    def queue_state(self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes) -> None:
+    def queue_state(
+        self, keys: PrefixKeys, chunks: int, block_ids: Sequence[int], tag: bytes, *, is_answer: bool = False
+    ) -> None:
         """Queue the state behind so many chunks of a request, part by part, unless it is on its way already.
 
         What was stored before is not remembered: a state is the first to be evicted, and the server knows what it has.
@@ -245,6 +252,7 @@ class SaveQueue:
         Args:
             block_ids: The block of each part. vLLM uses them again after the step in which it handed them over, so
                 they are pinned now or never.
+            is_answer: Generated tokens are before it.
         """
         namespace = self._client.namespace
         assert namespace is not None
@@ -259,7 +267,7 @@ class SaveQueue:
             return
         state = _State(len(records))
         for part, (record, block_id) in enumerate(zip(records, block_ids, strict=True)):
-            self._pin(_Chunk(record, ((block_id,),), self._monotonic(), part, state))
+            self._pin(_Chunk(record, ((block_id,),), self._monotonic(), is_answer, part, state))
 
     def _may_pin(self) -> bool:
         """Whether one more chunk of a live request may be pinned: for a slot that is free, or before vLLM frees it."""
@@ -330,15 +338,16 @@ class SaveQueue:
 
     def _commit(self, filled: Collection[tuple[SlotId, _Chunk]]) -> None:
         """Hand filled slots to the server; then what they continue may go."""
-        self._client.commit([(slot, chunk.record) for slot, chunk in filled if not chunk.tail_tokens])
+        whole = [(slot, chunk) for slot, chunk in filled if not chunk.tail_tokens]
+        answers = [slot for slot, chunk in whole if chunk.is_answer]
+        self._client.commit([(slot, chunk.record) for slot, chunk in whole], answers)
         for slot, chunk in filled:
             if chunk.tail_tokens:
                 self._client.commit_tail(slot, chunk.record, chunk.tail_tokens)
             if chunk.older_tails:
                 self._client.drop_tails(chunk.older_tails)
                 self._forget_tails(chunk)
-        whole = (chunk for _, chunk in filled if chunk.state_part is None and not chunk.tail_tokens)
-        self._remember(chunk.record.key for chunk in whole)
+        self._remember(chunk.record.key for _, chunk in whole if chunk.state_part is None)
 
     def _forget_tails(self, chunk: _Chunk) -> None:
         """The tails that a chunk or another tail continues, all of one parent."""

@@ -170,8 +170,10 @@ class SmallEngine:
         assert slot is not None
         return slot
 
-    def store(self, count: int, first_token: int = 0, *, start: int = 0, tag: str = "") -> None:
-        """Fill and commit chunks [start, count) of a prompt, as a request with this tag would."""
+    def store(
+        self, count: int, first_token: int = 0, *, start: int = 0, tag: str = "", is_answer: bool = False
+    ) -> None:
+        """Fill and commit chunks [start, count) of a prompt or its answer, as a request with this tag would."""
         assert self.client.namespace is not None
         keys = self.keys(count, first_token)
         for index in range(start, count):
@@ -181,7 +183,7 @@ class SmallEngine:
             digest = self.client.namespace.digest
             whose = tag_digest(tag) if tag else NO_TAG
             record = ChunkRecord(digest, keys.keys[index], keys.parent(index), index, keys.digests[index], whose)
-            self.client.commit([(slot, record)])
+            self.client.commit([(slot, record)], [slot] if is_answer else [])
 
     def store_tokens(self, tokens: list[int], session: bytes) -> PrefixKeys:
         """One request of a user's session with a prompt of its own: looked up, the rest stored, and told of; its keys.

@@ -151,18 +151,18 @@ class World:
         self.claimed.discard(lookup)
         self.tiering.release(self.lookups.pop(lookup).session, lookup)
 
-    def commit(self, session: int, path: tuple[int, ...]) -> bool:
+    def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:
         """Fill the session's next empty slot with a chunk and hand it over; False when it has none."""
-        return self.commit_record(session, self.spaces[session].record(path))
+        return self.commit_record(session, self.spaces[session].record(path), is_answer=is_answer)
 
-    def commit_record(self, session: int, record: ChunkRecord) -> bool:
+    def commit_record(self, session: int, record: ChunkRecord, *, is_answer: bool = False) -> bool:
         if not self.credits[session]:
             return False
         slot = self.credits[session].pop(0)
         self._sizes[record.key] = self.spaces[session].slot_bytes
         self._contents.pop(slot, None)
         self._filled[slot] = record.key
-        self.tiering.commit(session, slot, record)
+        self.tiering.commit(session, slot, record, is_answer=is_answer)
         return True
 
     def commit_tail(self, session: int, path: tuple[int, ...], name: str, tokens: int) -> bool:

@@ -1,8 +1,9 @@
 """A world that remembers who asked for what, and asserts that a selective tier is written nothing that came only once.
 
-Counts by itself: that a chunk is there at the start or put there by others, every commit of it and every lookup of a
-prefix with it is a touch. Tiering counts fewer (a lookup of what is not held is none), so two touches of a chunk,
-or of one behind it, must have come before a write.
+Nor is any tier written an answer's chunk that came only once. Counts by itself: that a chunk is there at the start or
+put there by others, every commit of it and every lookup of a prefix with it is a touch, and of an answer's chunk every
+commit of a prompt's chunk behind it. Tiering counts fewer (a lookup of what is not held is none), so two touches of a
+chunk, or of one behind it, must have come before a write.
 """
 
 from collections import Counter, defaultdict
@@ -23,6 +24,7 @@ class TouchedWorld(World):
         self._admissions = dict(enumerate(admissions, 1))
         self._touches: Counter[bytes] = Counter()
         self._children: dict[bytes, set[bytes]] = defaultdict(set)
+        self._answers: set[bytes] = set()
 
     def restore(self, tier: int, space: Space, path: tuple[int, ...]) -> None:
         self._touch(space, path)
@@ -50,10 +52,16 @@ class TouchedWorld(World):
         wanted = {"state_parts": state_parts, "wants_tails": wants_tails, "owner": owner, "hint": hint}
         return super().lookup(session, path, start, turn, **wanted)
 
-    def commit(self, session: int, path: tuple[int, ...]) -> bool:
-        is_taken = super().commit(session, path)
+    def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:
+        space = self.spaces[session]
+        is_taken = super().commit(session, path, is_answer=is_answer)
         if is_taken:
-            self._touch(self.spaces[session], path)
+            self._touch(space, path)
+            before = [path[:depth] for depth in range(1, len(path))]
+            for one in [] if is_answer else before:
+                self._touch(space, one, space.key(one) in self._answers)
+        if is_taken and is_answer:
+            self._answers.add(space.key(path))
         return is_taken
 
     def want(self, session: int, path: tuple[int, ...]) -> None:
@@ -70,6 +78,8 @@ class TouchedWorld(World):
     def _begin(self, job: Job) -> None:
         if isinstance(job, Write | Copy) and self._admissions[job.tier] == SECOND_TOUCH:
             assert self._is_touched_twice(job.record.key), "a chunk is written that came only once"
+        if isinstance(job, Write | Copy) and job.record.key in self._answers:
+            assert self._is_touched_twice(job.record.key), "an answer is written that no prompt has"
         if isinstance(job, Copy):
             seen = [space.namespace for space in self._spaces_seen]
             assert job.record.namespace in seen, "an upload of a namespace whose sizes nobody knows"

@@ -52,7 +52,7 @@ class StoreAccounts:
         if state is None or state.params.skips_save or not state.extras.is_accountable:
             return
         known = request.num_prompt_tokens
-        if self._side._request_saves._config.save_decode:
+        if state.params.saves_generated(self._side._request_saves._config.save_decode):
             known = max(known, request.num_tokens - 1)
         chunks = min(computed_tokens, known, request.num_tokens) // self._side._request_saves._config.chunk_tokens
         if (more := chunks - self._reached.get(request.request_id, 0)) > 0:

@@ -24,7 +24,7 @@ from tests.sim.vllm.families import DRAFTS, LAYER_OUTERMOST, MATCH_UNIT, ONLY_V2
 REASONS = {
     "equal": "as long as vLLM's own",
     "chunk": "ours ends at a whole chunk, vLLM's at a whole block",
-    "answer": "vLLM keeps what was generated, too; ours the prompts, without save_decode",
+    "answer": "a state in an answer: vLLM has it still, and hands it over no more when a prompt goes on from there",
     "last token": "a prompt of whole chunks is loaded whole, and vLLM computes its last token again, not a block",
     "window": "vLLM keeps of a window's blocks those at a prompt's end, ours those at each chunk's",
     "passed": "a chunk that was an answer's when a window left it: as a prompt's it could be stored no more",
@@ -56,6 +56,7 @@ class Hits:
     Attributes:
         prompts: Since the last history began.
         answered: The same with their answers.
+        kept: The same without the last token of each, whose KV was never computed.
         stored: Leading chunks of each that could be stored: the rest was counted as dropped.
         states: Prefixes whose states vLLM handed over, of all recurrent groups.
         answer_states: The same of prefixes that end in what was generated then. vLLM hands none over again when a
@@ -68,6 +69,7 @@ class Hits:
     windows: tuple[int | None, ...] = (None, None)
     prompts: list[list[int]] = field(default_factory=list)
     answered: list[list[int]] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     states: set[tuple[int, ...]] = field(default_factory=set)
     answer_states: set[tuple[int, ...]] = field(default_factory=set)
@@ -121,7 +123,7 @@ class Hits:
     def forget(self) -> None:
         """A new history: vLLM's own cache is emptied; prompts of another one have nothing in common with it."""
         assert self.engine.scheduler.reset_prefix_cache()
-        self.prompts, self.answered, self.stored = [], [], []
+        self.prompts, self.answered, self.kept, self.stored = [], [], [], []
         self.states.clear()
         self.answer_states.clear()
 
@@ -133,9 +135,10 @@ class Hits:
         dropped = self._dropped
         self.engine.add(name, list(prompt), asked)
         come_to_rest(self.engine)
-        self.stored.append(len(prompt) // self.chunk_tokens - (self._dropped - dropped))
         self.prompts.append(list(prompt))
         self.answered.append(self.engine.answers.pop(name).tokens)
+        self.kept.append(self.answered[-1][:-1])
+        self.stored.append(len(self.kept[-1]) // self.chunk_tokens - (self._dropped - dropped))
 
     @property
     def _dropped(self) -> int:
@@ -173,15 +176,15 @@ class Hits:
         return longest
 
     def _held(self, prompt: Sequence[int]) -> int:
-        """Tokens of the prompt whose chunks some prompt of the history stored."""
+        """Tokens of the prompt whose chunks some request of the history stored."""
         chunk, held = self.chunk_tokens, 0
-        common = [self._common(prompt, [other]) for other in self.prompts]
+        common = [self._common(prompt, [other]) for other in self.kept]
         while any(held + chunk <= n and held // chunk < stored for n, stored in zip(common, self.stored, strict=True)):
             held += chunk
         return held
 
     def predicted(self, prompt: Sequence[int]) -> int:
-        """What the rules say that we offer: whole chunks of prompts in the history, as far as the kind allows."""
+        """What the rules say that we offer: whole chunks of the history's requests, as far as the kind allows."""
         chunk, tokens, block = self.chunk_tokens, len(prompt), self.setup.block_tokens
         held = self._held(prompt)
         if self.family in STATES:
@@ -210,7 +213,7 @@ class Hits:
         tokens, chunk, block = len(one.prompt), self.chunk_tokens, self.setup.block_tokens
         own, ours, matched = one.own, one.ours, one.own + self._drop
         whole = tuple(one.prompt[: own // block * block])
-        asked = self._common(one.prompt, self.prompts)
+        asked = self._common(one.prompt, self.kept)
         has_windows = any(layer.window or layer.local for layer in self.engine.model.layers)
         holds = {
             "equal": ours == own,
