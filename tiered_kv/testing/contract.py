@@ -116,6 +116,15 @@ class TierContract:
             tier.delete(name)
             assert not tier.contains(name)
 
+    def test_a_count_ends_at_the_first_blob_that_is_not_there(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            names = [self.chain.name(index) for index in range(4)]
+            assert tier.count_held(names) == 0
+            self.fill(tier, 3)
+            assert [tier.count_held(names), tier.count_held(names, "nowhere"), tier.count_held(names[3:])] == [3, 3, 0]
+            tier.delete(names[1])
+            assert tier.count_held(names) == 1
+
     def test_names_are_kept_apart_by_namespace(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             [blob] = self.fill(tier, 1)
