@@ -24,6 +24,7 @@ from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.record import recurrent_state
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups, chunk_tokens_of
 from tiered_kv.vllm.kv_layout import rank_pages, state_pages
+from tiered_kv.vllm.request_params import RequestParams
 from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.save_queue import QUEUED_MAX_S
 from tiered_kv.vllm.step import BlockRun, ChunkCopy, SaveReport
@@ -329,9 +330,10 @@ class Offers:
 
     def request(self, name: str, **changes):
         fields = {"loaded_tokens": 0, "storable": 8, "is_from_before_reset": False} | changes
-        params = SimpleNamespace(skips_save=fields.pop("skips_save", False), tag=NO_TAG)
+        params = RequestParams(skips_save=fields.pop("skips_save", False))
         extras = SimpleNamespace(may_store=fields.pop("may_store", True))
-        self.requests[name] = SimpleNamespace(params=params, extras=extras, **fields)
+        request = SimpleNamespace(num_prompt_tokens=8 * 64)
+        self.requests[name] = SimpleNamespace(request=request, params=params, extras=extras, **fields)
 
     def offer(self, name: str, tokens: int, *, groups=(0, 2), is_null=False, preempted=()) -> None:
         """vLLM hands a state over, and uses its blocks again after the step."""

@@ -10,12 +10,12 @@ from tests.kit.storage.stored_prompts import CHUNK as PROMPT_CHUNK
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.vllm.test_save_queue import World
 from tiered_kv.config import Config
-from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.ops.explain import explain
 from tiered_kv.ops.open import open_storage
 from tiered_kv.vllm.drafts import Drafts
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
+from tiered_kv.vllm.request_params import NO_PARAMS
 from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.undrafted import UndraftedBlocks
 
@@ -171,7 +171,7 @@ def test_each_chunk_is_counted_once_where_windows_pass_and_drafts_lack(passed, o
     request = SimpleNamespace(num_computed_tokens=0, num_tokens=11 * 64, num_prompt_tokens=11 * 64)
     state = SimpleNamespace(
         request=request,
-        params=SimpleNamespace(skips_save=False, tag=NO_TAG),
+        params=NO_PARAMS,
         extras=SimpleNamespace(is_accountable=True, may_store=True),
         is_from_before_reset=False,
         held=0,
