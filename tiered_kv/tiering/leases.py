@@ -66,6 +66,7 @@ class Lookup:
             before that nothing is leased.
         boundary: Chunks before the state.
         prefix_held: Chunks of the prefix that are held, also behind the state.
+        end: Key of the last chunk of the prompt, where that counts in its miss-ratio curve.
     """
 
     id: int
@@ -88,6 +89,7 @@ class Lookup:
     state_parts: int = 0
     boundary: int = 0
     prefix_held: int = 0
+    end: bytes = b""
 
     @property
     def has_state(self) -> bool:
