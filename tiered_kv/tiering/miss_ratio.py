@@ -134,10 +134,12 @@ class MissRatioCurves:
         """Count and use the chunks of a prompt, given whole and root first, whether they are held or not."""
         if not keys:
             return
-        curve = self._curves.setdefault(namespace, Curve())
+        curve = self._curves.get(namespace)
+        if curve is None:
+            curve = self._curves[namespace] = Curve()
+            if len(self._curves) > NAMESPACES_MAX:
+                self._curves.popitem(last=False)
         self._curves.move_to_end(namespace)
-        if len(self._curves) > NAMESPACES_MAX:
-            self._curves.popitem(last=False)
         if curve.chunks + len(keys) > COUNTED_MAX:
             curve.halve()
         curve.chunks += len(keys)
@@ -197,8 +199,9 @@ class MissRatioCurves:
 
     def _bytes_since(self, moment: int) -> int:
         """Sampled bytes that were used after a moment."""
-        group = moment // GROUP
-        return sum(self._group_bytes[group + 1 :]) + sum(self._left_bytes[moment + 1 : (group + 1) * GROUP])
+        group, newest = moment // GROUP, self._next // GROUP
+        newer = sum(self._group_bytes[group + 1 : newest + 1])
+        return newer + sum(self._left_bytes[moment + 1 : (group + 1) * GROUP])
 
     def _add_bytes(self, moment: int, size_bytes: int) -> None:
         self._left_bytes[moment] += size_bytes
