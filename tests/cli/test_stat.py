@@ -128,9 +128,14 @@ def test_tokens_add_up_and_a_load_from_disk_is_the_disks(root: Path) -> None:
     assert (hits(again), again.tokens.lookups) == ({"host": 30, "disk": 30}, 2)
     assert sum_operations(again.operations, "disk", "get", "ok") == gets
     check_sums(again, CHUNK)
-    assert run("stat", f"file://{root}").stdout.startswith(
-        "tokens    5.1k asked, 3.8k hit (75 %): 38 % host, 38 % disk\n"
-    )
+    text = run("stat", f"file://{root}").stdout
+    assert text.startswith("tokens    5.1k asked, 3.8k hit (75 %): 38 % host, 38 % disk\n")
+    (curve,) = again.curves  # of this life of the server: the second of two equal prompts is found
+    assert (curve.namespace, curve.chunks, curve.found("disk", 1)) == (again.sessions[0].namespace, 80, 0.5)
+    assert curve.gain("disk", 4) == 0
+    assert re.search(r"^[0-9a-f]{32} +disk +50 % +\+0.0 points +\+0.0 points +\+0.0 points$", text, flags=re.MULTILINE)
+    live = run("top", f"file://{root}", "--once", "--interval", 0.1).stdout
+    assert re.search(r"^room +[0-9a-f]{12}: host 50 %, twice \+0.0 points; disk 50 %", live, flags=re.MULTILINE)
     two.close()
 
 

@@ -10,6 +10,8 @@ import pytest
 from tiered_kv.metrics.exposition import FiguresCollector
 from tiered_kv.metrics.figures import (
     BucketFigures,
+    CurveFigures,
+    CurvePoint,
     FlowFigures,
     HitFigures,
     OperationFigures,
@@ -46,6 +48,11 @@ def server() -> ServerFigures:
         "flows": [FlowFigures(**flow)],
         "sessions": [SessionFigures(engine="e/0", namespace=None, workers=1, declined=0, state="ready")],
         "namespaces": [],
+        "curves": [
+            CurveFigures(
+                namespace="ab", chunks=1, points=[CurvePoint(tier="host", times=0.5, size_bytes=1, found_share=0.5)]
+            )
+        ],
         "operations": [OperationFigures(tier="disk", operation="get", outcome="ok", calls=1, bytes=2, seconds=3.0)],
     }
     return ServerFigures(**everything)

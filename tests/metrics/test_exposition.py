@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from tests.kit.samples.figures import operation, server, tier, tokens
+from tests.kit.samples.figures import curve, operation, server, tier, tokens
 from tiered_kv.metrics.exposition import FiguresCollector
 from tiered_kv.metrics.figures import SessionFigures
 
@@ -17,6 +17,7 @@ def test_values_are_those_of_the_figures():
             tier("disk", breaker="open", corrupt=1, breaker_opened=2, backlog_chunks=9, declined_chunks=6),
             *server(1.0).tiers[1:],
         ],
+        curves=[curve("ab", 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)],
         sessions=[
             SessionFigures(
                 engine=f"e/{n}", namespace=None, workers=1, declined=0, state="ready", pinned_bytes=n, pinning_s=n / 2
@@ -47,3 +48,5 @@ def test_values_are_those_of_the_figures():
     assert value("dropped_chunks_total", reason="write_dropped_for_load") == 7
     assert value("events_total", event="written") == 11 and value("events_total", event="host_evicted") is None
     assert value("bucket_leader", tier="object") == 1
+    shares = [value("curve_found_share", namespace="ab", tier="disk", times=times) for times in ("0.5", "1", "2", "4")]
+    assert shares == [0.5, 0.6, 0.7, 0.8]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kit.samples.figures import operation, server, tier, tokens
+from tests.kit.samples.figures import curve, operation, server, tier, tokens
 from tiered_kv.ops.rates import rates
 
 
@@ -74,3 +74,12 @@ def test_states_are_those_of_the_second_answer():
 def test_only_two_moments_of_one_server_have_rates(after):
     with pytest.raises(ValueError, match="one server at two moments"):
         rates(server(5.0), after)
+
+
+def test_curves_are_those_of_the_second_answer():
+    before = server(1.0, curves=[curve("ab", *[0.0] * 8)])
+    after = server(2.0, curves=[curve("ab", 0.1, 0.25, 0.5, 0.75, 0.5, 0.75, 0.75, 1.0)])
+    (found,) = rates(before, after).curves
+    assert [found.gain("host", times) for times in (0.5, 1, 2, 4)] == pytest.approx([-0.15, 0, 0.25, 0.5])
+    assert (found.found("disk", 2), found.gain("disk", 2)) == (0.75, 0)
+    assert (found.found("object", 1), found.gain("object", 2), found.gain("disk", 8)) == (None, None, None)

@@ -183,7 +183,11 @@ def test_a_wrapper_that_changes_nothing_is_the_tier_inside():
     outer.describe(blob.name.namespace, b"{}")
     buffer = bytearray(len(blob.data))
     assert outer.get_into_by_pieces(blob.name, memoryview(buffer), lambda _: None) and bytes(buffer) == blob.data
-    assert outer.contains(blob.name) and outer.count_held([blob.name]) == 1 and [info.name for info in outer.scan()] == [blob.name]
+    assert (
+        outer.contains(blob.name)
+        and outer.count_held([blob.name]) == 1
+        and [info.name for info in outer.scan()] == [blob.name]
+    )
     assert outer.usage() == inner.usage() and inner.descriptions and outer.traits is inner.traits
     assert outer.delete(blob.name) and not inner.names
     outer.close()

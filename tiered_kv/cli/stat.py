@@ -18,6 +18,7 @@ from tiered_kv.cli.text import (
     capacity_text,
     count_text,
     decisions_text,
+    points_text,
     rate_text,
     share_text,
     states_text,
@@ -27,6 +28,7 @@ from tiered_kv.config import Config, size_text
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.metrics.figures import (
     HOST_NAME,
+    CurveFigures,
     ServerFigures,
     SessionFigures,
     TierFigures,
@@ -163,6 +165,11 @@ def _show_server(figures: ServerFigures) -> None:
         ],
     )
     _show_part(
+        "Prompt chunks found with tiers of other sizes (estimated)",
+        ("namespace", "tier", "found", "half of it", "twice", "four times"),
+        [row for curve in figures.curves for row in _curve_rows(curve)],
+    )
+    _show_part(
         "Operations",
         ("tier", "operation", "outcome", "calls", "bytes", "mean time", "rate"),
         [
@@ -182,6 +189,19 @@ def _show_server(figures: ServerFigures) -> None:
     _show_part("Chunks not written", ("reason", "chunks"), list(drops.items()))
     others = {"pending_writes": figures.pending_writes, **figures.counters}
     _show_part("Counters", ("counter", "value"), sorted((n, v) for n, v in others.items() if n not in drops))
+
+
+def _curve_rows(curve: CurveFigures) -> list[tuple[object, ...]]:
+    tiers = dict.fromkeys(point.tier for point in curve.points)
+    return [
+        (
+            curve.namespace,
+            tier,
+            share_text(curve.found(tier, 1) or 0.0, 1),
+            *(points_text(curve.gain(tier, times)) for times in (0.5, 2, 4)),
+        )
+        for tier in tiers
+    ]
 
 
 def _show_part(title: str, columns: tuple[str, ...], rows: list[tuple[object, ...]]) -> None:

@@ -50,6 +50,11 @@ def decisions_text(counts: Mapping[str, str]) -> str:
     return ", ".join(f"{count} {decision.replace('_', ' ')}" for decision, count in counts.items()) or "none yet"
 
 
+def points_text(share: float | None) -> str:
+    """A difference of two shares: ``+1.8 points``; empty where unknown."""
+    return "" if share is None else f"{100 * share:+.1f} points"
+
+
 def age_text(seconds: float) -> str:
     """A time span as people read it: ``42s``, ``3h``, ``12d``."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

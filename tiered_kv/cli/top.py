@@ -16,10 +16,21 @@ from tiered_kv.cli.exits import EXIT_CODES
 from tiered_kv.cli.options import Settings
 from tiered_kv.cli.output import exit_codes, print_table
 from tiered_kv.cli.stat import OptionalUri, ServerOption, connect
-from tiered_kv.cli.text import BREAKER, age_text, capacity_text, count_text, decisions_text, rate_text, time_text
+from tiered_kv.cli.text import (
+    BREAKER,
+    KEY_DIGITS,
+    age_text,
+    capacity_text,
+    count_text,
+    decisions_text,
+    points_text,
+    rate_text,
+    share_text,
+    time_text,
+)
 from tiered_kv.config import size_text
 from tiered_kv.errors import TierUnavailable
-from tiered_kv.metrics.figures import HOST_NAME
+from tiered_kv.metrics.figures import HOST_NAME, CurveFigures
 from tiered_kv.ops.rates import Rates, TierRates, rates
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.server_link import ServerLink
@@ -28,6 +39,9 @@ from tiered_kv.ops.text import counted
 TIERS = ("tier", "used", "capacity", "chunks", "hit tokens/s", "in flight", "waiting", "state")
 MOVED = ("tier", "read", "reads/s", "each", "written", "writes/s", "each", "failures/s")
 """Two tables, so that either fits a terminal of 100 columns."""
+
+CURVES_SHOWN = 3
+"""Namespaces, one line each: those that were looked up last. `tiered-kv stat` shows all."""
 
 
 class TopReport(Report, frozen=True, kw_only=True):
@@ -106,7 +120,7 @@ def _blocks(*, as_json: bool) -> Iterator[Callable[[TopReport], None]]:
             for columns, rows in _tables(report.rates):
                 print()
                 print_table("", columns, rows)
-            print("\n".join([*_drops(report.rates), ""]))
+            print("\n".join([*_drops(report.rates), *_curves(report.rates), ""]))
         sys.stdout.flush()
 
     yield show
@@ -121,7 +135,7 @@ def _screen() -> Iterator[Callable[[TopReport], None]]:
         for columns, rows in _tables(report.rates):
             yield ""
             yield columns, [(row, row[-1].startswith(BREAKER["open"])) for row in rows]
-        yield from ["", *_drops(report.rates)]
+        yield from ["", *_drops(report.rates), *_curves(report.rates)]
 
     with terminal.screen() as show:
         yield lambda report: show(blocks(report))
@@ -191,3 +205,15 @@ def _drops(now: Rates) -> list[str]:
         if tier.declined_per_s
     ]
     return admissions + [f"dropped   {count_text(rate)}/s {reason}" for reason, rate in sorted(now.drops_per_s.items())]
+
+
+def _curves(now: Rates) -> list[str]:
+    return [f"room      {_curve(curve)}" for curve in now.curves[:CURVES_SHOWN]]
+
+
+def _curve(curve: CurveFigures) -> str:
+    tiers = [
+        f"{tier} {share_text(curve.found(tier, 1) or 0.0, 1)}, twice {points_text(curve.gain(tier, 2))}"
+        for tier in dict.fromkeys(point.tier for point in curve.points)
+    ]
+    return f"{curve.namespace[:KEY_DIGITS]}: {'; '.join(tiers)}"

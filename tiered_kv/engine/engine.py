@@ -40,6 +40,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.admission import ALL, NONE
+from tiered_kv.tiering.miss_ratio import Curve
 from tiered_kv.tiering.owners import ReleaseCount
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.stats import TierStats
@@ -133,6 +134,7 @@ class EngineStats:
         events: What was inserted into each tier and removed from it, by number.
         usage: Bytes of each namespace in each tier, by number.
         quotas: Of the namespaces that have one.
+        curves: What tiers of other sizes would find, by namespace.
     """
 
     counters: dict[str, int]
@@ -141,6 +143,7 @@ class EngineStats:
     events: dict[int, TierStats]
     usage: dict[int, dict[bytes, int]]
     quotas: dict[bytes, Quota]
+    curves: dict[bytes, Curve]
 
 
 class Engine:
@@ -496,6 +499,7 @@ class Engine:
             events={number: self.tiering.stats[number] for number in numbers},
             usage={number: self.tiering.usage_of(number).by_namespace() for number in numbers},
             quotas={namespace: quotas.get(namespace) or Quota() for namespace in quotas.namespaces()},
+            curves=self.tiering.miss_ratio.curves(),
         )
 
     # -- work --------------------------------------------------------------------------------------------------

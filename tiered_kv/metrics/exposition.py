@@ -37,6 +37,7 @@ class FiguresCollector(Collector):
         yield from self._tiers()
         yield from self._flows()
         yield from self._operations()
+        yield self._curves()
         yield from self._events()
 
     def _clients(self) -> Iterator[Metric]:
@@ -112,6 +113,14 @@ class FiguresCollector(Collector):
         yield _family("operations", calls)
         yield _family("operation_seconds", seconds)
         yield _family("operation_bytes", moved)
+
+    def _curves(self) -> Metric:
+        shares = {
+            (curve.namespace, point.tier, f"{point.times:g}"): point.found_share
+            for curve in self._figures.curves
+            for point in curve.points
+        }
+        return _family("curve_found_share", shares)
 
     def _events(self) -> Iterator[Metric]:
         counters = self._figures.counters

@@ -195,6 +195,49 @@ class NamespaceFigures(msgspec.Struct, frozen=True, kw_only=True):
     max_share: float
 
 
+class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tier of another size would find.
+
+    Attributes:
+        tier: ``host``: what would be in host memory when it is asked for. ``disk``: what would be in host memory or on
+            disk, most of it in both.
+        times: Size of the tier, in times of what it has.
+        size_bytes: Of the cache that this comes to: of host memory alone, or of the larger of host memory and disk.
+        found_share: Of all chunks of the prompts looked up, what the engine had itself included.
+    """
+
+    tier: str
+    times: float
+    size_bytes: int
+    found_share: float
+
+
+class CurveFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The miss-ratio curve of one namespace: what its lookups would find in tiers of other sizes.
+
+    Estimated from a sample of the reuse distances, for a cache that keeps what was used last, and stores all that is
+    asked for. All namespaces share it. Recurrent layers have no curve.
+
+    Attributes:
+        namespace: Hex digits.
+        chunks: Of the prompts that count. From some millions on older ones fade.
+        points: By tier, host memory first, and by size, smallest first.
+    """
+
+    namespace: str
+    chunks: int
+    points: list[CurvePoint]
+
+    def found(self, tier: str, times: float) -> float | None:
+        """The share found with a tier of that size; None: not told."""
+        return next((p.found_share for p in self.points if (p.tier, p.times) == (tier, times)), None)
+
+    def gain(self, tier: str, times: float) -> float | None:
+        """The same less what is found with the tier as it is: shares of all, negative for a smaller tier."""
+        now, then = self.found(tier, 1), self.found(tier, times)
+        return None if now is None or then is None else then - now
+
+
 class OperationFigures(msgspec.Struct, frozen=True, kw_only=True):
     """All calls of one kind to a tier.
 
@@ -232,6 +275,7 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
         flows: What came and went, from host memory downwards.
         sessions: Engines that take part.
         namespaces: Who takes how much: first those with a share, then the largest, a thousand at most.
+        curves: What tiers of other sizes would find, by namespace, at most 16: what was looked up last comes first.
         operations: Calls to tiers by tier, kind and outcome.
     """
 
@@ -252,6 +296,7 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
     sessions: list[SessionFigures]
     namespaces: list[NamespaceFigures]
     operations: list[OperationFigures]
+    curves: list[CurveFigures] = []
 
     def drops(self) -> dict[str, int]:
         """Chunks that were not written to a tier, by the reason."""

@@ -222,6 +222,12 @@ SERVER_METRICS: Final = (
         is_shown_by_engines=True,
     ),
     MetricName(
+        "curve_found_share",
+        _GAUGE,
+        "Share of the prompts' chunks that a tier of so many times its size would find, estimated.",
+        ("namespace", "tier", "times"),
+    ),
+    MetricName(
         "evicted_chunks",
         _COUNTER,
         "Chunks removed by this server to make room.",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tiered_kv.metrics.figures import HOST_NAME, ServerFigures, TierFigures, sum_operations
+from tiered_kv.metrics.figures import HOST_NAME, CurveFigures, ServerFigures, TierFigures, sum_operations
 
 
 class TierRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +60,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         decisions_per_s: Lookups per second by what became of them; those without any are left out.
         drops_per_s: Chunks per second that were not written, by the reason; reasons without any are left out.
         tiers: Host memory first.
+        curves: What tiers of other sizes would find, by namespace, from the server's start to the second poll.
     """
 
     pid: int
@@ -75,6 +76,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     decisions_per_s: dict[str, float]
     drops_per_s: dict[str, float]
     tiers: list[TierRates]
+    curves: list[CurveFigures]
 
 
 def rates(before: ServerFigures, after: ServerFigures) -> Rates:
@@ -102,6 +104,7 @@ def rates(before: ServerFigures, after: ServerFigures) -> Rates:
         decisions_per_s=_grown(before.tokens.decisions, after.tokens.decisions, seconds),
         drops_per_s=_grown(before.drops(), after.drops(), seconds),
         tiers=[_host(before, after, seconds), *(_tier(tier, before, after, seconds) for tier in after.tiers)],
+        curves=after.curves,
     )
 
 

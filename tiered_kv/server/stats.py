@@ -14,6 +14,8 @@ from tiered_kv.engine.engine import Engine, EngineStats
 from tiered_kv.metrics.figures import (
     HOST_NAME,
     BucketFigures,
+    CurveFigures,
+    CurvePoint,
     FlowFigures,
     HitFigures,
     NamespaceFigures,
@@ -28,6 +30,9 @@ from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.stats import DECISIONS
 from tiered_kv.tiering.types import HOST, TierUsage
 from tiered_kv.version import __version__
+
+CURVE_TIMES = (0.5, 1, 2, 4)
+"""Sizes of a tier for which is told what it would find, in times of its own; none beyond ``CURVE_SPAN``."""
 
 NAMESPACES_SHOWN = 1000
 """A directory may hold blobs of many more, and an answer has to fit a frame."""
@@ -71,7 +76,27 @@ class FigureSource:
             sessions=list(sessions),
             namespaces=_namespaces(stats, is_disk_ours=not self._engine.tiers[HOST + 1].traits.is_shared),
             operations=operations,
+            curves=self._curves(stats),
         )
+
+    def _curves(self, stats: EngineStats) -> list[CurveFigures]:
+        """What the tiers of this machine that have a limit would find if they had another one."""
+        host_bytes, disk_bytes = stats.host["host_capacity_bytes"], self._engine.capacity_bytes(HOST + 1)
+        sizes = [(HOST_NAME, times, int(times * host_bytes)) for times in CURVE_TIMES]
+        if disk_bytes is not None:  # it holds a copy of what is in host memory
+            name = self._names[HOST + 1]
+            sizes += [(name, times, max(host_bytes, int(times * disk_bytes))) for times in CURVE_TIMES]
+        return [
+            CurveFigures(
+                namespace=namespace.hex(),
+                chunks=round(curve.chunks),
+                points=[
+                    CurvePoint(tier=tier, times=times, size_bytes=size, found_share=curve.found_share(size))
+                    for tier, times, size in sizes
+                ],
+            )
+            for namespace, curve in reversed(stats.curves.items())
+        ]
 
     def _flows(self, stats: EngineStats) -> list[FlowFigures]:
         return [

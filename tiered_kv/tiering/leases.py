@@ -68,6 +68,7 @@ class Lookup:
         prefix_held: Chunks of the prefix that are held, also behind the state.
         tails: Leased tails behind all that was held when it was opened, with their tokens.
         owner: The user's session that asks, if it is one's.
+        end: Key of the last chunk of the prompt, where that counts in its miss-ratio curve.
     """
 
     id: int
@@ -92,6 +93,7 @@ class Lookup:
     prefix_held: int = 0
     tails: list[tuple[Entry, int]] = field(default_factory=list)
     owner: bytes = b""
+    end: bytes = b""
 
     @property
     def has_state(self) -> bool:

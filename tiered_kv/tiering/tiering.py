@@ -27,6 +27,7 @@ from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import SELECTIVE_GENERATION_MIN, SHARED, BlobState, Entry, GhostList, HostState, Index
 from tiered_kv.tiering.leases import Lookup
 from tiered_kv.tiering.lookups import LookupRequest, Lookups, Promotions
+from tiered_kv.tiering.miss_ratio import MissRatioCurves, OpenPrompts
 from tiered_kv.tiering.owners import ReleaseCount, deepest, demoting, own_chunks, releasing, take_ownership
 from tiered_kv.tiering.prefix_search import PrefixSearch, StateSearch
 from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
@@ -56,6 +57,9 @@ from tiered_kv.tiering.types import (
     Write,
 )
 
+CURVE_SPAN = 4
+"""How many times the largest tier of this machine the miss-ratio curves reach."""
+
 GO_ON_MAX = 8
 """Lookups of those that wait for room that go on in one step, a millisecond of it for long prefixes."""
 
@@ -74,6 +78,7 @@ class Tiering:
         stats: What was inserted into each tier and removed from it, and the events for sessions that watch.
         counters: What happened how often, since the start.
         hit_stats: What lookups asked for and got, until the engine takes it.
+        miss_ratio: What lookups would have found in tiers of other sizes.
         slots: The slots of host memory.
 
     Threads: one owner. Units: bytes.
@@ -113,6 +118,9 @@ class Tiering:
         self.hit_stats = HitStats()
         self._lookups = Lookups(self._host, self._outbox, self.hit_stats, self.limits)
         self._promotions = Promotions(self.index, self._host, self._tiers, self._lookups, self._outbox)
+        sizes = [host_bytes, *(spec.capacity_bytes or 0 for spec in tiers if not spec.is_shared)]
+        self.miss_ratio = MissRatioCurves(CURVE_SPAN * max(sizes))
+        self._open_prompts = OpenPrompts()
         self._recalls: list[SlotRecall] = []
         self._last_session = 0
         self._used: deque[ChunkRecord] = deque()
@@ -244,6 +252,8 @@ class Tiering:
         lookup = self._lookups.open(session, held, wish)
         if wants_tails and held:
             self._lookups.offer_tails(lookup, self._tails_behind(held[-1]))
+        if may_search and keys:
+            self._note_prompt(lookup, keys)
         self._promote(lookup, held)
         self._tiers.enqueue_if_used(held)
         if may_search and self._tiers.searches is not None:
@@ -252,6 +262,14 @@ class Tiering:
                 lookup.search, search.lookup = search, lookup.id
                 self._go_on(search)
         return lookup.id
+
+    def _note_prompt(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
+        """Note a prompt, from its beginning, in its namespace's miss-ratio curve: once per request."""
+        session, lookup.end = lookup.session, keys[-1]
+        if self._open_prompts.begins(lookup.end):
+            self.miss_ratio.looked_up(session.namespace, keys, session.slot_bytes)
+        else:
+            self.miss_ratio.used(keys, session.slot_bytes)
 
     def _look_up_state(self, session: Session, wish: LookupRequest, hint: str) -> int:
         """The same for a state: first how much of the prefix is held, then the deepest state along that."""
@@ -382,6 +400,8 @@ class Tiering:
         """
         if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
             self._lookups.close(lookup, is_asked_anew=is_asked_anew)
+            if lookup.end:
+                self._open_prompts.ends(lookup.end, is_asked_anew=is_asked_anew)
 
     def expire_leases(self, now_s: float) -> None:
         """End leases that were held unclaimed for too long. Call it at every step, with a clock that only goes on."""
@@ -423,6 +443,7 @@ class Tiering:
                 self._tiers.want(parent)  # a prompt goes on from it that had looked it up before it came
             entry.stored_for(record.tag)
             entry.bytes_are_of(record.stored_by)
+            self.miss_ratio.stored(record.namespace, record.key, session.slot_bytes)
             self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
             self._outbox.jobs.append(Seal(entry.record, slot))
             if self._tiers.write_through is not None:
@@ -725,6 +746,7 @@ class Tiering:
             assert entry.holds == entry.leases + pending, "holds do not match leases and writes"
             assert not entry.is_gone, "an entry nobody holds"
         self.index.check_integrity()
+        self.miss_ratio.check_integrity()
         self._host.check_integrity(reserved)
         self._lookups.check_integrity(entries)
         self._tiers.check_integrity()

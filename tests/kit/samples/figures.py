@@ -4,6 +4,8 @@ from typing import Any
 
 from tiered_kv.metrics.figures import (
     BucketFigures,
+    CurveFigures,
+    CurvePoint,
     FlowFigures,
     HitFigures,
     OperationFigures,
@@ -70,6 +72,19 @@ def flow(name: str, chunks: int, **removed: int) -> FlowFigures:
 def bucket(role: str) -> BucketFigures:
     numbers: dict[str, Any] = dict.fromkeys(BucketFigures.__struct_fields__, 0)
     return BucketFigures(**numbers | {"role": role, "leader": "host-1", "term": 3, "evicted_blobs": 4})
+
+
+def curve(namespace: str, *shares: float) -> CurveFigures:
+    """Shares found with half a tier, the tier as it is, twice and four times of it: host memory, then disk."""
+    sizes = [(tier, times) for tier in ("host", "disk") for times in (0.5, 1, 2, 4)]
+    return CurveFigures(
+        namespace=namespace,
+        chunks=1000,
+        points=[
+            CurvePoint(tier=tier, times=times, size_bytes=int(times * 4000), found_share=share)
+            for (tier, times), share in zip(sizes, shares, strict=True)
+        ],
+    )
 
 
 def server(uptime_s: float, **changes: Any) -> ServerFigures:
