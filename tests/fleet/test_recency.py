@@ -67,8 +67,7 @@ def uses(store):
             found[key] = max(used_s, found.get(key, 0))
 
     reader = UseReader(store)
-    for source in reader.sources():
-        reader.read(source, Sink())
+    assert sum(len(applied) for applied in reader.read(Sink())) == len(paths(store))
     assert not reader.malformed
     return found
 
