@@ -125,10 +125,11 @@ class UseReader:
     def _fetch(self, sources: Sequence[Info]) -> Iterator[bytes | None]:
         """What is in them. One that fails is asked for again: a pass reads thousands, and one failure ends it."""
         paths = [source.path for source in sources]
-        found = dict(zip(paths, fetch_many(self._store, paths, OBJECT_BYTES_MAX), strict=True))
-        failed = [path for path, data in found.items() if isinstance(data, TierUnavailable)]
-        found |= zip(failed, fetch_many(self._store, failed, OBJECT_BYTES_MAX), strict=True)
-        for data in found.values():
+        found = fetch_many(self._store, paths, OBJECT_BYTES_MAX)
+        failed = [path for path, data in zip(paths, found, strict=True) if isinstance(data, TierUnavailable)]
+        again = iter(fetch_many(self._store, failed, OBJECT_BYTES_MAX))
+        for first in found:
+            data = next(again) if isinstance(first, TierUnavailable) else first
             if isinstance(data, TierUnavailable):
                 raise data
             yield data
