@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiered_kv.errors import CapacityExceeded
+from tiered_kv.errors import CapacityExceeded, TierUnavailable
 from tiered_kv.fleet.grants import GrantLedger
 from tiered_kv.fleet.layout import MemberReport, encode, session_path
 from tiered_kv.fleet.member import LocalBudget
@@ -100,6 +100,7 @@ class Reports:
 
     def __init__(self):
         self.objects = {}
+        self.failing = {}
         self._stamp = 0
 
     def say(self, name, **content):
@@ -114,8 +115,8 @@ class Reports:
 
         return iter([ObjectInfo(path, len(data), float(stamp)) for path, (data, stamp) in self.objects.items()])
 
-    def get(self, path, size_max=None):
-        return self.objects[path][0] if path in self.objects else None
+    def get_many(self, paths, size_max):
+        return [self.failing.get(path) or self.objects.get(path, (None,))[0] for path in paths]
 
 
 @pytest.fixture
@@ -150,6 +151,17 @@ def test_grants_and_what_is_there_never_pass_the_limit(fleet, reports, clock):
         granted = sum(fleet.granted_to(name) for name in ("a.1", "b.1", "c.1"))
         assert 0 < granted <= 6400 - 100 - 5000
     assert fleet.room() >= 0 and fleet.lacks_room
+
+
+def test_more_servers_have_more_room_for_their_logs(reports, clock):
+    fleet = GrantLedger(reports, PACE, clock, 1, 1 << 40)
+    for number in range(40):
+        reports.say(f"s{number}.1")
+        fleet.refresh("")
+        assert fleet.reserve_bytes() == max(16, number + 1) << 20
+    small = GrantLedger(reports, PACE, clock, 1, 6400)
+    small.refresh("")
+    assert small.reserve_bytes() == 100, "never more than a small part of the limit"
 
 
 def test_what_was_put_since_the_reports_before_a_list_counts_on(fleet, reports):
@@ -203,6 +215,34 @@ def test_a_leader_that_was_frozen_does_not_call_the_living_dead(fleet, reports, 
     reports.say("a.1")
     fleet.refresh("")
     assert len(fleet.live()) == 1
+
+
+def test_a_report_that_cannot_be_read_leaves_its_server_alive_and_the_others_answered(fleet, reports, clock):
+    for name in ("a.1", "b.1"):
+        reports.say(name, goal_bytes=400, needed_bytes=100)
+    fleet.refresh("")
+    listed(fleet, 0)
+    reports.failing[session_path("a.1")] = TierUnavailable("503")
+    for _ in range(5):
+        clock.now += PACE.expiry_s
+        reports.say("b.1", goal_bytes=400, needed_bytes=100)
+        fleet.refresh("")
+    assert len(fleet.live()) == 2, "nobody has seen that it does not change"
+    assert [fleet.answers()[name].seq for name in ("a.1", "b.1")] == [1, 7]
+    reports.failing.clear()
+    fleet.refresh("")
+    assert set(fleet.answers()) == {"b.1"}
+
+
+def test_a_session_that_was_never_read_is_not_overlooked(fleet, reports):
+    """It may be writing on grants of an older term: without it the first LIST could begin too early."""
+    reports.say("a.1", term=0)
+    reports.failing[session_path("a.1")] = TierUnavailable("503")
+    with pytest.raises(TierUnavailable):
+        fleet.refresh("")
+    reports.failing.clear()
+    fleet.refresh("")
+    assert fleet.waits_for() == ["a.1"]
 
 
 def test_the_dead_are_never_answered_again(fleet, reports, clock):

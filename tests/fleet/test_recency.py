@@ -21,7 +21,7 @@ from tiered_kv.fleet import recency
 from tiered_kv.fleet.keeper import BucketKeeper, KeeperConfig
 from tiered_kv.fleet.layout import BASES, RECENCY
 from tiered_kv.fleet.listing import Listing
-from tiered_kv.fleet.recency import UseReader
+from tiered_kv.fleet.recency import LOG_MAGIC, UseReader
 from tiered_kv.fleet.timing import Timing
 from tiered_kv.keys.naming import object_path, parse_object_path
 from tiered_kv.testing.blobs import SampleChain
@@ -67,14 +67,43 @@ def uses(store):
             found[key] = max(used_s, found.get(key, 0))
 
     reader = UseReader(store)
-    for source in reader.sources():
-        reader.read(source, Sink())
+    assert sum(len(applied) for applied in reader.read(Sink())) == len(paths(store))
     assert not reader.malformed
     return found
 
 
 def keys_of(chain):
     return {chain.key(index) for index in range(LENGTH)}
+
+
+def test_a_log_that_cannot_be_read_is_asked_for_once_more(memory):
+    """A pass that read a part of them would evict what was just used."""
+    for number in range(3):
+        memory.put(f"{RECENCY}a/{number}", LOG_MAGIC + bytes([number]) * 16)
+
+    class Failing:
+        def __init__(self, failures):
+            self.left = failures
+
+        def __getattr__(self, name):
+            return getattr(memory, name)
+
+        def get_many(self, names, size_max):
+            found = memory.get_many(names, size_max)
+            if found and self.left:
+                self.left -= 1
+                found[-1] = TierUnavailable("503")
+            return found
+
+    class Keys(set):
+        def use(self, key, used_s):
+            self.add(key)
+
+    keys = Keys()
+    assert sum(len(applied) for applied in UseReader(Failing(1)).read(keys)) == 3
+    assert keys == {bytes([number]) * 16 for number in range(3)}
+    with pytest.raises(TierUnavailable):
+        list(UseReader(Failing(2)).read(keys))
 
 
 # -- what was used lately stays ---------------------------------------------------------------------------------------

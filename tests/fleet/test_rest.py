@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.bucket.keepers import CHAIN, SIZE, Time, blobs, keeper_of, pass_seconds, put, turn
 from tiered_kv.errors import CapacityExceeded
-from tiered_kv.fleet.layout import LEASES, RECENCY, SERVERS
+from tiered_kv.fleet.layout import LEASES, RECENCY, SERVERS, Found
 from tiered_kv.fleet.timing import Timing
 from tiered_kv.tiers.object.store import ObjectStore
 
@@ -26,7 +26,7 @@ class Bucket:
 
 
 @dataclass
-class Found:
+class Listed:
     """What a LIST of it tells."""
 
     path: str
@@ -46,6 +46,9 @@ class Counted:
         self.requests["get"] += 1
         return self._bucket.objects.get(path, (None, 0.0))[0]
 
+    def get_many(self, paths: Sequence[str], size_max: int) -> list[Found]:
+        return [self.get(path, size_max) for path in paths]
+
     def put(self, path: str, data: bytes | memoryview) -> None:
         self.requests["put"] += 1
         self._bucket.objects[path] = (bytes(data), self._bucket.clock())
@@ -57,17 +60,17 @@ class Counted:
         self.put(path, data)
         return True
 
-    def head(self, path: str) -> Found | None:
+    def head(self, path: str) -> Listed | None:
         self.requests["get"] += 1
         return next(self._found(path), None)
 
-    def list(self, prefix: str) -> Iterator[Found]:
+    def list(self, prefix: str) -> Iterator[Listed]:
         self.requests["list"] += 1
         return self._found(prefix)
 
-    def _found(self, prefix: str) -> Iterator[Found]:
+    def _found(self, prefix: str) -> Iterator[Listed]:
         there = sorted(self._bucket.objects.items())
-        return (Found(path, len(data), at) for path, (data, at) in there if path.startswith(prefix))
+        return (Listed(path, len(data), at) for path, (data, at) in there if path.startswith(prefix))
 
     def delete(self, paths: Sequence[str]) -> None:
         self.requests["delete"] += bool(paths)

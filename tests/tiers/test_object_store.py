@@ -90,6 +90,42 @@ def test_an_object_that_is_too_large_is_corrupt(store):
     assert store.get("x", size_max=100) == bytes(100)
 
 
+def test_many_are_got_in_their_order_each_with_its_own_outcome(store):
+    names = [f"m/{number}" for number in range(40)]
+    for number, name in enumerate(names):
+        if number != 7:
+            store.put(name, b"x" * number)
+    found = store.get_many(names, size_max=38)
+    assert [data if number == 7 else len(data) for number, data in enumerate(found[:-1])] == [
+        *range(7),
+        None,
+        *range(8, 39),
+    ]
+    assert isinstance(found[-1], ChunkCorrupt)
+    assert store.get_many([], size_max=1) == []
+    assert store.get_many(["m/1"], size_max=1) == [b"x"]
+
+
+def test_many_are_got_at_the_same_time():
+    gate = threading.Barrier(8)
+
+    class Gated(ObjectStore):
+        def get(self, path, size_max=None):
+            gate.wait(30)  # raises where fewer than eight wait
+            return super().get(path, size_max)
+
+    store = Gated(parse_location(f"memory://{uuid.uuid4().hex}/p"))
+    assert store.get_many(["x"] * 16, size_max=1) == [None] * 16
+    store.close()
+
+
+def test_a_store_that_fails_fails_each_of_many_within_one_deadline():
+    store = open_store(f"memory://{uuid.uuid4().hex}/p", timeout_s=0.0)
+    found = store.get_many(["a", "b"], size_max=1)
+    assert [type(one) for one in found] == [TierUnavailable] * 2 and "no time was left" in str(found[1])
+    store.close()
+
+
 def test_a_list_holds_what_begins_with_the_prefix(store):
     names = ["a/1", "a/2/deep/3", "ab/4", "b/5", "c"]
     for name in names:

@@ -191,9 +191,8 @@ class GarbageCollector:
     def _merge_uses(self, listing: Listing, logs: dict[str, int]) -> Generator[bool, None, None]:
         reader = UseReader(self._store)
         sources: list[Info] = []
-        for source in reader.sources():
-            if reader.read(source, listing):
-                sources.append(source)
+        for applied in reader.read(listing):
+            sources += applied
             yield False
         self._note_foreign(reader.malformed)
         if any(not self._is_own_base(source.path) for source in sources) and self._still_leads():

@@ -23,7 +23,7 @@ from tiered_kv.fleet.layout import (
     MemberReport,
     Objects,
     decode,
-    fetch,
+    fetch_many,
     parse_session_path,
     session_path,
 )
@@ -34,6 +34,8 @@ AHEAD_SHARE = 16
 
 RESERVE_SHARE = 64
 RESERVE_BYTES_MAX = 16 << 20
+RESERVE_SERVER_BYTES = 1 << 20
+"""Of more than 16 servers each: its logs of 65,536 different chunks, until a pass merges them."""
 
 STAMP_GRAIN_S = 2.0
 """Two writes within so long may carry the same LastModified."""
@@ -106,9 +108,16 @@ class GrantLedger:
                 self._gone.add(session)
 
     def refresh(self, own: str) -> None:
-        """Read the reports that changed; ``own`` is kept by ``set_own``."""
+        """Read the reports that changed, several at once; ``own`` is kept by ``set_own``.
+
+        One that cannot be read now stays as it was: only what was read, and was the same, makes its server dead.
+
+        Raises:
+            TierUnavailable: The store failed, or did not tell the report of a session that is not known yet.
+        """
         asked = self._clock()
         there = set()
+        due: list[tuple[str, tuple[float, int]]] = []
         for info in list(self._store.list(SERVERS)):
             name = parse_session_path(info.path)
             if name is None or name == own:
@@ -120,7 +129,13 @@ class GrantLedger:
             is_unsure = known is not None and asked - known.stamped_at < STAMP_GRAIN_S
             is_overdue = known is not None and not known.is_dead and asked - known.changed_at > self._timing.expiry_s
             if is_news or is_unsure or is_overdue:
-                self._read(name, stamp, asked)
+                due.append((name, stamp))
+        found = fetch_many(self._store, [session_path(name) for name, _ in due])
+        for (name, stamp), data in zip(due, found, strict=True):
+            if isinstance(data, bytes):
+                self._take(name, stamp, data, asked)
+            elif data is not None and name not in self._sessions:
+                raise data  # it may be writing, so it has to be waited for
         for name in [name for name in self._sessions if name not in there and name != own]:
             self._drop(name)
         self._gone &= there
@@ -225,7 +240,8 @@ class GrantLedger:
     def reserve_bytes(self) -> int:
         """Room kept for the keepers' own small objects, which nobody asks a grant for: logs, reports, the lease."""
         assert self._capacity is not None
-        return min(self._capacity // RESERVE_SHARE, RESERVE_BYTES_MAX)
+        most = max(RESERVE_BYTES_MAX, RESERVE_SERVER_BYTES * len(self.live()))
+        return min(self._capacity // RESERVE_SHARE, most)
 
     def used_bytes(self) -> int:
         """The best figure for what the bucket holds; not the bound."""
@@ -293,10 +309,8 @@ class GrantLedger:
     def _follows(self, session: MemberSession) -> bool:
         return session.report is not None and session.report.term == self.term
 
-    def _read(self, name: str, stamp: tuple[float, int], asked: float) -> None:
-        data = fetch(self._store, session_path(name))
-        if data is None:
-            return  # it ended between LIST and GET: the next LIST tells
+    def _take(self, name: str, stamp: tuple[float, int], data: bytes, asked: float) -> None:
+        """Take a report in that was read a moment ago; ``asked`` is when the LIST before it began."""
         now = self._clock()
         session = self._sessions.get(name)
         if session is None:

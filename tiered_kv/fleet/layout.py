@@ -21,7 +21,7 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from tiered_kv.errors import ChunkCorrupt
+from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.keys.naming import BlobName
 
 ROOT: Final = "_tiered_kv"
@@ -43,6 +43,9 @@ _PIN = re.compile(re.escape(PINS) + r"([0-9a-f]{32})/([0-9a-f]{32})\.([0-9]{12})
 
 T = TypeVar("T")
 
+Found = bytes | TierUnavailable | ChunkCorrupt | None
+"""What became of one read of several: content, nothing there, or the error that ``get`` would have raised."""
+
 
 class Info(Protocol):
     """What a LIST or a HEAD tells; ``object_store.ObjectInfo``."""
@@ -62,6 +65,7 @@ class Objects(Protocol):
     """
 
     def get(self, path: str, size_max: int | None = None) -> bytes | None: ...
+    def get_many(self, paths: Sequence[str], size_max: int) -> list[Found]: ...
     def put(self, path: str, data: bytes | memoryview) -> None: ...
     def create(self, path: str, data: bytes | memoryview) -> bool: ...
     def head(self, path: str) -> Info | None: ...
@@ -155,6 +159,13 @@ def fetch(store: Objects, path: str, bytes_max: int = JSON_BYTES_MAX) -> bytes |
         return store.get(path, bytes_max)
     except ChunkCorrupt:
         return b""
+
+
+def fetch_many(
+    store: Objects, paths: Sequence[str], bytes_max: int = JSON_BYTES_MAX
+) -> list[bytes | TierUnavailable | None]:
+    """As ``fetch``, for several objects at once and in their order; a failure stands in its object's place."""
+    return [b"" if isinstance(found, ChunkCorrupt) else found for found in store.get_many(paths, bytes_max)]
 
 
 def lease_path(term: int) -> str:

@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
-from tiered_kv.fleet.layout import BASES, RECENCY, Info, Objects, fetch
+from tiered_kv.errors import TierUnavailable
+from tiered_kv.fleet.layout import BASES, RECENCY, Info, Objects, fetch_many
 from tiered_kv.fleet.listing import Listing, seconds
 from tiered_kv.fleet.timing import Timing
 from tiered_kv.keys.naming import NAME_BYTES, BlobName
@@ -30,6 +31,8 @@ KEYS_MAX: Final = 1 << 16
 BASE_ROWS: Final = 200_000
 """Rows of one base object: 4 MB, well within one operation's deadline."""
 OBJECT_BYTES_MAX: Final = 8 << 20
+READS_AT_ONCE: Final = 16
+"""Logs and bases that are read at once: 16 MiB of logs, and no more than 128 MiB of whatever else has their names."""
 
 _ROW = struct.Struct("<16sI")
 
@@ -104,13 +107,34 @@ class UseReader:
         self.malformed: list[str] = []
         """Paths of what is neither a log nor a base."""
 
-    def sources(self) -> list[Info]:
-        """Every log and base there is."""
-        return list(self._store.list(RECENCY))
+    def read(self, listing: UseSink) -> Iterator[list[Info]]:
+        """Read every log and base there is, several at once, and apply them.
 
-    def read(self, source: Info, listing: UseSink) -> bool:
-        """Apply one of them; False: it is gone, or none of ours."""
-        data = fetch(self._store, source.path, OBJECT_BYTES_MAX)
+        Yields:
+            Those that were applied since the last time; others are gone, or none of ours.
+
+        Raises:
+            TierUnavailable: The store failed.
+        """
+        sources = list(self._store.list(RECENCY))
+        for start in range(0, len(sources), READS_AT_ONCE):
+            part = sources[start : start + READS_AT_ONCE]
+            found = zip(part, self._fetch(part), strict=True)
+            yield [source for source, data in found if self._apply(source, data, listing)]
+
+    def _fetch(self, sources: Sequence[Info]) -> Iterator[bytes | None]:
+        """What is in them. One that fails is asked for again: a pass reads thousands, and one failure ends it."""
+        paths = [source.path for source in sources]
+        found = fetch_many(self._store, paths, OBJECT_BYTES_MAX)
+        failed = [path for path, data in zip(paths, found, strict=True) if isinstance(data, TierUnavailable)]
+        again = iter(fetch_many(self._store, failed, OBJECT_BYTES_MAX))
+        for first in found:
+            data = next(again) if isinstance(first, TierUnavailable) else first
+            if isinstance(data, TierUnavailable):
+                raise data
+            yield data
+
+    def _apply(self, source: Info, data: bytes | None, listing: UseSink) -> bool:
         if data is None:
             return False
         magic, body = data[: len(LOG_MAGIC)], memoryview(data)[len(LOG_MAGIC) :]

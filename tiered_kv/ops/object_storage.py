@@ -114,8 +114,8 @@ class ObjectStorage(Storage):
 
     def _uses(self, content: Content) -> _Uses:
         uses, reader = _Uses(), UseReader(self.store)
-        for source in self.store.list(layout.RECENCY):
-            reader.read(source, uses)
+        for _ in reader.read(uses):
+            pass
         if reader.malformed:
             content.notes.append(f"{len(reader.malformed)} logs of use cannot be understood and were left out")
         return uses

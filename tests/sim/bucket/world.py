@@ -17,6 +17,7 @@ from functools import partial
 from tests.sim.virtual_time import EPOCH_S, Hub, SimClock, Task
 from tiered_kv.errors import CapacityExceeded, TierUnavailable
 from tiered_kv.fleet.keeper import BucketKeeper, KeeperConfig
+from tiered_kv.fleet.layout import Found
 from tiered_kv.fleet.timing import Timing
 from tiered_kv.keys.naming import BlobName, object_path, parse_object_path
 
@@ -108,6 +109,21 @@ class WorldStore:
         stored = self._world.objects.get(path)
         return stored.data if stored else None
 
+    def get_many(self, paths: Sequence[str], size_max: int) -> list[Found]:
+        """The answers come in any order, and each tells of another moment."""
+        del size_max
+        draw, begun_s = self._world.draw, self._world.now_s
+        found: list[Found] = [None] * len(paths)
+        for after_s, number in sorted((draw.expovariate(20), number) for number in range(len(paths))):
+            try:
+                self._answer(max(0.0, begun_s + after_s - self._world.now_s))
+            except TierUnavailable as exc:
+                found[number] = exc
+                continue
+            stored = self._world.objects.get(paths[number])
+            found[number] = stored.data if stored else None
+        return found
+
     def put(self, path: str, data: bytes | memoryview) -> None:
         self._change(lambda: self._world.put(path, bytes(data)))
 
@@ -157,10 +173,13 @@ class WorldStore:
         return True
 
     def _request(self) -> None:
+        self._answer(self._world.draw.expovariate(20))
+
+    def _answer(self, after_s: float) -> None:
         world, faults = self._world, self._world.faults
         if world.draw.random() < faults.frozen:
             world.sleep(world.draw.uniform(5, 150))
-        world.sleep(world.draw.expovariate(20))
+        world.sleep(after_s)
         if world.draw.random() < faults.failing:
             world.sleep(world.draw.uniform(0, PACE.put_timeout_s))
             raise TierUnavailable("the simulated store failed")

@@ -13,6 +13,7 @@ from tests.sim.cache.oracle import is_right, label
 from tests.sim.virtual_time import EPOCH_S, Hub, Killed, SimClock, require
 from tiered_kv.chunks.header import PEEK_BYTES, peek, read_header, refuse_foreign
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, TierUnavailable
+from tiered_kv.fleet.layout import Found
 from tiered_kv.keys.naming import parse_object_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.disk.index import IndexRow, Shard
@@ -313,6 +314,16 @@ class SimStore:
         del size_max
         self._read("get")
         return self._bucket.objects.get(path, (None, 0.0))[0]
+
+    def get_many(self, paths: Sequence[str], size_max: int) -> list[Found]:
+        """One after the other, which is one of the orders in which answers may come."""
+        found: list[Found] = []
+        for path in paths:
+            try:
+                found.append(self.get(path, size_max))
+            except TierUnavailable as exc:
+                found.append(exc)
+        return found
 
     def get_head(self, path: str, length: int) -> bytes | None:
         data = self.get(path)

@@ -11,15 +11,16 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, TypeVar
 
-from tiered_kv.errors import Closed, ConfigError, TieredKVError, TierUnavailable
+from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.azure import open_azure
 from tiered_kv.tiers.object.errors import explain, is_missing, is_taken, is_without_create
 from tiered_kv.tiers.object.google import open_google
-from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo
+from tiered_kv.tiers.object.medium import Deadline, ListPage, Medium, ObjectInfo
 from tiered_kv.tiers.object.memory import open_memory
 from tiered_kv.tiers.object.s3 import open_s3
 from tiered_kv.tiers.object.shared_directory import SharedDirectory
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 OWN: Final = "_tiered_kv"
 """Where everything of ours lies that is no blob."""
+
+READS_AT_ONCE: Final = 16
+"""Objects that one call for many reads at the same time; more connections would be taken from blobs."""
 
 _PACKAGES = {"s3": ("s3fs", "s3fs"), "gs": ("gcsfs", "'tiered_kv[gcs]'"), "az": ("adlfs", "'tiered_kv[azure]'")}
 """What a scheme needs, and what to give pip for it."""
@@ -114,6 +118,29 @@ class ObjectStore:
             self._call("get", path, lambda medium: medium.get_into(path, buffer))
             return True
         return False
+
+    def get_many(self, paths: Sequence[str], size_max: int) -> list[bytes | TierUnavailable | ChunkCorrupt | None]:
+        """As ``get`` of each, up to ``READS_AT_ONCE`` at a time: in place of what it raises stands the error.
+
+        All together are one call: what was not begun by its deadline is unavailable.
+        """
+        deadline = Deadline(self.timeout_s)
+
+        def read(path: str) -> bytes | TierUnavailable | ChunkCorrupt | None:
+            if deadline.left_s() <= 0:
+                return TierUnavailable(f"object store: no time was left to get it. path={path} store={self.uri}")
+            try:
+                return self.get(path, size_max)
+            except (TierUnavailable, ChunkCorrupt) as exc:
+                return exc
+
+        if len(paths) < 2:
+            return [read(path) for path in paths]
+        try:
+            with ThreadPoolExecutor(min(READS_AT_ONCE, len(paths)), thread_name_prefix="object-store-get") as threads:
+                return list(threads.map(read, paths))
+        except RuntimeError as exc:
+            raise TierUnavailable(f"object store: get failed: cannot start a thread: {exc}. store={self.uri}") from exc
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Store an object in place of what is there; readers see all or nothing. After an error either may be there.
