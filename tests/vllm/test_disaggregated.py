@@ -49,13 +49,14 @@ class World:
         config = Config(storage_uri="file:///unused", chunk_tokens=CHUNK, **more)
         unused: Any = None
         client: Any = self.client
-        lookups = RequestLookups(config, client, unused, unused, unused, unused, self.counters, lambda: self.now_s)
+        role = EngineRole(may_load=not is_producer, may_store=True, has_prefix_caching=True, drafts=drafts)
+        lookups = RequestLookups(config, client, GROUPS, role, unused, unused, self.counters, lambda: self.now_s)
         prefill: Any = SimpleNamespace(tokens_per_s=chunks_per_s * CHUNK)
         self.prefill = DisaggregatedPrefill(
             config,
             client,
             GROUPS,
-            EngineRole(may_load=not is_producer, may_store=True, has_prefix_caching=True, drafts=drafts),
+            role,
             lookups,
             prefill,
             self.counters,
