@@ -135,8 +135,17 @@ class World:
         hint: str = "",
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
-        wanted = {"state_parts": state_parts, "wants_tails": wants_tails, "owner": owner, "hint": hint}
-        lookup = self.tiering.lookup(session, keys, digests, start, turn, **wanted)
+        lookup = self.tiering.lookup(
+            session,
+            keys,
+            digests,
+            start,
+            turn,
+            state_parts=state_parts,
+            wants_tails=wants_tails,
+            owner=owner,
+            hint=hint,
+        )
         self.lookups[lookup] = Asked(session, keys, start, state_parts)
         if keys not in self._asked:
             self._asked.append(keys)

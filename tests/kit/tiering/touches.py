@@ -49,8 +49,16 @@ class TouchedWorld(World):
     ) -> int:
         for depth in range(len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
-        wanted = {"state_parts": state_parts, "wants_tails": wants_tails, "owner": owner, "hint": hint}
-        return super().lookup(session, path, start, turn, **wanted)
+        return super().lookup(
+            session,
+            path,
+            start,
+            turn,
+            state_parts=state_parts,
+            wants_tails=wants_tails,
+            owner=owner,
+            hint=hint,
+        )
 
     def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:
         space = self.spaces[session]
