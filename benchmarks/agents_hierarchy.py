@@ -23,6 +23,7 @@ from trace_hierarchy import CHUNK, NAMESPACE
 from trace_policies import Lru
 
 from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import (
     Copy,
@@ -220,9 +221,8 @@ class AgentReplay:
         gpu = self._gpu.found(turn)
         start = min(gpu // self.chunk_tokens, len(turn.chunks))
         keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
-        lookup = self.tiering.lookup(
-            self._session, keys, [key * 2 for key in keys], start, wants_tails=bool(self.tail_tokens)
-        )
+        wish = LookupRequest(keys, [key * 2 for key in keys], start, wants_tails=bool(self.tail_tokens))
+        lookup = self.tiering.lookup(self._session, wish)
         self._waiting[lookup] = _Waiting(turn, gpu, start)
         self._settle()
 

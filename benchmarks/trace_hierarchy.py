@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.admission import ALL
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import (
     Delete,
@@ -63,7 +64,8 @@ class Replay:
     def _request(self, blocks: Sequence[int]) -> int:
         keys = [block.to_bytes(16, "big") for block in blocks]
         digests = [key * 2 for key in keys]
-        lookup = self.tiering.lookup(self._session, keys, digests, len(keys))  # the GPU has it: nothing is read
+        wish = LookupRequest(keys, digests, len(keys))  # the GPU has it: nothing is read
+        lookup = self.tiering.lookup(self._session, wish)
         self._settle()
         self.tiering.release(self._session, lookup)
         held = self._held

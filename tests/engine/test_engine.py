@@ -14,6 +14,7 @@ from tiered_kv.engine.executor import StepExecutor, ThreadExecutor
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.types import Arrival, LookupAnswer, LookupUpdate
 from tiered_kv.tiers.base import BlobName
 
@@ -295,7 +296,7 @@ def test_a_blob_of_other_tokens_under_our_key_is_dropped(world, memory):
         *(getattr(entry.record, f) for f in ("namespace", "key", "parent", "chunk_index")), bytes(32)
     )
     entry.record = forged
-    lookup = world.tiering.lookup(session, [forged.key], [bytes(32)])
+    lookup = world.tiering.lookup(session, LookupRequest([forged.key], [bytes(32)]))
     world.settle()
     assert world.tiering.counters["read_failed_corrupt"] == 1
     world.tiering.release(session, lookup)

@@ -7,6 +7,7 @@ from tiered_kv.engine.stalls import STALL_S
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.testing.faults import Fault, FaultyTier
 from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiers.wrappers.breaker import OPEN_LAST_S, BreakerState
 
 PREFIX = (1, 2, 3)
@@ -120,7 +121,7 @@ def test_a_local_tier_that_hangs_is_left_alone_until_it_answers():
             world.step()
             assert world.opened[0].breaker.is_open and "has not ended for 11 s" in world.opened[0].breaker.reason
             before = faulty.operation_count
-            assert world.tiering.lookup(session, *world.clients[session].space.prefix((1000,)), 0)
+            assert world.tiering.lookup(session, LookupRequest(*world.clients[session].space.prefix((1000,))))
             world.step()
             assert faulty.operation_count == before, "a request was sent to a medium that hangs"
 

@@ -20,6 +20,7 @@ from tiered_kv.engine.executor import Executor, StepExecutor
 from tiered_kv.engine.self_test import self_test_format
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE, Namespace
 from tiered_kv.metrics.recorder import Recorder
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.types import LeaseEnd, Limits, LookupAnswer, LookupUpdate, SlotGrant, SlotId, SlotRecall, Update
 from tiered_kv.tiers.base import Tier
 from tiered_kv.tiers.open import OpenTier, wrapped
@@ -145,7 +146,7 @@ class EngineWorld:
 
     def lookup(self, session: int, path: Path, start: int = 0) -> int:
         keys, digests = self.clients[session].space.prefix(path)
-        lookup = self.tiering.lookup(session, keys, digests, start)
+        lookup = self.tiering.lookup(session, LookupRequest(keys, digests, start))
         self.lookups[lookup] = Asked(session, path, start)
         return lookup
 

@@ -11,6 +11,7 @@ from tiered_kv.server import protocol as m
 from tiered_kv.server.prefetching import PREFETCH_MAX_S, Prefetching, WantedPrefix
 from tiered_kv.server.user_sessions import GIVE_UP_S, RETRY_S, Line, UserSessions
 from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiering.lookups import LookupRequest
 
 SPACE = SPACES["small"]
 MINE, THEIRS = tag_digest("mine"), tag_digest("theirs")
@@ -69,7 +70,7 @@ def test_what_is_in_use_is_tried_again_for_a_while_and_then_left(world: EngineWo
     users = UserSessions(world.engine, lambda _: False)
     tell(users, (1, 2), 0)
     keys, digests = SPACE.prefix((1, 2))
-    lookup = world.engine.lookup(session, keys, digests, owner=name(0))
+    lookup = world.engine.lookup(session, LookupRequest(keys, digests, owner=name(0)))
     world.settle()
     assert users.end(name(0)) == 1
     for _ in range(int(GIVE_UP_S / RETRY_S) + 2):

@@ -5,6 +5,7 @@ import sys
 from tests.kit.spaces import Space
 from tests.kit.tiering.world import SMALL, Story
 from tiered_kv.tiering.leases import ENDED_AT_ONCE_MAX
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.types import Limits, LookupUpdate, Outcome, Read
 
 OTHER = Space(b"other-namespace-", SMALL.slot_bytes)
@@ -243,7 +244,7 @@ def test_what_is_claimed_from_its_beginning_takes_what_there_is():
     ask(story, 0)
     ask(story, 1)
     keys, digests = SMALL.prefix(PATHS[2])
-    lookup = story.tiering.lookup(story.session, keys, digests, is_claimed=True)
+    lookup = story.tiering.lookup(story.session, LookupRequest(keys, digests, is_claimed=True))
     story.tiering.take_jobs()
     (update,) = [one for one in story.tiering.take_updates() if isinstance(one, LookupUpdate)]
     assert (update.lookup, update.answer.slots, update.answer.is_done) == (lookup, (), True)

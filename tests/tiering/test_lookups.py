@@ -4,6 +4,7 @@ import pytest
 
 from tests.kit.spaces import Space
 from tests.kit.tiering.world import SMALL, Story, chunks_of
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.types import Grow, Limits, Outcome, Read, Seal
 
 PREFIX = (1, 2, 3, 4)
@@ -89,7 +90,7 @@ def test_other_tokens_under_the_same_key_are_a_miss():
     story.store(PREFIX)
     keys, digests = SMALL.prefix(PREFIX)
     digests[2] = bytes(32)
-    lookup = story.tiering.lookup(story.session, keys, digests)
+    lookup = story.tiering.lookup(story.session, LookupRequest(keys, digests))
     assert [u.answer.held for u in story.tiering.take_updates() if u.lookup == lookup] == [2]
 
 
@@ -98,7 +99,7 @@ def test_another_namespace_never_gets_the_chunk_even_with_its_key_and_digest():
     story.store(PREFIX)
     thief = story.open(Space(b"another-namespace", SMALL.slot_bytes))
     story.finish_all()
-    lookup = story.tiering.lookup(thief, *SMALL.prefix(PREFIX))
+    lookup = story.tiering.lookup(thief, LookupRequest(*SMALL.prefix(PREFIX)))
     assert [(u.answer.held, u.answer.slots) for u in story.tiering.take_updates() if u.lookup == lookup] == [(0, ())]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.kit.tiering.world import SMALL, Story
 from tiered_kv.tiering import miss_ratio
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.miss_ratio import (
     ASKED_ANEW_MAX,
     NAMESPACES_MAX,
@@ -227,6 +228,6 @@ def test_the_tiering_counts_each_request_once_and_what_it_stores() -> None:
 def test_pieces_of_a_prompt_are_not_counted() -> None:
     story = Story()
     session, piece = story.session, keys_of([[1, 2]])[0]
-    lookup = story.tiering.lookup(session, piece, [2 * key for key in piece], may_search=False)
+    lookup = story.tiering.lookup(session, LookupRequest(piece, [2 * key for key in piece], may_search=False))
     story.tiering.release(session, lookup)
     assert story.tiering.miss_ratio.curves() == {}

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.kit.tiering.world import LARGE, SMALL, Story
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.slot_grants import CREDITS_MAX
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import Grow, Limits, Outcome, Read, Seal, SlotGrant, SlotRecall, TierSpec
@@ -103,7 +104,7 @@ def test_a_lost_client_is_told_nothing_and_keeps_no_slot_it_was_not_told_of():
     session = tiering.open_session(SMALL.namespace, SMALL.slot_bytes)
     tiering.grown(tiering.take_jobs()[0], Outcome.OK)
     tiering.take_jobs()
-    tiering.lookup(session, *SMALL.prefix(PREFIX))
+    tiering.lookup(session, LookupRequest(*SMALL.prefix(PREFIX)))
     tiering.suspend_session(session)
     tiering.take_jobs()
     assert tiering.take_updates() == [] and tiering.usage()["reserved_slots"] == 0

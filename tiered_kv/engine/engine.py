@@ -40,6 +40,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.tiering.admission import ALL, NONE
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.miss_ratio import Curve
 from tiered_kv.tiering.owners import ReleaseCount
 from tiered_kv.tiering.quotas import Quota
@@ -62,7 +63,6 @@ from tiered_kv.tiering.types import (
     SlotId,
     TierSpec,
     TierUsage,
-    Turn,
     Update,
     Write,
 )
@@ -330,35 +330,9 @@ class Engine:
         """No process touches the session's slots any more."""
         self.tiering.close_session(session)
 
-    def lookup(
-        self,
-        session: int,
-        keys: Sequence[bytes],
-        digests: Sequence[bytes],
-        start: int = 0,
-        turn: Turn = (0, 0),
-        *,
-        is_claimed: bool = False,
-        state_parts: int = 0,
-        may_search: bool = True,
-        wants_tails: bool = False,
-        owner: bytes = b"",
-        hint: str = "",
-    ) -> int:
+    def lookup(self, session: int, wish: LookupRequest) -> int:
         """Lease the longest prefix that is held; see :meth:`Tiering.lookup`. Returns the lookup's id."""
-        return self.tiering.lookup(
-            session,
-            keys,
-            digests,
-            start,
-            turn,
-            is_claimed=is_claimed,
-            state_parts=state_parts,
-            may_search=may_search,
-            wants_tails=wants_tails,
-            owner=owner,
-            hint=hint,
-        )
+        return self.tiering.lookup(session, wish)
 
     def claim(self, session: int, lookup: int) -> None:
         """A load begins of what is ready: the leases stay until :meth:`release`."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.engine.engine import Engine
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.types import LeaseEnd, LookupUpdate, Turn, Update
 
 AT_ONCE_MAX: Final = 64
@@ -67,9 +68,8 @@ class Prefetching:
             return False
         self._number += 1
         turn: Turn = LAST_PRIORITY, self._number
-        lookup = self._engine.lookup(
-            session, prefix.keys, prefix.digests, turn=turn, state_parts=prefix.state_parts, owner=prefix.owner
-        )
+        wish = LookupRequest(prefix.keys, prefix.digests, turn=turn, state_parts=prefix.state_parts, owner=prefix.owner)
+        lookup = self._engine.lookup(session, wish)
         self._running[session, lookup] = _Running(tenant, self._engine.clock.monotonic() + PREFETCH_MAX_S)
         self._of_tenant[tenant] += 1
         self._engine.count("prefetches")

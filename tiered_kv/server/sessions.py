@@ -38,6 +38,7 @@ from tiered_kv.server.pins import Pinning
 from tiered_kv.server.prefetching import Prefetching
 from tiered_kv.server.quotas import ServerQuotas
 from tiered_kv.server.user_sessions import UserSessions
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.types import LeaseEnd, LookupUpdate, SlotGrant, SlotId, SlotRecall, TierEvents, Update
 
@@ -388,18 +389,20 @@ class Sessions:
         if len(group.lookups) >= LOOKUPS_MAX:
             raise ProtocolError(f"too many lookups at once. max={LOOKUPS_MAX}")
         session = group.sessions[-1]
-        wanted = (keys, digests, lookup.start, lookup.turn)
         self.users.goes_on(lookup.session)
-        engine_id = self._engine.lookup(
-            session,
-            *wanted,
+        wish = LookupRequest(
+            keys,
+            digests,
+            lookup.start,
+            lookup.turn,
             is_claimed=lookup.is_claimed,
             state_parts=lookup.state_parts,
+            owner=lookup.session,
             may_search=lookup.may_search,
             wants_tails=lookup.wants_tails,
-            owner=lookup.session,
             hint=lookup.hint,
         )
+        engine_id = self._engine.lookup(session, wish)
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Final
 
 from tiered_kv.tiering.host_tier import HostTier
-from tiered_kv.tiering.index import Entry, HostState, Index
+from tiered_kv.tiering.index import SHARED, Entry, HostState, Index
 from tiered_kv.tiering.leases import LeaseQueue, Lookup
 from tiered_kv.tiering.slot_grants import Session
 from tiered_kv.tiering.slots import slab_of
@@ -45,6 +45,10 @@ class LookupRequest:
         is_claimed: Its leases end when it is released and not before.
         state_parts: Wanted is the prefix up to the deepest state that is held, and that state, of so many parts.
         owner: The user's session that asks, if it is one's.
+        may_search: What is not known here is looked for in a shared tier; the keys are those of a prefix from its
+            beginning then.
+        wants_tails: Wanted are the tails behind what is held, too.
+        hint: Where the shared tier looks first, and for what was absent a moment ago, too.
     """
 
     keys: Sequence[bytes]
@@ -53,7 +57,10 @@ class LookupRequest:
     turn: Turn = (0, 0)
     is_claimed: bool = False
     state_parts: int = 0
-    owner: bytes = b""
+    owner: bytes = SHARED
+    may_search: bool = True
+    wants_tails: bool = False
+    hint: str = ""
 
 
 TOLD_AT_ONCE: Final = 8

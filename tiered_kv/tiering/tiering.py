@@ -52,7 +52,6 @@ from tiered_kv.tiering.types import (
     SlotRecall,
     TierSpec,
     TierUsage,
-    Turn,
     Update,
     Write,
 )
@@ -212,52 +211,31 @@ class Tiering:
 
     # -- lookups -----------------------------------------------------------------------------------------------
 
-    def lookup(
-        self,
-        session_id: int,
-        keys: Sequence[bytes],
-        digests: Sequence[bytes],
-        start: int = 0,
-        turn: Turn = (0, 0),
-        *,
-        is_claimed: bool = False,
-        state_parts: int = 0,
-        may_search: bool = True,
-        wants_tails: bool = False,
-        owner: bytes = SHARED,
-        hint: str = "",
-    ) -> int:
+    def lookup(self, session_id: int, wish: LookupRequest) -> int:
         """Lease the longest prefix that is in host memory or can be promoted now; returns the lookup's id.
 
-        Chunks before ``start`` are not wanted (the GPU has them): they are used, but neither leased nor promoted. An
+        Chunks before its start are not wanted (the GPU has them): they are used, but neither leased nor promoted. An
         update follows at once; more follow while promotions end and room comes for what the limits cut, until one is
-        done. Or a ``LeaseEnd``, unless the lookup is claimed before: room goes by ``turn``.
+        done. Or a ``LeaseEnd``, unless the lookup is claimed before: room goes by its turn.
 
-        With ``state_parts`` the prefix ends at the deepest boundary behind ``start`` whose state, of so many parts, is
-        held as well, and the state is leased with it; without a state nothing is leased.
-
-        What is not known here is looked for in a shared tier, if it may be; the keys are those of a prefix from its
-        beginning then. With a ``hint`` that tier looks there first, and for what was absent a moment ago, too.
-        ``owner`` is the user's session that asks, if it is one's.
-
-        With ``wants_tails`` the tails behind what is held are leased, too, the newest first.
+        Where a state is wanted the prefix ends at the deepest boundary behind its start whose state is held as well,
+        and the state is leased with it; without a state nothing is leased. Tails are leased the newest first.
         """
         session = self._sessions[session_id]
-        wish = LookupRequest(keys, digests, start, turn, is_claimed, state_parts, owner)
-        if state_parts:
-            return self._look_up_state(session, wish, hint)
-        held = self.index.held_prefix(session.namespace, keys, digests)
-        self.counters["answers_asked"] += self.index.count_use(held, owner)
+        if wish.state_parts:
+            return self._look_up_state(session, wish)
+        held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
+        self.counters["answers_asked"] += self.index.count_use(held, wish.owner)
         self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, wish)
-        if wants_tails and held:
+        if wish.wants_tails and held:
             self._lookups.offer_tails(lookup, self._tails_behind(held[-1]))
-        if may_search and keys:
-            self._note_prompt(lookup, keys)
+        if wish.may_search and wish.keys:
+            self._note_prompt(lookup, wish.keys)
         self._promote(lookup, held)
         self._tiers.enqueue_if_used(held)
-        if may_search and self._tiers.searches is not None:
-            search = self._tiers.searches.begin(session.namespace, keys, digests, lookup.held, hint)
+        if wish.may_search and self._tiers.searches is not None:
+            search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, lookup.held, wish.hint)
             if search is not None:
                 lookup.search, search.lookup = search, lookup.id
                 self._go_on(search)
@@ -271,7 +249,7 @@ class Tiering:
         else:
             self.miss_ratio.used(keys, session.slot_bytes)
 
-    def _look_up_state(self, session: Session, wish: LookupRequest, hint: str) -> int:
+    def _look_up_state(self, session: Session, wish: LookupRequest) -> int:
         """The same for a state: first how much of the prefix is held, then the deepest state along that."""
         lookup = self._lookups.open(session, [], wish)
         held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
@@ -280,7 +258,7 @@ class Tiering:
             entry.is_asked_for_by(wish.owner)
         search = None
         if self._tiers.searches is not None:
-            search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, len(held), hint)
+            search = self._tiers.searches.begin(session.namespace, wish.keys, wish.digests, len(held), wish.hint)
         self._search_state(lookup, search)
         return lookup.id
 

@@ -15,6 +15,7 @@ from tests.kit.spaces import Space
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import next_part
 from tiered_kv.tiering.leases import OVERFLOW
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.slots import slab_of
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import (
@@ -135,17 +136,10 @@ class World:
         hint: str = "",
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
-        lookup = self.tiering.lookup(
-            session,
-            keys,
-            digests,
-            start,
-            turn,
-            state_parts=state_parts,
-            wants_tails=wants_tails,
-            owner=owner,
-            hint=hint,
+        wish = LookupRequest(
+            keys, digests, start, turn, state_parts=state_parts, owner=owner, wants_tails=wants_tails, hint=hint
         )
+        lookup = self.tiering.lookup(session, wish)
         self.lookups[lookup] = Asked(session, keys, start, state_parts)
         if keys not in self._asked:
             self._asked.append(keys)

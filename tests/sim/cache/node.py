@@ -31,6 +31,7 @@ from tiered_kv.server import compose
 from tiered_kv.testing.faults import FaultyTier
 from tiered_kv.tiering.index import BlobState
 from tiered_kv.tiering.leases import OVERFLOW
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import LeaseEnd, LookupUpdate, SlotGrant, SlotId, SlotRecall
@@ -234,7 +235,7 @@ class Node:
         keys, digests = [c.record.key for c in chunks], [c.record.prefix_sha256 for c in chunks]
         self._turns += 1
         turn = (self.hub.draw.randrange(3), self._turns)
-        number = self.engine.tiering.lookup(session, keys, digests, start, turn)
+        number = self.engine.tiering.lookup(session, LookupRequest(keys, digests, start, turn))
         self.promises[number] = Promise(session, self.slot_bytes(session), chunks, start)
         self.wake()
         return number
