@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.server import protocol as m
 
 INTEGERS = (0, 1, 2, -1, 255, 1 << 18, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
@@ -58,10 +59,12 @@ def _value(source: random.Random, kind: Any) -> Any:
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
         return _value(source, source.choice(typing.get_args(kind)))
-    if origin in (list, tuple):
+    if origin in (list, tuple, frozenset):
         (item, *_) = typing.get_args(kind)
         length = LONG if source.random() < 0.02 else source.choice(LENGTHS)
         return [_value(source, item) for _ in range(length)]
+    if kind is ChunkRecord and source.random() < 0.3:  # parts drawn one by one are hardly ever all of their lengths
+        return [*(bytes([source.randrange(3)] * 16) for _ in range(3)), source.randrange(1, 3), bytes(32)]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind)
         return [_value(source, hints[name]) for name in kind.__struct_fields__]
