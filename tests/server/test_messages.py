@@ -1,7 +1,5 @@
 """Frames and messages: whatever arrives, in whatever pieces, is a message or a ProtocolError."""
 
-import socket
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -11,7 +9,6 @@ from tests.kit.counts import count
 from tiered_kv.errors import ProtocolError
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connection import READ_BYTES, Connection
 
 MESSAGES = [
     m.Hello(1, "v", "worker", 7, "engine", 3, 1, None, 5),
@@ -109,20 +106,3 @@ def test_a_frame_is_bounded_before_it_is_read() -> None:
 def test_a_message_that_is_too_large_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="message too large. type=Lookup"):
         m.frame(m.Lookup(1, 0, bytes(m.FRAME_BYTES_MAX), b""))
-
-
-def test_a_connection_gives_one_read_of_messages_and_more_only_while_there_is_time() -> None:
-    near, far = socket.socketpair()
-    with near, far:
-        connection = Connection(near)
-        connection.welcome("scheduler", "engine", 1)
-        sent = 40 * [m.Commit([(1, ChunkRecord(bytes(16), bytes(16), bytes(16), 0, bytes(32)))] * 32)]
-        far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        far.sendall(b"".join(map(m.frame, sent)))
-        reads = []
-        while connection.has_input():
-            reads.append(list(connection.receive(lambda: False)))
-        assert [message for messages in reads for message in messages] == sent
-        assert max(map(len, reads)) <= READ_BYTES // len(m.frame(sent[0])) + 1 < len(sent)
-        far.sendall(b"".join(map(m.frame, sent)))
-        assert list(connection.receive(lambda: True)) == sent

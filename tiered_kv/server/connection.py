@@ -5,7 +5,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tiered_kv.errors import ProtocolError
@@ -13,12 +13,11 @@ from tiered_kv.server.protocol import FRAME_BYTES_MAX, HELLO_BYTES_MAX, FrameRea
 
 OUTBOX_BYTES_MAX = 8 << 20
 """A client that does not read this much is lost: its session ends, its engine goes on without the cache."""
-READ_BYTES = 16 << 10
-"""About 130 commits, which take the loop 3 ms; and less than the allocator would ask the kernel for
-(``keep_heap_small``), which waits while a thread maps memory."""
+READ_BYTES = 64 << 10
+"""Less than the allocator would ask the kernel for (``keep_heap_small``): that waits while a thread maps memory."""
 
-READS_MAX = 16
-"""Of one turn, if there is time: what a socket's buffer holds."""
+READS_MAX = 4
+"""Of one turn: what a socket's buffer holds, so that what a client said last is heard whole."""
 
 _PEER = struct.Struct("3i")
 
@@ -76,16 +75,14 @@ class Connection:
             return False  # broken: nothing more will come
         return True
 
-    def receive(self, has_time: Callable[[], bool]) -> Iterator[Any]:
-        """Messages that are complete now: of one read at least, and of more while there is time.
+    def receive(self) -> Iterator[Any]:
+        """Messages that are complete now.
 
         Raises:
             ProtocolError: The client sent something else than messages.
             ConnectionError: The client is gone.
         """
         for number in range(READS_MAX):
-            if number and not has_time():
-                return
             try:
                 data = self.sock.recv(READ_BYTES)
             except BlockingIOError:

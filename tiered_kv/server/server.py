@@ -37,9 +37,6 @@ WATCHED_MAX = 512
 """Worker processes whose exit is awaited, also after their connections are gone."""
 
 TICK_S = 0.1
-SLICE_S = 0.003
-"""How long a turn takes in what clients have sent, beyond one read of each; the rest is for the next one."""
-
 HELLO_S = 10.0
 """Who connects and does not say Hello for this long is disconnected."""
 
@@ -105,7 +102,6 @@ class Server:
         self._accept_again_s: float | None = None
         self._is_stopping = False
         self._is_hurried = False
-        self._reads_until_s = 0.0
         self._has_served = False
         self._old_arenas: int | None = None
 
@@ -147,9 +143,7 @@ class Server:
         wait_s = self._engine.wait_s
         timeout_s = timeout_s if wait_s is None else min(timeout_s, wait_s)
         is_busy = self._is_hurried or self._orders or self._sessions.users.wants_turn
-        ready = self._selector.select(0 if is_busy else timeout_s)
-        self._reads_until_s = self._clock.monotonic() + SLICE_S
-        for key, mask in ready:
+        for key, mask in self._selector.select(0 if is_busy else timeout_s):
             callback: Callback = key.data
             callback(mask)
         self._orders.go_on()
@@ -189,33 +183,17 @@ class Server:
         group = self._sessions.owner(session)
         if group is None or group.scheduler is None or group.scheduler.is_closing:
             return
-        self._hear_out(group.scheduler)
-        group.scheduler.close_soon()
-
-    def _unmapped(self, connection: Connection, _: m.Unmapped) -> None:
-        self._hear_scheduler(connection)
-        self._sessions.unmapped(connection)
-
-    def _hear_scheduler(self, worker: Connection) -> None:
-        """A worker leaves, and ends the session: its scheduler may have said more than what was read."""
-        scheduler = self._sessions.scheduler_beside(worker)
-        if scheduler is not None:
-            self._hear_out(scheduler)
-
-    def _hear_out(self, connection: Connection) -> None:
-        """Take in all that a client has sent."""
+        connection = group.scheduler
         for _ in range(FINAL_READS_MAX):
             if connection.is_closing or not connection.has_input():
                 break
             self._ready(connection, selectors.EVENT_READ)
+        connection.close_soon()
 
     def _drain(self, since_s: float) -> None:
         """Write what was accepted, for at most ``drain_s`` since the last client left or the order to stop came."""
         deadline_s = since_s + self._config.drain_s
-        for _ in range(FINAL_READS_MAX):  # what clients have sent already
-            self._turn(0)
-            if not any(connection.has_input() for connection in self._connections):
-                break
+        self._turn(0)  # what clients have sent already
         while self._engine.pending_writes and self._clock.monotonic() < deadline_s:
             self._turn(min(TICK_S, max(deadline_s - self._clock.monotonic(), 0)))
         left = self._engine.pending_writes
@@ -264,7 +242,7 @@ class Server:
     def _ready(self, connection: Connection, mask: int) -> None:
         try:
             if mask & selectors.EVENT_READ:  # before writing: what a client said last counts, also if it is gone now
-                for message in connection.receive(lambda: self._clock.monotonic() < self._reads_until_s):
+                for message in connection.receive():
                     if connection.is_closing:
                         return
                     self._handle(connection, message)
@@ -278,8 +256,6 @@ class Server:
             self._refuse(connection, "protocol", str(exc))
         except OSError as exc:
             logger.info("client gone. pid=%d role=%s: %r", connection.pid, connection.role, exc)
-            if not connection.has_ended:
-                self._hear_out(connection)  # it could not be told something, and may have said more before it left
             connection.close_soon()
 
     def _refuse(self, connection: Connection, kind: str, reason: str) -> None:
@@ -300,7 +276,6 @@ class Server:
                 )
 
     def _close(self, connection: Connection) -> None:
-        self._hear_scheduler(connection)
         self._connections.discard(connection)
         self._selector.unregister(connection.sock.fileno())
         connection.close()
@@ -318,7 +293,7 @@ class Server:
             m.JoinWorker: Route(_WORKERS, self._join_worker),
             m.Decline: Route(_WORKERS, self._decline),
             m.Pinned: Route(_WORKERS, sessions.pinned),
-            m.Unmapped: Route(_WORKERS, self._unmapped),
+            m.Unmapped: Route(_WORKERS, lambda connection, _: sessions.unmapped(connection)),
             m.JoinScheduler: Route(_SCHEDULERS, sessions.join_scheduler),
             m.Lookup: Route(_SCHEDULERS, sessions.lookup),
             m.Claim: Route(_SCHEDULERS, sessions.claim),

@@ -186,11 +186,6 @@ class Sessions:
         """The group of an engine session."""
         return self._by_session.get(session)
 
-    def scheduler_beside(self, connection: Connection) -> Connection | None:
-        """The scheduler that a worker's connection shares a session with."""
-        group = self._groups.get((connection.engine_id, connection.generation))
-        return None if group is None or group.scheduler is connection else group.scheduler
-
     # -- joining -----------------------------------------------------------------------------------------------
 
     def join_worker(self, connection: Connection, join: m.JoinWorker) -> None:
