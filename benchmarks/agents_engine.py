@@ -36,7 +36,12 @@ from tiered_kv.testing.model import TINY, build_model  # noqa: E402
 
 TRACE = REPOSITORY / "tests" / "data" / "agent_sessions_small.jsonl"
 FIRST_TOKENS, APPENDED_MAX, ANSWER_MAX = 512, 600, 128
-SYSTEMS: dict[str, dict[str, Any] | None] = {"plain": None, "ours": {}, "ours, no answers": {"save_decode": False}}
+SYSTEMS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ours": {},
+    "ours, tails": {"tail_tokens": 32},
+    "ours, no answers": {"save_decode": False},
+}
 COLUMNS = {
     "system": "system",
     "follow_ups": "follow-up turns",

@@ -54,7 +54,7 @@ def test_copies_are_timed_beside_their_roofline(run, tmp_path):
 
 
 def test_scaled_sessions_run_on_a_real_engine_and_answers_save_what_they_should(run):
-    plain, ours, without = run("agents_engine", "--sessions", "2", "--turns", "3")
+    plain, ours, _, without = run("agents_engine", "--sessions", "2", "--turns", "3")
     assert plain["follow_ups"] == ours["follow_ups"] == without["follow_ups"] == 4
     assert plain["prompt_mean"] == ours["prompt_mean"] == without["prompt_mean"]
     assert 0 < plain["computed_mean"] <= ours["computed_mean"] <= without["computed_mean"] < plain["prompt_mean"]
