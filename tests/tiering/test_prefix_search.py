@@ -106,17 +106,6 @@ def test_a_hint_goes_with_every_question_and_past_what_was_absent(names_at_once)
     assert story.figures(lookup) == (12, 12, 12, True)
 
 
-def test_a_tier_that_does_not_answer_one_question_is_remembered_as_nothing():
-    story = shared(names_at_once=1024)
-    story.others_store(SMALL, LONG[:5])
-    lookup = story.ask(LONG[:5])
-    story.end(Probe, fault=Outcome.UNAVAILABLE)
-    assert story.figures(lookup) == (0, 0, 0, True)
-    again = story.ask(LONG[:5])
-    story.finish_all()
-    assert story.figures(again) == (5, 5, 5, True)
-
-
 @given(length=st.integers(1, 80), data=st.data())
 def test_any_prefix_is_found_to_the_chunk(length, data):
     there = data.draw(st.integers(0, length))
@@ -197,8 +186,9 @@ def test_a_hole_is_an_ordinary_miss_at_the_read_and_is_stored_again():
     assert story.figures(again) == (8, 8, 8, True) and story.is_below(LONG[:3])
 
 
-def test_a_tier_that_does_not_answer_ends_the_search_and_is_remembered_as_nothing():
-    story = shared()
+@pytest.mark.parametrize("options", [{}, {"names_at_once": 1024}], ids=["probes", "one question"])
+def test_a_tier_that_does_not_answer_ends_the_search_and_is_remembered_as_nothing(options):
+    story = shared(**options)
     story.others_store(SMALL, LONG[:5])
     lookup = story.ask(LONG[:5])
     story.end(Probe, fault=Outcome.UNAVAILABLE)

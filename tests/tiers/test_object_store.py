@@ -11,6 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.kit.faults.proxy import FaultProxy
+from tests.kit.stores.child import read_by_child
 from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
@@ -552,18 +553,6 @@ def test_a_store_of_another_kind_or_without_its_package_is_refused(monkeypatch):
 def test_a_child_process_makes_a_client_of_its_own(s3):
     store = open_store(s3.uri(s3.new_prefix()), s3.options())
     store.put("x", b"parent")
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.write(writing, store.get("x") or b"none")
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        assert pipe.read() == b"parent"
-    assert os.waitpid(pid, 0)[1] == 0
+    assert read_by_child(store, "x") == b"parent"
     assert store.get("x") == b"parent"
     store.close()

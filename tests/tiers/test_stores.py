@@ -15,6 +15,7 @@ from fsspec.asyn import get_loop
 
 from tests.kit.faults.proxy import Fault, FaultProxy, Mode
 from tests.kit.server.probe import wait_for
+from tests.kit.stores.child import read_by_child
 from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.keys.naming import object_path
@@ -96,19 +97,7 @@ def test_a_server_that_stands_still_costs_the_deadline_and_is_used_again(served)
 def test_a_child_process_makes_a_client_of_its_own(cloud):
     store = open_store(cloud.uri(cloud.new_prefix()), cloud.options())
     store.put("x", b"parent")
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.write(writing, store.get("x") or b"none")
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        assert pipe.read() == b"parent"
-    assert os.waitpid(pid, 0)[1] == 0
+    assert read_by_child(store, "x") == b"parent"
     assert store.get("x") == b"parent"
     store.close()
 

@@ -125,25 +125,27 @@ def _name(value: object) -> str:
     return str(value)
 
 
-def _peer(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("one of the setting peers")
-    return value
+def _known(peers: Collection[str]) -> dict[str, tuple[str, Callable[[object], Any]]]:
+    """The field of each parameter, and what reads its value."""
 
+    def peer(value: object) -> str:
+        if not isinstance(value, str) or value not in peers:
+            raise ValueError("one of the setting peers")
+        return value
 
-_KNOWN: Final[Mapping[str, tuple[str, Callable[[object], Any]]]] = {
-    SKIP_SAVE: ("skips_save", _boolean),
-    SKIP_LOAD: ("skips_load", _boolean),
-    SAVE_DECODE: ("saves_decode", _boolean),
-    PIN_TTL_S: ("pin_ttl_s", _ttl),
-    TAG: ("tag", _tag),
-    SESSION_ID: ("session", _name),
-    RELEASE: ("releases", _boolean),
-    DEMOTE: ("demotes", _boolean),
-    PREFETCH: ("prefetches", _name),
-    PEER: ("peer", _peer),
-    STORED_TOKENS: ("stored_tokens", _count),
-}
+    return {
+        SKIP_SAVE: ("skips_save", _boolean),
+        SKIP_LOAD: ("skips_load", _boolean),
+        SAVE_DECODE: ("saves_decode", _boolean),
+        PIN_TTL_S: ("pin_ttl_s", _ttl),
+        TAG: ("tag", _tag),
+        SESSION_ID: ("session", _name),
+        RELEASE: ("releases", _boolean),
+        DEMOTE: ("demotes", _boolean),
+        PREFETCH: ("prefetches", _name),
+        PEER: ("peer", peer),
+        STORED_TOKENS: ("stored_tokens", _count),
+    }
 
 
 class RequestParamsReader:
@@ -160,7 +162,7 @@ class RequestParamsReader:
             peers: Those of the settings. A request chooses among them: it never has us connect to what it names.
         """
         self._counters = counters
-        self._peers = peers
+        self._known = _known(peers)
         self._monotonic = monotonic
         self._warnings = 0
         self._since_s = -WARNINGS_EVERY_S
@@ -198,19 +200,16 @@ class RequestParamsReader:
         for name, value in params.items():
             if not isinstance(name, str) or not name.startswith(PREFIX) or value is None:
                 continue
-            if name not in _KNOWN:
-                known = [one.removeprefix(PREFIX) for one in _KNOWN]
+            if name not in self._known:
+                known = [one.removeprefix(PREFIX) for one in self._known]
                 near = difflib.get_close_matches(name[len(PREFIX) :][:SHOWN_CHARS], known, n=1)
-                hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known: {', '.join(_KNOWN)}"
+                hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known: {', '.join(self._known)}"
                 is_tag_lost |= near == ["tag"]
                 self._refuse(request, "unknown parameter", name, hint, is_tag=near == ["tag"])
                 continue
-            field, parse = _KNOWN[name]
+            field, parse = self._known[name]
             try:
                 found[field] = parse(value)
-                if name == PEER and value not in self._peers:
-                    del found[field]
-                    raise ValueError("one of the setting peers")
             except ValueError as exc:
                 is_tag_lost |= name == TAG
                 shown = "" if name in NAMES else f"{_shown(value)} "

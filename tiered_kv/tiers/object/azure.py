@@ -15,11 +15,9 @@ from typing import Any, Final
 
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import is_missing, status_of
-from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, LoopClient, all_of, twice
+from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
 
-PAGE_MAX: Final = 1000
-BEYOND_THE_END: Final = 416
 PARTS_AT_ONCE: Final = 4
 """Azure's client reads what is larger than 32 MiB, and writes what is larger than 64 MiB, in parts of 4 MiB."""
 

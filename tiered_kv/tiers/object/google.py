@@ -17,14 +17,11 @@ from typing import Any, Final
 
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import MissingBucket, Refused, status_of
-from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, LoopClient, all_of, twice
+from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
 
-PAGE_MAX: Final = 1000
 ONE_REQUEST: Final = {"chunksize": 1 << 40}
 """Uploads of any size in one request, so that a create is refused or done as a whole."""
-
-BEYOND_THE_END: Final = 416
 
 
 def open_google(location: Location, timeout_s: float) -> Medium:

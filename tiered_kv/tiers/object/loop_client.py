@@ -18,6 +18,12 @@ DELETED_AT_ONCE: Final = 16
 """Objects of a delete that are asked for at the same time, within one deadline: neither client has a batch that every
 server knows."""
 
+PAGE_MAX: Final = 1000
+"""Objects of one page of a list."""
+
+BEYOND_THE_END: Final = 416
+"""HTTP's status of a range that begins behind an object's last byte."""
+
 PAUSE_S: Final = 0.5
 """Before a request is sent a second time."""
 
