@@ -92,6 +92,7 @@ class Cache:
         try:
             self._worker = WorkerClient(config, engine_id, 0, join)
             self._client = SchedulerClient(config, engine_id, 1)
+            self._client.rest()
             if not self._client.wait_ready(config.start_timeout_s):
                 raise ConfigError(self._client.refusal or "the cache server opened no session")
         except TieredKVError:
@@ -138,6 +139,7 @@ class Cache:
                 return len(keys.keys) - answer.held
             finally:
                 client.commit(filled)
+                client.rest()
 
     @contextmanager
     def load(self, tokens: Sequence[int], *, timeout_s: float = 60.0) -> Iterator[Prefix]:
@@ -164,6 +166,7 @@ class Cache:
                 view.release()
             with self._lock:
                 client.release(lookup)
+                client.rest()
 
     # -- the rest ----------------------------------------------------------------------------------------------
 

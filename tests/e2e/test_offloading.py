@@ -67,6 +67,7 @@ def stored(tiny_model: Path, plain: list[Answer], tmp_path_factory: pytest.TempP
             assert_same(cold, theirs)
             assert cold.cached_tokens == 0
         wait_written(root)
+        assert figures(root)["hierarchy"]["reserved_slots"] == 0, "an idle engine holds slots"
     wait_ended(root)
     assert chunks(root) == ROWS * len(PROMPTS)
     return root

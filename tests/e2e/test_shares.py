@@ -29,8 +29,11 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> 
 
 def test_a_busy_neighbour_pushes_out_what_is_not_kept(engine: CachedEngine, request: pytest.FixtureRequest) -> None:
     is_kept = request.node.callspec.params["engine"] > 0
+    assert figures(engine.root)["hierarchy"]["reserved_slots"] == 0, "an engine that was asked nothing holds slots"
     computed = engine.ask(*PROMPTS)
     wait_written(engine.root)
+    reserved = figures(engine.root)["hierarchy"]["reserved_slots"]
+    assert reserved == 0, "an idle engine holds slots that chunks of another size may need"
     neighbour = SmallEngine.start(neighbour_settings(engine.root, **LIMITS), "neighbour", weights="other")
     try:
         for prompt in range(NEIGHBOURS_PROMPTS):

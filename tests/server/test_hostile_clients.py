@@ -326,6 +326,8 @@ def test_random_clients_find_no_way_to_hurt(directory: Path) -> None:
             m.CommitTail(0, ChunkRecord(bytes(16), bytes(16), bytes(16), 1, bytes(32)), 1),
             m.DropTails([bytes(16)]),
             m.GiveBack([0, 1]),
+            m.Rest(),
+            m.Wake(),
             m.Reset(),
             m.Unmapped(),
             m.StatRequest(),

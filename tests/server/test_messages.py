@@ -26,6 +26,8 @@ MESSAGES = [
     m.CommitTail(3, ChunkRecord(bytes(16), bytes(16), bytes(16), 2, bytes(32)), 64),
     m.DropTails([bytes(16), b"k" * 16]),
     m.GiveBack([1, 2]),
+    m.Rest(),
+    m.Wake(),
     m.Reset(),
     m.Pin(bytes(16), 60.0),
     m.SessionState(bytes(16), bytes(16), bytes(16)),

@@ -194,7 +194,15 @@ def test_a_role_may_only_do_what_is_its_own(shared: Path, engine_id: str) -> Non
 
 
 def test_work_before_the_session_is_open_is_refused(shared: Path, engine_id: str) -> None:
-    for message in (m.Lookup(1, 0, b"", b""), m.Commit([]), m.GiveBack([]), m.Reset(), m.Release(1)):
+    for message in (
+        m.Lookup(1, 0, b"", b""),
+        m.Commit([]),
+        m.GiveBack([]),
+        m.Rest(),
+        m.Wake(),
+        m.Reset(),
+        m.Release(1),
+    ):
         with hello(settings(shared), "scheduler", engine_id) as sock:
             tell(sock, message)
             assert "no open session on this connection" in refusal(sock)

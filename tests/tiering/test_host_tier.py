@@ -146,6 +146,26 @@ def test_an_idle_session_is_asked_for_the_credits_that_hold_a_slab():
     assert story.credits[large]
 
 
+def test_a_session_that_rests_holds_no_slab():
+    """One that neither rests nor answers keeps the last slab that could be had from another slot size for ever."""
+    story = Story(host_bytes=160, limits=Limits(leased_share=1.0))
+    idle = story.session
+    story.session = story.open(SMALL)
+    for number in range(20):
+        story.finish_all()
+        story.store((number,))
+    for number in range(20):
+        story.ask((number,))
+    large = story.open(LARGE)
+    story.credits[idle] = []  # it does not hear what is recalled
+    for _ in range(10):
+        story.finish_all()
+    assert not story.credits[large]
+    story.rest(idle)
+    story.finish_all()
+    assert story.credits[large]
+
+
 def test_memory_of_a_slot_size_that_nobody_uses_goes_to_who_needs_it():
     story = full_of_small_chunks()
     story.close(story.session)

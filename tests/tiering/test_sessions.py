@@ -65,6 +65,27 @@ def test_a_session_gets_credits_although_an_idle_one_holds_the_whole_share():
     assert len(story.credits[late]) == 1
 
 
+def test_a_session_that_rests_has_no_credits_until_it_wakes():
+    story = Story(host_bytes=800)
+    story.commit(story.session, (1,))
+    story.rest(story.session)
+    story.finish_all()
+    assert story.tiering.usage()["reserved_slots"] == 0 and story.is_in_host((1,))
+    story.wake(story.session)
+    story.finish_all()
+    assert len(story.credits[story.session]) == story.tiering.usage()["reserved_slots"] > 1
+
+
+def test_credits_that_a_session_was_not_told_of_go_when_it_rests():
+    tiering = Tiering(400, [TierSpec()])
+    session = tiering.open_session(SMALL.namespace, SMALL.slot_bytes)
+    tiering.grown(tiering.take_jobs()[0], Outcome.OK)
+    tiering.take_jobs()
+    tiering.rest(session)
+    tiering.take_jobs()
+    assert tiering.take_updates() == [] and tiering.usage()["reserved_slots"] == 0
+
+
 def test_without_a_lower_tier_credits_come_back_when_seals_end():
     story = Story(host_bytes=40, capacities=())
     while story.commit(story.session, (story.tiering.usage()["chunks"],)):

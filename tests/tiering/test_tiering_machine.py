@@ -221,6 +221,16 @@ class Histories(RuleBasedStateMachine):
         if (session := self.session(pick)) is not None:
             self.world.give_back(session)
 
+    @rule(pick=PICK)
+    def rest(self, pick):
+        if (session := self.session(pick)) is not None:
+            self.world.rest(session)
+
+    @rule(pick=PICK)
+    def wake(self, pick):
+        if (session := self.session(pick)) is not None:
+            self.world.wake(session)
+
     @precondition(lambda self: len(self.world.spaces) > 1)
     @rule(pick=PICK)
     def suspend(self, pick):

@@ -374,6 +374,14 @@ class Engine:
         """
         self.tiering.give_back(session, slot)
 
+    def rest(self, session: int) -> None:
+        """The session fills no slots until it wakes: it has none; see :meth:`Tiering.rest`."""
+        self.tiering.rest(session)
+
+    def wake(self, session: int) -> None:
+        """The session wants slots again."""
+        self.tiering.wake(session)
+
     def want(self, namespace: bytes, key: bytes) -> None:
         """A client will ask for a chunk: it and the prefix before it are worth a write to every tier now."""
         self.tiering.want(namespace, key)

@@ -103,6 +103,7 @@ class SchedulerClient:
         tiers: Names of the server's tiers, from host memory downwards.
         chunks_leased_max: Most chunks that one lookup of the session may hold.
         is_silent: Its owner waited for an answer in vain, and nothing has come since.
+        is_resting: Nothing is stored, and no slots are held for it.
         figures: The server's last answer to :meth:`ask_figures`, for the asker to take away.
     """
 
@@ -127,6 +128,9 @@ class SchedulerClient:
         self._asked: dict[int, tuple[Sequence[bytes], int, int]] = {}
         self.dropped_sends = 0
         self._credits: deque[SlotId] = deque()
+        self._taken: set[SlotId] = set()
+        self.is_resting = False
+        self._rests_unanswered = 0  # what is granted meanwhile the server has taken back
         self._next_lookup = 1
         self._sock: socket.socket | None = None
         self._reader = m.FrameReader(m.FromServer)
@@ -184,6 +188,7 @@ class SchedulerClient:
         answer has the tails behind what is held. ``session`` is the name of the user's session that asks, if it is
         one's, ``hint`` the peer that is asked first.
         """
+        self.wake()
         lookup, names = self._next_lookup, (b"".join(keys), b"".join(digests))
         wanted = m.Lookup(lookup, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint)
         if not self.is_ready or not self._send(wanted):
@@ -244,12 +249,41 @@ class SchedulerClient:
 
     def take_slot(self) -> SlotId | None:
         """An empty slot to fill, if one was granted ahead."""
-        return self._credits.popleft() if self._credits and self.is_ready else None
+        self.wake()
+        if not self._credits or not self.is_ready:
+            return None
+        slot = self._credits.popleft()
+        self._taken.add(slot)
+        return slot
+
+    def rest(self) -> None:
+        """Hold no slots until something is looked up or stored; to be called before its owner stops to poll.
+
+        Else slots that are recalled for chunks of another size stay here, and with them the slabs they lie in. Does
+        nothing while slots are being filled.
+        """
+        if not self.is_resting and not self._taken:
+            self.is_resting = True
+            self._say_rest()
+
+    def wake(self) -> None:
+        """Something will be stored: have slots granted ahead."""
+        if self.is_resting:
+            self.is_resting = False
+            if self.is_ready:
+                self._send(m.Wake(), may_drop=False)
+
+    def _say_rest(self) -> None:
+        if self.is_ready:
+            self._credits.clear()
+            self._rests_unanswered += 1
+            self._send(m.Rest(), may_drop=False)
 
     def commit(self, chunks: Sequence[tuple[SlotId, ChunkRecord]], answers: Collection[SlotId] = ()) -> None:
         """Slots that every rank has filled, in prefix order; those of ``answers`` have generated tokens in them."""
         if not chunks:
             return
+        self._taken.difference_update(slot for slot, _ in chunks)
         if self._is_resetting:  # filled before the reset: nobody may find them
             self.give_back([slot for slot, _ in chunks])
             return
@@ -257,6 +291,7 @@ class SchedulerClient:
 
     def commit_tail(self, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
         """A slot that every rank has filled with a tail of so many tokens; the chunk before it was committed."""
+        self._taken.discard(slot)
         if self._is_resetting:
             self.give_back([slot])
             return
@@ -270,6 +305,7 @@ class SchedulerClient:
     def give_back(self, slots: Sequence[SlotId]) -> None:
         """Taken slots that will not be committed."""
         if slots:
+            self._taken.difference_update(slots)
             self._send(m.GiveBack(list(slots)), may_drop=False)
 
     def reset(self) -> None:
@@ -348,10 +384,14 @@ class SchedulerClient:
                 self.figures = figures
             case m.Credits(slots):
                 check_credits(slots, len(self._credits))
-                if self._is_resetting:
+                if self._is_resetting and not self._rests_unanswered:
                     self.give_back(slots)
-                else:
+                elif not self._rests_unanswered:
                     self._credits.extend(slots)
+            case m.Rested():
+                if not self._rests_unanswered:
+                    raise ProtocolError("the server answered a rest that nobody asked for")
+                self._rests_unanswered -= 1
             case m.Recall(slots):
                 unused = set(slots).intersection(self._credits)
                 self._credits = deque(slot for slot in self._credits if slot not in unused)
@@ -384,6 +424,8 @@ class SchedulerClient:
             self._send(m.Reset(), may_drop=False)
             return
         self._is_resetting = False
+        if self.is_resting:
+            self._say_rest()
         self._backoff_s = BACKOFF_FIRST_S
         self._patience_s = self._config.start_timeout_s
         logger.info(
@@ -475,6 +517,8 @@ class SchedulerClient:
         self._sock = None
         self._outbox.clear()
         self._credits.clear()
+        self._taken.clear()
+        self._rests_unanswered = 0
         self.lookups.clear()
         self._asked.clear()
         self.moves.clear()

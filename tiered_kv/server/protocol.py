@@ -17,7 +17,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 13
+PROTOCOL = 14
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -217,6 +217,17 @@ class GiveBack(Message, frozen=True):
     slots: list[int]
 
 
+class Rest(Message, frozen=True):
+    """Until ``Wake`` the session stores nothing: it has filled none of its slots, and all of them are given back.
+
+    The server answers ``Rested``.
+    """
+
+
+class Wake(Message, frozen=True):
+    """The session may store again, and wants slots."""
+
+
 class Reset(Message, frozen=True):
     """Old KV is invalid (weights changed): retire the epoch; the server answers ``Ready`` with a private namespace."""
 
@@ -382,6 +393,10 @@ class Credits(Message, frozen=True):
     slots: list[int]
 
 
+class Rested(Message, frozen=True):
+    """The answer to ``Rest``: slots of ``Credits`` that were sent before are not the session's any more."""
+
+
 class Recall(Message, frozen=True):
     """Granted slots that are wanted back if they are still unused: their memory goes to another slot size."""
 
@@ -453,6 +468,8 @@ FromClient = (
     | CommitTail
     | DropTails
     | GiveBack
+    | Rest
+    | Wake
     | Reset
     | Pin
     | SessionState
@@ -471,6 +488,7 @@ FromServer = (
     | Updated
     | Ended
     | Credits
+    | Rested
     | Recall
     | Moved
     | Stat

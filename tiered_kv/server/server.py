@@ -302,6 +302,8 @@ class Server:
             m.CommitTail: Route(_SCHEDULERS, sessions.commit_tail),
             m.DropTails: Route(_SCHEDULERS, sessions.drop_tails),
             m.GiveBack: Route(_SCHEDULERS, sessions.give_back),
+            m.Rest: Route(_SCHEDULERS, lambda connection, _: sessions.rest(connection)),
+            m.Wake: Route(_SCHEDULERS, lambda connection, _: sessions.wake(connection)),
             m.Pin: Route(_SCHEDULERS, sessions.pin),
             m.SessionState: Route(_SCHEDULERS, sessions.session_state),
             m.Hint: Route((*_SCHEDULERS, "admin"), self._hints.take),

@@ -494,6 +494,27 @@ class Sessions:
             self._take_back(group, session, slot)
         self._close_drained(group)
 
+    def rest(self, connection: Connection) -> None:
+        """Take back the slots of the current session, and grant it none until it wakes.
+
+        Raises:
+            ProtocolError: There is no open session on the connection.
+        """
+        group = self.owned(connection)
+        session = group.sessions[-1]
+        self._engine.rest(session)
+        group.granted[session].clear()
+        group.early_credits = []
+        connection.send(m.Rested())
+
+    def wake(self, connection: Connection) -> None:
+        """Grant the session slots again.
+
+        Raises:
+            ProtocolError: There is no open session on the connection.
+        """
+        self._engine.wake(self.owned(connection).sessions[-1])
+
     def pin(self, connection: Connection, pin: m.Pin) -> None:
         """Keep a chunk and the prefix before it, if there is room for that.
 

@@ -29,6 +29,7 @@ class Session:
         granted: When it was granted one last, in grants.
         lookups: Ids of its lookups.
         is_suspended: The client is lost, but processes may still copy.
+        is_resting: It stores nothing now, and holds no slots.
         lease_s: How long its lookups hold leases that it does not claim.
     """
 
@@ -40,6 +41,7 @@ class Session:
     granted: int = 0
     lookups: set[int] = field(default_factory=set)
     is_suspended: bool = False
+    is_resting: bool = False
     lease_s: float = math.inf
 
 
@@ -62,21 +64,22 @@ class SlotGrants:
         """Grant what sessions may hold and memory allows.
 
         A session gets at most half of what the others leave, so that one more session finds something; one that has
-        nothing may even pass the share, because an idle session never gives its credits back by itself. Those that
-        have none come first, and of those who waited longest.
+        nothing may even pass the share, because one that does not rest never gives its credits back by itself. Those
+        that have none come first, and of those who waited longest.
         """
         cap = int(self._host.slots.limit_bytes * self._share)
         least = 2 if len(sessions) == 1 else 1
         held: Counter[bytes] = Counter()  # by namespace, whose maximum bounds it as host memory bounds all
         for session in sessions:
             held[session.namespace] += len(session.reserved) * session.slot_bytes
-        for session in sorted(sessions, key=lambda one: (bool(one.reserved), one.granted)):
+        storing = (one for one in sessions if not (one.is_suspended or one.is_resting))
+        for session in sorted(storing, key=lambda one: (bool(one.reserved), one.granted)):
             size, name = session.slot_bytes, session.namespace
             own_cap = int(self._host.usage.most_bytes(name) * self._share)
             own_bytes = len(session.reserved) * size
             left = min(cap - self.reserved_bytes, own_cap - held[name]) + own_bytes
             wanted = min(CREDITS_MAX, max(least, left // (2 * size)))
-            while not session.is_suspended and len(session.reserved) < wanted:
+            while len(session.reserved) < wanted:
                 factor = 1 if session.reserved else 2
                 if self.reserved_bytes + size > factor * cap or held[name] + size > factor * own_cap:
                     break

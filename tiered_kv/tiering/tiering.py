@@ -493,6 +493,17 @@ class Tiering:
         """
         self._grants.take_back(self._sessions[session_id], [slot])
 
+    def rest(self, session_id: int) -> None:
+        """The session will fill none of its slots, and is granted none until :meth:`wake`."""
+        session = self._sessions[session_id]
+        session.is_resting = True
+        session.untold = []
+        self._grants.take_back(session, list(session.reserved))
+
+    def wake(self, session_id: int) -> None:
+        """The session fills slots again."""
+        self._sessions[session_id].is_resting = False
+
     def remove(self, tier: int, namespace: bytes, keys: Sequence[bytes] | None, *, leaves_holes: bool) -> RemovalCount:
         """Remove chunks from one tier because an operator said so, at once."""
         *_, count = self.removing(tier, namespace, keys, leaves_holes=leaves_holes)

@@ -216,6 +216,7 @@ class RowJobs:
         self._rows = rows
         self._whole: tuple[Span, ...] = ((0, rows.shape[1]),)
         self.client = SchedulerClient(config, engine_id, 1)
+        self.client.rest()  # until something is looked up or stored
         self._arena = ArenaKeeper(config, engine_id, join)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tiered_kv-rows")
         self._ended: deque[tuple[_RowJob, int, bool, _RowPiece | None]] = deque()
@@ -340,6 +341,8 @@ class RowJobs:
         self._give_slots()
         for job in [job for job in self._jobs.values() if job.is_over and not job.running]:
             self._finish(job)
+        if not self._jobs and not self.client.lookups:
+            self.client.rest()  # vLLM may stop to step now
 
     def drain(self) -> None:
         """End all jobs: running copies are waited for, everything else ends badly. Blocks for the time of a copy."""

@@ -226,7 +226,7 @@ class SaveQueue:
         key, digest = name
         if key in self._in_flight:
             return "tail_held"
-        if len(self._queue) >= self._client.credit_count:
+        if len(self._queue) >= max(self._client.credit_count, self._waiting_max):
             return "tail_dropped_no_slot"
         ids = self._groups.tail_ids(tables, chunks, tokens)
         if ids is None:

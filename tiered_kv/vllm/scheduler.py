@@ -122,6 +122,7 @@ class SchedulerSide:
             self.counters["request_unaccountable"] += 1
             logger.warning("request neither looked up nor stored. reason=%s", extras.reason)
         self.poll()
+        self._client.wake()  # also for a request that is stored and not looked up
         if state.params.prefetches:
             self._pins.prefetch(state.params.prefetches, state.params.tag)
         self._waiting_queue.add(state)
@@ -381,6 +382,7 @@ class SchedulerSide:
         if self.saves.has_waiting and self._is_short_of_blocks(output):
             self.saves.make_room(is_standing=not output.num_scheduled_tokens)
         loads, self._loads = tuple(self._loads), []
+        self._rest_when_idle()
         return StepMetadata(self._client.generation, self._client.info, loads, saves)
 
     def _preempted(self, request_id: str, *, is_back: bool) -> None:
@@ -420,6 +422,12 @@ class SchedulerSide:
                 self._check_adapter(state)
         self.saves.finished(report)
         self._pins.send()
+        self._rest_when_idle()
+
+    def _rest_when_idle(self) -> None:
+        """Without requests vLLM stops to step, and nobody answers the server when it wants slots back."""
+        if not self._requests and not self.saves.has_work:
+            self._client.rest()
 
     def _check_adapter(self, state: RequestState) -> None:
         if state.extras.loses_adapter():

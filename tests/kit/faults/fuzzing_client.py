@@ -87,6 +87,8 @@ def _senseless(source: random.Random, namespace: bytes) -> bytes:
         m.Lookup(number, source.randrange(5), source.randbytes(16 * keys), source.randbytes(32 * keys)),
         m.Release(number),
         m.GiveBack([source.randrange(64), number]),
+        m.Rest(),
+        m.Wake(),
         m.Commit([chunk] * source.choice((1, 2, 500)), frozenset({chunk[0], number})),
         m.Pin(bytes(16), source.choice((1.0, 1e9))),
         m.SessionState(bytes(16), bytes(16), place[1]),

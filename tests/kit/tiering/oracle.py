@@ -86,6 +86,7 @@ class World:
         self.media: dict[int, dict[bytes, Blob]] = {tier: {} for tier in self._capacities}
         self.spaces: dict[int, Space] = {}
         self.suspended: set[int] = set()
+        self.resting: set[int] = set()
         self.credits: dict[int, list[SlotId]] = defaultdict(list)
         self.lookups: dict[int, Asked] = {}
         self.claimed: set[int] = set()
@@ -189,6 +190,16 @@ class World:
         if self.credits[session]:
             self.tiering.give_back(session, self.credits[session].pop())
 
+    def rest(self, session: int) -> None:
+        """The session stores nothing for a while; it has filled none of its slots."""
+        self.tiering.rest(session)
+        self.credits[session] = []
+        self.resting.add(session)
+
+    def wake(self, session: int) -> None:
+        self.tiering.wake(session)
+        self.resting.discard(session)
+
     def suspend(self, session: int) -> None:
         """The client is gone, but its processes go on writing to its slots and reading from its leases."""
         self.tiering.suspend_session(session)
@@ -199,6 +210,7 @@ class World:
         self.lookups = {i: asked for i, asked in self.lookups.items() if asked.session != session}
         self.credits.pop(session, None)
         self.suspended.discard(session)
+        self.resting.discard(session)
         del self.spaces[session]
 
     # -- what the engine does ----------------------------------------------------------------------------------
@@ -216,6 +228,7 @@ class World:
                     self._learn(self.lookups[lookup], update.answer)
                 case SlotGrant(session, slots):
                     assert session not in self.suspended, "a lost client was granted something"
+                    assert session not in self.resting, "a client that stores nothing was granted something"
                     self.credits[session].extend(slots)
                     for slot in slots:  # the client writes into it from now on
                         assert slab_of(slot) in self._slabs_with_memory, "a slot is granted before it has memory"
