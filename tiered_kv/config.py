@@ -264,11 +264,9 @@ class Config:
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     peers: tuple[str, ...] | None = _setting(
-        _peers, "other machines whose disks are read, e.g. [https://node-b:7460]; with file:// only"
+        _peers, "other machines whose disks are read, before the bucket if there is one: [https://node-b:7460]"
     )
-    peer_listen: str | None = _setting(
-        _address, "HOST:PORT where other machines may read this disk, e.g. 0.0.0.0:7460; with file:// only"
-    )
+    peer_listen: str | None = _setting(_address, "HOST:PORT where other machines may read this disk, e.g. 0.0.0.0:7460")
     peer_key_file: Path | None = _setting(_directory, "file with the 64 hex digits that all these machines share")
     peer_timeout_s: float = _setting(_number(0.1, 600), "longest wait for one blob of the peers", 5.0)
     peer_serve_bytes_s: int | None = _setting(parse_size, "most bytes per second given to peers; default: no limit")
@@ -357,8 +355,12 @@ class Config:
 
     def _check_peers(self) -> None:
         used = [name for name in ("peers", "peer_listen") if getattr(self, name) is not None]
-        if used and self.location().kind != "disk":
-            raise ConfigError(f"{used[0]} is only for file://: the machines of an object store share it already")
+        if used and self.location().kind == "extension":
+            raise ConfigError(f"{used[0]} is for file:// and object stores, not for {self.location().scheme}://")
+        if self.peer_listen is not None and self.disk_root() is None:
+            raise ConfigError(
+                "peer_listen gives what is on this machine's disk, and it has no disk tier: set disk_path"
+            )
         if used and self.peer_key_file is None:
             raise ConfigError(f"{used[0]} needs peer_key_file, the secret that these machines share")
         if self.peer_key_file is not None and not used:

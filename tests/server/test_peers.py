@@ -210,6 +210,80 @@ def test_the_key_stands_in_no_log_and_no_command_line(producer, consumer, key_fi
         assert secret.encode() not in place.read_bytes()
 
 
+# -- beside a bucket ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    (tmp_path / "bucket").mkdir()
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def sharing(tmp_path, key_file, bucket):
+    """Two machines of one bucket, of which the second reads from the first, too."""
+    port = free_port()
+    given = {"storage_uri": f"shared+file://{bucket}", "peer_key_file": str(key_file), "storage_timeout_s": 5.0}
+    listen = {"disk_path": str(tmp_path / "a"), "peer_listen": f"127.0.0.1:{port}"}
+    asking = {"disk_path": str(tmp_path / "b"), "peers": [f"https://127.0.0.1:{port}"]}
+    with machine(tmp_path / "a", **given, **listen) as first, machine(tmp_path / "b", **given, **asking) as second:
+        yield first, second
+
+
+def reads(engine):
+    """Blobs that the machine has read from peers and from the bucket."""
+    rows = figures(engine.root)["operations"]
+    read = {(row["tier"], row["outcome"]): row["calls"] for row in rows if row["operation"] == "get"}
+    return read.get(("peers", "ok"), 0), read.get(("object", "ok"), 0)
+
+
+def test_with_a_bucket_a_prefix_comes_from_the_peer_that_has_it(sharing):
+    first, second = sharing
+    store(first)
+    assert second.hits(CHUNKS + 5) == CHUNKS  # hits() compares every byte
+    assert reads(second) == (CHUNKS, 0)
+    wait_written(second.root)
+    assert tier(second.root, "disk")["blobs"] == CHUNKS
+
+
+def test_what_the_peer_lacks_comes_from_the_bucket(sharing):
+    first, second = sharing
+    store(first)
+    for key in first.keys(CHUNKS).keys[12:]:
+        (path,) = first.root.rglob(f"{key.hex()}.safetensors")
+        path.unlink()
+    assert second.hits(CHUNKS) == CHUNKS
+    assert reads(second) == (12, CHUNKS - 12)
+
+
+def test_what_a_peer_gives_wrongly_comes_from_the_bucket(sharing):
+    first, second = sharing
+    store(first)
+    (path,) = first.root.rglob(f"{first.keys(CHUNKS).keys[7].hex()}.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.write_bytes(data)
+    assert second.hits(CHUNKS) == CHUNKS
+    assert reads(second) == (CHUNKS - 1, 1)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_fails_costs_no_chunk_that_the_bucket_has(sharing, signal_number):
+    first, second = sharing
+    store(first)
+    store(first, first_token=50_000)
+    assert second.hits(CHUNKS) == CHUNKS
+    door = door_pid(first.root)
+    os.kill(door, signal_number)
+    try:
+        assert second.hits(CHUNKS, 50_000) == CHUNKS
+        assert reads(second) == (CHUNKS, CHUNKS)
+        assert tier(second.root, "object")["breaker"] == "closed"
+    finally:
+        if signal_number == signal.SIGSTOP:
+            os.kill(door, signal.SIGCONT)
+
+
 @pytest.mark.parametrize(
     ("given", "what"),
     [
@@ -226,7 +300,10 @@ def test_the_key_stands_in_no_log_and_no_command_line(producer, consumer, key_fi
         ({"peers": [], "peer_key_file": "/key"}, "setting peers: expected 1 to 16 URLs"),
         ({"peer_listen": "7460", "peer_key_file": "/key"}, "setting peer_listen: expected HOST:PORT"),
         ({"peer_listen": "host:99999", "peer_key_file": "/key"}, "setting peer_listen: "),
-        ({"storage_uri": "s3://b/p", "peers": ["https://b:1"], "peer_key_file": "/key"}, r"peers is only for file://"),
+        (
+            {"storage_uri": "s3://b/p", "peer_listen": "0.0.0.0:1", "peer_key_file": "/key"},
+            "it has no disk tier: set disk_path",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(given, what):

@@ -19,6 +19,8 @@ from tiered_kv.errors import CapacityExceeded, ChunkMismatch, Closed, ConfigErro
 from tiered_kv.server.door import DoorProcess
 from tiered_kv.server.door_blobs import BURST_S, Budget
 from tiered_kv.testing.blobs import SampleChain
+from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiers.peers.first import PeersFirst
 from tiered_kv.tiers.peers.fleet_key import HOUR_S, FleetKey
 from tiered_kv.tiers.peers.peer import BLOBS_PATH, NAMES_MAX, PREFIX_PATH, Peer
 from tiered_kv.tiers.peers.tier import PeersTier
@@ -168,6 +170,69 @@ def test_a_blob_is_read_from_whom_said_to_have_it(door, tmp_path, key_file):
             assert not tier.each[1].breaker.is_open, "the one that had something last was not asked"
     finally:
         rest.close()
+
+
+# -- beside a bucket ---------------------------------------------------------------------------------------------------
+
+
+class Counted(MemoryTier):
+    """A bucket that counts its questions."""
+
+    questions = 0
+
+    def contains(self, name):
+        self.questions += 1
+        return super().contains(name)
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 3, 5, 8, 13, 39, 40])
+def test_a_prefix_of_a_bucket_is_counted_in_few_questions(held):
+    chain, bucket = SampleChain(), Counted(is_shared=True)
+    for index in range(held):
+        blob = chain.blob(index)
+        bucket.put(blob.name, blob.view())
+    with FalsePeer(KEY, body(b"0")) as empty, peers(empty.url) as others:
+        both = PeersFirst(others, bucket, others.is_promised)
+        names = [chain.name(index) for index in range(40)]
+        assert both.count_held(names) == held
+        assert bucket.questions <= 1 + 2 * held.bit_length()
+        assert both.contains(names[0]) == (held > 0) and both.traits.is_shared
+
+
+def test_a_bucket_is_asked_for_what_follows_the_peers_part(door):
+    bucket = Counted(is_shared=True)
+    blob = CHAIN.blob(2)
+    bucket.put(blob.name, blob.view())
+    with peers(url(door)) as others:
+        both, names = PeersFirst(others, bucket, others.is_promised), [CHAIN.name(index) for index in range(4)]
+        assert both.count_held(names) == 3
+        assert [read(both, index) for index in range(4)] == [*(CHAIN.blob(index).data for index in range(3)), None]
+        door.close()
+        assert both.count_held(names[2:]) == 1, "it is asked although no peer answers"
+        assert read(both, 2) == CHAIN.blob(2).data and read(both, 1) is None
+
+
+def test_a_peer_that_is_frozen_after_its_promise_leaves_the_read_to_the_bucket():
+    bucket = Counted(is_shared=True)
+    blob = CHAIN.blob(0)
+    bucket.put(blob.name, blob.view())
+    asked = []
+
+    def promises_and_freezes(wire):
+        asked.append(wire)
+        if len(asked) == 1:
+            body(b"1")(wire)
+        else:
+            time.sleep(2.0)
+            wire.sendall(head(SIZE) + bytes(SIZE))
+
+    with FalsePeer(KEY, promises_and_freezes) as frozen, peers(frozen.url) as others:
+        both = PeersFirst(others, bucket, others.is_promised)
+        assert both.count_held([CHAIN.name(0)]) == 1 and bucket.questions == 0
+        buffer = bytearray(SIZE)
+        assert both.get_into(CHAIN.name(0), memoryview(buffer)) and bytes(buffer) == blob.data
+        time.sleep(2.0)  # until the peer has thawed
+        assert bytes(buffer) == blob.data and len(asked) == 2, "a late answer reaches nothing"
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,18 @@ installed package registers as an entry point of the group ``tiered_kv.tiers`` (
 
     MeteredTier( GuardedTier( VerifiedTier( medium )))
                               \\__ trials of the breaker go in here
+    PeersFirst( MeteredTier( peers ), the stack above around a bucket )
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.config import Config
@@ -31,6 +34,9 @@ from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers.breaker import Breaker, GuardedTier
 from tiered_kv.tiers.wrappers.metered import MeteredTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
+
+if TYPE_CHECKING:
+    from tiered_kv.tiers.peers.tier import PeersTier
 
 TierFactory = Callable[[Location, Config], Tier]
 """What a package registers for its scheme; called once for each server."""
@@ -71,7 +77,9 @@ def open_tiers(config: Config, formats: Formats, recorder: Recorder, monotonic: 
             undo.callback(disk.close)
             tiers.append(wrapped(disk, formats, recorder, monotonic))
         if config.location().kind == "object":
-            tiers.append(_object_tier(config, formats, recorder, monotonic))
+            bucket = _object_tier(config, formats, recorder, monotonic)
+            undo.callback(bucket.tier.close)
+            tiers.append(bucket if config.peers is None else _peers_first(config, formats, recorder, monotonic, bucket))
         elif config.peers is not None:
             tiers.append(_peers_tier(config, formats, recorder, monotonic))
         elif config.location().kind == "extension":
@@ -102,6 +110,28 @@ def _peers_tier(config: Config, formats: Formats, recorder: Recorder, monotonic:
     Raises:
         ConfigError: The key cannot be used, or a package is missing.
     """
+    tier = _peers(config, formats, monotonic)
+    breaker = Breaker(monotonic)
+    record = partial(recorder.record, tier.traits.name)
+    return OpenTier(MeteredTier(GuardedTier(tier, breaker), record, monotonic), tier, breaker)
+
+
+def _peers_first(
+    config: Config, formats: Formats, recorder: Recorder, monotonic: Monotonic, bucket: OpenTier
+) -> OpenTier:
+    """The same in front of a bucket, whose breaker and self-test are the tier's; each peer has a breaker of its own.
+
+    Raises:
+        ConfigError: The key cannot be used, or a package is missing.
+    """
+    peers = _peers(config, formats, monotonic)
+    from tiered_kv.tiers.peers.first import PeersFirst  # noqa: PLC0415 - of the same extra
+
+    metered = MeteredTier(peers, partial(recorder.record, peers.traits.name), monotonic)
+    return dataclasses.replace(bucket, tier=PeersFirst(metered, bucket.tier, peers.is_promised))
+
+
+def _peers(config: Config, formats: Formats, monotonic: Monotonic) -> "PeersTier":
     assert config.peers is not None and config.peer_key_file is not None, "settings were checked"
     try:
         from tiered_kv.tiers.peers.fleet_key import FleetKey  # noqa: PLC0415 - its packages are an extra
@@ -111,15 +141,12 @@ def _peers_tier(config: Config, formats: Formats, recorder: Recorder, monotonic:
         raise ConfigError(f"peers needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
     key = FleetKey.read(config.peer_key_file)
     context = key.client_context()
-    tier = PeersTier(
+    return PeersTier(
         [Peer(url, key, context, monotonic) for url in config.peers],
         formats,
         timeout_s=config.peer_timeout_s,
         io_concurrency=config.storage_concurrency,
     )
-    breaker = Breaker(monotonic)
-    record = partial(recorder.record, tier.traits.name)
-    return OpenTier(MeteredTier(GuardedTier(tier, breaker), record, monotonic), tier, breaker)
 
 
 def extension_tier(config: Config) -> Tier:

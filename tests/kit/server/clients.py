@@ -117,7 +117,7 @@ class SmallEngine:
     @property
     def root(self) -> Path:
         """The directory of its server."""
-        return Path(self.config.storage_uri.removeprefix("file://"))
+        return self.config.server_directory()
 
     @classmethod
     def start(

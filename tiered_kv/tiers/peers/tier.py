@@ -67,6 +67,11 @@ class PeersTier(Tier):
             Deadline(self._timeout_s), lambda peer, left: peer.get_into(name, buffer, form, left), holder
         )
 
+    def is_promised(self, name: BlobName) -> bool:
+        """Whether a peer has said of late that it has the blob; asks nobody."""
+        with self._lock:
+            return name.key in self._holders
+
     def contains(self, name: BlobName) -> bool:
         """Whether a peer says that it has the blob.
 
