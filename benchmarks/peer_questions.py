@@ -27,6 +27,7 @@ from tiered_kv.server.door import DoorProcess  # noqa: E402
 from tiered_kv.testing.blobs import SampleChain  # noqa: E402
 from tiered_kv.tiering.prefix_search import PROBES_AT_ONCE  # noqa: E402
 from tiered_kv.tiers.peers.fleet_key import FleetKey  # noqa: E402
+from tiered_kv.tiers.peers.found import PeerFinder  # noqa: E402
 from tiered_kv.tiers.peers.peer import Peer  # noqa: E402
 from tiered_kv.tiers.peers.tier import PeersTier  # noqa: E402
 
@@ -42,8 +43,13 @@ COLUMNS = {
 def measure(url: str, key: FleetKey, peers: int, threads: int, questions: int) -> dict[str, Any]:
     """One row: so many questions by each thread."""
     chain, context = SampleChain(payload_bytes=1 << 16), key.client_context()
-    each = [Peer(url, key, context, time.monotonic) for _ in range(peers)]
-    tier = PeersTier(each, {chain.namespace: chain.form}.get, timeout_s=5.0, io_concurrency=threads)
+    tier = PeersTier(
+        PeerFinder([f"https://peer-{number}:1" for number in range(peers)], None),
+        lambda _: Peer(url, key, context, time.monotonic),  # one door is all of them
+        {chain.namespace: chain.form}.get,
+        timeout_s=5.0,
+        io_concurrency=threads,
+    )
 
     def ask(number: int) -> list[float]:
         taken = []

@@ -33,6 +33,7 @@ from tiered_kv.config import Config  # noqa: E402
 from tiered_kv.server.door import DoorProcess  # noqa: E402
 from tiered_kv.testing.blobs import SampleChain  # noqa: E402
 from tiered_kv.tiers.peers.fleet_key import FleetKey  # noqa: E402
+from tiered_kv.tiers.peers.found import PeerFinder  # noqa: E402
 from tiered_kv.tiers.peers.peer import Peer  # noqa: E402
 from tiered_kv.tiers.peers.tier import PeersTier  # noqa: E402
 
@@ -76,8 +77,13 @@ def give(directory: Path) -> None:
 def take(directory: Path, mib: int, chunks: int, readers: int) -> None:
     """Be the taking machine: read every chunk once and say how long it took."""
     chain, key = SampleChain(payload_bytes=mib << 20), FleetKey.read(directory / "key")
-    peer = Peer(f"https://{GIVER}:{PORT}", key, key.client_context(), time.monotonic)
-    tier = PeersTier([peer], {chain.namespace: chain.form}.get, timeout_s=60.0, io_concurrency=readers)
+    tier = PeersTier(
+        PeerFinder([f"https://{GIVER}:{PORT}"], None),
+        lambda url: Peer(url, key, key.client_context(), time.monotonic),
+        {chain.namespace: chain.form}.get,
+        timeout_s=60.0,
+        io_concurrency=readers,
+    )
     buffers = [memoryview(bytearray(chain.form.blob_bytes)) for _ in range(readers)]
 
     def read_some(reader: int) -> None:

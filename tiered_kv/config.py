@@ -149,6 +149,9 @@ def _socket(value: object) -> str:
 PEERS_MAX = 16
 """Peers are asked one after the other."""
 
+BUCKETS_PEERS = "bucket"
+"""Names, among the peers, every machine of the bucket that listens."""
+
 PEER_CHARS_MAX = 300
 """Of a peer's URL: more than the longest host name takes."""
 
@@ -172,17 +175,32 @@ def _address(value: object) -> str:
 
 
 def _peers(value: object) -> tuple[str, ...]:
-    expected = f"expected 1 to {PEERS_MAX} URLs such as https://node-b:7460"
+    expected = f"expected 1 to {PEERS_MAX} of https://HOST:PORT, dns://NAME:PORT and {BUCKETS_PEERS}"
     if isinstance(value, str) or not isinstance(value, list | tuple) or not 1 <= len(value) <= PEERS_MAX:
         raise ValueError(expected)
-    for url in value:
-        scheme, separator, address = url.partition("://") if isinstance(url, str) else ("", "", "")
-        if scheme != "https" or not separator or len(url) > PEER_CHARS_MAX:
+    for place in value:
+        scheme, separator, address = place.partition("://") if isinstance(place, str) else ("", "", "")
+        if place == BUCKETS_PEERS:
+            continue
+        if scheme not in ("https", "dns") or not separator or len(place) > PEER_CHARS_MAX:
             raise ValueError(expected)
         parse_address(address)
     if len(set(value)) != len(value):
         raise ValueError(f"{expected}, each once")
     return tuple(value)
+
+
+def peer_url(value: object) -> str:
+    """The URL of a peer, checked.
+
+    Raises:
+        ValueError: It is none.
+    """
+    scheme, _, address = value.partition("://") if isinstance(value, str) else ("", "", "")
+    if not isinstance(value, str) or scheme != "https" or len(value) > PEER_CHARS_MAX:
+        raise ValueError("expected a URL such as https://node-a:7460")
+    parse_address(address)
+    return value
 
 
 def _uri(value: object) -> str:
@@ -264,9 +282,12 @@ class Config:
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     peers: tuple[str, ...] | None = _setting(
-        _peers, "other machines whose disks are read, before the bucket if there is one: [https://node-b:7460]"
+        _peers, "machines whose disks are read, before the bucket: [https://node-b:7460], [dns://NAME:7460], [bucket]"
     )
     peer_listen: str | None = _setting(_address, "HOST:PORT where other machines may read this disk, e.g. 0.0.0.0:7460")
+    peer_url: str | None = _setting(
+        peer_url, "where other machines reach peer_listen, e.g. https://node-a:7460; default: this machine's address"
+    )
     peer_key_file: Path | None = _setting(_directory, "file with the 64 hex digits that all these machines share")
     peer_timeout_s: float = _setting(_number(0.1, 600), "longest wait for one blob of the peers", 5.0)
     peer_serve_bytes_s: int | None = _setting(parse_size, "most bytes per second given to peers; default: no limit")
@@ -361,6 +382,12 @@ class Config:
             raise ConfigError(
                 "peer_listen gives what is on this machine's disk, and it has no disk tier: set disk_path"
             )
+        if self.peers is not None and BUCKETS_PEERS in self.peers and self.location().kind != "object":
+            raise ConfigError(
+                f"setting peers: {BUCKETS_PEERS!r} needs an object store as storage_uri; name URLs or dns://"
+            )
+        if self.peer_url is not None and self.peer_listen is None:
+            raise ConfigError("peer_url is for peer_listen: set it, too")
         if used and self.peer_key_file is None:
             raise ConfigError(f"{used[0]} needs peer_key_file, the secret that these machines share")
         if self.peer_key_file is not None and not used:

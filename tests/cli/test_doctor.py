@@ -634,6 +634,23 @@ def test_a_peer_that_is_away_is_a_warning(doctor: Doctor, tmp_path: Path) -> Non
     assert f"{url}: " in (text := found(report, "peers", "warning")) and "refused" in text
 
 
+def test_peers_that_are_found_are_asked(doctor: Doctor, tmp_path: Path) -> None:
+    key = key_at(tmp_path / "key")
+    shared = {"storage_uri": f"shared+file://{tmp_path}/bucket", "disk_path": str(tmp_path / "c")}
+    (tmp_path / "bucket").mkdir()
+    with door_at(tmp_path / "a", key) as url:
+        name = url.replace("https://127.0.0.1", "dns://localhost")
+        report = peer_report(doctor, tmp_path, key, **shared, peers=["bucket", name])
+        assert "bucket: no other machine is there now" in found(report, "peers", "warning")
+        assert f"{url} answers after " in found(report, "peers", "ok")
+        record = tmp_path / "bucket/_tiered_kv/peers" / url.removeprefix("https://")
+        record.parent.mkdir(parents=True)
+        record.touch()
+        report = peer_report(doctor, tmp_path, key, **shared, peers=["bucket", "dns://name.invalid:1"])
+        assert "dns://name.invalid:1: nobody can be looked for" in found(report, "peers", "warning")
+        assert f"{url} answers after " in found(report, "peers", "ok")
+
+
 def test_a_peer_with_another_key_would_never_answer(doctor: Doctor, tmp_path: Path) -> None:
     with door_at(tmp_path / "a", key_at(tmp_path / "key")) as url:
         report = peer_report(doctor, tmp_path / "c", key_at(tmp_path / "other", "5b"), peers=[url])

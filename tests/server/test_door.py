@@ -26,6 +26,7 @@ from tiered_kv.server.door_listener import (
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.object.connection import IDLE_MAX_S
 from tiered_kv.tiers.peers.fleet_key import FleetKey
+from tiered_kv.tiers.peers.found import PeerFinder
 from tiered_kv.tiers.peers.peer import BLOBS_PATH, Peer
 from tiered_kv.tiers.peers.tier import PeersTier
 
@@ -172,8 +173,11 @@ def strangers(listener):
 
 @contextlib.contextmanager
 def peer_of(listener):
-    peer = Peer(f"https://127.0.0.1:{listener.port}", KEY, KEY.client_context(), time.monotonic)
-    tier = PeersTier([peer], {CHAIN.namespace: CHAIN.form}.get, timeout_s=5.0, io_concurrency=4)
+    finder = PeerFinder([f"https://127.0.0.1:{listener.port}"], None)
+    form = {CHAIN.namespace: CHAIN.form}.get
+    tier = PeersTier(
+        finder, lambda url: Peer(url, KEY, KEY.client_context(), time.monotonic), form, timeout_s=5.0, io_concurrency=4
+    )
     try:
         yield tier
     finally:

@@ -1,5 +1,6 @@
 """The tier of peers against a real door over loopback TLS, and against peers that freeze, die, trickle and lie."""
 
+import contextlib
 import http.client
 import os
 import signal
@@ -11,17 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.fake_clock import FakeClock
 from tests.kit.faults.false_peer import FalsePeer, body, head
 from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import blob_path, open_disk
-from tiered_kv.config import Config
+from tiered_kv.config import PEERS_MAX, Config
 from tiered_kv.errors import CapacityExceeded, ChunkMismatch, Closed, ConfigError, TierUnavailable
+from tiered_kv.location import parse_location
 from tiered_kv.server.door import DoorProcess
 from tiered_kv.server.door_blobs import BURST_S, Budget
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.peers.first import PeersFirst
 from tiered_kv.tiers.peers.fleet_key import HOUR_S, FleetKey
+from tiered_kv.tiers.peers.found import FIND_S, OLD_S, RECORD_S, DoorRecord, PeerFinder, own_urls
 from tiered_kv.tiers.peers.peer import BLOBS_PATH, NAMES_MAX, PREFIX_PATH, Peer
 from tiered_kv.tiers.peers.tier import PeersTier
 from tiered_kv.tiers.wrappers.breaker import OPEN_FIRST_S
@@ -63,10 +68,17 @@ def door_config(directory, key_file, **more):
 
 
 @contextmanager
-def peers(*urls, key=KEY, timeout_s=5.0, clock=time.monotonic):
+def peers(*urls, key=KEY, timeout_s=5.0, clock=time.monotonic, store=None):
     context = key.client_context()
-    each = [Peer(url, key, context, clock) for url in urls]
-    tier = PeersTier(each, {CHAIN.namespace: CHAIN.form}.get, timeout_s=timeout_s, io_concurrency=4)
+    each = []
+
+    def connect(url):
+        each.append(Peer(url, key, context, clock))
+        return each[-1]
+
+    finder = PeerFinder(urls, store)
+    form = {CHAIN.namespace: CHAIN.form}.get
+    tier = PeersTier(finder, connect, form, timeout_s=timeout_s, io_concurrency=4, monotonic=clock)
     tier.each = each
     try:
         yield tier
@@ -233,6 +245,108 @@ def test_a_peer_that_is_frozen_after_its_promise_leaves_the_read_to_the_bucket()
         assert both.get_into(CHAIN.name(0), memoryview(buffer)) and bytes(buffer) == blob.data
         time.sleep(2.0)  # until the peer has thawed
         assert bytes(buffer) == blob.data and len(asked) == 2, "a late answer reaches nothing"
+
+
+# -- where peers are ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path):
+    (tmp_path / "bucket").mkdir()
+    made = ObjectStore(parse_location(f"shared+file://{tmp_path / 'bucket'}"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def listens(store, tmp_path):
+    """Have it stand in the bucket that a door listens there."""
+
+    def record(address, age_s=0.0):
+        store.put(f"_tiered_kv/peers/{address}", b"")
+        path = tmp_path / "bucket/_tiered_kv/peers" / address
+        os.utime(path, (time.time() - age_s,) * 2)
+        return path
+
+    return record
+
+
+def test_machines_of_a_bucket_find_each_other(door, store):
+    clock = FakeClock()
+    listening = DoorRecord(MemoryTier(), store, url(door), clock.monotonic)
+    with peers("bucket", store=store, clock=clock.monotonic) as tier:
+        tier.flush()
+        assert not tier.contains(CHAIN.name(0)) and not tier.each, "nobody listens, which is no failure"
+        listening.flush()
+        tier.flush()
+        assert not tier.each, "a bucket is listed now and then only"
+        clock.advance(FIND_S)
+        tier.flush()
+        assert tier.contains(CHAIN.name(0)) and read(tier) == CHAIN.blob(0).data
+        listening.close()
+        clock.advance(FIND_S)
+        tier.flush()
+        assert not tier.is_promised(CHAIN.name(0)) and not tier.contains(CHAIN.name(0)) and read(tier) is None
+
+
+def test_a_door_is_recorded_again_and_again_and_a_record_that_is_not_ends(store, listens):
+    clock = FakeClock()
+    listening = DoorRecord(MemoryTier(), store, "https://10.0.0.7:7460", clock.monotonic)
+    listening.flush()
+    path = listens("10.0.0.7:7460", age_s=OLD_S + 60)
+    listening.flush()
+    assert path.stat().st_mtime < time.time() - OLD_S, "it is not written at every flush"
+    clock.advance(RECORD_S)
+    listening.flush()
+    assert PeerFinder(["bucket"], store).find([]) == ["https://10.0.0.7:7460"]
+    listens("10.0.0.7:7460", age_s=OLD_S + 60)
+    assert PeerFinder(["bucket"], store).find([]) == [] and not path.exists()
+
+
+@pytest.mark.parametrize("name", ["x", "a:b", "u@h:1", "h:1/p", "h:99999", "h:0", "h:1?q", "h h:1", "é:1", "h:1 "])
+def test_what_is_no_address_in_a_bucket_is_no_peer(store, listens, tmp_path, name):
+    listens("10.0.0.8:7460")
+    path = tmp_path / "bucket/_tiered_kv/peers" / name  # as somebody else would write it
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    assert PeerFinder(["bucket"], store).find([]) == ["https://10.0.0.8:7460"]
+
+
+def test_this_machines_own_door_is_no_peer(store, listens):
+    own = own_urls("0.0.0.0:7460")
+    listens(own[0].removeprefix("https://"))
+    listens("10.0.0.8:7460")
+    assert PeerFinder(["bucket"], store, own).find([]) == ["https://10.0.0.8:7460"]
+    assert PeerFinder(["dns://127.0.0.1:7460"], None, own_urls("127.0.0.1:7460")).find([]) == []
+    assert own_urls("node-a:7460") == ["https://node-a:7460"] and own_urls("[::1]:7460") == ["https://[::1]:7460"]
+
+
+def test_every_address_of_a_name_is_a_peer(door):
+    with peers(f"dns://localhost:{door.port}") as tier:
+        tier.flush()
+        assert f"https://127.0.0.1:{door.port}" in [peer.url for peer in tier.each]
+        assert tier.contains(CHAIN.name(0)) and read(tier) == CHAIN.blob(0).data
+
+
+def test_of_a_name_that_does_not_resolve_the_machines_that_were_found_stay(caplog):
+    finder = PeerFinder(["dns://name.invalid:7460", "https://b:1"], None)
+    assert finder.find(["https://10.0.0.8:7460"]) == ["https://10.0.0.8:7460", "https://b:1"]
+    assert "dns://name.invalid:7460" in caplog.text
+
+
+def test_no_more_than_sixteen_of_many_are_asked_and_a_hint_reaches_the_others(door, store, listens):
+    """Each machine asks others than its neighbours do, so that together they ask all."""
+    for number in range(40):
+        listens(f"127.0.0.1:{number + 1}")
+    listens(f"127.0.0.1:{door.port}")
+    with peers("bucket", store=store) as tier:
+        tier.flush()
+        with contextlib.suppress(TierUnavailable):
+            tier.count_held([CHAIN.name(0)])
+        assert len(tier.each) == 41 and sum(peer.breaker.is_open for peer in tier.each) <= PEERS_MAX
+        assert tier.count_held([CHAIN.name(0)], url(door)) == 1 and read(tier) == CHAIN.blob(0).data
+    orders = {tuple(PeerFinder(["bucket"], store).find([])) for _ in range(5)}
+    assert len(orders) > 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
     _tiered_kv/recency/<server_id>/<n>       keys used since the log before: magic, then 16 bytes each
     _tiered_kv/recency/base/<term>-<n>-<m>   what the leader made of merged logs: magic, then 16 + 4 bytes each
     _tiered_kv/usage                         the leader's last figures
+    _tiered_kv/peers/HOST:PORT               an empty object: a door listens there (``tiers/peers/found.py``)
     _tiered_kv/pins/<namespace>/<key>.<end>  a chunk to keep, until <end>: seconds since 1970, 12 digits, 0 for good
 
 JSON unless said otherwise; unknown fields are ignored. A pin is an empty object, so that one LIST tells every pin: the
@@ -30,6 +31,7 @@ SERVERS: Final = f"{ROOT}/servers/"
 RECENCY: Final = f"{ROOT}/recency/"
 BASES: Final = f"{RECENCY}base/"
 USAGE: Final = f"{ROOT}/usage"
+PEERS: Final = f"{ROOT}/peers/"
 PINS: Final = f"{ROOT}/pins/"
 PIN_UNTIL_MAX: Final = 10**12 - 1
 

@@ -314,7 +314,10 @@ def plan(config: Config, disk_bytes: int | None) -> str:
             limits.append(f"unused for {_time_text(config.storage_ttl)} goes")
         parts.append(f"{redact(str(config.location()))} ({', '.join(limits) or 'no limit'})")
     if config.peers is not None:
-        parts.append(counted(len(config.peers), "peer"))
+        fixed = sum(place.startswith("https://") for place in config.peers)
+        others = [place for place in config.peers if not place.startswith("https://")]
+        said = [counted(fixed, "peer")] if fixed else []
+        parts.append(" and ".join([*said, *(f"peers of {place}" for place in others)]))
     return " -> ".join(parts)
 
 

@@ -8,13 +8,14 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.config import Config, parse_address
+from tiered_kv.config import BUCKETS_PEERS, PEERS_MAX, Config, parse_address
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import NAME_BYTES, BlobName
 from tiered_kv.ops.doctor_server import Running
 from tiered_kv.ops.findings import DoctorFinding, error, ok, warning
 from tiered_kv.tiers.object.medium import Deadline
+from tiered_kv.tiers.object.store import ObjectStore
 
 if TYPE_CHECKING:
     from tiered_kv.tiers.peers.fleet_key import FleetKey
@@ -43,7 +44,7 @@ def check_peers(config: Config, running: Running) -> list[DoctorFinding]:
     findings = [ok("peer key", f"{config.peer_key_file} can be used")]
     if config.peer_listen is not None:
         findings.append(_door(config.peer_listen, key, running))
-    return [*findings, *(_peer(url, key) for url in config.peers or ())]
+    return [*findings, *(finding for place in config.peers or () for finding in _peers_at(place, config, key))]
 
 
 def _door(listen: str, key: "FleetKey", running: Running) -> DoctorFinding:
@@ -62,6 +63,27 @@ def _door(listen: str, key: "FleetKey", running: Running) -> DoctorFinding:
     except OSError as exc:
         return error("door", f"the door cannot listen at {listen}: {exc.strerror or exc}", "name another port or host")
     return ok("door", f"it can listen at {listen}")
+
+
+def _peers_at(place: str, config: Config, key: "FleetKey") -> list[DoctorFinding]:
+    """A question to everybody who is found there, as far as a server would ask them."""
+    from tiered_kv.tiers.peers.found import PeerFinder, own_urls  # noqa: PLC0415 - its packages are an extra
+
+    store = None
+    try:
+        if place == BUCKETS_PEERS:
+            store = ObjectStore(config.location(), timeout_s=config.storage_timeout_s)
+        own = own_urls(config.peer_listen) if config.peer_listen is not None else []
+        urls = PeerFinder([place], store, [*own, config.peer_url or ""]).look(place)
+    except (OSError, TierUnavailable) as exc:
+        return [warning("peers", f"{place}: nobody can be looked for: {exc}", "they are looked for again every minute")]
+    finally:
+        if store is not None:
+            store.close()
+    if not urls:
+        hint = "they are found once their servers run with peer_listen"
+        return [warning("peers", f"{place}: no other machine is there now", hint)]
+    return [_peer(url, key) for url in urls[:PEERS_MAX]]
 
 
 def _peer(url: str, key: "FleetKey") -> DoctorFinding:

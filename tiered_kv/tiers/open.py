@@ -79,7 +79,11 @@ def open_tiers(config: Config, formats: Formats, recorder: Recorder, monotonic: 
         if config.location().kind == "object":
             bucket = _object_tier(config, formats, recorder, monotonic)
             undo.callback(bucket.tier.close)
-            tiers.append(bucket if config.peers is None else _peers_first(config, formats, recorder, monotonic, bucket))
+            if config.peer_listen is not None:
+                bucket = _with_door(config, bucket, monotonic)
+            if config.peers is not None:
+                bucket = _peers_first(config, formats, recorder, monotonic, bucket)
+            tiers.append(bucket)
         elif config.peers is not None:
             tiers.append(_peers_tier(config, formats, recorder, monotonic))
         elif config.location().kind == "extension":
@@ -124,28 +128,41 @@ def _peers_first(
     Raises:
         ConfigError: The key cannot be used, or a package is missing.
     """
-    peers = _peers(config, formats, monotonic)
+    peers = _peers(config, formats, monotonic, bucket.store)
     from tiered_kv.tiers.peers.first import PeersFirst  # noqa: PLC0415 - of the same extra
 
     metered = MeteredTier(peers, partial(recorder.record, peers.traits.name), monotonic)
     return dataclasses.replace(bucket, tier=PeersFirst(metered, bucket.tier, peers.is_promised))
 
 
-def _peers(config: Config, formats: Formats, monotonic: Monotonic) -> "PeersTier":
+def _with_door(config: Config, bucket: OpenTier, monotonic: Monotonic) -> OpenTier:
+    """The bucket, in which other machines find this one's door."""
+    from tiered_kv.tiers.peers.found import DoorRecord, own_urls  # noqa: PLC0415 - who has no door needs none of it
+
+    assert bucket.store is not None and config.peer_listen is not None
+    url = config.peer_url or own_urls(config.peer_listen)[0]
+    return dataclasses.replace(bucket, tier=DoorRecord(bucket.tier, bucket.store, url, monotonic))
+
+
+def _peers(config: Config, formats: Formats, monotonic: Monotonic, store: ObjectStore | None = None) -> "PeersTier":
     assert config.peers is not None and config.peer_key_file is not None, "settings were checked"
     try:
         from tiered_kv.tiers.peers.fleet_key import FleetKey  # noqa: PLC0415 - its packages are an extra
+        from tiered_kv.tiers.peers.found import PeerFinder, own_urls  # noqa: PLC0415
         from tiered_kv.tiers.peers.peer import Peer  # noqa: PLC0415
         from tiered_kv.tiers.peers.tier import PeersTier  # noqa: PLC0415
     except ImportError as exc:
         raise ConfigError(f"peers needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
     key = FleetKey.read(config.peer_key_file)
     context = key.client_context()
+    own = own_urls(config.peer_listen) if config.peer_listen is not None else []
     return PeersTier(
-        [Peer(url, key, context, monotonic) for url in config.peers],
+        PeerFinder(config.peers, store, [*own, config.peer_url or ""]),
+        lambda url: Peer(url, key, context, monotonic),
         formats,
         timeout_s=config.peer_timeout_s,
         io_concurrency=config.storage_concurrency,
+        monotonic=monotonic,
     )
 
 

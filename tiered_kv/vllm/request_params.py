@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tiered_kv.config import parse_time_s
+from tiered_kv.config import parse_time_s, peer_url
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
 from tiered_kv.server.pins import PIN_TTL_MAX_S
 from tiered_kv.vllm.compat import kv_hints_of, session_id_of
@@ -129,9 +129,9 @@ def _known(peers: Collection[str]) -> dict[str, tuple[str, Callable[[object], An
     """The field of each parameter, and what reads its value."""
 
     def peer(value: object) -> str:
-        if not isinstance(value, str) or value not in peers:
+        if all(place.startswith("https://") for place in peers) and value not in peers:
             raise ValueError("one of the setting peers")
-        return value
+        return peer_url(value)  # of those that are found later the server knows which are peers
 
     return {
         SKIP_SAVE: ("skips_save", _boolean),
@@ -159,7 +159,8 @@ class RequestParamsReader:
 
         Args:
             counters: Gets ``control_refused``, once per parameter that was left out, and ``hints_unknown``.
-            peers: Those of the settings. A request chooses among them: it never has us connect to what it names.
+            peers: Those of the settings. A request chooses among them and what they find: it never has us connect to
+                what it names.
         """
         self._counters = counters
         self._known = _known(peers)

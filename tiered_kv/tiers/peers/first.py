@@ -68,6 +68,12 @@ class PeersFirst(TierWrapper):
                 high, is_bounded = place, True
         return low
 
+    def flush(self) -> None:
+        try:
+            self._peers.flush()
+        finally:
+            self.inner.flush()
+
     def close(self) -> None:
         try:
             self._peers.close()

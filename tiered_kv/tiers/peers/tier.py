@@ -4,15 +4,22 @@ Read only: nothing is put, deleted or listed, and what a peer gives wrongly is n
 order in which peers are asked. Verifies by itself, peer by peer, so that a bad blob of one leaves room for the next.
 """
 
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from tiered_kv.chunks.header import BlobFormat
+from tiered_kv.config import PEERS_MAX
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.object.medium import Deadline
+from tiered_kv.tiers.peers.found import FIND_S, PeerFinder
 from tiered_kv.tiers.peers.peer import NAMES_MAX, Peer
+
+logger = logging.getLogger(__name__)
 
 QUESTION_S: Final = 0.5
 """Longest wait for "how much of this prefix has anybody?", all peers together: a request may be waiting."""
@@ -27,29 +34,40 @@ HOLDERS_MAX: Final = 1 << 16
 class PeersTier(Tier):
     """Blobs that other machines have.
 
-    Threads: any; the order of the peers is replaced as a whole, the holders are guarded by a lock.
+    Threads: any; the peers in their order are replaced as a whole, the holders are guarded by a lock; ``flush`` is
+    called by one at a time.
     """
 
     def __init__(
         self,
-        peers: Sequence[Peer],
+        finder: PeerFinder,
+        connect: Callable[[str], Peer],
         formats: Callable[[bytes], BlobFormat | None],
         *,
         timeout_s: float,
         io_concurrency: int,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Ask ``peers``, which the tier closes.
+        """Ask the peers that are found: at once, if the settings name them all, else at the first flush.
 
         Args:
+            connect: Makes the peer of a URL, which the tier closes.
             timeout_s: Longest time of one read, all peers together.
         """
         self.traits = TierTraits("peers", io_concurrency, is_shared=True, is_read_only=True, names_at_once=NAMES_MAX)
-        self._peers = tuple(peers)
+        self._finder = finder
+        self._connect = connect
+        self._monotonic = monotonic
         self._formats = formats
         self._timeout_s = timeout_s
         self._is_closed = threading.Event()
         self._lock = threading.Lock()
+        self._peers: tuple[Peer, ...] = ()
         self._holders: dict[bytes, Peer] = {}  # by key: who said that it has the blob
+        self._find_due_s = monotonic()
+        if finder.is_fixed:
+            self._find()
+            self._find_due_s = math.inf
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         """Read a blob from the first peer that gives the right bytes; False when those that answered have none.
@@ -109,17 +127,37 @@ class PeersTier(Tier):
             while len(self._holders) > HOLDERS_MAX:
                 del self._holders[next(iter(self._holders))]
 
+    def flush(self) -> None:
+        """Look for peers, now and then. Blocks on the resolver and the bucket."""
+        if self._monotonic() >= self._find_due_s:
+            self._find_due_s = self._monotonic() + FIND_S
+            self._find()
+
+    def _find(self) -> None:
+        """Peers that were found before stay what they are, with what is known of them."""
+        before = {peer.url: peer for peer in self._peers}
+        urls = self._finder.find(list(before))
+        found = [before.pop(url) if url in before else self._connect(url) for url in urls]
+        with self._lock:
+            self._peers = tuple(found)
+            gone = set(before.values())
+            self._holders = {key: peer for key, peer in self._holders.items() if peer not in gone}
+        for peer in gone:
+            logger.info("a peer is gone. peer=%s", peer.url)
+            peer.close()
+
     def _first(self, deadline: Deadline, ask: Callable[[Peer, Deadline], bool], likely: Peer | None) -> bool:
         """Ask one peer after the other, the likely one first, then who had something last, until one has it (all)."""
         if self._is_closed.is_set():
             raise Closed("the peers' tier is closed")
-        has_answer, reason = False, "no time was left"
-        for peer in self._peers if likely is None else _in_front(likely, self._peers):
+        peers = (self._peers if likely is None else _in_front(likely, self._peers))[:PEERS_MAX]
+        has_answer, reason = not peers, "no time was left"
+        for peer in peers:
             if deadline.left_s() < LEAST_S:
                 break
             try:
                 if ask(peer, deadline):
-                    self._peers = _in_front(peer, self._peers)
+                    self._had_something(peer)
                     return True
                 has_answer = True
             except (ChunkCorrupt, ChunkMismatch):
@@ -129,6 +167,11 @@ class PeersTier(Tier):
         if not has_answer:
             raise TierUnavailable(f"no peer answers. last={reason}")
         return False
+
+    def _had_something(self, peer: Peer) -> None:
+        with self._lock:
+            if peer in self._peers:  # it may be gone by now
+                self._peers = _in_front(peer, self._peers)
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         """Refuse.
@@ -152,6 +195,7 @@ class PeersTier(Tier):
         return Usage(0, None, 0)
 
     def close(self) -> None:
+        """Close the peers; one that a look finds at this moment is never asked."""
         self._is_closed.set()
         for peer in self._peers:
             peer.close()

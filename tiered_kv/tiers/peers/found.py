@@ -1,0 +1,182 @@
+"""Where peers are: named in the settings, every address of a DNS name, or whoever of a bucket's machines listens.
+
+::
+
+    _tiered_kv/peers/HOST:PORT     an empty object: a door listens there, or did two hours ago
+
+One LIST tells every door of a bucket, with the time of the store at which it was last said to be there. Trusts nobody:
+what stands there is an address at most, and only who has the fleet's key is ever told a token. Owns the records and how
+addresses are found; must not connect to a peer. Called by ``tier.py``, stacked by ``tiers/open.py``.
+"""
+
+import logging
+import random
+import re
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+from tiered_kv.config import BUCKETS_PEERS, parse_address
+from tiered_kv.errors import TierUnavailable
+from tiered_kv.fleet.layout import PEERS, Objects
+from tiered_kv.tiers.base import Tier, TierWrapper
+
+logger = logging.getLogger(__name__)
+
+FIND_S: Final = 60.0
+"""Between two looks for peers. One that is new is found that late."""
+
+RECORD_S: Final = 600.0
+"""How often a door's record is written: 4,400 requests a month."""
+
+OLD_S: Final = 2 * 3600.0
+"""A record older than this is of a machine that is gone. Clocks of a fleet may be an hour apart (``fleet_key.py``)."""
+
+FOUND_MAX: Final = 1024
+
+_ADDRESS = re.compile(r"([0-9A-Za-z.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[1-9][0-9]{0,4})")
+
+
+class PeerFinder:
+    """Finds the addresses of peers.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, places: Sequence[str], store: Objects | None, own: Collection[str] = ()) -> None:
+        """Find what the setting ``peers`` says.
+
+        Args:
+            places: ``https://HOST:PORT``, ``dns://NAME:PORT``, or the bucket.
+            store: The bucket's, where they name it.
+            own: URLs of this machine's own door, which is no peer.
+        """
+        self._places = tuple(places)
+        self._store = store
+        self._own = frozenset(own)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the settings name every peer."""
+        return not any(place.startswith("dns://") or place == BUCKETS_PEERS for place in self._places)
+
+    def find(self, known: Sequence[str]) -> list[str]:
+        """URLs of all peers, in the order in which they are asked: those that are known already as they are.
+
+        Those that are new come in a random order, so that not every machine asks the same ones. Blocks on the resolver
+        and the store; of a place that does not answer what was known before stays.
+        """
+        found: dict[str, None] = {}
+        for place in self._places:
+            try:
+                found |= dict.fromkeys(self.look(place))
+            except (OSError, TierUnavailable) as exc:
+                logger.warning("peers are not looked for now; those that were found before stay. %s: %s", place, exc)
+                found |= dict.fromkeys(known)
+        new = [url for url in found if url not in known]
+        if not self.is_fixed:
+            random.shuffle(new)
+        return [*(url for url in known if url in found), *new][:FOUND_MAX]
+
+    def look(self, place: str) -> list[str]:
+        """URLs of all peers of one place, as it says now.
+
+        Raises:
+            OSError, TierUnavailable: The resolver or the store failed.
+        """
+        scheme, _, address = place.partition("://")
+        if place == BUCKETS_PEERS:
+            assert self._store is not None, "settings were checked"
+            urls = recorded(self._store, time.time())
+        elif scheme == "dns":
+            host, port = parse_address(address)
+            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            urls = [url_of(one, port) for one in sorted({str(entry[4][0]) for entry in entries})]
+        else:
+            return [place]  # whoever names it means it
+        return [url for url in urls if url not in self._own]
+
+
+class DoorRecord(TierWrapper):
+    """A bucket in which it stands that this machine's door listens, for as long as its server runs.
+
+    Threads: any; ``flush`` is called by one at a time.
+    """
+
+    def __init__(self, bucket: Tier, store: Objects, url: str, monotonic: Callable[[], float]) -> None:
+        """Record ``url`` at the first flush of ``bucket``, and every ``RECORD_S``."""
+        super().__init__(bucket)
+        self._store = store
+        self._path = PEERS + url.removeprefix("https://")
+        self._monotonic = monotonic
+        self._due_s = monotonic()
+
+    def flush(self) -> None:
+        self.inner.flush()
+        if self._monotonic() < self._due_s:
+            return
+        self._due_s = self._monotonic() + FIND_S
+        self._store.put(self._path, b"")
+        self._due_s = self._monotonic() + RECORD_S
+
+    def close(self) -> None:
+        """Take the record away and close the bucket; one that stays is not believed after two hours."""
+        try:
+            self._store.delete([self._path])
+        except TierUnavailable as exc:
+            logger.info("the record of this door stays in the bucket for a while. %s", exc)
+        finally:
+            self.inner.close()
+
+
+def recorded(store: Objects, now_s: float) -> list[str]:
+    """URLs of the doors that a bucket names, and the end of those that are gone.
+
+    Raises:
+        TierUnavailable: The store failed.
+    """
+    urls, old = [], []
+    for info in store.list(PEERS):
+        address = info.path.removeprefix(PEERS)
+        if now_s - info.modified_s > OLD_S:
+            old.append(info.path)
+        elif _is_address(address):
+            urls.append(f"https://{address}")
+    if old:
+        store.delete(old[:FOUND_MAX])
+    return urls
+
+
+def own_urls(listen: str) -> list[str]:
+    """URLs of a door that listens at ``HOST:PORT``; the first is the one that other machines reach it by.
+
+    Of a door that listens at every address the first is the address of this machine's way out.
+    """
+    host, port = parse_address(listen)
+    addresses = [host]
+    if host in ("0.0.0.0", "::"):
+        entries = socket.getaddrinfo(socket.gethostname(), port, type=socket.SOCK_STREAM)
+        addresses = [_way_out(), *(str(entry[4][0]) for entry in entries)]
+    return list(dict.fromkeys(url_of(address, port) for address in addresses))
+
+
+def url_of(host: str, port: int) -> str:
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+def _way_out() -> str:
+    """The address that this machine has where it talks to others; sends nothing."""
+    for family, anywhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((anywhere, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue  # no such way
+    return "127.0.0.1"
+
+
+def _is_address(text: str) -> bool:
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and int(found["port"]) <= 65535
