@@ -144,7 +144,9 @@ def measure(model: Path, root: Path, connector: Mapping[str, Any] | None, script
     """One system's row, and the answers that it gave."""
     sessions = [Session(number, turns) for number, turns in enumerate(scripts)]
     ours = None if connector is None else settings(root, host_bytes="512MiB", disk_bytes="2GiB", **connector)
-    with running(model, ours, max_model_len=TINY.max_position, max_num_seqs=len(scripts)) as llm:
+    with running(
+        model, ours, max_model_len=TINY.max_position, max_num_seqs=len(scripts), kv_cache_memory_bytes=1 << 30
+    ) as llm:
         taken = replay(llm, sessions, forgets=ours is not None)
         row: dict[str, Any] = {
             "follow_ups": len(taken),

@@ -121,7 +121,7 @@ def one_round(
 
 def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows."""
-    plain = make_llm(model, None, async_scheduling=False)
+    plain = make_llm(model, None, async_scheduling=False, kv_cache_memory_bytes=1 << 30)
     steps = Steps(plain, None)
     one_round(plain, steps, 0, options)  # warm
     bare = [one_round(plain, steps, 1000 * (n + 1), options) for n in range(options.rounds)]
@@ -129,7 +129,7 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     live, still = [], []
     with tempfile.TemporaryDirectory(prefix="tkv-") as root:
         given = settings(Path(root) / "cache", lookup_timeout_ms=LOOKUP_TIMEOUT_MS)
-        llm = make_llm(model, given, async_scheduling=False)
+        llm = make_llm(model, given, async_scheduling=False, kv_cache_memory_bytes=1 << 30)
         side = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler.side
         steps = Steps(llm, side)
         one_round(llm, steps, 0, options)

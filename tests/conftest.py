@@ -18,9 +18,6 @@ from tests.kit.stores.session import stores  # noqa: F401 - a fixture
 
 REPOSITORY = Path(__file__).parent.parent
 
-ENGINE_PROCESSES = {"EngineProcess", "Replicas"}
-"""What starts engines of several processes: modules that import one of these have every core for themselves."""
-
 # A shell that starts the tests in the background has them ignore ctrl-c, and with them all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -65,12 +62,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs an S3 server or every core, so that ``-m "not s3"`` works without a mark on every test."""
+    """Mark what needs an S3 server, so that ``-m "not s3"`` works without a mark on every test."""
     for item in items:
         if {"s3", "cephfs"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.s3)
-        if ENGINE_PROCESSES & vars(getattr(item, "module", None) or object).keys():
-            item.add_marker(pytest.mark.cores)
     # Several files at a time (see the Makefile): the long ones first, or the last of them runs alone.
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("timeout")}
     items.sort(key=lambda item: item.path not in long)

@@ -14,6 +14,7 @@ from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tie
 from tiered_kv.config import Config
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.tags import tag_digest
+from tiered_kv.ops import disk_storage
 from tiered_kv.ops.storage import FOR_GOOD
 
 ONE, TWO = Model(), Model(weights="two")
@@ -246,8 +247,11 @@ def test_a_server_without_a_disk_tier_loses_it_from_its_memory(tmp_path: Path, m
         end_server(config.server_directory())
 
 
-def test_a_file_that_the_server_does_not_know_goes_too(engine: SmallEngine, root: Path) -> None:
+def test_a_file_that_the_server_does_not_know_goes_too(
+    engine: SmallEngine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Restored from a backup while it runs: to the server it is not there, and to the next one it would be."""
+    monkeypatch.setattr(disk_storage, "REMOVAL_WAIT_S", 1.0)  # the server will not remove it
     name = BlobName(engine.client.namespace.digest, engine.keys(6).keys[5])
     path = root / "blobs" / relative_path(name)
     data = path.read_bytes()

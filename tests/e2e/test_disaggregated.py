@@ -23,7 +23,7 @@ from tests.kit.vllm.engine_process import EngineProcess
 from tests.kit.vllm.harness import Answer, drain, generate, kv_fingerprint, random_prompt, running
 from tiered_kv.tiers.peers.fleet_key import FleetKey
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPTS = [random_prompt(800, 4 * CHUNK + TAIL), random_prompt(801, 2 * CHUNK + 200), random_prompt(802, CHUNK - 9)]
 """With the answer to it the last one is still less than a chunk."""
@@ -116,7 +116,6 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_share_a_bucket(
     assert_all_same(warm, plain)
 
 
-@pytest.mark.timeout(900)
 def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
     tiny_model: Path, tmp_path: Path, plain: list[Answer]
 ) -> None:
@@ -167,7 +166,6 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
         assert answer["tokens"][0] == theirs.tokens[0]
 
 
-@pytest.mark.timeout(900)
 def test_a_consumer_asked_at_once_waits_for_what_the_producer_told(tiny_model: Path, tmp_path: Path) -> None:
     """The producer's answer is out before its chunks are committed; its ``kv_transfer_params`` bridge that."""
     root = tmp_path / "cache"

@@ -32,7 +32,7 @@ from tests.kit.vllm.harness import (
 )
 from tiered_kv.ops.server_link import ServerLink
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), only_in_proofs]
+pytestmark = [pytest.mark.vllm, pytest.mark.cores, pytest.mark.timeout(900), only_in_proofs]
 
 CHUNK_BYTES = 528_384
 CHUNKS = 3

@@ -23,7 +23,7 @@ from tests.kit.vllm.tiny_models import build_kind
 from tiered_kv.chunks.header import PEEK_BYTES, peek
 from tiered_kv.keys.state_keys import is_state
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.cores]
 
 PROMPTS = [random_prompt(700 + i, 2 * CHUNK + 40 + 50 * i) for i in range(3)]
 

@@ -33,7 +33,7 @@ from tiered_kv.ops.storage import RemovalTotals
 from tiered_kv.server.directory import read_info
 from tiered_kv.vllm.prometheus import definitions
 
-pytestmark = [pytest.mark.vllm, pytest.mark.cores]
+pytestmark = pytest.mark.vllm
 
 BLOCK = 32
 BY_SOURCE = "prompt_tokens_cached_by_source"

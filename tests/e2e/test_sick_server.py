@@ -213,9 +213,11 @@ def test_an_engine_outlives_a_server_that_answers_nonsense(
     monkeypatch.setattr("tiered_kv.vllm.worker.BACKOFF_LAST_S", 0.2)
     monkeypatch.setattr("tiered_kv.vllm.engine_metrics.FIGURES_INTERVAL_S", 0.0)
     monkeypatch.setattr(client, "_take", take_garbled)
-    stored = prompts(400, 4)
+    stored, asked_min = prompts(400, 4), count("GARBLED_PROMPTS", 12)
     with impatient(engine):
-        for number in range(count("GARBLED_PROMPTS", 12)):
+        for number in range(10 * asked_min):
+            if number >= asked_min and told["Updated"] > 1:
+                break  # on a busy machine most prompts may find no session yet, and ask nothing
             answers = asked(engine, stored[number % 4], random_prompt(500 + number, LENGTH))
             assert [len(answer.tokens) for answer in answers] == [8, 8]  # any: the server is trusted with bytes
             if not client.is_ready:

@@ -155,7 +155,6 @@ def test_prompts_share_the_document_and_nothing_else() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.cores
 @pytest.mark.timeout(600)
 def test_the_cpu_mode_is_right_from_end_to_end(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "e2e.json"

@@ -21,7 +21,6 @@ class EngineProcess(LineProcess):
     def __init__(self, model: Path, connector: dict[str, Any], log: Path, **options: Any) -> None:
         environment = module_environment(
             VLLM_ENABLE_V1_MULTIPROCESSING="1",
-            VLLM_CPU_KVCACHE_SPACE="1",
             TORCH_COMPILE_DISABLE="1",
             VLLM_NO_USAGE_STATS="1",
             HF_HUB_OFFLINE="1",
@@ -97,6 +96,7 @@ def _start(settings: dict[str, Any]) -> Any:
         "max_model_len": 4096,
         "max_num_seqs": 16,
         "max_logprobs": 5,
+        "kv_cache_memory_bytes": 256 * 1024 * 1024,  # filled with zeros at every start: as harness.py has it, too
     }
     name = "OffloadingConnector" if "spec_name" in settings["connector"] else "TieredKVConnector"
     transfer = KVTransferConfig(  # by the plugin's name alone, as users write it

@@ -61,6 +61,7 @@ def _start(settings: dict[str, Any]) -> Any:
         max_model_len=4096,
         max_num_seqs=16,
         max_logprobs=5,
+        kv_cache_memory_bytes=256 * 1024 * 1024,  # as harness.py has it
         kv_transfer_config=transfer(settings["connector"]),
     )
     return AsyncLLM.from_engine_args(arguments)
