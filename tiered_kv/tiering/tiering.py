@@ -231,7 +231,7 @@ class Tiering:
         if wish.wants_tails and held:
             self._lookups.offer_tails(lookup, self._tails_behind(held[-1]))
         if wish.may_search and wish.keys:
-            self._note_prompt(lookup, wish.keys)
+            self._note_prompt(lookup, wish)
         self._promote(lookup, held)
         self._tiers.enqueue_if_used(held)
         if wish.may_search and self._tiers.searches is not None:
@@ -241,13 +241,15 @@ class Tiering:
                 self._go_on(search)
         return lookup.id
 
-    def _note_prompt(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
-        """Note a prompt, from its beginning, in its namespace's miss-ratio curve: once per request."""
-        session, lookup.end = lookup.session, keys[-1]
-        if self._open_prompts.begins(lookup.end):
-            self.miss_ratio.looked_up(session.namespace, keys, session.slot_bytes)
-        else:
-            self.miss_ratio.used(keys, session.slot_bytes)
+    def _note_prompt(self, lookup: Lookup, wish: LookupRequest) -> None:
+        """Note a prompt, from its beginning, in its namespace's miss-ratio curve: counted once per request."""
+        session = lookup.session
+        if not wish.is_prefetch:
+            lookup.end = wish.keys[-1]
+            if self._open_prompts.begins(lookup.end):
+                self.miss_ratio.looked_up(session.namespace, wish.keys, session.slot_bytes)
+                return
+        self.miss_ratio.used(wish.keys, session.slot_bytes)
 
     def _look_up_state(self, session: Session, wish: LookupRequest) -> int:
         """The same for a state: first how much of the prefix is held, then the deepest state along that."""
