@@ -181,3 +181,28 @@ def test_an_answer_that_is_generated_again_after_memory_lost_it_was_asked_for():
     story.flush_host(avoid=ANSWERED)
     answer(story, prompt=PROMPT)
     assert story.is_below(ANSWERED) and counts(story) == (4, 2)
+
+
+def test_an_answer_is_one_also_where_what_it_goes_on_with_came_first():
+    """Its copy failed, say, and another request generated it again; a tail behind it is no prompt either."""
+    story = Story()
+    story.store(PROMPT)
+    assert story.commit(story.session, ANSWERED, is_answer=True)
+    story.finish_all()
+    assert story.commit_tail(story.session, ANSWERED, "a", 3)
+    assert story.commit(story.session, ANSWERED[:3], is_answer=True)
+    story.finish_all()
+    assert not story.is_below(ANSWERED[:3]) and counts(story) == (2, 0)
+    story.release(story.ask(NEXT))
+    story.finish_all()
+    assert story.is_below(ANSWERED) and counts(story) == (2, 2)
+
+
+def test_a_tail_that_is_left_alone_makes_no_prompt_of_the_answer_before_it():
+    story = Story()
+    answer(story)
+    assert story.commit_tail(story.session, ANSWERED, "a", 3)
+    assert story.tiering.remove(0, SMALL.namespace, [SMALL.key(ANSWERED)], leaves_holes=False).removed == 1
+    assert story.commit(story.session, ANSWERED, is_answer=True)
+    story.finish_all()
+    assert story.entry(ANSWERED).children and not story.is_below(ANSWERED)

@@ -308,9 +308,11 @@ class Index:
             return None
         return parent if parent.record.namespace == record.namespace else None
 
-    def has_orphans_of(self, record: ChunkRecord) -> bool:
-        """Whether chunks behind one that has no entry are known."""
-        return (record.namespace, record.key, record.chunk_index) in self._orphans
+    def is_in_prompt(self, record: ChunkRecord) -> bool:
+        """Whether a prompt is known to go on from a chunk that has no entry."""
+        kin = self._orphans.get((record.namespace, record.key, record.chunk_index))
+        behind = () if kin is None else _members(kin)
+        return any(not (child.is_unasked or self.is_tail(child.record)) for child in behind)
 
     def add(self, record: ChunkRecord) -> Entry:
         """Make the entry of a key that has none."""

@@ -415,7 +415,7 @@ class Tiering:
                 self._tiers.want(entry)
                 entry.is_asked_for_by(SHARED)
             else:
-                entry = self._add(record, is_answer=is_answer and not self.index.has_orphans_of(record))
+                entry = self._add(record, is_answer=is_answer and not self.index.is_in_prompt(record))
                 self.counters["answers"] += entry.is_answer
                 self.counters["answers_asked"] += entry.is_answer and not entry.is_unasked  # generated once more
             entry.stored_for(record.tag)
