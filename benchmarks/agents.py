@@ -1,7 +1,7 @@
 """Coding agents' sessions through the product's own tiering, in virtual time, beside other caches of equal bytes.
 
     python benchmarks/agents.py [--trace FILE] [--json OUT] [--every N] [--sizes GPU,HOST,DISK[,bucket] ...]
-                                [--systems NAME ...] [--dropped SHARE] [--keep]
+                                [--systems NAME ...] [--dropped SHARE] [--reasoning TOKENS] [--keep]
 
 The trace has one session a line, as `tests/data/README.md` says. Every N-th session is taken; they start at a steady
 rate. Sizes are in tokens, ``2M`` is two million. What is modelled and what is real: `agents_hierarchy.py` and
@@ -95,9 +95,9 @@ def sizes_of(text: str) -> Sizes:
     return Sizes(gpu, host, disk, has_bucket)
 
 
-def load(trace: Path, chunk_tokens: int, every: int, sessions_per_hour: float, dropped: float) -> None:
-    """Read the trace once in every process."""
-    _turns[:] = read(trace, chunk_tokens, every=every, sessions_per_hour=sessions_per_hour, dropped=dropped)
+def load(trace: Path, chunk_tokens: int, every: int, rate: float, dropped: float, reasoning: int) -> None:
+    """Read the trace once in every process; ``rate``: sessions per hour."""
+    _turns[:] = read(trace, chunk_tokens, every=every, sessions_per_hour=rate, dropped=dropped, reasoning=reasoning)
 
 
 def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every N-th session")
     parser.add_argument("--sessions-per-hour", type=float, default=65, help="that start")
     parser.add_argument("--dropped", type=float, default=0.0, help="share of answers that the next turn leaves out")
+    parser.add_argument("--reasoning", type=int, default=0, help="tokens more that every answer begins with and drops")
     parser.add_argument("--chunk-tokens", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--sizes", nargs="+", type=str, default=SIZES, help="in tokens: GPU,HOST,DISK or with ,bucket")
     parser.add_argument("--systems", nargs="+", choices=[*OURS, *RIVALS], default=[*OURS, *RIVALS], metavar="NAME")
@@ -202,7 +203,8 @@ def main() -> None:
         (speeds.latency_s[0], options.bucket_latency_s),
         (options.disk_gb_s * 1e9, options.bucket_gb_s * 1e9),
     )
-    taken = (options.trace, options.chunk_tokens, options.every, options.sessions_per_hour, options.dropped)
+    rate, dropped, reasoning = options.sessions_per_hour, options.dropped, options.reasoning
+    taken = (options.trace, options.chunk_tokens, options.every, rate, dropped, reasoning)
     load(*taken)
     result: dict[str, Any] = {"turns": len(_turns), "units": computed_by_unit(_turns, UNITS), "systems": []}
     print("\n".join(["", f"{len(_turns)} turns", "", *report.table(result["units"], _headings(result["units"]))]))

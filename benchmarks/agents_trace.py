@@ -52,11 +52,18 @@ class Turn:
 
 
 def read(
-    trace: Path, chunk_tokens: int, *, every: int = 1, sessions_per_hour: float = 60, dropped: float = 0.0
+    trace: Path,
+    chunk_tokens: int,
+    *,
+    every: int = 1,
+    sessions_per_hour: float = 60,
+    dropped: float = 0.0,
+    reasoning: int = 0,
 ) -> list[Turn]:
     """Every ``every``-th session of a trace, started at a steady rate; all turns by arrival.
 
-    Of the answers the share ``dropped`` does not come back, as if they were reasoning.
+    Of the answers the share ``dropped`` does not come back, as if they were reasoning. With ``reasoning`` every answer
+    has so many tokens more in front, which the next turn leaves out: then none comes back.
     """
     turns: list[Turn] = []
     ids, numbers = count(), count()
@@ -64,7 +71,9 @@ def read(
         for number, line in enumerate(lines):
             if number % every == 0:
                 start_s = number // every * 3600 / sessions_per_hour
-                turns += _session(json.loads(line)["requests"], start_s, chunk_tokens, (ids, numbers), dropped)
+                turns += _session(
+                    json.loads(line)["requests"], start_s, chunk_tokens, (ids, numbers), dropped, reasoning
+                )
     turns.sort(key=lambda turn: turn.time_s)
     return turns
 
@@ -75,6 +84,7 @@ def _session(
     chunk_tokens: int,
     counters: tuple[Iterator[int], Iterator[int]],
     dropped: float,
+    reasoning: int,
 ) -> Iterator[Turn]:
     known: list[Turn] = []
     ids, numbers = counters
@@ -87,11 +97,11 @@ def _session(
             shared = answered = shared_blocks * BLOCK_TOKENS
             if shared_blocks == requests[parent][5]:
                 shared = answered = min(before.tokens, tokens)
-                if parent * GOLDEN % 1 >= dropped:
+                if not reasoning and parent * GOLDEN % 1 >= dropped:
                     answered = min(before.tokens + requests[parent][2], tokens)
             chunks = before.answered[: answered // chunk_tokens]
         chunks = chunks + [next(ids) for _ in range(tokens // chunk_tokens - len(chunks))]
-        end = tokens + max(generated, 1) - 1
+        end = tokens + max(generated + reasoning, 1) - 1
         with_answer = chunks + [next(ids) for _ in range(end // chunk_tokens - len(chunks))]
         number, of = next(numbers), known[parent].number if parent >= 0 else -1
         known.append(Turn(start_s + time_s, gap_s, tokens, shared, answered, chunks, with_answer, end, number, of))

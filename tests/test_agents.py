@@ -55,6 +55,14 @@ def test_of_dropped_answers_the_prompt_is_shared_and_nothing_behind_it(tmp_path:
             assert turn.chunks[: len(before.chunks)] == before.chunks
 
 
+def test_reasoning_takes_room_behind_each_prompt_and_never_comes_back(tmp_path: Path) -> None:
+    path = written(tmp_path / "one.jsonl", [[0, 512, 100, -1, 0, 8], [60, 1024, 100, 0, 8, 16]])
+    first, second = read(path, CHUNK, reasoning=1000)
+    assert (len(first.chunks), first.answered_tokens, len(first.answered)) == (2, 512 + 1099, 6)
+    assert second.shared_answered == second.shared == 512
+    assert set(first.answered) & set(second.answered) == set(first.chunks)
+
+
 def test_what_units_and_answers_leave_to_compute(few: list[Turn]) -> None:
     left = {(row["kept"], row["unit_tokens"]): row["computed"] for row in computed_by_unit(few, (16, 256))}
     assert left == {

@@ -191,3 +191,20 @@ def test_a_prefetch_that_hangs_or_whose_engine_leaves_holds_nothing(world: Engin
     settle(world, one)
     del world.clients[session]
     world.check_idle()
+
+
+def test_a_prefetch_is_no_prompt_of_the_miss_ratio_curve(world: EngineWorld) -> None:
+    """The request that follows counts, also the one whose prompt is just what was prefetched."""
+    session = world.open()
+    world.settle()
+    world.store(session, (1, 2))
+    one, curves = Prefetching(world.engine, lambda _: True), world.tiering.miss_ratio
+    assert prefetch(one, session, (1, 2))
+    assert (curves.curves(), curves.sample_count) == ({}, 2)
+    world.release(world.lookup(session, (1, 2)))
+    assert curves.curves()[SPACE.namespace].chunks == 2, "while it runs"
+    settle(world, one)
+    world.release(world.lookup(session, (1, 2)))
+    assert curves.curves()[SPACE.namespace].chunks == 4, "after its end"
+    settle(world, one)
+    world.check_idle()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kit.tiering.world import SMALL, SelectiveStory, Story, chunks_of
+from tests.kit.tiering.world import SMALL, LruStory, SelectiveStory, Story, chunks_of
 from tests.tiering.test_states import PARTS, StateStory
 from tiered_kv.keys.state_keys import state_records
 from tiered_kv.tiering.types import Copy, Outcome, Write
@@ -154,3 +154,55 @@ def test_a_write_that_failed_is_tried_again_when_the_answer_is_asked_for_again()
     story.release(story.ask(NEXT))
     story.finish_all()
     assert story.is_below(ANSWERED)
+
+
+def test_an_answer_before_a_hole_is_asked_for_when_a_chunk_fills_it():
+    """What lies behind the hole was asked for once; plain LRU remembers nothing of what filled the hole then."""
+    story = LruStory()
+    story.keep_only_below(NEXT)
+    story.release(story.ask(NEXT))
+    story.finish_all()
+    story.flush_host(avoid=NEXT)
+    gone = [SMALL.key(chunk) for chunk in chunks_of(NEXT)[2:4]]
+    assert story.tiering.remove(1, SMALL.namespace, gone, leaves_holes=True).removed == 2
+    story.finish_all()
+    assert story.commit(story.session, NEXT[:3], is_answer=True)
+    story.finish_all()
+    assert story.entry(NEXT[:3]).is_unasked and counts(story) == (1, 0)
+    assert story.commit(story.session, NEXT[:4])
+    story.finish_all()
+    assert all(map(story.is_below, chunks_of(NEXT))) and counts(story) == (1, 1)
+
+
+def test_an_answer_that_is_generated_again_after_memory_lost_it_was_asked_for():
+    story = Story()
+    answer(story)
+    story.release(story.ask(PROMPT))
+    story.flush_host(avoid=ANSWERED)
+    answer(story, prompt=PROMPT)
+    assert story.is_below(ANSWERED) and counts(story) == (4, 2)
+
+
+def test_an_answer_is_one_also_where_what_it_goes_on_with_came_first():
+    """Its copy failed, say, and another request generated it again; a tail behind it is no prompt either."""
+    story = Story()
+    story.store(PROMPT)
+    assert story.commit(story.session, ANSWERED, is_answer=True)
+    story.finish_all()
+    assert story.commit_tail(story.session, ANSWERED, "a", 3)
+    assert story.commit(story.session, ANSWERED[:3], is_answer=True)
+    story.finish_all()
+    assert not story.is_below(ANSWERED[:3]) and counts(story) == (2, 0)
+    story.release(story.ask(NEXT))
+    story.finish_all()
+    assert story.is_below(ANSWERED) and counts(story) == (2, 2)
+
+
+def test_a_tail_that_is_left_alone_makes_no_prompt_of_the_answer_before_it():
+    story = Story()
+    answer(story)
+    assert story.commit_tail(story.session, ANSWERED, "a", 3)
+    assert story.tiering.remove(0, SMALL.namespace, [SMALL.key(ANSWERED)], leaves_holes=False).removed == 1
+    assert story.commit(story.session, ANSWERED, is_answer=True)
+    story.finish_all()
+    assert story.entry(ANSWERED).children and not story.is_below(ANSWERED)

@@ -2,18 +2,24 @@
 
 import gc
 import hashlib
+import importlib
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_type_hints
 
+import msgspec
 import pytest
 
+import tiered_kv
 from tests.soak.judgement import KNOWN_CHUNK_MIB
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.eviction import EvictionOrder
-from tiered_kv.tiering.index import BlobState, Index
+from tiered_kv.tiering.index import BlobState, Entry, HostState, Index
 from tiered_kv.tiering.lru import Lru
-from tiered_kv.tiering.multi_queue import MultiQueue
+from tiered_kv.tiering.multi_queue import MultiQueue, _Group
 from tiered_kv.tiering.quotas import Quotas
 
 CHUNKS = 20_000
@@ -56,6 +62,49 @@ def test_the_garbage_collector_walks_no_chunk(policy):
     assert len(gc.get_objects()) - before < CHUNKS / PREFIX + 100, "more than one object for each prompt"
     assert not any(map(gc.is_tracked, index.entries()))
     assert not any(map(gc.is_tracked, index._entries._parts))
+
+
+ATOMS = {bool, int, str, bytes, float, None, type(None), BlobState, HostState}
+LINKS = {
+    (Entry, "kin"): "leads to chunks whose position is higher by one (Index.check_integrity)",
+    (_Group, "newer"): "a ring that the queue takes apart when it goes; a group outside it is referred to by nobody",
+    (_Group, "older"): "the same",
+}
+"""Fields of structs without garbage collection that lead to such structs, and why none of them is freed too late."""
+
+
+def untracked_structs() -> set[type[msgspec.Struct]]:
+    """Of the whole package, by its text: not all of it can be imported everywhere."""
+    package = Path(tiered_kv.__file__).parent
+    paths = [path for path in package.rglob("*.py") if "gc=False" in path.read_text()]
+    modules = [
+        importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts)) for path in paths
+    ]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return {one for one in found if issubclass(one, msgspec.Struct) and not one.__struct_config__.gc}
+
+
+def leads_to(hint: object) -> Iterator[object]:
+    """What a field may refer to, through whatever contains it."""
+    parts = get_args(hint)
+    if not parts:
+        yield hint
+    for part in parts:
+        if part is not Ellipsis and not isinstance(part, msgspec.Meta):
+            yield from leads_to(part)
+
+
+def test_structs_that_the_garbage_collector_does_not_know_form_no_cycle():
+    """A field that is added has to hold values that lead nowhere, or needs a reason here."""
+    structs = untracked_structs()
+    assert {Entry, _Group, ChunkRecord} <= structs
+    links = set()
+    for struct in structs:
+        for name, hint in get_type_hints(struct).items():
+            leaves = set(leads_to(hint))
+            assert leaves <= ATOMS | structs, f"{struct.__name__}.{name} may lead back: {leaves - ATOMS - structs}"
+            links |= {(struct, name)} if leaves & {Entry, _Group} else set()
+    assert links == LINKS.keys()
 
 
 def test_chunks_that_go_are_freed_without_the_garbage_collector():

@@ -327,6 +327,11 @@ class Histories(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.accounts.check_told()
 
+    @invariant()
+    def answers_were_asked_for_or_lost_or_wait_for_it(self):
+        if hasattr(self, "world"):
+            self.accounts.check_answers()
+
     def teardown(self):
         if hasattr(self, "world"):
             for space in SPACES:  # a share of less than a few chunks, which a server refuses, lets nobody go on

@@ -68,7 +68,14 @@ class Prefetching:
             return False
         self._number += 1
         turn: Turn = LAST_PRIORITY, self._number
-        wish = LookupRequest(prefix.keys, prefix.digests, turn=turn, state_parts=prefix.state_parts, owner=prefix.owner)
+        wish = LookupRequest(
+            prefix.keys,
+            prefix.digests,
+            turn=turn,
+            state_parts=prefix.state_parts,
+            owner=prefix.owner,
+            is_prefetch=True,
+        )
         lookup = self._engine.lookup(session, wish)
         self._running[session, lookup] = _Running(tenant, self._engine.clock.monotonic() + PREFETCH_MAX_S)
         self._of_tenant[tenant] += 1

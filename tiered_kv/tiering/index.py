@@ -299,10 +299,20 @@ class Index:
 
     def parent(self, entry: Entry) -> Entry | None:
         """The entry of the chunk before this one; None for the first chunk and for an orphan."""
-        parent = self._entries.get(entry.record.parent)
-        if parent is None or parent.record.chunk_index != entry.record.chunk_index - 1:
+        return self.parent_of(entry.record)
+
+    def parent_of(self, record: ChunkRecord) -> Entry | None:
+        """The same of a chunk that need not have an entry."""
+        parent = self._entries.get(record.parent)
+        if parent is None or parent.record.chunk_index != record.chunk_index - 1:
             return None
-        return parent if parent.record.namespace == entry.record.namespace else None
+        return parent if parent.record.namespace == record.namespace else None
+
+    def is_in_prompt(self, record: ChunkRecord) -> bool:
+        """Whether a prompt is known to go on from a chunk that has no entry."""
+        kin = self._orphans.get((record.namespace, record.key, record.chunk_index))
+        behind = () if kin is None else _members(kin)
+        return any(not (child.is_unasked or self.is_tail(child.record)) for child in behind)
 
     def add(self, record: ChunkRecord) -> Entry:
         """Make the entry of a key that has none."""

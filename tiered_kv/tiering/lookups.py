@@ -49,6 +49,7 @@ class LookupRequest:
             beginning then.
         wants_tails: Wanted are the tails behind what is held, too.
         hint: Where the shared tier looks first, and for what was absent a moment ago, too.
+        is_prefetch: No request asks for it yet: miss-ratio curves do not count it.
     """
 
     keys: Sequence[bytes]
@@ -61,6 +62,7 @@ class LookupRequest:
     may_search: bool = True
     wants_tails: bool = False
     hint: str = ""
+    is_prefetch: bool = False
 
 
 TOLD_AT_ONCE: Final = 8

@@ -231,7 +231,7 @@ class Tiering:
         if wish.wants_tails and held:
             self._lookups.offer_tails(lookup, self._tails_behind(held[-1]))
         if wish.may_search and wish.keys:
-            self._note_prompt(lookup, wish.keys)
+            self._note_prompt(lookup, wish)
         self._promote(lookup, held)
         self._tiers.enqueue_if_used(held)
         if wish.may_search and self._tiers.searches is not None:
@@ -241,13 +241,15 @@ class Tiering:
                 self._go_on(search)
         return lookup.id
 
-    def _note_prompt(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
-        """Note a prompt, from its beginning, in its namespace's miss-ratio curve: once per request."""
-        session, lookup.end = lookup.session, keys[-1]
-        if self._open_prompts.begins(lookup.end):
-            self.miss_ratio.looked_up(session.namespace, keys, session.slot_bytes)
-        else:
-            self.miss_ratio.used(keys, session.slot_bytes)
+    def _note_prompt(self, lookup: Lookup, wish: LookupRequest) -> None:
+        """Note a prompt, from its beginning, in its namespace's miss-ratio curve: counted once per request."""
+        session = lookup.session
+        if not wish.is_prefetch:
+            lookup.end = wish.keys[-1]
+            if self._open_prompts.begins(lookup.end):
+                self.miss_ratio.looked_up(session.namespace, wish.keys, session.slot_bytes)
+                return
+        self.miss_ratio.used(wish.keys, session.slot_bytes)
 
     def _look_up_state(self, session: Session, wish: LookupRequest) -> int:
         """The same for a state: first how much of the prefix is held, then the deepest state along that."""
@@ -303,7 +305,7 @@ class Tiering:
         lookup.search = None
         if search.found is not None:
             for record in state_records(search.found, search.parts):
-                entry = self.index.get(record.key) or self.index.add(record)
+                entry = self.index.get(record.key) or self._add(record)
                 if entry.record == record:
                     self._tiers.sources[searches.tier].found(entry)
                 self.index.remove_if_gone(entry)
@@ -355,7 +357,7 @@ class Tiering:
         found: list[Entry] = []
         while search.told < search.low:
             record = search.record(search.told)
-            entry = self.index.get(record.key) or self.index.add(record)
+            entry = self.index.get(record.key) or self._add(record)
             if entry.record == record:
                 self._tiers.sources[self._tiers.searches.tier].found(entry)
             if entry.record != record or not self.index.is_held(entry):
@@ -413,12 +415,9 @@ class Tiering:
                 self._tiers.want(entry)
                 entry.is_asked_for_by(SHARED)
             else:
-                entry = self.index.add(record)
-                entry.is_answer = is_answer and not entry.children
+                entry = self._add(record, is_answer=is_answer and not self.index.is_in_prompt(record))
                 self.counters["answers"] += entry.is_answer
-            parent = self.index.parent(entry)
-            if parent is not None and parent.is_unasked and not entry.is_unasked:
-                self._tiers.want(parent)  # a prompt goes on from it that had looked it up before it came
+                self.counters["answers_asked"] += entry.is_answer and not entry.is_unasked  # generated once more
             entry.stored_for(record.tag)
             entry.bytes_are_of(record.stored_by)
             self.miss_ratio.stored(record.namespace, record.key, session.slot_bytes)
@@ -426,6 +425,19 @@ class Tiering:
             self._outbox.jobs.append(Seal(entry.record, slot))
             if self._tiers.write_through is not None:
                 self._tiers.write_through.enqueue_write(entry)
+
+    def _add(self, record: ChunkRecord, *, is_answer: bool = False) -> Entry:
+        """Make the entry of a chunk that came; one that is no answer's has the answers before it asked for.
+
+        A prompt may have looked those up before they came. First of all: the uses of what is known to lie behind the
+        chunk count for all before it.
+        """
+        parent = self.index.parent_of(record)
+        if parent is not None and parent.is_unasked and not is_answer:
+            self._tiers.want(parent)
+        entry = self.index.add(record)
+        entry.is_answer = is_answer
+        return entry
 
     def commit_tail(self, session_id: int, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
         """A granted slot was filled with a tail: it is ready at once, and stays in host memory or is gone.

@@ -6,6 +6,7 @@ Nothing in here reads the counts that it checks: they are made from what session
 from collections import Counter
 
 from tests.kit.tiering.oracle import Asked, World
+from tiered_kv.tiering.index import Entry, Index
 from tiered_kv.tiering.types import HOST
 
 Place = tuple[int, bytes]
@@ -21,6 +22,8 @@ class Accounts:
         self._asked: Counter[bytes] = Counter()
         self._got: Counter[bytes] = Counter()
         self._is_known: dict[bytes, bool] = {}  # what was got; not of lookups whose session was told nothing more
+        self._lost_answers = 0
+        self._watch_answers(world.tiering.index)
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
@@ -102,6 +105,25 @@ class Accounts:
         index = self._world.tiering.index
         entries = [entry for entry in index.entries() if entry.record.namespace == namespace]
         return {(tier, entry.record.key) for entry in entries for tier in index.tiers_with(entry)}
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _watch_answers(self, index: Index) -> None:
+        """Count the answers that go before anybody asked for them."""
+        remove_if_gone = index.remove_if_gone
+
+        def remove_and_count(entry: Entry) -> None:
+            is_unasked = entry.is_unasked and index.get(entry.record.key) is entry
+            remove_if_gone(entry)
+            self._lost_answers += is_unasked and index.get(entry.record.key) is not entry
+
+        index.remove_if_gone = remove_and_count  # type: ignore[method-assign]
+
+    def check_answers(self) -> None:
+        """Assert that every answer that came was asked for, was lost before that, or waits for it."""
+        counters = self._world.tiering.counters
+        waiting = sum(entry.is_unasked for entry in self._world.tiering.index.entries())
+        assert counters["answers"] - counters["answers_asked"] == self._lost_answers + waiting
 
     # -- what came and went --------------------------------------------------------------------------------------------
 
