@@ -7,10 +7,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
+import botocore.credentials
 import pytest
+from botocore.auth import S3SigV4QueryAuth
+from botocore.awsrequest import AWSRequest
 from botocore.exceptions import ClientError, EndpointConnectionError
-from s3_service import SCRIPT, SERVERS, Bucket, Credentials
+from s3_service import REGION, SCRIPT, SERVERS, Bucket, Credentials
 
 from tests.kit.s3 import S3, OwnServer
 from tests.kit.server.probe import wait_for
@@ -80,6 +85,21 @@ def test_server_checks_signatures(s3: S3) -> None:
     stranger = replace(s3.on, credentials=Credentials(s3.access_key, "not the secret"))
     with stranger.client() as client, pytest.raises(ClientError, match=r"SignatureDoesNotMatch|403"):
         client.list_objects_v2(Bucket=s3.bucket)
+
+
+def test_a_bucket_may_be_named_by_the_host_alone(s3: S3) -> None:
+    """For clients that know no other way, LMCache's."""
+    if s3.server is None:
+        pytest.skip("a server that was named knows its own hosts only")
+    with s3.client() as client:
+        client.create_bucket(Bucket="localhost")
+        client.put_object(Bucket="localhost", Key="x", Body=b"by host")
+        client.put_object(Bucket=s3.bucket, Key="x", Body=b"by path")
+        assert client.get_object(Bucket=s3.bucket, Key="x")["Body"].read() == b"by path"
+    request = AWSRequest("GET", f"http://localhost:{urlsplit(s3.endpoint_url).port}/x")
+    S3SigV4QueryAuth(botocore.credentials.Credentials(s3.access_key, s3.secret_key), "s3", REGION).add_auth(request)
+    with urlopen(request.url) as answer:
+        assert answer.read() == b"by host"
 
 
 def test_credentials_stay_out_of_the_environment_and_of_messages(s3: S3) -> None:

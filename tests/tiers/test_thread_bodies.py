@@ -28,7 +28,7 @@ from tests.kit.server.probe import wait_for
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object import s3_signer
-from tiered_kv.tiers.object.connection import ConnectionPool, Place
+from tiered_kv.tiers.object.connection import IDLE_MAX_S, ConnectionPool, Place
 from tiered_kv.tiers.object.loop_bodies import LoopBodies
 from tiered_kv.tiers.object.medium import CallRunner, Deadline
 from tiered_kv.tiers.object.s3_signer import LoopCredentials
@@ -174,6 +174,44 @@ def test_a_connection_that_ended_while_idle_is_not_used() -> None:
         assert read(store) == DATA
         store.close()
     assert (server.connections_count, len(server.asked)) == (2, 2)
+
+
+@pytest.mark.parametrize("reason", ["ended", "old"])
+def test_an_idle_connection_that_nobody_can_use_is_closed_without_another_blob(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr("tiered_kv.tiers.object.connection.IDLE_CHECK_S", 0.02)
+    with RawServer(lambda _: OK) as server:
+        pool = ConnectionPool(2, 5.0, 5.0)
+        place = Place("localhost", int(server.url.rpartition(":")[2]), None)
+        for _ in range(2):  # its thread ends with the last idle connection, and comes back
+            connection = pool.connect(place, Deadline(30))
+            descriptor = connection.wire._socket
+            wait_for(lambda: bool(server._open), "the server's side")
+            pool.give(connection)
+            if reason == "old":
+                connection.idle_since_s -= IDLE_MAX_S
+            else:
+                server._open[-1].shutdown(socket.SHUT_RDWR)
+            wait_for(lambda: descriptor.fileno() == -1, "the client's side")  # noqa: B023  # called here
+            wait_for(lambda: not pool._is_watched, "its thread's end")
+        pool.close()
+
+
+def test_what_is_idle_and_alive_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    monkeypatch.setattr("tiered_kv.tiers.object.connection.IDLE_CHECK_S", 0.01)
+    monkeypatch.setattr("tiered_kv.tiers.object.connection._is_usable", lambda one: not looks.append(one))
+    with RawServer(lambda _: OK) as server:
+        pool = ConnectionPool(2, 5.0, 5.0)
+        place = Place("localhost", int(server.url.rpartition(":")[2]), None)
+        connection = pool.connect(place, Deadline(30))
+        pool.give(connection)
+        wait_for(lambda: len(looks) > 2, "looks at what is idle")
+        assert pool.take(place) is connection
+        assert connection.wire.is_quiet()
+        connection.wire.end()
+        pool.close()
 
 
 def test_the_pool_keeps_few_and_young_connections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,9 @@ from tiered_kv.tiers.object.medium import CallRunner, Deadline
 IDLE_MAX_S: Final = 15.0
 """A connection that lay idle for longer is not used again: load balancers and firewalls forget without a word."""
 
+IDLE_CHECK_S: Final = 5.0
+"""Between looks at what is idle: what the server has ended waits for so long until our side is closed, too."""
+
 IDLE_SUSPECT_S: Final = 1.0
 """A server may have closed what lay idle for so long just as it was used again; earlier, a failure is the request's."""
 
@@ -326,7 +329,8 @@ class HttpConnection(http.client.HTTPConnection):
 class ConnectionPool:
     """Idle connections, those used last first.
 
-    Threads: any. A connection is in the pool or in one call, never in both.
+    Threads: any. A connection is in the pool or in one call, never in both. A thread of its own closes what the server
+    has ended and what lay idle for too long, and ends itself once nothing is idle.
     """
 
     def __init__(self, idle_max: int, connect_timeout_s: float, silence_s: float) -> None:
@@ -337,7 +341,8 @@ class ConnectionPool:
         self._runner = CallRunner(connect_timeout_s)
         self._lock = threading.Lock()
         self._idle: list[HttpConnection] = []
-        self._is_closed = False
+        self._is_watched = False
+        self._closing = threading.Event()
 
     def take(self, place: Place) -> HttpConnection | None:
         """An idle connection that seems alive; None: there is none."""
@@ -347,7 +352,7 @@ class ConnectionPool:
                 if found is None:
                     return None
                 self._idle.remove(found)
-            if time.monotonic() - found.idle_since_s < IDLE_MAX_S and found.wire.is_quiet():
+            if _is_usable(found):
                 return found
             found.wire.end()
 
@@ -377,20 +382,48 @@ class ConnectionPool:
             raise
 
     def give(self, connection: HttpConnection) -> None:
-        """Keep a connection whose answer was read to its end; close what is idle for too long."""
-        now = connection.idle_since_s = time.monotonic()
+        """Keep a connection whose answer was read to its end; what is idle for longest makes room."""
+        connection.idle_since_s = time.monotonic()
         with self._lock:
             everything = [*self._idle, connection]
-            young = [c for c in everything if now - c.idle_since_s < IDLE_MAX_S]
-            self._idle = [] if self._is_closed else young[-self._idle_max :]
-            dropped = [c for c in everything if c not in self._idle]
+            self._idle = [] if self._closing.is_set() else everything[-self._idle_max :]
+            dropped = everything[: len(everything) - len(self._idle)]
+            is_to_start = bool(self._idle) and not self._is_watched
+            self._is_watched |= is_to_start
         for one in dropped:
             one.wire.end()
+        if is_to_start:
+            self._start_watch()
+
+    def _start_watch(self) -> None:
+        try:
+            threading.Thread(target=self._watch, name="object-store-idle", daemon=True).start()
+        except RuntimeError:  # no thread can be had now: ``take`` looks as well, and the next one given tries again
+            with self._lock:
+                self._is_watched = False
+
+    def _watch(self) -> None:
+        """Close idle connections that nobody can use, until none is idle."""
+        while not self._closing.wait(IDLE_CHECK_S):
+            with self._lock:  # so that none is taken while it is looked at, which asks the kernel and waits for nothing
+                everything = self._idle
+                self._idle = [one for one in everything if _is_usable(one)]
+                self._is_watched = bool(self._idle)
+                dropped = [one for one in everything if one not in self._idle]
+                is_over = not self._is_watched
+            for one in dropped:
+                one.wire.end()
+            if is_over:
+                return
 
     def close(self) -> None:
         """Close what is idle now, and from now on what is given back. Idempotent."""
         with self._lock:
-            self._is_closed = True
+            self._closing.set()
             idle, self._idle = self._idle, []
         for one in idle:
             one.wire.end()
+
+
+def _is_usable(idle: HttpConnection) -> bool:
+    return time.monotonic() - idle.idle_since_s < IDLE_MAX_S and idle.wire.is_quiet()
