@@ -87,7 +87,7 @@ class Node(BareEngine):
         self.open(blocks=64)
         self.prompts = {case: _tokens(f"{case} {chunks}", longest) for case in ("host", "disk")}
         for tokens in self.prompts.values():
-            self._store(tokens)
+            self.store(tokens)
         wait_for(lambda: figures(self.root)["tiers"][0]["pending_writes"] == 0, "the disk")
         self.leave_on_disk()
         self.grow(chunks - self._figure("chunks"), chunks)
@@ -96,16 +96,27 @@ class Node(BareEngine):
     def _figure(self, name: str) -> int:
         return int(figures(self.root)["hierarchy"][name])
 
+    def known_chunks(self) -> int:
+        """What its index has."""
+        return self._figure("chunks")
+
     def _keys(self, tokens: list[int]) -> PrefixKeys:
         keys = PrefixKeys(self.client.namespace, CHUNK)
         keys.extend(tokens)
         return keys
 
-    def _store(self, tokens: list[int]) -> None:
-        keys, namespace = self._keys(tokens), self.client.namespace.digest
-        for index in range(len(keys.keys)):
-            record = ChunkRecord(namespace, keys.keys[index], keys.parent(index), index, keys.digests[index])
-            self.client.commit([(self._take_slots(1)[0], record)])
+    def store(self, tokens: list[int]) -> None:
+        """Commit a prompt's chunks, as many at once as there are slots for."""
+        keys, index = self._keys(tokens), 0
+        while index < len(keys.keys):
+            batch = []
+            for slot in self._take_slots(min(CHAIN, len(keys.keys) - index)):
+                namespace = self.client.namespace.digest
+                batch.append(
+                    (slot, ChunkRecord(namespace, keys.keys[index], keys.parent(index), index, keys.digests[index]))
+                )
+                index += 1
+            self.client.commit(batch)
 
     def _take_slots(self, most: int) -> list[int]:
         while not self.client.credit_count:
@@ -115,11 +126,13 @@ class Node(BareEngine):
 
     def grow(self, chunks: int, seed: int | str) -> None:
         """Commit so many chunks, of chains whose first chunk is missing; a hundredth of them under ``TAG``."""
-        namespace, rng = self.client.namespace.digest, random.Random(seed)
+        rng = random.Random(seed)
         while chunks > 0:
             parent, batch = rng.randbytes(16), []
             tag = tag_digest(TAG) if rng.random() < 0.01 else NO_TAG
-            for depth, slot in enumerate(self._take_slots(min(CHAIN, chunks)), 1):
+            slots = self._take_slots(min(CHAIN, chunks))
+            namespace = self.client.namespace.digest
+            for depth, slot in enumerate(slots, 1):
                 key = rng.randbytes(16)
                 batch.append((slot, ChunkRecord(namespace, key, parent, depth, rng.randbytes(32), tag)))
                 parent = key

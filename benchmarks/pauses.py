@@ -1,10 +1,11 @@
 """How long a server's loop stands still: a client that asks something small every millisecond, while others work it.
 
-    python benchmarks/pauses.py [--chunks N] [--seconds N] [--keep]
+    python benchmarks/pauses.py [--chunks N] [--seconds N] [--minutes N] [--keep]
 
 A server whose index has so many chunks (as of ``lookup.py``, blobs of 8 KiB), and a client in a process of its own that
 asks for something that takes no time, waits for the answer, and asks again. What it waits beyond what an idle server
-takes is a pause of the loop, or of the machine. One phase after the other:
+takes is a pause of the loop, or of the machine. One phase after the other, with ``--minutes`` in rounds until the time
+is up:
 
     fill      the index grows to ``--chunks``
     idle      nothing else happens
@@ -14,8 +15,12 @@ takes is a pause of the loop, or of the machine. One phase after the other:
     evict     ``evict --tier host --all``
     reset     ``reset_prefix_cache``: a private epoch
 
-Milliseconds, per phase: how many answers, their median, the 99th of a hundred, the 99.9th, and the longest. Then what
-the server's own memory, without the arena, grew by for each chunk of the index.
+Milliseconds, per phase: how many answers, their median, the 99th of a hundred, the 99.9th, and the longest. Then the
+99.9th and the longest without the time in which the loop's thread, or the client's, could have run and had no core, as
+the kernel counts it (``schedstat``): what is left is the server's doing, and the time in which a thread of the server
+that had the interpreter's lock had no core. ``machine`` is the longest time that another process, which only sleeps for
+a millisecond again and again, was woken up too late. Then how many answers took how long, with the loop's waits for a
+core and without; and what the server's own memory, without the arena, grew by for each chunk of the index.
 """
 
 import json
@@ -26,8 +31,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench_report import finish, machine, parser, percentile, table
 from lookup import CHUNK, LONGEST, SLOT_BYTES, TAG, Node, ask
@@ -43,113 +49,214 @@ FIRST = 4096
 
 COLUMNS = {
     "phase": "phase", "seconds": "s", "answers": "answers", "median_ms": "median", "p99_ms": "99 %",
-    "p999_ms": "99.9 %", "longest_ms": "longest",
+    "p999_ms": "99.9 %", "longest_ms": "longest", "own_p999_ms": "99.9 % own", "own_longest_ms": "longest own",
+    "machine_ms": "machine",
 }  # fmt: skip
+HISTOGRAM_COLUMNS = {"below_ms": "below, ms", "answers": "answers", "own": "own"}
+BINS_MS = (1, 2, 5, 10, 20, 50, 100, float("inf"))
+
+
+class Sample(NamedTuple):
+    """One answer.
+
+    Attributes:
+        taken_ms: From the question to the answer.
+        own_ms: The same without the time in which the loop's thread or the client's had no core.
+    """
+
+    taken_ms: float
+    own_ms: float
 
 
 def ask_on() -> None:
-    """The asking process: prints when it asked, and how long the answer took, in nanoseconds.
+    """The asking process: prints how long each answer took, and how much of that was waiting for a core; nanoseconds.
 
     It asks for something that the loop answers by itself, in microseconds: to evict a chunk that nobody has.
     """
-    config = Config.from_mapping(json.loads(sys.stdin.readline()))
-    sock, _ = say_hello(config, "admin", "", 0)
+    given = json.loads(sys.stdin.readline())
+    sock, _ = say_hello(Config.from_mapping(given["settings"]), "admin", "", 0)
+    threads = [os.open(f"/proc/{pid}/task/{pid}/schedstat", os.O_RDONLY) for pid in (given["pid"], os.getpid())]
     with sock:
         print("ready", flush=True)
         rng = random.Random(0)
         while not select.select([sys.stdin], [], [], 0)[0]:
+            waited_ns = waits_ns(threads)
             started_ns = time.monotonic_ns()
             sock.sendall(m.frame(m.Evict("host", bytes(16), rng.randbytes(16), holes=True)))
             read_message(sock)
-            print(started_ns, time.monotonic_ns() - started_ns)
+            print(time.monotonic_ns() - started_ns, waits_ns(threads) - waited_ns)
             time.sleep(EVERY_S)
 
 
-class Asker:
-    """The asking process; ``phase`` gives what it saw since the last call."""
+def waits_ns(threads: Sequence[int]) -> int:
+    """How long threads have been without a core though they could have run, in nanoseconds."""
+    return sum(int(os.pread(thread, 100, 0).split()[1]) for thread in threads)
 
-    def __init__(self, root: Path, settings: str) -> None:
-        self._out = root.parent / "answers"
+
+def sleep_on() -> None:
+    """The sleeping process: prints by how much longer each sleep took than it should, in nanoseconds."""
+    sys.stdin.readline()
+    print("ready", flush=True)
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        started_ns = time.monotonic_ns()
+        time.sleep(EVERY_S)
+        print(time.monotonic_ns() - started_ns - int(1e9 * EVERY_S), 0)
+
+
+class Watcher:
+    """A process that prints samples (``--be``)."""
+
+    def __init__(self, root: Path, name: str, given: object = None) -> None:
+        self._out = root.parent / name
         with self._out.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", __file__, "--ask"], stdin=subprocess.PIPE, stdout=output
+                [sys.executable, "-u", __file__, "--be", name], stdin=subprocess.PIPE, stdout=output
             )
         assert self._process.stdin is not None
-        self._process.stdin.write(settings.encode() + b"\n")
+        self._process.stdin.write(json.dumps(given).encode() + b"\n")
         self._process.stdin.flush()
         while b"ready" not in self._out.read_bytes():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the process {name} ended")
             time.sleep(0.05)
-        self._seen = 1
-        self._since_s = time.monotonic()
+        self._lines = self._out.open("rb")
+        self._lines.readline()
 
-    def phase(self, name: str) -> dict[str, Any]:
-        lines = self._out.read_text().splitlines()[self._seen : -1]  # the last may not be whole
-        self._seen += len(lines)
-        taken = [int(line.split()[1]) / 1e6 for line in lines]
-        now_s = time.monotonic()
-        seconds, self._since_s = now_s - self._since_s, now_s
-        row = {
-            "phase": name,
-            "seconds": round(seconds, 1),
-            "answers": len(taken),
-            "median_ms": round(percentile(taken, 0.5), 3),
-            "p99_ms": round(percentile(taken, 0.99), 3),
-            "p999_ms": round(sorted(taken)[-(-999 * len(taken) // 1000) - 1], 3),
-            "longest_ms": round(max(taken), 3),
-        }
-        print(table([row], COLUMNS)[-1], flush=True)
-        return row
+    def samples(self) -> list[Sample]:
+        """What came since the last call."""
+        found = []
+        while (line := self._lines.readline()).endswith(b"\n"):
+            taken_ns, waited_ns = map(int, line.split())
+            found.append(Sample(taken_ns / 1e6, max(0, taken_ns - waited_ns) / 1e6))
+        self._lines.seek(self._lines.tell() - len(line))  # the last was not whole
+        return found
 
     def close(self) -> None:
+        """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(10)
+        self._lines.close()
+
+
+class Phases:
+    """What both processes saw, phase by phase; phases of one name are counted together."""
+
+    def __init__(self, root: Path, node: Node) -> None:
+        self._asker = Watcher(root, "ask", {"settings": node.settings, "pid": node.server_pid})
+        self._sleeper = Watcher(root, "sleep")
+        self._answers: dict[str, list[Sample]] = {}
+        self._machine_ms: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._since_s = time.monotonic()
+
+    def ended(self, name: str) -> None:
+        """A phase has ended, which began when the one before it did."""
+        now_s = time.monotonic()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now_s - self._since_s
+        self._since_s = now_s
+        self._answers.setdefault(name, []).extend(self._asker.samples())
+        late_ms = [sample.taken_ms for sample in self._sleeper.samples()]
+        self._machine_ms[name] = max(self._machine_ms.get(name, 0.0), *late_ms)
+        print(table([self._row(name)], COLUMNS)[-1], flush=True)
+
+    def _row(self, name: str) -> dict[str, Any]:
+        answers = self._answers[name]
+        taken, own = [one.taken_ms for one in answers], [one.own_ms for one in answers]
+        figures = {
+            "median_ms": percentile(taken, 0.5),
+            "p99_ms": percentile(taken, 0.99),
+            "p999_ms": percentile(taken, 0.999),
+            "longest_ms": max(taken),
+            "own_p999_ms": percentile(own, 0.999),
+            "own_longest_ms": max(own),
+            "machine_ms": self._machine_ms[name],
+        }
+        rounded = {figure: round(value, 3) for figure, value in figures.items()}
+        return {"phase": name, "seconds": round(self._seconds[name], 1), "answers": len(answers)} | rounded
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each name."""
+        return list(map(self._row, self._answers))
+
+    def histogram(self) -> list[dict[str, Any]]:
+        """How many answers of all phases took less than so many milliseconds, and no less than the row before."""
+        every = [one for answers in self._answers.values() for one in answers]
+        rows, low = [], 0.0
+        for high in BINS_MS:
+            taken = sum(low <= one.taken_ms < high for one in every)
+            own = sum(low <= one.own_ms < high for one in every)
+            rows.append({"below_ms": None if high == BINS_MS[-1] else high, "answers": taken, "own": own})
+            low = high
+        return rows
+
+    def close(self) -> None:
+        """End the processes."""
+        self._asker.close()
+        self._sleeper.close()
+
+
+def run_round(node: Node, phases: Phases, root: Path, chunks: int, seconds: float, number: int) -> int:
+    """One phase after the other; returns what a chunk takes of the server's own memory, in bytes."""
+    before, known = own_bytes(node.server_pid), node.known_chunks()
+    node.store(node.prompts["host"])
+    node.grow(chunks - node.known_chunks(), f"fill {number}")
+    phases.ended("fill")
+    chunk_bytes = round((own_bytes(node.server_pid) - before) / (chunks - known))
+    time.sleep(seconds)
+    phases.ended("idle")
+    end_s, asked = time.monotonic() + seconds, 0
+    while time.monotonic() < end_s:
+        asked += 1
+        case = "host" if asked % 2 else "miss"
+        ask(node, f"r{number}-{asked}", case, node.prompt(case, LONGEST, asked))
+    phases.ended("lookups")
+    node.grow(chunks // 10, f"growth {number}")
+    phases.ended("growth")
+    evict_host(root, "--tag", TAG)
+    phases.ended("erase")
+    evict_host(root, "--tier", "host", "--all")
+    time.sleep(1)
+    phases.ended("evict")
+    node.scheduler.reset_cache()
+    time.sleep(2)
+    phases.ended("reset")
+    return chunk_bytes
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--chunks", type=int, default=1_000_000)
     options.add_argument("--seconds", type=float, default=20.0, help="of idle, and of lookups")
-    options.add_argument("--ask", action="store_true", help="be the asking process, with settings on standard input")
+    options.add_argument("--minutes", type=float, default=0.0, help="rounds of all phases are begun for so long")
+    options.add_argument("--be", choices=("ask", "sleep"), help="be one of the processes that take samples")
     given = options.parse_args()
-    if given.ask:
-        ask_on()
+    if given.be is not None:
+        {"ask": ask_on, "sleep": sleep_on}[given.be]()
         return
-    rows = []
     with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as work:
         root = Path(work) / "cache"
         node = Node(root, FIRST, LONGEST, most_chunks=int(1.15 * given.chunks))
-        asker = Asker(root, json.dumps(node.settings))
         try:
-            print("\n".join(table([], COLUMNS)), flush=True)
-            before = own_bytes(node.server_pid)
-            node.grow(given.chunks - FIRST, "fill")
-            rows.append(asker.phase("fill"))
-            chunk_bytes = round((own_bytes(node.server_pid) - before) / (given.chunks - FIRST))
-            print(f"bytes per known chunk: {chunk_bytes}", flush=True)
-            time.sleep(given.seconds)
-            rows.append(asker.phase("idle"))
-            end_s, number = time.monotonic() + given.seconds, 0
-            while time.monotonic() < end_s:
-                number += 1
-                case = "host" if number % 2 else "miss"
-                ask(node, f"r{number}", case, node.prompt(case, LONGEST, number))
-            rows.append(asker.phase("lookups"))
-            node.grow(given.chunks // 10, "growth")
-            rows.append(asker.phase("growth"))
-            evict_host(root, "--tag", TAG)
-            rows.append(asker.phase("erase"))
-            evict_host(root, "--tier", "host", "--all")
-            time.sleep(1)
-            rows.append(asker.phase("evict"))
-            node.scheduler.reset_cache()
-            time.sleep(2)
-            rows.append(asker.phase("reset"))
+            phases = Phases(root, node)
+            try:
+                print("\n".join(table([], COLUMNS)), flush=True)
+                end_s = time.monotonic() + 60 * given.minutes
+                chunk_bytes = run_round(node, phases, root, given.chunks, given.seconds, 0)
+                rounds = 1
+                while time.monotonic() < end_s:  # what later ones fill is in part memory that was freed
+                    run_round(node, phases, root, given.chunks, given.seconds, rounds)
+                    rounds += 1
+            finally:
+                phases.close()
         finally:
-            asker.close()
             node.close()
-    facts = machine("pauses", chunks=given.chunks, blob_bytes=SLOT_BYTES, chunk_tokens=CHUNK)
-    finish("pauses", {"phases": rows, "bytes_per_chunk": chunk_bytes}, facts, is_kept=given.keep)
+    rows, histogram = phases.rows(), phases.histogram()
+    print("\n".join(["", *table(rows, COLUMNS), "", *table(histogram, HISTOGRAM_COLUMNS)]))
+    print(f"bytes per known chunk: {chunk_bytes}", flush=True)
+    facts = machine("pauses", chunks=given.chunks, blob_bytes=SLOT_BYTES, chunk_tokens=CHUNK, rounds=rounds)
+    results = {"phases": rows, "histogram": histogram, "bytes_per_chunk": chunk_bytes}
+    finish("pauses", results, facts, is_kept=given.keep)
 
 
 def own_bytes(pid: int) -> int:

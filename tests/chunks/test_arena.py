@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.chunks import arena as arena_module
-from tiered_kv.chunks.arena import POPULATE_STEP_BYTES, Arena, create_slabs
+from tiered_kv.chunks.arena import CLEAR_STEP_BYTES, POPULATE_STEP_BYTES, Arena, create_slabs
 from tiered_kv.errors import CapacityExceeded
 
 PAGE = mmap.PAGESIZE
@@ -31,6 +31,22 @@ def mapped_bytes(arena: Arena) -> int:
 def test_memory_that_is_given_is_mapped_here_at_once() -> None:
     arena = Arena(create_slabs(1))
     arena.allocate(0, SIZE)
+    assert mapped_bytes(arena) == SIZE
+    arena.close()
+
+
+def test_a_slab_gets_its_memory_in_steps_between_which_others_can_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step keeps every thread of the process from mapping anything, the one that answers lookups among them."""
+    populate, steps = Arena._populate, []
+
+    def noted(arena: Arena, slab: int, start: int, size_bytes: int, advice: int) -> None:
+        steps.append((start, size_bytes))
+        populate(arena, slab, start, size_bytes, advice)
+
+    monkeypatch.setattr(Arena, "_populate", noted)
+    arena = Arena(create_slabs(1))
+    arena.allocate(0, SIZE)
+    assert max(size for _, size in steps) == CLEAR_STEP_BYTES <= 1 << 20
     assert mapped_bytes(arena) == SIZE
     arena.close()
 

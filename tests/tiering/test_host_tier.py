@@ -1,6 +1,9 @@
 """Host memory: what is evicted first, how memory grows, and how slot sizes share it."""
 
+import pytest
+
 from tests.kit.tiering.world import LARGE, SMALL, LruStory, Story, chunks_of
+from tiered_kv.tiering import host_tier
 from tiered_kv.tiering.types import Grow, Limits, Outcome, Seal, SlotRecall, Write
 
 SIZE = SMALL.slot_bytes
@@ -124,6 +127,28 @@ def test_a_slab_in_which_something_is_leased_is_drained_and_then_taken():
     story.finish_all()
     assert promised.count((1, 1, 1, True)) == len(lookups)
     assert story.credits[large]
+
+
+def test_a_slab_is_taken_in_parts_and_what_is_asked_for_between_them_stays(monkeypatch: pytest.MonkeyPatch):
+    """A slab of small chunks has 131,072: evicting all at once would stand still for most of a second."""
+    monkeypatch.setattr(host_tier, "EVICTED_AT_ONCE", 2)
+    story = full_of_small_chunks(space_bytes=80 * SIZE)
+    before = [number for number in range(500) if story.is_in_host((number,))]
+    large = story.open(LARGE)
+    story.tiering.take_jobs()
+    assert story.tiering.wants_turn
+    left = [number for number in before if story.is_in_host((number,))]
+    assert len(left) == len(before) - 2
+    going = [number for number in left if story.tiering.slots.is_draining(story.entry((number,)).slot)]
+    lookup = story.ask((going[-1],))
+    assert story.figures(lookup) == (1, 1, 1, True)
+    while story.tiering.wants_turn:
+        story.tiering.take_jobs()
+    assert [number for number in going if story.is_in_host((number,))] == going[-1:]
+    assert not story.counted("slab_reclaimed"), "the slab went with a chunk that was promised"
+    story.release(lookup)
+    story.finish_all()
+    assert story.counted("slab_reclaimed") == 1 and story.credits[large]
 
 
 def test_an_idle_session_is_asked_for_the_credits_that_hold_a_slab():

@@ -15,12 +15,14 @@ import pytest
 
 import tiered_kv
 from tests.soak.judgement import KNOWN_CHUNK_MIB
+from tiered_kv.engine.performer import JobResult
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.eviction import EvictionOrder
 from tiered_kv.tiering.index import BlobState, Entry, HostState, Index
 from tiered_kv.tiering.lru import Lru
 from tiered_kv.tiering.multi_queue import MultiQueue, _Group
 from tiered_kv.tiering.quotas import Quotas
+from tiered_kv.tiering.types import Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
 
 CHUNKS = 20_000
 PREFIX = 6
@@ -187,3 +189,21 @@ def test_a_known_chunk_takes_about_half_a_kilobyte():
     finally:
         tracemalloc.stop()
     assert 0.8 * KNOWN_CHUNK_MIB <= each_bytes / 2**20 <= 1.05 * KNOWN_CHUNK_MIB
+
+
+def test_jobs_that_wait_are_not_walked_either():
+    """A client that fills the cache has the server take in their ends for seconds, 20,000 and more of them."""
+    record = ChunkRecord(digest(0, 16), digest(1, 16), digest(0, 16), 0, bytes(32))
+    jobs = [
+        Seal(record, 1 << 20),
+        Write(1, record, 1 << 20),
+        Read(1, record, 1 << 20),
+        Delete(1, record, 1 << 20),
+        Grow(1, 1 << 20),
+        Copy(2, 1, record, is_asked_first=True),
+        Probe(2, (record,)),
+    ]
+    assert {type(job) for job in jobs} == set(Job.__args__), "a kind of job is not looked at here"
+    ended = [(job, JobResult(Outcome.OK, b"tag", "somebody")) for job in jobs]
+    gc.collect()
+    assert not any(map(gc.is_tracked, (*jobs, *ended)))

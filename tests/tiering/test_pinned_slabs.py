@@ -3,6 +3,8 @@
 The oracle asserts on every way that no slab is given less than it has (``World.keep_memory``).
 """
 
+import tracemalloc
+
 import pytest
 
 from tests.kit.tiering.world import LARGE, SMALL, Story
@@ -81,6 +83,36 @@ def grown(pool: SlotPool, slot_bytes: int) -> int:
 def reclaimed(pool: SlotPool, slab: int) -> None:
     pool.drain(slab)
     pool.reclaim(slab)
+
+
+def test_slots_cost_nothing_before_they_are_taken() -> None:
+    """A slab of small slots has 131,072 of them: lists of all would be made, searched and freed at once."""
+    pool = SlotPool(8 << 30)
+    tracemalloc.start()
+    try:
+        slab = grown(pool, 8192)
+        other = grown(pool, 8192)
+        reclaimed(pool, slab)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert pool.free_count(8192) == pool.slot_count(8192) == 131_072
+    assert peak_bytes < 64 << 10
+    assert pool.take(8192) == pool.slots_of(other)[0]
+
+
+def test_a_slot_that_was_given_back_early_is_there_when_the_slab_is() -> None:
+    pool = SlotPool(HOST_BYTES)
+    job = pool.grow(20)
+    assert job is not None
+    early = [pool.take_early(20) for _ in range(5)]
+    assert None not in early and pool.take_early(20) is None and pool.take(20) is None
+    for slot in early[:2]:
+        pool.give(slot or 0)
+    pool.grown(job.slab, succeeded=True)
+    assert pool.free_count(20) == 2
+    assert {pool.take(20), pool.take(20)} == set(early[:2]) and pool.take(20) is None
+    pool.check_integrity({slot for slot in early if slot is not None})
 
 
 def test_memory_that_was_given_before_may_grow_and_never_shrinks() -> None:

@@ -515,7 +515,7 @@ class Engine:
     @property
     def wait_s(self) -> float | None:
         """How long :meth:`step` may be left uncalled if nothing happens; None: for ever."""
-        if self._finished:
+        if self._finished or self.tiering.wants_turn:
             return 0.0
         return max(0.0, self._progress_due_s - self.clock.monotonic()) if self.tiering.has_progress else None
 

@@ -7,7 +7,8 @@ import logging
 import mmap
 import threading
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.header import BlobFormat, verified_fields
@@ -26,8 +27,8 @@ WARN_INTERVAL_S = 10.0
 them."""
 
 
-class JobResult(NamedTuple):
-    """How a job ended.
+class JobResult(msgspec.Struct, frozen=True, gc=False):
+    """How a job ended; not known to the garbage collector, as jobs are not.
 
     Attributes:
         tag: Of a read, whose the chunk is, as its header says.

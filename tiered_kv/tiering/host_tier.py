@@ -10,8 +10,8 @@ the idle chunks and no others, so that finding one to evict never walks over tho
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from tiered_kv.tiering.eviction import EvictionOrder
@@ -21,6 +21,11 @@ from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX, SlotPool, slab_of
 from tiered_kv.tiering.stats import Outbox
 from tiered_kv.tiering.types import HOST, Grow, Outcome, Removal, SlotId
+
+EVICTED_AT_ONCE = 256
+LOOKED_AT_ONCE = 4096
+"""Chunks that one step evicts from a slab that goes to another slot size, or looks at to find them: a millisecond. A
+slab may have 131,072 small ones."""
 
 VICTIMS_LOOKED_AT = 32
 """Idle chunks looked at for one whose going strands no chunk behind it; the order puts such chunks first."""
@@ -51,12 +56,11 @@ class HostTier:
         self._orders: dict[
             tuple[int, bool], EvictionOrder
         ] = {}  # idle chunks by slot size and whether they are unwritten
-        # By slab: a dictionary of all slots would stand still to grow.
-        self._tenants: defaultdict[int, dict[SlotId, Entry]] = defaultdict(dict)
         self._idle_in_slab: Counter[int] = Counter()
         self._users: Counter[int] = Counter()  # open sessions by slot size
         self._drains: dict[int, int] = {}  # slab being drained, by the slot size that waits for its memory
         self._has_new_drains = False
+        self._emptying: Iterator[None] | None = None
         self._index = index
         self._quotas = quotas
         self._policy = policy
@@ -142,7 +146,6 @@ class HostTier:
         """The chunk's bytes are about to be in a slot that was taken for it."""
         assert entry.host is HostState.ABSENT
         entry.host, entry.slot, entry.slot_bytes = state, slot, slot_bytes
-        self._tenants[slab_of(slot)][slot] = entry
         self.usage.add(entry.record.namespace, slot_bytes)
         self.sealing_count += state is HostState.SEALING
 
@@ -166,7 +169,6 @@ class HostTier:
             if entry.holds == 0:
                 self._not_idle(entry)
         self.sealing_count -= entry.host is HostState.SEALING
-        del self._tenants[slab_of(slot)][slot]
         self.usage.remove(entry.record.namespace, entry.slot_bytes)
         entry.host, entry.slot, entry.source = HostState.ABSENT, None, HOST
         return slot
@@ -286,11 +288,37 @@ class HostTier:
         self.slots.grown(job.slab, succeeded=outcome is Outcome.OK)
 
     def finish_drains(self) -> None:
-        """Pass on every drained slab in which nothing is held any more."""
+        """Go on with passing on every drained slab in which nothing is held any more."""
+        if self._emptying is None and any(map(self._is_drained, self._drains)):
+            self._emptying = self._empty_slabs()
+        if self._emptying is not None and next(self._emptying, False) is False:
+            self._emptying = None
+
+    @property
+    def is_emptying(self) -> bool:
+        """Whether :meth:`finish_drains` has more to do at once."""
+        return self._emptying is not None
+
+    def _empty_slabs(self) -> Iterator[None]:
+        """The same in steps. What is asked for between them stays, and the slab with it, until nobody holds it.
+
+        Which chunks lie in a slab is looked up in the index: a map of a million slots would cost 75 bytes for each, and
+        stand still to grow.
+        """
         while (waiting := next(filter(self._is_drained, self._drains), None)) is not None:
-            slab = self._drains.pop(waiting)
-            for entry in list(self._tenants[slab].values()):
-                self.slots.give(self.evict(entry))
+            slab, evicted = self._drains[waiting], 0
+            for looked_at, entry in enumerate(self._index.walk(), 1):
+                is_here = entry.slot is not None and slab_of(entry.slot) == slab
+                if is_here and entry.host is HostState.READY and not entry.holds:
+                    self.slots.give(self.evict(entry))
+                    evicted += 1
+                    if not evicted % EVICTED_AT_ONCE:
+                        yield
+                if not looked_at % LOOKED_AT_ONCE:
+                    yield
+            if self.slots.in_use(slab):
+                continue
+            del self._drains[waiting]
             self.slots.reclaim(slab)
             self._counters["slab_reclaimed"] += 1
             if self._users[waiting]:
@@ -378,9 +406,6 @@ class HostTier:
         entries = [entry for entry in self._index.entries() if entry.slot is not None]
         tenants = {entry.slot: entry for entry in entries if entry.slot is not None}
         assert len(tenants) == len(entries), "a slot holds two chunks"
-        known = {slot: entry for of in self._tenants.values() for slot, entry in of.items()}
-        assert tenants == known, "tenants drifted"
-        assert all(slab == slab_of(slot) for slab, of in self._tenants.items() for slot in of), "a tenant is elsewhere"
         assert not set(reserved) & set(tenants), "a granted slot holds a chunk"
         self.slots.check_integrity({*reserved, *tenants})
         held = [(e.record.namespace, e.slot_bytes) for e in entries]

@@ -154,6 +154,11 @@ class Tiering:
         """Whether progress of lookups waits for a call that takes it."""
         return self._lookups.has_progress
 
+    @property
+    def wants_turn(self) -> bool:
+        """Whether :meth:`take_jobs` has more to do at once: something that is done in parts."""
+        return self._host.is_emptying
+
     def take_uses(self) -> list[ChunkRecord]:
         """Chunks used since the last call, oldest use first: what tiers persist as recency."""
         uses, self._used = list(self._used), deque()

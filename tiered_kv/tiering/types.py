@@ -1,7 +1,8 @@
 """The messages of tiering: jobs it wants done, outcomes it is told, updates it owes to sessions.
 
 Pure values. The engine turns jobs into calls of tiers and of the arena, and outcomes back into calls of
-:class:`~tiered_kv.tiering.tiering.Tiering`.
+:class:`~tiered_kv.tiering.tiering.Tiering`. The garbage collector does not know of jobs (see ``Entry``): tens of
+thousands may wait for a thread, or for their end to be taken in.
 """
 
 import math
@@ -35,16 +36,14 @@ class Outcome(Enum):
     """A copy between tiers found nothing usable in the tier it reads from."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(msgspec.Struct, frozen=True, gc=False):
     """Write the header of a filled slot: hash the payload, then the chunk becomes visible."""
 
     record: ChunkRecord
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True, gc=False):
     """Put a sealed slot's blob into a secondary tier."""
 
     tier: int
@@ -52,8 +51,7 @@ class Write:
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True, gc=False):
     """Get a blob from a secondary tier into a slot and verify it there (a promotion)."""
 
     tier: int
@@ -61,8 +59,7 @@ class Read:
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(msgspec.Struct, frozen=True, gc=False):
     """Remove a blob from a secondary tier; ``size_bytes`` come back to its capacity."""
 
     tier: int
@@ -70,16 +67,14 @@ class Delete:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Grow:
+class Grow(msgspec.Struct, frozen=True, gc=False):
     """Give a slab physical memory: ``size_bytes`` from its start."""
 
     slab: int
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True, gc=False):
     """Put a blob into a secondary tier from the one above it; no slot is involved (an upload).
 
     Attributes:
@@ -92,8 +87,7 @@ class Copy:
     is_asked_first: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(msgspec.Struct, frozen=True, gc=False):
     """Ask a tier how many of these blobs it has, from the first on.
 
     Attributes:
