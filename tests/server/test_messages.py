@@ -16,6 +16,7 @@ MESSAGES = [
     m.JoinScheduler(2),
     m.Decline("no"),
     m.Lookup(1, 0, bytes(32), bytes(64)),
+    m.Lookup(2, 1, bytes(72), b"", leases=False, name_bytes=36),
     m.Release(1),
     m.Commit(
         [

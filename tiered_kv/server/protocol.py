@@ -13,11 +13,12 @@ import msgspec
 
 from tiered_kv.errors import ProtocolError
 from tiered_kv.keys.chunk_record import ChunkRecord, Key
+from tiered_kv.keys.row_names import ROW_NAME_BYTES_MAX
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 13
+PROTOCOL = 14
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -146,6 +147,8 @@ class Lookup(Message, frozen=True):
         session: Name of the user's session that asks (``keys/tags.py``); empty: of none.
         hint: Where a shared tier is to look first, as its medium names places: the URL of a peer. Unknown ones are
             ignored.
+        leases: Otherwise it is a question: nothing is leased nor promoted.
+        name_bytes: Not 0: ``keys`` are names of rows (``keys/row_names.py``) of so many bytes, without digests.
     """
 
     lookup: int
@@ -159,6 +162,8 @@ class Lookup(Message, frozen=True):
     wants_tails: bool = False
     session: bytes = b""
     hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
+    leases: bool = True
+    name_bytes: Annotated[int, msgspec.Meta(ge=0, le=ROW_NAME_BYTES_MAX)] = 0
 
 
 class Claim(Message, frozen=True):

@@ -46,6 +46,7 @@ class TouchedWorld(World):
         wants_tails: bool = False,
         owner: bytes = b"",
         hint: str = "",
+        leases: bool = True,
     ) -> int:
         for depth in range(len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
@@ -58,6 +59,7 @@ class TouchedWorld(World):
             wants_tails=wants_tails,
             owner=owner,
             hint=hint,
+            leases=leases,
         )
 
     def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:
