@@ -199,13 +199,13 @@ class SchedulerClient:
         session: bytes = b"",
         hint: str = "",
     ) -> int | None:
-        """Start a lookup of rows by their names, all of one length (``keys/row_names.py``); else as :meth:`lookup`.
+        """Start a lookup of rows by their names (``keys/row_names.py``); else as :meth:`lookup`.
 
         Without ``leases`` it is a question: the answer says from which tiers what is held from ``start`` on would come.
         """
         wanted = m.Lookup(
-            self._next_lookup, start, b"".join(names), b"", may_search=may_search, session=session, hint=hint,
-            leases=leases, name_bytes=len(names[0]) if names else 0,
+            self._next_lookup, start, b"", b"", may_search=may_search, session=session, hint=hint,
+            leases=leases, names=list(names),
         )  # fmt: skip
         return self._look_up(wanted, names)
 

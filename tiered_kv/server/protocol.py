@@ -148,7 +148,7 @@ class Lookup(Message, frozen=True):
         hint: Where a shared tier is to look first, as its medium names places: the URL of a peer. Unknown ones are
             ignored.
         leases: Otherwise it is a question: nothing is leased nor promoted.
-        name_bytes: Not 0: ``keys`` are names of rows (``keys/row_names.py``) of so many bytes, without digests.
+        names: Of rows (``keys/row_names.py``), in place of keys and digests.
     """
 
     lookup: int
@@ -163,7 +163,7 @@ class Lookup(Message, frozen=True):
     session: bytes = b""
     hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
     leases: bool = True
-    name_bytes: Annotated[int, msgspec.Meta(ge=0, le=ROW_NAME_BYTES_MAX)] = 0
+    names: list[Annotated[bytes, msgspec.Meta(min_length=1, max_length=ROW_NAME_BYTES_MAX)]] = []
 
 
 class Claim(Message, frozen=True):

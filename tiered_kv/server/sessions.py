@@ -683,15 +683,16 @@ def keys_of(lookup: m.Lookup, namespace: Namespace) -> tuple[list[bytes], list[b
     Raises:
         ProtocolError: Their lengths do not match, or the lookup starts behind them.
     """
-    digest_bytes = 0 if lookup.name_bytes else PREFIX_DIGEST_BYTES
-    count, rest = divmod(len(lookup.keys), lookup.name_bytes or KEY_BYTES)
-    if rest or len(lookup.digests) != count * digest_bytes or not 0 <= lookup.start <= count:
+    count, rest = divmod(len(lookup.keys), KEY_BYTES)
+    is_twice = bool(count and lookup.names)
+    if rest or is_twice or len(lookup.digests) != count * PREFIX_DIGEST_BYTES:
         raise ProtocolError(
             f"bad lookup. id={lookup.lookup} keys={len(lookup.keys)} digests={len(lookup.digests)} "
-            f"start={lookup.start} name_bytes={lookup.name_bytes}"
+            f"names={len(lookup.names)}"
         )
-    if size := lookup.name_bytes:
-        names = [lookup.keys[i : i + size] for i in range(0, len(lookup.keys), size)]
+    if not 0 <= lookup.start <= count + len(lookup.names):
+        raise ProtocolError(f"bad lookup. id={lookup.lookup} start={lookup.start} chunks={count + len(lookup.names)}")
+    if names := lookup.names:
         return [row_key(namespace, name) for name in names], [row_digest(namespace, name) for name in names]
     keys = [lookup.keys[i : i + KEY_BYTES] for i in range(0, len(lookup.keys), KEY_BYTES)]
     digests = [lookup.digests[i : i + PREFIX_DIGEST_BYTES] for i in range(0, len(lookup.digests), PREFIX_DIGEST_BYTES)]

@@ -351,7 +351,7 @@ class TieredKVTier(SecondaryTierManager):
                     "sessions, pins and kv_hints of requests are not carried out: this model has several groups of "
                     "layers, or layers that forget, whose rows are kept one by one. Use TieredKVConnector for them"
                 )
-            return RequestParams(skips_save=params.skips_save, skips_load=params.skips_load, tag=params.tag)
+            return RequestParams(params.skips_save, params.skips_load, tag=params.tag, peer=params.peer)
         if params.prefetches and self._hints is not None:
             self._hints.prefetch(params)
         return params
