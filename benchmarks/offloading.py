@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,9 +97,9 @@ class Driver:
         self._job = 0
         self.thread_s = 0.0
 
-    def _timed(self, method: str, *arguments: Any) -> Any:
+    def timed(self, method: Callable[..., Any], *arguments: Any) -> Any:
         started_s = time.perf_counter()
-        result = getattr(self.tier, method)(*arguments)
+        result = method(*arguments)
         self.thread_s += time.perf_counter() - started_s
         return result
 
@@ -107,23 +107,33 @@ class Driver:
         from vllm.v1.kv_offload.base import ReqContext
 
         context = ReqContext(uuid.uuid4().hex)
-        self._timed("on_new_request", context)
+        self.timed(self.tier.on_new_request, context)
         for number, key in enumerate(keys):
             context.set_offload_key_position(key, (number + 1) * ROW_TOKENS)
         return context
 
     def look_up(self, keys: list[bytes], context: Any) -> None:
-        """As ``_maximal_prefix_lookup`` does, until all are found."""
+        """As vLLM's ``_maximal_prefix_lookup`` does, in steps, until all are found."""
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
-        is_known = False
-        while not is_known:
-            answers = [self._timed("lookup", key, context) for key in keys]
-            is_known = LookupResult.RETRY not in answers
-            self._timed("on_schedule_end", ScheduleEndContext((), ()))
-            self._timed("get_finished_jobs")
+        answers = [LookupResult.RETRY]
+        while LookupResult.RETRY in answers:
+            answers = self.timed(self._ask, keys, context)
+            self.timed(self.tier.on_schedule_end, ScheduleEndContext((), ()))
+            self.timed(self.tier.get_finished_jobs)
             time.sleep(POLL_S)
         assert answers == [LookupResult.HIT] * len(keys), "what was stored is not found"
+
+    def _ask(self, keys: list[bytes], context: Any) -> list[Any]:
+        """A step's lookups: on after "ask again", and no further than the first miss."""
+        from vllm.v1.kv_offload.base import LookupResult
+
+        answers, look_up, miss = [], self.tier.lookup, LookupResult.MISS
+        for key in keys:
+            answers.append(look_up(key, context))
+            if answers[-1] is miss:
+                break
+        return answers
 
     def run(self, keys: list[bytes], context: Any, *, is_load: bool) -> float:
         """Seconds until all jobs are reported."""
@@ -134,11 +144,11 @@ class Driver:
             part = keys[first : first + JOB_ROWS]
             rows = np.arange(first, first + len(part), dtype=np.int32)
             job = TransferJob(self._job, part, rows, is_load, context)
-            self._timed("submit_load" if is_load else "submit_store", job)
+            self.timed(self.tier.submit_load if is_load else self.tier.submit_store, job)
             open_jobs.add(self._job)
             self._job += 1
         while open_jobs:
-            for result in self._timed("get_finished_jobs"):
+            for result in self.timed(self.tier.get_finished_jobs):
                 assert result.success, f"{self.name}: a job failed"
                 open_jobs.remove(result.job_id)
             time.sleep(POLL_S)
@@ -185,7 +195,7 @@ def drivers(region: Region, folder: Path, total_bytes: int) -> Iterator[Driver]:
         storage_uri=f"file://{folder / 'ours'}",
         host_bytes=max(total_bytes * 5 // 4, 512 << 20),
         disk_bytes=16 << 30,
-        promotion_deadline_ms=60_000,
+        promotion_wait_ms=60_000,
         strict=True,
     )
     tier.begin([RowIdentity(namespace_fields(), "tiered_kv/0 vllm_rows/0 -")], "bench")
@@ -223,7 +233,7 @@ def prompt_ms(driver: Driver, keys: list[bytes]) -> float:
     driver.thread_s = 0.0
     context = driver.request(keys)
     driver.look_up(keys, context)
-    driver.tier.on_request_finished(context)
+    driver.timed(driver.tier.on_request_finished, context)
     return driver.thread_s * 1e3
 
 

@@ -39,7 +39,6 @@ from tests.kit.vllm.offloading_engine import (
     step,
     tier_of,
 )
-from tiered_kv.vllm import offloading as offloading_tier
 
 pytestmark = pytest.mark.vllm
 
@@ -174,10 +173,9 @@ def test_requests_that_want_more_rows_than_there_are_end_and_are_right(
 
 
 def test_a_prompt_computed_in_steps_is_stored_whole_and_comes_through_a_small_arena(
-    tiny_model: Path, plain: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, plain: list[Answer], tmp_path: Path
 ) -> None:
     """Each step stores a part whose chunks follow those of the step before; then a lookup may lease three slots."""
-    monkeypatch.setattr(offloading_tier, "LOAD_S", 60.0)  # one row goes with each of vLLM's steps
     root = tmp_path / "cache"
     for hit, slots in ((0, 128), (HIT, 8)):
         tier = on_disk(root) | {"host_bytes": slots * (ROW_BYTES + 4096)}

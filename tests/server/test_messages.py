@@ -16,6 +16,7 @@ MESSAGES = [
     m.JoinScheduler(2),
     m.Decline("no"),
     m.Lookup(1, 0, bytes(32), bytes(64)),
+    m.Lookup(2, 1, b"", b"", leases=False, names=[bytes(36), bytes(20)]),
     m.Release(1),
     m.Commit(
         [

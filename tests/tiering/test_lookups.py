@@ -5,7 +5,7 @@ import pytest
 from tests.kit.spaces import Space
 from tests.kit.tiering.world import SMALL, Story, chunks_of
 from tiered_kv.tiering.lookups import LookupRequest
-from tiered_kv.tiering.types import Grow, Limits, Outcome, Read, Seal
+from tiered_kv.tiering.types import HOST, Grow, Limits, Outcome, Read, Seal
 
 PREFIX = (1, 2, 3, 4)
 
@@ -52,6 +52,25 @@ def test_two_lookups_share_one_promotion():
     story.release(first)
     story.end_every(Read)
     assert story.figures(second) == (3, 3, 3, True)
+
+
+def test_a_question_leases_nothing_and_says_where_chunks_would_come_from():
+    story = Story()
+    story.keep_only_below(PREFIX)
+    first = story.ask(PREFIX[:2])
+    story.end_every(Read)
+    reads = len(story.waiting(Read))
+    lookup = story.lookup(story.session, (*PREFIX, 9), 1, leases=False)
+    story.step()
+    answer = story.answer(lookup)
+    assert (answer.held, answer.slots, answer.is_done, answer.is_answered) == (4, (), True, True)
+    assert [(run.tier, run.chunks) for run in answer.arriving] == [(HOST, 1), (HOST + 1, 2)]
+    assert len(story.waiting(Read)) == reads, "nothing is promoted"
+    story.release(first)
+    story.tiering.hit_stats.take()
+    story.release(lookup)
+    (counts,) = story.tiering.hit_stats.take().values()
+    assert (counts.lookups, counts.asked) == (1, 0)
 
 
 @pytest.mark.parametrize("start", [1, 3, 4, 5, 9])

@@ -40,7 +40,7 @@ class Engine:
         self.tier = TieredKVTier(
             offloading_spec=spec, primary_kv_view=memoryview(self.memory), tier_type="ours",
             storage_uri=f"file://{root}", host_bytes="64MiB", disk_bytes="256MiB", strict=True,
-            lookup_timeout_ms=20_000, promotion_deadline_ms=20_000,
+            lookup_timeout_ms=20_000, promotion_wait_ms=20_000,
         )  # fmt: skip
         identity = RowIdentity(namespace_fields(), STORED_BY, (FULL, OTHER, STATE))
         self.tier.begin([identity], "engine")

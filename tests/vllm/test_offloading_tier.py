@@ -109,12 +109,16 @@ def test_a_rank_that_says_nothing_is_a_refusal(make_tier: Callable[[], Any], mon
     tier, heard = make_tier(), []
     monkeypatch.setattr(tier, "begin", lambda identities, _: heard.extend(identities))
     manager = SimpleNamespace(secondary_tiers=[object(), tier])
-    connector = SimpleNamespace(scheduler=SimpleNamespace(manager=manager))
+    connector = SimpleNamespace(
+        scheduler=SimpleNamespace(manager=manager), build_connector_meta=lambda output: ("plan", output)
+    )
     transfer = SimpleNamespace(kv_connector_extra_config={"secondary_tiers": [TIER]}, engine_id="e")
     join_offloading(connector, SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
     said = RowIdentity(b"{}", "line")
     connector.set_xfer_handshake_metadata_pp_aware({(0, 1): None, (0, 0): said})
     assert heard[0] == said and "rank (0, 1) did not say" in heard[1].refusal
+    monkeypatch.setattr(tier.waits, "step", heard.append)
+    assert connector.build_connector_meta("output") == ("plan", "output") and heard[2:] == ["output"]
 
 
 def test_tiers_that_name_the_model_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

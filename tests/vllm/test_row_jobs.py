@@ -14,11 +14,12 @@ from tests.kit.server.clients import STORED_BY, namespace_fields, settings
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import kill_server, stopped_server
 from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.keys.row_names import RowNames
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.server import protocol as m
 from tiered_kv.server.worker_client import pages_on_the_wire
 from tiered_kv.vllm import row_jobs
-from tiered_kv.vllm.row_jobs import PIECE_ROWS, Done, RowJobs, RowNames
+from tiered_kv.vllm.row_jobs import PIECE_ROWS, Done, RowJobs
 
 ROW_BYTES, ROWS = 8192, 256
 TOKENS = 64
@@ -42,9 +43,7 @@ class Rows:
 
     def names(self, keys: list[bytes]) -> RowNames:
         assert self.jobs.namespace is not None
-        names = RowNames(self.jobs.namespace)
-        names.extend(keys)
-        return names
+        return RowNames(self.jobs.namespace, keys)
 
     def begin(self, keys: list[bytes], places: list[tuple[int, int]], *, is_load: bool, wait_s: float = WAIT_S) -> int:
         self._last += 1

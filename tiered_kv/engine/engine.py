@@ -534,14 +534,15 @@ class Engine:
         """A lookup's answer with the times until its chunks should be here, as far as tiers were measured."""
         return msgspec.structs.replace(
             answer,
-            arriving=self._arrivals(namespace, answer.arriving),
+            arriving=self._arrivals(namespace, answer.arriving, is_read=bool(answer.slots)),
             search_s=self._probe_times.slow_s if answer.unknown else 0.0,
         )
 
-    def _arrivals(self, namespace: bytes, runs: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    def _arrivals(self, namespace: bytes, runs: Sequence[Arrival], *, is_read: bool) -> tuple[Arrival, ...]:
         """The first chunk alone, then the rest of its run and the others, each with the time until it should be here.
 
-        The time is None from the first tier on that was never measured. Tiers are read at the same time.
+        The time is None from the first tier on that was never measured. Tiers are read at the same time. What is only
+        asked about is read by nobody yet (``is_read``).
         """
         if runs and runs[0].chunks > 1:
             first, *rest = runs
@@ -549,7 +550,7 @@ class Engine:
         blob_bytes = self._performer.formats[namespace].blob_bytes
         now_s = self.clock.monotonic()
         own = Counter[int]()
-        for run in runs:
+        for run in runs if is_read else ():
             own[run.tier] += run.chunks * blob_bytes
         timed: list[Arrival] = []
         eta_s: float | None = 0.0

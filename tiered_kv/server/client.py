@@ -188,15 +188,40 @@ class SchedulerClient:
         answer has the tails behind what is held. ``session`` is the name of the user's session that asks, if it is
         one's, ``hint`` the peer that is asked first.
         """
-        self.wake()
-        lookup, names = self._next_lookup, (b"".join(keys), b"".join(digests))
-        wanted = m.Lookup(lookup, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint)
+        names = b"".join(keys), b"".join(digests)
+        number = self._next_lookup
+        wanted = m.Lookup(number, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint)
+        return self._look_up(wanted, keys)
+
+    def look_up_rows(
+        self,
+        names: Sequence[bytes],
+        start: int = 0,
+        *,
+        leases: bool = True,
+        may_search: bool = True,
+        session: bytes = b"",
+        hint: str = "",
+    ) -> int | None:
+        """Start a lookup of rows by their names (``keys/row_names.py``); else as :meth:`lookup`.
+
+        Without ``leases`` it is a question: the answer says from which tiers what is held from ``start`` on would come.
+        """
+        wanted = m.Lookup(
+            self._next_lookup, start, b"", b"", may_search=may_search, session=session, hint=hint,
+            leases=leases, names=list(names),
+        )  # fmt: skip
+        return self._look_up(wanted, names)
+
+    def _look_up(self, wanted: m.Lookup, keys: Sequence[bytes]) -> int | None:
+        if wanted.leases:
+            self.wake()
         if not self.is_ready or not self._send(wanted):
             return None
         self._next_lookup += 1
-        self.lookups[lookup] = LookupAnswer()
-        self._asked[lookup] = (keys, start, state_parts)
-        return lookup
+        self.lookups[wanted.lookup] = LookupAnswer()
+        self._asked[wanted.lookup] = (keys, wanted.start, wanted.state_parts)
+        return wanted.lookup
 
     def claim(self, lookup: int) -> None:
         """A load from the lookup's slots begins; :meth:`is_leased` tells in the end whether it was in time."""

@@ -13,6 +13,7 @@ import msgspec
 
 from tiered_kv.errors import ProtocolError
 from tiered_kv.keys.chunk_record import ChunkRecord, Key
+from tiered_kv.keys.row_names import ROW_NAME_BYTES_MAX
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
@@ -146,6 +147,8 @@ class Lookup(Message, frozen=True):
         session: Name of the user's session that asks (``keys/tags.py``); empty: of none.
         hint: Where a shared tier is to look first, as its medium names places: the URL of a peer. Unknown ones are
             ignored.
+        leases: Otherwise it is a question: nothing is leased nor promoted.
+        names: Of rows (``keys/row_names.py``), in place of keys and digests.
     """
 
     lookup: int
@@ -159,6 +162,8 @@ class Lookup(Message, frozen=True):
     wants_tails: bool = False
     session: bytes = b""
     hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
+    leases: bool = True
+    names: list[Annotated[bytes, msgspec.Meta(min_length=1, max_length=ROW_NAME_BYTES_MAX)]] = []
 
 
 class Claim(Message, frozen=True):

@@ -19,6 +19,7 @@ from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
 from tiered_kv.keys.chunk_record import KEY_BYTES, PREFIX_DIGEST_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import DIGEST_BYTES, Namespace
+from tiered_kv.keys.row_names import row_digest, row_key
 from tiered_kv.keys.stored_by import shared_line
 from tiered_kv.keys.tags import shared_tag
 from tiered_kv.metrics.figures import HOST_NAME, SessionFigures
@@ -378,7 +379,8 @@ class Sessions:
             ProtocolError: Lengths do not match, or the id is in use.
         """
         group = self.owned(connection)
-        keys, digests = keys_of(lookup)
+        assert group.namespace is not None
+        keys, digests = keys_of(lookup, group.namespace)
         if lookup.lookup in group.lookups:
             raise ProtocolError(f"bad lookup. id={lookup.lookup} is in use")
         if len(group.lookups) >= LOOKUPS_MAX:
@@ -396,6 +398,7 @@ class Sessions:
             may_search=lookup.may_search,
             wants_tails=lookup.wants_tails,
             hint=lookup.hint,
+            leases=lookup.leases,
         )
         engine_id = self._engine.lookup(session, wish)
         group.lookups[lookup.lookup] = (session, engine_id)
@@ -695,17 +698,23 @@ def checked_record(group: Group, record: ChunkRecord) -> ChunkRecord:
     return msgspec.structs.replace(record, namespace=namespace, tag=shared_tag(record.tag), stored_by=line)
 
 
-def keys_of(lookup: m.Lookup) -> tuple[list[bytes], list[bytes]]:
-    """A lookup's keys and digests.
+def keys_of(lookup: m.Lookup, namespace: Namespace) -> tuple[list[bytes], list[bytes]]:
+    """A lookup's keys and digests; where it brings names of rows, those of the namespace.
 
     Raises:
         ProtocolError: Their lengths do not match, or the lookup starts behind them.
     """
     count, rest = divmod(len(lookup.keys), KEY_BYTES)
-    if rest or len(lookup.digests) != count * PREFIX_DIGEST_BYTES or not 0 <= lookup.start <= count:
+    is_twice = bool(count and lookup.names)
+    if rest or is_twice or len(lookup.digests) != count * PREFIX_DIGEST_BYTES:
         raise ProtocolError(
-            f"bad lookup. id={lookup.lookup} keys={len(lookup.keys)} digests={len(lookup.digests)} start={lookup.start}"
+            f"bad lookup. id={lookup.lookup} keys={len(lookup.keys)} digests={len(lookup.digests)} "
+            f"names={len(lookup.names)}"
         )
+    if not 0 <= lookup.start <= count + len(lookup.names):
+        raise ProtocolError(f"bad lookup. id={lookup.lookup} start={lookup.start} chunks={count + len(lookup.names)}")
+    if names := lookup.names:
+        return [row_key(namespace, name) for name in names], [row_digest(namespace, name) for name in names]
     keys = [lookup.keys[i : i + KEY_BYTES] for i in range(0, len(lookup.keys), KEY_BYTES)]
     digests = [lookup.digests[i : i + PREFIX_DIGEST_BYTES] for i in range(0, len(lookup.digests), PREFIX_DIGEST_BYTES)]
     return keys, digests

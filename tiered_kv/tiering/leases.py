@@ -29,7 +29,7 @@ from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import Entry
 from tiered_kv.tiering.prefix_search import PrefixSearch
 from tiered_kv.tiering.slot_grants import Session
-from tiered_kv.tiering.types import Turn
+from tiered_kv.tiering.types import Arrival, Turn
 
 WANTED_CHUNKS_MAX = 1 << 19
 """Chunks of all prefixes in line, whose keys are kept for it: 70 MB. A lookup beyond it is cut for good, but where
@@ -69,6 +69,8 @@ class Lookup:
         tails: Leased tails behind all that was held when it was opened, with their tokens.
         owner: The user's session that asks, if it is one's.
         end: Key of the last chunk of the prompt, where that counts in its miss-ratio curve.
+        leases: Otherwise it is a question, and leases nothing.
+        runs: Of a question, from which tiers what is held from ``start`` on would come.
     """
 
     id: int
@@ -94,6 +96,8 @@ class Lookup:
     tails: list[tuple[Entry, int]] = field(default_factory=list)
     owner: bytes = b""
     end: bytes = b""
+    leases: bool = True
+    runs: list[Arrival] = field(default_factory=list)
 
     @property
     def has_state(self) -> bool:

@@ -7,7 +7,7 @@ Owns leases on behalf of lookups. Must not decide what is promoted or from where
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -50,6 +50,8 @@ class LookupRequest:
         wants_tails: Wanted are the tails behind what is held, too.
         hint: Where the shared tier looks first, and for what was absent a moment ago, too.
         is_prefetch: No request asks for it yet: miss-ratio curves do not count it.
+        leases: Otherwise it is a question: what is held, and from which tiers it would come. Not for a state or tails.
+            One that does not search counts as no use.
     """
 
     keys: Sequence[bytes]
@@ -63,6 +65,7 @@ class LookupRequest:
     wants_tails: bool = False
     hint: str = ""
     is_prefetch: bool = False
+    leases: bool = True
 
 
 TOLD_AT_ONCE: Final = 8
@@ -75,13 +78,26 @@ class Lookups:
     Threads: one owner, tiering.
     """
 
-    def __init__(self, host: HostTier, outbox: Outbox, hit_stats: HitStats, limits: Limits) -> None:
-        """Start empty; ``limits`` say what all lookups together, and one lookup, may hold."""
+    def __init__(
+        self,
+        host: HostTier,
+        outbox: Outbox,
+        hit_stats: HitStats,
+        limits: Limits,
+        source_below: Callable[[Entry], int | None],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            limits: What all lookups together, and one lookup, may hold.
+            source_below: The secondary tier that a chunk would be read from.
+        """
         self._limits = limits
         self._lookups: dict[int, Lookup] = {}
         self._dirty: dict[int, None] = {}  # what has changed since it was last told
         self._progress: dict[int, None] = {}  # the same where nothing but more chunks are ready, of more to come
         self._host = host
+        self._source_below = source_below
         self._counters = outbox.counters
         self._hit_stats = hit_stats
         self._last_id = 0
@@ -126,7 +142,8 @@ class Lookups:
         self._last_id += 1
         lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
         lookup.keys, lookup.digests, lookup.state_parts = wish.keys, wish.digests, wish.state_parts
-        lookup.owner = wish.owner
+        lookup.owner, lookup.leases = wish.owner, wish.leases
+        lookup.is_cut = not wish.leases
         if wish.is_claimed:
             lookup.is_claimed = True
             self.line.claimed(lookup)
@@ -140,7 +157,9 @@ class Lookups:
         wanted = found[max(0, lookup.start - lookup.held) :]
         lookup.held += len(found)
         self._dirty[lookup.id] = None
-        if lookup.queued:
+        if not lookup.leases:
+            lookup.runs += [Arrival(tier, sum(1 for _ in run)) for tier, run in groupby(map(self._source, wanted))]
+        elif lookup.queued:
             self._queue(lookup)
         elif self.line.is_making_room(lookup.session.id) and not lookup.is_claimed:
             # What is leased already would cost no room, but then its leases would never end: those told to end are
@@ -152,6 +171,12 @@ class Lookups:
             if not self._lease(lookup, wanted, room_bytes):
                 self._counters["lease_cap_reached"] += 1
                 self._queue(lookup)
+
+    def _source(self, entry: Entry) -> int:
+        """Where a chunk that is held would come from."""
+        if entry.host is HostState.ABSENT:
+            return self._source_below(entry) or HOST
+        return entry.source  # HOST, but of one that is on its way up
 
     def offer_tails(self, lookup: Lookup, tails: list[tuple[Entry, int]]) -> None:
         """Lease tails behind all that a new lookup found, as far as there is room, unless it waits for chunks of it.
@@ -307,7 +332,8 @@ class Lookups:
         sources = lookup.sources[:ready]
         has_more = not _is_done(lookup)
         if not is_asked_anew:
-            self._hit_stats.ended(lookup.session.namespace, lookup.length, lookup.start, sources, has_more=has_more)
+            start = lookup.start if lookup.leases else lookup.length  # a question asks for no chunk
+            self._hit_stats.ended(lookup.session.namespace, lookup.length, start, sources, has_more=has_more)
         self.truncate(lookup, 0)
         for entry, _ in lookup.tails:
             self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
@@ -385,13 +411,14 @@ def _describe(lookup: Lookup) -> LookupUpdate:
     slots = tuple(entry.slot for entry in lookup.entries if entry.slot is not None)
     assert len(slots) == len(lookup.entries), "a lookup wants a chunk that has no slot"
     is_done = _is_done(lookup)
-    runs = () if is_done else groupby(entry.source for entry in lookup.entries[lookup.ready :])
+    arriving = groupby(entry.source for entry in lookup.entries[lookup.ready :])
+    runs = [] if is_done else [Arrival(tier, sum(1 for _ in run)) for tier, run in arriving]
     answer = LookupAnswer(
         held=lookup.prefix_held if lookup.state_parts else lookup.held,
         slots=slots,
         ready=lookup.ready,
         is_done=is_done,
-        arriving=tuple(Arrival(tier, sum(1 for _ in run)) for tier, run in runs),
+        arriving=tuple(runs if lookup.leases else lookup.runs),
         unknown=_unknown(lookup),
         sources=bytes(lookup.sources),
         queued=lookup.queued,

@@ -115,7 +115,7 @@ class Tiering:
         self._grants = SlotGrants(self._host, self.limits.credit_share)
         self._sessions: dict[int, Session] = {}
         self.hit_stats = HitStats()
-        self._lookups = Lookups(self._host, self._outbox, self.hit_stats, self.limits)
+        self._lookups = Lookups(self._host, self._outbox, self.hit_stats, self.limits, self.index.source)
         self._promotions = Promotions(self.index, self._host, self._tiers, self._lookups, self._outbox)
         sizes = [host_bytes, *(spec.capacity_bytes or 0 for spec in tiers if not spec.is_shared)]
         self.miss_ratio = MissRatioCurves(CURVE_SPAN * max(sizes))
@@ -230,7 +230,11 @@ class Tiering:
         if wish.state_parts:
             return self._look_up_state(session, wish)
         held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
-        self.counters["answers_asked"] += self.index.count_use(held, wish.owner)
+        if wish.leases or wish.may_search:
+            self.counters["answers_asked"] += self.index.count_use(held, wish.owner)
+        else:  # beside a request's lookup: what is stored already, how far its session has come
+            for entry in held:
+                entry.is_asked_for_by(wish.owner)
         self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, wish)
         if wish.wants_tails and held:

@@ -149,7 +149,8 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         slots: Slots granted to the lookup, from the chunk it starts at. Only the first ``ready`` may be read.
         ready: Chunks from the start that are verified in host memory and leased to this lookup.
         is_done: Nothing more will arrive.
-        arriving: Chunks from ``ready`` on, in runs by the tier they come from; empty when the answer is done.
+        arriving: Chunks from ``ready`` on, in runs by the tier they come from; empty when the answer is done. Of a
+            question, which leases nothing: what is held from its start on, by the tier it would come from.
         unknown: Chunks behind ``held`` that a shared tier may have and that are being looked for; ``held`` and
             ``slots`` may grow by as many.
         search_s: Seconds that one question to that tier takes, if known; 0 when nothing is looked for.

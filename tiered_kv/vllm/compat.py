@@ -248,7 +248,7 @@ HOOKS: Final = (
         f"{OFFLOAD}.tiering.base:SecondaryTierManager",
         "tiered_kv.vllm.offloading:TieredKVTier",
         "lookup submit_store submit_load get_finished_jobs take_events drain_jobs on_new_request on_request_finished "
-        "on_schedule_end shutdown build_metric_definitions get_stats",
+        "on_schedule_end has_pending_work shutdown build_metric_definitions get_stats",
         feature=OFFLOADING,
     ),
 )
@@ -358,6 +358,11 @@ USES: Final = (
     # our tier below vLLM's own offloading
     *_reads(f"{V1}.base", "KVConnectorHandshakeMetadata", feature=OFFLOADING),
     *_reads(BASE, "get_handshake_metadata set_xfer_handshake_metadata_pp_aware", feature=OFFLOADING),
+    *_reads(f"{OUTPUT}:SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs finished_req_ids",
+            feature=OFFLOADING),
+    *_reads(f"{OUTPUT}:NewRequestData", "req_id num_computed_tokens", feature=OFFLOADING),
+    Use(f"{OUTPUT}:NewRequestData", "prompt_len", since=(0, 32), feature=OFFLOADING),
+    *_reads(f"{OUTPUT}:CachedRequestData", "req_ids num_computed_tokens", feature=OFFLOADING),
     Use(f"{V1}.offloading_connector:OffloadingConnector", "scheduler", feature=OFFLOADING),
     Use(f"{V1}.offloading.config", "build_offloading_config", "vllm_config, kv_cache_config", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.config:OffloadingConfig", "groups cache parallel canonical_layout replicated_layout "
@@ -374,6 +379,8 @@ USES: Final = (
     *_reads(f"{OFFLOAD}.base:LookupResult", "HIT MISS RETRY", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base:Medium", "STORAGE", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.base:ReqContext", "req_id kv_transfer_params get_state set_state", feature=OFFLOADING),
+    Use(f"{OFFLOAD}.base:ReqContext", "kv_hints", since=(0, 32), feature=OFFLOADING,
+        without="hints of requests below vLLM's offloading"),
     Use(f"{OFFLOAD}.base:ReqContext", "_offload_key_positions", since=(0, 32), feature=OFFLOADING),
     Use(f"{OFFLOAD}.base:ScheduleEndContext", "new_req_ids", feature=OFFLOADING),
     Use(f"{OFFLOAD}.base", "OffloadingEvent", "*, keys=, medium=, removed=, locality=", feature=OFFLOADING),

@@ -33,7 +33,8 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -43,7 +44,7 @@ import numpy as np
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.keys.tags import NO_TAG, tag_digest
+from tiered_kv.keys.row_names import GROUP_BYTES, RowNames
 from tiered_kv.server import protocol as m
 from tiered_kv.server.worker_client import pages_on_the_wire
 from tiered_kv.vllm.compat import (
@@ -61,10 +62,12 @@ from tiered_kv.vllm.compat import (
 )
 from tiered_kv.vllm.identity.rows import RowIdentity, row_identity
 from tiered_kv.vllm.logs import show_our_logs
-from tiered_kv.vllm.request_params import SKIP_LOAD, SKIP_SAVE, TAG
+from tiered_kv.vllm.request_params import NO_PARAMS, SAVE_DECODE, RequestParams, RequestParamsReader
 from tiered_kv.vllm.row_groups import RowGroup, of_all_ranks, on_rank, row_groups
-from tiered_kv.vllm.row_jobs import GROUP_BYTES, Find, RowJobs, RowNames
-from tiered_kv.vllm.row_metrics import DROPPED, LOADED, NOT_LOADED, STORED, RowMetrics, definitions
+from tiered_kv.vllm.row_hints import RowHints, has_hints
+from tiered_kv.vllm.row_jobs import Find, RowJobs
+from tiered_kv.vllm.row_metrics import DROPPED, HINTS, LOADED, NOT_LOADED, STORED, RowMetrics, definitions
+from tiered_kv.vllm.row_waits import RowWaits
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
@@ -81,9 +84,8 @@ SEARCH_S: Final = 1.0
 ASKED_MAX: Final = 32
 """Rows of windows and states that are asked for at a time, for one request and group."""
 
-LOAD_S: Final = 1.0
-SLOWEST_PREFILL_TOKENS_PER_S: Final = 1_000
-"""A load is waited for as long as this prefill would take, at least ``LOAD_S``: vLLM tells a tier of no rate."""
+ROOM_S: Final = 1.0
+"""Longest wait for room among vLLM's rows, which others' hits have."""
 
 IDENTITY_SETTINGS: Final = ("model_id", "share_vllm_versions")
 """Settings of a tier that are part of the name of what it stores."""
@@ -95,10 +97,11 @@ class _Rows:
 
     Attributes:
         theirs: vLLM's keys: of full attention those of the prefix, else in the order of their first use.
-        places: By vLLM's key, its place among them.
+        places: Of layers that forget: by vLLM's key, its place among them.
         names: What they are called here.
         find: The question how many are held.
-        held: Leading chunks that may be had; None: not known yet.
+        held: Leading chunks that may be had, and are worth it; None: not known yet.
+        is_measured: How fast they would come is known.
         step: The last one in which it was answered "ask again".
         asked: Of layers that forget: rows that were asked for.
         found: And those of which the answer is known.
@@ -111,6 +114,7 @@ class _Rows:
     names: RowNames | None = None
     find: Find | None = None
     held: int | None = None
+    is_measured: bool = True
     step: int = -1
     asked: dict[bytes, Find] = field(default_factory=dict)
     found: dict[bytes, bool] = field(default_factory=dict)
@@ -127,12 +131,19 @@ class _Rows:
             self.theirs.append(key)
         return self.places[key]
 
+    def place_in_prefix(self, key: bytes, end: int | None) -> int | None:
+        """Of a row of full attention that ends with so many tokens; None: it is no whole row."""
+        place = -1 if end is None else end // self.group.tokens - 1
+        return place if 0 <= place < len(self.theirs) and self.theirs[place] == key else None
+
 
 @dataclass(slots=True)
 class _Request:
     """What is known of one request; kept in vLLM's context of it.
 
     Attributes:
+        params: What it says to us.
+        running: Parts of its jobs that run.
         resets: How often the cache had been reset when it came.
         rows: By the group's number.
         seen: Keys of vLLM's context that were looked at.
@@ -147,9 +158,8 @@ class _Request:
 
     resets: int
     rows: dict[int, _Rows]
-    may_read: bool = True
-    may_store: bool = True
-    tag: bytes = NO_TAG
+    params: RequestParams = NO_PARAMS
+    running: int = 0
     seen: int = 0
     hits: set[bytes] = field(default_factory=set)
     waits_s: float | None = None
@@ -261,6 +271,16 @@ class TieredKVTier(SecondaryTierManager):
         self._failed: list[Any] = []  # results of jobs that never began
         self._is_told = False
         self._metrics = RowMetrics()
+        self._said: Counter[str] = Counter()  # by the reader of requests' parameters
+        peers = self._config.peers or ()
+        self._params = RequestParamsReader(self._said, time.monotonic, peers, without=(SAVE_DECODE,))
+        self._hints: RowHints | None = None
+        self._ended: deque[_Request] = deque()  # those that are over and have something to say
+        self._has_refused_hints = False
+        self.waits = RowWaits(self._config.promotion_wait_ms, self._config.promotion_deadline_ms)
+        self._asking: Any = None  # vLLM's context that it asked with last, and its hits: it asks for each by itself
+        self._asking_hits: set[bytes] = set()
+        self._is_hit = LookupResult.HIT  # reading it from the class takes as long as the rest of a hit
 
     @property
     def settings(self) -> Config:
@@ -293,6 +313,7 @@ class TieredKVTier(SecondaryTierManager):
         tokens = self._row_tokens
         join = m.JoinWorker(0, 1, tokens, tokens, first.fields, pages, stored_by=first.stored_by)
         self._jobs = RowJobs(self._config, f"{engine_id}-rows", join, self._rows)
+        self._hints = RowHints(self._jobs)
         if self._jobs.wait_ready(self._config.start_timeout_s):
             self._refusal = ""
             return
@@ -305,18 +326,10 @@ class TieredKVTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: "ReqContext") -> Any:
         self._no_longer_waits(req_context.req_id)  # ids of requests may come again
-        params = req_context.kv_transfer_params
-        params = params if isinstance(params, Mapping) else {}
         request = _Request(self._resets, {one.number: _Rows(one) for one in self._groups})
         request.is_open = not request.forgetting
-        request.may_read = params.get(SKIP_LOAD) is not True
-        request.may_store = params.get(SKIP_SAVE) is not True
-        if (tag := params.get(TAG)) is not None:
-            try:
-                request.tag = tag_digest(tag if isinstance(tag, str) else "")
-            except ValueError as exc:
-                request.may_store = False  # nobody could erase it later
-                logger.warning("a request is not stored: its tag cannot be read, expected %s", exc)
+        request.params = self._read_params(req_context)
+        self._asking = None
         if (of_tiers := req_context.get_state(_Requests)) is None:
             req_context.set_state(of_tiers := _Requests())
         of_tiers[self] = request
@@ -326,11 +339,32 @@ class TieredKVTier(SecondaryTierManager):
         of_tiers = req_context.get_state(_Requests)
         return None if of_tiers is None else of_tiers.get(self)
 
+    def _read_params(self, req_context: "ReqContext") -> RequestParams:
+        params = self._params.read(req_context, str(req_context.req_id))
+        if not (has_hints(params) or params.prefetches):
+            return params
+        if len(self._groups) > 1 or self._groups[0].window_rows is not None:
+            self._said["control_refused"] += 1
+            if not self._has_refused_hints:
+                self._has_refused_hints = True
+                logger.warning(
+                    "sessions, pins and kv_hints of requests are not carried out: this model has several groups of "
+                    "layers, or layers that forget, whose rows are kept one by one. Use TieredKVConnector for them"
+                )
+            return RequestParams(params.skips_save, params.skips_load, tag=params.tag, peer=params.peer)
+        if params.prefetches and self._hints is not None:
+            self._hints.prefetch(params)
+        return params
+
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> Any:
+        if req_context is self._asking and key in self._asking_hits:
+            return self._is_hit
         request = self._request(req_context)
-        if request is not None and key in request.hits:
-            return LookupResult.HIT
-        if request is None or not request.may_read or self._jobs is None:
+        if request is not None:
+            self._asking, self._asking_hits = req_context, request.hits
+            if key in request.hits:
+                return self._is_hit
+        if request is None or request.params.skips_load or self._jobs is None:
             self._tell_refusal()
             return LookupResult.MISS
         rows = request.of(key)
@@ -339,13 +373,13 @@ class TieredKVTier(SecondaryTierManager):
         self._take_keys(request, req_context)
         if request.step != self._step:
             request.step = self._step
-            self._take_answers(self._jobs, request)
+            self._take_answers(self._jobs, request, req_context)
         if rows.forgets:
             return self._look_at_one(self._jobs, request, rows, key, req_context)
-        place = rows.places.get(key)
+        place = rows.place_in_prefix(key, key_positions(req_context).get(key))
         if place is None:
             return LookupResult.MISS  # the end of a prompt, which is no whole row
-        held = rows.held if rows.held is not None else self._ask(self._jobs, rows)
+        held = rows.held if rows.held is not None else self._ask(self._jobs, request, rows, place)
         if held is None:
             return self._again(request, rows)
         if place >= min(held, self._useful(request, rows)):
@@ -353,7 +387,7 @@ class TieredKVTier(SecondaryTierManager):
         if not request.is_open:
             request.was_closed = True
             return self._again(request, rows)
-        return self._hit(request, rows, place, req_context.req_id)
+        return self._take_hit(request, rows, place, req_context.req_id)
 
     def _again(self, request: _Request, rows: _Rows) -> Any:
         """Have vLLM ask again in its next step, but not for ever."""
@@ -367,9 +401,9 @@ class TieredKVTier(SecondaryTierManager):
         now_s = time.monotonic()
         if request.again_s is None:
             request.again_s = now_s
-        return now_s - request.again_s > max(SEARCH_S, self._config.lookup_timeout_ms / 1e3) + LOAD_S
+        return now_s - request.again_s > max(SEARCH_S, self._config.lookup_timeout_ms / 1e3) + ROOM_S
 
-    def _hit(self, request: _Request, rows: _Rows, place: int, name: str) -> Any:
+    def _take_hit(self, request: _Request, rows: _Rows, place: int, name: str) -> Any:
         """Answer for a row that is held, and of a prefix those behind it, within the limit of all that wait."""
         held = place + 1 if rows.forgets else min(rows.held or 0, self._useful(request, rows))
         room = min(held - place, self._hits_max - self._hits)
@@ -379,39 +413,51 @@ class TieredKVTier(SecondaryTierManager):
             self._hits += len(request.hits) - before  # chunks behind it may have been counted
             request.waits_s = request.again_s = None
             self._requests[name] = request
-            return LookupResult.HIT
+            return self._is_hit
         now_s = time.monotonic()
         if request.waits_s is None:
             request.waits_s = now_s
-        if self._hits > len(request.hits) and now_s - request.waits_s < LOAD_S:
+        if self._hits > len(request.hits) and now_s - request.waits_s < ROOM_S:
             return self._again(request, rows)  # another request goes first
         self._cut(request, rows, [rows.theirs[place]])
         self._metrics.count(NOT_LOADED, 1, "no_room")
         return LookupResult.MISS
 
-    def _ask(self, jobs: RowJobs, rows: _Rows) -> int | None:
-        """Leading chunks that are held, once that is known."""
+    def _ask(self, jobs: RowJobs, request: _Request, rows: _Rows, place: int) -> int | None:
+        """Leading chunks that are held, once that is known; vLLM has those before ``place``."""
         if rows.find is None:
-            names = self._names(jobs, rows)
-            rows.find = None if names is None else jobs.find(names)
+            names, params = self._names(jobs, rows), request.params
+            if names is not None:
+                rows.find = jobs.find(names, place, session=params.session, peer=params.peer)
             if rows.find is None:
                 return 0  # nobody answers now: what waits for other reasons asks again
-        rows.held = jobs.answer(rows.find, SEARCH_S)
+        return self._take_held(jobs, request, rows)
+
+    def _take_held(self, jobs: RowJobs, request: _Request, rows: _Rows) -> int | None:
+        """The answer to a question for a prefix, less what is faster computed."""
+        find, tokens = rows.find, rows.group.tokens
+        assert find is not None
+        held = jobs.answer(find, self.waits.search_s((len(rows.theirs) - find.first) * tokens, SEARCH_S))
+        if held is not None:
+            # Rows of all groups of full attention come at the same time, and save the same tokens.
+            prefixes = sum(not one.forgets for one in request.rows.values())
+            worth = find.first + self.waits.worth(find.parts, tokens / prefixes)
+            self._metrics.count(NOT_LOADED, max(0, held - max(worth, find.first)), "too_slow")
+            rows.is_measured = all(read_s is not None for _, read_s in find.parts)
+            rows.held = min(held, worth) if held > find.first else held
         return rows.held
 
     # -- layers that forget --------------------------------------------------------------------------------------------
 
-    def _take_answers(self, jobs: RowJobs, request: _Request) -> None:
+    def _take_answers(self, jobs: RowJobs, request: _Request, req_context: "ReqContext") -> None:
         """Once in a step: what is known now, also of what vLLM does not ask for again; and whether that is all."""
         forgetting = request.forgetting
         for rows in request.rows.values():
             if rows.find is not None and rows.held is None:
-                rows.held = jobs.answer(rows.find, SEARCH_S)
+                self._take_held(jobs, request, rows)
         for rows in forgetting:
             for key, find in list(rows.asked.items()):
-                if (held := jobs.answer(find, SEARCH_S)) is not None:
-                    del rows.asked[key]
-                    rows.found[key] = held > 0
+                self._take_one(jobs, rows, key, find, key_positions(req_context).get(key, 0))
         if request.was_closed:
             are_found = not any(rows.asked for rows in forgetting) and all(
                 any(rows.found.values()) for rows in forgetting if rows.found
@@ -419,6 +465,19 @@ class TieredKVTier(SecondaryTierManager):
             # Else vLLM asks again although it waits for none of them: its own memory has them.
             request.is_open |= are_found or not request.is_waiting
         request.is_waiting = False
+
+    def _take_one(self, jobs: RowJobs, rows: _Rows, key: bytes, find: Find, end: int) -> None:
+        """The answer to a question for one row of layers that forget, if it is there.
+
+        A hit needs as many rows as the window has, and saves all tokens up to its end.
+        """
+        if (held := jobs.answer(find, self.waits.search_s(end, SEARCH_S))) is None:
+            return
+        del rows.asked[key]
+        is_worth = self.waits.worth(find.parts, end / max(rows.group.window_rows or 1, 1)) > 0
+        self._metrics.count(NOT_LOADED, int(held > 0 and not is_worth), "too_slow")
+        rows.is_measured &= all(read_s is not None for _, read_s in find.parts)
+        rows.found[key] = held > 0 and is_worth
 
     def _look_at_one(self, jobs: RowJobs, request: _Request, rows: _Rows, key: bytes, req_context: "ReqContext") -> Any:
         """Whether a row of a window or a state is held: of no use behind the prefix that is."""
@@ -433,7 +492,9 @@ class TieredKVTier(SecondaryTierManager):
         found = rows.found.get(key)
         if found is None and key not in rows.asked and len(rows.asked) < ASKED_MAX:
             place, names = rows.place(key), self._names(jobs, rows)
-            find = None if names is None or self._is_late(request) else jobs.find(names, place)
+            find = (
+                None if names is None or self._is_late(request) else jobs.find(names, place, peer=request.params.peer)
+            )
             if find is None:
                 found = rows.found[key] = False
             else:
@@ -444,7 +505,7 @@ class TieredKVTier(SecondaryTierManager):
         if not found:
             return LookupResult.MISS
         rows.found_end = max(rows.found_end, end)
-        return self._hit(request, rows, rows.places[key], req_context.req_id)
+        return self._take_hit(request, rows, rows.places[key], req_context.req_id)
 
     def _useful(self, request: _Request, rows: _Rows) -> int:
         """Leading rows of full attention that a hit may have, by what was found of windows and states.
@@ -463,8 +524,7 @@ class TieredKVTier(SecondaryTierManager):
         if namespace is None:
             return None
         if rows.names is None or rows.names.namespace is not namespace:
-            rows.names = RowNames(namespace, is_chain=not rows.forgets)
-        rows.names.extend(rows.theirs)
+            rows.names = RowNames(namespace, rows.theirs, is_chain=not rows.forgets)
         return rows.names
 
     def _take_keys(self, request: _Request, req_context: "ReqContext") -> None:
@@ -472,11 +532,18 @@ class TieredKVTier(SecondaryTierManager):
         positions = key_positions(req_context)
         if len(positions) == request.seen:
             return
-        for key, end in islice(positions.items(), request.seen, None):
-            rows = request.of(key)
-            if rows is not None and not rows.forgets and end == (len(rows.theirs) + 1) * rows.group.tokens:
-                rows.places[key] = len(rows.theirs)
-                rows.theirs.append(key)
+        ends = list(islice(positions.values(), request.seen, None))
+        if len(request.rows) == 1:  # in one go, as hundreds of keys come with a prompt
+            (rows,) = request.rows.values()
+            tokens, first = rows.group.tokens, len(rows.theirs) + 1
+            if not rows.forgets and ends == list(range(first * tokens, (first + len(ends)) * tokens, tokens)):
+                rows.theirs.extend(islice(positions, request.seen, None))
+                request.seen = len(positions)
+                return
+        for key, end in zip(islice(positions, request.seen, None), ends, strict=True):
+            of_key = request.of(key)
+            if of_key is not None and not of_key.forgets and end == (len(of_key.theirs) + 1) * of_key.group.tokens:
+                of_key.theirs.append(key)
         request.seen = len(positions)
 
     def _tell_refusal(self) -> None:
@@ -489,7 +556,7 @@ class TieredKVTier(SecondaryTierManager):
     def submit_store(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
         job, request = job_metadata, self._request(job_metadata.req_context)
         self._no_longer_waits(job.req_context.req_id)  # it computes
-        if request is None or not request.may_store or request.resets != self._resets:
+        if request is None or request.params.skips_save or request.resets != self._resets:
             self._never_began(job, "not_wanted")
         else:
             self._begin(job, request, is_load=False)
@@ -504,7 +571,7 @@ class TieredKVTier(SecondaryTierManager):
 
     def _begin(self, job: "TransferJob", request: _Request, *, is_load: bool) -> bool:
         """Run a job's parts; False where none can be run."""
-        made = _TierJob(job.job_id, request, len(job.keys), is_load)
+        made, params = _TierJob(job.job_id, request, len(job.keys), is_load), request.params
         self._take_keys(request, job.req_context)
         for rows, pairs in self._by_group(job, request):
             names = None if self._jobs is None else self._names(self._jobs, rows)
@@ -512,18 +579,26 @@ class TieredKVTier(SecondaryTierManager):
                 break
             self._last_part += 1
             made.parts += 1
+            request.running += 1
             made.whole += len(pairs)
             self._parts[self._last_part] = (made, rows, [rows.theirs[place] for place, _ in pairs])
             if is_load:
-                limit_s = self._config.promotion_deadline_ms / 1e3
-                wait_s = max(LOAD_S, len(pairs) * rows.group.tokens / SLOWEST_PREFILL_TOKENS_PER_S)
-                self._jobs.load(self._last_part, names, pairs, min(wait_s, limit_s), rows.group.spans)
+                wait_s = self.waits.load_s(self._saved_tokens(rows, pairs, job), is_measured=rows.is_measured)
+                self._jobs.load(self._last_part, names, pairs, wait_s, rows.group.spans, params.session)
             else:
-                self._jobs.store(self._last_part, names, pairs, request.tag, rows.group.spans)
+                self._jobs.store(self._last_part, names, pairs, params.tag, rows.group.spans, params.session)
         if not made.parts:
             has_session = self._jobs is not None and self._jobs.is_ready
             self._never_began(job, "not_whole" if has_session else "no_session")
         return made.parts > 0
+
+    @staticmethod
+    def _saved_tokens(rows: _Rows, pairs: list[tuple[int, int]], job: "TransferJob") -> int:
+        """Tokens that need not be computed if these rows are loaded."""
+        if not rows.forgets:
+            return len(pairs) * rows.group.tokens
+        positions = key_positions(job.req_context)
+        return max(positions.get(rows.theirs[place], 0) for place, _ in pairs)
 
     def _by_group(self, job: "TransferJob", request: _Request) -> Iterable[tuple[_Rows, list[tuple[int, int]]]]:
         """A job's rows by their group, each with its place, in that order; but those that are no whole rows."""
@@ -534,7 +609,7 @@ class TieredKVTier(SecondaryTierManager):
             if rows is None:
                 continue
             if not rows.forgets:
-                place = rows.places.get(key)
+                place = rows.place_in_prefix(key, positions.get(key))
             else:
                 place = rows.place(key) if positions.get(key, 1) % rows.group.tokens == 0 else None
             if place is not None:
@@ -555,6 +630,7 @@ class TieredKVTier(SecondaryTierManager):
         for done in () if self._jobs is None else self._jobs.take_done():
             job, rows, keys = self._parts.pop(done.job)
             job.parts -= 1
+            job.request.running -= 1
             job.good += [key for key, is_good in zip(keys, done.good, strict=True) if is_good]
             job.seconds = max(job.seconds, done.seconds)
             job.copied_bytes += done.copied_bytes
@@ -572,7 +648,8 @@ class TieredKVTier(SecondaryTierManager):
             rows.found.update(dict.fromkeys(keys, False))
             lost = request.hits.intersection(keys)
         else:
-            rows.held = min([rows.held or 0, *(rows.places.get(key, 0) for key in keys)])
+            gone = set(keys)
+            rows.held = min(rows.held or 0, next((n for n, key in enumerate(rows.theirs) if key in gone), 0))
             lost = request.hits.intersection(rows.theirs[rows.held :])
         request.hits -= lost
         self._hits -= len(lost)
@@ -605,6 +682,7 @@ class TieredKVTier(SecondaryTierManager):
             self._no_longer_waits(name)
         if self._jobs is not None:
             self._jobs.poll()
+        self._go_on_with_hints()
         is_serving = self._jobs is not None and self._jobs.is_ready
         client = None if self._jobs is None else self._jobs.client
         self._metrics.watch(client, is_serving=is_serving, host_bytes=self._config.host_bytes)
@@ -612,11 +690,41 @@ class TieredKVTier(SecondaryTierManager):
     def on_request_finished(self, req_context: "ReqContext") -> None:
         self._no_longer_waits(req_context.req_id)
         request = self._request(req_context)
+        self._asking = None
         if request is None or self._jobs is None:
             return
+        if has_hints(request.params):
+            self._take_keys(request, req_context)
+            self._ended.append(request)
         for rows in request.rows.values():
             for find in (*rows.asked.values(), *([rows.find] if rows.find is not None else [])):
                 self._jobs.forget(find)
+
+    def _go_on_with_hints(self) -> None:
+        """Once in a step: what requests that are over, and whose jobs are, want the server to know."""
+        for counter, outcome in (("control_refused", "refused"), ("hints_unknown", "unknown")):
+            self._metrics.count(HINTS, self._said.pop(counter, 0), outcome)
+        jobs, hints = self._jobs, self._hints
+        if jobs is None or hints is None:
+            return
+        for _ in range(len(self._ended)):
+            request = self._ended.popleft()
+            if request.running:
+                self._ended.append(request)
+                continue
+            (rows,) = request.rows.values()
+            if request.resets == self._resets and (names := self._names(jobs, rows)) is not None:
+                hints.ended(request.params, names)
+            else:
+                hints.outcomes.append("dropped")
+        hints.go_on()
+        for outcome, number in Counter(hints.outcomes).items():
+            self._metrics.count(HINTS, number, outcome)
+        hints.outcomes.clear()
+
+    def has_pending_work(self) -> bool:
+        """Whether vLLM should go on with its steps: something is to be told of requests that are over."""
+        return bool(self._ended) or (self._hints is not None and self._hints.is_waiting)
 
     def _no_longer_waits(self, name: str) -> None:
         """The request runs, or is over: its hits push out nobody's any more."""
@@ -648,6 +756,8 @@ class TieredKVTier(SecondaryTierManager):
         if self._jobs is not None:
             self._jobs.drain()
             self._jobs.reset()
+        if self._hints is not None:
+            self._hints.drop()
         for name in list(self._requests):
             self._no_longer_waits(name)
         self._resets += 1
@@ -681,6 +791,14 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
         connector.get_handshake_metadata = functools.partial(_identity, vllm_config, kv_cache_config, extra_config)
         return
     tiers = [one for one in secondary_tiers(connector) if isinstance(one, TieredKVTier)]
+    plan = connector.build_connector_meta
+
+    def build_connector_meta(scheduler_output: Any) -> Any:
+        for tier in tiers:
+            tier.waits.step(scheduler_output)
+        return plan(scheduler_output)
+
+    connector.build_connector_meta = build_connector_meta
 
     def take(content: dict[tuple[int, int], Any]) -> None:
         identities = [

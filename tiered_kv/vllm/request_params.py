@@ -154,29 +154,41 @@ class RequestParamsReader:
     Only its own methods write its fields. Threads: vLLM's scheduler thread only.
     """
 
-    def __init__(self, counters: Counter[str], monotonic: Callable[[], float], peers: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        counters: Counter[str],
+        monotonic: Callable[[], float],
+        peers: Collection[str] = (),
+        *,
+        without: Collection[str] = (),
+    ) -> None:
         """Begin.
 
         Args:
             counters: Gets ``control_refused``, once per parameter that was left out, and ``hints_unknown``.
             peers: Those of the settings. A request chooses among them and what they find: it never has us connect to
                 what it names.
+            without: Parameters that mean nothing here: unknown ones.
         """
         self._counters = counters
-        self._known = _known(peers)
+        self._known = {name: one for name, one in _known(peers).items() if name not in without}
         self._monotonic = monotonic
         self._warnings = 0
         self._since_s = -WARNINGS_EVERY_S
 
-    def read(self, request: Any) -> RequestParams:
-        """The parameters of a request of vLLM; never raises."""
+    def read(self, request: Any, request_id: str | None = None) -> RequestParams:
+        """The parameters of a request of vLLM; never raises.
+
+        Args:
+            request: Or what vLLM tells its tiers of one, which has its id under another name.
+        """
         given = request.kv_transfer_params
         params = dict(given) if isinstance(given, Mapping) else {}  # what is no mapping vLLM itself stumbles over
         if session_id := session_id_of(request):
             params.setdefault(SESSION_ID, session_id)
         for name, value in self._of_hints(request, params.get(SESSION_ID)):
             params.setdefault(name, value)
-        return self._read(request, params) if params else NO_PARAMS
+        return self._read(request_id or request.request_id, params) if params else NO_PARAMS
 
     def _of_hints(self, request: Any, session_id: object) -> list[tuple[str, object]]:
         """The parameters that the hints of a request of this session stand for."""
@@ -195,7 +207,7 @@ class RequestParamsReader:
                 self._counters["hints_unknown"] += 1
         return found
 
-    def _read(self, request: Any, params: Mapping[str, object]) -> RequestParams:
+    def _read(self, request: str, params: Mapping[str, object]) -> RequestParams:
         found: dict[str, Any] = {}
         is_tag_lost = False
         for name, value in params.items():
@@ -231,7 +243,7 @@ class RequestParamsReader:
                 found[field] = session_name(found[field], tag)
         return RequestParams(**found) if found else NO_PARAMS
 
-    def _refuse(self, request: Any, what: str, name: str, hint: str, *, is_tag: bool) -> None:
+    def _refuse(self, request: str, what: str, name: str, hint: str, *, is_tag: bool) -> None:
         self._counters["control_refused"] += 1
         now_s = self._monotonic()
         if now_s - self._since_s >= WARNINGS_EVERY_S:
@@ -248,7 +260,7 @@ class RequestParamsReader:
             if is_tag
             else "the request goes on without it",
             hint,
-            _shown(request.request_id),
+            _shown(request),
             more,
         )
 

@@ -7,7 +7,8 @@ copied; so rows that end well have right bytes, and those whose session was lost
     store   look up -> those not held: slot granted -> copied -> committed, in the order of the prefix
     load    by pieces of what one session may lease: look up, leased -> claimed -> copied -> released
 
-Owns jobs and copies; must not know vLLM: ``offloading.py`` is the tier. Names of chunks: :class:`RowNames`.
+Owns jobs and copies; must not know vLLM: ``offloading.py`` is the tier. Names of chunks:
+``keys/row_names.py``.
 
     field                 written by
     _ended                copy threads append, the owner takes
@@ -15,7 +16,6 @@ Owns jobs and copies; must not know vLLM: ``offloading.py`` is the tier. Names o
     all else              the owner: vLLM's scheduler thread
 """
 
-import hashlib
 import logging
 import threading
 import time
@@ -27,12 +27,11 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import xxhash
 
 from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError
-from tiered_kv.keys.chunk_record import PREFIX_DIGEST_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.row_names import RowNames
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient, SessionInfo
 from tiered_kv.server.worker_client import WorkerClient
@@ -41,9 +40,6 @@ from tiered_kv.tiering.types import LookupAnswer, SlotId
 from tiered_kv.vllm.row_groups import Span
 
 logger = logging.getLogger("vllm." + __name__)
-
-GROUP_BYTES: Final = 4
-"""Of a key of vLLM's: its end, the number of the group of layers."""
 
 THREADS: Final = 2
 """That copy: one core's memory bandwidth is above what a disk gives."""
@@ -60,6 +56,9 @@ PIECE_ROWS: Final = 32
 COMMITTED_MAX: Final = 1 << 12
 """Chunks that are remembered as committed: those of a few steps."""
 
+POLLS_MIN: Final = 6
+"""A load is not given up before so many polls, which are three of vLLM's steps: what is read takes two to be told."""
+
 AGAIN_S: Final = 0.01
 REJOIN_S: Final = 0.5
 REJOIN_LAST_S: Final = 30.0
@@ -67,61 +66,23 @@ LOOK_S: Final = 0.02
 DRAIN_S: Final = 0.001
 
 
-class RowNames:
-    """Keys and digests of one prefix's rows, from vLLM's keys for them; or of rows that are each a prefix by itself.
-
-    Rows of layers that forget are the latter: a window or a state continues a prompt without what is before it, and
-    vLLM keeps few of them.
-
-    vLLM's key is a hash that chains the whole prefix already, and the number of a group; so each is named by itself::
-
-        key    = xxh3_128(Namespace.digest || vLLM's key)
-        digest = vLLM's hash, where that is SHA-256; else sha256(Namespace.sha256 || vLLM's key)
-
-    Attributes:
-        is_chain: They are those of one prefix, in its order.
-    """
-
-    __slots__ = ("_namespace", "digests", "is_chain", "keys")
-
-    def __init__(self, namespace: Namespace, *, is_chain: bool = True) -> None:
-        self._namespace = namespace
-        self.is_chain = is_chain
-        self.keys: list[bytes] = []
-        self.digests: list[bytes] = []
-
-    @property
-    def namespace(self) -> Namespace:
-        return self._namespace
-
-    def extend(self, theirs: Sequence[bytes]) -> None:
-        """Name what is new in vLLM's keys of the prefix."""
-        new, before, name = theirs[len(self.keys) :], self._namespace.digest, xxhash.xxh3_128_digest
-        self.keys += [name(before + key) for key in new]
-        if new and len(new[0]) == PREFIX_DIGEST_BYTES + GROUP_BYTES:
-            self.digests += [key[:PREFIX_DIGEST_BYTES] for key in new]
-        else:
-            self.digests += [hashlib.sha256(self._namespace.sha256 + key).digest() for key in new]
-
-    def record(self, index: int, tag: bytes) -> ChunkRecord:
-        """The record of one row."""
-        place = index if self.is_chain else 0
-        parent = self.keys[index - 1] if place else self._namespace.digest
-        return ChunkRecord(self._namespace.digest, self.keys[index], parent, place, self.digests[index], tag)
-
-
 @dataclass(slots=True)
 class Find:
     """How much of a prefix is held.
 
     Attributes:
+        first: The first chunk of interest.
         held: Leading chunks; None: it is not known yet.
+        parts: Then, of those from ``first`` on: how many, and the seconds that reading so many should take; None: the
+            tier that has them was never measured.
     """
 
     lookup: int
     generation: int
     sent_s: float
+    first: int = 0
     held: int | None = None
+    parts: list[tuple[int, float | None]] = field(default_factory=list)
 
 
 class Done(NamedTuple):
@@ -164,6 +125,7 @@ class _RowJob:
     Attributes:
         places: Per row: its chunk's index among the names, ascending, and the row.
         spans: What of a row is copied.
+        session: The user's session that asks for it, if it is one's.
         good: Per row: how it ended; None: it has not.
         slots: Of rows copied to a slot that is not committed yet.
         copied: Of a store, leading rows of which a copy was begun, or that were held.
@@ -172,6 +134,7 @@ class _RowJob:
         asked: Leading rows that are or were in a piece of a load, or that a store stores.
         committed: Leading rows that are stored.
         before: What stores the chunk before the first one of this job, and which of its rows that is.
+        polls: Of a load: how often it was gone on with.
         is_over: Nothing more is begun for it; it is told once no copy of it runs.
     """
 
@@ -182,6 +145,7 @@ class _RowJob:
     generation: int
     is_load: bool
     tag: bytes = b""
+    session: bytes = b""
     lookup: int | None = None
     started_s: float = field(default_factory=time.monotonic)
     deadline_s: float = 0.0
@@ -193,6 +157,7 @@ class _RowJob:
     pieces: list[_RowPiece] = field(default_factory=list)
     asked: int = 0
     before: "tuple[_RowJob, int] | None" = None
+    polls: int = 0
     is_over: bool = False
 
 
@@ -222,8 +187,8 @@ class RowJobs:
         self._ended: deque[tuple[_RowJob, int, bool, _RowPiece | None]] = deque()
         self._jobs: dict[int, _RowJob] = {}
         self._waiting: deque[tuple[_RowJob, int]] = deque()  # rows for slots, in the order of their prefixes
-        self._storing: dict[bytes, tuple[_RowJob, int]] = {}  # by its key, what running jobs store
-        self._committed: dict[bytes, int] = {}  # keys of late, and the session's generation: an answer may be older
+        self._storing: dict[bytes, tuple[_RowJob, int]] = {}  # by its name, what running jobs store
+        self._committed: dict[bytes, int] = {}  # names of late, and the session's generation: an answer may be older
         self._leased = 0  # rows in pieces
         self._done: list[Done] = []
         self._is_closed = False
@@ -248,16 +213,24 @@ class RowJobs:
             time.sleep(0.005)
         return self.is_ready
 
-    def find(self, names: RowNames, first: int = 0) -> Find | None:
+    def find(
+        self, names: RowNames, first: int = 0, *, session: bytes = b"", peer: str = "", may_search: bool = True
+    ) -> Find | None:
         """Ask how much of a prefix is held, or whether the row ``first`` is that is no part of one.
 
         None where it could not be asked: nothing is.
+
+        Args:
+            first: Of a prefix, the first row that would be loaded.
+            session: The user's session that asks, if it is one's.
+            peer: Which peer a search asks first.
         """
         if not self.is_ready or self.client.is_silent:
             return None
-        end = len(names.keys) if names.is_chain else first + 1
-        lookup = self.client.lookup(names.keys[first:end], names.digests[first:end], end - first)
-        return None if lookup is None else Find(lookup, self.client.generation, time.monotonic())
+        asked = names.names if names.is_chain else names.names[first : first + 1]
+        start = first if names.is_chain else 0
+        lookup = self.client.look_up_rows(asked, start, leases=False, may_search=may_search, session=session, hint=peer)
+        return None if lookup is None else Find(lookup, self.client.generation, time.monotonic(), start)
 
     def answer(self, find: Find, search_s: float) -> int | None:
         """How much is held, or None while it is not known. What is looked for in a bucket counts once it is found.
@@ -276,7 +249,7 @@ class RowJobs:
         if is_late and not answer.is_answered:
             self.client.waited_in_vain()
         if (answer.is_answered and not answer.unknown) or is_late or self.client.is_silent:
-            find.held = answer.held
+            find.held, find.parts = answer.held, answer.parts
             self.client.release(find.lookup)
         return find.held
 
@@ -287,7 +260,13 @@ class RowJobs:
             find.held = 0
 
     def store(
-        self, job: int, names: RowNames, places: list[tuple[int, int]], tag: bytes, spans: tuple[Span, ...] = ()
+        self,
+        job: int,
+        names: RowNames,
+        places: list[tuple[int, int]],
+        tag: bytes,
+        spans: tuple[Span, ...] = (),
+        session: bytes = b"",
     ) -> None:
         """Store rows, which stay as they are until the job is done; those of a prefix held already are not copied.
 
@@ -296,7 +275,8 @@ class RowJobs:
             spans: What of each row is stored; none: all of it.
         """
         places = sorted(places)
-        made = _RowJob(job, names, places, spans or self._whole, self.client.generation, is_load=False, tag=tag)
+        spans = spans or self._whole
+        made = _RowJob(job, names, places, spans, self.client.generation, is_load=False, tag=tag, session=session)
         self._begin(made)
         if made.is_over:
             return
@@ -304,14 +284,23 @@ class RowJobs:
             self._queue(made, list(range(len(places))))  # vLLM had computed them: hardly any is held
         else:
             count = places[-1][0] + 1
-            made.lookup = self.client.lookup(names.keys[:count], names.digests[:count], count)
+            made.lookup = self.client.look_up_rows(
+                names.names[:count], count, leases=False, may_search=False, session=session
+            )
             made.is_over = made.lookup is None
 
     def load(
-        self, job: int, names: RowNames, places: list[tuple[int, int]], wait_s: float, spans: tuple[Span, ...] = ()
+        self,
+        job: int,
+        names: RowNames,
+        places: list[tuple[int, int]],
+        wait_s: float,
+        spans: tuple[Span, ...] = (),
+        session: bytes = b"",
     ) -> None:
         """Load rows, which nobody reads until the job is done; what is not here after ``wait_s`` ends badly."""
-        made = _RowJob(job, names, sorted(places), spans or self._whole, self.client.generation, is_load=True)
+        places, spans = sorted(places), spans or self._whole
+        made = _RowJob(job, names, places, spans, self.client.generation, is_load=True, session=session)
         made.deadline_s = made.started_s + wait_s
         self._begin(made)
 
@@ -356,6 +345,7 @@ class RowJobs:
 
     def reset(self) -> None:
         """What is held is of other weights from now on."""
+        self._committed.clear()
         self.client.reset()
 
     def close(self) -> None:
@@ -389,7 +379,7 @@ class RowJobs:
         job.committed = job.copied = len(job.places) - len(rest)
         first = job.places[rest[0]][0] if rest else 0
         if first > answer.held:
-            job.before = self._storing.get(job.names.keys[first - 1])
+            job.before = self._storing.get(job.names.names[first - 1])
         self._queue(job, rest[: self._unbroken(job, rest, answer.held)])
 
     def _queue(self, job: _RowJob, rest: list[int]) -> None:
@@ -401,7 +391,7 @@ class RowJobs:
         job.deadline_s = time.monotonic() + SLOT_WAIT_S
         for number in rest:
             self._waiting.append((job, number))
-            self._storing.setdefault(job.names.keys[job.places[number][0]], (job, number))
+            self._storing.setdefault(job.names.names[job.places[number][0]], (job, number))
 
     def _unbroken(self, job: _RowJob, rest: list[int], held: int) -> int:
         """How many rows of a store can be found once they are stored: the chunk before each is there or on its way.
@@ -410,7 +400,7 @@ class RowJobs:
         """
         for count, number in enumerate(rest):
             index = job.places[number][0]
-            before = job.names.keys[index - 1] if index else b""
+            before = job.names.names[index - 1] if index else b""
             follows = index == held or (count > 0 and job.places[rest[count - 1]][0] == index - 1)
             is_coming = before in self._storing or self._committed.get(before) == job.generation
             if not (follows or is_coming):
@@ -446,8 +436,9 @@ class RowJobs:
             self._leased += count
         for piece in list(job.pieces):
             self._go_on_with_piece(job, piece)
+        job.polls += 1
         is_done = job.asked == len(job.places) and not job.pieces
-        job.is_over |= is_done or time.monotonic() > job.deadline_s
+        job.is_over |= is_done or (job.polls >= POLLS_MIN and time.monotonic() > job.deadline_s)
 
     def _go_on_with_piece(self, job: _RowJob, piece: _RowPiece) -> None:
         if piece.lookup is None:
@@ -474,8 +465,8 @@ class RowJobs:
 
     def _look_up(self, job: _RowJob, piece: _RowPiece) -> None:
         first = job.places[piece.first][0]
-        keys, digests = job.names.keys[first : first + piece.count], job.names.digests[first : first + piece.count]
-        piece.lookup = self.client.lookup(keys, digests, may_search=False)
+        names = job.names.names[first : first + piece.count]
+        piece.lookup = self.client.look_up_rows(names, may_search=False, session=job.session)
         job.is_over |= piece.lookup is None
 
     def _ask_again(self, job: _RowJob, piece: _RowPiece) -> None:
@@ -537,9 +528,10 @@ class RowJobs:
         filled = []
         while job.committed < job.copied and job.good[job.committed]:
             slot = job.slots.pop(job.committed)
-            filled.append((slot, job.names.record(job.places[job.committed][0], job.tag)))
+            index = job.places[job.committed][0]
+            filled.append((slot, job.names.record(index, job.tag)))
             job.committed += 1
-            self._committed[filled[-1][1].key] = job.generation
+            self._committed[job.names.names[index]] = job.generation
         while len(self._committed) > COMMITTED_MAX:
             del self._committed[next(iter(self._committed))]
         self.client.commit(filled)
@@ -549,8 +541,8 @@ class RowJobs:
         """No copy of it runs: tell how each row ended, and give back what it has."""
         del self._jobs[job.id]
         for index, _ in job.places if not job.is_load else ():
-            if self._storing.get(job.names.keys[index], (None, 0))[0] is job:
-                del self._storing[job.names.keys[index]]
+            if self._storing.get(job.names.names[index], (None, 0))[0] is job:
+                del self._storing[job.names.names[index]]
         for piece in list(job.pieces):
             self._end_piece(job, piece)
         is_same = job.generation == self.client.generation

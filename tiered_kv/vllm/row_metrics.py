@@ -21,6 +21,7 @@ STORED: Final = "stored"
 LOADED: Final = "loaded"
 DROPPED: Final = "dropped"
 NOT_LOADED: Final = "not_loaded"
+HINTS: Final = "hints"
 SERVING: Final = "serving"
 UNWRITTEN: Final = "unwritten"
 
@@ -41,8 +42,15 @@ def definitions() -> dict[str, Any]:
             labelnames=("reason",),
         ),
         PREFIX + NOT_LOADED: OffloadingCounterMetadata(
-            documentation="Rows that were held and did not come: failed, or no_room among vLLM's rows.",
+            documentation="Rows that were held and did not come: failed, too_slow (computing them is faster), or "
+            "no_room among vLLM's rows.",
             labelnames=("reason",),
+        ),
+        PREFIX + HINTS: OffloadingCounterMetadata(
+            documentation="Hints and parameters of requests: sent, dropped (no session with the server), of_nothing "
+            "(nothing of the request is held), unknown (an action of kv_hints), refused (a parameter, or a hint for a "
+            "model of several groups of layers).",
+            labelnames=("outcome",),
         ),
         PREFIX + SERVING: OffloadingGaugeMetadata(documentation="1 while the tier has a server, else 0."),
         PREFIX + UNWRITTEN: OffloadingGaugeMetadata(
@@ -65,9 +73,9 @@ class RowMetrics:
         self._has_warned = False
         self._is_serving: bool | None = None
 
-    def count(self, name: str, rows: int, reason: str = "") -> None:
-        if rows:
-            self._stats.increase_counter(PREFIX + name, rows, (reason,) if reason else ())
+    def count(self, name: str, number: int, label: str = "") -> None:
+        if number:
+            self._stats.increase_counter(PREFIX + name, number, (label,) if label else ())
 
     def watch(self, client: SchedulerClient | None, *, is_serving: bool, host_bytes: int | None) -> None:
         """Once in a step: note whether the tier serves, and at times what the server dropped."""

@@ -85,6 +85,7 @@ def _senseless(source: random.Random, namespace: bytes) -> bytes:
     chunk = source.randrange(64), ChunkRecord(source.choice((namespace, bytes(16))), *place, bytes(32), tag)
     messages = (
         m.Lookup(number, source.randrange(5), source.randbytes(16 * keys), source.randbytes(32 * keys)),
+        m.Lookup(number, source.randrange(3), b"", b"", leases=False, names=[source.randbytes(36)] * keys),
         m.Release(number),
         m.GiveBack([source.randrange(64), number]),
         m.Rest(),

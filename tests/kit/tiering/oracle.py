@@ -135,11 +135,13 @@ class World:
         wants_tails: bool = False,
         owner: bytes = b"",
         hint: str = "",
+        leases: bool = True,
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
         wish = LookupRequest(
-            keys, digests, start, turn, state_parts=state_parts, owner=owner, wants_tails=wants_tails, hint=hint
-        )
+            keys, digests, start, turn, state_parts=state_parts, owner=owner, wants_tails=wants_tails, hint=hint,
+            leases=leases,
+        )  # fmt: skip
         lookup = self.tiering.lookup(session, wish)
         self.lookups[lookup] = Asked(session, keys, start, state_parts)
         if keys not in self._asked:

@@ -48,6 +48,7 @@ class TouchedWorld(World):
         wants_tails: bool = False,
         owner: bytes = b"",
         hint: str = "",
+        leases: bool = True,
     ) -> int:
         for depth in range(len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
@@ -60,6 +61,7 @@ class TouchedWorld(World):
             wants_tails=wants_tails,
             owner=owner,
             hint=hint,
+            leases=leases,
         )
 
     def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:

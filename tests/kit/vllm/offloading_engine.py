@@ -28,7 +28,7 @@ def extra_config(
 ) -> dict[str, Any]:
     """vLLM's own offloading with so many rows of host memory, and our tier below it."""
     tier = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "strict": True, "host_bytes": "64MiB"}
-    tier |= {"lookup_timeout_ms": 30_000, "promotion_deadline_ms": 60_000} | place | more
+    tier |= {"lookup_timeout_ms": 30_000, "promotion_wait_ms": 60_000} | place | more
     cut = {} if block_size is None else {"block_size": block_size}
     return cut | {
         "spec_name": "HostTieringSpec",

@@ -35,13 +35,13 @@ from vllm.v1.kv_offload.tiering.fs import manager as fs
 from tests.kit.server.clients import STORED_BY, namespace_fields
 from tests.kit.server.probe import wait_for, wait_written
 from tests.kit.storage.disk_probe import blob_path
+from tiered_kv.keys.row_names import row_key
 from tiered_kv.metrics.figures import HOST_NAME
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.vllm import offloading
 from tiered_kv.vllm.identity.rows import RowIdentity
 from tiered_kv.vllm.offloading import TieredKVTier
-from tiered_kv.vllm.row_jobs import RowNames
 
 ROW_TOKENS = 16
 ANSWER_S = 20.0
@@ -82,6 +82,7 @@ class StandIn(TieredKVTier):
             storage_uri=f"file://{self.root}",
             host_bytes="64MiB",
             disk_bytes="256MiB",
+            promotion_wait_ms=20_000,
             strict=True,
             **{name: value for name, value in given.items() if name in TAKEN},
         )
@@ -151,9 +152,7 @@ class StandIn(TieredKVTier):
 
     def _file_name(self, key: bytes) -> str:
         assert self._jobs is not None and self._jobs.namespace is not None
-        names = RowNames(self._jobs.namespace)
-        names.extend([key])
-        return str(blob_path(self.root, BlobName(self._jobs.namespace.digest, names.keys[0])))
+        return str(blob_path(self.root, BlobName(self._jobs.namespace.digest, row_key(self._jobs.namespace, key))))
 
     @property
     def _lookup_manager(self) -> Any:

@@ -1,0 +1,101 @@
+"""Whether rows are loaded: by what vLLM's scheduler plans, and by what the server says that reading takes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tiered_kv.vllm.row_waits import RowWaits
+from tiered_kv.vllm.wait_policy import PREFILL_TOKENS_PER_S_DEFAULT, TRUSTED_SHARE, UNPROVEN_SHARE
+
+pytestmark = pytest.mark.vllm
+
+ROW = 256
+
+
+class Engine:
+    """Steps of vLLM's scheduler, at times of the test's."""
+
+    def __init__(self, fixed_ms: float | None = None, deadline_ms: float = 10_000) -> None:
+        self.now_s = 0.0
+        self.waits = RowWaits(fixed_ms, deadline_ms, monotonic=lambda: self.now_s)
+
+    def step(
+        self, tokens: dict[str, int], new: Sequence[tuple[str, int, int]] = (), cached: Sequence[tuple[str, int]] = ()
+    ) -> None:
+        """Plan a step: new requests with prompt and computed tokens, running ones with computed tokens."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = tokens
+        more: dict[str, Any] = {"mm_features": [], "sampling_params": SamplingParams(), "pooling_params": None}
+        output.scheduled_new_reqs = [
+            NewRequestData(
+                req_id=name,
+                prompt_token_ids=[1] * prompt,
+                block_ids=([],),
+                num_computed_tokens=computed,
+                lora_request=None,
+                **more,
+            )
+            for name, prompt, computed in new
+        ]
+        output.scheduled_cached_reqs = CachedRequestData.make_empty()
+        output.scheduled_cached_reqs.req_ids = [name for name, _ in cached]
+        output.scheduled_cached_reqs.num_computed_tokens = [computed for _, computed in cached]
+        self.waits.step(output)
+
+
+def prefilling(tokens_per_s: int, **settings: Any) -> RowWaits:
+    """An engine that has prefilled at this rate, behind tokens that were loaded."""
+    engine = Engine(**settings)
+    engine.step({"a": tokens_per_s}, new=[("a", 2 * tokens_per_s, tokens_per_s)])
+    engine.now_s = 1.0
+    engine.step({"a": 1}, cached=[("a", 2 * tokens_per_s)])
+    engine.now_s = 9.0  # what generates says nothing of prefill
+    engine.step({"a": 1}, cached=[("a", 2 * tokens_per_s + 1)])
+    return engine.waits
+
+
+def test_rows_are_worth_what_computing_them_takes() -> None:
+    waits = prefilling(1_000)
+    limit_s = TRUSTED_SHARE * ROW / 1_000
+    assert waits.worth([(1, limit_s), (4, 4 * limit_s)], ROW) == 4
+    assert waits.worth([(1, limit_s), (4, 4.1 * limit_s)], ROW) == 1
+    assert waits.worth([(1, 1.1 * limit_s), (4, 4 * limit_s)], ROW) == 4, "a tier that answers late and is fast"
+    assert waits.worth([(1, 1.1 * limit_s), (4, 4.4 * limit_s)], ROW) == 0
+    assert waits.worth([], ROW) == 0
+    assert waits.load_s(1_000, is_measured=True) == TRUSTED_SHARE
+    assert waits.load_s(1e9, is_measured=True) == 10
+
+
+def test_what_nobody_has_measured_is_tried_and_given_little_time() -> None:
+    waits = prefilling(1_000)
+    assert waits.worth([(1, 0.0), (4, None)], ROW) == 4
+    assert waits.load_s(1_000, is_measured=False) == waits.search_s(1_000, 5.0) == UNPROVEN_SHARE
+    assert waits.search_s(1e6, 5.0) == 5.0
+
+
+def test_before_a_prefill_nothing_slow_is_waited_for() -> None:
+    limit_s = TRUSTED_SHARE * ROW / PREFILL_TOKENS_PER_S_DEFAULT
+    assert [Engine().waits.worth([(1, seconds)], ROW) for seconds in (limit_s, 1.01 * limit_s)] == [1, 0]
+
+
+def test_a_time_that_was_set_holds_whatever_was_measured() -> None:
+    waits = prefilling(1_000, fixed_ms=70_000)
+    assert waits.worth([(1, 1e6), (4, None)], ROW) == 4
+    assert waits.load_s(1, is_measured=True) == waits.load_s(1, is_measured=False) == 70
+    assert waits.search_s(1, 1.0) == 1.0
+    assert prefilling(1_000, fixed_ms=0).worth([(1, 0.0)], ROW) == 0
+
+
+def test_requests_that_are_over_are_forgotten() -> None:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    engine = Engine()
+    engine.step({"a": 100}, new=[("a", 100, 0)])
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = {"a", "unknown"}
+    engine.waits.step(output)
+    assert not engine.waits._prompts
