@@ -17,6 +17,7 @@ from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
 from tiered_kv.fleet.member import LocalBudget
 from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.index import Entry
 from tiered_kv.tiering.leases import LeaseQueue
 from tiered_kv.tiering.lookups import Lookups
 from tiered_kv.tiering.secondary_tier import SecondaryTier
@@ -38,7 +39,7 @@ MUST_HAPPEN = (
     *(f"fault bucket {kind}" for kind in ("dead", "stall", "slow", "errors", "vanish")),
     *(f"engine {what}" for what in ("breaker_opened", "uploaded", "probes", "lower_evicted", "read_failed_corrupt")),
     *(f"engine {what}" for what in ("write_put_off_unavailable", "slab_refused", "lease_cap_reached")),
-    *(f"engine {what}" for what in ("lease_expired", "lease_gave_way")),
+    *(f"engine {what}" for what in ("lease_expired", "lease_gave_way", "answers", "answers_asked")),
 )
 
 
@@ -245,6 +246,10 @@ def lookups_are_not_counted(patch):
     patch(HitStats, "ended", nothing)
 
 
+def answers_are_written_at_once(patch):
+    patch(Entry, "is_unasked", False)
+
+
 BROKEN = {
     without_verification: "promised bytes are wrong",
     without_disk_limit: "the disk is over its capacity",
@@ -265,6 +270,7 @@ BROKEN = {
     starts_forget_blobs: "a start forgot a blob",
     pinned_slabs_are_cut_to_their_slots: "a pinned slab was cut",
     lookups_are_not_counted: "lookups were miscounted",
+    answers_are_written_at_once: "an answer is written that no prompt has",
     seals_take_what_is_there: "promised bytes are wrong|a wrong blob was written",
 }
 

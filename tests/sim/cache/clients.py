@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tests.kit.engine_world import Path
 from tests.sim.cache.node import Node
-from tests.sim.cache.oracle import Chunk, prefix
+from tests.sim.cache.oracle import Asked, Chunk, prefix
 from tests.sim.virtual_time import Hub
 
 STUCK_S = 240.0
@@ -32,12 +32,13 @@ class Manners:
 class Client:
     """One engine: a session at one node, opened again under every life of its server."""
 
-    def __init__(self, hub: Hub, node: Node, space: str, manners: Manners, counts: Counter[str]) -> None:
+    def __init__(self, hub: Hub, node: Node, space: str, manners: Manners, counts: Counter[str], asked: Asked) -> None:
         self.hub = hub
         self.node = node
         self.space = space
         self.manners = manners
         self.counts = counts
+        self.asked = asked
         self.session: int | None = None
         self.life = 0
         self.requests: dict[int, Request] = {}
@@ -55,14 +56,15 @@ class Client:
             self.session, self.life = self.node.open(self.space), self.node.life
             self.hub.note(f"node{self.node.number} session {self.session} {self.space}")
 
-    def ask(self, path: Path, start: int) -> "Request | None":
-        """Begin a request."""
+    def ask(self, path: Path, start: int, generated: int = 0) -> "Request | None":
+        """Begin a request, which generates so many chunks at the end of the path."""
         self.join()
         if not self.is_joined:
             self.counts["without_server"] += 1
             return None
         self.counts["requests"] += 1
-        request = Request(self, self.counts["requests"], prefix(self.space, path), min(start, len(path) - 1))
+        start = min(start, len(path) - generated - 1)
+        request = Request(self, self.counts["requests"], prefix(self.space, path), start, generated)
         self.requests[request.number] = request
         return request
 
@@ -116,10 +118,11 @@ class Client:
 class Request:
     """One request; see the module's text."""
 
-    def __init__(self, client: Client, number: int, chunks: tuple[Chunk, ...], start: int) -> None:
+    def __init__(self, client: Client, number: int, chunks: tuple[Chunk, ...], start: int, generated: int) -> None:
         self.client = client
         self.number = number
         self.chunks = chunks
+        self.prompt = chunks[: len(chunks) - generated]
         self.start = start
         self.begun_s = client.hub.now_s
         self.lookup: int | None = None
@@ -135,7 +138,7 @@ class Request:
 
     def _begin(self) -> None:
         client, hub = self.client, self.client.hub
-        self._note(f"asks for {self.chunks[-1].label} from {self.start}")
+        self._note(f"asks for {self.prompt[-1].label} from {self.start}, and makes {self.chunks[-1].label}")
         self._look_up()
         if hub.draw.random() < client.manners.impatient:
             hub.after(hub.draw.expovariate(1 / client.manners.patience_s), self._load)
@@ -151,7 +154,8 @@ class Request:
 
     def _look_up(self) -> None:
         node = self.client.node
-        self.lookup = node.lookup(self.session, self.chunks, self.start)
+        self.client.asked.has_prompt(self.prompt)
+        self.lookup = node.lookup(self.session, self.prompt, self.start)
         node.promises[self.lookup].on_update = self._told
         node.promises[self.lookup].on_end = self._ended
 
@@ -170,8 +174,8 @@ class Request:
         promise = self.client.node.promises[self.lookup]
         self.got = promise.ready
         self.held = promise.update.held if promise.update is not None else 0
-        self._note(f"loads {self.got} of {len(self.chunks) - self.start}, held {self.held}")
-        self.client.counts["asked"] += len(self.chunks) - self.start
+        self._note(f"loads {self.got} of {len(self.prompt) - self.start}, held {self.held}")
+        self.client.counts["asked"] += len(self.prompt) - self.start
         self.client.counts["hits"] += self.got
         self.client.node.claim(self.lookup)
         hub = self.client.hub
@@ -229,7 +233,10 @@ class Request:
                 return
             node.fill(session, slot, made.payload[half:], made.first + half)
             del node.filling[slot]
-            node.engine.tiering.commit(session, slot, made.record)
+            is_answer = made.record.chunk_index >= len(self.prompt)
+            if is_answer:
+                self.client.asked.has_generated(made)
+            node.engine.tiering.commit(session, slot, made.record, is_answer=is_answer)
             self.client.counts["stores"] += 1
             node.wake()
             then()

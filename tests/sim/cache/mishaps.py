@@ -10,7 +10,7 @@ from tests.kit.engine_world import Path
 from tests.sim.cache.clients import Client
 from tests.sim.cache.media import Bucket, Disk, damaged
 from tests.sim.cache.node import Node
-from tests.sim.cache.oracle import CHUNKS, Chunk, chunk, prefix
+from tests.sim.cache.oracle import CHUNKS, Asked, Chunk, chunk, prefix
 from tests.sim.cache.plan import Mishap, Plan
 from tests.sim.virtual_time import Hub
 from tiered_kv.keys.naming import object_path
@@ -27,12 +27,15 @@ _WITHOUT_SERVER = frozenset({"damage", "pin", "unpin", "jump"})
 class Mishaps:
     """What may happen to the nodes and clients of one schedule."""
 
-    def __init__(self, plan: Plan, hub: Hub, nodes: list[Node], clients: list[Client], counts: Counter[str]) -> None:
+    def __init__(
+        self, plan: Plan, hub: Hub, nodes: list[Node], clients: list[Client], counts: Counter[str], asked: Asked
+    ) -> None:
         self._plan = plan
         self._hub = hub
         self._nodes = nodes
         self._clients = clients
         self._counts = counts
+        self._asked = asked
         self._bucket = nodes[0].bucket
         self._has_swapped = False
         self.boot: Callable[[Node], None] = lambda node: None
@@ -128,6 +131,7 @@ class Mishaps:
         made = prefix(space, path[:PINNED_CHUNKS_MAX])
         if len(kept | {one.record.key for one in made}) <= PINNED_CHUNKS_MAX:
             node.disk.pins[made[-1].record.key] = made[-1].name
+            self._asked.has_prompt(made)
 
     def _unpin(self, node: Node, pick: int) -> None:
         del pick

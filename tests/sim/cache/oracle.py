@@ -4,6 +4,7 @@ Owns no engine. A chunk is a path of small numbers in one of three namespaces, a
 (``engine_world.py``).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -57,6 +58,31 @@ def chunk(space: str, path: Path) -> Chunk:
 def prefix(space: str, path: Path) -> tuple[Chunk, ...]:
     """A prefix's chunks, first to last."""
     return tuple(chunk(space, path[: depth + 1]) for depth in range(len(path)))
+
+
+class Asked:
+    """Which chunks a prompt had, or two answers: others that were generated must be written nowhere."""
+
+    def __init__(self) -> None:
+        self._prompts: set[bytes] = set()
+        self._generated: set[bytes] = set()
+
+    def has_prompt(self, chunks: Iterable[Chunk]) -> None:
+        """A request looks them up, or an operator pins them."""
+        self._prompts.update(one.record.key for one in chunks)
+
+    def has_generated(self, made: Chunk) -> None:
+        """A request commits it as an answer's; a second time that counts for all before it, as a prompt would."""
+        if made.record.key in self._generated:
+            self.has_prompt(prefix(made.space, made.path))
+        self._generated.add(made.record.key)
+
+    def check(self, names: Iterable[BlobName]) -> None:
+        """Assert that all of these may have been written."""
+        for name in names:
+            assert name.key in self._prompts or name.key not in self._generated, (
+                f"an answer is written that no prompt has. chunk={label(name)}"
+            )
 
 
 def label(name: BlobName | None) -> str:

@@ -4,7 +4,7 @@ A plan is a value, drawn before anything runs, so that a failure can show all of
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.kit.engine_world import BLOB_BYTES, Path
 from tests.sim.cache.clients import Manners
@@ -34,12 +34,17 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that arrives."""
+    """A request that arrives.
+
+    Attributes:
+        generated: Chunks at the end of its path that are its answer's; the rest is its prompt.
+    """
 
     at_s: float
     client: int
     path: Path
     start: int
+    generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class Plan:
             "clients: " + ", ".join(f"{n}=node{node}/{space}" for n, (node, space) in enumerate(self.clients)),
         ]
         asks = "asks: " + ", ".join(
-            f"{a.at_s:.2f} c{a.client} {'.'.join(map(str, a.path))}+{a.start}" for a in self.asks
+            f"{a.at_s:.2f} c{a.client} {'.'.join(map(str, a.path))}+{a.start}~{a.generated}" for a in self.asks
         )
         windows = [f"fault: {w.begin_s:.2f}..{w.end_s:.2f} node{w.node} {w.medium} {w.kind}" for w in self.windows]
         mishaps = [f"mishap: {m.at_s:.2f} node{m.node} {m.what} {m.pick}" for m in self.mishaps]
@@ -91,6 +96,7 @@ def draw_plan(seed: int) -> Plan:
     has_disk, has_bucket = draw.choice([(True, True), (True, True), (True, False), (False, True)])
     rules = random.Random(f"admission {seed}")  # of its own, as the next: all else of a seed stays what it was
     fairness = random.Random(f"shares {seed}")
+    answers = random.Random(f"answers {seed}")
     nodes = draw.choice([1, 2]) if has_bucket else 1
     is_storm = draw.random() < 0.3
     active_s = draw.uniform(2.0, 6.0) if is_storm else draw.choice([1.0, 1.0, 1.0, 3.0]) * draw.uniform(4.0, 16.0)
@@ -115,7 +121,7 @@ def draw_plan(seed: int) -> Plan:
         clients=tuple(clients),
         manners=manners,
         active_s=active_s,
-        asks=_asks(draw, active_s, len(clients), 50 if is_storm else draw.choice([8, 16, 30])),
+        asks=_answered(answers, _asks(draw, active_s, len(clients), 50 if is_storm else draw.choice([8, 16, 30]))),
         windows=_windows(draw, active_s, nodes, [*["disk"] * has_disk, *["bucket"] * has_bucket]),
         mishaps=_mishaps(draw, active_s, nodes),
     )
@@ -155,6 +161,14 @@ def _asks(draw: random.Random, active_s: float, clients: int, count: int) -> tup
         start = draw.randrange(len(path)) if draw.random() < 0.2 else 0
         asks.append(Ask(draw.uniform(0.5, active_s), draw.randrange(clients), path, start))
     return tuple(sorted(asks, key=lambda ask: ask.at_s))
+
+
+def _answered(draw: random.Random, asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
+    """Some requests generate the end of what others have as their prompt, or nobody has."""
+    return tuple(
+        replace(ask, generated=draw.randint(1, len(ask.path) - 1)) if draw.random() < 0.4 and len(ask.path) > 1 else ask
+        for ask in asks
+    )
 
 
 def _windows(draw: random.Random, active_s: float, nodes: int, media: list[str]) -> tuple[Window, ...]:

@@ -18,7 +18,7 @@ from tests.sim.cache.clients import STUCK_S, Client, Manners, Request
 from tests.sim.cache.media import Bucket, Disk
 from tests.sim.cache.mishaps import Mishaps
 from tests.sim.cache.node import Node
-from tests.sim.cache.oracle import prefix
+from tests.sim.cache.oracle import Asked, prefix
 from tests.sim.cache.plan import Ask, Plan, Window, draw_plan
 from tests.sim.virtual_time import Hub, PromiseBroken
 from tiered_kv.engine import self_test
@@ -104,13 +104,15 @@ class Simulation:
         self.plan = plan
         self.hub = Hub(f"schedule {plan.seed}")
         self.counts: Counter[str] = Counter()
+        self.asked = Asked()
         self.bucket = Bucket(plan.bucket_bytes) if plan.has_bucket else None
         self.nodes = [
             Node(self.hub, number, machine, Disk(plan.disk_bytes) if plan.disk_bytes else None, self.bucket)
             for number, machine in enumerate(plan.machines)
         ]
         self.clients = [
-            Client(self.hub, self.nodes[node], space, plan.manners, self.counts) for node, space in plan.clients
+            Client(self.hub, self.nodes[node], space, plan.manners, self.counts, self.asked)
+            for node, space in plan.clients
         ]
         self.hub.on_event = self._check
 
@@ -155,9 +157,15 @@ class Simulation:
             for node in self.nodes:
                 if node.is_up:
                     node.engine.tiering.check_integrity()
+            self._check_written()
             for client in self.clients:
                 for request in client.requests.values():
                     request.check()
+
+    def _check_written(self) -> None:
+        for node in self.nodes:
+            self.asked.check(node.disk.blobs if node.disk is not None else ())
+        self.asked.check(self.bucket.names() if self.bucket is not None else ())
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -171,13 +179,13 @@ class Simulation:
         for window in self.plan.windows:
             self.hub.after(window.begin_s, partial(self._begin, window))
             self.hub.after(window.end_s, partial(self._end, window))
-        mishaps = Mishaps(self.plan, self.hub, self.nodes, self.clients, self.counts)
+        mishaps = Mishaps(self.plan, self.hub, self.nodes, self.clients, self.counts, self.asked)
         mishaps.boot = self._boot
         for mishap in self.plan.mishaps:
             self.hub.after(mishap.at_s, partial(mishaps.happen, mishap))
 
     def _ask(self, ask: Ask) -> None:
-        self.clients[ask.client].ask(ask.path, ask.start)
+        self.clients[ask.client].ask(ask.path, ask.start, ask.generated)
 
     def _begin(self, window: Window) -> None:
         self.hub.note(f"node{window.node} {window.medium} {window.kind} begins")
@@ -250,7 +258,7 @@ class Simulation:
                     client.leave()
 
     def _newcomer(self, node: Node, space: str) -> Client:
-        client = Client(self.hub, node, space, Manners(1.0, 0.0, 0.0, 0.001, 0.001), self.counts)
+        client = Client(self.hub, node, space, Manners(1.0, 0.0, 0.0, 0.001, 0.001), self.counts, self.asked)
         self.clients.append(client)
         client.join()
         return client
@@ -287,6 +295,7 @@ class Simulation:
         for node in self.nodes:
             node.executor.close()
         self._wait("idle", STUCK_S, lambda: all(node.executor.is_idle for node in self.nodes), self._unwell)
+        self._check_written()
         for node in self.nodes:
             node.step()
             node.check_idle()
