@@ -43,7 +43,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -89,6 +89,10 @@ class Blobs:
     targets: list[memoryview]
 
 
+class UnfitError(Exception):
+    """A contender cannot take part; the message says why."""
+
+
 class Contender(Protocol):
     """One way to move blobs."""
 
@@ -122,7 +126,8 @@ class Threaded:
                 target[:] = bytes(len(target))
         with busy(is_busy):
             figures = timed(getattr(self, what), count, in_flight, size)
-        if is_checked and self.blobs.targets != self.blobs.slots:
+        pairs = zip(self.blobs.targets, self.blobs.slots, strict=True)
+        if is_checked and any(bytes(target) != bytes(slot) for target, slot in pairs):  # memoryviews compare slowly
             raise RuntimeError(f"other bytes came back. way={type(self).__name__}")
         return figures
 
@@ -135,21 +140,32 @@ class LMCache:
         from lmcache_client import LMCACHE_PYTHON, LMCacheClient
 
         if not LMCACHE_PYTHON.exists():
-            raise ImportError("lmcache")
-        adapter = lmcache_adapter(open_host_bucket(bucket))
-        self.log = Path(tempfile.mkstemp(suffix=".log", prefix="tkv-")[1])
-        try:
-            self.client = LMCacheClient(self.log, adapter, f"{PREFIX}/lmcache", blobs.form.blob_bytes, len(blobs.slots))
-        except RuntimeError:
-            sys.stderr.write(self.log.read_text()[-3000:])
-            raise
+            raise UnfitError("it is not installed. do: scripts/rivals")
+        if bucket.directory is None:
+            raise UnfitError("it needs a server of this repository. do: unset TIERED_KV_TEST_S3_ENDPOINT")
+        self.bucket = open_host_bucket(bucket)
+        self.place = tempfile.TemporaryDirectory(prefix="tkv-")
+        self.log = Path(self.place.name) / "lmcache.log"
+        adapter, size = lmcache_adapter(self.bucket), blobs.form.blob_bytes
+        with self.telling():
+            self.client = LMCacheClient(self.log, adapter, f"{PREFIX}/lmcache", size, len(blobs.slots))
 
     def timed(self, what: str, in_flight: int, *, is_busy: bool) -> dict[str, float]:
-        return self.client.timed(what, in_flight, is_busy=is_busy)
+        with self.telling():
+            return self.client.timed(what, in_flight, is_busy=is_busy)
 
     def close(self) -> None:
         self.client.close()
-        self.log.unlink()
+        self.place.cleanup()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Show the log of a process that ended by itself."""
+        try:
+            yield
+        except RuntimeError:
+            sys.stderr.write(self.log.read_text()[-3000:])
+            raise
 
 
 class Ours(Threaded):
@@ -402,7 +418,7 @@ def busy(is_wanted: bool) -> Iterator[None]:
 
 
 def make_contenders(bucket: Bucket, blobs: Blobs, in_flight: int, only: list[str]) -> dict[str, Contender]:
-    """Those that were asked for; none named: all that can be imported."""
+    """Those that were asked for; none named: all that can take part."""
     options = {"region": REGION, **bucket.credentials.options()}
     location = parse_location(bucket.uri(PREFIX), options)
     makers: dict[str, Callable[[], Contender]] = {
@@ -419,8 +435,10 @@ def make_contenders(bucket: Bucket, blobs: Blobs, in_flight: int, only: list[str
     for name in only or makers:
         try:
             contenders[name] = makers[name]()
-        except ImportError:
-            print(f"{name} is not installed: left out", file=sys.stderr)
+        except (ImportError, UnfitError) as exc:
+            if only:
+                raise
+            print(f"{name} is left out: {exc}", file=sys.stderr)
     return contenders
 
 
@@ -429,10 +447,11 @@ def measure(bucket: Bucket, mib: int, in_flight: int, options: argparse.Namespac
     blobs = make_blobs(mib, max(TOTAL_MIB // mib, in_flight))
     contenders = make_contenders(bucket, blobs, in_flight, options.only)
     size, count = blobs.form.blob_bytes, len(blobs.slots)
+    buckets = [bucket, *(one.bucket for one in contenders.values() if isinstance(one, LMCache))]
     for contender in contenders.values():  # connections, signers and the atomic-create probe are made once
         for what in ("put", "get"):
             contender.timed(what, in_flight, is_busy=False)
-    empty(bucket)
+    empty(buckets)
     for run in range(options.runs):
         names = sorted(contenders)
         for name in names[run % len(names) :] + names[: run % len(names)]:
@@ -447,21 +466,15 @@ def measure(bucket: Bucket, mib: int, in_flight: int, options: argparse.Namespac
                         is_busy,
                         contenders[name].timed(what, in_flight, is_busy=is_busy),
                     )
-                empty(bucket)
+                empty(buckets)
         report(mib, in_flight, run, "memcpy", "get", False, timed(lambda i: copy(blobs, i), count, 1, size))
     for contender in contenders.values():
         contender.close()
 
 
-def empty(bucket: Bucket) -> None:
-    """Delete what was stored, LMCache's, too."""
-    from host_bucket import HOST
-
-    bucket.empty(PREFIX)
-    with bucket.client() as client:
-        has_host_bucket = any(one["Name"] == HOST for one in client.list_buckets()["Buckets"])
-    if has_host_bucket:
-        replace(bucket, name=HOST).empty(PREFIX)
+def empty(buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.empty(PREFIX)
 
 
 def copy(blobs: Blobs, index: int) -> None:

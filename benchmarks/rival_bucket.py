@@ -41,6 +41,7 @@ from stepped import SteppedEngine
 from tiered_kv.location import parse_location
 
 SYSTEMS = ("ours", "lmcache")
+OBJECT_BYTES_LEAST = 1 << 20
 DEADLINE_S = 120.0
 POLL_S = 0.01
 """A list takes the gateway's time, too."""
@@ -56,9 +57,9 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def open_buckets(stack: ExitStack, repeats: int, systems: int) -> Buckets:
-    """A gateway with room for a row's bytes: nothing is deleted, because that would take others' time."""
-    gib = 4 + -(-(repeats + 1) * systems * BYTES // 2**30)
+def open_buckets(stack: ExitStack, size_bytes: int) -> Buckets:
+    """A gateway with room for all that a row stores: nothing is deleted, because that would take others' time."""
+    gib = 4 - (-size_bytes >> 30)
     own = ("--store=bluestore", f"--size-gib={gib}")
     return Buckets.on(stack.enter_context(open_bucket("bench", f"rivals-{os.getpid()}", own_options=own)))
 
@@ -66,7 +67,7 @@ def open_buckets(stack: ExitStack, repeats: int, systems: int) -> Buckets:
 def measure(work: Path, repeats: int, names: Sequence[str], mode: str) -> list[dict[str, Any]]:
     """Row c."""
     with ExitStack() as stack:
-        buckets = open_buckets(stack, repeats, 1 + len(SYSTEMS))
+        buckets = open_buckets(stack, (repeats + 1) * (1 + len(SYSTEMS)) * BYTES)
         subjects = [Subject("raw", RawObjects(buckets.by_path).repetition)]
         for name in SYSTEMS:
             if name in names:
@@ -114,8 +115,8 @@ class InBucket:
         return sample | {"get": loaded.total_s, "get_cpu": loaded.cpu_s}
 
     def _since(self, known: Mapping[str, int]) -> tuple[int, int]:
-        """How many objects are new, and how many bytes."""
-        new = [size for name, size in self._objects().items() if name not in known]
+        """How many objects that hold KV are new, and how many bytes."""
+        new = [size for name, size in self._objects().items() if name not in known and size >= OBJECT_BYTES_LEAST]
         return len(new), sum(new)
 
     def _wait_written(self, known: Mapping[str, int]) -> None:

@@ -272,7 +272,8 @@ def run(options: Any, work: Path, show: Show) -> None:
     if "h" in options.rows:
         names = [name for name in ("plain", *rival_bucket.SYSTEMS) if name in named]
         with ExitStack() as stack:
-            buckets = rival_bucket.open_buckets(stack, repeats, len(names))
+            stored = (repeats + 1) * len(names) * options.tokens * KV8B.kv_bytes_per_token
+            buckets = rival_bucket.open_buckets(stack, stored)
             systems = open_engines(stack, _folder(work, "h"), names, Setup(lmcache_mode=mode, buckets=buckets))
             show("h", FIRST_TOKENS, first_tokens(systems, repeats, options.tokens), rival_bucket.NOTES)
     names = [name for name in SYSTEMS if name in named]
