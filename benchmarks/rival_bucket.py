@@ -46,10 +46,7 @@ DEADLINE_S = 120.0
 POLL_S = 0.01
 """A list takes the gateway's time, too."""
 
-NOTES = (
-    "native, example: not in this row; they have no bucket.",
-    "lmcache: its client signs the bytes of a put, too; ours and raw sign the request alone.",
-)
+NOTES = ("native, example: not in this row; they have no bucket.",)
 COLUMNS = {
     "system": "system", "put_gb_per_s": "store until in the bucket, GB/s", "put_least": "least", "put_most": "most",
     "get_gb_per_s": "load, GB/s", "get_least": "least", "get_most": "most", "put_ratio": "store x roofline",
