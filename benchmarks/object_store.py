@@ -1,11 +1,13 @@
 """Blobs to and from an object store: the tier as production stacks it, against what it could be at best.
 
     python benchmarks/object_store.py [--runs N] [--mib 16 32] [--in-flight 1 4 16] [--busy] [--only ours http]
+    python benchmarks/object_store.py --goals
 
 Starts its own S3 server (scripts/s3-server, bluestore), or uses TIERED_KV_TEST_S3_ENDPOINT with AWS_* and the bucket
 TIERED_KV_TEST_S3_BUCKET; deletes what it stores as it goes and needs about 2 GB of disk and 1.5 GB of memory. Prints
 a table and writes build/object_store.json. Medians; in every run all contenders take their turn, in changing order,
-because the server on the same machine takes most of it.
+because the server on the same machine takes most of it. What was got is compared, every byte, except s3fs' (which gives
+no memory of ours back).
 
     ours      VerifiedTier(ObjectTier(ObjectStore)): a get ends with verified bytes in a page-aligned slot, a put starts
               from one and creates conditionally
@@ -14,10 +16,14 @@ because the server on the same machine takes most of it.
     s3fs      the same client settings; pipe_file of bytes that lie ready, cat_file to new bytes, one request each
     obstore   if it is installed (pip install obstore), unsigned payload: put from the slot, get copied into it
     crt       if it is installed (pip install awscrt): the library below LMCache's S3 tier, one request per blob
+    lmcache   LMCache's own S3 adapter, in a process of its environment (scripts/rivals makes that), with 4 threads
     http      http.client on presigned URLs, no checks: what the server and the network give
     memcpy    slot to slot, one thread
 
 With --busy a thread computes in pure Python all the while, as a scheduler does; CPU figures then mean nothing.
+
+With --goals ours, lmcache and http take their turns, idle and beside a busy thread, and a second table says for 16 and
+32 MiB what was wanted and what was reached. About 4 minutes on 2 cores.
 """
 
 import argparse
@@ -32,6 +38,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,8 +70,12 @@ NAMESPACE = bytes(16)
 PREFIX = f"benchmark-{os.getpid()}"
 """Of everything that this run stores in the bucket."""
 
-WAYS = ("ours", "store", "loop", "s3fs", "obstore", "crt", "http")
+WAYS = ("ours", "store", "loop", "s3fs", "obstore", "crt", "lmcache", "http")
+GOAL_WAYS = ("ours", "lmcache", "http")
 TOTAL_MIB = 256
+CPU_S_PER_GB_MAX = {"get": 0.45, "put": 0.30}
+HTTP_SHARE_LEAST = 0.95
+LMCACHE_SHARE_LEAST = 1.0
 TIMEOUT_S = 120.0
 
 
@@ -78,17 +89,86 @@ class Blobs:
     targets: list[memoryview]
 
 
+class UnfitError(Exception):
+    """A contender cannot take part; the message says why."""
+
+
 class Contender(Protocol):
-    """One way to move a blob; ``index`` says which blob, any thread may ask for any."""
+    """One way to move blobs."""
 
-    def put(self, index: int) -> None: ...
-
-    def get(self, index: int) -> None: ...
+    def timed(self, what: str, in_flight: int, *, is_busy: bool) -> dict[str, float]:
+        """Put or get them all: ``gb_per_s`` and ``cpu_s_per_gb``."""
 
     def close(self) -> None: ...
 
 
-class Ours:
+class Threaded:
+    """A way that moves one blob in the calling thread; ``index`` says which, any thread may ask for any."""
+
+    blobs: Blobs
+    gives_targets = True
+    """What is got lies in the blobs' targets."""
+
+    def put(self, index: int) -> None:
+        raise NotImplementedError
+
+    def get(self, index: int) -> None:
+        raise NotImplementedError
+
+    def timed(self, what: str, in_flight: int, *, is_busy: bool) -> dict[str, float]:
+        size, count, is_checked = (
+            self.blobs.form.blob_bytes,
+            len(self.blobs.slots),
+            what == "get" and self.gives_targets,
+        )
+        if is_checked:
+            for target in self.blobs.targets:
+                target[:] = bytes(len(target))
+        with busy(is_busy):
+            figures = timed(getattr(self, what), count, in_flight, size)
+        pairs = zip(self.blobs.targets, self.blobs.slots, strict=True)
+        if is_checked and any(bytes(target) != bytes(slot) for target, slot in pairs):  # memoryviews compare slowly
+            raise RuntimeError(f"other bytes came back. way={type(self).__name__}")
+        return figures
+
+
+class LMCache:
+    """LMCache's client in its own process; its blobs are its own, of the same size."""
+
+    def __init__(self, bucket: Bucket, blobs: Blobs) -> None:
+        from host_bucket import lmcache_adapter, open_host_bucket
+        from lmcache_client import LMCACHE_PYTHON, LMCacheClient
+
+        if not LMCACHE_PYTHON.exists():
+            raise UnfitError("it is not installed. do: scripts/rivals")
+        if bucket.directory is None:
+            raise UnfitError("it needs a server of this repository. do: unset TIERED_KV_TEST_S3_ENDPOINT")
+        self.bucket = open_host_bucket(bucket)
+        self.place = tempfile.TemporaryDirectory(prefix="tkv-")
+        self.log = Path(self.place.name) / "lmcache.log"
+        adapter, size = lmcache_adapter(self.bucket), blobs.form.blob_bytes
+        with self.telling():
+            self.client = LMCacheClient(self.log, adapter, f"{PREFIX}/lmcache", size, len(blobs.slots))
+
+    def timed(self, what: str, in_flight: int, *, is_busy: bool) -> dict[str, float]:
+        with self.telling():
+            return self.client.timed(what, in_flight, is_busy=is_busy)
+
+    def close(self) -> None:
+        self.client.close()
+        self.place.cleanup()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Show the log of a process that ended by itself."""
+        try:
+            yield
+        except RuntimeError:
+            sys.stderr.write(self.log.read_text()[-3000:])
+            raise
+
+
+class Ours(Threaded):
     def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
         store = ObjectStore(location, timeout_s=TIMEOUT_S, concurrency=in_flight)
         self.tier = VerifiedTier(ObjectTier(store), lambda _: blobs.form)
@@ -112,7 +192,7 @@ class Loop(Ours):
             self.put(0)  # the way of bodies is chosen with the first one
 
 
-class Store:
+class Store(Threaded):
     def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
         self.store = ObjectStore(location, timeout_s=TIMEOUT_S, concurrency=in_flight)
         self.blobs = blobs
@@ -127,7 +207,7 @@ class Store:
         self.store.close()
 
 
-class Crt:
+class Crt(Threaded):
     def __init__(self, bucket: Bucket, location: Location, blobs: Blobs) -> None:
         from awscrt import auth, s3
 
@@ -171,13 +251,16 @@ class Crt:
         """Its connections go with the object."""
 
 
-class S3fs:
+class S3fs(Threaded):
+    gives_targets = False
+
     def __init__(self, location: Location, blobs: Blobs, in_flight: int) -> None:
         import s3fs
 
         options = s3_options(location, TIMEOUT_S, in_flight) | {"asynchronous": False}
         self.filesystem: Any = s3fs.S3FileSystem(**options)
         self.root = location.path
+        self.blobs = blobs
         self.size = len(blobs.slots[0])
         self.ready = [bytes(slot) for slot in blobs.slots]
 
@@ -193,7 +276,7 @@ class S3fs:
         """fsspec closes its connections with the object."""
 
 
-class Obstore:
+class Obstore(Threaded):
     def __init__(self, bucket: Bucket, location: Location, blobs: Blobs) -> None:
         from obstore.store import S3Store
 
@@ -220,7 +303,7 @@ class Obstore:
         """Its connections go with the object."""
 
 
-class Http:
+class Http(Threaded):
     def __init__(self, bucket: Bucket, location: Location, blobs: Blobs) -> None:
         self.blobs = blobs
         self.connections = threading.local()
@@ -335,7 +418,7 @@ def busy(is_wanted: bool) -> Iterator[None]:
 
 
 def make_contenders(bucket: Bucket, blobs: Blobs, in_flight: int, only: list[str]) -> dict[str, Contender]:
-    """Those that were asked for; none named: all that can be imported."""
+    """Those that were asked for; none named: all that can take part."""
     options = {"region": REGION, **bucket.credentials.options()}
     location = parse_location(bucket.uri(PREFIX), options)
     makers: dict[str, Callable[[], Contender]] = {
@@ -346,13 +429,16 @@ def make_contenders(bucket: Bucket, blobs: Blobs, in_flight: int, only: list[str
         "http": lambda: Http(bucket, location, blobs),
         "obstore": lambda: Obstore(bucket, location, blobs),
         "crt": lambda: Crt(bucket, location, blobs),
+        "lmcache": lambda: LMCache(bucket, blobs),
     }
     contenders = {}
     for name in only or makers:
         try:
             contenders[name] = makers[name]()
-        except ImportError:
-            print(f"{name} is not installed: left out", file=sys.stderr)
+        except (ImportError, UnfitError) as exc:
+            if only:
+                raise
+            print(f"{name} is left out: {exc}", file=sys.stderr)
     return contenders
 
 
@@ -361,21 +447,34 @@ def measure(bucket: Bucket, mib: int, in_flight: int, options: argparse.Namespac
     blobs = make_blobs(mib, max(TOTAL_MIB // mib, in_flight))
     contenders = make_contenders(bucket, blobs, in_flight, options.only)
     size, count = blobs.form.blob_bytes, len(blobs.slots)
+    buckets = [bucket, *(one.bucket for one in contenders.values() if isinstance(one, LMCache))]
     for contender in contenders.values():  # connections, signers and the atomic-create probe are made once
-        contender.put(0)
-        contender.get(0)
-    bucket.empty(PREFIX)
+        for what in ("put", "get"):
+            contender.timed(what, in_flight, is_busy=False)
+    empty(buckets)
     for run in range(options.runs):
         names = sorted(contenders)
         for name in names[run % len(names) :] + names[: run % len(names)]:
-            for what in ("put", "get"):
-                with busy(options.busy):
-                    figures = timed(getattr(contenders[name], what), count, in_flight, size)
-                report(mib, in_flight, run, name, what, figures)
-            bucket.empty(PREFIX)
-        report(mib, in_flight, run, "memcpy", "get", timed(lambda i: copy(blobs, i), count, 1, size))
+            for is_busy in options.busy:
+                for what in ("put", "get"):
+                    report(
+                        mib,
+                        in_flight,
+                        run,
+                        name,
+                        what,
+                        is_busy,
+                        contenders[name].timed(what, in_flight, is_busy=is_busy),
+                    )
+                empty(buckets)
+        report(mib, in_flight, run, "memcpy", "get", False, timed(lambda i: copy(blobs, i), count, 1, size))
     for contender in contenders.values():
         contender.close()
+
+
+def empty(buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.empty(PREFIX)
 
 
 def copy(blobs: Blobs, index: int) -> None:
@@ -399,10 +498,43 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def ratio(speeds: dict[tuple[str, int], float], way: str) -> str:
-    """The median of a way's speed to plain HTTP's, run by run."""
-    runs = {run for name, run in speeds if name == way} & {run for name, run in speeds if name == "http"}
-    return f"{statistics.median(speeds[way, run] / speeds['http', run] for run in runs):.2f}" if runs else "-"
+def ratio(speeds: dict[tuple[str, int], float], way: str, other: str = "http") -> str:
+    """The median of a way's speed to another's, run by run."""
+    runs = {run for name, run in speeds if name == way} & {run for name, run in speeds if name == other}
+    return f"{statistics.median(speeds[way, run] / speeds[other, run] for run in runs):.2f}" if runs else "-"
+
+
+def goals(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was wanted and what was reached, cell by cell: medians, of ratios run by run."""
+    rows: list[dict[str, Any]] = []
+    for mib, in_flight, what, is_busy in sorted({(r["mib"], r["in_flight"], r["what"], r["busy"]) for r in results}):
+        cell = [
+            r for r in results if (r["mib"], r["in_flight"], r["what"], r["busy"]) == (mib, in_flight, what, is_busy)
+        ]
+        ours = [r["cpu_s_per_gb"] for r in cell if r["way"] == "ours"]
+        if not ours:
+            continue  # memcpy alone
+        about = {"mib": mib, "in_flight": in_flight, "what": what, "busy": is_busy}
+        speeds = {(r["way"], r["run"]): r["gb_per_s"] for r in cell}
+        for other, least in (("lmcache", LMCACHE_SHARE_LEAST), ("http", HTTP_SHARE_LEAST)):
+            reached = ratio(speeds, "ours", other)
+            if reached != "-":
+                row = {"goal": f"of {other}'s GB/s", "wanted": f">= {least:g}", "reached": float(reached)}
+                rows.append({**about, **row, "is_met": float(reached) >= least})
+        if not is_busy:
+            reached_s, most = round(statistics.median(ours), 2), CPU_S_PER_GB_MAX[what]
+            row = {"goal": "CPU-s/GB", "wanted": f"<= {most:g}", "reached": reached_s, "is_met": reached_s <= most}
+            rows.append({**about, **row})
+    return rows
+
+
+def goal_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = ["| MiB | in flight | | beside | goal | wanted | reached | |", "|---" * 8 + "|"]
+    for row in rows:
+        beside, met = "a busy thread" if row["busy"] else "nothing", "met" if row["is_met"] else "**missed**"
+        cells = (row["mib"], row["in_flight"], row["what"], beside, row["goal"], row["wanted"], row["reached"], met)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
 
 
 def machine(bucket: Bucket) -> dict[str, object]:
@@ -425,17 +557,27 @@ def machine(bucket: Bucket) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--mib", type=int, nargs="+", default=[4, 16, 32])
+    parser.add_argument("--runs", type=int, help="default: 5, with --goals 3")
+    parser.add_argument("--mib", type=int, nargs="+", help="default: 4 16 32, with --goals 16 32")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--busy", action="store_true", help="beside a thread that computes in pure Python")
     parser.add_argument("--only", nargs="+", default=[], choices=WAYS)
+    parser.add_argument("--goals", action="store_true", help="ours, lmcache and http, idle and busy, against the goals")
     options = parser.parse_args()
+    if options.goals and (options.busy or options.only):
+        parser.error("--goals chooses who takes part and what beside: leave out --busy and --only")
+    options.runs = options.runs or (3 if options.goals else 5)
+    options.mib = options.mib or ([16, 32] if options.goals else [4, 16, 32])
+    options.only = list(GOAL_WAYS) if options.goals else options.only
+    options.busy = [False, True] if options.goals else [options.busy]
     results: list[dict[str, Any]] = []
 
-    def report(mib: int, in_flight: int, run: int, way: str, what: str, figures: dict[str, float]) -> None:
-        results.append({"mib": mib, "in_flight": in_flight, "run": run, "way": way, "what": what, **figures})
-        shown = f"{figures['gb_per_s']:6.2f} GB/s {figures['cpu_s_per_gb']:6.2f} CPU-s/GB"
+    def report(
+        mib: int, in_flight: int, run: int, way: str, what: str, is_busy: bool, figures: dict[str, float]
+    ) -> None:
+        about = {"mib": mib, "in_flight": in_flight, "run": run, "way": way, "what": what, "busy": is_busy}
+        results.append({**about, **figures})
+        shown = f"{figures['gb_per_s']:6.2f} GB/s {figures['cpu_s_per_gb']:6.2f} CPU-s/GB{' busy' if is_busy else ''}"
         print(f"{mib:3} MiB {in_flight:2} in flight  run {run}  {way:8} {what}  {shown}", flush=True)
 
     with open_bucket("bench", PREFIX, own_options=OWN_SERVER) as bucket:
@@ -443,13 +585,17 @@ def main() -> None:
             for in_flight in options.in_flight:
                 measure(bucket, mib, in_flight, options, report)
         facts = machine(bucket)
-    lines = table(results)
-    print("\nGB/s and CPU-s per GB of the client, medians:\n")
-    print("\n".join(lines))
+    for is_busy in options.busy:
+        beside = " beside a busy thread" if is_busy else ""
+        print(f"\nGB/s and CPU-s per GB of the client{beside}, medians:\n")
+        print("\n".join(table([r for r in results if r["busy"] == is_busy])))
+    reached = goals(results) if options.goals else []
+    if reached:
+        print("\n" + "\n".join(goal_table(reached)))
     target = REPOSITORY / "build" / "object_store.json"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
-    print(json.dumps({"machine": facts, "file": str(target.relative_to(REPOSITORY))}))
+    target.write_text(json.dumps({"machine": facts, "results": results, "goals": reached}, indent=1) + "\n")
+    print(json.dumps({"machine": facts, "goals": reached, "file": str(target.relative_to(REPOSITORY))}))
 
 
 if __name__ == "__main__":

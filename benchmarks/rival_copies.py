@@ -101,7 +101,7 @@ class Subject:
 def host(work: Path, repeats: int, names: Sequence[str]) -> list[dict[str, Any]]:
     """Row a; LMCache in both of its transfer modes."""
     with ExitStack() as stack:
-        start = _starts(work)
+        start = starts(work)
         roofline = start("memcpy", None)
         stack.callback(roofline.close)
         subjects = [Subject("memcpy", partial(_copied, roofline))]
@@ -112,8 +112,10 @@ def host(work: Path, repeats: int, names: Sequence[str]) -> list[dict[str, Any]]
         if "lmcache" in names:
             system = open_system(stack, work, LMCACHE_ENGINE, start, Setup(HOST_GIB, "engine_driven"))
             subjects.append(Subject(LMCACHE_ENGINE, partial(_hosted, system)))
-        _take_turns(subjects, repeats)
-    rows = [_row(one, ("free", "loadable", "load"), {"store_cpu": "loadable", "load_cpu": "load"}) for one in subjects]
+        take_turns(subjects, repeats)
+    rows = [
+        row_of(one, ("free", "loadable", "load"), {"store_cpu": "loadable", "load_cpu": "load"}) for one in subjects
+    ]
     for row in rows:
         for what in ("loadable", "load"):
             row[f"{what}_ratio"] = round(row[f"{what}_gb_per_s"] / rows[0][f"{what}_gb_per_s"], 3)
@@ -129,17 +131,18 @@ def disk(work: Path, repeats: int, names: Sequence[str], mode: str) -> list[dict
         Subject("raw, buffered", RawFiles(raw, 0).repetition),
     ]
     with ExitStack() as stack:
-        start = _starts(work)
+        start = starts(work)
         for name in (*SYSTEMS, "example"):
             if name in names:
                 system = open_system(stack, work, name, start, Setup(HOST_GIB, mode, OURS))
                 subjects.append(Subject(name, OnDisk(system).repetition))
-        _take_turns(subjects, repeats)
+        take_turns(subjects, repeats)
     cpu = {"store_cpu": "disk", "cold_cpu": "cold", "warm_cpu": "warm"}
-    return [_row(one, ("disk", "cold", "warm"), cpu) for one in subjects]
+    return [row_of(one, ("disk", "cold", "warm"), cpu) for one in subjects]
 
 
-def _starts(work: Path) -> Callable[..., SteppedEngine]:
+def starts(work: Path) -> Callable[..., SteppedEngine]:
+    """Starts engines of this row's KV, with a log each."""
     build_model(MODEL, shape=SHAPE)
 
     def start(name: str, transfer: Mapping[str, Any] | None, **more: Any) -> SteppedEngine:
@@ -151,7 +154,8 @@ def _starts(work: Path) -> Callable[..., SteppedEngine]:
     return start
 
 
-def _take_turns(subjects: Sequence[Subject], repeats: int) -> None:
+def take_turns(subjects: Sequence[Subject], repeats: int) -> None:
+    """Take a sample of each in every repetition."""
     for number in range(repeats + 1):
         for one in turned(subjects, number):
             sample = one.repetition(SEED + number)
@@ -297,7 +301,7 @@ def disk_read_bytes() -> int:
     return sum(int(path.read_text().split()[2]) * 512 for path in statistics_files)
 
 
-def _row(subject: Subject, figures: Sequence[str], cpu: Mapping[str, str]) -> dict[str, Any]:
+def row_of(subject: Subject, figures: Sequence[str], cpu: Mapping[str, str]) -> dict[str, Any]:
     """GB/s of each figure that the subject has, and CPU seconds for a GB."""
     row: dict[str, Any] = {"system": subject.name}
     for what in figures:

@@ -6,6 +6,8 @@ lmcache   LMCacheMPConnector and its server, over host memory and ``fs_native`` 
 native    vLLM's OffloadingConnector: its host memory and ``fs`` tiers, with a thread of ours in place of the
           GPU's copies (``tests/kit/vllm/host_offloading.py``): vLLM itself refuses the CPU build
 example   vLLM's ExampleConnector: a file per layer; its "memory" is the page cache
+
+With ``Setup.buckets`` ours and lmcache have a bucket each, of one gateway, in place of disk.
 """
 
 import contextlib
@@ -19,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,11 +29,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
 from end_to_end import evict  # noqa: E402  # beside this script
+from host_bucket import lmcache_adapter, object_sizes, open_host_bucket  # noqa: E402
 from processes import tree  # noqa: E402
+from s3_service import REGION, Bucket  # noqa: E402
 from serving import ServedEngine, ours  # noqa: E402
 
 from tests.kit.ports import free_port  # noqa: E402
 from tests.kit.server.probe import server_pid  # noqa: E402
+from tiered_kv.config import Config  # noqa: E402
 
 LMCACHE_PYTHON = REPOSITORY / ".cache" / "lmcache" / "bin" / "python"
 LMCACHE_ENGINE = "lmcache engine_driven"
@@ -56,14 +62,16 @@ class System(Generic[Engine]):
 
     Attributes:
         folder: Where its files are; None: it has none.
+        objects: Sizes of its objects in its bucket, by name; None: it has none.
         empty_memory: Empties its memory tier.
-        wait_stored: Waits until what was computed is on disk.
+        wait_stored: Waits until what was computed is on disk, or in the bucket.
         helpers: Pids of its processes besides the engine's.
     """
 
     name: str
     engine: Engine
     folder: Path | None = None
+    objects: Callable[[], Mapping[str, int]] | None = None
     empty_memory: Callable[[], object] = lambda: None
     wait_stored: Callable[[], object] = lambda: None
     helpers: Callable[[], Sequence[int]] = tuple
@@ -81,11 +89,25 @@ class Setup:
         host_gib: Host memory of each.
         lmcache_mode: LMCache's transfer mode.
         ours: More settings of ours.
+        buckets: What stores in place of disk.
     """
 
     host_gib: float = 1.5
     lmcache_mode: str = "lmcache_driven"
     ours: Mapping[str, Any] = field(default_factory=dict)
+    buckets: "Buckets | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Two on one gateway: ``by_path`` for whoever can name it so, ``by_host`` for LMCache."""
+
+    by_path: Bucket
+    by_host: Bucket
+
+    @classmethod
+    def on(cls, bucket: Bucket) -> "Buckets":
+        return cls(bucket, open_host_bucket(bucket))
 
 
 def open_system(
@@ -110,25 +132,46 @@ def _started(stack: ExitStack, engine: Engine) -> Engine:
 
 def _open_ours(stack: ExitStack, work: Path, name: str, start: Start[Engine], setup: Setup) -> System[Engine]:
     root = work / name / "cache"
-    settings = {"storage_uri": root.as_uri(), "disk_bytes": "8GiB", "host_bytes": f"{setup.host_gib}GiB"}
-    engine = _started(stack, start(name, ours(settings | {"strict": True} | dict(setup.ours))))
+    settings: dict[str, Any] = {"host_bytes": f"{setup.host_gib}GiB", "strict": True, **setup.ours}
+    objects = None
+    if setup.buckets is None:
+        settings |= {"storage_uri": root.as_uri(), "disk_bytes": "8GiB"}
+    else:
+        bucket, prefix = setup.buckets.by_path, f"{name}-{os.getpid()}"
+        options = {"region": REGION, **bucket.credentials.options()}
+        settings |= {"storage_uri": bucket.uri(prefix), "storage_options": options}
+        root = Config(storage_uri=settings["storage_uri"], storage_options=options).server_directory()
+        objects = partial(object_sizes, bucket, f"{prefix}/")
+    engine = _started(stack, start(name, ours(settings)))
     return System(
         name,
         engine,
-        root,
+        root if objects is None else None,
+        objects,
         lambda: evict(root, "host"),
-        lambda: until_still(root),  # what vLLM has not handed over yet is in no figure of the server
+        lambda: until_still(objects or root),  # what vLLM has not handed over yet is in no figure of the server
         lambda: [server_pid(root)],
     )
 
 
 def _open_lmcache(stack: ExitStack, work: Path, name: str, start: Start[Engine], setup: Setup) -> System[Engine]:
     folder, mode = work / name, setup.lmcache_mode
-    server = stack.enter_context(lmcache_server(folder, work / f"{name}-server.log", mode, setup.host_gib))
+    objects, adapter = None, {"type": "fs_native", "base_path": str(folder), "num_workers": 4}
+    if setup.buckets is not None:
+        objects, adapter = partial(object_sizes, setup.buckets.by_host), lmcache_adapter(setup.buckets.by_host)
+    server = stack.enter_context(lmcache_server(adapter, work / f"{name}-server.log", mode, setup.host_gib))
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port, "lmcache.mp.mp_transfer_mode": mode}
     transfer = _transfer("LMCacheMPConnector", extra)
     engine = _started(stack, start(name, transfer, python=LMCACHE_PYTHON, environment=QUIET))
-    return System(name, engine, folder, server.clear, lambda: until_still(folder), lambda: tree(server.pid))
+    return System(
+        name,
+        engine,
+        folder if objects is None else None,
+        objects,
+        server.clear,
+        lambda: until_still(objects or folder),
+        lambda: tree(server.pid),
+    )
 
 
 def _open_native(stack: ExitStack, work: Path, name: str, start: Start[Engine], setup: Setup) -> System[Engine]:
@@ -142,7 +185,7 @@ def _open_native(stack: ExitStack, work: Path, name: str, start: Start[Engine], 
     }
     here = {"PYTHONPATH": str(REPOSITORY)}
     engine = _started(stack, start(name, _transfer("OffloadingConnector", extra), environment=here))
-    return System(name, engine, folder, engine.forget_connectors, lambda: until_still(folder))
+    return System(name, engine, folder, empty_memory=engine.forget_connectors, wait_stored=lambda: until_still(folder))
 
 
 def _open_example(stack: ExitStack, work: Path, name: str, start: Start[Engine], _: Setup) -> System[Engine]:
@@ -164,17 +207,17 @@ def _transfer(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": dict(extra)}
 
 
-def until_still(folder: Path) -> None:
-    """Wait until nothing was written into a folder for a while: how one waits for a system that does not say."""
+def until_still(place: Path | Callable[[], Mapping[str, int]]) -> None:
+    """Wait until nothing was written into a folder, or a bucket, for a while: how one waits for what does not say."""
     deadline_s, before, since_s = time.monotonic() + DEADLINE_S, -1, time.monotonic()
     while time.monotonic() < deadline_s:
-        size = sum(sizes(folder))
+        size = sum(sizes(place) if isinstance(place, Path) else place().values())
         if size != before:
             before, since_s = size, time.monotonic()
         elif time.monotonic() - since_s > STILL_S:
             return
         time.sleep(0.05)
-    raise TimeoutError(f"never still. folder={folder}")
+    raise TimeoutError(f"never still. place={place}")
 
 
 def sizes(folder: Path) -> list[int]:
@@ -209,14 +252,13 @@ class LMCacheServer:
 
 
 @contextmanager
-def lmcache_server(folder: Path, log: Path, mode: str, host_gib: float) -> Iterator[LMCacheServer]:
-    """LMCache's server over host memory and ``fs_native``, as long as the ``with`` block."""
+def lmcache_server(adapter: Mapping[str, object], log: Path, mode: str, host_gib: float) -> Iterator[LMCacheServer]:
+    """LMCache's server over host memory and what ``adapter`` says, as long as the ``with`` block."""
     port, http = free_port(), free_port()
-    adapter = {"type": "fs_native", "base_path": str(folder), "num_workers": 4}
     command = [
         *(str(LMCACHE_PYTHON), "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)),
         *("--http-host", "127.0.0.1", "--http-port", str(http), "--chunk-size", "256"),
-        *("--l1-size-gb", str(host_gib), "--eviction-policy", "LRU", "--l2-adapter", json.dumps(adapter)),
+        *("--l1-size-gb", str(host_gib), "--eviction-policy", "LRU", "--l2-adapter", json.dumps(dict(adapter))),
         *("--supported-transfer-mode", mode),
     ]
     if mode == "engine_driven":  # its best options; shared memory excludes lazy allocation

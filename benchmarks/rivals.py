@@ -4,19 +4,22 @@
 
     a   256 MiB of KV between vLLM's blocks and host memory
     b   the same to disk and back, cold and in the page cache
+    c   the same to a bucket and back
     d   what a lookup of 128k tokens costs the scheduler's thread, and when its answer is there
     e   first tokens of a real vLLM: computed, from memory, from cold disk
     f   batches with nothing to hit, each system in pairs beside plain vLLM
     g   memory beyond plain vLLM and the host tier, and packages that a vLLM environment does not have
+    h   as e, with a bucket in place of disk
 
-The systems are those of ``rival_systems.py``. Rows e, f and g have engines on CPU, each an engine core in a process of
-its own, with a small model whose KV is as large as that of an 8B model (32 layers, 8 KV heads of 128, bfloat16: 128 KiB
-a token) and 1 GiB of paged KV. The other rows step vLLM without computing (``stepped.py``).
+The systems are those of ``rival_systems.py``. Rows e, f, g and h have engines on CPU, each an engine core in a process
+of its own, with a small model whose KV is as large as that of an 8B model (32 layers, 8 KV heads of 128, bfloat16:
+128 KiB a token) and 1 GiB of paged KV. The other rows step vLLM without computing (``stepped.py``).
 
 In row e a repetition takes one prompt that nobody saw through all of them, in an order that turns by one each time:
 computed, from memory (vLLM's own prefix cache emptied before; plain's stays), from cold disk (memory tiers emptied,
-pages dropped). Every answer's token and log-probability are compared with those of the computed one. In row f a batch
-of a system and one of plain's follow each other, every other pair begins with it; above 1 it was faster than plain.
+pages dropped). Row h has plain, ours and lmcache, with a gateway of this repository (scripts/s3-server) on the same
+cores. Every answer's token and log-probability are compared with those of the computed one. In row f a batch of a
+system and one of plain's follow each other, every other pair begins with it; above 1 it was faster than plain.
 
 In all rows the first repetition is not counted; medians with the least and the most. Each row prints its table and
 writes build/rivals_ROW.json. What is unfair stands in docs/performance.md.
@@ -35,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_report as report
+import rival_bucket
 import rival_copies
 import rival_lookups
 
@@ -63,7 +67,7 @@ KV8B = ModelShape(
     head_std=0.18,
 )
 SYSTEMS = ("plain", "ours", "lmcache", "native", "example")
-CASES = ("computed", "memory", "disk")
+CASES = ("computed", "memory", "disk", "bucket")
 FIRST_TOKENS = {
     "system": "system", "case": "case", "ms": "ms", "least": "least", "most": "most", "beside_plain": "x plain's own",
     "beside_ours": "ours / it", "cached_tokens": "tokens not computed", "differs": "most difference of logprob",
@@ -108,7 +112,7 @@ class FirstTokens:
         """Take a prompt through all cases."""
         self.system.engine.forget()
         expected = self.note("computed", prompt, None)
-        if self.system.folder is None:
+        if self.system.folder is None and self.system.objects is None:
             self.note("memory", prompt, expected)
             return
         self.system.wait_stored()
@@ -117,8 +121,11 @@ class FirstTokens:
         self.system.wait_stored()
         self.system.engine.forget()
         self.system.empty_memory()
-        drop([path for path in self.system.folder.rglob("*") if path.is_file()])
-        self.note("disk", prompt, expected)
+        if self.system.folder is not None:
+            drop([path for path in self.system.folder.rglob("*") if path.is_file()])
+            self.note("disk", prompt, expected)
+        else:
+            self.note("bucket", prompt, expected)
         self.system.wait_stored()
 
     def forget_figures(self) -> None:
@@ -126,7 +133,7 @@ class FirstTokens:
         self.taken_ms, self.cached, self.differs = {}, {}, {}
 
 
-def open_engines(stack: ExitStack, work: Path, names: Sequence[str], mode: str) -> list[System[ServedEngine]]:
+def open_engines(stack: ExitStack, work: Path, names: Sequence[str], setup: Setup) -> list[System[ServedEngine]]:
     """Start real engines, one after the other."""
     build_model(MODEL, shape=KV8B)
 
@@ -135,11 +142,11 @@ def open_engines(stack: ExitStack, work: Path, names: Sequence[str], mode: str) 
         options = {"model": str(MODEL), "dtype": "bfloat16", **more}
         return ServedEngine(work / f"{name}.log", transfer, environment=space, **options)
 
-    return [open_system(stack, work, name, start, Setup(lmcache_mode=mode)) for name in names]
+    return [open_system(stack, work, name, start, setup) for name in names]
 
 
 def first_tokens(systems: Sequence[System[ServedEngine]], repeats: int, tokens: int) -> list[dict[str, Any]]:
-    """Row e."""
+    """Rows e and h."""
     timed = [FirstTokens(system) for system in systems]
     for number, prompt in enumerate(prompts(9, repeats + 1, tokens)):
         for one in turned(timed, number):
@@ -240,7 +247,7 @@ def _needed(python: Path | str, root: str) -> dict[str, dict[str, Any]]:
 
 
 ENGINE_ROWS = ("e", "f", "g")
-ROWS = ("a", "b", "d", *ENGINE_ROWS)
+ROWS = ("a", "b", "c", "d", *ENGINE_ROWS, "h")
 
 
 Show = Callable[[str, Mapping[str, str], list[dict[str, Any]], Sequence[str]], None]
@@ -256,14 +263,24 @@ def run(options: Any, work: Path, show: Show) -> None:
     if "b" in options.rows:
         rows = rival_copies.disk(_folder(work, "b"), repeats, named, mode)
         show("b", rival_copies.DISK_COLUMNS, rows, ())
+    if "c" in options.rows:
+        rows = rival_bucket.measure(_folder(work, "c"), repeats, named, mode)
+        show("c", rival_bucket.COLUMNS, rows, rival_bucket.NOTES)
     if "d" in options.rows:
         rows = rival_lookups.measure(_folder(work, "d"), repeats, named, mode)
         show("d", rival_lookups.COLUMNS, rows, rival_lookups.NOTES)
+    if "h" in options.rows:
+        names = [name for name in ("plain", *rival_bucket.SYSTEMS) if name in named]
+        with ExitStack() as stack:
+            stored = (repeats + 1) * len(names) * options.tokens * KV8B.kv_bytes_per_token
+            buckets = rival_bucket.open_buckets(stack, stored)
+            systems = open_engines(stack, _folder(work, "h"), names, Setup(lmcache_mode=mode, buckets=buckets))
+            show("h", FIRST_TOKENS, first_tokens(systems, repeats, options.tokens), rival_bucket.NOTES)
     names = [name for name in SYSTEMS if name in named]
     if not set(ENGINE_ROWS) & set(options.rows):
         return
     with ExitStack() as stack:
-        systems = open_engines(stack, work, names, mode)
+        systems = open_engines(stack, work, names, Setup(lmcache_mode=mode))
         if "e" in options.rows:
             show("e", FIRST_TOKENS, first_tokens(systems, repeats, options.tokens), NOTES)
         if "f" in options.rows:
@@ -283,7 +300,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--pairs", type=int, default=12, help="row f: batches of each system")
-    parser.add_argument("--tokens", type=int, default=2_064, help="rows e and g: of a prompt")
+    parser.add_argument("--tokens", type=int, default=2_064, help="rows e, g and h: of a prompt")
     parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="who takes part, where a row has it"
     )

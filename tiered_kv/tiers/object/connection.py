@@ -397,7 +397,7 @@ class ConnectionPool:
 
     def _start_watch(self) -> None:
         try:
-            threading.Thread(target=self._watch, name="object-store-idle", daemon=True).start()
+            threading.Thread(target=self._watch, name="idle-connections", daemon=True).start()
         except RuntimeError:  # no thread can be had now: ``take`` looks as well, and the next one given tries again
             with self._lock:
                 self._is_watched = False
