@@ -87,14 +87,15 @@ def test_a_prompt_named_by_its_tokens_is_prefetched_and_pinned(hints, root: Path
 def test_a_session_is_prefetched_pinned_and_released_by_its_name_and_tag(hints, root: Path) -> None:
     one, port = hints
     tag = tag_digest("tenant-a")
-    session = session_name("run-17", tag)
+    session = session_name("run-17", tag, "pepper")
     one.store(6)
     wait_written(root)
     one.client.tell_state(session, tag, one.keys(6).keys[-1])
     wait_for(lambda: counted(root, "session_states") == 1, "the state")
     churn(one)
-    mine = {"session_id": "run-17", "tag": "tenant-a"}
-    assert post(port, "/prefetch", {"session_id": "run-17"})[0] == 404, "another tenant's"
+    mine = {"session_id": "run-17", "tag": "tenant-a", "cache_salt": "pepper"}
+    for missing in ("tag", "cache_salt"):
+        assert post(port, "/prefetch", mine | {missing: None})[0] == 404, "another tenant's"
     assert post(port, "/prefetch", mine) == (202, {"action": "prefetch", "chunks": 6})
     assert one.hits(6, session=session) == 6
     files = len(list((root / "blobs").glob("*/*/*.safetensors")))

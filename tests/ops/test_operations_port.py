@@ -1,16 +1,21 @@
 """Metrics, health and readiness over HTTP: what they say, also when the server is busy, starting or gone."""
 
+import contextlib
 import socket
 import tempfile
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit.samples.figures import server, tier
+from tests.kit.server.probe import wait_for
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.metrics.figures import ServerFigures
 from tiered_kv.server import http
@@ -165,3 +170,115 @@ def test_a_server_that_is_silent_is_not_ready_at_once_and_not_healthy_after_a_mi
     assert fetch(beside(metrics, "/healthz"))[0] == 200
     asked.now_s += 2
     assert fetch(beside(metrics, "/healthz"))[0] == 503
+
+
+# -- who only holds connections ----------------------------------------------------------------------------------------
+
+
+def address(metrics: OperationsPort) -> tuple[str, int]:
+    return "127.0.0.1", int(metrics.url.rpartition(":")[2].partition("/")[0])
+
+
+def handlers() -> int:
+    """Threads of connections."""
+    return sum("process_request_thread" in one.name for one in threading.enumerate())
+
+
+@pytest.fixture
+def silent(metrics: OperationsPort, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
+    """Opens more connections than are allowed, each with half a head, and closes them."""
+    monkeypatch.setattr(http._Handler, "timeout", 600.0)  # their silence alone does not end them
+    before = handlers()
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in range(2 * http.CONNECTIONS_MAX):
+            made.append(stack.enter_context(socket.create_connection(address(metrics), timeout=20)))
+            made[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost:")
+        yield made
+    wait_for(lambda: handlers() == before, "the end of their threads")
+
+
+def test_silent_connections_are_bounded_and_lock_nobody_out(metrics: OperationsPort, silent: list[socket.socket]):
+    metrics._http.figures = LastFigures(lambda: server(1.0))
+    assert fetch(beside(metrics, "/healthz")) == (200, "ok\n")
+    assert fetch(metrics.url)[0] == 200
+    wait_for(lambda: handlers() <= http.REQUESTS_MAX, "the end of the oldest ones")
+    assert silent[-1].send(b" x\r\n\r\n"), "the youngest one is still heard"
+    assert silent[-1].recv(100).startswith(b"HTTP/1.0 200")
+
+
+def test_a_head_that_trickles_is_cut_off(metrics: OperationsPort, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "REQUEST_S", 0.3)
+    with socket.create_connection(address(metrics), timeout=20) as slow:
+        slow.setblocking(False)
+
+        def is_cut() -> bool:
+            try:
+                slow.send(b"G")
+                return slow.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_for(is_cut, "its end", deadline_s=15)
+    assert fetch(beside(metrics, "/healthz")) == (200, "starting\n")
+
+
+def test_a_full_port_closes_newcomers_until_an_answer_is_through(
+    metrics: OperationsPort, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http, "CONNECTIONS_MAX", 2)
+    asked, answers = threading.Semaphore(0), threading.Event()
+
+    def ask() -> ServerFigures:
+        asked.release()
+        assert answers.wait(20)
+        return server(1.0)
+
+    metrics._http.figures = LastFigures(ask)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(fetch, metrics.url) for _ in range(2)]
+        assert asked.acquire(timeout=20)
+        wait_for(lambda: len(metrics._http._open) == 2, "both scrapes")
+        with socket.create_connection(address(metrics), timeout=20) as newcomer:
+            assert newcomer.recv(1) == b""
+        answers.set()
+        assert [one.result()[0] for one in waiting] == [200, 200]
+    wait_for(lambda: not metrics._http._open, "the end of both")
+    assert fetch(metrics.url)[0] == 200
+
+
+def test_who_waits_in_line_for_a_silent_server_waits_once():
+    """Threads queue while one asks: its failure is theirs, or the last one would wait for all in front of it."""
+    asked = Asked()
+    asked.answer = None
+    started, goes_on = threading.Event(), threading.Event()
+
+    def ask() -> ServerFigures:
+        started.set()
+        assert goes_on.wait(20)
+        asked.now_s += 2.0
+        return asked.ask()
+
+    asked.last = LastFigures(ask, lambda: asked.now_s)
+    with ThreadPoolExecutor(8) as threads:
+        first = threads.submit(asked.last.get)
+        assert started.wait(20)
+        came = threading.Barrier(8, timeout=20)
+
+        def get() -> None:
+            came.wait()
+            asked.last.get()
+
+        others = [threads.submit(get) for _ in range(7)]
+        came.wait()
+        wait_for(lambda: threading.active_count() >= 8, "the line")
+        time.sleep(0.2)  # the barrier is just before the line
+        goes_on.set()
+        for one in [first, *others]:
+            with pytest.raises(TierUnavailable, match="busy"):
+                one.result(20)
+    assert asked.count == 1
+    asked.answer = server(1.0)
+    assert asked.last.get() == (asked.answer, 0.0)

@@ -27,7 +27,7 @@ from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.object.connection import IDLE_MAX_S
 from tiered_kv.tiers.peers.fleet_key import FleetKey
 from tiered_kv.tiers.peers.found import PeerFinder
-from tiered_kv.tiers.peers.peer import BLOBS_PATH, Peer
+from tiered_kv.tiers.peers.peer import BLOBS_PATH, PREFIX_PATH, Peer
 from tiered_kv.tiers.peers.tier import PeersTier
 
 CHAIN = SampleChain(payload_bytes=1 << 20)
@@ -138,8 +138,9 @@ def clock():
 
 
 @pytest.fixture
-def listener(tmp_path, clock):
+def listener(tmp_path, clock, monkeypatch):
     """A door in this process, with one blob and a clock of the test's."""
+    monkeypatch.setattr("tiered_kv.server.door_listener.SWEEP_S", 0.02)  # by the test's clock nothing is due earlier
     disk = open_disk(tmp_path / "disk")
     blob = CHAIN.blob(0)
     disk.put(blob.name, blob.view())
@@ -297,3 +298,80 @@ def test_a_listener_that_is_full_closes_newcomers_and_goes_on(listener, stranger
     wait_for(lambda: len(listener._connections._open) == 1, "room")
     with peer_of(listener) as tier:
         assert read(tier) == CHAIN.blob(0).data
+
+
+# -- words that no client of ours says ---------------------------------------------------------------------------------
+
+
+def asked(method, target, *headers, body=b""):
+    lines = [f"{method} {target} HTTP/1.1", "Host: a", f"Authorization: Bearer {KEY.token(time.time())}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+BLOB = f"{BLOBS_PATH}/{CHAIN.name(0).namespace.hex()}/{CHAIN.name(0).key.hex()}"
+NAMES = CHAIN.name(0).namespace + CHAIN.name(0).key
+LENGTH = f"Content-Length: {len(NAMES)}"
+
+
+def chunked(body, size=1):
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+ODD = {
+    "two questions at once": (lambda: asked("GET", BLOB) * 2, [200, 200]),
+    "twenty with bodies": (lambda: asked("POST", PREFIX_PATH, LENGTH, body=NAMES) * 20, [200] * 20),
+    "two bodies": (lambda: asked("POST", PREFIX_PATH, LENGTH, body=2 * NAMES), [200, 400]),
+    "two lengths": (lambda: asked("POST", PREFIX_PATH, LENGTH, "Content-Length: 64", body=NAMES), [400]),
+    "length and chunks": (
+        lambda: asked("POST", PREFIX_PATH, LENGTH, "Transfer-Encoding: chunked", body=chunked(NAMES)),
+        [200],
+    ),
+    "a byte a chunk": (lambda: asked("POST", PREFIX_PATH, "Transfer-Encoding: chunked", body=chunked(NAMES)), [200]),
+    "chunks without end": (
+        lambda: asked("POST", PREFIX_PATH, "Transfer-Encoding: chunked", body=chunked(bytes(1 << 17), 64)),
+        [413],
+    ),
+    "another encoding": (lambda: asked("POST", PREFIX_PATH, "Transfer-Encoding: gzip", body=NAMES), [501]),
+    "a byte short": (lambda: asked("POST", PREFIX_PATH, LENGTH, body=NAMES[:-1]), []),
+    "half a head": (lambda: asked("GET", BLOB)[:-2], []),
+    "less than nothing": (lambda: asked("POST", PREFIX_PATH, "Content-Length: -1", body=NAMES), [400]),
+    "a body where none belongs": (lambda: asked("GET", BLOB, LENGTH, body=NAMES), [200]),
+    "a head is asked for": (lambda: asked("HEAD", BLOB), [404]),
+    "a tunnel": (lambda: asked("CONNECT", "a:1"), [404]),
+    "an upgrade": (lambda: asked("GET", BLOB, "Connection: upgrade", "Upgrade: h2c"), [200]),
+    "wants to be told to go on": (lambda: asked("GET", BLOB, "Expect: 100-continue"), [200]),
+    "two tokens, the last one wrong": (lambda: asked("GET", BLOB, "Authorization: Bearer x"), [401]),
+    "other paths": (
+        lambda: asked("GET", BLOB.upper()) + asked("GET", f"{BLOB}/../x") + asked("GET", f"{BLOB}%00"),
+        [404] * 3,
+    ),
+    "HTTP of the future": (lambda: b"GET * HTTP/9.9\r\n\r\n", [401]),
+    "HTTP/2": (lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(4096), [401]),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_framing_that_is_odd_gets_one_answer_for_each_question(listener, strangers, clock, what):
+    """Bytes of a body are never taken for a question, and no thread is left or ends with an error."""
+    said, statuses = ODD[what]
+    wire = strangers(says_tls=True)
+    with contextlib.suppress(OSError):  # it may refuse before it has read all
+        wire.sendall(said())
+    heard = b""
+    with contextlib.suppress(OSError):
+        while part := wire.recv(1 << 16) if heard.count(b"HTTP/1.1 ") < len(statuses) else b"":
+            heard += part
+    wait_for(lambda: not listener._connections._open or tick(clock), "the thread's end")
+    with contextlib.suppress(OSError):
+        while part := wire.recv(1 << 16):
+            heard += part
+    assert [int(part[:3]) for part in heard.split(b"HTTP/1.1 ")[1:]] == statuses
+    with peer_of(listener) as tier:
+        assert read(tier) == CHAIN.blob(0).data
+
+
+def tick(clock):
+    """Let time go by until whoever waits has waited for too long; False."""
+    clock.now_s += 1.0
+    return False

@@ -13,6 +13,7 @@ from tests.kit.server.processes import end_server
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_message
+from tiered_kv.server.user_sessions import LINES_MAX
 from tiered_kv.tiers.disk.pins import read_pins
 
 EngineStarter = Callable[..., SmallEngine]
@@ -91,15 +92,31 @@ def test_a_session_grows_and_its_newest_state_is_all_of_it(engine: EngineStarter
     wait_for(lambda: (in_memory(root), files(root)) == (0, 0), "nothing left")
 
 
-def test_an_end_that_the_session_has_left_goes_once_it_has_gone_on(engine: EngineStarter, root: Path) -> None:
+def test_an_end_that_the_session_has_left_leaves_memory_alone_once_it_has_gone_on(
+    engine: EngineStarter, root: Path
+) -> None:
     one = engine()
     old = one.store_tokens(prompt(6, 2, 1), ALICE)
     one.store_tokens(prompt(6, 1, 2), ALICE)
     wait_counted(root, "session_states", 2)
     assert one.hits_of(old, session=ALICE) == 8, "it may be another line"
     new = one.store_tokens(prompt(6, 3, 2), ALICE)
-    wait_for(lambda: (in_memory(root), files(root)) == (9, 9), "the older one's end is gone")
-    assert one.hits_of(new, session=ALICE) == 9 and one.hits_of(old, session=ALICE) == 6
+    wait_for(lambda: (in_memory(root), files(root)) == (9, 11), "the older one's end is on disk only")
+    assert one.hits_of(new, session=ALICE) == 9 and one.hits_of(old, session=ALICE) == 8
+    assert counted(root, "session_chunks_demoted") == 2 and counted(root, "session_chunks_released") == 0
+
+
+def test_a_name_that_all_users_share_costs_none_of_them_a_chunk(engine: EngineStarter, root: Path) -> None:
+    """A constant ``session_id``: conversations behind one long system prompt that go on in any order."""
+    one = engine()
+    numbers = range(1, LINES_MAX + 3)
+    for own in (1, 2, 3):
+        for number in numbers:
+            one.store_tokens(prompt(9, own, number), ALICE)
+            one.store_tokens(prompt(9, own, number), ALICE)
+    wait_counted(root, "session_states", 2 * 3 * len(numbers))
+    assert [one.hits_of(one.keys_of(prompt(9, 3, number)), session=ALICE) for number in numbers] == [12] * len(numbers)
+    assert counted(root, "session_chunks_released") == 0 and files(root) == 9 + 3 * len(numbers)
 
 
 def test_lines_that_go_on_in_turns_or_have_much_of_their_own_stay(engine: EngineStarter, root: Path) -> None:
@@ -109,18 +126,18 @@ def test_lines_that_go_on_in_turns_or_have_much_of_their_own_stay(engine: Engine
             one.store_tokens(prompt(9, own, number), ALICE)
     one.store_tokens(prompt(9, 4, 1), ALICE)
     wait_counted(root, "session_states", 7)
-    assert counted(root, "session_chunks_released") == 0
+    assert counted(root, "session_chunks_demoted") == 0
     assert one.hits_of(one.keys_of(prompt(9, 3, 2)), session=ALICE) == 12
     one.store_tokens(prompt(4, 8, 3), ALICE)
     one.store_tokens(prompt(4, 9, 3), ALICE)
     one.store_tokens(prompt(4, 10, 3), ALICE)
     wait_counted(root, "session_states", 10)
-    assert counted(root, "session_chunks_released") == 0, "a helper that waits for another one"
+    assert counted(root, "session_chunks_demoted") == 0, "a helper that waits for another one"
     end(one, ALICE)
     wait_for(lambda: (in_memory(root), files(root)) == (0, 0), "all lines")
 
 
-def test_a_helper_with_a_prompt_of_its_own_is_another_line_of_which_a_session_keeps_some(
+def test_a_helper_with_a_prompt_of_its_own_is_another_line_and_its_end_ends_those_that_are_forgotten(
     engine: EngineStarter, root: Path
 ) -> None:
     one = engine()
@@ -130,8 +147,8 @@ def test_a_helper_with_a_prompt_of_its_own_is_another_line_of_which_a_session_ke
     wait_counted(root, "session_states", 4)
     assert one.hits_of(main, session=ALICE) == 6 and in_memory(root) == 12
     one.store_tokens(prompt(1, 2, 5), ALICE)
-    wait_for(lambda: in_memory(root) == 9, "the line that went on longest ago makes room")
-    assert one.hits_of(main, session=ALICE) == 1
+    wait_counted(root, "session_states", 5)
+    assert one.hits_of(main, session=ALICE) == 6 and in_memory(root) == 14
     end(one, ALICE)
     wait_for(lambda: (in_memory(root), files(root)) == (0, 0), "all lines")
 
@@ -281,14 +298,15 @@ def test_without_an_engine_nothing_can_be_prefetched(engine: EngineStarter, root
     wait_for(lambda: ask(root, m.Hint("prefetch", ALICE)).outcome == "no_engine", "the engine's end")
 
 
-def test_a_session_of_another_tag_is_another_one(engine: EngineStarter, root: Path) -> None:
+def test_a_session_of_another_tag_or_salt_is_another_one(engine: EngineStarter, root: Path) -> None:
     one = engine()
     mine, theirs = tag_digest("tenant-a"), tag_digest("tenant-b")
     one.store(3)
-    one.client.tell_state(session_name("run", mine), mine, one.keys(3).keys[-1])
+    one.client.tell_state(session_name("run", mine, "salt"), mine, one.keys(3).keys[-1])
     wait_counted(root, "session_states", 1)
-    assert ask(root, m.Hint("release", session_name("run", theirs), theirs)) == m.Hinted("unknown")
-    assert one.hits(3, session=session_name("run", mine)) == 3
+    for name in (session_name("run", theirs, "salt"), session_name("run", mine), session_name("run", mine, "pepper")):
+        assert ask(root, m.Hint("release", name, theirs)) == m.Hinted("unknown")
+    assert one.hits(3, session=session_name("run", mine, "salt")) == 3
 
 
 def test_a_state_behind_recurrent_layers_goes_with_its_chunks(root: Path) -> None:

@@ -239,3 +239,18 @@ def test_a_sessions_tails_go_with_it_but_not_behind_a_state_that_stays():
     assert release(story, LONG[:3]) == (4, 0)
     story.finish_all()
     assert len(story.tiering.index) == 0
+
+
+def test_an_end_that_was_left_leaves_memory_and_what_stays_has_all_of_it():
+    story = Story()
+    for path in (LONG, (*LONG[:3], 7, 8), (*LONG[:2], 9)):
+        turn(story, path)
+    left, kept = LONG, (*LONG[:3], 7, 8)
+    *_, count = story.tiering.demoting_end(
+        [SMALL.key(chunk) for chunk in chunks_of(left)[::-1]],
+        ALICE,
+        [[SMALL.key(chunk) for chunk in chunks_of(kept)[::-1]]],
+    )
+    assert count == (2, 0)
+    assert where(story, left) == [2, 2, 2, 1, 1] and where(story, kept) == [2] * 5
+    assert where(story, (*LONG[:2], 9)) == [2] * 3, "a line that nobody remembers stays"

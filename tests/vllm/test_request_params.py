@@ -127,6 +127,20 @@ def test_a_session_is_named_by_a_digest_that_another_tag_does_not_share() -> Non
     assert not reading.counters
 
 
+def test_who_has_another_salt_cannot_name_a_session() -> None:
+    reading = Reading()
+    given = {"tiered_kv.session_id": "run", "tiered_kv.prefetch": "other", "tiered_kv.release": True}
+    names = []
+    for salt in (None, "", "salt", "pepper", "\ud800"):
+        one = request(given)
+        one.cache_salt = salt
+        found = reading.reader.read(one)
+        assert found.session == session_name("run", NO_TAG, salt) != found.prefetches
+        names += [found.session, found.prefetches]
+    assert names[:2] == names[2:4] and len(set(names)) == 8, "no salt and an empty one are the same to vLLM"
+    assert not reading.counters
+
+
 def test_without_its_tag_a_session_is_nobodys() -> None:
     reading = Reading()
     given = {"tiered_kv.session_id": "run", "tiered_kv.prefetch": "other", "tiered_kv.release": True}

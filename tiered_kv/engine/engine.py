@@ -404,6 +404,12 @@ class Engine:
         """Let a session's own chunks leave host memory, in steps; see :meth:`Tiering.demoting`."""
         return self.tiering.demoting(keys, owner)
 
+    def demoting_end(
+        self, keys: Iterable[bytes], owner: bytes, kept: Iterable[Sequence[bytes]]
+    ) -> Iterator[ReleaseCount | None]:
+        """The same of what one state has and others have not; see :meth:`Tiering.demoting_end`."""
+        return self.tiering.demoting_end(keys, owner, kept)
+
     # -- what operators do -------------------------------------------------------------------------------------
 
     def removing(

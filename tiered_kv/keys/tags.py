@@ -36,13 +36,15 @@ def tag_digest(text: str) -> bytes:
     return hashlib.sha256(data).digest()[:TAG_BYTES]
 
 
-def session_name(text: str, tag: bytes) -> bytes:
-    """The name of a user's session: a digest, as of a tag. Under another tag it is another session.
+def session_name(text: str, tag: bytes, salt: str | None = None) -> bytes:
+    """The name of a user's session: a digest, as of a tag. Under another tag or ``cache_salt`` it is another session.
 
     Raises:
         ValueError: As :func:`tag_digest`.
     """
-    return hashlib.sha256(b"session" + tag + tag_digest(text)).digest()[:SESSION_BYTES]
+    # A salt is a user's JSON string and may hold a lone surrogate, as in keys/extras.py.
+    salted = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
+    return hashlib.sha256(b"session" + tag + tag_digest(text) + salted).digest()[:SESSION_BYTES]
 
 
 def shared_tag(tag: bytes) -> bytes:

@@ -2,13 +2,13 @@
 
 ::
 
-    POST /prefetch   {"session_id": ...}  or  {"token_ids": [...], "cache_salt": ..., "namespace": ...}
+    POST /prefetch   {"session_id": ...}  or  {"token_ids": [...], "namespace": ...}
     POST /pin        the same, and "ttl": "5m"
     POST /release    {"session_id": ...}
 
-each with a ``"tag"`` where the requests had one. Keys of token ids are computed here, by the code that computes
-everybody's and outside of the server's loop. Nothing of a body stands in a log or an answer. docs/operations.md
-describes the port to whoever calls it.
+each with a ``"tag"`` and a ``"cache_salt"`` where the requests had one. Keys of token ids are computed here, by the
+code that computes everybody's and outside of the server's loop. Nothing of a body stands in a log or an answer.
+docs/operations.md describes the port to whoever calls it.
 """
 
 import hmac
@@ -56,7 +56,7 @@ class HintBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         session_id: What requests said as ``session_id``, to vLLM or to us.
         token_ids: A prompt, or its beginning, from its first token on.
         namespace: First hex digits of the namespace of these; empty: of the only one that engines serve.
-        cache_salt: That of the prompt's requests.
+        cache_salt: That of the requests.
         ttl: Seconds, or ``5m``, ``1h``.
         tag: ``tiered_kv.tag`` of the requests.
     """
@@ -154,7 +154,7 @@ class HintRequests:
         tag = NO_TAG if body.tag is None else _digest("tag", lambda: tag_digest(body.tag or ""))
         ttl_s = _ttl_s(body.ttl) if action == "pin" else 0.0
         if body.session_id is not None:
-            session = _digest("session_id", lambda: session_name(body.session_id or "", tag))
+            session = _digest("session_id", lambda: session_name(body.session_id or "", tag, body.cache_salt))
             return m.Hint(action, session, tag, ttl_s=ttl_s)
         space = self._namespace(body.namespace)
         keys = _keys(space, body.token_ids or [], body.cache_salt)

@@ -10,8 +10,10 @@ shares no state with the loop and cannot hold it up::
 With a token, gateways also POST hints here (``hint_requests.py``).
 """
 
+import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import socketserver
@@ -48,7 +50,16 @@ FRESH_S: Final = 0.2
 """Questions that come together share one to the server."""
 
 HTTP_S: Final = 10.0
-"""A client that does not send its request for this long is left."""
+"""A client that sends nothing more of its request for this long, or takes nothing of its answer, is left."""
+
+REQUEST_S: Final = 30.0
+"""Longest time in which a request comes, so that who trickles holds no thread."""
+
+CONNECTIONS_MAX: Final = 128
+"""At once, each with a thread and a descriptor of the server's process; past it new ones are closed."""
+
+REQUESTS_MAX: Final = 64
+"""Of these, requests that are still coming; past it the oldest goes, so that who is silent locks no probe out."""
 
 
 Answer = TypeVar("Answer", bound=m.Message)
@@ -106,6 +117,8 @@ class LastFigures:
         self._lock = threading.Lock()
         self._last: ServerFigures | None = None
         self._asked_at = clock()
+        self._failed_at = float("-inf")
+        self._failure = TieredKVError()
 
     def silent_s(self) -> float:
         """Seconds since the server answered, or since it was asked to."""
@@ -117,19 +130,27 @@ class LastFigures:
         Raises:
             TierUnavailable: The server does not answer, and has not for a while.
         """
+        came_s = self._clock()
         with self._lock:
             age_s = self._clock() - self._asked_at
             if self._last is not None and age_s < FRESH_S:
                 return self._last, age_s
+            if self._failed_at > came_s:  # who waited in line waits once, not once for each in front
+                return self._after(self._failure)
             try:
                 self._last = self._ask()
             except TieredKVError as exc:
-                age_s = self._clock() - self._asked_at
-                if self._last is None or age_s > STALE_S:
-                    raise TierUnavailable(f"the cache server does not answer: {exc}") from exc
-                return self._last, age_s
+                self._failed_at, self._failure = self._clock(), exc
+                return self._after(exc)
             self._asked_at = self._clock()
             return self._last, 0.0
+
+    def _after(self, failure: TieredKVError) -> tuple[ServerFigures, float]:
+        """The last figures, if they can still be told; the caller holds the lock."""
+        age_s = self._clock() - self._asked_at
+        if self._last is None or age_s > STALE_S:
+            raise TierUnavailable(f"the cache server does not answer: {failure}") from failure
+        return self._last, age_s
 
 
 def not_ready(figures: ServerFigures) -> str:
@@ -147,6 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
+        self.server.has_come(self.connection)
         path = self.path.partition("?")[0]
         answers = {METRICS: self._metrics, HEALTH: self._health, READINESS: self._readiness}
         if path not in answers:
@@ -189,6 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise HintRefused(HTTPStatus.REQUEST_TIMEOUT, f"expected a body of {length} bytes at once") from exc
         if len(data) < length:
             raise HintRefused(HTTPStatus.BAD_REQUEST, f"expected a body of {length} bytes, got {len(data)}")
+        self.server.has_come(self.connection)
         return data
 
     def _metrics(self, last: LastFigures) -> None:
@@ -242,22 +265,59 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Listener(socketserver.ThreadingMixIn, HTTPServer):
-    """One thread per connection."""
+    """One thread per connection, and not more of these than the limits above."""
 
     daemon_threads = True
+    request_queue_size = CONNECTIONS_MAX
     figures: LastFigures | None = None
     hints: HintRequests | None = None
     hints_token: bytes | None = None
 
     def __init__(self, *given: Any) -> None:
-        self._count_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._open: dict[Any, float] = {}  # oldest first: until when its request has to be here
         self.hints_refused = 0
         super().__init__(*given)
 
     def count_refusal(self) -> None:
         """A hint was answered with an error; called by every connection's thread."""
-        with self._count_lock:
+        with self._lock:
             self.hints_refused += 1
+
+    def has_come(self, connection: socket.socket) -> None:
+        """A whole request is here, and its answer has times of its own; called by the connection's thread."""
+        with self._lock:
+            self._open[connection] = math.inf
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self._open) >= CONNECTIONS_MAX
+            if not is_full:
+                coming = [one for one, until_s in self._open.items() if until_s < math.inf]
+                if len(coming) >= REQUESTS_MAX:
+                    self._cut(coming[0])
+                self._open[request] = time.monotonic() + REQUEST_S
+        if is_full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            for one in [one for one, until_s in self._open.items() if until_s <= now_s]:
+                self._cut(one)
+
+    def _cut(self, connection: socket.socket) -> None:
+        """Have the thread that waits on it find its end; the caller holds the lock."""
+        self._open[connection] = math.inf
+        with contextlib.suppress(OSError):  # the client ended it just now
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # not HTTPServer's, which asks DNS for its own name

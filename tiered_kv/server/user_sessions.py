@@ -4,14 +4,18 @@ A user's session is what vLLM calls ``session_id``: a conversation or an agent's
 continues the last one. (A session in ``sessions.py`` is an engine's.) When a request of one ends, its engine tells the
 last chunk that is stored of it. That is remembered, in a bounded memory and not across a restart, for three things:
 
-* a newer state lets an older one's end go: what lies behind the place where they part, once the session has gone on
-  from the newer one, and if that is little of the older one. What parts earlier, or goes on in turns with others, is
-  another line of the session, an agent's helper for example, of which it keeps some;
+* a newer state lets an older one's end leave host memory: what lies behind the place where they part, once the session
+  has gone on from the newer one, and if that is little of the older one. What parts earlier, or goes on in turns with
+  others, is another line of the session, an agent's helper for example;
 * its end lets all of it go;
 * a hint names the session instead of its tokens (``hints.py``).
 
-Only chunks go that are the session's own (``tiering/owners.py``) and that nobody has pinned, from memory and disk. What
-is in use then is tried again for a while. A bucket keeps what it has: other machines may have asked for it there.
+Nobody asked for the first one, and a gateway may give one name to all that its users do. So it takes nothing that no
+tier below has, and a line that is one too many is forgotten, not let go of: eviction finds it.
+
+Only chunks go that are the session's own (``tiering/owners.py``); with its end those that nobody has pinned, from
+memory and disk. What is in use then is tried again for a while. A bucket keeps what it has: other machines may have
+asked for it there.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ TENANT_MAX: Final = 1 << 14
 """Of one tag, or without any."""
 
 LINES_MAX: Final = 4
-"""Lines of one session."""
+"""Lines of one session; the one that went on longest ago is forgotten first."""
 
 END_SHARE: Final = 0.25
 """Of a state, what may go as its end. A line that has more of its own may be a helper that waits for another one."""
@@ -96,7 +100,7 @@ class Why(Enum):
     """Why a line is let go of."""
 
     END = "its session is over"
-    LEFT = "its session has gone on elsewhere"
+    LEFT = "its session has gone on elsewhere: its end leaves host memory only"
     DEMOTION = "its session pauses: it leaves host memory only"
 
 
@@ -158,7 +162,7 @@ class UserSessions:
         self._add(self._remembered(name, state.tag), Line.of(namespace, prefix), prefix)
 
     def _add(self, session: UserSession, new: Line, prefix: list[bytes]) -> None:
-        """Remember a line in place of those that it goes on from, and let go of ends that the session has left."""
+        """Remember a line in place of those that it goes on from, and demote ends that the session has left."""
         keys = set(prefix)
         has_gone_on = bool(session.lines) and session.lines[-1].end in keys
         staying: list[Line] = []
@@ -178,7 +182,7 @@ class UserSessions:
                 (left if is_left else staying).append(line)
         session.lines = [*(line for line in staying if line is not new), new]
         if len(session.lines) > LINES_MAX:
-            left.append(session.lines.pop(0))
+            del session.lines[0]
         for line in left:
             self._let_go(session.name, line, Why.LEFT)
 
@@ -266,7 +270,7 @@ class UserSessions:
             departure.steps = self._begin(departure)
         for count in departure.steps:
             if count is not None:
-                what = "session_chunks_demoted" if departure.why is Why.DEMOTION else "session_chunks_released"
+                what = "session_chunks_released" if departure.why is Why.END else "session_chunks_demoted"
                 self._engine.count(what, count.removed)
                 now_s = self._engine.clock.monotonic()
                 departure.steps, departure.due_s = None, now_s + RETRY_S
@@ -283,4 +287,6 @@ class UserSessions:
         if departure.why is Why.LEFT and session is None:
             return iter([ReleaseCount(0, 0)])  # forgotten meanwhile: nobody knows what it still needs
         kept = [other.keys for other in session.lines] if session is not None else []
+        if departure.why is Why.LEFT:
+            return self._engine.demoting_end(line.keys, name, kept)
         return self._engine.releasing(line.keys, name, kept, self._is_pinned)

@@ -588,8 +588,7 @@ class Tiering:
         """
         entry = deepest(self.index, keys, owner)
         own = [] if entry is None else own_chunks(self.index, entry, owner)
-        ends = [deepest(self.index, state, owner) for state in kept]
-        staying = {one for end in ends if end is not None for one in self.index.prefix(end)}
+        staying = self._staying(owner, kept)
         disks = [tier for tier in self._tiers if not tier.is_shared]
 
         def is_kept(one: Entry) -> bool:
@@ -603,6 +602,20 @@ class Tiering:
         """Let a session's own chunks along a state of it leave host memory, where a tier below has them; in steps."""
         entry = deepest(self.index, keys, owner)
         return demoting(self.index, self._host, [] if entry is None else own_chunks(self.index, entry, owner))
+
+    def demoting_end(
+        self, keys: Iterable[bytes], owner: bytes, kept: Iterable[Sequence[bytes]]
+    ) -> Iterator[ReleaseCount | None]:
+        """As :meth:`demoting`, but of the chunks on the way to this state only those that no state in ``kept`` has."""
+        entry = deepest(self.index, keys, owner)
+        staying = self._staying(owner, kept)
+        end = [] if entry is None else [one for one in self.index.prefix(entry) if one not in staying]
+        return demoting(self.index, self._host, [one for one in self.index.with_states(end) if one.owner == owner])
+
+    def _staying(self, owner: bytes, kept: Iterable[Sequence[bytes]]) -> set[Entry]:
+        """The chunks of a session's states, each given by its last chunk and some before that."""
+        ends = [deepest(self.index, state, owner) for state in kept]
+        return {one for end in ends if end is not None for one in self.index.prefix(end)}
 
     def touch_prefix(self, key: bytes) -> None:
         """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""

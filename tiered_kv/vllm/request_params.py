@@ -67,7 +67,7 @@ class RequestParams:
         pin_ttl_s: Its prompt's chunks are kept from eviction for so long.
         stored_tokens: Another engine has stored so many tokens of its prompt, or is about to.
         tag: Digest of its owner (``keys/tags.py``).
-        session: Name of the user's session that it belongs to (``keys/tags.py``); empty: none.
+        session: Name of the user's session that it belongs to, one of its tag and salt (``keys/tags.py``); empty: none.
         releases: The session ends with it.
         demotes: The session's own chunks leave host memory after it.
         prefetches: Name of a session that will go on soon; empty: none.
@@ -240,7 +240,7 @@ class RequestParamsReader:
         tag = found.get("tag", NO_TAG)
         for field in ("session", "prefetches"):
             if field in found:
-                found[field] = session_name(found[field], tag)
+                found[field] = session_name(found[field], tag, request.cache_salt)
         return RequestParams(**found) if found else NO_PARAMS
 
     def _refuse(self, request: str, what: str, name: str, hint: str, *, is_tag: bool) -> None:
