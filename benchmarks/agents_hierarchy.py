@@ -44,8 +44,6 @@ from tiered_kv.tiering.types import (
 )
 
 GPU_BLOCK_TOKENS = 16
-CHUNKS_BEFORE_TAIL = 5
-"""As ``vllm/request_saves.py`` has it, which cannot be imported without vLLM."""
 DISK, BUCKET = 1, 2
 
 
@@ -305,7 +303,7 @@ class AgentReplay:
         """Keep the end of a turn, if it is worth a slot that is free; what it goes on from goes."""
         chunks, end = (turn.chunks, turn.tokens) if self.answers == "none" else (turn.answered, turn.answered_tokens)
         rest = end % self.chunk_tokens // self.tail_tokens * self.tail_tokens
-        if rest and len(chunks) >= CHUNKS_BEFORE_TAIL and self._credits:
+        if rest and chunks and self._credits:
             key, parent = _tail_name(turn.number), chunks[-1].to_bytes(16, "big")
             record = ChunkRecord(NAMESPACE, key, parent, len(chunks), key * 2)
             self.tiering.commit_tail(self._session, self._credits.pop(), record, rest)

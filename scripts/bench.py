@@ -24,7 +24,7 @@ PERFORMANCE: dict[str, tuple[str, ...]] = {
     "never_slower": ("--repeats", "2", "--latencies", "0.001", "0.2", "2"),
     "trace": ("--only", "policies"),
     "agents": ("--trace", "tests/data/agent_sessions_small.jsonl", "--sizes", "500k,500k,1M", "1M,4M,16M,bucket"),
-    "agents_engine": (),
+    "agents_engine": ("--turns", "8"),
 }
 """What docs/performance.md shows, with arguments meant to keep all of it under 15 minutes."""
 

@@ -10,12 +10,11 @@ from tests.kit.server.processes import end_server
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import BLOCK_TOKENS, Answer, generate, random_prompt, reset_gpu_cache, running
-from tiered_kv.vllm.request_saves import CHUNKS_BEFORE_TAIL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 SETTINGS = {"tail_tokens": BLOCK_TOKENS, "save_decode": True}
-WHOLE = CHUNKS_BEFORE_TAIL * CHUNK
+WHOLE = 5 * CHUNK
 FIRST = random_prompt(3600, WHOLE + 100)
 PROMPTS = {
     "first": FIRST,

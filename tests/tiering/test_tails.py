@@ -1,8 +1,8 @@
 """Tails in host memory: found behind what is held, never anywhere else, few, and gone when something continues them."""
 
 from tests.kit.tiering.world import SMALL, Path, Story
-from tiered_kv.tiering.tiering import TAILS_MAX
-from tiered_kv.tiering.types import HOST, LookupAnswer
+from tiered_kv.tiering.tiering import FEW_CHUNKS, TAILS_MAX
+from tiered_kv.tiering.types import HOST, Limits, LookupAnswer
 
 PROMPT = (1, 2, 3)
 
@@ -157,10 +157,49 @@ def test_a_lookup_that_holds_nothing_but_a_tail_lets_go_of_it_by_the_clock():
 
 
 def test_there_is_no_tail_where_leases_have_no_room():
-    story = TailStory(host_bytes=100)  # five chunks of it may be leased
+    story = TailStory(host_bytes=100, limits=Limits(short_tails_share=1.0))  # five chunks of it may be leased
     for path in ((1, 2), (3, 4)):
         story.store(path)
         story.keep(path, "a")
     first, second = story.seek((1, 2, 9)), story.seek((3, 4, 9))
     assert (len(story.tails(first)), len(story.tails(second))) == (1, 0)
     assert story.answer(second).ready == 2, "the chunks are leased all the same"
+
+
+def test_tails_behind_few_chunks_take_a_share_of_memory_the_oldest_that_nobody_uses_goes():
+    story = TailStory(host_bytes=1000, limits=Limits(short_tails_share=3 * SMALL.slot_bytes / 1000))
+    paths = [(n, n) for n in range(1, 6)]
+    for path in paths:
+        story.store(path)
+    for path in paths[:3]:
+        story.keep(path, "a")
+    story.seek((*paths[0], 9))
+    story.keep(paths[3], "a")
+    found = [story.tails(story.seek((*path, 9))) for path in paths]
+    assert [len(tails) for tails in found] == [1, 0, 1, 1, 0], "the first is leased, so the second went"
+    assert story.counted("tail_gave_way") == 1
+
+
+def test_where_all_tails_behind_few_chunks_are_in_use_there_is_no_more_of_them_but_of_others():
+    story = TailStory(host_bytes=1000, limits=Limits(short_tails_share=SMALL.slot_bytes / 1000))
+    long = tuple(range(1, FEW_CHUNKS + 1))
+    for path in (PROMPT, long, (7,)):
+        story.store(path)
+    story.keep(PROMPT, "a")
+    story.seek((*PROMPT, 9))
+    story.keep((7,), "a")
+    assert story.counted("tail_no_room") == 1 and story.count == 1
+    story.keep(long, "a")
+    story.keep(long, "b")
+    assert story.count == 3 and story.counted("tail_no_room") == 1
+
+
+def test_a_tail_behind_few_chunks_that_was_evicted_gives_its_room_back():
+    story = TailStory(limits=Limits(short_tails_share=SMALL.slot_bytes / 400))
+    story.store(PROMPT)
+    story.keep(PROMPT, "a")
+    story.flush_host(avoid=PROMPT)
+    assert story.count == 0
+    story.store((7, 8))
+    story.keep((7, 8), "a")
+    assert story.count == 1 and story.counted("tail_gave_way") == story.counted("tail_no_room") == 0

@@ -22,15 +22,13 @@ from tests.sim.vllm.checks import leaks, server_leaks
 from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tests.sim.vllm.families import BLOCK_TOKENS
 from tests.sim.vllm.scenario import Plan, run_scenario
-from tiered_kv.vllm import request_saves
 from tiered_kv.vllm.request_lookups import RequestLookups
-from tiered_kv.vllm.request_saves import CHUNKS_BEFORE_TAIL
 from tiered_kv.vllm.requests import FoundTail
 
 pytestmark = pytest.mark.slow
 
 CHUNK = 16
-WHOLE = CHUNKS_BEFORE_TAIL * CHUNK
+WHOLE = 5 * CHUNK
 TAIL_ENDS = ("tail_held", "tails", "tails_failed")
 SEEDS = count("TAIL_SEEDS", 4)
 SEEN = ("tails", "tail_loads", "loads")
@@ -135,8 +133,14 @@ def test_a_tail_does_not_answer_for_a_shorter_prompt(tailed: TailedEngine) -> No
     assert tailed.ask(first[: WHOLE + 10])[0] == WHOLE + 8 and tailed.kept == 2
 
 
-def test_prompts_of_whole_chunks_and_short_ones_have_no_tail(tailed: TailedEngine) -> None:
-    for first in (prompt(1, WHOLE), prompt(2, WHOLE + BLOCK_TOKENS - 1), prompt(3, WHOLE - 1)):
+def test_a_prompt_of_one_chunk_and_a_block_has_one(tailed: TailedEngine) -> None:
+    first = prompt(1, CHUNK + BLOCK_TOKENS)
+    tailed.ask(first)
+    assert tailed.ask(first + prompt(2, 3))[0] == CHUNK + BLOCK_TOKENS and tailed.kept == 1
+
+
+def test_prompts_of_whole_chunks_and_without_one_have_no_tail(tailed: TailedEngine) -> None:
+    for first in (prompt(1, WHOLE), prompt(2, WHOLE + BLOCK_TOKENS - 1), prompt(3, CHUNK - 1)):
         tailed.ask(first)
         assert tailed.ask(first)[0] == len(first) // CHUNK * CHUNK
     assert tailed.counters["tail_offers"] == 0 and tailed.kept == 0
@@ -263,9 +267,8 @@ def totals() -> Counter[str]:
 
 
 @pytest.mark.parametrize("number", range(seed(), seed() + SEEDS))
-def test_seed(number: int, tmp_path: Path, totals: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed(number: int, tmp_path: Path, totals: Counter[str]) -> None:
     """Aborts, resets, killed servers, failing copies and preemption, of sessions that go on where they ended."""
-    monkeypatch.setattr(request_saves, "CHUNKS_BEFORE_TAIL", 1)
     root = tmp_path / "cache"
     drawn = Plan.draw(number, root, is_v2=bool(number & 1), is_async=bool(number & 2))
     connector = dict(drawn.setup.connector) | {"tail_tokens": 4, "chunk_tokens": 16, "host_bytes": "8MiB"}

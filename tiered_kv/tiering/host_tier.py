@@ -10,7 +10,7 @@ the idle chunks and no others, so that finding one to evict never walks over tho
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -37,6 +37,7 @@ class HostTier:
     Attributes:
         leased_bytes: Slots that lookups rely on now.
         leased_by: The same by session; what several rely on counts for the one that does so longest.
+        short_tail_bytes: Slots of tails that were said to be behind few chunks.
         ready_count, sealing_count: Chunks in these states.
         usage: Bytes of each namespace: slots with its chunks, and empty ones its sessions hold.
 
@@ -50,6 +51,8 @@ class HostTier:
         self.usage = NamespaceUsage(quotas, lambda: self.slots.limit_bytes)
         self.leased_bytes = 0
         self.leased_by: Counter[int] = Counter()
+        self.short_tail_bytes = 0
+        self._short_tails: OrderedDict[Entry, None] = OrderedDict()  # oldest first
         self._lessees: dict[bytes, dict[int, int]] = {}  # leases of each session, for whose first the chunk counts
         self.ready_count = 0
         self.sealing_count = 0
@@ -169,6 +172,9 @@ class HostTier:
             if entry.holds == 0:
                 self._not_idle(entry)
         self.sealing_count -= entry.host is HostState.SEALING
+        if entry in self._short_tails:
+            del self._short_tails[entry]
+            self.short_tail_bytes -= entry.slot_bytes
         self.usage.remove(entry.record.namespace, entry.slot_bytes)
         entry.host, entry.slot, entry.source = HostState.ABSENT, None, HOST
         return slot
@@ -201,6 +207,15 @@ class HostTier:
             return Removal.KEPT if self.contains(entry) else Removal.ABSENT
         self.give(self.evict(entry, "removed"))
         return Removal.REMOVED
+
+    def count_short_tail(self, entry: Entry) -> None:
+        """A tail that has a slot is one of those of which there are to be few (:attr:`short_tail_bytes`)."""
+        self._short_tails[entry] = None
+        self.short_tail_bytes += entry.slot_bytes
+
+    def oldest_short_tails(self) -> list[Entry]:
+        """Some of them, oldest first."""
+        return list(islice(self._short_tails, VICTIMS_LOOKED_AT))
 
     def hold(self, entry: Entry) -> None:
         """Keep the chunk in its slot until :meth:`let_go`."""
@@ -417,6 +432,10 @@ class HostTier:
         stats = self._stats[HOST]
         assert (stats.chunks, stats.size_bytes) == (self.ready_count, ready_bytes), "what came and left is not what is"
         assert self.sealing_count == states[HostState.SEALING], "sealing count drifted"
+        assert all(tenants.get(entry.slot or 0) is entry for entry in self._short_tails), (
+            "a tail is counted that is gone"
+        )
+        assert self.short_tail_bytes == sum(entry.slot_bytes for entry in self._short_tails), "bytes of tails drifted"
         assert self.leased_bytes == sum(e.slot_bytes for e in entries if e.leases), "leased bytes drifted"
         assert self.leased_bytes == self.leased_by.total(), "leased bytes of sessions drifted"
         assert self._lessees.keys() == {e.record.key for e in entries if e.leases}, "who leases what drifted"

@@ -66,6 +66,10 @@ TAILS_MAX = 4
 """Tails behind one chunk. Where many conversations leave a common stem, few of their tails are asked for again, and
 each takes a slot; all of them are leased to a lookup that ends there, because only its client can tell which fits."""
 
+FEW_CHUNKS = 5
+"""A tail takes a slot as large as a whole chunk's: behind so many chunks it is at most a fifth more. What tails behind
+fewer take together is bounded instead (``Limits.short_tails_share``), or short prompts could double what they hold."""
+
 
 class Tiering:
     """Where every chunk is and what moves next.
@@ -464,12 +468,14 @@ class Tiering:
             self.counters["tail_refused"] += 1
         elif known is not None:
             self.counters["tail_duplicate"] += 1
-        elif not self._has_room_for_tail(record):
+        elif not self._has_room_for_tail(record, session.slot_bytes):
             self.counters["tail_no_room"] += 1
         else:
             entry = self.index.add_tail(record, tokens)
             self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
             self._host.now_ready(entry)
+            if record.chunk_index < FEW_CHUNKS:
+                self._host.count_short_tail(entry)
             self.counters["tail_stored"] += 1
             return
         self._host.give(slot)
@@ -496,10 +502,20 @@ class Tiering:
         self.counters[counter] += 1
         return True
 
-    def _has_room_for_tail(self, record: ChunkRecord) -> bool:
-        """Whether its chunk may have one more tail, or an older one has gone for it."""
+    def _has_room_for_tail(self, record: ChunkRecord, slot_bytes: int) -> bool:
+        """Whether its chunk may have one more tail, and tails behind few chunks too, or older ones have gone for it."""
         tails = self.index.tails_behind(record.parent)
-        return len(tails) < TAILS_MAX or any(self._removes_tail(entry, "tail_gave_way") for entry, _ in tails)
+        if len(tails) >= TAILS_MAX and not any(self._removes_tail(entry, "tail_gave_way") for entry, _ in tails):
+            return False
+        return record.chunk_index >= FEW_CHUNKS or self._has_room_for_short_tail(slot_bytes)
+
+    def _has_room_for_short_tail(self, slot_bytes: int) -> bool:
+        room_bytes = int(self._host.slots.host_bytes * self.limits.short_tails_share) - slot_bytes
+        for entry in self._host.oldest_short_tails() if room_bytes >= 0 else ():
+            if self._host.short_tail_bytes <= room_bytes:
+                break
+            self._removes_tail(entry, "tail_gave_way")
+        return self._host.short_tail_bytes <= room_bytes
 
     def _tails_behind(self, chunk: Entry) -> list[tuple[Entry, int]]:
         """Those to offer: newest first, and none that is about to go."""

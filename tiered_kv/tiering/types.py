@@ -310,12 +310,14 @@ class Limits:
             is what it takes to give every session one.
         write_queue_share: Host memory that may be held for its write to a secondary tier; past it writes are put off,
             and chunks that are evicted before their turn are never written.
+        short_tails_share: Host memory that tails behind few chunks (``tiering.FEW_CHUNKS``) may take together.
     """
 
     leased_share: float = 0.5
     request_share: float = 0.375
     credit_share: float = 0.25
     write_queue_share: float = 0.5
+    short_tails_share: float = 1 / 16
 
     def least_host_bytes(self, tokens: int, chunk_tokens: int, chunk_bytes: int) -> int:
         """Host memory with which one lookup may hold a prompt of so many tokens."""

@@ -11,7 +11,7 @@ The chunks themselves wait in ``save_queue.py``. Called by the scheduler side, i
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from tiered_kv.config import Config
 from tiered_kv.keys.prefix_keys import PrefixKeys
@@ -24,9 +24,6 @@ from tiered_kv.vllm.save_queue import ALL_DONE, SaveQueue
 from tiered_kv.vllm.undrafted import UndraftedBlocks
 
 logger = logging.getLogger(__name__)
-
-CHUNKS_BEFORE_TAIL: Final = 5
-"""Whole chunks that are worth a tail behind them: it takes a slot as large as theirs, so at most a fifth more."""
 
 
 class RequestSaves:
@@ -141,13 +138,13 @@ class RequestSaves:
             self._offer_tail(state, tables)
 
     def _offer_tail(self, state: RequestState, tables: BlockTables) -> None:
-        """Queue the tail of a request that ends, if it has one that is worth a slot."""
+        """Queue the tail of a request that ends, if it has one behind a whole chunk."""
         if state.params.skips_save:
             return
         tokens = self._storable_tokens(state, state.request.num_computed_tokens)
         chunks, rest = divmod(tokens, self._config.chunk_tokens)
         length = rest - rest % (self._tail_unit or self._groups.block_tokens)
-        if not length or chunks < CHUNKS_BEFORE_TAIL:
+        if not length or not chunks:
             return
         self._counters["tail_offers"] += 1
         if (end := self._queue_tail(state, tables, chunks, length)) is not None:
