@@ -180,7 +180,7 @@ class RequestParamsReader:
         """The parameters of a request of vLLM; never raises.
 
         Args:
-            request: Or what vLLM tells its tiers of one, which has its id under another name.
+            request: Or what vLLM tells its tiers of one, which has its id under another name, and no ``cache_salt``.
         """
         given = request.kv_transfer_params
         params = dict(given) if isinstance(given, Mapping) else {}  # what is no mapping vLLM itself stumbles over
@@ -188,7 +188,9 @@ class RequestParamsReader:
             params.setdefault(SESSION_ID, session_id)
         for name, value in self._of_hints(request, params.get(SESSION_ID)):
             params.setdefault(name, value)
-        return self._read(request_id or request.request_id, params) if params else NO_PARAMS
+        if not params:
+            return NO_PARAMS
+        return self._read(request_id or request.request_id, getattr(request, "cache_salt", None), params)
 
     def _of_hints(self, request: Any, session_id: object) -> list[tuple[str, object]]:
         """The parameters that the hints of a request of this session stand for."""
@@ -207,7 +209,7 @@ class RequestParamsReader:
                 self._counters["hints_unknown"] += 1
         return found
 
-    def _read(self, request: str, params: Mapping[str, object]) -> RequestParams:
+    def _read(self, request: str, cache_salt: str | None, params: Mapping[str, object]) -> RequestParams:
         found: dict[str, Any] = {}
         is_tag_lost = False
         for name, value in params.items():
@@ -240,7 +242,7 @@ class RequestParamsReader:
         tag = found.get("tag", NO_TAG)
         for field in ("session", "prefetches"):
             if field in found:
-                found[field] = session_name(found[field], tag, request.cache_salt)
+                found[field] = session_name(found[field], tag, cache_salt)
         return RequestParams(**found) if found else NO_PARAMS
 
     def _refuse(self, request: str, what: str, name: str, hint: str, *, is_tag: bool) -> None:
