@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.kit.tiering.oracle import Blob
 from tests.kit.tiering.world import LARGE, SMALL, Story, chunks_of
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.types import Delete, Grow, Limits, Outcome, Read, Seal, Write
@@ -305,3 +306,42 @@ def test_a_slot_that_another_size_waits_for_goes_to_no_load():
     assert story.figures(lookup) == (1, 1, 1, True)
     story.finish_all()
     assert story.credits[large], "the slab was emptied for it"
+
+
+def test_a_write_that_was_put_off_waits_for_no_seal_where_its_chunk_is_being_read_again():
+    """It left host memory meanwhile and comes back from the bucket: what was read is written, and nothing stays."""
+    story = Story(capacities=(None, None), found_behind=[(1,), (1, 2)])
+    story.tiering.set_readable(1, False)
+    story.commit_prefix((1, 2))
+    story.end_every(Seal)
+    keys = [SMALL.key(chunk) for chunk in chunks_of((1, 2))]
+    assert story.tiering.remove(0, SMALL.namespace, keys, leaves_holes=True).removed == 2
+    lookup = story.ask((1, 2))
+    assert len(story.waiting(Read)) == 2 and story.tiering.pending_writes == 2
+    story.tiering.set_readable(1, True)
+    story.step()
+    story.finish_all()
+    assert story.figures(lookup) == (2, 2, 2, True)
+    assert story.is_below((1,)) and story.is_below((1, 2)) and story.tiering.pending_writes == 0
+    story.release(lookup)
+    assert not story.entry((1, 2)).holds
+
+
+def test_a_chunk_that_was_stored_over_a_bad_blob_and_left_is_written_once_it_is_read_again():
+    story = Story(capacities=(None, None), found_behind=[(1,)])
+    story.store((1,))
+    story.tiering.remove(0, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
+    story.damage(1, SMALL.key((1,)), Blob.CORRUPT)
+    story.release(story.ask((1,)))
+    story.end(Read)
+    assert story.waiting(Delete) and story.commit(story.session, (1,))
+    story.step()
+    story.end_every(Seal)
+    story.tiering.remove(0, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
+    lookup = story.ask((1,))
+    assert story.waiting(Read) and story.waiting(Delete)
+    story.end(Delete)
+    story.finish_all()
+    assert story.figures(lookup) == (1, 1, 1, True) and story.is_below((1,))
+    story.release(lookup)
+    assert not story.entry((1,)).holds and story.tiering.pending_writes == 0

@@ -26,6 +26,11 @@ WRITES_MAX = 16
 """Writes handed out at once: enough for every thread to have the next one; the rest can still be dropped."""
 
 
+WRITABLE = (HostState.SEALING, HostState.READY)
+"""States of a chunk whose bytes the server is sure to have soon. One that is being read may yet fail to come, and is
+offered once it is here (:meth:`WriteThrough.keep_promoted`)."""
+
+
 class WriteThrough:
     """The source of the first secondary tier; see :class:`~tiered_kv.tiering.secondary_tier.Source`.
 
@@ -104,7 +109,7 @@ class WriteThrough:
         return self.pending
 
     def enqueue_write(self, entry: Entry) -> None:
-        if entry.host is HostState.ABSENT or self._index.is_tail(entry.record):
+        if entry.host not in WRITABLE or self._index.is_tail(entry.record):
             return
         is_new = entry.blobs[self.tier.number] is BlobState.ABSENT and entry not in self._deferred
         if not self.tier.admission.admits(entry):
@@ -115,8 +120,7 @@ class WriteThrough:
 
     def enqueue_if_used(self, entry: Entry) -> None:
         """The chunk is used: a write that was dropped gets another chance."""
-        if entry.host in (HostState.READY, HostState.SEALING):
-            self.enqueue_write(entry)
+        self.enqueue_write(entry)
 
     def enqueue_recovered(self, entry: Entry) -> None:
         """Chunks that were found at start have no slot: there is nothing to write."""
@@ -186,7 +190,7 @@ class WriteThrough:
         """Queue what was deferred, oldest first, as far as the queue has room again."""
         while self._deferred and self.tier.takes_writes:
             entry = next(iter(self._deferred))
-            if self._index.get(entry.record.key) is entry and entry.host is not HostState.ABSENT:
+            if self._index.get(entry.record.key) is entry and entry.host in WRITABLE:
                 if self.queued_bytes + entry.slot_bytes > self._queue_limit_bytes:
                     return
                 self._undefer(entry)
