@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from tiered_kv.chunks.header import BlobFormat
-from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierBusy, TierUnavailable
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.tiers.peers.peer import NAMES_MAX, Peer
@@ -57,6 +57,7 @@ class PeersTier(Tier):
         Raises:
             ChunkMismatch: The namespace is not known here.
             TierUnavailable: No peer answered within the time. The buffer's content is undefined.
+            TierBusy: One did, and had no time for it.
         """
         form = self._formats(name.namespace)
         if form is None:
@@ -108,7 +109,7 @@ class PeersTier(Tier):
         """Ask one peer after the other, the likely one first, then who had something last, until one has it (all)."""
         if self._is_closed.is_set():
             raise Closed("the peers' tier is closed")
-        has_answer, reason = False, "no time was left"
+        has_answer, is_busy, reason = False, False, "no time was left"
         for peer in self._peers if likely is None else _in_front(likely, self._peers):
             if deadline.left_s() < LEAST_S:
                 break
@@ -120,9 +121,10 @@ class PeersTier(Tier):
             except (ChunkCorrupt, ChunkMismatch):
                 has_answer = True  # what lies costs a miss; the peer has said so in the log, and counts it
             except TierUnavailable as exc:
+                is_busy |= isinstance(exc, TierBusy)
                 reason = str(exc)
         if not has_answer:
-            raise TierUnavailable(f"no peer answers. last={reason}")
+            raise (TierBusy if is_busy else TierUnavailable)(f"no peer answers. last={reason}")
         return False
 
     def put(self, name: BlobName, blob: memoryview) -> None:
