@@ -25,6 +25,10 @@ class TierUnavailable(TieredKVError, OSError):
     """A tier failed for now (I/O error, timeout, permission): treat as a miss, try again later."""
 
 
+class TierBusy(TierUnavailable):
+    """A tier has no time for this call, which says nothing against it: a breaker does not count it."""
+
+
 class CapacityExceeded(TieredKVError):
     """A write would pass a tier's byte limit or the file system is full: drop the write."""
 

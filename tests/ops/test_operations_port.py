@@ -157,6 +157,14 @@ def test_readiness_follows_the_tiers(metrics: OperationsPort):
     assert fetch(beside(metrics, "/readyz")) == (200, "ready\n")
 
 
+def test_other_machines_that_are_away_leave_this_one_ready(metrics: OperationsPort):
+    """Or a machine that is down would take its peers out of service with it, and a start-up probe restart them."""
+    asked = Asked()
+    metrics._http.figures = asked.last
+    asked.answer = server(1.0, tiers=[tier("disk"), tier("peers", breaker="open", breaker_reason="no peer answers")])
+    assert fetch(beside(metrics, "/readyz")) == (200, "ready\n")
+
+
 def test_a_server_that_is_silent_is_not_ready_at_once_and_not_healthy_after_a_minute(metrics: OperationsPort):
     asked = Asked()
     asked.answer = None

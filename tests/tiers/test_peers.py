@@ -29,7 +29,7 @@ from tiered_kv.tiers.peers.fleet_key import HOUR_S, FleetKey
 from tiered_kv.tiers.peers.found import FIND_S, OLD_S, RECORD_S, DoorRecord, PeerFinder, own_urls
 from tiered_kv.tiers.peers.peer import BLOBS_PATH, NAMES_MAX, PREFIX_PATH, Peer
 from tiered_kv.tiers.peers.tier import PeersTier
-from tiered_kv.tiers.wrappers.breaker import OPEN_FIRST_S
+from tiered_kv.tiers.wrappers.breaker import FAILURES_MAX, OPEN_FIRST_S, Breaker, GuardedTier
 
 CHAIN = SampleChain(payload_bytes=1 << 20)
 SIZE = CHAIN.form.blob_bytes
@@ -554,6 +554,23 @@ def test_a_busy_peer_is_no_sick_one():
             with pytest.raises(TierUnavailable, match="status=503"):
                 read(tier, 0)
         assert not tier.each[0].breaker.is_open
+
+
+def test_peers_that_are_all_busy_are_no_sick_tier():
+    """A door past its ``peer_serve_bytes_s`` refuses a row of reads: the next question is still asked."""
+    with FalsePeer(KEY, lambda wire: wire.sendall(head(0, "503 Service Unavailable"))) as busy, peers(busy.url) as tier:
+        breaker = Breaker(time.monotonic)
+        guarded = GuardedTier(tier, breaker)
+        for _ in range(2 * FAILURES_MAX):
+            with pytest.raises(TierUnavailable, match="status=503"):
+                read(guarded, 0)
+        assert not breaker.is_open
+    with peers(busy.url) as gone:
+        guarded = GuardedTier(gone, breaker)
+        for _ in range(FAILURES_MAX):
+            with pytest.raises(TierUnavailable):
+                read(guarded, 0)
+        assert breaker.is_open, "no answer is something else"
 
 
 def test_a_trickle_ends_with_the_deadline():

@@ -14,6 +14,9 @@ from tiered_kv.metrics.names import ShownIn, server_event
 HOST_NAME: Final = "host"
 """Name of host memory among the tiers."""
 
+PEERS_NAME: Final = "peers"
+"""Name of other machines' disks among the tiers."""
+
 
 class HitFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What one tier gave to lookups.

@@ -4,7 +4,7 @@ Runs in threads of the serving process and asks the server through its own socke
 shares no state with the loop and cannot hold it up::
 
     /healthz  200 while the server starts, and while its loop has answered within the last minute; else 503: restart it
-    /readyz   200 while engines can join and every tier is used; else 503, and a line says why
+    /readyz   200 while engines can join and every tier but peers is used; else 503, and a line says why
     /metrics  for Prometheus; 503 while there are no figures
 
 With a token, gateways also POST hints here (``hint_requests.py``).
@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnavailable
-from tiered_kv.metrics.figures import ServerFigures
+from tiered_kv.metrics.figures import PEERS_NAME, ServerFigures
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import SCHEME, connect, read_message, refusal_error, shake_hands
 from tiered_kv.server.hint_requests import ACTIONS, HintRefused, HintRequests, admit
@@ -154,8 +154,8 @@ class LastFigures:
 
 
 def not_ready(figures: ServerFigures) -> str:
-    """Why the server is not ready: tiers that are left alone; empty if it is."""
-    tiers = [tier for tier in figures.tiers if tier.breaker not in (None, "closed")]
+    """Why the server is not ready: tiers that are left alone, but for other machines' disks; empty if it is."""
+    tiers = [tier for tier in figures.tiers if tier.breaker not in (None, "closed") and tier.name != PEERS_NAME]
     return "; ".join(f"{tier.name} tier is left alone ({tier.breaker}): {tier.breaker_reason}" for tier in tiers)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tiered_kv.chunks.header import BlobCheck, BlobFormat
-from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, TierUnavailable
+from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, TierBusy, TierUnavailable
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.object.connection import ConnectionPool, HttpConnection, Place
 from tiered_kv.tiers.object.medium import Deadline
@@ -87,6 +87,7 @@ class Peer:
         Raises:
             ChunkCorrupt, ChunkMismatch: The peer gave something else. The buffer's content is undefined.
             TierUnavailable: No answer in time, or it is not asked now. The buffer's content is undefined.
+            TierBusy: The peer has no time for it.
         """
         if not self._reads.acquire(timeout=max(deadline.left_s(), 0)):
             raise TierUnavailable(f"no turn to read from the peer in time. peer={self.url}")
@@ -133,7 +134,7 @@ class Peer:
         try:
             yield
             failure = None
-        except (ChunkCorrupt, _Busy):
+        except (ChunkCorrupt, TierBusy):
             failure = None  # an answer, if no good one
             raise
         except (OSError, http.client.HTTPException) as exc:  # TierUnavailable and ssl.SSLError are such
@@ -155,7 +156,7 @@ class Peer:
         response, connection = self._ask(method, target, deadline, body)
         try:
             if response.status not in (200, 404):
-                raise (_Busy if response.status == 503 else TierUnavailable)(
+                raise (TierBusy if response.status == 503 else TierUnavailable)(
                     f"a peer refuses. peer={self.url} status={response.status} "
                     + ("(do the keys differ, or the clocks?)" if response.status == 401 else "")
                 )
@@ -194,7 +195,3 @@ class Peer:
     def close(self) -> None:
         """Close idle connections, and those in use once their calls end."""
         self._pool.close()
-
-
-class _Busy(TierUnavailable):
-    """The peer has no time for this now, which says nothing against it."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.config import PEERS_MAX
-from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierBusy, TierUnavailable
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.tiers.peers.found import FIND_S, PeerFinder
@@ -75,6 +75,7 @@ class PeersTier(Tier):
         Raises:
             ChunkMismatch: The namespace is not known here.
             TierUnavailable: No peer answered within the time. The buffer's content is undefined.
+            TierBusy: One did, and had no time for it.
         """
         form = self._formats(name.namespace)
         if form is None:
@@ -151,7 +152,7 @@ class PeersTier(Tier):
         if self._is_closed.is_set():
             raise Closed("the peers' tier is closed")
         peers = (self._peers if likely is None else _in_front(likely, self._peers))[:PEERS_MAX]
-        has_answer, reason = not peers, "no time was left"
+        has_answer, is_busy, reason = not peers, False, "no time was left"
         for peer in peers:
             if deadline.left_s() < LEAST_S:
                 break
@@ -163,9 +164,10 @@ class PeersTier(Tier):
             except (ChunkCorrupt, ChunkMismatch):
                 has_answer = True  # what lies costs a miss; the peer has said so in the log, and counts it
             except TierUnavailable as exc:
+                is_busy |= isinstance(exc, TierBusy)
                 reason = str(exc)
         if not has_answer:
-            raise TierUnavailable(f"no peer answers. last={reason}")
+            raise (TierBusy if is_busy else TierUnavailable)(f"no peer answers. last={reason}")
         return False
 
     def _had_something(self, peer: Peer) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
-from tiered_kv.errors import TierUnavailable
+from tiered_kv.errors import TierBusy, TierUnavailable
 from tiered_kv.tiers.base import BlobName, Tier, TierWrapper
 
 FAILURES_MAX = 5
@@ -125,6 +125,8 @@ class GuardedTier(TierWrapper):
         self._breaker.check()
         try:
             yield
+        except TierBusy:
+            raise
         except TierUnavailable as exc:
             self._breaker.failed(operation, str(exc))
             raise
