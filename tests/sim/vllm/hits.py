@@ -17,6 +17,7 @@ from vllm import SamplingParams
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
+from tests.kit.server.clients import poll_until
 from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
 from tests.sim.vllm.engine import MAX_MODEL_LEN, Setup, SimulatedEngine
 from tests.sim.vllm.families import DRAFTS, LAYER_OUTERMOST, MATCH_UNIT, ONLY_V2, STATES
@@ -30,6 +31,7 @@ REASONS = {
     "passed": "a chunk that was an answer's when a window left it: as a prompt's it could be stored no more",
     "fork": "a state lies where prompts fork, and vLLM gives up the block before it for its draft; ours does not",
     "unit": "vLLM finds a state inside a block (prefix_match_unit); ours are at the ends of blocks",
+    "guessed": "a block of an answer that right guesses of its request's last step made whole: vLLM does not cache it",
 }
 """Why a hit of ours is not as long as vLLM's own."""
 
@@ -134,6 +136,10 @@ class Hits:
         asked.extra_args = {"kv_transfer_params": {"tiered_kv.skip_load": True}}
         dropped = self._dropped
         self.engine.add(name, list(prompt), asked)
+        # Who may not load does not wait: before it is known what is held, a window would pass what is to be stored.
+        poll_until(
+            self.side.client, lambda: all(one.is_answered for one in self.side.client.lookups.values()), "answer"
+        )
         come_to_rest(self.engine)
         self.prompts.append(list(prompt))
         self.answered.append(self.engine.answers.pop(name).tokens)
@@ -201,6 +207,14 @@ class Hits:
         is_plain = all(one.tokens_per_state == 1 and not (one.window or one.local or one.ring) for one in firsts)
         return held if is_plain or held < tokens else (tokens - 1) // chunk * chunk
 
+    def _ends_in_an_answer(self, prompt: Sequence[int], hit: int) -> bool:
+        """Whether what is matched for a hit reaches into what was generated."""
+        return self._common(prompt, self.prompts) < hit + self._drop
+
+    @property
+    def _is_drafted(self) -> bool:
+        return self.family in DRAFTS and self.family not in STATES
+
     @property
     def _drop(self) -> int:
         """Tokens at the end of a match that are given up for a draft, by vLLM and by us."""
@@ -224,6 +238,7 @@ class Hits:
             "answer": ours < own and (asked < matched or whole in self.answer_states - self.states),
             "fork": ours > own and ours + self._drop > self._held(one.prompt) and self.family in STATES,
             "window": ours > own and has_windows,
+            "guessed": ours == own + block and self._ends_in_an_answer(one.prompt, ours) and self._is_drafted,
         }
         return next((name for name, is_so in holds.items() if is_so), None)
 
