@@ -1,3 +1,5 @@
+from operator import eq, ne
+
 import pytest
 
 from tiered_kv.keys.naming import BlobName, object_path, parse_object_path, parse_path, relative_path
@@ -103,3 +105,12 @@ def test_any_other_path_is_no_object_of_ours(path):
 def test_name_without_its_ancestry_has_no_object_path(parent, depth):
     with pytest.raises(ValueError, match="observed="):
         object_path(BlobName(NAMESPACE, KEY, parent, depth))
+
+
+def test_names_are_equal_whose_namespace_and_key_are():
+    """A file's name on disk tells no ancestry."""
+    namespace, key = bytes(16), bytes(range(16))
+    name, same = BlobName(namespace, key), BlobName(namespace, bytes(bytearray(key)), b"p" * 16, 3)
+    assert name == same and not ne(name, same) and {name: 1}[same] == 1
+    for other in (BlobName(namespace, b"k" * 16), BlobName(b"n" * 16, key), (namespace, key)):
+        assert name != other and not eq(name, other)

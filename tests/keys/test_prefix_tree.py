@@ -63,10 +63,14 @@ def is_reached(names, name):
     return first.chunk_index == 0 and first.parent == first.namespace
 
 
+def tree_of(names):
+    return PrefixTree.of(names, {(name.namespace, name.key): row for row, name in enumerate(names)})
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_the_tree_is_what_the_names_say(seed):
     names = some_names(seed)
-    tree = PrefixTree.of(names)
+    tree = tree_of(names)
 
     def of(rows):
         return [names[row] for row in rows]
@@ -87,7 +91,7 @@ def test_the_tree_is_what_the_names_say(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_kept_keeps_what_lies_before_it(seed):
     names, draw = some_names(seed), random.Random(seed)
-    tree = PrefixTree.of(names)
+    tree = tree_of(names)
     keep = {name for name in names if draw.random() < 0.2}
     lost = {name for name in names if not is_reached(names, name)}
     found = [names[row] for row in tree.holes(lambda row: names[row] in keep)]
@@ -108,14 +112,14 @@ def test_a_use_dates_the_prefix_before_it(seed):
     expected = [
         max(used[other] for other, late in enumerate(names) if name in plain_prefix(names, late)) for name in names
     ]
-    PrefixTree.of(names).spread_uses(used)
+    tree_of(names).spread_uses(used)
     assert used == expected
 
 
 def test_siblings_are_walked_in_the_order_asked_for():
     trunk = chain(SPACES[0], range(2))
     names = [*trunk, *chain(SPACES[0], [30, 31], trunk[1]), *chain(SPACES[0], [20, 21], trunk[1])]
-    tree = PrefixTree.of(names)
+    tree = tree_of(names)
     assert list(tree.walk()) == [0, 1, 2, 3, 4, 5]
     assert list(tree.walk(lambda row: names[row].key)) == [0, 1, 4, 5, 2, 3]
 
@@ -123,12 +127,12 @@ def test_siblings_are_walked_in_the_order_asked_for():
 def test_names_that_point_at_each_other_are_no_circle():
     one = BlobName(SPACES[0], key(1), key(2), 3)
     two = BlobName(SPACES[0], key(2), key(1), 2)
-    tree = PrefixTree.of([one, two])
+    tree = tree_of([one, two])
     assert tree.prefix(0) == [0, 1] and tree.prefix(1) == [1] and tree.orphans == [1]
 
 
 def test_a_prefix_of_20_000_chunks_needs_no_recursion():
     names = chain(SPACES[0], range(20_000))
-    tree = PrefixTree.of(names[::-1])
+    tree = tree_of(names[::-1])
     assert [names[::-1][row].chunk_index for row in tree.walk()] == list(range(20_000))
     assert len(tree.behind(tree.roots)) == 20_000 and tree.holes() == []

@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
@@ -45,7 +46,7 @@ def test_a_shared_beginning_comes_once_with_its_latest_continuation() -> None:
 
 def test_a_beginning_that_is_used_more_than_what_follows_comes_before_other_prompts() -> None:
     hot, other = stored(tokens(1, 4), 10.0), stored(tokens(2, 3), 20.0)
-    hot[1] = hot[1]._replace(used_s=30.0)
+    hot[1] = msgspec.structs.replace(hot[1], used_s=30.0)
     assert names(choose(Forest(hot + other), Wanted())) == names(hot[:2] + other + hot[2:])
 
 

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
@@ -20,7 +21,7 @@ def chain(seed: int, length: int, used_s: float, *, model: Model = ONE) -> list[
 
 
 def pinned(blob: StoredBlob) -> StoredBlob:
-    return blob._replace(pinned_until_s=FOR_GOOD)
+    return msgspec.structs.replace(blob, pinned_until_s=FOR_GOOD)
 
 
 def indexes(selection: Selection, of: list[StoredBlob]) -> list[int]:

@@ -1,5 +1,6 @@
 """Prefix trees of chunks: links, gaps, last use, pins, order."""
 
+import msgspec
 import pytest
 
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
@@ -41,20 +42,20 @@ def test_names_that_lie_make_orphans_and_no_circle(lie: str) -> None:
         "circle": BlobName(space, key, key, 1),
         "namespace": BlobName(bytes(16), key, one.name.key, 1),
     }[lie]
-    forest = Forest([one, two._replace(name=lied)])
+    forest = Forest([one, msgspec.structs.replace(two, name=lied)])
     assert [b.name.key for b in forest.orphans] == [key] and forest.roots == [one]
     assert len(forest.behind(forest.orphans)) == 1 and len(forest.prefix(forest.orphans[0])) == 1
 
 
 def test_a_root_of_another_namespace_hangs_in_the_air() -> None:
     (blob,) = chain(1, 1)
-    forest = Forest([blob._replace(name=BlobName(blob.name.namespace, blob.name.key, bytes(16), 0))])
+    forest = Forest([msgspec.structs.replace(blob, name=BlobName(blob.name.namespace, blob.name.key, bytes(16), 0))])
     assert forest.roots == [] and len(forest.orphans) == 1
 
 
 def test_a_use_and_a_pin_of_a_chunk_are_those_of_its_prefix() -> None:
     blobs = chain(1, 4, used_s=0.0)
-    blobs[2] = blobs[2]._replace(used_s=50.0, pinned_until_s=9e9)
+    blobs[2] = msgspec.structs.replace(blobs[2], used_s=50.0, pinned_until_s=9e9)
     forest = Forest(blobs)
     assert [forest.last_uses()[ident(b)] for b in blobs] == [50.0, 50.0, 50.0, 3.0]
     assert forest.pinned() == {ident(b) for b in blobs[:3]}

@@ -14,8 +14,9 @@ Owns the path layout and nothing else: no root, no file system. Called by the ti
 """
 
 import re
-from dataclasses import dataclass, field
 from typing import Final, Self
+
+import msgspec
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 
@@ -28,9 +29,10 @@ _PATH = re.compile(r"([0-9a-f]{32})/([0-9a-f]{2})/(\2[0-9a-f]{30})\.safetensors"
 _OBJECT_PATH = re.compile(r"([0-9a-f]{32})/([0-9a-f]{2})/(\2[0-9a-f]{30})\.([0-9]{7})\.([0-9a-f]{32})\.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
-class BlobName:
+class BlobName(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The name of a blob in every tier; equal if namespace and key are.
+
+    A million are made to list a directory, and one for each chunk of a lookup.
 
     Attributes:
         namespace: Digest of the namespace, 16 bytes.
@@ -42,8 +44,19 @@ class BlobName:
 
     namespace: bytes
     key: bytes
-    parent: bytes = field(default=b"", compare=False)
-    chunk_index: int = field(default=0, compare=False)
+    parent: bytes = b""
+    chunk_index: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlobName):
+            return NotImplemented
+        return self.namespace == other.namespace and self.key == other.key
+
+    def __ne__(self, other: object) -> bool:  # a struct has one of its own, which compares identities
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.namespace, self.key))
 
     @classmethod
     def of(cls, record: ChunkRecord) -> Self:

@@ -5,7 +5,7 @@ lists of the same order. Pure. Used by the listing of a bucket (``fleet/listing.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from functools import cached_property
 from typing import Any, Final, Self
 
@@ -47,10 +47,14 @@ class PrefixTree:
                 link(candidate if candidate >= 0 and depths[candidate] == depth - 1 else GAP)
 
     @classmethod
-    def of(cls, names: Sequence[BlobName]) -> Self:
-        """Link chunks by their names, which are all different and tell their ancestry."""
+    def of(cls, names: Sequence[BlobName], rows: Mapping[tuple[bytes, bytes], int]) -> Self:
+        """Link chunks by their names, which tell their ancestry.
+
+        Args:
+            rows: Of each name its row, by namespace and key.
+        """
         # Nothing is called for each chunk but these: there may be a million.
-        row_of = {(name.namespace, name.key): row for row, name in enumerate(names)}.get
+        row_of = rows.get
         candidates = [
             ROOT if name.parent == name.namespace else row_of((name.namespace, name.parent), GAP) for name in names
         ]

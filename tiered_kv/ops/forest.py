@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from tiered_kv.keys.prefix_tree import PrefixTree
 from tiered_kv.ops.storage import StoredBlob
@@ -43,11 +42,8 @@ class Forest:
     def __init__(self, blobs: Iterable[StoredBlob]) -> None:
         self.blobs = {(blob.name.namespace, blob.name.key): blob for blob in blobs}
         self._stored = list(self.blobs.values())  # by row of the tree
-        self._tree = PrefixTree.of([blob.name for blob in self._stored])
-
-    @cached_property
-    def _rows(self) -> dict[Ident, int]:
-        return {key: row for row, key in enumerate(self.blobs)}
+        self._rows = dict(zip(self.blobs, range(len(self.blobs)), strict=True))
+        self._tree = PrefixTree.of([blob.name for blob in self._stored], self._rows)
 
     def _at(self, rows: Iterable[int]) -> list[StoredBlob]:
         return [self._stored[row] for row in rows]

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
+import msgspec
+
 from tiered_kv.chunks.header import PEEK_BYTES, peek
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
 from tiered_kv.keys.conditions import Conditions
@@ -66,7 +68,7 @@ def _is_there(told: _Told | None) -> bool:
 
 
 def _filled_in(blob: StoredBlob, told: _Told | None) -> StoredBlob:
-    return blob if told is None else blob._replace(tag=told.tag, stored_by=told.stored_by)
+    return blob if told is None else msgspec.structs.replace(blob, tag=told.tag, stored_by=told.stored_by)
 
 
 def notes_on_storers(blobs: Iterable[StoredBlob], conditions: Conditions, namespace: bytes | None) -> list[str]:

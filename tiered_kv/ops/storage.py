@@ -8,7 +8,9 @@ so it works beside a running server.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, Protocol, Self
+
+import msgspec
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.namespace import Namespace
@@ -28,8 +30,8 @@ def no_progress(done: int, total: int | None) -> None:
     del done, total
 
 
-class StoredBlob(NamedTuple):
-    """One blob of a tier.
+class StoredBlob(msgspec.Struct, frozen=True, gc=False):
+    """One blob of a tier. The garbage collector does not know of it: there may be a million.
 
     Attributes:
         name: With its ancestry: parent and chunk index are known.
