@@ -1,6 +1,6 @@
 """Our tier and vLLM's own ``fs`` below vLLM's offloading: the same rows, the same keys, taking turns.
 
-    python benchmarks/offloading.py [--mib SIZES] [--total-mib N] [--repeats N] [--keep]
+    python benchmarks/offloading.py [--mib SIZES] [--total-mib N] [--repeats N] [--lookups N] [--keep]
 
 Both are driven as vLLM's tiering manager drives them: jobs of 32 rows of one region in shared memory, polled every
 millisecond, lookups key by key until none says "ask again". Ours has a server of its own, and host memory for all rows
@@ -8,7 +8,8 @@ of a repetition; ``disk`` is until every byte is in a file, ``store`` until vLLM
 are zeroed, our host memory is emptied and pages are dropped; loaded bytes are compared. ``fs`` checks none.
 
 ``thread``: time in the tier's methods on the scheduler's thread, in all steps, for a prompt of 128k tokens in rows of
-256 that is found. CPU seconds are of this process and of our server. The first repetition does not count.
+256 that is found; ``--lookups N`` measures that alone, for N prompts of small rows in turns. CPU seconds are of this
+process and of our server. The first repetition does not count.
 """
 
 import os
@@ -39,6 +40,7 @@ ROW_TOKENS = 256
 JOB_ROWS = 32
 PROMPT_ROWS = 128 * 1024 // ROW_TOKENS
 POLL_S = 0.001
+SMALL_BYTES = 4096
 COLUMNS = {
     "mib": "MiB",
     "tier": "tier",
@@ -48,6 +50,7 @@ COLUMNS = {
     "store_cpu": "store CPU s/GB",
     "load_cpu": "load CPU s/GB",
     "thread_ms": "thread ms, 128k",
+    "thread_least_ms": "at least",
 }
 
 
@@ -281,14 +284,36 @@ def _time_threads(all_drivers: list[Driver], rows: list[dict[str, Any]], region:
         row["thread_ms"] = statistics.median(times)
 
 
+def lookups(prompts: int, folder: Path) -> list[dict[str, Any]]:
+    """Rows of the table for lookups alone; on a machine that others use the least says most."""
+    region = Region(SMALL_BYTES, 2 * PROMPT_ROWS)
+    all_drivers = list(drivers(region, folder, 2 * PROMPT_ROWS * SMALL_BYTES))
+    times: dict[str, list[float]] = {one.name: [] for one in all_drivers}
+    for _ in range(prompts):
+        keys = [os.urandom(32) + bytes(4) for _ in range(PROMPT_ROWS)]
+        for driver in all_drivers:
+            times[driver.name].append(prompt_ms(driver, keys))
+    for driver in all_drivers:
+        driver.tier.shutdown()
+    region.close()
+    return [
+        {"tier": name, "thread_ms": statistics.median(of_tier), "thread_least_ms": min(of_tier)}
+        for name, of_tier in times.items()
+    ]
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--mib", default="1,32", help="sizes of a row")
     parser.add_argument("--total-mib", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lookups", type=int, default=0, metavar="N", help="only lookups, of so many prompts")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for mib in map(int, arguments.mib.split(",")):
+    if arguments.lookups:
+        with tempfile.TemporaryDirectory(prefix="tiered_kv_bench") as folder:
+            rows += lookups(arguments.lookups, Path(folder))
+    for mib in [] if arguments.lookups else map(int, arguments.mib.split(",")):
         with tempfile.TemporaryDirectory(prefix="tiered_kv_bench") as folder:
             rows += run(mib, arguments.total_mib, arguments.repeats, Path(folder))
     print("\n".join(report.table(rows, COLUMNS)))
