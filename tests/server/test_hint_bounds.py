@@ -1,13 +1,18 @@
 """Bounds of what hints and users' sessions can make a server remember and do, on an engine that is stepped by hand."""
 
+import json
 from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
 
 import pytest
 
 from tests.kit.engine_world import BLOB_BYTES, SPACES, EngineWorld
+from tests.kit.samples.formats import sample_namespace
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
 from tiered_kv.server import prefetching, user_sessions
 from tiered_kv.server import protocol as m
+from tiered_kv.server.hint_requests import BODY_BYTES_MAX, CHUNKS_MAX, HintRefused, HintRequests
 from tiered_kv.server.prefetching import PREFETCH_MAX_S, Prefetching, WantedPrefix
 from tiered_kv.server.user_sessions import GIVE_UP_S, RETRY_S, Line, UserSessions
 from tiered_kv.testing.memory import MemoryTier
@@ -22,6 +27,26 @@ def world() -> Iterator[EngineWorld]:
     made = EngineWorld(MemoryTier(1 << 30), host_bytes=16 * BLOB_BYTES)
     yield made
     made.close()
+
+
+def test_a_prompt_of_more_chunks_than_a_message_holds_is_refused_before_it_is_hashed() -> None:
+    space = sample_namespace(chunk_tokens=16)
+    framed: list[bytes] = []
+
+    def pass_on(message: m.Message, expected: type[Any]) -> Any:
+        framed.append(m.frame(message))
+        return m.NamespaceRecord(space.record, []) if expected is m.NamespaceRecord else m.Hinted("done", 1)
+
+    def prefetch(chunks: int) -> HTTPStatus:
+        body = json.dumps({"token_ids": [1] * (16 * chunks)}, separators=(",", ":")).encode()
+        assert len(body) <= BODY_BYTES_MAX
+        return HintRequests(pass_on).answer("prefetch", lambda: body)[0]
+
+    assert prefetch(CHUNKS_MAX) == HTTPStatus.ACCEPTED
+    assert len(framed) == 2 and len(framed[1]) > m.FRAME_BYTES_MAX - 5000
+    with pytest.raises(HintRefused, match=f"at most {CHUNKS_MAX} chunks of 16") as refused:
+        prefetch(CHUNKS_MAX + 1)
+    assert refused.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
 def name(number: int, tag: bytes = NO_TAG) -> bytes:

@@ -548,6 +548,15 @@ def test_a_peer_that_gives_no_answer_is_left_alone_at_once_and_tried_again(answe
             read(tier, 0)
 
 
+def test_a_peer_that_says_much_of_what_it_has_not_is_left_alone():
+    """The rest would be taken for the answer to the next question on that connection."""
+    said = head(9000, "404 Not Found") + b"x" * 4096
+    with FalsePeer(KEY, lambda wire: wire.sendall(said)) as false, peers(false.url) as tier:
+        with pytest.raises(TierUnavailable, match="says too much"):
+            read(tier, 0)
+        assert tier.each[0].breaker.is_open and not tier.each[0]._pool._idle
+
+
 def test_a_busy_peer_is_no_sick_one():
     with FalsePeer(KEY, lambda wire: wire.sendall(head(0, "503 Service Unavailable"))) as busy, peers(busy.url) as tier:
         for _ in range(3):

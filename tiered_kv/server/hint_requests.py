@@ -27,6 +27,7 @@ import msgspec
 
 from tiered_kv.config import parse_time_s
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.keys.chunk_record import KEY_BYTES, PREFIX_DIGEST_BYTES
 from tiered_kv.keys.extras import Salt, encode
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.prefix_keys import MAX_TOKEN, PrefixKeys
@@ -41,6 +42,9 @@ BODY_BYTES_MAX: Final = 4 << 20
 
 AT_ONCE_MAX: Final = 4
 """Bodies that are read and hashed at once: they share the interpreter with the server's loop."""
+
+CHUNKS_MAX: Final = (m.FRAME_BYTES_MAX - 4096) // (KEY_BYTES + PREFIX_DIGEST_BYTES)
+"""Of one prompt: its keys and digests are one message to the server."""
 
 HASHED_IN_PART: Final = 8192
 YIELD_S: Final = 50e-6
@@ -237,6 +241,11 @@ def _keys(space: Namespace, tokens: list[int], salt: str | None) -> PrefixKeys:
     if not chunks:
         raise HintRefused(
             HTTPStatus.BAD_REQUEST, f"token_ids: expected at least one chunk of {chunk_tokens}, got {len(tokens)}"
+        )
+    if chunks > CHUNKS_MAX:
+        raise HintRefused(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"token_ids: expected at most {CHUNKS_MAX} chunks of {chunk_tokens}, got {chunks}",
         )
     first = encode([Salt(salt)]) if salt else b""
     keys = PrefixKeys(space, chunk_tokens)

@@ -162,6 +162,8 @@ class Peer:
                 )
             if response.status == 404:
                 response.read(_WORDS_MAX_BYTES)
+                if response.length != 0:  # the rest would be taken for the next answer
+                    raise http.client.HTTPException("the peer says too much of what it has not")
             yield (response if response.status == 200 else None), connection
         except BaseException:
             connection.wire.end()
