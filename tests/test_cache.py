@@ -134,9 +134,6 @@ def test_chunks_of_another_size_get_their_share_of_a_full_arena(tmp_path: Path) 
                 large_chunks.store(tokens, lambda i: payload(large_chunks, i))
                 if load_all(large_chunks, tokens, 0, 3):
                     break
-                # Empty slots that the other one was granted may lie in every slab; its next step gives them back.
-                with small_chunks.load([9] * CHUNK) as unknown:
-                    assert unknown.tokens == 0
             else:
                 pytest.fail("chunks of the second size never got room")
         for _ in range(ATTEMPTS_MAX):
