@@ -62,7 +62,7 @@ bench: s3-packages  ## the benchmarks of docs/performance.md, about 15 minutes; 
 		|| $(PYTHON) -m pip install --quiet --constraint requirements/constraints.txt matplotlib
 	$(PYTHON) scripts/bench.py $(if $(KEEP),--keep) $(SECTIONS)
 
-bench-rivals: setup  ## ours beside LMCache (fetches 1 GB, once), vLLM's OffloadingConnector and ExampleConnector, and plain vLLM, in turns; ARGS="--repeats 5 --keep"
+bench-rivals: s3-packages  ## ours beside LMCache (fetches 1 GB, once), vLLM's OffloadingConnector and ExampleConnector, and plain vLLM, in turns; ARGS="--repeats 5 --keep"
 	@VENV=$(VENV) scripts/rivals
 	$(PYTHON) benchmarks/rivals.py $(ARGS)
 

@@ -255,7 +255,7 @@ Show = Callable[[str, Mapping[str, str], list[dict[str, Any]], Sequence[str]], N
 
 
 def run(options: Any, work: Path, show: Show) -> None:
-    """The rows that were asked for, each shown when it is there."""
+    """The rows that were asked for, each shown when it is there; those that need an S3 server come last."""
     repeats, named, mode = options.repeats, options.systems, options.mode
     if "a" in options.rows:
         rows = rival_copies.host(_folder(work, "a"), repeats, named)
@@ -263,26 +263,29 @@ def run(options: Any, work: Path, show: Show) -> None:
     if "b" in options.rows:
         rows = rival_copies.disk(_folder(work, "b"), repeats, named, mode)
         show("b", rival_copies.DISK_COLUMNS, rows, ())
-    if "c" in options.rows:
-        rows = rival_bucket.measure(_folder(work, "c"), repeats, named, mode)
-        show("c", rival_bucket.COLUMNS, rows, rival_bucket.NOTES)
     if "d" in options.rows:
         rows = rival_lookups.measure(_folder(work, "d"), repeats, named, mode)
         show("d", rival_lookups.COLUMNS, rows, rival_lookups.NOTES)
+    if set(ENGINE_ROWS) & set(options.rows):
+        _run_engines(options, work, show)
+    if "c" in options.rows:
+        rows = rival_bucket.measure(_folder(work, "c"), repeats, named, mode)
+        show("c", rival_bucket.COLUMNS, rows, rival_bucket.NOTES)
     if "h" in options.rows:
         names = [name for name in ("plain", *rival_bucket.SYSTEMS) if name in named]
         with ExitStack() as stack:
             stored = (repeats + 1) * len(names) * options.tokens * KV8B.kv_bytes_per_token
-            buckets = rival_bucket.open_buckets(stack, stored)
-            systems = open_engines(stack, _folder(work, "h"), names, Setup(lmcache_mode=mode, buckets=buckets))
+            setup = Setup(lmcache_mode=mode, buckets=rival_bucket.open_buckets(stack, stored))
+            systems = open_engines(stack, _folder(work, "h"), names, setup)
             show("h", FIRST_TOKENS, first_tokens(systems, repeats, options.tokens), rival_bucket.NOTES)
-    names = [name for name in SYSTEMS if name in named]
-    if not set(ENGINE_ROWS) & set(options.rows):
-        return
+
+
+def _run_engines(options: Any, work: Path, show: Show) -> None:
+    names = [name for name in SYSTEMS if name in options.systems]
     with ExitStack() as stack:
-        systems = open_engines(stack, work, names, Setup(lmcache_mode=mode))
+        systems = open_engines(stack, work, names, Setup(lmcache_mode=options.mode))
         if "e" in options.rows:
-            show("e", FIRST_TOKENS, first_tokens(systems, repeats, options.tokens), NOTES)
+            show("e", FIRST_TOKENS, first_tokens(systems, options.repeats, options.tokens), NOTES)
         if "f" in options.rows:
             show("f", NOTHING, nothing_to_hit(systems, options.pairs), NOTES)
         if "g" in options.rows:
