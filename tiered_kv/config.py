@@ -282,7 +282,8 @@ class Config:
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     peers: tuple[str, ...] | None = _setting(
-        _peers, "machines whose disks are read, before the bucket: [https://node-b:7460], [dns://NAME:7460], [bucket]"
+        _peers,
+        'machines whose disks are read, before the bucket: ["https://node-b:7460", "dns://NAME:7460", "bucket"]',
     )
     peer_listen: str | None = _setting(_address, "HOST:PORT where other machines may read this disk, e.g. 0.0.0.0:7460")
     peer_url: str | None = _setting(

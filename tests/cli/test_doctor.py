@@ -403,6 +403,7 @@ def test_what_is_not_ours_below_our_prefix_is_named(doctor: Doctor, s3: S3) -> N
             "_tiered_kv/recency/base/3-0-0": BASE_MAGIC,
             f"_tiered_kv/epochs/{'0' * 32}/17": b"",
             f"_tiered_kv/pins/{'0' * 32}/{'1' * 32}.000000000000": b"",
+            "_tiered_kv/peers/10.0.0.7:7460": b"",
         }
         for path, data in ours.items():
             storage.store.put(path, data)

@@ -33,6 +33,7 @@ BASES: Final = f"{RECENCY}base/"
 USAGE: Final = f"{ROOT}/usage"
 PEERS: Final = f"{ROOT}/peers/"
 PINS: Final = f"{ROOT}/pins/"
+PORT_MAX: Final = 65535
 PIN_UNTIL_MAX: Final = 10**12 - 1
 
 JSON_BYTES_MAX: Final = 4 << 20
@@ -41,6 +42,7 @@ SERVER_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 _TERM = re.compile(re.escape(LEASES) + r"([0-9]{20})")
 _SESSION = re.compile(re.escape(SERVERS) + r"([A-Za-z0-9_-]{1,100}\.[0-9]{1,9})")
+_PEER = re.compile(re.escape(PEERS) + r"((?:[0-9A-Za-z.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([1-9][0-9]{0,4}))")
 _PIN = re.compile(re.escape(PINS) + r"([0-9a-f]{32})/([0-9a-f]{32})\.([0-9]{12})")
 
 T = TypeVar("T")
@@ -191,6 +193,12 @@ def parse_session_path(path: str) -> str | None:
 def pin_path(name: BlobName, until_s: int) -> str:
     """The object of a pin; ``until_s`` 0: for good."""
     return f"{PINS}{name.namespace.hex()}/{name.key.hex()}.{min(until_s, PIN_UNTIL_MAX):012d}"
+
+
+def parse_peer_path(path: str) -> str | None:
+    """``HOST:PORT`` of a door; None for anything else."""
+    found = _PEER.fullmatch(path)
+    return found[1] if found is not None and int(found[2]) <= PORT_MAX else None
 
 
 def parse_pin_path(path: str) -> tuple[BlobName, int] | None:

@@ -269,7 +269,11 @@ def _foreign(store: ObjectStore, own: list[ObjectInfo]) -> list[DoctorFinding]:
     for info in own[:LISTED_MAX]:
         check = _content_check(info.path)
         if check is None:
-            is_ours = _NAME_ALONE.fullmatch(info.path) is not None or layout.parse_pin_path(info.path) is not None
+            is_ours = (
+                _NAME_ALONE.fullmatch(info.path) is not None
+                or layout.parse_pin_path(info.path) is not None
+                or layout.parse_peer_path(info.path) is not None
+            )
         else:
             read += 1
             is_ours = read > READ_MAX or check(store, info.path)

@@ -1,7 +1,8 @@
 """Peers in front of a bucket: what another machine has on its disk comes from there, all else as without peers.
 
 They are one tier, for the bucket is where everything is kept, and where a prefix ends is one question. Writes, deletes,
-limits and the breaker are the bucket's. Owns which of the two is asked. Stacked by ``tiers/open.py``.
+limits, the breaker and ``contains``, which says whether a blob need not be uploaded, are the bucket's. Owns which of
+the two is asked. Stacked by ``tiers/open.py``.
 """
 
 import dataclasses
@@ -38,9 +39,6 @@ class PeersFirst(TierWrapper):
             except (ChunkCorrupt, ChunkMismatch, TierUnavailable):
                 pass  # said in the log where it concerns the peer, and counted as the peers'
         return self.inner.get_into(name, buffer)
-
-    def contains(self, name: BlobName) -> bool:
-        return self.count_held([name]) == 1
 
     def count_held(self, names: Sequence[BlobName], hint: str = "") -> int:
         """How many of these blobs anybody has, from the first on: what peers lack the bucket may have.

@@ -9,9 +9,9 @@ what stands there is an address at most, and only who has the fleet's key is eve
 addresses are found; must not connect to a peer. Called by ``tier.py``, stacked by ``tiers/open.py``.
 """
 
+import contextlib
 import logging
 import random
-import re
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +19,7 @@ from typing import Final
 
 from tiered_kv.config import BUCKETS_PEERS, parse_address
 from tiered_kv.errors import TierUnavailable
-from tiered_kv.fleet.layout import PEERS, Objects
+from tiered_kv.fleet.layout import PEERS, Objects, parse_peer_path
 from tiered_kv.tiers.base import Tier, TierWrapper
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ OLD_S: Final = 2 * 3600.0
 """A record older than this is of a machine that is gone. Clocks of a fleet may be an hour apart (``fleet_key.py``)."""
 
 FOUND_MAX: Final = 1024
-
-_ADDRESS = re.compile(r"([0-9A-Za-z.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[1-9][0-9]{0,4})")
 
 
 class PeerFinder:
@@ -138,10 +136,12 @@ def recorded(store: Objects, now_s: float) -> list[str]:
     """
     urls, old = [], []
     for info in store.list(PEERS):
-        address = info.path.removeprefix(PEERS)
+        address = parse_peer_path(info.path)
+        if address is None:
+            continue  # nobody knows whose it is
         if now_s - info.modified_s > OLD_S:
             old.append(info.path)
-        elif _is_address(address):
+        else:
             urls.append(f"https://{address}")
     if old:
         store.delete(old[:FOUND_MAX])
@@ -156,8 +156,10 @@ def own_urls(listen: str) -> list[str]:
     host, port = parse_address(listen)
     addresses = [host]
     if host in ("0.0.0.0", "::"):
-        entries = socket.getaddrinfo(socket.gethostname(), port, type=socket.SOCK_STREAM)
-        addresses = [_way_out(), *(str(entry[4][0]) for entry in entries)]
+        addresses = [_way_out()]
+        with contextlib.suppress(OSError):  # a machine whose own name no resolver knows
+            entries = socket.getaddrinfo(socket.gethostname(), port, type=socket.SOCK_STREAM)
+            addresses += [str(entry[4][0]) for entry in entries]
     return list(dict.fromkeys(url_of(address, port) for address in addresses))
 
 
@@ -175,8 +177,3 @@ def _way_out() -> str:
         except OSError:
             continue  # no such way
     return "127.0.0.1"
-
-
-def _is_address(text: str) -> bool:
-    found = _ADDRESS.fullmatch(text)
-    return found is not None and int(found["port"]) <= 65535
