@@ -6,6 +6,7 @@ what was expected and what was given. Values are plain data; nothing here opens 
 
 import difflib
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -152,8 +153,10 @@ PEERS_MAX = 16
 BUCKETS_PEERS = "bucket"
 """Names, among the peers, every machine of the bucket that listens."""
 
-PEER_CHARS_MAX = 300
-"""Of a peer's URL: more than the longest host name takes."""
+_LABEL = "[0-9A-Za-z_](?:[0-9A-Za-z_-]{0,61}[0-9A-Za-z_])?"
+_PEER_ADDRESS = re.compile(
+    rf"(?:(?P<name>{_LABEL}(?:\.{_LABEL})*\.?)|\[(?P<v6>[0-9A-Fa-f:.]+)\]):(?P<port>[1-9][0-9]{{0,4}})"
+)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -168,6 +171,20 @@ def parse_address(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
+def is_peer_address(text: str) -> bool:
+    """Whether a text is a host's name or address that can be asked for, and a port: what nobody stumbles over later."""
+    found = _PEER_ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > 65535:
+        return False
+    if found["name"] is not None:
+        return len(found["name"]) <= 253
+    try:
+        ipaddress.IPv6Address(found["v6"])
+    except ValueError:
+        return False
+    return True
+
+
 def _address(value: object) -> str:
     text = _text(value)
     parse_address(text)
@@ -179,12 +196,9 @@ def _peers(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, list | tuple) or not 1 <= len(value) <= PEERS_MAX:
         raise ValueError(expected)
     for place in value:
-        scheme, separator, address = place.partition("://") if isinstance(place, str) else ("", "", "")
-        if place == BUCKETS_PEERS:
-            continue
-        if scheme not in ("https", "dns") or not separator or len(place) > PEER_CHARS_MAX:
+        scheme, _, address = place.partition("://") if isinstance(place, str) else ("", "", "")
+        if place != BUCKETS_PEERS and (scheme not in ("https", "dns") or not is_peer_address(address)):
             raise ValueError(expected)
-        parse_address(address)
     if len(set(value)) != len(value):
         raise ValueError(f"{expected}, each once")
     return tuple(value)
@@ -197,9 +211,8 @@ def peer_url(value: object) -> str:
         ValueError: It is none.
     """
     scheme, _, address = value.partition("://") if isinstance(value, str) else ("", "", "")
-    if not isinstance(value, str) or scheme != "https" or len(value) > PEER_CHARS_MAX:
+    if not isinstance(value, str) or scheme != "https" or not is_peer_address(address):
         raise ValueError("expected a URL such as https://node-a:7460")
-    parse_address(address)
     return value
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.kit.server.clients import SmallEngine, poll_until
+from tests.kit.server.clients import SmallEngine, poll_until, worker_part
 from tests.kit.server.probe import figures, wait_for
+from tiered_kv.server.worker_client import WorkerClient
 
 EngineStarter = Callable[..., SmallEngine]
 
@@ -64,6 +65,23 @@ def test_a_session_goes_on_resting_after_a_reset(engine: EngineStarter, root: Pa
     poll_until(one.client, lambda: one.client.is_ready, "the private epoch")
     wait_for(lambda: reserved(root) == 0, "no slot of its")
     one.client.wake()
+    one.store(2)
+    one.wait_hits(2)
+
+
+def test_a_session_that_opens_while_nobody_polls_holds_no_slots(engine: EngineStarter, root: Path) -> None:
+    """An engine whose last request ended while it had no session does not step, but its session opens all the same."""
+    one = engine("one")
+    assert held(one)
+    one.worker.leave()
+    one.wait_lost()
+    one.client.rest()
+    part = worker_part(weights=one.weights, stored_by=one.stored_by)
+    one.worker = WorkerClient(one.config, one.engine_id, one.client.generation, part)
+    wait_for(lambda: [session["state"] for session in figures(root)["sessions"]] == ["ready"], "the next session")
+    assert reserved(root) == 0
+    one.client.wake()
+    poll_until(one.client, lambda: one.client.is_ready, "the session")
     one.store(2)
     one.wait_hits(2)
 

@@ -66,7 +66,7 @@ def test_the_garbage_collector_walks_no_chunk(policy):
     assert not any(map(gc.is_tracked, index._entries._parts))
 
 
-ATOMS = {bool, int, str, bytes, float, None, type(None), BlobState, HostState}
+ATOMS = {bool, int, str, bytes, float, None, type(None), BlobState, HostState, Outcome}
 LINKS = {
     (Entry, "kin"): "leads to chunks whose position is higher by one (Index.check_integrity)",
     (_Group, "newer"): "a ring that the queue takes apart when it goes; a group outside it is referred to by nobody",

@@ -4,8 +4,10 @@ import contextlib
 import http.client
 import os
 import signal
+import socket
 import ssl
 import subprocess
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +70,7 @@ def door_config(directory, key_file, **more):
 
 
 @contextmanager
-def peers(*urls, key=KEY, timeout_s=5.0, clock=time.monotonic, store=None):
+def peers(*urls, key=KEY, timeout_s=5.0, clock=time.monotonic, store=None, is_alone=True):
     context = key.client_context()
     each = []
 
@@ -78,7 +80,8 @@ def peers(*urls, key=KEY, timeout_s=5.0, clock=time.monotonic, store=None):
 
     finder = PeerFinder(urls, store)
     form = {CHAIN.namespace: CHAIN.form}.get
-    tier = PeersTier(finder, connect, form, timeout_s=timeout_s, io_concurrency=4, monotonic=clock)
+    limits = {"timeout_s": timeout_s, "io_concurrency": 4}
+    tier = PeersTier(finder, connect, form, **limits, monotonic=clock, is_alone=is_alone)
     tier.each = each
     try:
         yield tier
@@ -251,6 +254,13 @@ def test_a_peer_that_is_frozen_after_its_promise_leaves_the_read_to_the_bucket()
 # -- where peers are ---------------------------------------------------------------------------------------------------
 
 
+def look(tier):
+    """A flush, and the end of the look that it may have begun."""
+    tier.flush()
+    if tier._look is not None:
+        tier._look.join()
+
+
 @pytest.fixture
 def store(tmp_path):
     (tmp_path / "bucket").mkdir()
@@ -276,17 +286,17 @@ def test_machines_of_a_bucket_find_each_other(door, store):
     clock = FakeClock()
     listening = DoorRecord(MemoryTier(), store, url(door), clock.monotonic)
     with peers("bucket", store=store, clock=clock.monotonic) as tier:
-        tier.flush()
+        look(tier)
         assert not tier.contains(CHAIN.name(0)) and not tier.each, "nobody listens, which is no failure"
         listening.flush()
-        tier.flush()
+        look(tier)
         assert not tier.each, "a bucket is listed now and then only"
         clock.advance(FIND_S)
-        tier.flush()
+        look(tier)
         assert tier.contains(CHAIN.name(0)) and read(tier) == CHAIN.blob(0).data
         listening.close()
         clock.advance(FIND_S)
-        tier.flush()
+        look(tier)
         assert not tier.is_promised(CHAIN.name(0)) and not tier.contains(CHAIN.name(0)) and read(tier) is None
 
 
@@ -301,10 +311,44 @@ def test_a_door_is_recorded_again_and_again_and_a_record_that_is_not_ends(store,
     listening.flush()
     assert PeerFinder(["bucket"], store).find([]) == ["https://10.0.0.7:7460"]
     listens("10.0.0.7:7460", age_s=OLD_S + 60)
-    assert PeerFinder(["bucket"], store).find([]) == [] and not path.exists()
+    listens("10.0.0.8:7460")
+    found = PeerFinder(["bucket"], store).find([])
+    assert found == ["https://10.0.0.8:7460"] and path.exists(), "a reader removes nothing"
 
 
-@pytest.mark.parametrize("name", ["x", "a:b", "u@h:1", "h:1/p", "h:99999", "h:0", "h:1?q", "h h:1", "é:1", "h:1 "])
+def test_old_records_are_told_by_the_stores_clock_and_removed_by_who_listens(store, listens):
+    """A machine whose clock is wrong, or that may only read, takes nobody's record for old."""
+    hours_s = 3600.0
+    young = [listens("10.0.0.1:1", age_s=50 * hours_s), listens("10.0.0.2:1", age_s=51 * hours_s)]
+    old = listens("10.0.0.3:1", age_s=53 * hours_s)
+    assert sorted(PeerFinder(["bucket"], store).find([])) == ["https://10.0.0.1:1", "https://10.0.0.2:1"]
+    assert old.exists()
+    DoorRecord(MemoryTier(), store, "https://10.0.0.7:7460", FakeClock().monotonic).flush()
+    assert not any(path.exists() for path in [*young, old])
+    assert PeerFinder(["bucket"], store).find([]) == ["https://10.0.0.7:7460"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x",
+        "a:b",
+        "u@h:1",
+        "h:1/p",
+        "h:99999",
+        "h:0",
+        "h:1?q",
+        "h h:1",
+        "é:1",
+        "h:1 ",
+        "a..b:1",
+        ".a:1",
+        "[::::]:1",
+        "[fe80::1%1]:1",
+        "a" * 64 + ":1",
+        "-a:1",
+    ],
+)
 def test_what_is_no_address_in_a_bucket_is_no_peer(store, listens, tmp_path, name):
     listens("10.0.0.8:7460")
     path = tmp_path / "bucket/_tiered_kv/peers" / name  # as somebody else would write it
@@ -324,9 +368,66 @@ def test_this_machines_own_door_is_no_peer(store, listens):
     assert own_urls("node-a:7460") == ["https://node-a:7460"] and own_urls("[::1]:7460") == ["https://[::1]:7460"]
 
 
+def test_a_look_that_hangs_holds_up_no_flush_of_the_bucket(monkeypatch):
+    """A resolver has no deadline; a bucket's keeper has."""
+    is_over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: is_over.wait() and [])
+    with peers("dns://slow:1") as others:
+        bucket = Flushed()
+        both = PeersFirst(others, bucket, others.is_promised)
+        for _ in range(3):
+            both.flush()
+        assert bucket.flushes == 3 and others._look.is_alive()
+        is_over.set()
+        others._look.join()
+
+
+class Flushed(MemoryTier):
+    flushes = 0
+
+    def flush(self):
+        self.flushes += 1
+
+
+def test_peers_that_are_left_alone_hide_nobody(door):
+    dead = [f"https://127.0.0.1:{port}" for port in range(1, PEERS_MAX + 1)]
+    with peers(*dead, url(door)) as tier:
+        for _ in range(PEERS_MAX):
+            with contextlib.suppress(TierUnavailable):
+                tier.count_held([CHAIN.name(0)])
+        assert tier.count_held([CHAIN.name(0)]) == 1 and read(tier) == CHAIN.blob(0).data
+
+
+def test_a_promise_that_was_not_kept_is_forgotten(door):
+    """And before a bucket nobody but who promised is asked."""
+    asked = []
+
+    def promises_and_has_none(wire):
+        asked.append(wire)
+        wire.sendall(head(1) + b"1" if len(asked) == 1 else b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    with FalsePeer(KEY, promises_and_has_none) as other, peers(other.url, url(door), is_alone=False) as tier:
+        assert tier.count_held([CHAIN.name(0)]) == 1 and tier.is_promised(CHAIN.name(0))
+        assert read(tier) is None and not tier.is_promised(CHAIN.name(0)) and len(asked) == 2
+
+
+def test_a_peer_that_is_gone_is_not_remembered(door, store, listens):
+    clock = FakeClock()
+    record = listens(f"127.0.0.1:{door.port}")
+    listens("127.0.0.1:1")
+    with peers("bucket", store=store, clock=clock.monotonic) as tier:
+        look(tier)
+        (gone,) = [peer for peer in tier.each if peer.url == url(door)]
+        record.unlink()
+        clock.advance(FIND_S)
+        look(tier)
+        tier._remember(gone, [CHAIN.name(0)])  # an answer that was under way
+        assert not tier.is_promised(CHAIN.name(0))
+
+
 def test_every_address_of_a_name_is_a_peer(door):
     with peers(f"dns://localhost:{door.port}") as tier:
-        tier.flush()
+        look(tier)
         assert f"https://127.0.0.1:{door.port}" in [peer.url for peer in tier.each]
         assert tier.contains(CHAIN.name(0)) and read(tier) == CHAIN.blob(0).data
 
@@ -343,7 +444,7 @@ def test_no_more_than_sixteen_of_many_are_asked_and_a_hint_reaches_the_others(do
         listens(f"127.0.0.1:{number + 1}")
     listens(f"127.0.0.1:{door.port}")
     with peers("bucket", store=store) as tier:
-        tier.flush()
+        look(tier)
         with contextlib.suppress(TierUnavailable):
             tier.count_held([CHAIN.name(0)])
         assert len(tier.each) == 41 and sum(peer.breaker.is_open for peer in tier.each) <= PEERS_MAX
@@ -355,7 +456,8 @@ def test_no_more_than_sixteen_of_many_are_asked_and_a_hint_reaches_the_others(do
 @pytest.mark.parametrize(
     "count", [b"3", b"-1", b"", b"two", b"9" * 5000], ids=["too many", "negative", "", "a", "long"]
 )
-def test_a_peer_that_counts_wrongly_is_left_alone(count):
+def test_a_peer_that_counts_wrongly_is_left_alone(count, monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiers.peers.tier.QUESTION_S", 10.0)  # a busy machine is no peer's fault
     with FalsePeer(KEY, body(count)) as liar, peers(liar.url) as tier:
         with pytest.raises(TierUnavailable, match="nonsense"):
             tier.count_held([CHAIN.name(0), CHAIN.name(1)])

@@ -184,10 +184,10 @@ def test_an_idle_connection_that_nobody_can_use_is_closed_without_another_blob(
     with RawServer(lambda _: OK) as server:
         pool = ConnectionPool(2, 5.0, 5.0)
         place = Place("localhost", int(server.url.rpartition(":")[2]), None)
-        for _ in range(2):  # its thread ends with the last idle connection, and comes back
+        for count in (1, 2):  # its thread ends with the last idle connection, and comes back
             connection = pool.connect(place, Deadline(30))
             descriptor = connection.wire._socket
-            wait_for(lambda: bool(server._open), "the server's side")
+            wait_for(lambda: len(server._open) == count, "the server's side")  # noqa: B023  # called here
             pool.give(connection)
             if reason == "old":
                 connection.idle_since_s -= IDLE_MAX_S

@@ -106,6 +106,7 @@ def test_a_load_that_fails_after_its_request_was_aborted_takes_no_room_from_othe
         if is_aborted:
             side.finish_request(asked, ())
         side.loads_finished({name}, failed)
+        assert engine.client.is_resting == is_aborted, "vLLM does not step again for a request that is over"
         if not is_aborted:
             side.plan_step(SimpleNamespace(preempted_req_ids=set(), num_scheduled_tokens={name: 5}))
             side.finish_request(asked, ())

@@ -95,6 +95,13 @@ def test_a_router_chooses_among_the_peers_of_the_settings() -> None:
     assert not reading.counters
 
 
+@pytest.mark.parametrize("value", ["https://\ud800:7460", "https://b:99999", "http://b:1", 7, "https://a..b:1"])
+def test_what_is_no_url_is_left_out_where_peers_are_found(value: Any) -> None:
+    reading = Reading("dns://peers:1")
+    assert reading.read({"tiered_kv.peer": value}) == RequestParams()
+    assert reading.read({"tiered_kv.peer": "https://10.0.0.7:1"}) == RequestParams(peer="https://10.0.0.7:1")
+
+
 @pytest.mark.parametrize(
     "value", ["https://evil:1", "https://a:1/", "https://a:2", "http://a:1", "a:1", "", 7, ["x"], True]
 )

@@ -22,6 +22,7 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
+from tiered_kv.config import is_peer_address
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.keys.naming import BlobName
 
@@ -33,7 +34,6 @@ BASES: Final = f"{RECENCY}base/"
 USAGE: Final = f"{ROOT}/usage"
 PEERS: Final = f"{ROOT}/peers/"
 PINS: Final = f"{ROOT}/pins/"
-PORT_MAX: Final = 65535
 PIN_UNTIL_MAX: Final = 10**12 - 1
 
 JSON_BYTES_MAX: Final = 4 << 20
@@ -42,7 +42,6 @@ SERVER_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 _TERM = re.compile(re.escape(LEASES) + r"([0-9]{20})")
 _SESSION = re.compile(re.escape(SERVERS) + r"([A-Za-z0-9_-]{1,100}\.[0-9]{1,9})")
-_PEER = re.compile(re.escape(PEERS) + r"((?:[0-9A-Za-z.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([1-9][0-9]{0,4}))")
 _PIN = re.compile(re.escape(PINS) + r"([0-9a-f]{32})/([0-9a-f]{32})\.([0-9]{12})")
 
 T = TypeVar("T")
@@ -197,8 +196,8 @@ def pin_path(name: BlobName, until_s: int) -> str:
 
 def parse_peer_path(path: str) -> str | None:
     """``HOST:PORT`` of a door; None for anything else."""
-    found = _PEER.fullmatch(path)
-    return found[1] if found is not None and int(found[2]) <= PORT_MAX else None
+    address = path.removeprefix(PEERS)
+    return address if path.startswith(PEERS) and is_peer_address(address) else None
 
 
 def parse_pin_path(path: str) -> tuple[BlobName, int] | None:

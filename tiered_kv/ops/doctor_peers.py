@@ -75,7 +75,7 @@ def _peers_at(place: str, config: Config, key: "FleetKey") -> list[DoctorFinding
             store = ObjectStore(config.location(), timeout_s=config.storage_timeout_s)
         own = own_urls(config.peer_listen) if config.peer_listen is not None else []
         urls = PeerFinder([place], store, [*own, config.peer_url or ""]).look(place)
-    except (OSError, TierUnavailable) as exc:
+    except (OSError, UnicodeError, TierUnavailable) as exc:
         return [warning("peers", f"{place}: nobody can be looked for: {exc}", "they are looked for again every minute")]
     finally:
         if store is not None:

@@ -287,9 +287,13 @@ class SchedulerClient:
         Else slots that are recalled for chunks of another size stay here, and with them the slabs they lie in. Does
         nothing while slots are being filled.
         """
-        if not self.is_resting and not self._taken:
-            self.is_resting = True
-            self._say_rest()
+        if self.is_resting or self._taken:
+            return
+        self.is_resting = True
+        if self.is_ready:
+            self._credits.clear()
+            self._rests_unanswered += 1
+            self._send(m.Rest(), may_drop=False)
 
     def wake(self) -> None:
         """Something will be stored: have slots granted ahead."""
@@ -297,12 +301,6 @@ class SchedulerClient:
             self.is_resting = False
             if self.is_ready:
                 self._send(m.Wake(), may_drop=False)
-
-    def _say_rest(self) -> None:
-        if self.is_ready:
-            self._credits.clear()
-            self._rests_unanswered += 1
-            self._send(m.Rest(), may_drop=False)
 
     def commit(self, chunks: Sequence[tuple[SlotId, ChunkRecord]], answers: Collection[SlotId] = ()) -> None:
         """Slots that every rank has filled, in prefix order; those of ``answers`` have generated tokens in them."""
@@ -449,8 +447,8 @@ class SchedulerClient:
             self._send(m.Reset(), may_drop=False)
             return
         self._is_resetting = False
-        if self.is_resting:
-            self._say_rest()
+        if not self.is_resting:
+            self._send(m.Wake(), may_drop=False)
         self._backoff_s = BACKOFF_FIRST_S
         self._patience_s = self._config.start_timeout_s
         logger.info(

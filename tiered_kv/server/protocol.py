@@ -230,7 +230,7 @@ class Rest(Message, frozen=True):
 
 
 class Wake(Message, frozen=True):
-    """The session may store again, and wants slots."""
+    """The session may store, and wants slots: every session is at rest when it is opened."""
 
 
 class Reset(Message, frozen=True):

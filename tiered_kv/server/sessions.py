@@ -104,7 +104,6 @@ class Group:
     private_epoch: str = ""
     lookups: dict[int, tuple[int, int]] = field(default_factory=dict)
     client_ids: dict[tuple[int, int], int] = field(default_factory=dict)
-    early_credits: list[int] = field(default_factory=list)
     decliners: set[Connection] = field(default_factory=set)
     declined: str = ""
     is_watching: bool = False
@@ -307,6 +306,7 @@ class Sessions:
         assert group.geometry is not None
         session, _ = self._engine.open_session(namespace, group.geometry, group.stored_by, group.lease_s)
         self._quotas.opened(session, namespace.digest, group.quota, group.slot_bytes)
+        self._engine.rest(session)  # until its scheduler, which may be idle and deaf, says that it wants slots
         group.sessions.append(session)
         group.granted[session] = set()
         group.namespace = namespace
@@ -331,9 +331,6 @@ class Sessions:
             return
         group.is_ready = True
         group.scheduler.send(ready_message(self._engine, group, blob_format))
-        if group.early_credits:
-            group.scheduler.send(m.Credits(group.early_credits))
-            group.early_credits = []
         logger.info(
             "session open. engine=%s namespace=%s chunk_bytes=%d",
             group.name,
@@ -351,12 +348,10 @@ class Sessions:
         """
         group = self.owned(connection)
         epoch = self._epochs.retire(group.base_digest)
-        old, untold, group.early_credits = group.sessions[-1], group.early_credits, []
+        old = group.sessions[-1]
         self._engine.suspend_session(old)
         self._quotas.closed(old, is_reset=True)  # before the next one states the same again
         self._start(group, namespace_of(group.joins, epoch))
-        for slot in untold:
-            self._take_back(group, old, slot)
         self._close_drained(group)
 
     def _close_drained(self, group: Group) -> None:
@@ -507,16 +502,18 @@ class Sessions:
         session = group.sessions[-1]
         self._engine.rest(session)
         group.granted[session].clear()
-        group.early_credits = []
         connection.send(m.Rested())
 
     def wake(self, connection: Connection) -> None:
-        """Grant the session slots again.
+        """Grant the session slots from now on.
 
         Raises:
-            ProtocolError: There is no open session on the connection.
+            ProtocolError: There is no open session on the connection, or it has not heard ``Ready``.
         """
-        self._engine.wake(self.owned(connection).sessions[-1])
+        group = self.owned(connection)
+        if not group.is_ready:
+            raise ProtocolError("a session wakes once it has heard Ready")
+        self._engine.wake(group.sessions[-1])
 
     def pin(self, connection: Connection, pin: m.Pin) -> None:
         """Keep a chunk and the prefix before it, if there is room for that.
@@ -577,10 +574,8 @@ class Sessions:
                     for slot in slots:
                         self._take_back(group, session, slot)
                     self._close_drained(group)
-                elif group.is_ready:
-                    group.scheduler.send(m.Credits(list(slots)))
                 else:
-                    group.early_credits.extend(slots)
+                    group.scheduler.send(m.Credits(list(slots)))
             case SlotRecall(session, slots) if session == current and group.is_ready:
                 group.scheduler.send(m.Recall(list(slots)))
             case LookupUpdate():

@@ -234,9 +234,9 @@ class Tiering:
         if wish.state_parts:
             return self._look_up_state(session, wish)
         held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
-        if wish.leases or wish.may_search:
+        if wish.may_search:
             self.counters["answers_asked"] += self.index.count_use(held, wish.owner)
-        else:  # beside a request's lookup: what is stored already, how far its session has come
+        else:  # beside a request's lookup, and maybe of the middle of a prefix
             for entry in held:
                 entry.is_asked_for_by(wish.owner)
         self._record_use(held, session.slot_bytes)

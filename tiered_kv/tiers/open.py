@@ -163,6 +163,7 @@ def _peers(config: Config, formats: Formats, monotonic: Monotonic, store: Object
         timeout_s=config.peer_timeout_s,
         io_concurrency=config.storage_concurrency,
         monotonic=monotonic,
+        is_alone=store is None,
     )
 
 

@@ -358,6 +358,7 @@ class SchedulerSide:
                 del self._requests[request_id]
             elif state.is_load_failed:
                 self._admission.begin(request_id, state.request.num_tokens, 0)
+        self._rest_when_idle()
         return stale
 
     def _is_right(self, state: RequestState, lookup: SentLookup) -> bool:

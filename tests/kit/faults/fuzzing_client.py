@@ -71,6 +71,7 @@ def _wait_for_slots(sock: socket.socket) -> bytes:
             for message in reader.feed(data):
                 if isinstance(message, m.Ready):
                     namespace = Namespace.from_record(message.record).digest
+                    sock.sendall(m.frame(m.Wake()))
                 if isinstance(message, m.Credits):
                     return namespace
     return namespace

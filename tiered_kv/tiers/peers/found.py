@@ -4,7 +4,7 @@
 
     _tiered_kv/peers/HOST:PORT     an empty object: a door listens there, or did two hours ago
 
-One LIST tells every door of a bucket, with the time of the store at which it was last said to be there. Trusts nobody:
+One LIST tells every door of a bucket, and by the store's clock how long ago it was said to be there. Trusts nobody:
 what stands there is an address at most, and only who has the fleet's key is ever told a token. Owns the records and how
 addresses are found; must not connect to a peer. Called by ``tier.py``, stacked by ``tiers/open.py``.
 """
@@ -13,7 +13,6 @@ import contextlib
 import logging
 import random
 import socket
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
@@ -31,7 +30,10 @@ RECORD_S: Final = 600.0
 """How often a door's record is written: 4,400 requests a month."""
 
 OLD_S: Final = 2 * 3600.0
-"""A record older than this is of a machine that is gone. Clocks of a fleet may be an hour apart (``fleet_key.py``)."""
+"""A record that is older than the newest one by this is of a machine that is gone."""
+
+GONE_S: Final = 24 * 3600.0
+"""One that is older by this is removed, by who writes records."""
 
 FOUND_MAX: Final = 1024
 
@@ -69,7 +71,7 @@ class PeerFinder:
         for place in self._places:
             try:
                 found |= dict.fromkeys(self.look(place))
-            except (OSError, TierUnavailable) as exc:
+            except (OSError, UnicodeError, TierUnavailable) as exc:
                 logger.warning("peers are not looked for now; those that were found before stay. %s: %s", place, exc)
                 found |= dict.fromkeys(known)
         new = [url for url in found if url not in known]
@@ -86,11 +88,12 @@ class PeerFinder:
         scheme, _, address = place.partition("://")
         if place == BUCKETS_PEERS:
             assert self._store is not None, "settings were checked"
-            urls = recorded(self._store, time.time())
+            urls = recorded(self._store)
         elif scheme == "dns":
             host, port = parse_address(address)
             entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            urls = [url_of(one, port) for one in sorted({str(entry[4][0]) for entry in entries})]
+            addresses = sorted({str(entry[4][0]) for entry in entries if "%" not in str(entry[4][0])})  # of a link
+            urls = [url_of(one, port) for one in addresses]
         else:
             return [place]  # whoever names it means it
         return [url for url in urls if url not in self._own]
@@ -116,6 +119,8 @@ class DoorRecord(TierWrapper):
             return
         self._due_s = self._monotonic() + FIND_S
         self._store.put(self._path, b"")
+        if gone := [path for path, age_s in _records(self._store) if age_s > GONE_S]:
+            self._store.delete(gone[:FOUND_MAX])
         self._due_s = self._monotonic() + RECORD_S
 
     def close(self) -> None:
@@ -128,24 +133,20 @@ class DoorRecord(TierWrapper):
             self.inner.close()
 
 
-def recorded(store: Objects, now_s: float) -> list[str]:
-    """URLs of the doors that a bucket names, and the end of those that are gone.
+def recorded(store: Objects) -> list[str]:
+    """URLs of the doors that a bucket names.
 
     Raises:
         TierUnavailable: The store failed.
     """
-    urls, old = [], []
-    for info in store.list(PEERS):
-        address = parse_peer_path(info.path)
-        if address is None:
-            continue  # nobody knows whose it is
-        if now_s - info.modified_s > OLD_S:
-            old.append(info.path)
-        else:
-            urls.append(f"https://{address}")
-    if old:
-        store.delete(old[:FOUND_MAX])
-    return urls
+    return ["https://" + path.removeprefix(PEERS) for path, age_s in _records(store) if age_s <= OLD_S]
+
+
+def _records(store: Objects) -> list[tuple[str, float]]:
+    """Paths of the records, each with how much older it is than the newest: by the store's clock, no machine's."""
+    found = [info for info in store.list(PEERS) if parse_peer_path(info.path) is not None]
+    newest_s = max((info.modified_s for info in found), default=0.0)
+    return [(info.path, newest_s - info.modified_s) for info in found]
 
 
 def own_urls(listen: str) -> list[str]:

@@ -137,7 +137,7 @@ class Peer:
         except (ChunkCorrupt, TierBusy):
             failure = None  # an answer, if no good one
             raise
-        except (OSError, http.client.HTTPException) as exc:  # TierUnavailable and ssl.SSLError are such
+        except (OSError, UnicodeError, http.client.HTTPException) as exc:  # TierUnavailable and ssl.SSLError are such
             failure = str(exc) or type(exc).__name__
             raise TierUnavailable(f"a peer does not answer. peer={self.url} cause={failure}") from exc
         finally:

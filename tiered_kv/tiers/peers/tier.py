@@ -35,7 +35,7 @@ class PeersTier(Tier):
     """Blobs that other machines have.
 
     Threads: any; the peers in their order are replaced as a whole, the holders are guarded by a lock; ``flush`` is
-    called by one at a time.
+    called by one at a time, and has one look at a time.
     """
 
     def __init__(
@@ -47,12 +47,14 @@ class PeersTier(Tier):
         timeout_s: float,
         io_concurrency: int,
         monotonic: Callable[[], float] = time.monotonic,
+        is_alone: bool = True,
     ) -> None:
         """Ask the peers that are found: at once, if the settings name them all, else at the first flush.
 
         Args:
             connect: Makes the peer of a URL, which the tier closes.
             timeout_s: Longest time of one read, all peers together.
+            is_alone: No bucket is asked next: what a peer promised and does not give is sought at the others.
         """
         self.traits = TierTraits("peers", io_concurrency, is_shared=True, is_read_only=True, names_at_once=NAMES_MAX)
         self._finder = finder
@@ -64,6 +66,8 @@ class PeersTier(Tier):
         self._lock = threading.Lock()
         self._peers: tuple[Peer, ...] = ()
         self._holders: dict[bytes, Peer] = {}  # by key: who said that it has the blob
+        self._is_alone = is_alone
+        self._look: threading.Thread | None = None
         self._find_due_s = monotonic()
         if finder.is_fixed:
             self._find()
@@ -82,9 +86,20 @@ class PeersTier(Tier):
             raise ChunkMismatch(f"no format is known for the namespace. namespace={name.namespace.hex()}")
         with self._lock:
             holder = self._holders.get(name.key)
-        return self._first(
-            Deadline(self._timeout_s), lambda peer, left: peer.get_into(name, buffer, form, left), holder
-        )
+
+        def ask(peer: Peer, left: Deadline) -> bool:
+            is_given = False
+            try:
+                is_given = peer.get_into(name, buffer, form, left)
+            except TierUnavailable:
+                is_given = True  # nobody knows; its breaker does
+                raise
+            finally:
+                if not is_given:
+                    self._forget(peer, name)
+            return is_given
+
+        return self._first(Deadline(self._timeout_s), ask, holder, is_alone=holder is not None and not self._is_alone)
 
     def is_promised(self, name: BlobName) -> bool:
         """Whether a peer has said of late that it has the blob; asks nobody."""
@@ -123,37 +138,58 @@ class PeersTier(Tier):
 
     def _remember(self, peer: Peer, names: Sequence[BlobName]) -> None:
         with self._lock:
-            for name in names:
+            for name in names if peer in self._peers else ():  # it may be gone by now
                 self._holders[name.key] = peer
             while len(self._holders) > HOLDERS_MAX:
                 del self._holders[next(iter(self._holders))]
 
+    def _forget(self, peer: Peer, name: BlobName) -> None:
+        with self._lock:
+            if self._holders.get(name.key) is peer:
+                del self._holders[name.key]
+
     def flush(self) -> None:
-        """Look for peers, now and then. Blocks on the resolver and the bucket."""
-        if self._monotonic() >= self._find_due_s:
+        """Look for peers, now and then, in a thread of its own: a resolver has no deadline, and others wait."""
+        if self._monotonic() >= self._find_due_s and (self._look is None or not self._look.is_alive()):
             self._find_due_s = self._monotonic() + FIND_S
-            self._find()
+            self._look = threading.Thread(target=self._find, name="tiered_kv-peers", daemon=True)
+            self._look.start()
 
     def _find(self) -> None:
         """Peers that were found before stay what they are, with what is known of them."""
         before = {peer.url: peer for peer in self._peers}
-        urls = self._finder.find(list(before))
+        known = list(before)
+        urls = self._finder.find(known)
         found = [before.pop(url) if url in before else self._connect(url) for url in urls]
         with self._lock:
             self._peers = tuple(found)
             gone = set(before.values())
             self._holders = {key: peer for key, peer in self._holders.items() if peer not in gone}
+        for url in urls if not self._finder.is_fixed else ():
+            if url not in known:
+                logger.info("a peer was found. peer=%s", url)
         for peer in gone:
             logger.info("a peer is gone. peer=%s", peer.url)
             peer.close()
 
-    def _first(self, deadline: Deadline, ask: Callable[[Peer, Deadline], bool], likely: Peer | None) -> bool:
-        """Ask one peer after the other, the likely one first, then who had something last, until one has it (all)."""
+    def _first(
+        self,
+        deadline: Deadline,
+        ask: Callable[[Peer, Deadline], bool],
+        likely: Peer | None,
+        *,
+        is_alone: bool = False,
+    ) -> bool:
+        """Ask one peer after the other until one has it (all): the likely one first, then who had something last.
+
+        Those that are left alone are passed over, or dead ones would hide the living. With ``is_alone`` only the likely
+        one is asked.
+        """
         if self._is_closed.is_set():
             raise Closed("the peers' tier is closed")
-        peers = (self._peers if likely is None else _in_front(likely, self._peers))[:PEERS_MAX]
-        has_answer, is_busy, reason = not peers, False, "no time was left"
-        for peer in peers:
+        known = self._peers if likely is None else _in_front(likely, () if is_alone else self._peers)
+        has_answer, is_busy, reason = not known, False, "all are left alone"
+        for peer in [peer for peer in known if not peer.breaker.is_shut][:PEERS_MAX]:
             if deadline.left_s() < LEAST_S:
                 break
             try:

@@ -55,6 +55,13 @@ class Breaker:
     def is_open(self) -> bool:
         return self.state is not BreakerState.CLOSED
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether a call now would be no trial either."""
+        return self.state is BreakerState.HALF_OPEN or (
+            self.state is BreakerState.OPEN and self._monotonic() < self._trial_due_s
+        )
+
     def check(self) -> None:
         """Let a call pass.
 
