@@ -234,6 +234,7 @@ def test_bucket_paths_of_the_format_page_are_those_of_the_code(repository: Path)
         f"{layout.RECENCY}<server>/<number>",
         f"{layout.BASES}<term>-<n>-<m>",
         f"{PINS}<namespace>/<key>.<end, 12 digits>",
+        f"{layout.PEERS}<host>:<port>",
         layout.USAGE,
         f"{OWN}/probe/<random>",
     ]

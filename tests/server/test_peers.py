@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
+from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server.directory import log_path
+from tiered_kv.tiers.open import open_tiers
 
 CHUNKS = 20
 
@@ -241,6 +244,13 @@ def reads(engine):
     rows = figures(engine.root)["operations"]
     read = {(row["tier"], row["outcome"]): row["calls"] for row in rows if row["operation"] == "get"}
     return read.get(("peers", "ok"), 0), read.get(("object", "ok"), 0)
+
+
+def test_a_door_that_nobody_could_find_is_refused(tmp_path, key_file, bucket):
+    given = {"storage_uri": f"shared+file://{bucket}", "disk_path": str(tmp_path / "a"), "peer_listen": "127.0.0.1:0"}
+    config = Config.from_mapping(given | {"peer_key_file": str(key_file)})
+    with pytest.raises(ConfigError, match="cannot find peer_listen at https://127.0.0.1:0"):
+        open_tiers(config, lambda _: None, Recorder(), time.monotonic)
 
 
 def test_with_a_bucket_a_prefix_comes_from_the_peer_that_has_it(sharing):

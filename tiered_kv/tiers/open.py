@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiered_kv.chunks.header import BlobFormat
-from tiered_kv.config import Config
+from tiered_kv.config import Config, is_peer_address
 from tiered_kv.errors import ConfigError
 from tiered_kv.fleet.keeper import BucketKeeper, KeeperConfig
 from tiered_kv.fleet.timing import Timing
@@ -136,11 +136,19 @@ def _peers_first(
 
 
 def _with_door(config: Config, bucket: OpenTier, monotonic: Monotonic) -> OpenTier:
-    """The bucket, in which other machines find this one's door."""
+    """The bucket, in which other machines find this one's door.
+
+    Raises:
+        ConfigError: They would not find it.
+    """
     from tiered_kv.tiers.peers.found import DoorRecord, own_urls  # noqa: PLC0415 - who has no door needs none of it
 
     assert bucket.store is not None and config.peer_listen is not None
     url = config.peer_url or own_urls(config.peer_listen)[0]
+    if not is_peer_address(url.removeprefix("https://")):
+        raise ConfigError(
+            f"other machines cannot find peer_listen at {url}: give it a port of its own, or set peer_url"
+        )
     return dataclasses.replace(bucket, tier=DoorRecord(bucket.tier, bucket.store, url, monotonic))
 
 
