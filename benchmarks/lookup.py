@@ -119,6 +119,7 @@ class Node(BareEngine):
             self.client.commit(batch)
 
     def _take_slots(self, most: int) -> list[int]:
+        self.client.wake()
         while not self.client.credit_count:
             select.select([self.client._sock], [], [])
             self.client.poll()

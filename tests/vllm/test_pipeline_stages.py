@@ -143,6 +143,7 @@ def test_each_stage_saves_and_loads_its_own_layers_of_one_blob(engine: tuple[lis
     computed = [{name: layer.clone() for name, layer in stage.layers.items()} for stage in stages]
     keys = PrefixKeys(client.namespace, CHUNK)
     keys.extend(range(2 * CHUNK))
+    client.wake()
     wait_for(lambda: client.poll() or client.credit_count >= 2, "slots")
     slots = [client.take_slot() for _ in range(2)]
 

@@ -403,14 +403,14 @@ def test_a_tail_is_remembered_until_something_continues_it() -> None:
     assert world.saves.tails_behind(keys.parent(2)) == {}
 
 
-def test_a_tail_waits_for_no_slot() -> None:
-    world = World()
+def test_a_tail_waits_for_a_slot_only_where_few_do() -> None:
+    """An idle engine's slots come back a moment after its next request: a short one must not be over before them."""
+    world = World(pinned_share=2.5 * PER_CHUNK / BLOCKS)
     keys, ids = world.prompt(3)
-    world.server.credits.extend(range(2))
     world.saves.queue(keys, (ids,), range(2), held=0, tag=NO_TAG, is_ending=True)
-    assert queue_tail(world, keys, ids) == "tail_dropped_no_slot"
+    assert queue_tail(world, keys, ids) == "tail_dropped_no_slot", "two chunks wait already"
     assert queue_tail(world, keys, ids[:9]) == "tail_dropped_no_slot"
-    world.server.credits.append(2)
+    world.server.credits.extend(range(3))
     assert queue_tail(world, keys, ids[:9]) == "tail_dropped_not_storable", "vLLM has one of its blocks back"
 
 

@@ -165,6 +165,7 @@ class SmallEngine:
 
     def take_slot(self) -> int:
         """A granted slot, waiting for one."""
+        self.client.wake()
         poll_until(self.client, lambda: self.client.credit_count, "a slot")
         slot = self.client.take_slot()
         assert slot is not None
