@@ -11,7 +11,7 @@ import pytest
 from tests.kit.server.probe import wait_written
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from tests.kit.vllm.harness import Answer, as_answer, drain, generate, random_prompt, reset_gpu_cache, running
+from tests.kit.vllm.harness import Answer, as_answer, computed_alone, drain, random_prompt, reset_gpu_cache
 from tiered_kv.ops.server_link import ServerLink
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -28,13 +28,7 @@ BUSY_TOKENS = 1500
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path) -> dict[str, Answer]:
-    """Answers without the cache, each computed alone."""
-    with running(tiny_model) as llm:
-        answers = {}
-        for name, prompt in PROMPTS.items():
-            reset_gpu_cache(llm)
-            (answers[name],) = generate(llm, [prompt], max_tokens=ANSWER_TOKENS)
-        return answers
+    return computed_alone(tiny_model, PROMPTS, max_tokens=ANSWER_TOKENS)
 
 
 def forget_memory(engine: CachedEngine) -> None:

@@ -9,7 +9,7 @@ from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
-from tests.kit.vllm.harness import BLOCK_TOKENS, Answer, generate, random_prompt, reset_gpu_cache, running
+from tests.kit.vllm.harness import BLOCK_TOKENS, Answer, computed_alone, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -30,13 +30,7 @@ TURNS = 8
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path) -> dict[str, Answer]:
-    """Answers without the cache, each computed alone."""
-    with running(tiny_model) as llm:
-        answers = {}
-        for name, prompt in PROMPTS.items():
-            reset_gpu_cache(llm)
-            (answers[name],) = generate(llm, [prompt], max_tokens=6)
-        return answers
+    return computed_alone(tiny_model, PROMPTS, max_tokens=6)
 
 
 @pytest.fixture

@@ -73,8 +73,7 @@ def _peers_at(place: str, config: Config, key: "FleetKey") -> list[DoctorFinding
     try:
         if place == BUCKETS_PEERS:
             store = ObjectStore(config.location(), timeout_s=config.storage_timeout_s)
-        own = own_urls(config.peer_listen) if config.peer_listen is not None else []
-        urls = PeerFinder([place], store, [*own, config.peer_url or ""]).look(place)
+        urls = PeerFinder([place], store, own_urls(config.peer_listen, config.peer_url)).look(place)
     except (OSError, UnicodeError, TierUnavailable) as exc:
         return [warning("peers", f"{place}: nobody can be looked for: {exc}", "they are looked for again every minute")]
     finally:

@@ -144,7 +144,7 @@ def _with_door(config: Config, bucket: OpenTier, monotonic: Monotonic) -> OpenTi
     from tiered_kv.tiers.peers.found import DoorRecord, own_urls  # noqa: PLC0415 - who has no door needs none of it
 
     assert bucket.store is not None and config.peer_listen is not None
-    url = config.peer_url or own_urls(config.peer_listen)[0]
+    url = own_urls(config.peer_listen, config.peer_url)[0]
     if not is_peer_address(url.removeprefix("https://")):
         raise ConfigError(
             f"other machines cannot find peer_listen at {url}: give it a port of its own, or set peer_url"
@@ -163,9 +163,8 @@ def _peers(config: Config, formats: Formats, monotonic: Monotonic, store: Object
         raise ConfigError(f"peers needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
     key = FleetKey.read(config.peer_key_file)
     context = key.client_context()
-    own = own_urls(config.peer_listen) if config.peer_listen is not None else []
     return PeersTier(
-        PeerFinder(config.peers, store, [*own, config.peer_url or ""]),
+        PeerFinder(config.peers, store, own_urls(config.peer_listen, config.peer_url)),
         lambda url: Peer(url, key, context, monotonic),
         formats,
         timeout_s=config.peer_timeout_s,

@@ -192,6 +192,16 @@ def drain(llm: Any, *, deadline_s: float = DRAIN_DEADLINE_S) -> None:
         os.sched_yield()
 
 
+def computed_alone(model: Path, prompts: Mapping[str, list[int]], max_tokens: int) -> dict[str, Answer]:
+    """Answers of an engine without the cache, each prompt computed from its first token."""
+    answers = {}
+    with running(model) as llm:
+        for name, prompt in prompts.items():
+            reset_gpu_cache(llm)
+            (answers[name],) = generate(llm, [prompt], max_tokens=max_tokens)
+    return answers
+
+
 def reset_gpu_cache(llm: Any) -> None:
     """Forget vLLM's own prefix cache, so that the next hit can only come from tiered_kv."""
     drain(llm)

@@ -149,11 +149,17 @@ def _records(store: Objects) -> list[tuple[str, float]]:
     return [(info.path, newest_s - info.modified_s) for info in found]
 
 
-def own_urls(listen: str) -> list[str]:
-    """URLs of a door that listens at ``HOST:PORT``; the first is the one that other machines reach it by.
+def own_urls(listen: str | None, peer_url: str | None = None) -> list[str]:
+    """URLs of this machine's door, if it has one; the first is the one that other machines reach it by.
 
-    Of a door that listens at every address the first is the address of this machine's way out.
+    Of a door that listens at every address that is the address of this machine's way out.
+
+    Args:
+        listen: ``HOST:PORT`` where it listens.
+        peer_url: What the settings say that it is reached by.
     """
+    if listen is None:
+        return []
     host, port = parse_address(listen)
     addresses = [host]
     if host in ("0.0.0.0", "::"):
@@ -161,7 +167,8 @@ def own_urls(listen: str) -> list[str]:
         with contextlib.suppress(OSError):  # a machine whose own name no resolver knows
             entries = socket.getaddrinfo(socket.gethostname(), port, type=socket.SOCK_STREAM)
             addresses += [str(entry[4][0]) for entry in entries]
-    return list(dict.fromkeys(url_of(address, port) for address in addresses))
+    said = [peer_url] if peer_url is not None else []
+    return list(dict.fromkeys([*said, *(url_of(address, port) for address in addresses)]))
 
 
 def url_of(host: str, port: int) -> str:

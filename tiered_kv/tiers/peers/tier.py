@@ -88,15 +88,13 @@ class PeersTier(Tier):
             holder = self._holders.get(name.key)
 
         def ask(peer: Peer, left: Deadline) -> bool:
-            is_given = False
             try:
                 is_given = peer.get_into(name, buffer, form, left)
-            except TierUnavailable:
-                is_given = True  # nobody knows; its breaker does
+            except (ChunkCorrupt, ChunkMismatch):
+                self._forget(peer, name)
                 raise
-            finally:
-                if not is_given:
-                    self._forget(peer, name)
+            if not is_given:
+                self._forget(peer, name)
             return is_given
 
         return self._first(Deadline(self._timeout_s), ask, holder, is_alone=holder is not None and not self._is_alone)
