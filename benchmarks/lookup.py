@@ -76,16 +76,17 @@ class Node(BareEngine):
         prompts: The longest prompt of the cases ``host`` and ``disk``; shorter ones are its beginnings.
     """
 
-    def __init__(self, root: Path, chunks: int, longest: int = LONGEST, most_chunks: int = 0) -> None:
+    def __init__(self, root: Path, chunks: int, longest: int = LONGEST, most_chunks: int = 0, **bucket: object) -> None:
         # A lookup may lease 37.5 % of host memory: small indexes need more of it than their chunks take.
         host_bytes = max(int(1.05 * max(chunks, most_chunks)) * SLOT_BYTES, 64 << 20) + (64 << 20)
         given = {"host_bytes": host_bytes, "disk_bytes": DISK_BYTES, "chunk_tokens": CHUNK, "drain_s": 0.0}
-        more = {"promotion_wait_ms": 60_000, "lookup_timeout_ms": 20_000, "start_timeout_s": 60.0}
-        self.settings = {"storage_uri": root.as_uri()} | given | more
+        more: dict[str, object] = {"promotion_wait_ms": 60_000, "lookup_timeout_ms": 20_000, "start_timeout_s": 60.0}
+        more |= bucket
+        self.settings: dict[str, object] = {"storage_uri": root.as_uri()} | given | more
         super().__init__(root, given | more, SHAPE)
         self.chunks = chunks
         self.open(blocks=64)
-        self.prompts = {case: _tokens(f"{case} {chunks}", longest) for case in ("host", "disk")}
+        self.prompts = {case: tokens_of(f"{case} {chunks}", longest) for case in ("host", "disk")}
         for tokens in self.prompts.values():
             self.store(tokens)
         wait_for(lambda: figures(self.root)["tiers"][0]["pending_writes"] == 0, "the disk")
@@ -153,10 +154,11 @@ class Node(BareEngine):
     def prompt(self, case: str, tokens: int, run: int) -> list[int]:
         """The prompt and one more token, so that all of it may be loaded."""
         known = self.prompts.get(case)
-        return [*(_tokens(f"miss {run} {tokens}", tokens) if known is None else known[:tokens]), 1]
+        return [*(tokens_of(f"miss {run} {tokens}", tokens) if known is None else known[:tokens]), 1]
 
 
-def _tokens(seed: str, count: int) -> list[int]:
+def tokens_of(seed: str, count: int) -> list[int]:
+    """So many token ids, always the same of a seed."""
     rng = random.Random(seed)
     return [rng.randrange(1 << 17) for _ in range(count)]
 

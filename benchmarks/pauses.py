@@ -4,7 +4,8 @@
 
 A server whose index has so many chunks (as of ``lookup.py``, blobs of 8 KiB), and a client in a process of its own that
 asks for something that takes no time, waits for the answer, and asks again. What it waits beyond what an idle server
-takes is a pause of the loop, or of the machine. One phase after the other, with ``--minutes`` in rounds until the time
+takes is a pause of the loop, or of the machine. The server has a directory and, where an S3 server can be had
+(scripts/s3_service.py), a bucket behind a proxy. One phase after the other, with ``--minutes`` in rounds until the time
 is up:
 
     fill      the index grows to ``--chunks``
@@ -14,6 +15,11 @@ is up:
     erase     ``evict --tag``: a hundredth of the chunks
     evict     ``evict --tier host --all``
     reset     ``reset_prefix_cache``: a private epoch
+    hanging   the same while the bucket takes requests and answers none, and until it answers again
+
+    restart   once, at the end: another server starts on a directory of so many blobs (of ``cli.py``, 4 KiB each of the
+              disk) and is asked from the moment it can be, while an engine joins it and looks up prompts of nothing.
+              How long it took to start is told apart: until then there is nobody to ask.
 
 Milliseconds, per phase: how many answers, their median, the 99th of a hundred, the 99.9th, and the longest. Then the
 99.9th and the longest without the time in which the loop's thread, or the client's, could have run and had no core, as
@@ -31,19 +37,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_report import finish, machine, parser, percentile, table
-from lookup import CHUNK, LONGEST, SLOT_BYTES, TAG, Node, ask
+from bare_engine import BareEngine
+from bench_report import REPOSITORY, finish, machine, parser, percentile, table
+from cli import USE, make_directory
+from lookup import CHUNK, LONGEST, SHAPE, SLOT_BYTES, TAG, Node, ask, tokens_of
 
-from tiered_kv.config import Config
-from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import read_message, say_hello
-from tiered_kv.server.directory import read_info
+sys.path[:0] = [str(REPOSITORY / "scripts")]
+
+from s3_service import NoServerError  # noqa: E402
+
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode  # noqa: E402
+from tests.kit.s3 import open_s3  # noqa: E402
+from tests.kit.server.probe import is_serving  # noqa: E402
+from tiered_kv.config import Config  # noqa: E402
+from tiered_kv.server import protocol as m  # noqa: E402
+from tiered_kv.server.connect import is_answering, read_message, say_hello  # noqa: E402
+from tiered_kv.server.directory import read_info  # noqa: E402
 
 EVERY_S = 0.001
+HANGING_S = 25.0
+"""For two deadlines of an operation, 10 s each, and what comes after them."""
+
+PROGRAM = str(Path(sys.executable).with_name("tiered-kv"))
 FIRST = 4096
 """Chunks of the index before the client begins to ask; the prompts of ``lookups`` are among them."""
 
@@ -73,11 +93,13 @@ def ask_on() -> None:
 
     It asks for something that the loop answers by itself, in microseconds: to evict a chunk that nobody has.
     """
-    given = json.loads(sys.stdin.readline())
-    sock, _ = say_hello(Config.from_mapping(given["settings"]), "admin", "", 0)
-    threads = [os.open(f"/proc/{pid}/task/{pid}/schedstat", os.O_RDONLY) for pid in (given["pid"], os.getpid())]
+    settings = Config.from_mapping(json.loads(sys.stdin.readline()))
+    print("ready", flush=True)
+    while (server := read_info(settings.server_directory())) is None or not is_answering(server.socket):
+        time.sleep(EVERY_S)
+    sock, _ = say_hello(settings, "admin", "", 0)
+    threads = [os.open(f"/proc/{pid}/task/{pid}/schedstat", os.O_RDONLY) for pid in (server.pid, os.getpid())]
     with sock:
-        print("ready", flush=True)
         rng = random.Random(0)
         while not select.select([sys.stdin], [], [], 0)[0]:
             waited_ns = waits_ns(threads)
@@ -135,23 +157,31 @@ class Watcher:
         """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._lines.close()
 
 
 class Phases:
     """What both processes saw, phase by phase; phases of one name are counted together."""
 
-    def __init__(self, root: Path, node: Node) -> None:
-        self._asker = Watcher(root, "ask", {"settings": node.settings, "pid": node.server_pid})
+    def __init__(self, root: Path) -> None:
+        self._asker: Watcher | None = None
         self._sleeper = Watcher(root, "sleep")
         self._answers: dict[str, list[Sample]] = {}
         self._machine_ms: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._since_s = time.monotonic()
 
+    def ask(self, root: Path, settings: Mapping[str, object]) -> None:
+        """Ask this server from now on, or as soon as there is one; a phase begins."""
+        self._end_asking()
+        self._asker = Watcher(root, "ask", settings)
+        self._sleeper.samples()
+        self._since_s = time.monotonic()
+
     def ended(self, name: str) -> None:
         """A phase has ended, which began when the one before it did."""
+        assert self._asker is not None, "nobody asks"
         now_s = time.monotonic()
         self._seconds[name] = self._seconds.get(name, 0.0) + now_s - self._since_s
         self._since_s = now_s
@@ -192,11 +222,18 @@ class Phases:
 
     def close(self) -> None:
         """End the processes."""
-        self._asker.close()
+        self._end_asking()
         self._sleeper.close()
 
+    def _end_asking(self) -> None:
+        if self._asker is not None:
+            self._asker.close()
+            self._asker = None
 
-def run_round(node: Node, phases: Phases, root: Path, chunks: int, seconds: float, number: int) -> int:
+
+def run_round(
+    node: Node, phases: Phases, root: Path, chunks: int, seconds: float, number: int, proxy: FaultProxy | None
+) -> int:
     """One phase after the other; returns what a chunk takes of the server's own memory, in bytes."""
     before, known = own_bytes(node.server_pid), node.known_chunks()
     node.store(node.prompts["host"])
@@ -221,7 +258,50 @@ def run_round(node: Node, phases: Phases, root: Path, chunks: int, seconds: floa
     node.scheduler.reset_cache()
     time.sleep(2)
     phases.ended("reset")
+    if proxy is not None:
+        with proxy.failing(Fault(Mode.SILENCE)):
+            node.scheduler.reset_cache()
+            time.sleep(HANGING_S)
+        time.sleep(2)
+        phases.ended("hanging")
     return chunk_bytes
+
+
+def run_restart(phases: Phases, root: Path, chunks: int, seconds: float) -> float:
+    """A server starts on a directory of so many blobs; returns after how many seconds it could be asked."""
+    root.mkdir(parents=True)
+    make_directory(root, chunks)
+    subprocess.run([sys.executable, "-c", USE, str(root)], check=True)  # leaves the index that a server leaves
+    given = {
+        "host_bytes": 256 << 20,
+        "disk_bytes": 1 << 40,
+        "min_free_bytes": 1 << 20,
+        "chunk_tokens": CHUNK,
+        "drain_s": 0.0,
+    }
+    settings = {"storage_uri": root.as_uri()} | given
+    phases.ask(root, settings)
+    started_s = time.monotonic()
+    options = [f"--set={name}={value}" for name, value in given.items()]
+    server = subprocess.Popen([PROGRAM, "serve", root.as_uri(), *options], stdout=subprocess.DEVNULL)
+    try:
+        while not is_serving(root):
+            if server.poll() is not None:
+                raise RuntimeError(f"the server did not start. status={server.returncode}")
+            time.sleep(0.01)
+        start_s = time.monotonic() - started_s
+        engine = BareEngine(root, given, SHAPE)
+        engine.open(blocks=64)
+        end_s, asked = time.monotonic() + seconds, 0
+        while time.monotonic() < end_s:
+            asked += 1
+            ask(engine, f"restart-{asked}", "miss", [*tokens_of(f"restart {asked}", LONGEST), 1])
+        phases.ended("restart")
+        engine.close()
+    finally:
+        server.kill()
+        server.wait()
+    return start_s
 
 
 def main() -> None:
@@ -234,29 +314,51 @@ def main() -> None:
     if given.be is not None:
         {"ask": ask_on, "sleep": sleep_on}[given.be]()
         return
-    with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as work:
+    with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as work, ExitStack() as at_end:
         root = Path(work) / "cache"
-        node = Node(root, FIRST, LONGEST, most_chunks=int(1.15 * given.chunks))
+        proxy, bucket = open_proxied_bucket(root, at_end)
+        phases = Phases(root)
+        at_end.callback(phases.close)
+        node = Node(root, FIRST, LONGEST, int(1.15 * given.chunks), **bucket)
         try:
-            phases = Phases(root, node)
-            try:
-                print("\n".join(table([], COLUMNS)), flush=True)
-                end_s = time.monotonic() + 60 * given.minutes
-                chunk_bytes = run_round(node, phases, root, given.chunks, given.seconds, 0)
-                rounds = 1
-                while time.monotonic() < end_s:  # what later ones fill is in part memory that was freed
-                    run_round(node, phases, root, given.chunks, given.seconds, rounds)
-                    rounds += 1
-            finally:
-                phases.close()
+            phases.ask(root, node.settings)
+            print("\n".join(table([], COLUMNS)), flush=True)
+            end_s = time.monotonic() + 60 * given.minutes
+            chunk_bytes = run_round(node, phases, root, given.chunks, given.seconds, 0, proxy)
+            rounds = 1
+            while time.monotonic() < end_s:  # what later ones fill is in part memory that was freed
+                run_round(node, phases, root, given.chunks, given.seconds, rounds, proxy)
+                rounds += 1
         finally:
             node.close()
+        start_s = round(run_restart(phases, Path(work) / "restarted" / "cache", given.chunks, given.seconds), 1)
     rows, histogram = phases.rows(), phases.histogram()
     print("\n".join(["", *table(rows, COLUMNS), "", *table(histogram, HISTOGRAM_COLUMNS)]))
-    print(f"bytes per known chunk: {chunk_bytes}", flush=True)
-    facts = machine("pauses", chunks=given.chunks, blob_bytes=SLOT_BYTES, chunk_tokens=CHUNK, rounds=rounds)
-    results = {"phases": rows, "histogram": histogram, "bytes_per_chunk": chunk_bytes}
+    print(
+        f"bytes per known chunk: {chunk_bytes}; seconds until a server of so many blobs answers: {start_s}", flush=True
+    )
+    facts = machine(
+        "pauses",
+        chunks=given.chunks,
+        blob_bytes=SLOT_BYTES,
+        chunk_tokens=CHUNK,
+        rounds=rounds,
+        has_bucket=proxy is not None,
+    )
+    results = {"phases": rows, "histogram": histogram, "bytes_per_chunk": chunk_bytes, "start_s": start_s}
     finish("pauses", results, facts, is_kept=given.keep)
+
+
+def open_proxied_bucket(root: Path, at_end: ExitStack) -> tuple[FaultProxy | None, dict[str, object]]:
+    """A bucket behind a proxy, and the settings of a server that has it; without an S3 server none."""
+    try:
+        s3 = at_end.enter_context(open_s3("benchmark"))
+    except NoServerError as exc:
+        print(f"there is no bucket, so the phase `hanging` is left out: {exc}", file=sys.stderr)
+        return None, {}
+    proxy = at_end.enter_context(FaultProxy(s3.endpoint_url))
+    uri, options = s3.uri(s3.new_prefix()), s3.options(proxy.url)
+    return proxy, {"storage_uri": uri, "storage_options": options, "disk_path": str(root)}
 
 
 def own_bytes(pid: int) -> int:
@@ -268,15 +370,7 @@ def own_bytes(pid: int) -> int:
 def evict_host(root: Path, *what: str) -> None:
     """What ``tiered-kv evict --server`` asks for."""
     done = subprocess.run(
-        [
-            *(
-                str(Path(sys.executable).with_name("tiered-kv")),
-                "evict",
-                "--server",
-                f"unix://{read_info(root).socket}",
-            ),
-            *(*what, "--yes"),
-        ],
+        [PROGRAM, "evict", "--server", f"unix://{read_info(root).socket}", *what, "--yes"],
         check=False,
         capture_output=True,
         env=os.environ,
