@@ -92,6 +92,21 @@ class Histories(RuleBasedStateMachine):
             self.accounts.release(lookup)
 
     @rule(pick=PICK)
+    @precondition(lambda self: self.world.lookups)
+    def look_up_anew(self, pick):
+        """A request waits for long: its next lookup counts as no use of what an earlier one found."""
+        before = sorted(self.world.lookups)[pick % len(self.world.lookups)]
+        asked, index = self.world.lookups[before], self.world.tiering.index
+        if asked.session in self.world.suspended:
+            return
+        counted = asked.update.held
+        found = [entry for key in asked.keys[:counted] if (entry := index.get(key)) is not None]
+        uses = {entry: entry.uses for entry in found}
+        self.world.lookup(asked.session, asked.path, asked.start, counted=counted)
+        assert all(entry.uses in (uses[entry], 1) for entry in found)
+        self.world.release(before, is_asked_anew=True)
+
+    @rule(pick=PICK)
     def watch(self, pick):
         if (session := self.session(pick)) is not None:
             self.accounts.watch(session)

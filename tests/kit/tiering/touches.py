@@ -49,8 +49,9 @@ class TouchedWorld(World):
         owner: bytes = b"",
         hint: str = "",
         leases: bool = True,
+        counted: int = 0,
     ) -> int:
-        for depth in range(len(path)):
+        for depth in range(counted, len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
         return super().lookup(
             session,
@@ -62,6 +63,7 @@ class TouchedWorld(World):
             owner=owner,
             hint=hint,
             leases=leases,
+            counted=counted,
         )
 
     def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:
