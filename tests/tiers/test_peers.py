@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -409,6 +410,32 @@ def test_a_promise_that_was_not_kept_is_forgotten(door):
     with FalsePeer(KEY, promises_and_has_none) as other, peers(other.url, url(door), is_alone=False) as tier:
         assert tier.count_held([CHAIN.name(0)]) == 1 and tier.is_promised(CHAIN.name(0))
         assert read(tier) is None and not tier.is_promised(CHAIN.name(0)) and len(asked) == 2
+
+
+def test_a_late_answer_does_not_take_back_a_newer_promise():
+    """The peer stored the blob between a read that it answers late and the question that follows the read."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+    asked = []
+
+    def stores_it_late(wire):
+        asked.append(wire)
+        if len(asked) == 2:  # the first read
+            is_asked.set()
+            may_answer.wait(10)
+            wire.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        else:
+            body(CHAIN.blob(0).data if len(asked) == 4 else b"1")(wire)
+
+    with FalsePeer(KEY, stores_it_late) as other, peers(other.url, is_alone=False, timeout_s=15.0) as tier:
+        assert tier.count_held([CHAIN.name(0)]) == 1
+        with ThreadPoolExecutor(1) as thread:
+            late = thread.submit(read, tier)
+            assert is_asked.wait(10)
+            assert tier.count_held([CHAIN.name(0)]) == 1
+            may_answer.set()
+            assert late.result() is None
+        assert tier.is_promised(CHAIN.name(0)), "a newer promise was forgotten"
+        assert read(tier) == CHAIN.blob(0).data
 
 
 def test_a_peer_that_is_gone_is_not_remembered(door, store, listens):

@@ -210,7 +210,7 @@ class RequestLookups:
             lookup.answered_s = lookup.answered_s or self._monotonic()
             state.held = answer.held
             state.tails = self._found_tails(state, lookup, answer)
-            self._saves.not_held(state.keys.keys[answer.held : lookup.asked] if state.keys else ())
+            self._saves.not_held(state.keys.keys[answer.held : lookup.asked] if state.keys else (), lookup.sent_s)
         if lookup.given_up:
             self.give_up(lookup)  # it was kept for what it shows
         return answer
