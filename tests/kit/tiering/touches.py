@@ -25,7 +25,7 @@ class TouchedWorld(World):
         self._touches: Counter[bytes] = Counter()
         self._children: dict[bytes, set[bytes]] = defaultdict(set)
         self._answers: set[bytes] = set()
-        self._prompts: set[bytes] = set()  # chunks that a chunk which is there at the start goes on from
+        self._prompts: set[bytes] = set()  # chunks that a chunk which is there at the start, or a prompt's, goes on from
 
     def restore(self, tier: int, space: Space, path: tuple[int, ...]) -> None:
         self._touch(space, path)
@@ -74,6 +74,8 @@ class TouchedWorld(World):
             before = [path[:depth] for depth in range(1, len(path))]
             for one in [] if is_answer else before:
                 self._touch(space, one, space.key(one) in self._answers)
+            if not is_answer:
+                self._prompts.add(space.record(path).parent)
         if is_taken and is_answer and space.key(path) not in self._prompts:
             self._answers.add(space.key(path))
         return is_taken
