@@ -294,6 +294,7 @@ class Config:
         _positive_int, "keep prompts' ends below a chunk in host memory, in steps of so many tokens, e.g. 32"
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
+    tag_pin_share: float = _setting(_number(0, 1), "share of what requests may pin that those of one tag may", 0.5)
     peers: tuple[str, ...] | None = _setting(
         _peers,
         'machines whose disks are read, before the bucket: ["https://node-b:7460", "dns://NAME:7460", "bucket"]',

@@ -37,6 +37,11 @@ FAULTS: dict[type[Job], list[Outcome]] = {
 }
 
 
+def prefixes(path):
+    """Every chunk of a prompt, root first."""
+    return [path[:depth] for depth in range(1, len(path) + 1)]
+
+
 class Histories(RuleBasedStateMachine):
     """Every rule is something a client, a medium or the engine may do at any time."""
 
@@ -136,9 +141,12 @@ class Histories(RuleBasedStateMachine):
     def store_a_prefix(self, pick, path):
         """The same without haste: all of it is where it belongs at the end."""
         if (session := self.session(pick)) is not None:
-            for depth in range(1, len(path) + 1):
-                self.world.commit(session, path[:depth])
-                self.world.finish_all()
+            self.store(session, prefixes(path))
+
+    def store(self, session, paths):
+        for path in paths:
+            self.world.commit(session, path)
+            self.world.finish_all()
 
     @rule(pick=PICK, first=st.integers(0, 3))
     def fill_host_memory(self, pick, first):
@@ -231,10 +239,17 @@ class Histories(RuleBasedStateMachine):
         gone = [entry for entry in held if not index.is_held(entry)]
         assert all(child in gone or not index.is_held(child) for entry in gone for child in entry.children)
 
-    @rule(space=st.sampled_from(SPACES), path=PATHS, owner=st.sampled_from(OWNERS), kept=st.lists(PATHS, max_size=2))
-    def demote_an_end_that_a_users_session_has_left(self, space, path, owner, kept):
+    @rule(
+        pick=PICK, path=PATHS, owner=st.sampled_from(OWNERS), kept=st.lists(PATHS, max_size=2), is_stored=st.booleans()
+    )
+    def demote_an_end_that_a_users_session_has_left(self, pick, path, owner, kept, is_stored):
         """Nothing is lost; what another one asked for, or another state of the session needs, stays in host memory."""
-        tiering, index = self.world.tiering, self.world.tiering.index
+        if (session := self.session(pick)) is None:
+            return
+        tiering, index, space = self.world.tiering, self.world.tiering.index, self.world.spaces[session]
+        for state_of in [path, *kept] if is_stored else ():  # a moment ago
+            self.store(session, [of for of in prefixes(state_of) if index.get(space.key(of)) is None])
+            tiering.take_ownership(space.namespace, space.key(state_of), owner)
 
         def state(of):
             return [space.key(of[:depth]) for depth in range(len(of), 0, -1)]

@@ -39,6 +39,7 @@ from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavaila
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.admission import ALL, NONE
 from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.miss_ratio import Curve
@@ -467,6 +468,11 @@ class Engine:
         if entry is None:
             return None
         return {e.record.key: e.blob_bytes[HOST + 1] for e in index.with_states(index.prefix(entry))}
+
+    def tag_of(self, key: bytes) -> bytes:
+        """The tag under which a chunk was stored, as far as it is known."""
+        entry = self.tiering.index.get(key)
+        return NO_TAG if entry is None else entry.record.tag
 
     def held_chunks(self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes]) -> int:
         """How many leading chunks of a prefix some tier holds, as far as it is known here."""

@@ -25,6 +25,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
 from tiered_kv.keys.chunk_record import KEY_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import Background, refusal_error, say_hello
 from tiered_kv.server.epochs import is_private_epoch
@@ -262,12 +263,12 @@ class SchedulerClient:
         """Ask for the server's figures, which appear in ``figures``; False when it could not be sent."""
         return self.is_ready and self._send(m.StatRequest())
 
-    def pin(self, key: bytes, ttl_s: float) -> bool:
+    def pin(self, key: bytes, ttl_s: float, tag: bytes = NO_TAG) -> bool:
         """Keep a stored chunk and the prefix before it; False when it could not be said, and then nobody does.
 
         For 0 seconds: only have them written to the secondary tiers, whatever these take otherwise.
         """
-        return self.is_ready and self._send(m.Pin(key, ttl_s))
+        return self.is_ready and self._send(m.Pin(key, ttl_s, tag))
 
     def tell_state(self, session: bytes, tag: bytes, key: bytes) -> bool:
         """A request of a user's session is over, and stored up to a chunk; False when it could not be said."""

@@ -207,7 +207,14 @@ def _epochs(engine: Engine, store: ObjectStore | None, root: Path) -> Epochs:
 
 def _pinning(engine: Engine, store: ObjectStore | None, config: Config) -> Pinning:
     submit = partial(_in_background, engine)
-    return Pinning(engine, submit, config.request_pin_share, disk_root=config.disk_root(), store=store)
+    return Pinning(
+        engine,
+        submit,
+        config.request_pin_share,
+        disk_root=config.disk_root(),
+        store=store,
+        tag_share=config.tag_pin_share,
+    )
 
 
 def _in_background(engine: Engine, task: Callable[[], None]) -> None:

@@ -243,10 +243,14 @@ class Pin(Message, frozen=True):
     """A request wants a chunk, and the prefix before it, kept from eviction for so many seconds; nothing answers.
 
     For 0 seconds: not kept, but written to the secondary tiers at once, whatever these take otherwise (``admission``).
+
+    Attributes:
+        tag: Whose the request is (``keys/tags.py``).
     """
 
     key: bytes
     ttl_s: float
+    tag: bytes = NO_TAG
 
 
 class SessionState(Message, frozen=True):

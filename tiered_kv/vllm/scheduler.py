@@ -482,7 +482,8 @@ class SchedulerSide:
             self.counters["pins_dropped"] += 1
             return
         self._lookups.update_held(state)
-        self._pins.want(keys.keys[: state.request.num_prompt_tokens // self._chunk_tokens], state.held, ttl_s)
+        prompt = keys.keys[: state.request.num_prompt_tokens // self._chunk_tokens]
+        self._pins.want(prompt, state.held, ttl_s, state.params.tag)
 
     def poll(self) -> None:
         """Take the server's messages; never blocks."""
