@@ -92,6 +92,21 @@ class Histories(RuleBasedStateMachine):
             self.accounts.release(lookup)
 
     @rule(pick=PICK)
+    @precondition(lambda self: self.world.lookups)
+    def look_up_anew(self, pick):
+        """A request waits for long: its next lookup counts as no use of what an earlier one found."""
+        before = sorted(self.world.lookups)[pick % len(self.world.lookups)]
+        asked, index = self.world.lookups[before], self.world.tiering.index
+        if asked.session in self.world.suspended:
+            return
+        counted = asked.update.held
+        found = [entry for key in asked.keys[:counted] if (entry := index.get(key)) is not None]
+        uses = {entry: entry.uses for entry in found}
+        self.world.lookup(asked.session, asked.path, asked.start, counted=counted)
+        assert all(entry.uses in (uses[entry], 1) for entry in found)
+        self.world.release(before, is_asked_anew=True)
+
+    @rule(pick=PICK)
     def watch(self, pick):
         if (session := self.session(pick)) is not None:
             self.accounts.watch(session)
@@ -215,6 +230,33 @@ class Histories(RuleBasedStateMachine):
         assert count is not None and all(map(index.is_held, staying))
         gone = [entry for entry in held if not index.is_held(entry)]
         assert all(child in gone or not index.is_held(child) for entry in gone for child in entry.children)
+
+    @rule(space=st.sampled_from(SPACES), path=PATHS, owner=st.sampled_from(OWNERS), kept=st.lists(PATHS, max_size=2))
+    def demote_an_end_that_a_users_session_has_left(self, space, path, owner, kept):
+        """Nothing is lost; what another one asked for, or another state of the session needs, stays in host memory."""
+        tiering, index = self.world.tiering, self.world.tiering.index
+
+        def state(of):
+            return [space.key(of[:depth]) for depth in range(len(of), 0, -1)]
+
+        held = [entry for entry in index.entries() if index.is_held(entry)]
+        needed = {key for one in kept if index.get(space.key(one)) is not None for key in state(one)}
+        is_known = index.get(space.key(path)) is not None  # else it is another end of the session, from there on
+        staying = [
+            entry
+            for entry in held
+            if entry.host is HostState.READY
+            and (
+                entry.record.key in needed
+                or entry.owner != owner
+                or entry.is_busy
+                or index.source(entry) is None
+                or (is_known and entry.record.key not in state(path))
+            )
+        ]
+        *_, count = tiering.demoting_end(state(path), owner, [state(one) for one in kept])
+        assert count is not None and all(map(index.is_held, held))
+        assert all(entry.host is HostState.READY for entry in staying)
 
     @rule(pick=PICK)
     def give_back(self, pick):

@@ -179,6 +179,7 @@ class SchedulerClient:
         wants_tails: bool = False,
         session: bytes = b"",
         hint: str = "",
+        counted: int = 0,
     ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
@@ -186,11 +187,15 @@ class SchedulerClient:
         leases are never ended by the server; with ``state_parts`` the prefix ends where a state of so many parts is.
         Where nothing may be searched in a shared tier, the keys may be any part of a prefix. With ``wants_tails`` the
         answer has the tails behind what is held. ``session`` is the name of the user's session that asks, if it is
-        one's, ``hint`` the peer that is asked first.
+        one's, ``hint`` the peer that is asked first. ``counted`` are the leading chunks that an earlier lookup of the
+        same request found, and thereby used.
         """
         names = b"".join(keys), b"".join(digests)
         number = self._next_lookup
-        wanted = m.Lookup(number, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint)
+        wanted = m.Lookup(
+            number, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint,
+            counted=counted,
+        )  # fmt: skip
         return self._look_up(wanted, keys)
 
     def look_up_rows(

@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 14
+PROTOCOL = 15
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -149,6 +149,7 @@ class Lookup(Message, frozen=True):
             ignored.
         leases: Otherwise it is a question: nothing is leased nor promoted.
         names: Of rows (``keys/row_names.py``), in place of keys and digests.
+        counted: Leading chunks that an earlier lookup of the same request found: asking again is no second use.
     """
 
     lookup: int
@@ -164,6 +165,7 @@ class Lookup(Message, frozen=True):
     hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
     leases: bool = True
     names: list[Annotated[bytes, msgspec.Meta(min_length=1, max_length=ROW_NAME_BYTES_MAX)]] = []
+    counted: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)] = 0
 
 
 class Claim(Message, frozen=True):
