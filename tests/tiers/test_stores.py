@@ -16,7 +16,7 @@ from fsspec.asyn import get_loop
 from tests.kit.faults.proxy import Fault, FaultProxy, Mode
 from tests.kit.server.probe import wait_for
 from tests.kit.stores.child import read_by_child
-from tests.kit.stores.session import ATOMIC
+from tests.kit.stores.session import ATOMIC, OVERWRITING
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.keys.naming import object_path
 from tiered_kv.location import parse_location
@@ -61,6 +61,22 @@ def fails(store, words, *, but=()):
         if operation not in but:
             with pytest.raises(TierUnavailable, match=f"{operation} failed: {words}"):
                 call()
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*ATOMIC, *OVERWRITING])
+def test_a_body_comes_back_whole_whatever_it_ends_in(stores, kind):
+    served = stores(kind)
+    store = open_store(served.uri(served.new_prefix()), served.options())
+    bodies = [b"", b"\r", b"\n", b"\r\n", b"x\r", b"x\n", b"x\0", b"--==0==", b"\n--==0==\n", b"a\r\n--==0==--\r\nb"]
+    for number, body in enumerate(bodies):
+        store.put(f"put/{number}", body)
+        store.create(f"create/{number}", body)
+    assert [store.get(f"put/{number}") for number in range(len(bodies))] == bodies
+    assert [store.get(f"create/{number}") for number in range(len(bodies))] == bodies
+    store.close()
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import LOCAL_THREADS, Executor, Pool
 from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.performer import JobResult, Performer
+from tiered_kv.engine.self_test import SelfTest
 from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import ProbeTimes, Throughput
@@ -234,9 +235,9 @@ class Engine:
             logger.info("tier scanned. tier=%s blobs=%d seconds=%.3f", tier.traits.name, count, seconds)
         self._submit_jobs()
 
-    def sample_read(self, tier: int, size_bytes: int, seconds: float) -> None:
-        """Add a measured read of a tier, e.g. the self-test's, as the first sample of its throughput."""
-        self._throughput[tier].sample(size_bytes, seconds)
+    def sample_reads(self, tier: int, result: SelfTest) -> None:
+        """Add the reads of a tier's self-test as a sample of its throughput."""
+        self._throughput[tier].sample(result.reads_at_once * result.size_bytes, result.together_s, result.read_s)
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
@@ -511,7 +512,7 @@ class Engine:
                 break
         for number, result in self.guards.step():
             if result.size_bytes:
-                self.sample_read(number, result.size_bytes, result.read_s)
+                self.sample_reads(number, result)
         now_s = self.clock.monotonic()
         self.tiering.expire_leases(now_s)
         self._keep_time(now_s)

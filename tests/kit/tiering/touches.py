@@ -25,9 +25,7 @@ class TouchedWorld(World):
         self._touches: Counter[bytes] = Counter()
         self._children: dict[bytes, set[bytes]] = defaultdict(set)
         self._answers: set[bytes] = set()
-        self._prompts: set[bytes] = (
-            set()
-        )  # chunks that a chunk which is there at the start, or a prompt's, goes on from
+        self._prompts: set[bytes] = set()  # what a chunk from the start, or a prompt's, goes on from
 
     def restore(self, tier: int, space: Space, path: tuple[int, ...]) -> None:
         self._touch(space, path)
