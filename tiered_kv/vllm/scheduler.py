@@ -80,7 +80,9 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._blocks: PagedBlocks | None = None
         self.counters: Counter[str] = Counter()
-        self._params_reader = RequestParamsReader(self.counters, monotonic, config.peers or ())
+        self._params_reader = RequestParamsReader(
+            self.counters, monotonic, config.peers or (), sessions_need_owner=config.sessions_need_owner
+        )
         self.prefill = PrefillRate()
         self._wait_policy = WaitPolicy(self.prefill, config.promotion_wait_ms, config.promotion_deadline_ms)
         longest_s = config.promotion_deadline_ms / 1e3
