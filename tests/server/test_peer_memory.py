@@ -116,7 +116,7 @@ def test_what_is_in_memory_and_what_is_on_disk_may_come_in_any_order(producer, c
 
 def test_what_was_evicted_from_memory_is_a_miss(producer, consumer):
     store(producer)
-    assert evict(producer) == (CHUNKS, 0)
+    assert evict(producer.root) == (CHUNKS, 0)
     assert consumer.hits(CHUNKS) == 0
     assert calls(consumer.root, "ok") == 0 and tier(consumer.root)["breaker"] == "closed"
 
@@ -275,7 +275,7 @@ def test_a_chunk_stays_as_it_is_while_it_is_lent_whatever_else_wants_its_slot(bi
     with reader(big, key_file) as slow:
         assert lent_bytes(big) == slow.size_bytes
         push_out(big)
-        assert evict(big)[1] >= 1, "an operator removes what is not lent"
+        assert evict(big.root)[1] >= 1, "an operator removes what is not lent"
         push_out(big, first_token=5000)
         assert slow.take(slow.size_bytes)
         check_blob(memoryview(slow.body))

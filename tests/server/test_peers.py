@@ -231,7 +231,7 @@ def test_what_the_peer_lacks_comes_from_the_bucket(sharing):
     for key in first.keys(CHUNKS).keys[12:]:
         (path,) = first.root.rglob(f"{key.hex()}.safetensors")
         path.unlink()
-    evict(first)
+    evict(first.root)
     assert second.hits(CHUNKS) == CHUNKS
     assert reads(second) == (12, CHUNKS - 12)
 

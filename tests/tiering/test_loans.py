@@ -1,6 +1,6 @@
 """Loans: a chunk in host memory stays in its slot while a peer reads it, whatever else wants the slot."""
 
-from tests.kit.tiering.world import SMALL, SelectiveStory, Story, chunks_of
+from tests.kit.tiering.world import SMALL, LruStory, SelectiveStory, Story, chunks_of
 from tiered_kv.tiering.loans import LENT_SHARE
 from tiered_kv.tiering.types import HOST, Limits, Loan, Outcome, Read, Seal
 
@@ -99,6 +99,35 @@ def test_where_slots_are_few_one_chunk_is_lent_all_the_same():
     story.store((2,))
     assert isinstance(lend(story, (1,)), Loan)
     assert lend(story, (2,)) is Outcome.NO_ROOM
+
+
+def test_a_chunk_that_was_lent_is_as_old_as_before():
+    """Also where those behind it are idle: the prefix must not count as used for each chunk that a peer reads."""
+    story = LruStory(host_bytes=160, capacities=())
+    for number in range(3):
+        story.store((number, number))
+    for path in ((0,), (0, 0)):
+        loan = lend(story, path)
+        assert isinstance(loan, Loan)
+        story.tiering.end_loan(loan.id)
+    for number in range(100, 130):
+        story.store((number,))
+        if story.is_in_host((0,)) != story.is_in_host((1,)):
+            assert not story.is_in_host((0,)), "the oldest went first"
+    assert not story.is_in_host((1,))
+
+
+def test_a_lookup_of_what_is_lent_holds_it_beyond_the_loan():
+    story = Story(host_bytes=160, capacities=())
+    story.store(PROMPT)
+    loan = lend(story, (1,))
+    assert isinstance(loan, Loan)
+    lookup = story.ask(PROMPT)
+    story.tiering.end_loan(loan.id)
+    story.flush_host()
+    assert story.figures(lookup) == (3, 3, 3, True) and story.is_in_host(PROMPT)
+    story.release(lookup)
+    story.flush_host(avoid=PROMPT)
 
 
 def test_what_a_peer_reads_counts_as_no_use():

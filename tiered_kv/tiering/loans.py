@@ -43,7 +43,7 @@ class Loans:
                 return Outcome.NO_ROOM
             self.lent_bytes += size_bytes
         self._loans_of[key] += 1
-        self._host.hold(entry)
+        self._host.hold_in_place(entry)
         self._last_id += 1
         self._lent[self._last_id] = entry
         return Loan(self._last_id, entry.slot, size_bytes)

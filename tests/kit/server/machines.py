@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.ports import free_port
-from tests.kit.server.clients import PAGES, SmallEngine, hello, settings, tell
-from tests.kit.server.probe import figures, server_pid
+from tests.kit.server.clients import PAGES, SmallEngine, settings
+from tests.kit.server.probe import answer_to, figures, server_pid
 from tests.kit.server.processes import end_server
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import read_message
 
 
 def fleet_key(path: Path) -> Path:
@@ -65,10 +64,8 @@ def calls(root: Path, outcome: str, operation: str = "get", name: str = "peers")
     return sum(row["calls"] for row in rows if (row["tier"], row["operation"], row["outcome"]) == wanted)
 
 
-def evict(engine: SmallEngine, name: str = "host") -> tuple[int, int]:
+def evict(root: Path, name: str = "host") -> tuple[int, int]:
     """Have all chunks removed from a tier, as an operator would; how many went, and how many stay in use."""
-    with hello(engine.config) as sock:
-        tell(sock, m.Evict(name, b"", b"", False))
-        answer = read_message(sock)
+    answer = answer_to(root, m.Evict(name, b"", b"", False))
     assert isinstance(answer, m.Evicted), answer
     return answer.removed, answer.kept
