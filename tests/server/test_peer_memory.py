@@ -421,8 +421,8 @@ def test_a_door_is_told_what_is_not_there_and_how_much_is(lender):
     [
         ([m.Borrow(1, bytes(16), bytes(16))], "a door joins first"),
         ([m.Repay(1)], "a door joins first"),
-        ([m.Borrow(1, b"", bytes(16))], "not a message"),
-        ([m.Borrow(1, bytes(16), bytes(17))], "not a message"),
+        ([m.JoinDoor(), m.Borrow(1, b"", bytes(16))], "bad loan. namespace=0 key=16"),
+        ([m.JoinDoor(), m.Borrow(1, bytes(16), bytes(17))], "bad loan. namespace=16 key=17"),
         ([m.JoinDoor(), m.JoinDoor()], "a connection joins once"),
         ([m.HeldRequest(1, bytes(16), bytes(15))], "bad question. keys=15"),
         ([m.HeldRequest(1, bytes(15), bytes(16))], "bad question. keys=16 namespace=15"),

@@ -30,7 +30,7 @@ from tiered_kv.version import __version__
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S: Final = 0.2
+ANSWER_S: Final = 0.3
 """Longest wait for the server: a peer's question waits half a second, all peers together."""
 
 SILENT_S: Final = 1.0

@@ -98,9 +98,11 @@ class Lending:
         """Lend a chunk, if it is there and not too much is lent.
 
         Raises:
-            ProtocolError: The door has not joined, or the number is in use.
+            ProtocolError: The door has not joined, the number is in use, or what it names is no chunk.
         """
         door = self._of(connection)
+        if len(borrow.namespace) != NAME_BYTES or len(borrow.key) != NAME_BYTES:
+            raise ProtocolError(f"bad loan. namespace={len(borrow.namespace)} key={len(borrow.key)}")
         if borrow.loan in door.loans:
             raise ProtocolError(f"bad loan. id={borrow.loan} is in use")
         found: Loan | Outcome = Outcome.NO_ROOM

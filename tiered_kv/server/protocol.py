@@ -345,8 +345,8 @@ class Borrow(Message, frozen=True):
     """Have a chunk kept in its slot while it is read; answered by ``Lent`` with this number, ended by ``Repay``."""
 
     loan: int
-    namespace: Key
-    key: Key
+    namespace: bytes
+    key: bytes
 
 
 class Repay(Message, frozen=True):
