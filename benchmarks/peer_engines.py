@@ -80,12 +80,18 @@ def measure_ttft(work: Path, key: Path, repeats: int, tokens: int) -> dict[str, 
         ):
             for engine in (one, other, third):
                 warm_up(engine, tokens)
-            for prompt in prompts(1, repeats + 2, tokens):  # the first two are for the tiers' first measurements
-                taken["computed"].append(computed := other.ttft(prompt, skip_load=True, skip_save=True))
+            wanted = repeats + 2  # the first two are for the tiers' first measurements
+            for prompt in prompts(1, 3 * wanted, tokens):
+                if len(taken["bucket"]) == wanted:
+                    break
+                evict(work / "a", "host")
                 for engine in (one, third):
                     engine.ttft(prompt)
                     engine.forget()
-                wait_sealed(work / "a", tokens // CHUNK_TOKENS)  # its memory was empty
+                if not all(is_ready(work / name, tokens // CHUNK_TOKENS) for name in "ac"):
+                    print("a turn is left out: on a busy machine a prompt is not always stored whole", flush=True)
+                    continue
+                taken["computed"].append(computed := other.ttft(prompt, skip_load=True, skip_save=True))
                 taken["peer, memory"].append(same(answer_anew(other, prompt, work / "b"), computed))
                 one.ttft(prompt)
                 one.forget()
@@ -105,9 +111,13 @@ def answer_anew(engine: ServedEngine, prompt: list[int], root: Path) -> Timed:
     return engine.ttft(prompt)
 
 
-def wait_sealed(root: Path, chunks: int) -> None:
-    """Until so many chunks can be given from memory."""
-    wait_for(lambda: figures(root)["hierarchy"]["host_ready_chunks"] >= chunks, "the seals")
+def is_ready(root: Path, chunks: int) -> bool:
+    """Whether a machine soon has so many chunks in memory."""
+    try:
+        wait_for(lambda: figures(root)["hierarchy"]["host_ready_chunks"] >= chunks, "the seals", deadline_s=10.0)
+    except TimeoutError:
+        return False
+    return True
 
 
 @contextmanager
