@@ -294,6 +294,10 @@ class Config:
         _positive_int, "keep prompts' ends below a chunk in host memory, in steps of so many tokens, e.g. 32"
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
+    tag_pin_share: float = _setting(_number(0, 1), "share of what requests may pin that those of one tag may", 0.5)
+    sessions_need_owner: bool = _setting(
+        _boolean, "ignore session_id of requests that have neither tag nor cache_salt", default=False
+    )
     peers: tuple[str, ...] | None = _setting(
         _peers,
         'machines that are read from, before the bucket: ["https://node-b:7460", "dns://NAME:7460", "bucket"]',

@@ -37,6 +37,11 @@ FAULTS: dict[type[Job], list[Outcome]] = {
 }
 
 
+def prefixes(path):
+    """Every chunk of a prompt, root first."""
+    return [path[:depth] for depth in range(1, len(path) + 1)]
+
+
 class Histories(RuleBasedStateMachine):
     """Every rule is something a client, a medium or the engine may do at any time."""
 
@@ -93,6 +98,21 @@ class Histories(RuleBasedStateMachine):
             self.accounts.release(lookup)
 
     @rule(pick=PICK)
+    @precondition(lambda self: self.world.lookups)
+    def look_up_anew(self, pick):
+        """A request waits for long: its next lookup counts as no use of what an earlier one found."""
+        before = sorted(self.world.lookups)[pick % len(self.world.lookups)]
+        asked, index = self.world.lookups[before], self.world.tiering.index
+        if asked.session in self.world.suspended:
+            return
+        counted = asked.update.held
+        found = [entry for key in asked.keys[:counted] if (entry := index.get(key)) is not None]
+        uses = {entry: entry.uses for entry in found}
+        self.world.lookup(asked.session, asked.path, asked.start, counted=counted)
+        assert all(entry.uses in (uses[entry], 1) for entry in found)
+        self.world.release(before, is_asked_anew=True)
+
+    @rule(pick=PICK)
     def watch(self, pick):
         if (session := self.session(pick)) is not None:
             self.accounts.watch(session)
@@ -122,9 +142,12 @@ class Histories(RuleBasedStateMachine):
     def store_a_prefix(self, pick, path):
         """The same without haste: all of it is where it belongs at the end."""
         if (session := self.session(pick)) is not None:
-            for depth in range(1, len(path) + 1):
-                self.world.commit(session, path[:depth])
-                self.world.finish_all()
+            self.store(session, prefixes(path))
+
+    def store(self, session, paths):
+        for path in paths:
+            self.world.commit(session, path)
+            self.world.finish_all()
 
     @rule(pick=PICK, first=st.integers(0, 3))
     def fill_host_memory(self, pick, first):
@@ -230,6 +253,40 @@ class Histories(RuleBasedStateMachine):
         loan = sorted(self.loans)[pick % len(self.loans)]
         del self.loans[loan]
         self.world.tiering.end_loan(loan)
+
+    @rule(
+        pick=PICK, path=PATHS, owner=st.sampled_from(OWNERS), kept=st.lists(PATHS, max_size=2), is_stored=st.booleans()
+    )
+    def demote_an_end_that_a_users_session_has_left(self, pick, path, owner, kept, is_stored):
+        """Nothing is lost; what another one asked for, or another state of the session needs, stays in host memory."""
+        if (session := self.session(pick)) is None:
+            return
+        tiering, index, space = self.world.tiering, self.world.tiering.index, self.world.spaces[session]
+        for state_of in [path, *kept] if is_stored else ():  # a moment ago
+            self.store(session, [of for of in prefixes(state_of) if index.get(space.key(of)) is None])
+            tiering.take_ownership(space.namespace, space.key(state_of), owner)
+
+        def state(of):
+            return [space.key(of[:depth]) for depth in range(len(of), 0, -1)]
+
+        held = [entry for entry in index.entries() if index.is_held(entry)]
+        needed = {key for one in kept if index.get(space.key(one)) is not None for key in state(one)}
+        is_known = index.get(space.key(path)) is not None  # else it is another end of the session, from there on
+        staying = [
+            entry
+            for entry in held
+            if entry.host is HostState.READY
+            and (
+                entry.record.key in needed
+                or entry.owner != owner
+                or entry.is_busy
+                or index.source(entry) is None
+                or (is_known and entry.record.key not in state(path))
+            )
+        ]
+        *_, count = tiering.demoting_end(state(path), owner, [state(one) for one in kept])
+        assert count is not None and all(map(index.is_held, held))
+        assert all(entry.host is HostState.READY for entry in staying)
 
     @rule(pick=PICK)
     def give_back(self, pick):

@@ -355,6 +355,7 @@ _SERVER_EVENTS: Final = (
     EventName("request_pins_in_force", _EVENTS),
     EventName("request_pins_of_nothing", _EVENTS),
     EventName("request_pins_refused", _EVENTS),
+    EventName("request_pins_refused_of_tag", _EVENTS),
     EventName("restore_conflict", _EVENTS),
     EventName("seal_failed", _EVENTS),
     EventName("search_refused", _EVENTS),

@@ -118,8 +118,11 @@ def _test(engine: Engine, number: int, one: OpenTier, clock: Clock, *, is_strict
             logger.warning("self-test passed without a write: no room. tier=%s", name)
         return
     if result.failure is None:
-        engine.sample_read(number, result.size_bytes, result.read_s)
-        logger.info("self-test passed. tier=%s write_s=%.4f read_s=%.4f", name, result.write_s, result.read_s)
+        engine.sample_reads(number, result)
+        logger.info(
+            "self-test passed. tier=%s write_s=%.4f read_s=%.4f reads_at_once=%d together_s=%.4f",
+            *(name, result.write_s, result.read_s, result.reads_at_once, result.together_s),
+        )
         return
     if is_strict and not one.tier.traits.is_read_only:  # two machines that wait for each other would never start
         raise TierUnavailable(f"the self-test of the {name} tier failed (strict): {result.failure}")
@@ -207,7 +210,14 @@ def _epochs(engine: Engine, store: ObjectStore | None, root: Path) -> Epochs:
 
 def _pinning(engine: Engine, store: ObjectStore | None, config: Config) -> Pinning:
     submit = partial(_in_background, engine)
-    return Pinning(engine, submit, config.request_pin_share, disk_root=config.disk_root(), store=store)
+    return Pinning(
+        engine,
+        submit,
+        config.request_pin_share,
+        disk_root=config.disk_root(),
+        store=store,
+        tag_share=config.tag_pin_share,
+    )
 
 
 def _in_background(engine: Engine, task: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ it: a pipe from the server is its standard input. Here are its start and its end
 ``door_listener.py``, what they are answered in ``door_blobs.py``, how it comes by host memory in ``door_memory.py``.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 START_S: Final = 20.0
 RESTART_S: Final = 1.0
+RESTART_MAX_S: Final = 30.0
 NICE: Final = 10
 _SET_DEATH_SIGNAL: Final = 1  # PR_SET_PDEATHSIG
 
@@ -116,22 +118,22 @@ def _main() -> int:
 
 
 class DoorProcess:
-    """The door of a running server; one that ends by itself is started again.
+    """The door of a running server; one that ends by itself is started again, also if it ended as it started.
 
     Attributes:
-        port: Where it listens.
+        port: Where it listens, once it does.
 
     Threads: made and closed by one; a thread of its own waits for the process.
     """
 
     def __init__(self, config: Config, server: Path | None = None) -> None:
-        """Start the door and wait until it listens.
+        """Start the door and wait until it listens, or is seen to need another try, which a thread makes.
 
         Args:
             server: The server's socket, where it listens now or soon; None: nothing is given from host memory.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: It says that it cannot listen.
         """
         root, listen, key_file = config.disk_root(), config.peer_listen, config.peer_key_file
         assert listen is not None and key_file is not None, "settings were checked"
@@ -146,13 +148,27 @@ class DoorProcess:
             str(config.server_directory()),
         )
         self._closing = threading.Event()
-        self._process, self.port = self._start()
-        self._settings = msgspec.structs.replace(self._settings, port=self.port)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = port
+        try:
+            self._open()
+        except OSError as exc:  # of the machine, not of the settings
+            logger.warning("the door to peers does not start yet; trying again. %s", exc)
         self._thread = threading.Thread(target=self._watch, name="tiered_kv-door", daemon=True)
         self._thread.start()
         logger.info("blobs of this machine are given to peers. address=%s port=%d", host, self.port)
 
+    def _open(self) -> None:
+        self._process, self.port = self._start()
+        self._settings = msgspec.structs.replace(self._settings, port=self.port)  # peers know it by that
+
     def _start(self) -> tuple[subprocess.Popen[bytes], int]:
+        """Start a door that listens.
+
+        Raises:
+            ConfigError: It says that it cannot listen.
+            OSError: There is no process to be had, or it ended, or was silent for ``START_S``, before it said anything.
+        """
         process = subprocess.Popen(
             [sys.executable, "-m", "tiered_kv.server.door"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -164,26 +180,33 @@ class DoorProcess:
             process.stdin.flush()
             word, _, rest = process.stdout.readline().decode(errors="replace").strip().partition(" ")
         except BrokenPipeError:
-            word, rest = "error", "it ended before it was ready"
+            word, rest = "", ""
         finally:
             timer.cancel()
-        if word != "ready":
-            _end(process)
+        if word == "ready":
+            return process, int(rest)
+        _end(process)
+        if word:
             listen = f"{self._settings.host}:{self._settings.port}"
             raise ConfigError(f"setting peer_listen: the door cannot listen at {listen}: {rest or 'see the log'}")
-        return process, int(rest)
+        raise ChildProcessError(f"its process ended before it was ready. status={process.returncode}")
 
     def _watch(self) -> None:
+        wait_s = RESTART_S
         while not self._closing.is_set():
-            self._process.wait()
-            if self._closing.wait(RESTART_S):
+            if self._process is not None:
+                self._process.wait()
+            if self._closing.wait(wait_s):
                 return
-            logger.warning("the door to peers ended and is started again. status=%s", self._process.returncode)
-            _end(self._process)
+            if self._process is not None:
+                logger.warning("the door to peers ended and is started again. status=%s", self._process.returncode)
+                _end(self._process)
             try:
-                self._process, _ = self._start()
+                self._open()
+                wait_s = RESTART_S
             except (ConfigError, OSError) as exc:
-                logger.warning("the door to peers cannot be started; trying again in %g s. %s", RESTART_S, exc)
+                wait_s = min(2 * wait_s, RESTART_MAX_S)
+                logger.warning("the door to peers cannot be started; trying again in %g s. %s", wait_s, exc)
 
     def close(self) -> None:
         """End the door. Idempotent."""
@@ -193,12 +216,15 @@ class DoorProcess:
         _end(self._process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    if process is None:
+        return
     process.kill()  # it holds nothing that could be lost
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # it closes what it was never told, too
+                pipe.close()
 
 
 if __name__ == "__main__":

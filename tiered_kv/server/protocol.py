@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 15
+PROTOCOL = 16
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -150,6 +150,7 @@ class Lookup(Message, frozen=True):
             ignored.
         leases: Otherwise it is a question: nothing is leased nor promoted.
         names: Of rows (``keys/row_names.py``), in place of keys and digests.
+        counted: Leading chunks that an earlier lookup of the same request found: asking again is no second use.
     """
 
     lookup: int
@@ -165,6 +166,7 @@ class Lookup(Message, frozen=True):
     hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
     leases: bool = True
     names: list[Annotated[bytes, msgspec.Meta(min_length=1, max_length=ROW_NAME_BYTES_MAX)]] = []
+    counted: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)] = 0
 
 
 class Claim(Message, frozen=True):
@@ -242,10 +244,14 @@ class Pin(Message, frozen=True):
     """A request wants a chunk, and the prefix before it, kept from eviction for so many seconds; nothing answers.
 
     For 0 seconds: not kept, but written to the secondary tiers at once, whatever these take otherwise (``admission``).
+
+    Attributes:
+        tag: Whose the request is (``keys/tags.py``).
     """
 
     key: bytes
     ttl_s: float
+    tag: bytes = NO_TAG
 
 
 class SessionState(Message, frozen=True):

@@ -238,7 +238,7 @@ class Tiering:
             return self._look_up_state(session, wish)
         held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
         if wish.may_search:
-            self.counters["answers_asked"] += self.index.count_use(held, wish.owner)
+            self.counters["answers_asked"] += self.index.count_use(held, wish.owner, wish.counted)
         else:  # beside a request's lookup, and maybe of the middle of a prefix
             for entry in held:
                 entry.is_asked_for_by(wish.owner)
@@ -308,7 +308,8 @@ class Tiering:
                 self._search_state(lookup, search)
                 return
         path = [*held[:boundary], *state]
-        self.counters["answers_asked"] += self.index.count_use(path, lookup.owner)
+        counted = len(path) if boundary <= lookup.counted else lookup.counted  # the state behind the chunks, too
+        self.counters["answers_asked"] += self.index.count_use(path, lookup.owner, counted)
         self._record_use(path, lookup.session.slot_bytes)
         self._lookups.state_found(lookup, boundary, path)
         self._promote(lookup, path)
