@@ -300,14 +300,18 @@ class Config:
     )
     peers: tuple[str, ...] | None = _setting(
         _peers,
-        'machines whose disks are read, before the bucket: ["https://node-b:7460", "dns://NAME:7460", "bucket"]',
+        'machines that are read from, before the bucket: ["https://node-b:7460", "dns://NAME:7460", "bucket"]',
     )
-    peer_listen: str | None = _setting(_address, "HOST:PORT where other machines may read this disk, e.g. 0.0.0.0:7460")
+    peer_listen: str | None = _setting(
+        _address, "HOST:PORT where other machines may read this one's memory and disk, e.g. 0.0.0.0:7460"
+    )
     peer_url: str | None = _setting(
         peer_url, "where other machines reach peer_listen, e.g. https://node-a:7460; default: this machine's address"
     )
     peer_key_file: Path | None = _setting(_directory, "file with the 64 hex digits that all these machines share")
-    peer_timeout_s: float = _setting(_number(0.1, 600), "longest wait for one blob of the peers", 5.0)
+    peer_timeout_s: float = _setting(
+        _number(0.1, 600), "longest wait for one blob of the peers, and longest loan of one in memory to them", 5.0
+    )
     peer_serve_bytes_s: int | None = _setting(parse_size, "most bytes per second given to peers; default: no limit")
     server: str | None = _setting(_socket, "unix:///path of a running `tiered-kv serve`; default: one is started")
     model_id: str | None = _setting(_text, "names the weights; promises that equal names mean equal weights")
@@ -396,10 +400,6 @@ class Config:
         used = [name for name in ("peers", "peer_listen") if getattr(self, name) is not None]
         if used and self.location().kind == "extension":
             raise ConfigError(f"{used[0]} is for file:// and object stores, not for {self.location().scheme}://")
-        if self.peer_listen is not None and self.disk_root() is None:
-            raise ConfigError(
-                "peer_listen gives what is on this machine's disk, and it has no disk tier: set disk_path"
-            )
         if self.peers is not None and BUCKETS_PEERS in self.peers and self.location().kind != "object":
             raise ConfigError(
                 f"setting peers: {BUCKETS_PEERS!r} needs an object store as storage_uri; name URLs or dns://"

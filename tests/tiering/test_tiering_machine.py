@@ -19,7 +19,7 @@ from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 from tiered_kv.tiering.index import CLAIMED, BlobState, HostState
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.tiering import Tiering
-from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
+from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Loan, Outcome, Probe, Read, Seal, Write
 
 SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=True), Space(b"C" * 16, 10)]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
@@ -65,6 +65,7 @@ class Histories(RuleBasedStateMachine):
                 self.world.restore(tier, SPACES[pick], path)
             self.world.tiering.restored(tier)
         self.accounts = Accounts(self.world)
+        self.loans = {}
         self.world.open(SPACES[0])
         self.world.step()
 
@@ -239,6 +240,20 @@ class Histories(RuleBasedStateMachine):
         gone = [entry for entry in held if not index.is_held(entry)]
         assert all(child in gone or not index.is_held(child) for entry in gone for child in entry.children)
 
+    @rule(space=st.sampled_from(SPACES), path=PATHS)
+    def lend(self, space, path):
+        """A peer reads a chunk that is in host memory."""
+        loan = self.world.tiering.lend(space.namespace, space.key(path))
+        if isinstance(loan, Loan):
+            self.loans[loan.id] = loan, space.key(path)
+
+    @precondition(lambda self: self.loans)
+    @rule(pick=PICK)
+    def end_loan(self, pick):
+        loan = sorted(self.loans)[pick % len(self.loans)]
+        del self.loans[loan]
+        self.world.tiering.end_loan(loan)
+
     @rule(
         pick=PICK, path=PATHS, owner=st.sampled_from(OWNERS), kept=st.lists(PATHS, max_size=2), is_stored=st.booleans()
     )
@@ -375,6 +390,12 @@ class Histories(RuleBasedStateMachine):
             self.world.step()
 
     @invariant()
+    def what_is_lent_stays_where_it_is(self):
+        for loan, key in self.loans.values() if hasattr(self, "world") else ():
+            entry = self.world.tiering.index.get(key)
+            assert (entry.host, entry.slot, entry.slot_bytes) == (HostState.READY, loan.slot, loan.size_bytes)
+
+    @invariant()
     def what_lookups_asked_for_is_what_they_got_and_missed(self):
         if hasattr(self, "world"):
             self.accounts.check_served()
@@ -393,6 +414,8 @@ class Histories(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for space in SPACES:  # a share of less than a few chunks, which a server refuses, lets nobody go on
                 self.world.tiering.quotas.drop(space.namespace)
+            for loan in self.loans:
+                self.world.tiering.end_loan(loan)
             self.world.wind_down()
             self.accounts.check_flows()
 

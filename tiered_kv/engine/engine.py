@@ -56,6 +56,7 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     Limits,
+    Loan,
     LookupAnswer,
     Outcome,
     Probe,
@@ -411,6 +412,20 @@ class Engine:
     ) -> Iterator[ReleaseCount | None]:
         """The same of what one state has and others have not; see :meth:`Tiering.demoting_end`."""
         return self.tiering.demoting_end(keys, owner, kept)
+
+    # -- what other machines read ------------------------------------------------------------------------------
+
+    def held_here(self, namespace: bytes, keys: Iterable[bytes]) -> int:
+        """How many of these chunks this machine can give, from the first on; see :meth:`Tiering.held_here`."""
+        return self.tiering.held_here(namespace, keys)
+
+    def lend(self, namespace: bytes, key: bytes) -> Loan | Outcome:
+        """Keep a chunk in its slot until :meth:`end_loan`; see :meth:`Tiering.lend`."""
+        return self.tiering.lend(namespace, key)
+
+    def end_loan(self, loan: int) -> None:
+        """The chunk is read no more."""
+        self.tiering.end_loan(loan)
 
     # -- what operators do -------------------------------------------------------------------------------------
 

@@ -164,8 +164,6 @@ def serve(
         refuse_foreign_info(root)
         engine, store = build_engine(config, recorder)
         at_end.callback(engine.close)
-        if config.peer_listen is not None:
-            at_end.callback(_open_door(config))
         path = listen_at or socket_path(root)
         with _listening(path) as listener:
             sessions = Sessions(engine, _epochs(engine, store, root), _pinning(engine, store, config))
@@ -175,6 +173,8 @@ def serve(
             info = ServerInfo(str(path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest())
             watch = DirectoryWatch(root, info, partial(_in_background, engine), engine.clock.monotonic)
             at_end.callback(_leave, root, watch)  # still under the directory's lock: nobody else's files
+            if config.peer_listen is not None:
+                at_end.callback(_open_door(config, path))
             on_ready(info)
             server.run(until_idle=until_idle, is_found=watch.is_found)
             sessions.pinning.flush()
@@ -182,7 +182,7 @@ def serve(
                 raise TierUnavailable(f"the directory of this server was removed or taken over. path={root}")
 
 
-def _open_door(config: Config) -> Callable[[], None]:
+def _open_door(config: Config, path: Path) -> Callable[[], None]:
     """Start to give this machine's blobs to peers; returns what ends it.
 
     Raises:
@@ -192,7 +192,7 @@ def _open_door(config: Config) -> Callable[[], None]:
         from tiered_kv.server.door import DoorProcess  # noqa: PLC0415 - its packages are an extra
     except ImportError as exc:
         raise ConfigError(f"peer_listen needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
-    return DoorProcess(config).close
+    return DoorProcess(config, path).close
 
 
 def _leave(root: Path, watch: DirectoryWatch) -> None:

@@ -1,4 +1,4 @@
-"""Peers in front of a bucket: what another machine has on its disk comes from there, all else as without peers.
+"""Peers in front of a bucket: what another machine has comes from there, all else as without peers.
 
 They are one tier, for the bucket is where everything is kept, and where a prefix ends is one question. Writes, deletes,
 limits, the breaker and ``contains``, which says whether a blob need not be uploaded, are the bucket's. Owns which of

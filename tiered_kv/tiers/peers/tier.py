@@ -1,4 +1,4 @@
-"""The tier of other machines' disks: a blob that a peer has comes from there, verified, or it is a miss.
+"""The tier of other machines: a blob that a peer has comes from there, verified, or it is a miss.
 
 Read only: nothing is put, deleted or listed, and what a peer gives wrongly is neither believed nor removed. Owns the
 order in which peers are asked. Verifies by itself, peer by peer, so that a bad blob of one leaves room for the next.
