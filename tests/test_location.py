@@ -63,6 +63,7 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         ("mooncake://master:1/a#hidden", "without #"),
         ("mooncake://master:1/..", "no part of it is"),
         ("mooncake://master:1/a b", "letters, digits"),
+        (f"mooncake://master:1/{'n' * 129}", "up to 128 letters"),
         ("mooncake://master:1?hidden", "expected options such as"),
         ("mooncake://master:1?protocl=hidden", "did you mean protocol?"),
         ("mooncake://master:1?protocol=udp", "expected tcp or rdma"),

@@ -55,7 +55,8 @@ MOONCAKE_VARIABLE: Final = re.compile(r"(?:MC|MOONCAKE)_[A-Za-z0-9_]+")
 POOL_NAME: Final = "tiered_kv"
 """What keys in a pool begin with where the URI names nothing."""
 
-POOL_NAME_PART: Final = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,100}")
+POOL_NAME_PART: Final = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]+")
+POOL_NAME_MAX: Final = 128
 
 SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 """A scheme's name (RFC 3986, section 3.1)."""
@@ -225,8 +226,10 @@ def _pool(parts: SplitResult, storage_options: Mapping[str, object], shown: str)
     if not parts.hostname or not port or "@" in parts.netloc or parts.fragment:
         raise ConfigError(f"{wanted}, without credentials and without #")
     name = [part for part in parts.path.split("/") if part] or [POOL_NAME]
-    if not all(POOL_NAME_PART.fullmatch(part) for part in name):
-        raise ConfigError(f"{wanted}; a name has letters, digits and . _ - in it, and no part of it is . or ..")
+    if not all(POOL_NAME_PART.fullmatch(part) for part in name) or len("/".join(name)) > POOL_NAME_MAX:
+        raise ConfigError(
+            f"{wanted}; a name has up to {POOL_NAME_MAX} letters, digits and . _ - in it, and no part of it is . or .."
+        )
     try:
         named = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError:

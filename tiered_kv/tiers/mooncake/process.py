@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from typing import Any, Final
 
 import msgspec
@@ -33,7 +34,14 @@ class _Served:
         self._address = 0
 
     def serve(self) -> None:
-        """PoolAnswer requests until the other end is closed."""
+        """Answer requests until the other end is closed. What fails otherwise ends the process: a call would hang."""
+        try:
+            self._serve()
+        except Exception:  # noqa: BLE001 - in the log, and the other side starts a process anew
+            traceback.print_exc()
+            os._exit(1)
+
+    def _serve(self) -> None:
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES_MAX, 1)
             if not data:
