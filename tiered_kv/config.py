@@ -247,7 +247,8 @@ class Config:
 
     storage_uri: str = _setting(
         _uri,
-        "lowest tier: file:///absolute/dir is the local disk tier, s3://bucket/prefix an object store (required)",
+        "lowest tier: file:///absolute/dir is the local disk tier, s3://bucket/prefix an object store, "
+        "mooncake://host:port/name a Mooncake pool (required)",
         "",
     )
     storage_options: Mapping[str, object] | None = _setting(
@@ -294,16 +295,24 @@ class Config:
         _positive_int, "keep prompts' ends below a chunk in host memory, in steps of so many tokens, e.g. 32"
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
+    tag_pin_share: float = _setting(_number(0, 1), "share of what requests may pin that those of one tag may", 0.5)
+    sessions_need_owner: bool = _setting(
+        _boolean, "ignore session_id of requests that have neither tag nor cache_salt", default=False
+    )
     peers: tuple[str, ...] | None = _setting(
         _peers,
-        'machines whose disks are read, before the bucket: ["https://node-b:7460", "dns://NAME:7460", "bucket"]',
+        'machines that are read from, before the bucket: ["https://node-b:7460", "dns://NAME:7460", "bucket"]',
     )
-    peer_listen: str | None = _setting(_address, "HOST:PORT where other machines may read this disk, e.g. 0.0.0.0:7460")
+    peer_listen: str | None = _setting(
+        _address, "HOST:PORT where other machines may read this one's memory and disk, e.g. 0.0.0.0:7460"
+    )
     peer_url: str | None = _setting(
         peer_url, "where other machines reach peer_listen, e.g. https://node-a:7460; default: this machine's address"
     )
     peer_key_file: Path | None = _setting(_directory, "file with the 64 hex digits that all these machines share")
-    peer_timeout_s: float = _setting(_number(0.1, 600), "longest wait for one blob of the peers", 5.0)
+    peer_timeout_s: float = _setting(
+        _number(0.1, 600), "longest wait for one blob of the peers, and longest loan of one in memory to them", 5.0
+    )
     peer_serve_bytes_s: int | None = _setting(parse_size, "most bytes per second given to peers; default: no limit")
     server: str | None = _setting(_socket, "unix:///path of a running `tiered-kv serve`; default: one is started")
     model_id: str | None = _setting(_text, "names the weights; promises that equal names mean equal weights")
@@ -370,6 +379,12 @@ class Config:
         location = self.location()
         if location.kind == "extension" and self.storage_admission != "all":
             raise ConfigError("storage_admission is only for object stores")
+        for name in BUCKET_SETTINGS if location.kind == "pool" else ():
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is only for object stores: a Mooncake pool is as large as the memory that its machines "
+                    "give, and its master evicts"
+                )
         if location.kind != "disk":
             if self.disk_path is None and self.disk_bytes is not None:
                 raise ConfigError(
@@ -390,12 +405,8 @@ class Config:
 
     def _check_peers(self) -> None:
         used = [name for name in ("peers", "peer_listen") if getattr(self, name) is not None]
-        if used and self.location().kind == "extension":
+        if used and self.location().kind in ("pool", "extension"):
             raise ConfigError(f"{used[0]} is for file:// and object stores, not for {self.location().scheme}://")
-        if self.peer_listen is not None and self.disk_root() is None:
-            raise ConfigError(
-                "peer_listen gives what is on this machine's disk, and it has no disk tier: set disk_path"
-            )
         if self.peers is not None and BUCKETS_PEERS in self.peers and self.location().kind != "object":
             raise ConfigError(
                 f"setting peers: {BUCKETS_PEERS!r} needs an object store as storage_uri; name URLs or dns://"
@@ -411,7 +422,7 @@ class Config:
 
     def admissions(self) -> dict[str, str]:
         """What each secondary tier takes, by its name."""
-        return {"disk": self.disk_admission, "object": self.storage_admission}
+        return {"disk": self.disk_admission, "object": self.storage_admission, "mooncake": self.storage_admission}
 
     def disk_root(self) -> Path | None:
         """The directory of the local disk tier: what file:// names, or ``disk_path``; None without a disk tier."""

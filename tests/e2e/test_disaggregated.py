@@ -15,6 +15,7 @@ import pytest
 
 from tests.kit.faults.false_peer import FalsePeer, head
 from tests.kit.s3 import S3
+from tests.kit.server.machines import evict, fleet_key, listening
 from tests.kit.server.object_nodes import blob_paths, s3_place, wait_uploaded
 from tests.kit.server.operator_server import operator_server, transfer
 from tests.kit.server.probe import figures, wait_ended, wait_written
@@ -161,6 +162,35 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
     assert asked_for_hinted == 0 and hinted.num_cached_tokens == 4 * CHUNK
     assert list(hinted.outputs[0].token_ids[:1]) == alone["tokens"][:1]
     assert kept == {path.name: path.read_bytes() for path in one.glob("blobs/*/*/*.safetensors")}
+    assert_all_same(warm, plain)
+    for answer, theirs in zip(told, plain, strict=True):
+        assert answer["tokens"][0] == theirs.tokens[0]
+
+
+def test_a_consumer_loads_what_is_in_the_producers_memory_alone(
+    tiny_model: Path, tmp_path: Path, plain: list[Answer]
+) -> None:
+    """Without a bucket, and without anything on the producer's disk."""
+    key_file = fleet_key(tmp_path / "key")
+    one, other = tmp_path / "prefill", tmp_path / "decode"
+    gives = settings(one, **listening(key_file))
+    producer = EngineProcess(tiny_model, gives, tmp_path / "producer.log", role="kv_producer")
+    try:
+        told = producer.ask(*PROMPTS)
+        wait_written(one)
+        assert evict(one, "disk") == (6, 0)
+        takes = {"peers": [f"https://{gives['peer_listen']}"], "peer_key_file": str(key_file)}
+        with engine(tiny_model, other, "kv_consumer", **takes) as consumer:
+            warm = consumer.ask(*PROMPTS)
+            hits = {hit["tier"]: hit["chunks"] for hit in figures(other)["tokens"]["hits"]}
+        lent = figures(one)["counters"]["loans"]
+        on_disk = list(one.glob("blobs/*/*/*.safetensors"))
+    finally:
+        producer.close()
+
+    assert cached(warm) == WHOLE
+    assert hits == {"host": 0, "disk": 0, "peers": 6}
+    assert lent == 6 and not on_disk
     assert_all_same(warm, plain)
     for answer, theirs in zip(told, plain, strict=True):
         assert answer["tokens"][0] == theirs.tokens[0]

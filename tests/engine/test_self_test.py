@@ -1,6 +1,7 @@
 """The start-up self-test: it passes on a tier that works, says why it fails on others, and leaves nothing behind."""
 
 import errno
+import threading
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.config import Config
 from tiered_kv.engine.clock import SystemClock
 from tiered_kv.engine.self_test import TEST_BYTES, self_test, self_test_format
+from tiered_kv.engine.throughput import Throughput
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.metrics.recorder import Recorder
@@ -18,7 +20,8 @@ from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
-PUT, GET, DELETE = 0, 1, 2
+PUT, GET, DELETE = 0, 1, 6  # operations of a test that passes; the reads at once are 2 to 5
+DELETE_AFTER_A_READ_THAT_FAILED = 2
 
 
 def run(memory, faults, clock=None, on_operation=None):
@@ -31,7 +34,35 @@ def test_a_tier_that_works_is_measured_and_left_as_it_was():
     seconds = {"put": 2.0, "get": 0.5, "delete": 8.0}
     result = run(memory, {}, clock, lambda operation, _name: clock.advance(seconds[operation]))
     assert (result.failure, result.write_s, result.read_s) == (None, 2.0, 0.5)
+    assert (result.reads_at_once, result.together_s) == (4, 4 * 0.5)
     assert result.size_bytes > TEST_BYTES and memory.names == []
+
+
+def test_reads_after_the_first_are_made_at_once_as_many_as_the_medium_profits_from():
+    reads, all_there = [], threading.Barrier(4)
+
+    def on_operation(operation, _name):
+        if operation == "get":
+            reads.append(operation)
+            if len(reads) > 1:
+                all_there.wait(10)  # raises where they come one after the other
+
+    result = run(MemoryTier(), {}, SystemClock(), on_operation)
+    assert (result.failure, result.reads_at_once, len(reads)) == (None, 4, 5)
+
+
+def test_one_of_the_reads_that_are_made_at_once_may_not_fail():
+    for count in range(2, 6):
+        memory = MemoryTier()
+        assert "operation=get" in (run(memory, {count: Fault.ERROR}).failure or "") and memory.names == []
+
+
+def test_a_tier_is_predicted_by_what_reads_give_together_and_how_soon_one_comes():
+    """A bucket gives one stream a third of what it gives four: by one read, no request would wait for it."""
+    throughput = Throughput()
+    throughput.sample(4 << 24, 0.8, 0.6)  # alone it took 0.6 s, four took 0.8
+    assert throughput.eta_s(1, 1, 0.0) == 0.6
+    assert throughput.eta_s(1 << 28, 1 << 28, 0.0) == pytest.approx(3.2)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +73,7 @@ def test_a_tier_that_works_is_measured_and_left_as_it_was():
         ({PUT: Fault.TORN_WRITE}, "payload_xxh3 mismatch"),
         ({GET: Fault.ERROR}, "operation=get"),
         ({DELETE: Fault.ERROR}, "operation=delete"),
-        ({GET: Fault.ERROR, DELETE: Fault.ERROR}, "operation=get"),
+        ({GET: Fault.ERROR, DELETE_AFTER_A_READ_THAT_FAILED: Fault.ERROR}, "operation=get"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(f"{n}-{fault.value}" for n, fault in value.items()),
 )

@@ -88,7 +88,7 @@ def test_a_tier_that_is_overdue_is_expected_to_give_nothing_until_it_does():
 
 def test_the_self_test_is_the_first_sample():
     throughput = Throughput()
-    throughput.sample(4 << 20, 0.02)
+    throughput.sample(16 << 20, 0.08, 0.02)
     assert throughput.eta_s(8 << 20, 8 << 20, 0.0) == pytest.approx(0.04)
     assert throughput.eta_s(1, 1, 0.0) == pytest.approx(0.02)
 

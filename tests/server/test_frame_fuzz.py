@@ -31,7 +31,7 @@ def test_any_message_of_any_content_is_a_message_or_a_protocol_error(direction: 
     source = random.Random(seed())
     taken: set[str] = set()
     refused: set[str] = set()
-    for _ in range(count("FRAME_FUZZ", 6000) // 2):
+    for _ in range(count("FRAME_FUZZ", 12_000) // 2):
         kind = source.choice(types_of(union))
         reader = m.FrameReader(union)
         data = damaged(source, body(source, kind, wrong_types=source.choice((0.0, 0.1))))

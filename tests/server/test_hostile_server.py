@@ -25,7 +25,7 @@ from tiered_kv.server import protocol as m
 from tiered_kv.server.client import CREDITS_MAX, MOVES_BYTES_MAX, READ_BYTES, SchedulerClient
 from tiered_kv.server.connect import shake_hands
 from tiered_kv.server.directory import ServerInfo, write_info
-from tiered_kv.server.worker_client import WorkerClient, _receive_slabs
+from tiered_kv.server.worker_client import WorkerClient, receive_slabs
 from tiered_kv.tiering.types import Arrival, LookupAnswer
 
 ID = "0123456789abcdef"
@@ -223,7 +223,7 @@ def test_shaking_hands_survives_any_answer() -> None:
             try:
                 answer = shake_hands(ours, hello, 5.0)
                 assert answer.server_id.isalnum() and answer.slab_count >= 0
-                for fd in _receive_slabs(ours, answer.slab_count):
+                for fd in receive_slabs(ours, answer.slab_count):
                     os.close(fd)
                 outcomes.add("welcome")
             except (TieredKVError, OSError) as exc:

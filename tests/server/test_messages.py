@@ -38,6 +38,10 @@ MESSAGES = [
     m.StatRequest(),
     m.Evict("disk", bytes(16), bytes(32), True),
     m.Evict("host", b"", b"", False, b"t" * 16),
+    m.JoinDoor(),
+    m.HeldRequest(1, bytes(16), bytes(32)),
+    m.Borrow(2, bytes(16), bytes(16)),
+    m.Repay(2),
 ]
 
 

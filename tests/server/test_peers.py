@@ -4,15 +4,14 @@ import os
 import signal
 import socket
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.kit.ports import free_port
 from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.machines import calls, door_pid, evict, fleet_key, machine, tier
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
-from tests.kit.server.processes import end_server
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.recorder import Recorder
@@ -24,21 +23,7 @@ CHUNKS = 20
 
 @pytest.fixture
 def key_file(tmp_path):
-    path = tmp_path / "key"
-    path.write_text("5a" * 32)
-    path.chmod(0o600)
-    return path
-
-
-@contextmanager
-def machine(root, **more):
-    """An engine and its server."""
-    engine = SmallEngine.start(settings(root, promotion_wait_ms=20_000, **more))
-    try:
-        yield engine
-    finally:
-        engine.close()
-        end_server(root)
+    return fleet_key(tmp_path / "key")
 
 
 @pytest.fixture
@@ -61,28 +46,6 @@ def store(engine, first_token=0):
     engine.store(CHUNKS, first_token)
     engine.wait_hits(CHUNKS, first_token)
     wait_written(engine.root)
-
-
-def door_pid(root):
-    """The only child of a server."""
-    pid = server_pid(root)
-    children = [
-        Path(f"/proc/{pid}/task/{task}/children").read_text().split() for task in os.listdir(f"/proc/{pid}/task")
-    ]
-    (door,) = [int(child) for some in children for child in some]
-    return door
-
-
-def tier(root, name="peers"):
-    (found,) = [one for one in figures(root)["tiers"] if one["name"] == name]
-    return found
-
-
-def calls(root, outcome, operation="get"):
-    rows = figures(root)["operations"]
-    return sum(
-        row["calls"] for row in rows if (row["tier"], row["operation"], row["outcome"]) == ("peers", operation, outcome)
-    )
 
 
 def test_a_prefix_that_another_machine_stored_is_loaded_and_kept(producer, consumer):
@@ -268,6 +231,7 @@ def test_what_the_peer_lacks_comes_from_the_bucket(sharing):
     for key in first.keys(CHUNKS).keys[12:]:
         (path,) = first.root.rglob(f"{key.hex()}.safetensors")
         path.unlink()
+    evict(first.root)
     assert second.hits(CHUNKS) == CHUNKS
     assert reads(second) == (12, CHUNKS - 12)
 
@@ -320,10 +284,6 @@ def test_a_peer_that_fails_costs_no_chunk_that_the_bucket_has(sharing, signal_nu
         ({"peer_listen": "b:1", "peer_key_file": "/key", "peer_url": "b:1"}, "setting peer_url: expected a URL"),
         ({"peer_listen": "7460", "peer_key_file": "/key"}, "setting peer_listen: expected HOST:PORT"),
         ({"peer_listen": "host:99999", "peer_key_file": "/key"}, "setting peer_listen: "),
-        (
-            {"storage_uri": "s3://b/p", "peer_listen": "0.0.0.0:1", "peer_key_file": "/key"},
-            "it has no disk tier: set disk_path",
-        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(given, what):

@@ -12,12 +12,15 @@ from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tiered_kv.fleet.layout import PINS, parse_pin_path, pin_path
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.location import parse_location
 from tiered_kv.server import protocol as m
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.object.store import ObjectStore
 
 EngineStarter = Callable[..., SmallEngine]
+
+REFUSED = "request_pins_refused"
 
 HOST = {"host_bytes": "2MiB"}
 SMALL = HOST | {"disk_bytes": "67MiB"}
@@ -81,6 +84,55 @@ def test_requests_cannot_pin_more_than_their_share(engine: EngineStarter, root: 
     again.store(2, first_token=1_000_000)
     assert again.client.pin(name_of(again, 2, 1_000_000).key, 600)
     wait_counted(root, "request_pins_refused", 1)  # what requests pinned before the restart still counts
+
+
+def test_one_tenant_cannot_pin_all_that_requests_may(engine: EngineStarter, root: Path) -> None:
+    share = {"request_pin_share": 0.1, "tag_pin_share": 0.5}
+    one = engine(**SMALL, **share)
+    capacity = figures(root)["tiers"][0]["capacity_bytes"]
+    half = int(0.05 * capacity) // one.client.info.slot_bytes
+    mine, theirs = tag_digest("mine"), tag_digest("theirs")
+    for prompt in range(4):
+        one.store(half + 1, first_token=1_000_000 * prompt)
+
+    def pin(prompt: int, chunks: int, tag: bytes, ttl_s: float = 600) -> None:
+        assert one.client.pin(name_of(one, chunks, 1_000_000 * prompt).key, ttl_s, tag)
+
+    def counted() -> tuple[int, int, int]:
+        counters = figures(root)["counters"]
+        return tuple(counters.get(name, 0) for name in ("request_pins", f"{REFUSED}_of_tag", REFUSED))  # type: ignore[return-value]
+
+    pin(0, half + 1, mine)
+    wait_for(lambda: counted() == (0, 1, 0), "a refusal: more than one tag may have")
+    pin(0, half, mine)
+    pin(1, 1, mine)
+    wait_for(lambda: counted() == (1, 2, 0), "a refusal: the tag has its part")
+    pin(0, 1, theirs, 60)  # shared: it is mine for longer
+    pin(1, half, theirs)
+    wait_for(lambda: counted() == (3, 2, 0), "another tag's part")
+    pin(0, 1, theirs, 3600)  # this would count for them
+    wait_for(lambda: counted() == (3, 3, 0), "a refusal: it would be theirs, and they have their part")
+    pin(2, 2, NO_TAG)
+    wait_for(lambda: counted() == (3, 3, 1), "a refusal: there is no room at all")
+
+
+def test_after_a_restart_pins_count_for_who_stored_their_chunks(engine: EngineStarter, root: Path) -> None:
+    share = {"request_pin_share": 0.1, "tag_pin_share": 0.5}
+    one = engine(**SMALL, **share)
+    half = int(0.05 * figures(root)["tiers"][0]["capacity_bytes"]) // one.client.info.slot_bytes
+    mine, theirs = tag_digest("mine"), tag_digest("theirs")
+    one.store(half, tag="mine")
+    assert one.client.pin(name_of(one, half).key, 600, mine)
+    wait_for(lambda: len(read_pins(root)) == 1, "pins.json")
+    wait_written(root)
+    one.close()
+    end_server(root)
+    one = engine(**SMALL, **share)
+    one.store(1, first_token=1_000_000)
+    assert one.client.pin(name_of(one, 1, 1_000_000).key, 600, mine)
+    wait_counted(root, f"{REFUSED}_of_tag", 1)
+    assert one.client.pin(name_of(one, 1, 1_000_000).key, 600, theirs)
+    wait_counted(root, "request_pins", 1)
 
 
 def test_the_states_of_a_prefix_count_against_the_share(root: Path) -> None:
@@ -152,7 +204,9 @@ def test_what_is_wanted_or_pinned_is_written_at_once_where_only_second_touches_a
     assert tier()["admitted_chunks"] == 4
 
 
-@pytest.mark.parametrize("pin", [m.Pin(b"short", 60), m.Pin(bytes(16), -1), m.Pin(bytes(16), float("nan"))])
+@pytest.mark.parametrize(
+    "pin", [m.Pin(b"short", 60), m.Pin(bytes(16), 60, b"short"), m.Pin(bytes(16), -1), m.Pin(bytes(16), float("nan"))]
+)
 def test_a_bad_pin_ends_the_connection_with_the_reason(served: Path, pin: m.Pin) -> None:
     with hello(settings(served), "scheduler", "bad") as sock:
         tell(sock, m.JoinScheduler(1), pin)

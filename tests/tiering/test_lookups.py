@@ -44,6 +44,36 @@ def test_a_prefix_on_disk_is_promoted_and_grows_in_order():
     assert story.answer(lookup).is_done
 
 
+def test_a_request_that_is_looked_up_anew_counts_once():
+    """A queue that waits for long asks for its prompts every second: they are no more wanted for that."""
+    story = Story()
+    story.store(PREFIX[:2])
+    waiting = story.ask(PREFIX)
+    for _ in range(3):
+        waiting = story.ask_anew(waiting, PREFIX)
+    assert story.figures(waiting) == (2, 2, 2, True)
+    assert story.uses(PREFIX) == [1, 1]
+    story.store(PREFIX)  # another request computed the rest meanwhile
+    waiting = story.ask_anew(waiting, PREFIX)
+    assert story.figures(waiting) == (4, 4, 4, True)
+    assert story.uses(PREFIX) == [1, 1, 1, 1]
+    story.release(waiting)
+    story.release(story.ask(PREFIX))
+    assert story.uses(PREFIX) == [2, 2, 2, 2]
+
+
+def test_an_answer_that_came_while_its_prompt_waited_is_asked_for_by_it():
+    story = Story()
+    story.store(PREFIX[:2])
+    waiting = story.ask(PREFIX)
+    assert story.commit(story.session, PREFIX[:3], is_answer=True)
+    story.finish_all()
+    assert not story.is_below(PREFIX[:3])
+    story.release(story.ask_anew(waiting, PREFIX))
+    story.finish_all()
+    assert story.uses(PREFIX) == [1, 1, 1] and story.is_below(PREFIX[:3])
+
+
 def test_two_lookups_share_one_promotion():
     story = Story()
     story.keep_only_below(PREFIX)

@@ -57,6 +57,29 @@ class SelectiveStates(StateStory):
     admissions = (SECOND_TOUCH,)
 
 
+def test_a_request_that_seeks_its_state_anew_counts_once():
+    story = StateStory()
+    story.store_states(PROMPT, 2)
+
+    def uses() -> list[int]:
+        records = [*map(SMALL.record, (PROMPT[:1], PROMPT[:2])), *state_records(SMALL.record(PROMPT[:2]), PARTS)]
+        return [story.tiering.index.uses_of(record.key) for record in records]
+
+    waiting = story.seek(PROMPT)
+    for _ in range(2):
+        before, counted = waiting, story.answer(waiting).boundary
+        waiting = story.lookup(story.session, PROMPT, state_parts=PARTS, counted=counted)
+        story.finish_all()
+        story.release(before, is_asked_anew=True)
+    assert story.answer(waiting).boundary == 2 and uses() == [1, 1, 1, 1]
+    story.store_states(PROMPT, 4)  # another request computed more meanwhile
+    story.lookup(story.session, PROMPT, state_parts=PARTS, counted=2)
+    story.finish_all()
+    assert uses()[:2] == [1, 1]
+    deeper = [SMALL.record(PROMPT[:3]), SMALL.record(PROMPT[:4]), *state_records(SMALL.record(PROMPT[:4]), PARTS)]
+    assert [story.tiering.index.uses_of(record.key) for record in deeper] == [1, 1, 1, 1]
+
+
 def shared(**more) -> StateStory:
     return StateStory(host_bytes=20_000, capacities=(None,), is_last_shared=True, **more)
 

@@ -19,7 +19,7 @@ from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 from tiered_kv.tiering.index import CLAIMED, BlobState, HostState
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.tiering import Tiering
-from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
+from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Loan, Outcome, Probe, Read, Seal, Write
 
 SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=True), Space(b"C" * 16, 10)]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
@@ -35,6 +35,11 @@ FAULTS: dict[type[Job], list[Outcome]] = {
     Delete: [Outcome.UNAVAILABLE],
     Grow: [Outcome.NO_ROOM],
 }
+
+
+def prefixes(path):
+    """Every chunk of a prompt, root first."""
+    return [path[:depth] for depth in range(1, len(path) + 1)]
 
 
 class Histories(RuleBasedStateMachine):
@@ -60,6 +65,7 @@ class Histories(RuleBasedStateMachine):
                 self.world.restore(tier, SPACES[pick], path)
             self.world.tiering.restored(tier)
         self.accounts = Accounts(self.world)
+        self.loans = {}
         self.world.open(SPACES[0])
         self.world.step()
 
@@ -92,6 +98,21 @@ class Histories(RuleBasedStateMachine):
             self.accounts.release(lookup)
 
     @rule(pick=PICK)
+    @precondition(lambda self: self.world.lookups)
+    def look_up_anew(self, pick):
+        """A request waits for long: its next lookup counts as no use of what an earlier one found."""
+        before = sorted(self.world.lookups)[pick % len(self.world.lookups)]
+        asked, index = self.world.lookups[before], self.world.tiering.index
+        if asked.session in self.world.suspended:
+            return
+        counted = asked.update.held
+        found = [entry for key in asked.keys[:counted] if (entry := index.get(key)) is not None]
+        uses = {entry: entry.uses for entry in found}
+        self.world.lookup(asked.session, asked.path, asked.start, counted=counted)
+        assert all(entry.uses in (uses[entry], 1) for entry in found)
+        self.world.release(before, is_asked_anew=True)
+
+    @rule(pick=PICK)
     def watch(self, pick):
         if (session := self.session(pick)) is not None:
             self.accounts.watch(session)
@@ -121,9 +142,12 @@ class Histories(RuleBasedStateMachine):
     def store_a_prefix(self, pick, path):
         """The same without haste: all of it is where it belongs at the end."""
         if (session := self.session(pick)) is not None:
-            for depth in range(1, len(path) + 1):
-                self.world.commit(session, path[:depth])
-                self.world.finish_all()
+            self.store(session, prefixes(path))
+
+    def store(self, session, paths):
+        for path in paths:
+            self.world.commit(session, path)
+            self.world.finish_all()
 
     @rule(pick=PICK, first=st.integers(0, 3))
     def fill_host_memory(self, pick, first):
@@ -215,6 +239,54 @@ class Histories(RuleBasedStateMachine):
         assert count is not None and all(map(index.is_held, staying))
         gone = [entry for entry in held if not index.is_held(entry)]
         assert all(child in gone or not index.is_held(child) for entry in gone for child in entry.children)
+
+    @rule(space=st.sampled_from(SPACES), path=PATHS)
+    def lend(self, space, path):
+        """A peer reads a chunk that is in host memory."""
+        loan = self.world.tiering.lend(space.namespace, space.key(path))
+        if isinstance(loan, Loan):
+            self.loans[loan.id] = loan, space.key(path)
+
+    @precondition(lambda self: self.loans)
+    @rule(pick=PICK)
+    def end_loan(self, pick):
+        loan = sorted(self.loans)[pick % len(self.loans)]
+        del self.loans[loan]
+        self.world.tiering.end_loan(loan)
+
+    @rule(
+        pick=PICK, path=PATHS, owner=st.sampled_from(OWNERS), kept=st.lists(PATHS, max_size=2), is_stored=st.booleans()
+    )
+    def demote_an_end_that_a_users_session_has_left(self, pick, path, owner, kept, is_stored):
+        """Nothing is lost; what another one asked for, or another state of the session needs, stays in host memory."""
+        if (session := self.session(pick)) is None:
+            return
+        tiering, index, space = self.world.tiering, self.world.tiering.index, self.world.spaces[session]
+        for state_of in [path, *kept] if is_stored else ():  # a moment ago
+            self.store(session, [of for of in prefixes(state_of) if index.get(space.key(of)) is None])
+            tiering.take_ownership(space.namespace, space.key(state_of), owner)
+
+        def state(of):
+            return [space.key(of[:depth]) for depth in range(len(of), 0, -1)]
+
+        held = [entry for entry in index.entries() if index.is_held(entry)]
+        needed = {key for one in kept if index.get(space.key(one)) is not None for key in state(one)}
+        is_known = index.get(space.key(path)) is not None  # else it is another end of the session, from there on
+        staying = [
+            entry
+            for entry in held
+            if entry.host is HostState.READY
+            and (
+                entry.record.key in needed
+                or entry.owner != owner
+                or entry.is_busy
+                or index.source(entry) is None
+                or (is_known and entry.record.key not in state(path))
+            )
+        ]
+        *_, count = tiering.demoting_end(state(path), owner, [state(one) for one in kept])
+        assert count is not None and all(map(index.is_held, held))
+        assert all(entry.host is HostState.READY for entry in staying)
 
     @rule(pick=PICK)
     def give_back(self, pick):
@@ -318,6 +390,12 @@ class Histories(RuleBasedStateMachine):
             self.world.step()
 
     @invariant()
+    def what_is_lent_stays_where_it_is(self):
+        for loan, key in self.loans.values() if hasattr(self, "world") else ():
+            entry = self.world.tiering.index.get(key)
+            assert (entry.host, entry.slot, entry.slot_bytes) == (HostState.READY, loan.slot, loan.size_bytes)
+
+    @invariant()
     def what_lookups_asked_for_is_what_they_got_and_missed(self):
         if hasattr(self, "world"):
             self.accounts.check_served()
@@ -336,6 +414,8 @@ class Histories(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for space in SPACES:  # a share of less than a few chunks, which a server refuses, lets nobody go on
                 self.world.tiering.quotas.drop(space.namespace)
+            for loan in self.loans:
+                self.world.tiering.end_loan(loan)
             self.world.wind_down()
             self.accounts.check_flows()
 

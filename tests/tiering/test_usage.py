@@ -29,6 +29,7 @@ def test_every_figure_says_what_is_there():
         "host_ready_chunks": 2,
         "host_tails": 0,
         "leased_bytes": SIZE,
+        "lent_bytes": 0,
         "reserved_slots": len(story.credits[story.session]),
         "sessions": 1,
         "lookups": 1,

@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,11 +17,13 @@ import pytest
 
 from tests.kit.fake_clock import FakeClock
 from tests.kit.faults.false_peer import FalsePeer, body, head
+from tests.kit.ports import free_port
 from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import blob_path, open_disk
 from tiered_kv.config import PEERS_MAX, Config
 from tiered_kv.errors import CapacityExceeded, ChunkMismatch, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
+from tiered_kv.server import door as door_module
 from tiered_kv.server.door import DoorProcess
 from tiered_kv.server.door_blobs import BURST_S, Budget
 from tiered_kv.testing.blobs import SampleChain
@@ -228,6 +231,26 @@ def test_a_bucket_is_asked_for_what_follows_the_peers_part(door):
         assert read(both, 2) == CHAIN.blob(2).data and read(both, 1) is None
 
 
+def test_what_peers_promise_is_there_though_the_bucket_does_not_answer(door):
+    bucket = GuardedTier(Silent(is_shared=True), breaker := Breaker(time.monotonic))
+    names = [CHAIN.name(index) for index in range(4)]
+    with peers(url(door)) as others:
+        both = PeersFirst(others, bucket, others.is_promised)
+        for _ in range(FAILURES_MAX + 1):
+            assert both.count_held(names) == 2
+            assert [read(both, index) for index in range(2)] == [CHAIN.blob(index).data for index in range(2)]
+        assert breaker.is_open, "the bucket's breaker hears of its own failures"
+        with pytest.raises(TierUnavailable):
+            both.count_held(names[2:])
+
+
+class Silent(MemoryTier):
+    """A bucket that does not answer."""
+
+    def contains(self, name):
+        raise TierUnavailable("no answer")
+
+
 def test_a_peer_that_is_frozen_after_its_promise_leaves_the_read_to_the_bucket():
     bucket = Counted(is_shared=True)
     blob = CHAIN.blob(0)
@@ -409,6 +432,32 @@ def test_a_promise_that_was_not_kept_is_forgotten(door):
     with FalsePeer(KEY, promises_and_has_none) as other, peers(other.url, url(door), is_alone=False) as tier:
         assert tier.count_held([CHAIN.name(0)]) == 1 and tier.is_promised(CHAIN.name(0))
         assert read(tier) is None and not tier.is_promised(CHAIN.name(0)) and len(asked) == 2
+
+
+def test_a_late_answer_does_not_take_back_a_newer_promise():
+    """The peer stored the blob between a read that it answers late and the question that follows the read."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+    asked = []
+
+    def stores_it_late(wire):
+        asked.append(wire)
+        if len(asked) == 2:  # the first read
+            is_asked.set()
+            may_answer.wait(10)
+            wire.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        else:
+            body(CHAIN.blob(0).data if len(asked) == 4 else b"1")(wire)
+
+    with FalsePeer(KEY, stores_it_late) as other, peers(other.url, is_alone=False, timeout_s=15.0) as tier:
+        assert tier.count_held([CHAIN.name(0)]) == 1
+        with ThreadPoolExecutor(1) as thread:
+            late = thread.submit(read, tier)
+            assert is_asked.wait(10)
+            assert tier.count_held([CHAIN.name(0)]) == 1
+            may_answer.set()
+            assert late.result() is None
+        assert tier.is_promised(CHAIN.name(0)), "a newer promise was forgotten"
+        assert read(tier) == CHAIN.blob(0).data
 
 
 def test_a_peer_that_is_gone_is_not_remembered(door, store, listens):
@@ -793,6 +842,45 @@ def is_gone(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def test_a_door_that_dies_as_it_starts_is_a_warning_and_is_started_again(directory, key_file, monkeypatch, caplog):
+    """Killed, say, where memory is short: the server goes on without it, and has it as soon as it can start."""
+    died = []
+
+    class DiesTwice(subprocess.Popen):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            if len(died) < 2:  # before it is told its settings
+                self.kill()
+                self.wait()
+                died.append(self.pid)
+
+    monkeypatch.setattr(door_module.subprocess, "Popen", DiesTwice)
+    monkeypatch.setattr(door_module, "RESTART_S", 0.01)
+    port = free_port()
+    door = DoorProcess(door_config(directory, key_file, peer_listen=f"127.0.0.1:{port}"))
+    try:
+        assert len(died) == 1 and door.port == port
+        with peers(f"https://127.0.0.1:{port}") as tier:
+            wait_for(lambda: len(died) == 2 and is_open(port), "the third door")
+            assert read(tier, 0) == CHAIN.blob(0).data
+        assert caplog.text.count("does not start yet") == caplog.text.count("cannot be started") == 1
+    finally:
+        door.close()
+    assert not is_open(port)
+
+
+def is_open(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def test_a_door_that_never_starts_ends_with_its_server(directory, key_file, monkeypatch):
+    monkeypatch.setattr(door_module.sys, "executable", "/nowhere/python")
+    door = DoorProcess(door_config(directory, key_file))
+    door.close()
 
 
 def test_a_port_that_is_taken_is_named(door, directory, key_file):

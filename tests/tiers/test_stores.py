@@ -4,6 +4,7 @@ The servers are real (``tests/kit/stores``). Google's emulator checks no credent
 Google does stands in where they are refused.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ from fsspec.asyn import get_loop
 from tests.kit.faults.proxy import Fault, FaultProxy, Mode
 from tests.kit.server.probe import wait_for
 from tests.kit.stores.child import read_by_child
-from tests.kit.stores.session import ATOMIC
+from tests.kit.stores.session import ATOMIC, OVERWRITING
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.keys.naming import object_path
 from tiered_kv.location import parse_location
@@ -61,6 +62,22 @@ def fails(store, words, *, but=()):
         if operation not in but:
             with pytest.raises(TierUnavailable, match=f"{operation} failed: {words}"):
                 call()
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*ATOMIC, *OVERWRITING])
+def test_a_body_comes_back_whole_whatever_it_ends_in(stores, kind):
+    served = stores(kind)
+    store = open_store(served.uri(served.new_prefix()), served.options())
+    bodies = [b"", b"\r", b"\n", b"\r\n", b"x\r", b"x\n", b"x\0", b"--==0==", b"\n--==0==\n", b"a\r\n--==0==--\r\nb"]
+    for number, body in enumerate(bodies):
+        store.put(f"put/{number}", body)
+        store.create(f"create/{number}", body)
+    assert [store.get(f"put/{number}") for number in range(len(bodies))] == bodies
+    assert [store.get(f"create/{number}") for number in range(len(bodies))] == bodies
+    store.close()
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -264,6 +281,106 @@ def test_a_flipped_bit_is_found(behind, cloud):
     assert tier.get_into(blob.name, memoryview(buffer)) and buffer == blob.data
 
 
+@pytest.mark.parametrize("fault", [Fault(Mode.SILENCE), Fault(Mode.DRIP, bytes_per_s=1000)], ids=["silence", "drip"])
+def test_a_read_that_hangs_on_the_way_costs_the_deadline_and_reaches_no_memory_later(cloud, fault):
+    prefix, blob = cloud.new_prefix(), CHAIN.blob(0)
+    cloud.put(prefix, object_path(blob.name), blob.data)
+    with FaultProxy(cloud.server.endpoint_url) as proxy:
+        store = open_store(cloud.uri(prefix), cloud.options(proxy.url), timeout_s=1)
+        tier, buffer = verified(store), bytearray(CHAIN.form.blob_bytes)
+        with proxy.failing(fault), pytest.raises(TierUnavailable, match="get failed: the store did not answer in time"):
+            tier.get_into(blob.name, memoryview(buffer))
+        buffer[:] = bytes(len(buffer))  # the caller has given it to somebody else
+        other = bytearray(len(buffer))
+        wait_for(lambda: is_read(tier, blob.name, other), "the store to answer again")
+        assert other == blob.data and buffer == bytes(len(buffer))
+        store.close()
+
+
+def test_writes_that_hang_on_the_way_cost_the_deadline_and_leave_nothing_half(cloud):
+    prefix, blob = cloud.new_prefix(), CHAIN.blob(0)
+    with FaultProxy(cloud.server.endpoint_url) as proxy:
+        store = open_store(cloud.uri(prefix), cloud.options(proxy.url), timeout_s=1)
+        tier = verified(store)
+        with proxy.failing(Fault(Mode.SILENCE)), pytest.raises(TierUnavailable, match="did not answer in time"):
+            tier.put(blob.name, blob.view())
+        assert cloud.sizes(prefix) == {}
+        assert put_again(tier, blob), "the store to answer again"
+        assert cloud.get(prefix, object_path(blob.name)) == blob.data
+        store.close()
+
+
+@pytest.mark.parametrize("mode", [Mode.RESET, Mode.STATUS])
+def test_a_write_that_is_cut_off_leaves_nothing_half(behind, cloud, mode):
+    proxy, store, prefix = behind
+    blob, tier = CHAIN.blob(0), verified(store)
+    with proxy.failing(Fault(mode)), pytest.raises(TierUnavailable):
+        tier.put(blob.name, blob.view())
+    assert cloud.sizes(prefix) == {}
+    tier.put(blob.name, blob.view())
+    assert cloud.get(prefix, object_path(blob.name)) == blob.data
+
+
+@pytest.mark.parametrize("mode", [Mode.RESET, Mode.TRUNCATE])
+def test_a_blob_that_is_cut_short_on_the_way_is_unavailable_and_not_taken_for_damaged(behind, cloud, mode):
+    """It would be deleted, and it is whole."""
+    proxy, store, prefix = behind
+    blob, tier, buffer = CHAIN.blob(0), verified(store), bytearray(CHAIN.form.blob_bytes)
+    cloud.put(prefix, object_path(blob.name), blob.data)
+    with proxy.failing(Fault(mode, kinds={"GET"})), pytest.raises(TierUnavailable):
+        tier.get_into(blob.name, memoryview(buffer))
+    assert cloud.get(prefix, object_path(blob.name)) == blob.data
+    assert tier.get_into(blob.name, memoryview(buffer)) and buffer == blob.data
+
+
+@pytest.mark.parametrize("length", ["none", "less", "more"])
+def test_a_blob_of_another_length_is_damaged(cloud, length):
+    prefix, blob = cloud.new_prefix(), CHAIN.blob(0)
+    store = open_store(cloud.uri(prefix), cloud.options())
+    tier, buffer = verified(store), bytearray(CHAIN.form.blob_bytes)
+    cloud.put(prefix, object_path(blob.name), {"none": b"", "less": blob.data[:-1], "more": blob.data + b"x"}[length])
+    with pytest.raises(ChunkCorrupt):
+        tier.get_into(blob.name, memoryview(buffer))
+    cloud.put(prefix, object_path(blob.name), blob.data)
+    assert tier.get_into(blob.name, memoryview(buffer)) and buffer == blob.data
+    store.close()
+
+
+@pytest.mark.parametrize(("kind", "status"), [("gs", 429), ("gs", 503), ("az", 503), ("az", 429)])
+def test_a_store_that_is_asked_too_much_is_asked_twice_and_not_for_as_long_as_it_wants(stores, kind, status):
+    """It answers as the cloud does, and wants the next request in a minute."""
+    served = stores(kind)
+    busy = {
+        "gs": google_error(status, "The rate of change requests to the object exceeds the rate limit."),
+        "az": b"\xef\xbb\xbf<?xml version='1.0' encoding='utf-8'?><Error><Code>ServerBusy</Code>"
+        b"<Message>The server is busy.</Message></Error>",
+    }[kind]
+    more = {"Retry-After": "60"} | ({"x-ms-error-code": "ServerBusy"} if kind == "az" else {})
+    with answering(status, busy, more) as (url, asked):
+        store = open_store(served.uri("p"), served.options(url))
+        fails(store, "(the store asks for fewer requests|the store failed inside .HTTP 503)")
+        assert len(asked) == 2 * len(every_call(store))
+        store.close()
+
+
+def verified(store):
+    return VerifiedTier(ObjectTier(store), {CHAIN.namespace: CHAIN.form}.get)
+
+
+def is_read(tier, name, buffer):
+    with contextlib.suppress(TierUnavailable):
+        return tier.get_into(name, memoryview(buffer))
+    return False
+
+
+def put_again(tier, blob):
+    for _ in range(20):  # a client may have to notice first that its connections are gone
+        with contextlib.suppress(TierUnavailable):
+            tier.put(blob.name, blob.view())
+            return True
+    return False
+
+
 # -- what is wrong on this side ---------------------------------------------------------------------------------------
 
 
@@ -288,7 +405,7 @@ def test_a_wrong_key_of_an_azure_account_is_told_and_not_shown(stores, caplog):
 
 
 @contextmanager
-def answering(status, body):
+def answering(status, body, more=None):
     """A server that gives the same answer to everything: its URL, and what it was asked."""
     asked = []
 
@@ -301,10 +418,12 @@ def answering(status, body):
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
+            for name, value in (more or {}).items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(b"" if self.command == "HEAD" else body)
 
-        do_GET = do_POST = do_DELETE = answer  # noqa: N815
+        do_GET = do_POST = do_DELETE = do_PUT = do_HEAD = answer  # noqa: N815
 
         def log_message(self, *args):
             """Say nothing."""

@@ -1,6 +1,7 @@
 """docs/sizing.md says what `tools.kv_size` says: every row of its tables is worked out again."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,4 +102,9 @@ def test_figures_in_the_text(page: str, tmp_path: Path) -> None:
     assert f"at least {1 / limits.request_share:.1f} times the KV of the longest prompt" in text
     assert f"{found['need']['chunks']} chunks, {size_text(found['need']['size_bytes'])}: half a second" in text
     (disk,) = [fit for fit in found["fits"] if fit["tier"] == "disk"]
-    assert "2 TiB of Llama-3.1-8B are 65,000 chunks, or 45 MB" in text and round(disk["chunks"], -3) == 65_000
+    chunks = round(disk["chunks"], -3)
+    each = re.search(r"about (0\.\d+) KB of memory per chunk", text)
+    assert (
+        each
+        and f"2 TiB of Llama-3.1-8B are {chunks:,} chunks, or {int(chunks * float(each[1]) / 1000 + 0.999)} MB" in text
+    )

@@ -155,6 +155,27 @@ def test_a_request_is_admitted_while_every_step_takes_long(engine: SmallEngine) 
     assert answers == [None, 0, 0, 0, 0]
 
 
+def test_a_request_that_waits_for_its_turn_says_what_its_lookups_have_counted(engine: SmallEngine) -> None:
+    clock = FakeClock()
+    side = SchedulerSide(engine.config, engine.client, Adapters(""), GROUPS, BOTH, clock.monotonic)
+    engine.store(2, first_token=80_000)
+    engine.wait_hits(2, first_token=80_000)
+    asked = request("waits", 80_000)  # what is found is less than all
+    side.add_request(asked)
+    counted = []
+    for _ in range(3):
+        wait_for(lambda: is_answered(engine), "the server's answer")
+        clock.advance(2 * FRESH_S)
+        step(side)  # takes the renewal before, sends another one
+        lookup, renewal = side.state("waits").lookup, side.state("waits").renewal
+        assert lookup is not None and renewal is not None
+        counted.append((lookup.counted, renewal.counted))
+    assert counted == [(0, 2), (2, 2), (2, 2)]
+    wait_for(lambda: is_answered(engine), "the server's answer")
+    assert matched(side, asked) == 2 * CHUNK
+    side.finish_request(asked, ())
+
+
 def is_answered(engine: SmallEngine) -> bool:
     engine.client.poll()
     return all(answer.is_answered for answer in engine.client.lookups.values())

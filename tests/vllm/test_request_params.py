@@ -33,10 +33,12 @@ def request(params: object) -> Request:
 class Reading:
     """A reader and what it has counted and said."""
 
-    def __init__(self, *peers: str) -> None:
+    def __init__(self, *peers: str, sessions_need_owner: bool = False) -> None:
         self.counters: Counter[str] = Counter()
         self.now_s = 0.0
-        self.reader = RequestParamsReader(self.counters, lambda: self.now_s, peers)
+        self.reader = RequestParamsReader(
+            self.counters, lambda: self.now_s, peers, sessions_need_owner=sessions_need_owner
+        )
 
     def read(self, params: object) -> RequestParams:
         return self.reader.read(request(params))
@@ -132,6 +134,24 @@ def test_a_session_is_named_by_a_digest_that_another_tag_does_not_share() -> Non
     ends = {"tiered_kv.session_id": "run", "tiered_kv.release": True, "tiered_kv.demote": True}
     assert reading.read(ends) == RequestParams(session=session_name("run", NO_TAG), releases=True, demotes=True)
     assert not reading.counters
+
+
+@pytest.mark.parametrize("sessions_need_owner", [False, True])
+def test_a_session_of_nobody_can_be_left_out(caplog: pytest.LogCaptureFixture, sessions_need_owner: bool) -> None:
+    """Else whoever has neither tag nor salt can end the session of anybody else who has neither."""
+    reading = Reading(sessions_need_owner=sessions_need_owner)
+    given = {"tiered_kv.session_id": "run", "tiered_kv.prefetch": "next", "tiered_kv.release": True}
+    nobodys, tagged = reading.read(given), reading.read({**given, "tiered_kv.tag": "tenant"})
+    one = request(given)
+    one.cache_salt = "salt"
+    salted = reading.reader.read(one)
+    for params in (tagged, salted) if sessions_need_owner else (nobodys, tagged, salted):
+        assert params.session and params.prefetches and params.releases
+    if sessions_need_owner:
+        assert nobodys == NO_PARAMS and reading.counters == {"control_refused": 3}
+        assert "no owner for parameter 'tiered_kv.session_id'" in caplog.text and "'run'" not in caplog.text
+    else:
+        assert not reading.counters
 
 
 def test_who_has_another_salt_cannot_name_a_session() -> None:

@@ -27,7 +27,8 @@ class Around:
     told: list[tuple[bytes, bytes | str]] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
 
-    def pin(self, key: bytes, ttl_s: float) -> bool:
+    def pin(self, key: bytes, ttl_s: float, tag: bytes) -> bool:
+        assert tag == NO_TAG
         self.pinned += [(key, ttl_s)] if self.takes else []
         return self.takes
 

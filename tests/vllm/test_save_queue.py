@@ -149,10 +149,30 @@ def test_held_and_stored_chunks_are_not_queued_again() -> None:
     world.saves.queue(keys, (ids,), range(4), held=2, tag=NO_TAG)
     assert world.saves.start_jobs() == ()  # stored
 
-    world.saves.not_held(keys.keys[3:])
+    world.saves.not_held(keys.keys[3:], world.now_s)
     world.saves.queue(keys, (ids,), range(4), held=2, tag=NO_TAG)
     (again,) = world.saves.start_jobs()
     assert len(again.copies) == 1
+
+
+def test_an_answer_that_is_older_than_a_store_does_not_have_it_stored_again() -> None:
+    """It was asked for before the chunk was committed, and comes after it."""
+    world = World()
+    keys, ids = world.prompt(2)
+    world.server.credits.extend(range(10))
+    asked_s, world.now_s = world.now_s, 1.0
+    world.saves.queue(keys, (ids,), range(2), held=0, tag=NO_TAG)
+    (job,) = world.saves.start_jobs()
+    world.saves.finished(SaveReport({job.job_id: 1}))
+    world.saves.not_held(keys.keys, asked_s)
+    assert all(map(world.saves.is_stored, keys.keys))
+    world.saves.queue(keys, (ids,), range(2), held=0, tag=NO_TAG)
+    assert world.saves.start_jobs() == ()
+    world.now_s = 2.0
+    world.saves.not_held(keys.keys, world.now_s)  # evicted since
+    world.saves.queue(keys, (ids,), range(2), held=0, tag=NO_TAG)
+    (again,) = world.saves.start_jobs()
+    assert len(again.copies) == 2
 
 
 def test_what_is_stored_has_the_tag_of_the_request_that_stored_it_first() -> None:

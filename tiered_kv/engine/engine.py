@@ -32,6 +32,7 @@ from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import LOCAL_THREADS, Executor, Pool
 from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.performer import JobResult, Performer
+from tiered_kv.engine.self_test import SelfTest
 from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import ProbeTimes, Throughput
@@ -39,6 +40,7 @@ from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavaila
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.admission import ALL, NONE
 from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.miss_ratio import Curve
@@ -54,6 +56,7 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     Limits,
+    Loan,
     LookupAnswer,
     Outcome,
     Probe,
@@ -233,9 +236,9 @@ class Engine:
             logger.info("tier scanned. tier=%s blobs=%d seconds=%.3f", tier.traits.name, count, seconds)
         self._submit_jobs()
 
-    def sample_read(self, tier: int, size_bytes: int, seconds: float) -> None:
-        """Add a measured read of a tier, e.g. the self-test's, as the first sample of its throughput."""
-        self._throughput[tier].sample(size_bytes, seconds)
+    def sample_reads(self, tier: int, result: SelfTest) -> None:
+        """Add the reads of a tier's self-test as a sample of its throughput."""
+        self._throughput[tier].sample(result.reads_at_once * result.size_bytes, result.together_s, result.read_s)
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
@@ -410,6 +413,20 @@ class Engine:
         """The same of what one state has and others have not; see :meth:`Tiering.demoting_end`."""
         return self.tiering.demoting_end(keys, owner, kept)
 
+    # -- what other machines read ------------------------------------------------------------------------------
+
+    def held_here(self, namespace: bytes, keys: Iterable[bytes]) -> int:
+        """How many of these chunks this machine can give, from the first on; see :meth:`Tiering.held_here`."""
+        return self.tiering.held_here(namespace, keys)
+
+    def lend(self, namespace: bytes, key: bytes) -> Loan | Outcome:
+        """Keep a chunk in its slot until :meth:`end_loan`; see :meth:`Tiering.lend`."""
+        return self.tiering.lend(namespace, key)
+
+    def end_loan(self, loan: int) -> None:
+        """The chunk is read no more."""
+        self.tiering.end_loan(loan)
+
     # -- what operators do -------------------------------------------------------------------------------------
 
     def removing(
@@ -468,6 +485,11 @@ class Engine:
             return None
         return {e.record.key: e.blob_bytes[HOST + 1] for e in index.with_states(index.prefix(entry))}
 
+    def tag_of(self, key: bytes) -> bytes:
+        """The tag under which a chunk was stored, as far as it is known."""
+        entry = self.tiering.index.get(key)
+        return NO_TAG if entry is None else entry.record.tag
+
     def held_chunks(self, namespace: bytes, keys: Sequence[bytes], digests: Sequence[bytes]) -> int:
         """How many leading chunks of a prefix some tier holds, as far as it is known here."""
         return len(self.tiering.index.held_prefix(namespace, keys, digests))
@@ -505,7 +527,7 @@ class Engine:
                 break
         for number, result in self.guards.step():
             if result.size_bytes:
-                self.sample_read(number, result.size_bytes, result.read_s)
+                self.sample_reads(number, result)
         now_s = self.clock.monotonic()
         self.tiering.expire_leases(now_s)
         self._keep_time(now_s)

@@ -106,10 +106,10 @@ class Throughput:
             self._add(self._period_bytes, now_s - self._started_s)
         self._begin_period(now_s)
 
-    def sample(self, size_bytes: int, seconds: float) -> None:
-        """Add a read that was measured elsewhere, e.g. by the self-test."""
+    def sample(self, size_bytes: int, seconds: float, first_s: float) -> None:
+        """Add reads that were measured elsewhere: bytes, seconds until all were here, and until the first one was."""
         self._add(size_bytes, seconds)
-        self._first_s.add(seconds)
+        self._first_s.add(first_s)
 
     def _add(self, size_bytes: int, seconds: float) -> None:
         """A period without bytes says nothing if it is the first."""

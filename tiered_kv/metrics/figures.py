@@ -15,7 +15,7 @@ HOST_NAME: Final = "host"
 """Name of host memory among the tiers."""
 
 PEERS_NAME: Final = "peers"
-"""Name of other machines' disks among the tiers."""
+"""Name of other machines among the tiers."""
 
 
 class HitFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Check what machines need to read from each other's disks: the fleet's key, the own door, and every peer.
+"""Check what machines need to read from each other: the fleet's key, the own door, and every peer.
 
 Asks each peer how much it has of a prefix that nobody has: an answer means that it is there, that its certificate is
 the fleet's and that it takes this machine's token. The key itself is never shown.

@@ -25,6 +25,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
 from tiered_kv.keys.chunk_record import KEY_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import Background, refusal_error, say_hello
 from tiered_kv.server.epochs import is_private_epoch
@@ -179,6 +180,7 @@ class SchedulerClient:
         wants_tails: bool = False,
         session: bytes = b"",
         hint: str = "",
+        counted: int = 0,
     ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
@@ -186,11 +188,15 @@ class SchedulerClient:
         leases are never ended by the server; with ``state_parts`` the prefix ends where a state of so many parts is.
         Where nothing may be searched in a shared tier, the keys may be any part of a prefix. With ``wants_tails`` the
         answer has the tails behind what is held. ``session`` is the name of the user's session that asks, if it is
-        one's, ``hint`` the peer that is asked first.
+        one's, ``hint`` the peer that is asked first. ``counted`` are the leading chunks that an earlier lookup of the
+        same request found, and thereby used.
         """
         names = b"".join(keys), b"".join(digests)
         number = self._next_lookup
-        wanted = m.Lookup(number, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint)
+        wanted = m.Lookup(
+            number, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint,
+            counted=counted,
+        )  # fmt: skip
         return self._look_up(wanted, keys)
 
     def look_up_rows(
@@ -257,12 +263,12 @@ class SchedulerClient:
         """Ask for the server's figures, which appear in ``figures``; False when it could not be sent."""
         return self.is_ready and self._send(m.StatRequest())
 
-    def pin(self, key: bytes, ttl_s: float) -> bool:
+    def pin(self, key: bytes, ttl_s: float, tag: bytes = NO_TAG) -> bool:
         """Keep a stored chunk and the prefix before it; False when it could not be said, and then nobody does.
 
         For 0 seconds: only have them written to the secondary tiers, whatever these take otherwise.
         """
-        return self.is_ready and self._send(m.Pin(key, ttl_s))
+        return self.is_ready and self._send(m.Pin(key, ttl_s, tag))
 
     def tell_state(self, session: bytes, tag: bytes, key: bytes) -> bool:
         """A request of a user's session is over, and stored up to a chunk; False when it could not be said."""

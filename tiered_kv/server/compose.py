@@ -118,8 +118,11 @@ def _test(engine: Engine, number: int, one: OpenTier, clock: Clock, *, is_strict
             logger.warning("self-test passed without a write: no room. tier=%s", name)
         return
     if result.failure is None:
-        engine.sample_read(number, result.size_bytes, result.read_s)
-        logger.info("self-test passed. tier=%s write_s=%.4f read_s=%.4f", name, result.write_s, result.read_s)
+        engine.sample_reads(number, result)
+        logger.info(
+            "self-test passed. tier=%s write_s=%.4f read_s=%.4f reads_at_once=%d together_s=%.4f",
+            *(name, result.write_s, result.read_s, result.reads_at_once, result.together_s),
+        )
         return
     if is_strict and not one.tier.traits.is_read_only:  # two machines that wait for each other would never start
         raise TierUnavailable(f"the self-test of the {name} tier failed (strict): {result.failure}")
@@ -161,8 +164,6 @@ def serve(
         refuse_foreign_info(root)
         engine, store = build_engine(config, recorder)
         at_end.callback(engine.close)
-        if config.peer_listen is not None:
-            at_end.callback(_open_door(config))
         path = listen_at or socket_path(root)
         with _listening(path) as listener:
             sessions = Sessions(engine, _epochs(engine, store, root), _pinning(engine, store, config))
@@ -172,6 +173,8 @@ def serve(
             info = ServerInfo(str(path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest())
             watch = DirectoryWatch(root, info, partial(_in_background, engine), engine.clock.monotonic)
             at_end.callback(_leave, root, watch)  # still under the directory's lock: nobody else's files
+            if config.peer_listen is not None:
+                at_end.callback(_open_door(config, path))
             on_ready(info)
             server.run(until_idle=until_idle, is_found=watch.is_found)
             sessions.pinning.flush()
@@ -179,7 +182,7 @@ def serve(
                 raise TierUnavailable(f"the directory of this server was removed or taken over. path={root}")
 
 
-def _open_door(config: Config) -> Callable[[], None]:
+def _open_door(config: Config, path: Path) -> Callable[[], None]:
     """Start to give this machine's blobs to peers; returns what ends it.
 
     Raises:
@@ -189,7 +192,7 @@ def _open_door(config: Config) -> Callable[[], None]:
         from tiered_kv.server.door import DoorProcess  # noqa: PLC0415 - its packages are an extra
     except ImportError as exc:
         raise ConfigError(f"peer_listen needs packages of an extra: pip install 'tiered_kv[peers]' ({exc})") from exc
-    return DoorProcess(config).close
+    return DoorProcess(config, path).close
 
 
 def _leave(root: Path, watch: DirectoryWatch) -> None:
@@ -207,7 +210,14 @@ def _epochs(engine: Engine, store: ObjectStore | None, root: Path) -> Epochs:
 
 def _pinning(engine: Engine, store: ObjectStore | None, config: Config) -> Pinning:
     submit = partial(_in_background, engine)
-    return Pinning(engine, submit, config.request_pin_share, disk_root=config.disk_root(), store=store)
+    return Pinning(
+        engine,
+        submit,
+        config.request_pin_share,
+        disk_root=config.disk_root(),
+        store=store,
+        tag_share=config.tag_pin_share,
+    )
 
 
 def _in_background(engine: Engine, task: Callable[[], None]) -> None:

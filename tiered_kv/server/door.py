@@ -1,11 +1,13 @@
-"""The door: a process beside the server that gives other machines the blobs of this machine's disk, over HTTPS.
+"""The door: a process beside the server that gives other machines the blobs of this machine, over HTTPS.
 
 Read only: GET of one blob whose namespace and key are named, and a POST that asks how much of a prefix is there, with
 this hour's token; everything else is refused. It gives way to the engine (nice 10). Started by the server, ends with
 it: a pipe from the server is its standard input. Here are its start and its end; who is connected is in
-``door_listener.py``, what they are answered in ``door_blobs.py``.
+``door_listener.py``, what they are answered in ``door_blobs.py``, how it comes by host memory in ``door_memory.py``.
 """
 
+import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -22,26 +25,42 @@ from tiered_kv.config import Config, parse_address
 from tiered_kv.errors import ConfigError
 from tiered_kv.server.door_blobs import DoorBlobs
 from tiered_kv.server.door_listener import Listener
+from tiered_kv.server.door_memory import HostMemory
 from tiered_kv.tiers.peers.fleet_key import FleetKey
 
 logger = logging.getLogger(__name__)
 
 START_S: Final = 20.0
 RESTART_S: Final = 1.0
+RESTART_MAX_S: Final = 30.0
 NICE: Final = 10
+_SET_DEATH_SIGNAL: Final = 1  # PR_SET_PDEATHSIG
 
 
 class DoorSettings(msgspec.Struct, frozen=True):
-    """What the server tells its door; ``serve_bytes_s`` None: as fast as it goes."""
+    """What the server tells its door.
 
-    root: str
+    Attributes:
+        root: Of the disk tier; None: there is none.
+        serve_bytes_s: None: as fast as it goes.
+        server: The server's socket; None: nothing is given from host memory.
+        directory: The server's.
+    """
+
+    root: str | None
     host: str
     port: int
     key_file: str
     serve_bytes_s: int | None
+    server: str | None
+    directory: str
 
 
-def _listen(settings: DoorSettings) -> Listener:
+def _memory(settings: DoorSettings) -> HostMemory | None:
+    return None if settings.server is None else HostMemory(settings.server, Path(settings.directory))
+
+
+def _listen(settings: DoorSettings, memory: HostMemory | None) -> Listener:
     """Take the port.
 
     Raises:
@@ -49,7 +68,8 @@ def _listen(settings: DoorSettings) -> Listener:
         OSError: The port cannot be had.
     """
     key = FleetKey.read(Path(settings.key_file))
-    blobs = DoorBlobs(Path(settings.root), settings.serve_bytes_s)
+    root = None if settings.root is None else Path(settings.root)
+    blobs = DoorBlobs(root, settings.serve_bytes_s, memory)
 
     def accepts(token: str) -> bool:
         return key.accepts(token, time.time())
@@ -62,53 +82,93 @@ def _end_with_the_server(listener: Listener) -> None:
     listener.close()
 
 
+def _end_with_the_memory(memory: HostMemory, listener: Listener) -> None:
+    """A server that lives starts another door, which joins it anew."""
+    memory.run()
+    listener.close()
+
+
+def _in_background(task: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=task, args=arguments, name=f"tiered_kv-door{task.__name__}", daemon=True).start()
+
+
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def _main() -> int:
+    # Also where it was stopped: while it lives it keeps the memory of a server that is dead, and the next one waits.
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C in a terminal is for the server, which ends its door
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=DoorSettings)
+    memory = _memory(settings)
     try:
-        listener = _listen(settings)
+        listener = _listen(settings, memory)
     except (ConfigError, OSError) as exc:
         _say(f"error {exc}")
         return 1
     _say(f"ready {listener.port}")
-    threading.Thread(target=_end_with_the_server, args=(listener,), name="tiered_kv-door-end", daemon=True).start()
+    _in_background(_end_with_the_server, listener)
+    if memory is not None:
+        _in_background(_end_with_the_memory, memory, listener)
     listener.run()
     return 0
 
 
 class DoorProcess:
-    """The door of a running server; one that ends by itself is started again.
+    """The door of a running server; one that ends by itself is started again, also if it ended as it started.
 
     Attributes:
-        port: Where it listens.
+        port: Where it listens, once it does.
 
     Threads: made and closed by one; a thread of its own waits for the process.
     """
 
-    def __init__(self, config: Config) -> None:
-        """Start the door and wait until it listens.
+    def __init__(self, config: Config, server: Path | None = None) -> None:
+        """Start the door and wait until it listens, or is seen to need another try, which a thread makes.
+
+        Args:
+            server: The server's socket, where it listens now or soon; None: nothing is given from host memory.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: It says that it cannot listen.
         """
         root, listen, key_file = config.disk_root(), config.peer_listen, config.peer_key_file
-        assert root is not None and listen is not None and key_file is not None, "settings were checked"
+        assert listen is not None and key_file is not None, "settings were checked"
         host, port = parse_address(listen)
-        self._settings = DoorSettings(str(root), host, port, str(key_file), config.peer_serve_bytes_s)
+        self._settings = DoorSettings(
+            None if root is None else str(root),
+            host,
+            port,
+            str(key_file),
+            config.peer_serve_bytes_s,
+            None if server is None else str(server),
+            str(config.server_directory()),
+        )
         self._closing = threading.Event()
-        self._process, self.port = self._start()
-        self._settings = msgspec.structs.replace(self._settings, port=self.port)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = port
+        try:
+            self._open()
+        except OSError as exc:  # of the machine, not of the settings
+            logger.warning("the door to peers does not start yet; trying again. %s", exc)
         self._thread = threading.Thread(target=self._watch, name="tiered_kv-door", daemon=True)
         self._thread.start()
-        logger.info("blobs of this machine's disk are given to peers. address=%s port=%d", host, self.port)
+        logger.info("blobs of this machine are given to peers. address=%s port=%d", host, self.port)
+
+    def _open(self) -> None:
+        self._process, self.port = self._start()
+        self._settings = msgspec.structs.replace(self._settings, port=self.port)  # peers know it by that
 
     def _start(self) -> tuple[subprocess.Popen[bytes], int]:
+        """Start a door that listens.
+
+        Raises:
+            ConfigError: It says that it cannot listen.
+            OSError: There is no process to be had, or it ended, or was silent for ``START_S``, before it said anything.
+        """
         process = subprocess.Popen(
             [sys.executable, "-m", "tiered_kv.server.door"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -120,26 +180,33 @@ class DoorProcess:
             process.stdin.flush()
             word, _, rest = process.stdout.readline().decode(errors="replace").strip().partition(" ")
         except BrokenPipeError:
-            word, rest = "error", "it ended before it was ready"
+            word, rest = "", ""
         finally:
             timer.cancel()
-        if word != "ready":
-            _end(process)
+        if word == "ready":
+            return process, int(rest)
+        _end(process)
+        if word:
             listen = f"{self._settings.host}:{self._settings.port}"
             raise ConfigError(f"setting peer_listen: the door cannot listen at {listen}: {rest or 'see the log'}")
-        return process, int(rest)
+        raise ChildProcessError(f"its process ended before it was ready. status={process.returncode}")
 
     def _watch(self) -> None:
+        wait_s = RESTART_S
         while not self._closing.is_set():
-            self._process.wait()
-            if self._closing.wait(RESTART_S):
+            if self._process is not None:
+                self._process.wait()
+            if self._closing.wait(wait_s):
                 return
-            logger.warning("the door to peers ended and is started again. status=%s", self._process.returncode)
-            _end(self._process)
+            if self._process is not None:
+                logger.warning("the door to peers ended and is started again. status=%s", self._process.returncode)
+                _end(self._process)
             try:
-                self._process, _ = self._start()
+                self._open()
+                wait_s = RESTART_S
             except (ConfigError, OSError) as exc:
-                logger.warning("the door to peers cannot be started; trying again in %g s. %s", RESTART_S, exc)
+                wait_s = min(2 * wait_s, RESTART_MAX_S)
+                logger.warning("the door to peers cannot be started; trying again in %g s. %s", wait_s, exc)
 
     def close(self) -> None:
         """End the door. Idempotent."""
@@ -149,12 +216,15 @@ class DoorProcess:
         _end(self._process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    if process is None:
+        return
     process.kill()  # it holds nothing that could be lost
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # it closes what it was never told, too
+                pipe.close()
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Hints:
         known = self._engine.held_chunks(prefix.namespace, prefix.keys, prefix.digests)
         if not known:
             return m.Hinted(UNKNOWN)
-        outcome = self._sessions.pinning.pin(prefix.namespace, m.Pin(prefix.keys[known - 1], hint.ttl_s))
+        outcome = self._sessions.pinning.pin(prefix.namespace, m.Pin(prefix.keys[known - 1], hint.ttl_s, hint.tag))
         return m.Hinted(outcome, known if outcome == DONE else 0)
 
     def _demote(self, hint: m.Hint) -> m.Hinted:

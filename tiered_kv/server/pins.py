@@ -3,8 +3,9 @@
 Owns which are granted and when they are written: into the disk tier's ``pins.json`` and as objects of the bucket, the
 same that ``tiered-kv pin --ttl`` writes, so every reader of pins knows them. Requests come from tenants, so what they
 can keep is bounded: together at most ``request_pin_share`` of each tier's limit, counted over the chunks that their
-pins keep, prefixes included and shared ones once. A pin that finds no room is refused and counted; the request knows
-nothing of it. Pins change who is evicted, never how much is stored: a tier full of them stores less.
+pins keep, prefixes included and shared ones once; those of one tag at most ``tag_pin_share`` of that, where a chunk
+that several tags pin counts for the one whose pin ends last. A pin that finds no room is refused and counted; the
+request knows nothing of it. Pins change who is evicted, never how much is stored: a tier full of them stores less.
 
 A pin is renewed only when less than the wished time is left of it, and written for a tenth more than was wished, so
 that a prompt which every request pins is written now and then and not with every request.
@@ -24,7 +25,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +36,7 @@ from tiered_kv.errors import Closed, ProtocolError, TierUnavailable
 from tiered_kv.fleet.layout import PINS, parse_pin_path, pin_path
 from tiered_kv.keys.chunk_record import KEY_BYTES
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.keys.tags import NO_TAG, TAG_BYTES
 from tiered_kv.server import protocol as m
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.object.store import ObjectStore
@@ -58,6 +61,24 @@ BATCH_MAX: Final = 64
 
 RENEWED_FOR: Final = 1.1
 
+_ALL: Final = b""
+"""In place of a namespace or a tag: of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A chunk that pins keep.
+
+    Attributes:
+        until_s: When the last of them ends.
+        tag: Whose that one is.
+    """
+
+    until_s: float
+    size_bytes: int
+    namespace: bytes
+    tag: bytes
+
 
 class Pinning:
     """Requests' pins of one server.
@@ -73,12 +94,19 @@ class Pinning:
         *,
         disk_root: Path | None,
         store: ObjectStore | None,
+        tag_share: float = 1.0,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Take the places to write to; ``share`` 0 refuses every pin. Reads what earlier servers left on disk."""
+        """Take the places to write to. Reads what earlier servers left on disk.
+
+        Args:
+            share: Of each tier's limit, for all pins; 0 refuses every pin.
+            tag_share: Of that, for the pins of one tag. Requests without a tag are nobody's: it does not bind them.
+        """
         self._engine = engine
         self._submit = submit
         self._share = share
+        self._tag_share = tag_share
         self._disk_root = disk_root
         self._store = store
         self._wall = wall  # what an end is compared with, here as on disk and in the bucket
@@ -87,10 +115,10 @@ class Pinning:
         self._failed: deque[BlobName] = deque()
         self._is_writing = False
         self._write_due_s = self._forget_due_s = float("-inf")
-        self._pins: dict[BlobName, float] = {}
-        # chunk -> when the last pin that keeps it ends, its bytes and its namespace
-        self._kept: dict[bytes, tuple[float, int, bytes]] = {}
-        self._kept_bytes: Counter[bytes] = Counter()  # by namespace
+        self._pins: dict[BlobName, tuple[float, bytes]] = {}  # their ends and tags
+        self._kept: dict[bytes, _Kept] = {}  # by chunk
+        self._kept_bytes: Counter[tuple[bytes, bytes]] = Counter()  # by namespace and tag; _ALL: of all of them
+        self._kept_chunks: Counter[bytes] = Counter()  # by tag
         if disk_root is not None:
             self._adopt(disk_root)
 
@@ -103,16 +131,17 @@ class Pinning:
             ``done``, ``unknown`` or ``refused``, as :class:`~protocol.Hinted` says it.
 
         Raises:
-            ProtocolError: The key has another length, or the time is none.
+            ProtocolError: The key or the tag has another length, or the time is none.
         """
-        if len(pin.key) != KEY_BYTES or not 0 <= pin.ttl_s <= TTL_MAX_S:  # NaN is not between them either
+        is_named = len(pin.key) == KEY_BYTES and len(pin.tag) == TAG_BYTES
+        if not is_named or not 0 <= pin.ttl_s <= TTL_MAX_S:  # NaN is not between them either
             raise ProtocolError(f"bad pin. key_bytes={len(pin.key)} ttl_s={pin.ttl_s!r:.40}")
         if not pin.ttl_s:
             self._engine.want(namespace, pin.key)
             return "done"
         now_s = self._wall()
         name = BlobName(namespace, pin.key)
-        if self._pins.get(name, 0.0) >= now_s + pin.ttl_s:
+        if name in self._pins and self._pins[name][0] >= now_s + pin.ttl_s:
             self._engine.count("request_pins_in_force")
             return "done"
         prefix = self._engine.prefix_of(pin.key)
@@ -123,13 +152,19 @@ class Pinning:
         until_s = now_s + RENEWED_FOR * pin.ttl_s
         form = self._engine.format_of(namespace)
         blob_bytes = form.blob_bytes if form is not None else 0
-        more_bytes = sum(blob_bytes for one in prefix if one not in self._kept)
-        if not self._has_room(namespace, more_bytes, len(prefix)):
+        new = [one for one in prefix if one not in self._kept]
+        if not self._has_room(namespace, len(new) * blob_bytes, len(prefix)):
             self._engine.count("request_pins_refused")
             return "refused"
+        if pin.tag != NO_TAG:
+            kept = [self._kept[one] for one in prefix if one in self._kept]
+            taken_over = sum(one.tag != pin.tag and one.until_s < until_s for one in kept)
+            if not self._has_tag_room(name, pin.tag, len(new) + taken_over, blob_bytes):
+                self._engine.count("request_pins_refused_of_tag")
+                return "refused"
         self._engine.count("request_pins")
         self._engine.want(namespace, pin.key)
-        self._keep(name, dict.fromkeys(prefix, blob_bytes), until_s)
+        self._keep(name, dict.fromkeys(prefix, blob_bytes), until_s, pin.tag)
         with self._lock:
             self._wanted[name] = until_s
         return "done"
@@ -137,7 +172,7 @@ class Pinning:
     def keeps(self, key: bytes) -> bool:
         """Whether a request's pin keeps a chunk, also one that tiers have not read yet."""
         kept = self._kept.get(key)
-        return kept is not None and kept[0] > self._wall()
+        return kept is not None and kept.until_s > self._wall()
 
     def step(self) -> None:
         """Write what was granted, about once a second; the loop only."""
@@ -157,7 +192,10 @@ class Pinning:
     # -- what is kept --------------------------------------------------------------------------------------------------
 
     def _adopt(self, root: Path) -> None:
-        """Count pins with an end that are there already: a restart must not let requests pin as much again."""
+        """Count pins with an end that are there already: a restart must not let requests pin as much again.
+
+        Whose they are is not written with them; it is taken for who stored the chunk.
+        """
         try:
             pins = read_pins(root)
         except TierUnavailable as exc:
@@ -166,39 +204,58 @@ class Pinning:
         for name, until_s in pins.items():
             prefix = self._engine.prefix_of(name.key)
             if until_s and prefix is not None:
-                self._keep(name, prefix, until_s)
+                self._keep(name, prefix, until_s, self._engine.tag_of(name.key))
 
-    def _keep(self, name: BlobName, prefix: Mapping[bytes, int], until_s: float) -> None:
-        self._pins[name] = until_s
+    def _keep(self, name: BlobName, prefix: Mapping[bytes, int], until_s: float, tag: bytes) -> None:
+        self._pins[name] = until_s, tag
         for key, size_bytes in prefix.items():
-            if key not in self._kept:
-                self._kept_bytes[name.namespace] += size_bytes
-                self._kept[key] = (until_s, size_bytes, name.namespace)
-            else:
-                self._kept[key] = (max(until_s, self._kept[key][0]), *self._kept[key][1:])
+            before = self._kept.get(key)
+            if before is not None and before.until_s >= until_s:
+                continue
+            if before is not None:
+                size_bytes = before.size_bytes
+                self._count(before, -1)
+            self._kept[key] = _Kept(until_s, size_bytes, name.namespace, tag)
+            self._count(self._kept[key], 1)
+
+    def _count(self, kept: _Kept, times: int) -> None:
+        for place in itertools.product((kept.namespace, _ALL), (kept.tag, _ALL)):
+            self._kept_bytes[place] += times * kept.size_bytes
+        self._kept_chunks[kept.tag] += times
 
     def _forget_ended(self, now_s: float) -> None:
         """Give the room of ended pins back; looked for only when a pin is asked for, and then at most once a second."""
         if 0 <= self._forget_due_s - now_s <= WRITE_EVERY_S:
             return
         self._forget_due_s = now_s + WRITE_EVERY_S
-        self._pins = {name: until_s for name, until_s in self._pins.items() if until_s > now_s}
-        self._kept = {key: kept for key, kept in self._kept.items() if kept[0] > now_s}
+        self._pins = {name: pin for name, pin in self._pins.items() if pin[0] > now_s}
+        self._kept = {key: kept for key, kept in self._kept.items() if kept.until_s > now_s}
         self._kept_bytes.clear()
-        for _, size_bytes, namespace in self._kept.values():
-            self._kept_bytes[namespace] += size_bytes
+        self._kept_chunks.clear()
+        for kept in self._kept.values():
+            self._count(kept, 1)
 
     def _has_room(self, namespace: bytes, more_bytes: int, chunks: int) -> bool:
         if not self._share or len(self._pins) >= WRITTEN_MAX or len(self._kept) + chunks > KEPT_MAX:
             return False
-        limits = [tier.usage().capacity_bytes for tier in self._engine.tiers.values()]
-        wanted = self._kept_bytes.total() + more_bytes, self._kept_bytes[namespace] + more_bytes
+        return self._fits(self._share, namespace, _ALL, more_bytes)
+
+    def _has_tag_room(self, name: BlobName, tag: bytes, more_chunks: int, blob_bytes: int) -> bool:
+        """Whether a tag's pins may keep so many chunks more; also where tiers have no limit, or pins are many."""
+        pins = sum(one == tag for _, one in self._pins.values()) + (name not in self._pins)
+        chunks = self._kept_chunks[tag] + more_chunks
+        if pins > self._tag_share * WRITTEN_MAX or chunks > self._tag_share * KEPT_MAX:
+            return False
+        return self._fits(self._share * self._tag_share, name.namespace, tag, more_chunks * blob_bytes)
+
+    def _fits(self, share: float, namespace: bytes, tag: bytes, more_bytes: int) -> bool:
+        """Whether pins of a tag, or of ``_ALL``, keep at most this share of each limit with so many bytes more."""
+        everywhere, here = (self._kept_bytes[place, tag] + more_bytes for place in (_ALL, namespace))
         quota = self._engine.quota_of(namespace)
         most = 1.0 if quota is None else quota.at_most  # or its pins could fill all that it may have
+        limits: Sequence[int | None] = [tier.usage().capacity_bytes for tier in self._engine.tiers.values()]
         return all(
-            wanted[0] <= self._share * limit and wanted[1] <= self._share * most * limit
-            for limit in limits
-            if limit is not None
+            everywhere <= share * limit and here <= share * most * limit for limit in limits if limit is not None
         )
 
     # -- the writing thread --------------------------------------------------------------------------------------------

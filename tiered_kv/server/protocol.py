@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 14
+PROTOCOL = 16
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -51,7 +51,8 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """First message of every client.
 
     Attributes:
-        role: ``scheduler`` opens a session, ``worker`` maps the arena for one, ``cache`` does both, ``admin`` asks.
+        role: ``scheduler`` opens a session, ``worker`` maps the arena for one, ``cache`` does both, ``admin`` asks,
+            ``door`` reads for other machines.
         engine_id: Names the engine; workers and scheduler of one engine and generation form a session.
         generation: Counts the sessions of an engine: a lost session is never continued, only followed.
         host_bytes, disk_bytes, min_free_bytes: Limits the client was told to expect; None accepts what the server has.
@@ -149,6 +150,7 @@ class Lookup(Message, frozen=True):
             ignored.
         leases: Otherwise it is a question: nothing is leased nor promoted.
         names: Of rows (``keys/row_names.py``), in place of keys and digests.
+        counted: Leading chunks that an earlier lookup of the same request found: asking again is no second use.
     """
 
     lookup: int
@@ -164,6 +166,7 @@ class Lookup(Message, frozen=True):
     hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
     leases: bool = True
     names: list[Annotated[bytes, msgspec.Meta(min_length=1, max_length=ROW_NAME_BYTES_MAX)]] = []
+    counted: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)] = 0
 
 
 class Claim(Message, frozen=True):
@@ -241,10 +244,14 @@ class Pin(Message, frozen=True):
     """A request wants a chunk, and the prefix before it, kept from eviction for so many seconds; nothing answers.
 
     For 0 seconds: not kept, but written to the secondary tiers at once, whatever these take otherwise (``admission``).
+
+    Attributes:
+        tag: Whose the request is (``keys/tags.py``).
     """
 
     key: bytes
     ttl_s: float
+    tag: bytes = NO_TAG
 
 
 class SessionState(Message, frozen=True):
@@ -322,6 +329,36 @@ class Evict(Message, frozen=True):
     holes: bool
     tag: bytes = b""
     stored_by: tuple[str, ...] = ()
+
+
+class JoinDoor(Message, frozen=True):
+    """The server answers with the arena's slabs, to be read only and nothing but what is lent."""
+
+
+class HeldRequest(Message, frozen=True):
+    """Ask how many of these chunks this machine has, from the first on; answered by ``Held`` with this number.
+
+    Attributes:
+        keys: 16 bytes each, joined.
+    """
+
+    question: int
+    namespace: bytes
+    keys: bytes
+
+
+class Borrow(Message, frozen=True):
+    """Have a chunk kept in its slot while it is read; answered by ``Lent`` with this number, ended by ``Repay``."""
+
+    loan: int
+    namespace: bytes
+    key: bytes
+
+
+class Repay(Message, frozen=True):
+    """What was lent is read no more; one that has ended is ignored."""
+
+    loan: int
 
 
 # -- server to client ------------------------------------------------------------------------------------------
@@ -459,6 +496,36 @@ class Hinted(Message, frozen=True):
     chunks: int = 0
 
 
+class Held(Message, frozen=True):
+    """So many of the chunks of a ``HeldRequest`` are here, from the first on."""
+
+    question: int
+    count: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Lent(Message, frozen=True):
+    """The answer to ``Borrow``.
+
+    Attributes:
+        outcome: ``ok``; ``missing``: it is not in host memory; ``no_room``: too much is lent.
+        slot, size_bytes: Where the blob lies, header first, and stays as it is until ``Repay`` or ``Reclaimed``.
+    """
+
+    loan: int
+    outcome: str
+    slot: Annotated[SlotId, msgspec.Meta(ge=0)] = 0
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Reclaimed(Message, frozen=True):
+    """A loan ends: it took too long. The server uses no such slot before all of this message is in the door's socket.
+
+    So a door that has read its socket to the end, after it has read a part of a slot, knows whether it was still lent.
+    """
+
+    loan: int
+
+
 SLABS_PER_FRAME = 64
 
 FromClient = (
@@ -484,6 +551,10 @@ FromClient = (
     | Unmapped
     | StatRequest
     | Evict
+    | JoinDoor
+    | HeldRequest
+    | Borrow
+    | Repay
 )
 FromServer = (
     Welcome
@@ -500,6 +571,9 @@ FromServer = (
     | Evicted
     | NamespaceRecord
     | Hinted
+    | Held
+    | Lent
+    | Reclaimed
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -24,6 +24,7 @@ from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
 from tiered_kv.server.directory import release_stale_arena_locks
 from tiered_kv.server.hints import Hints
+from tiered_kv.server.lending import Lending
 from tiered_kv.server.orders import Orders
 from tiered_kv.server.sessions import Sessions
 from tiered_kv.server.stats import FigureSource
@@ -53,8 +54,11 @@ FINAL_READS_MAX = 64
 """Of a client that is being dropped: what a socket's buffer holds, however fast the client goes on writing."""
 
 REASON_CHARS_MAX = 2000
-_ROLES = ("scheduler", "worker", "cache", "admin")
+_ROLES = ("scheduler", "worker", "cache", "admin", "door")
 _WORKERS, _SCHEDULERS = ("worker", "cache"), ("scheduler", "cache")
+_VISITORS = ("admin", "door")
+"""Those for whom alone an embedded server does not go on."""
+
 Callback = Callable[[int], None]
 
 
@@ -91,6 +95,7 @@ class Server:
         self._root = root
         self._orders = Orders(engine)
         self._hints = Hints(engine, sessions)
+        self._lending = Lending(engine, config.peer_timeout_s)
         self._routes = self._all_routes()
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
@@ -159,6 +164,7 @@ class Server:
                 logger.warning("client dropped. %s", exc)
                 self._drop_owner(update.session)
         self._is_hurried = self._sessions.end_leases()  # somebody may wait for the room
+        self._lending.step(Connection.close_soon)
         self._sessions.pinning.step()
         self._sessions.users.step()
         self._sessions.prefetching.step()
@@ -202,7 +208,7 @@ class Server:
 
     def _has_ended(self) -> bool:
         now_s = self._clock.monotonic()
-        if any(c.role != "admin" for c in self._connections) or self._sessions.groups or self._orders:
+        if any(c.role not in _VISITORS for c in self._connections) or self._sessions.groups or self._orders:
             self._idle_since_s = None
             return False
         if self._idle_since_s is None:
@@ -281,6 +287,7 @@ class Server:
         connection.close()
         self._sessions.disconnected(connection)
         self._orders.left(connection)
+        self._lending.disconnected(connection)
         if connection.has_ended and connection not in self._pidfds:
             # Its process cannot be watched. A client closes its end after unmapping, and a kernel that ends a process
             # unmaps its memory before it closes its files.
@@ -311,6 +318,10 @@ class Server:
             m.Reset: Route(_SCHEDULERS, lambda connection, _: sessions.reset(connection)),
             m.StatRequest: Route(_ROLES, self._stat),
             m.Evict: Route(("admin",), self._orders.take),
+            m.JoinDoor: Route(("door",), self._lending.join),
+            m.HeldRequest: Route(("door",), self._lending.count),
+            m.Borrow: Route(("door",), self._lending.lend),
+            m.Repay: Route(("door",), self._lending.repaid),
         }
 
     def _handle(self, connection: Connection, message: m.Message) -> None:
@@ -348,7 +359,7 @@ class Server:
             raise ProtocolError(f"bad engine id or generation. generation={hello.generation}")
         check_limits(hello, self._config, self._disk_bytes)
         connection.welcome(hello.role, hello.engine_id, hello.generation)
-        self._has_served |= hello.role != "admin"
+        self._has_served |= hello.role not in _VISITORS
         slabs = len(self._engine.arena.slab_fds)
         connection.send(m.Welcome(m.PROTOCOL, __version__, self.server_id, os.getpid(), slabs, str(self._root)))
 

@@ -394,6 +394,7 @@ class Sessions:
             wants_tails=lookup.wants_tails,
             hint=lookup.hint,
             leases=lookup.leases,
+            counted=lookup.counted,
         )
         engine_id = self._engine.lookup(session, wish)
         group.lookups[lookup.lookup] = (session, engine_id)

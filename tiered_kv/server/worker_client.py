@@ -79,7 +79,7 @@ class WorkerClient:
             lock_fd = hold_arena_lock(server_directory(config), welcome.server_id)
             with contextlib.suppress(BrokenPipeError):  # refused already: the reason waits to be read
                 self._sock.sendall(m.frame(join))
-            arena = Arena(_receive_slabs(self._sock, welcome.slab_count))
+            arena = Arena(receive_slabs(self._sock, welcome.slab_count))
         except BaseException:
             self._sock.close()
             if lock_fd >= 0:
@@ -144,7 +144,13 @@ class WorkerClient:
             self._lock_fd = -1
 
 
-def _receive_slabs(sock: socket.socket, count: int) -> list[int]:
+def receive_slabs(sock: socket.socket, count: int) -> list[int]:
+    """The arena's descriptors, which a server sends to who has joined; the caller closes them.
+
+    Raises:
+        ConfigError, ProtocolError, TierUnavailable: The server sent something else, or refuses.
+        OSError: It is gone.
+    """
     fds: list[int] = []
     try:
         while len(fds) < count:

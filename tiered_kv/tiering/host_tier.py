@@ -4,8 +4,9 @@ The counterpart of ``secondary_tier.py``. Owns the slot pool, the order of evict
 growing and draining of slabs; must not know sessions, lookups or write queues. Called by ``tiering.py`` and, for the
 holds of pending writes, by the tier below.
 
-A chunk is *idle* when it is ready and nothing holds it: no lease, no pending write. The orders of eviction contain
-the idle chunks and no others, so that finding one to evict never walks over those that must stay.
+A chunk is *idle* when it is ready and nothing holds it: no lease, no pending write, no loan. The orders of eviction
+contain the idle chunks and, beside them, only some that are lent, so that finding one to evict hardly walks over those
+that must stay.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class HostTier:
             others = [] if only_own else [order.candidates(self._is_spare)]
             for candidates in (*others, order.candidates(only=namespace)):
                 first: Entry | None = None
-                for entry in islice(candidates, VICTIMS_LOOKED_AT):
+                idle = (entry for entry in candidates if not entry.holds)
+                for entry in islice(idle, VICTIMS_LOOKED_AT):
                     if BlobState.PRESENT in entry.blobs or not any(map(self._index.is_held, entry.children)):
                         return entry
                     first = first or entry
@@ -219,12 +221,21 @@ class HostTier:
 
     def hold(self, entry: Entry) -> None:
         """Keep the chunk in its slot until :meth:`let_go`."""
-        if entry.holds == 0 and entry.host is HostState.READY:
-            self._not_idle(entry)
+        if entry.host is HostState.READY:
+            self._take_out(entry)
+            self._count_idle(entry, -(entry.holds == 0))
+        entry.holds += 1
+
+    def hold_in_place(self, entry: Entry) -> None:
+        """The same of a ready chunk that nobody here uses: its age and its place in the order stay what they are.
+
+        Whoever has one chunk of a prefix after the other would else have the whole of it count as used each time.
+        """
+        self._count_idle(entry, -(entry.holds == 0))
         entry.holds += 1
 
     def let_go(self, entry: Entry) -> None:
-        """End one hold. The chunk counts as just used when it was the last."""
+        """End one hold. The chunk counts as just used when it was the last, unless it has kept its place."""
         entry.holds -= 1
         if entry.holds == 0 and entry.host is HostState.READY:
             self._now_idle(entry)
@@ -233,12 +244,10 @@ class HostTier:
         """The chunk's write was put off, or is put off no longer."""
         if entry.is_unwritten == is_unwritten:
             return
-        is_idle = entry.host is HostState.READY and entry.holds == 0
-        if is_idle:
-            self._not_idle(entry)
+        was_ordered = self._take_out(entry)
         entry.is_unwritten = is_unwritten
-        if is_idle:
-            self._now_idle(entry)
+        if was_ordered:
+            self._orders[entry.slot_bytes, entry.is_unwritten].add(entry)
 
     def lease(self, entry: Entry, slot_bytes: int, session: int, room_bytes: int) -> bool:
         """Hold the chunk for a session's lookup; one that nobody holds yet only where there is room for it."""
@@ -285,14 +294,24 @@ class HostTier:
                 order.record_use(namespace, keys)
 
     def _now_idle(self, entry: Entry) -> None:
-        assert entry.slot is not None
-        self._orders[entry.slot_bytes, entry.is_unwritten].add(entry)
-        self._idle_in_slab[slab_of(entry.slot)] += 1
+        if not entry.ordered >> HOST & 1:  # else it has kept its place
+            self._orders[entry.slot_bytes, entry.is_unwritten].add(entry)
+        self._count_idle(entry, 1)
 
     def _not_idle(self, entry: Entry) -> None:
+        self._take_out(entry)
+        self._count_idle(entry, -1)
+
+    def _take_out(self, entry: Entry) -> bool:
+        """Take a chunk out of its order; says whether it was in one."""
+        is_ordered = bool(entry.ordered >> HOST & 1)
+        if is_ordered:
+            self._orders[entry.slot_bytes, entry.is_unwritten].remove(entry)
+        return is_ordered
+
+    def _count_idle(self, entry: Entry, change: int) -> None:
         assert entry.slot is not None
-        self._orders[entry.slot_bytes, entry.is_unwritten].remove(entry)
-        self._idle_in_slab[slab_of(entry.slot)] -= 1
+        self._idle_in_slab[slab_of(entry.slot)] += change
 
     # -- slabs -------------------------------------------------------------------------------------------------
 
@@ -440,7 +459,9 @@ class HostTier:
         assert self.leased_bytes == self.leased_by.total(), "leased bytes of sessions drifted"
         assert self._lessees.keys() == {e.record.key for e in entries if e.leases}, "who leases what drifted"
         idle = [entry for entry in entries if entry.host is HostState.READY and entry.holds == 0]
-        assert sum(len(order) for order in self._orders.values()) == len(idle), "orders and idle chunks disagree"
+        ordered = [entry for entry in self._index.entries() if entry.ordered >> HOST & 1]
+        assert sum(len(order) for order in self._orders.values()) == len(ordered), "orders and chunks disagree"
+        assert all(entry.host is HostState.READY and not entry.leases for entry in ordered), "what is leased is ordered"
         assert all(entry in self._orders[entry.slot_bytes, entry.is_unwritten] for entry in idle), (
             "an idle chunk is not ordered"
         )

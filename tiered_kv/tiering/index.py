@@ -251,15 +251,25 @@ class Index:
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
 
-    def count_use(self, prefix: Sequence[Entry], owner: bytes = SHARED) -> int:
-        """A user's session, or somebody without one (``SHARED``), asked for a prefix; once per request, given whole.
+    def count_use(self, prefix: Sequence[Entry], owner: bytes = SHARED, counted: int = 0) -> int:
+        """A user's session, or somebody without one (``SHARED``), asked for a prefix, given whole; once per request.
 
-        Returns how many answers' were new to that.
+        Args:
+            counted: Leading chunks that the same request has asked for before: those that went and came back meanwhile
+                count as used once, and what lies behind them has no more uses than they have.
+
+        Returns:
+            How many answers' were new to that.
         """
         answers = 0
-        for entry in prefix:
+        most: int | None = None
+        for number, entry in enumerate(prefix):
             answers += entry.is_answer and not entry.uses
-            entry.uses += 1
+            if number >= counted or not entry.uses:
+                entry.uses += 1
+                if most is not None and entry.uses > most:
+                    entry.uses = most
+            most = entry.uses if counted else None
             entry.is_asked_for_by(owner)
         return answers
 

@@ -71,6 +71,7 @@ class Lookup:
         end: Key of the last chunk of the prompt, where that counts in its miss-ratio curve.
         leases: Otherwise it is a question, and leases nothing.
         runs: Of a question, from which tiers what is held from ``start`` on would come.
+        counted: Leading chunks whose use by this request an earlier lookup has counted.
     """
 
     id: int
@@ -98,6 +99,7 @@ class Lookup:
     end: bytes = b""
     leases: bool = True
     runs: list[Arrival] = field(default_factory=list)
+    counted: int = 0
 
     @property
     def has_state(self) -> bool:

@@ -52,6 +52,8 @@ class LookupRequest:
         is_prefetch: No request asks for it yet: miss-ratio curves do not count it.
         leases: Otherwise it is a question: what is held, and from which tiers it would come. Not for a state or tails.
             One that does not search counts as no use.
+        counted: Leading chunks that an earlier lookup of the same request found: their use is counted already. A
+            request that waits for long is looked up anew every second.
     """
 
     keys: Sequence[bytes]
@@ -66,6 +68,7 @@ class LookupRequest:
     hint: str = ""
     is_prefetch: bool = False
     leases: bool = True
+    counted: int = 0
 
 
 TOLD_AT_ONCE: Final = 8
@@ -142,7 +145,7 @@ class Lookups:
         self._last_id += 1
         lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
         lookup.keys, lookup.digests, lookup.state_parts = wish.keys, wish.digests, wish.state_parts
-        lookup.owner, lookup.leases = wish.owner, wish.leases
+        lookup.owner, lookup.leases, lookup.counted = wish.owner, wish.leases, wish.counted
         lookup.is_cut = not wish.leases
         if wish.is_claimed:
             lookup.is_claimed = True

@@ -26,6 +26,7 @@ from tiered_kv.tiering.eviction_policy import EvictionPolicy
 from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import SELECTIVE_GENERATION_MIN, SHARED, BlobState, Entry, GhostList, HostState, Index
 from tiered_kv.tiering.leases import Lookup
+from tiered_kv.tiering.loans import Loans
 from tiered_kv.tiering.lookups import LookupRequest, Lookups, Promotions
 from tiered_kv.tiering.miss_ratio import MissRatioCurves, OpenPrompts
 from tiered_kv.tiering.owners import ReleaseCount, deepest, demoting, own_chunks, releasing, take_ownership
@@ -42,6 +43,7 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     Limits,
+    Loan,
     Outcome,
     Probe,
     Read,
@@ -117,6 +119,7 @@ class Tiering:
             tiers, self.index, self._host, self.quotas, policy, self._outbox, queue_limit_bytes
         )
         self._grants = SlotGrants(self._host, self.limits.credit_share)
+        self._loans = Loans(self._host)
         self._sessions: dict[int, Session] = {}
         self.hit_stats = HitStats()
         self._lookups = Lookups(self._host, self._outbox, self.hit_stats, self.limits, self.index.source)
@@ -235,7 +238,7 @@ class Tiering:
             return self._look_up_state(session, wish)
         held = self.index.held_prefix(session.namespace, wish.keys, wish.digests)
         if wish.may_search:
-            self.counters["answers_asked"] += self.index.count_use(held, wish.owner)
+            self.counters["answers_asked"] += self.index.count_use(held, wish.owner, wish.counted)
         else:  # beside a request's lookup, and maybe of the middle of a prefix
             for entry in held:
                 entry.is_asked_for_by(wish.owner)
@@ -305,7 +308,8 @@ class Tiering:
                 self._search_state(lookup, search)
                 return
         path = [*held[:boundary], *state]
-        self.counters["answers_asked"] += self.index.count_use(path, lookup.owner)
+        counted = len(path) if boundary <= lookup.counted else lookup.counted  # the state behind the chunks, too
+        self.counters["answers_asked"] += self.index.count_use(path, lookup.owner, counted)
         self._record_use(path, lookup.session.slot_bytes)
         self._lookups.state_found(lookup, boundary, path)
         self._promote(lookup, path)
@@ -399,6 +403,49 @@ class Tiering:
     def expire_leases(self, now_s: float) -> None:
         """End leases that were held unclaimed for too long. Call it at every step, with a clock that only goes on."""
         self._lookups.end_leases(self._lookups.line.overdue(now_s), "lease_expired")
+
+    # -- loans -------------------------------------------------------------------------------------------------
+
+    def held_here(self, namespace: bytes, keys: Iterable[bytes]) -> int:
+        """How many of these chunks this machine can give at once, from the first on: out of host memory or its tiers.
+
+        Asked for another machine: no use of them.
+        """
+        own = [tier.number for tier in self._tiers if not tier.is_shared]
+        count = 0
+        for key in keys:
+            entry = self._sealed(namespace, key)
+            if entry is None:
+                entry = self.index.get(key)
+                if entry is None or entry.record.namespace != namespace:
+                    break
+                if not any(entry.blobs[tier] is BlobState.PRESENT for tier in own):
+                    break
+            count += 1
+        return count
+
+    def lend(self, namespace: bytes, key: bytes) -> Loan | Outcome:
+        """Keep a chunk in its slot, for somebody who is in no session, until :meth:`end_loan`.
+
+        ``MISSING``: it is not in host memory, or not sealed (yet). ``NO_ROOM``: too much is lent.
+        """
+        entry = self._sealed(namespace, key)
+        if entry is None:
+            return Outcome.MISSING
+        loan = self._loans.begin(entry)
+        self.counters["loans" if isinstance(loan, Loan) else "loans_refused"] += 1
+        return loan
+
+    def end_loan(self, loan_id: int) -> None:
+        """The chunk is read no more."""
+        self._loans.end(loan_id)
+
+    def _sealed(self, namespace: bytes, key: bytes) -> Entry | None:
+        """The chunk, if host memory has a whole blob of it; a tail is none."""
+        entry = self.index.get(key)
+        if entry is None or entry.record.namespace != namespace or entry.host is not HostState.READY:
+            return None
+        return None if self.index.is_tail(entry.record) else entry
 
     # -- stores ------------------------------------------------------------------------------------------------
 
@@ -745,6 +792,7 @@ class Tiering:
             "host_ready_chunks": self._host.ready_count,
             "host_tails": self.index.tail_count,
             "leased_bytes": self._host.leased_bytes,
+            "lent_bytes": self._loans.lent_bytes,
             "reserved_slots": sum(len(session.reserved) for session in self._sessions.values()),
             "sessions": len(self._sessions),
             "lookups": len(self._lookups),
@@ -782,12 +830,15 @@ class Tiering:
         entries = self.index.entries()
         for entry in entries:
             pending = sum(state in (BlobState.QUEUED, BlobState.WRITING) for state in entry.blobs[: HOST + 2])
-            assert entry.holds == entry.leases + pending, "holds do not match leases and writes"
+            assert entry.holds == entry.leases + pending + self._loans.count_of(entry), (
+                "holds do not match leases, writes and loans"
+            )
             assert not entry.is_gone, "an entry nobody holds"
         self.index.check_integrity()
         self.miss_ratio.check_integrity()
         self._host.check_integrity(reserved)
         self._lookups.check_integrity(entries)
+        self._loans.check_integrity()
         self._tiers.check_integrity()
 
 

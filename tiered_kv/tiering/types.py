@@ -208,6 +208,15 @@ class LeaseEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class Loan:
+    """A chunk in host memory that stays as it is until the loan is ended: a sealed blob of so many bytes in a slot."""
+
+    id: int
+    slot: SlotId
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlotGrant:
     """Empty slots the session may fill and commit without asking first."""
 

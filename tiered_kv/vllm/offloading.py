@@ -273,7 +273,13 @@ class TieredKVTier(SecondaryTierManager):
         self._metrics = RowMetrics()
         self._said: Counter[str] = Counter()  # by the reader of requests' parameters
         peers = self._config.peers or ()
-        self._params = RequestParamsReader(self._said, time.monotonic, peers, without=(SAVE_DECODE,))
+        self._params = RequestParamsReader(
+            self._said,
+            time.monotonic,
+            peers,
+            without=(SAVE_DECODE,),
+            sessions_need_owner=self._config.sessions_need_owner,
+        )
         self._hints: RowHints | None = None
         self._ended: deque[_Request] = deque()  # those that are over and have something to say
         self._has_refused_hints = False

@@ -170,7 +170,7 @@ class RequestLookups:
             return max(0, cached - 1)  # vLLM gives up the last block that it finds there, too
         return cached
 
-    def _sent(self, state: RequestState, start: int) -> SentLookup | None:
+    def _sent(self, state: RequestState, start: int, counted: int = 0) -> SentLookup | None:
         keys = self.keys(state)
         if keys is None or not keys.keys or not self._client.is_ready:
             return None
@@ -190,11 +190,13 @@ class RequestLookups:
             wants_tails=bool(self._tail_unit),
             session=state.params.session,
             hint=state.params.peer,
+            counted=counted,
         )
         if lookup_id is None:
             self._counters["lookup_not_sent"] += 1
             return None
-        return SentLookup(lookup_id, self._client.generation, start, self._monotonic(), len(names) if parts else None)
+        asked = len(names) if parts else None
+        return SentLookup(lookup_id, self._client.generation, start, self._monotonic(), asked, counted=counted)
 
     # -- answers -----------------------------------------------------------------------------------------------
 
@@ -208,7 +210,7 @@ class RequestLookups:
             lookup.answered_s = lookup.answered_s or self._monotonic()
             state.held = answer.held
             state.tails = self._found_tails(state, lookup, answer)
-            self._saves.not_held(state.keys.keys[answer.held : lookup.asked] if state.keys else ())
+            self._saves.not_held(state.keys.keys[answer.held : lookup.asked] if state.keys else (), lookup.sent_s)
         if lookup.given_up:
             self.give_up(lookup)  # it was kept for what it shows
         return answer
@@ -274,7 +276,7 @@ class RequestLookups:
         if state.is_asked_anew or not self._is_outdated(state, lookup, answer):
             return False
         state.is_asked_anew = True
-        return self._renew(state, lookup)
+        return self._renew(state, lookup, answer)
 
     def take_renewal(self, state: RequestState) -> None:
         """Replace the lookup by its renewal once that is answered; drop a renewal that stays without an answer."""
@@ -297,7 +299,7 @@ class RequestLookups:
                 continue
             answer = self.answer(state, state.lookup)
             if answer is not None and self._is_outdated(state, state.lookup, answer):
-                self._renew(state, state.lookup)
+                self._renew(state, state.lookup, answer)
 
     def _is_outdated(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> bool:
         """Whether a new lookup may find more: the leases ended, or it is old and found less than all."""
@@ -307,9 +309,10 @@ class RequestLookups:
         is_old = answer.is_done and self._monotonic() - lookup.sent_s > FRESH_S
         return answer.is_ended or (is_old and is_short)
 
-    def _renew(self, state: RequestState, lookup: SentLookup) -> bool:
+    def _renew(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> bool:
         """Look the request up again from where it was; what is leased stays so until the answer is here."""
-        state.renewal = self._sent(state, lookup.start)
+        found = answer.boundary if self._groups.states else answer.held
+        state.renewal = self._sent(state, lookup.start, max(lookup.counted, found))
         self._counters["lookup_renewed"] += state.renewal is not None
         return state.renewal is not None
 

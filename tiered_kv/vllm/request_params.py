@@ -161,6 +161,7 @@ class RequestParamsReader:
         peers: Collection[str] = (),
         *,
         without: Collection[str] = (),
+        sessions_need_owner: bool = False,
     ) -> None:
         """Begin.
 
@@ -169,9 +170,11 @@ class RequestParamsReader:
             peers: Those of the settings. A request chooses among them and what they find: it never has us connect to
                 what it names.
             without: Parameters that mean nothing here: unknown ones.
+            sessions_need_owner: Sessions of requests with neither tag nor ``cache_salt`` are left out.
         """
         self._counters = counters
         self._known = {name: one for name, one in _known(peers).items() if name not in without}
+        self._sessions_need_owner = sessions_need_owner
         self._monotonic = monotonic
         self._warnings = 0
         self._since_s = -WARNINGS_EVERY_S
@@ -233,6 +236,11 @@ class RequestParamsReader:
             found["skips_save"] = True
             for field in ("session", "prefetches"):
                 found.pop(field, None)  # of whom is not known
+        if self._sessions_need_owner and "tag" not in found and not cache_salt:
+            for name, field in ((SESSION_ID, "session"), (PREFETCH, "prefetches")):
+                if found.pop(field, None) is not None:
+                    expected = f"expected {TAG} or cache_salt beside it"
+                    self._refuse(request, "no owner for parameter", name, expected, is_tag=False)
         for name, field in ((RELEASE, "releases"), (DEMOTE, "demotes")):
             if found.get(field) and "session" not in found:
                 del found[field]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.save_queue import SaveQueue
 
@@ -34,6 +35,14 @@ class SessionEnd:
     actions: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _PinFor:
+    """A request's pin: for how long, and whose."""
+
+    ttl_s: float
+    tag: bytes
+
+
 @dataclass(slots=True)
 class _Wanted:
     """What waits for its chunks.
@@ -41,21 +50,21 @@ class _Wanted:
     Attributes:
         held_key: The deepest chunk that tiering said it holds.
         deeper: Keys of the chunks behind it, the deepest first.
-        what: How long they are pinned; 0: they need not be kept, only be written at once where the other engine may
-            read them. Or the session whose state they are.
+        what: How long they are pinned, and whose pin it is; 0: they need not be kept, only be written at once where
+            the other engine may read them. Or the session whose state they are.
     """
 
     generation: int
     held_key: bytes | None
     deeper: Sequence[bytes]
-    what: float | SessionEnd
+    what: _PinFor | SessionEnd
 
     @property
     def kind(self) -> str:
         """First word of its counters."""
         if isinstance(self.what, SessionEnd):
             return "session_states"
-        return "pins" if self.what else "handovers"
+        return "pins" if self.what.ttl_s else "handovers"
 
 
 class RequestPins:
@@ -70,9 +79,9 @@ class RequestPins:
         self._counters = counters
         self._waiting: deque[_Wanted] = deque()
 
-    def want(self, keys: Sequence[bytes], held: int, ttl_s: float) -> None:
+    def want(self, keys: Sequence[bytes], held: int, ttl_s: float, tag: bytes = NO_TAG) -> None:
         """Pin the deepest of a prompt's chunks that is held; the first ``held`` of ``keys`` are known to be."""
-        self._want(keys, held, ttl_s)
+        self._want(keys, held, _PinFor(ttl_s, tag))
 
     def want_state(self, keys: Sequence[bytes], held: int, end: SessionEnd) -> None:
         """Tell that a user's session has come as far as the deepest of these chunks that is held; it may have ended."""
@@ -82,7 +91,7 @@ class RequestPins:
         """Have a user's session in host memory soon."""
         self._hint("prefetch", session, tag)
 
-    def _want(self, keys: Sequence[bytes], held: int, what: float | SessionEnd) -> None:
+    def _want(self, keys: Sequence[bytes], held: int, what: _PinFor | SessionEnd) -> None:
         held = min(held, len(keys))
         held_key = keys[held - 1] if held else None
         wanted = _Wanted(self._client.generation, held_key, keys[held:][::-1], what)
@@ -121,10 +130,10 @@ class RequestPins:
             for action in wanted.what.actions:
                 self._hint(action, wanted.what.session, wanted.what.tag)
 
-    def _is_told(self, key: bytes, what: float | SessionEnd) -> bool:
+    def _is_told(self, key: bytes, what: _PinFor | SessionEnd) -> bool:
         if isinstance(what, SessionEnd):
             return self._client.tell_state(what.session, what.tag, key)
-        return self._client.pin(key, what)
+        return self._client.pin(key, what.ttl_s, what.tag)
 
     def _hint(self, action: str, session: bytes, tag: bytes) -> None:
         is_sent = self._client.hint(action, session, tag)

@@ -60,6 +60,7 @@ class SentLookup:
     Attributes:
         start: First chunk that is leased; those before it were in the GPU's prefix cache when it was sent.
         asked: Chunks of the prompt that were asked about; None: all.
+        counted: Leading chunks whose use by the request lookups before it have counted.
         given_up: The request was answered without it; it only shows which chunks need not be stored.
         is_counted: Its outcome was counted.
         answer, told_s: The newest answer, and when it came.
@@ -75,6 +76,7 @@ class SentLookup:
     is_counted: bool = False
     answer: LookupAnswer | None = None
     told_s: float = 0.0
+    counted: int = 0
 
     def waits_s(self, answer: LookupAnswer, turn_s: float, now_s: float) -> tuple[float, float]:
         """How long it has been waited for since the request's turn, now and when this answer came."""

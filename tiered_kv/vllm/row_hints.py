@@ -91,7 +91,7 @@ class RowHints:
             if params.session:
                 self._note(client.tell_state(params.session, params.tag, key))
             if params.pin_ttl_s is not None:
-                self._note(client.pin(key, params.pin_ttl_s))
+                self._note(client.pin(key, params.pin_ttl_s, params.tag))
         self._end_session(params)
 
     def _end_session(self, params: RequestParams) -> None:

@@ -16,6 +16,7 @@ dropped.
 """
 
 import itertools
+import math
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -145,7 +146,7 @@ class SaveQueue:
         self._queue: deque[_Chunk] = deque()
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._job_ids = itertools.count(1)
-        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._stored: OrderedDict[bytes, float] = OrderedDict()  # when, by key
         self._in_flight: set[bytes] = set()
         self._tails: OrderedDict[bytes, dict[bytes, int]] = OrderedDict()  # tokens by key, by their parent's key
         self._pinned = 0
@@ -387,10 +388,14 @@ class SaveQueue:
             return "store_dropped_reset"
         return "stores_failed" if job.is_failed else STORED
 
-    def not_held(self, keys: Iterable[bytes]) -> None:
-        """Forget that these keys were stored: no tier holds them, so they may be stored again."""
+    def not_held(self, keys: Iterable[bytes], asked_s: float) -> None:
+        """Forget that these keys were stored: no tier held them at ``asked_s``, so they may be stored again.
+
+        What was stored after that the answer knows nothing of.
+        """
         for key in keys:
-            self._stored.pop(key, None)
+            if self._stored.get(key, math.inf) <= asked_s:
+                del self._stored[key]
 
     def session_lost(self) -> None:
         """The slots are gone, and stored chunks may be: drop queued chunks; running copies are only reported."""
@@ -493,6 +498,7 @@ class SaveQueue:
             self._in_flight.discard(chunk.record.key)
 
     def _remember(self, keys: Iterable[bytes]) -> None:
-        self._stored.update((key, None) for key in keys)
+        now_s = self._monotonic()
+        self._stored.update((key, now_s) for key in keys)
         while len(self._stored) > STORED_KEYS_MAX:
             self._stored.popitem(last=False)

@@ -80,7 +80,9 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._blocks: PagedBlocks | None = None
         self.counters: Counter[str] = Counter()
-        self._params_reader = RequestParamsReader(self.counters, monotonic, config.peers or ())
+        self._params_reader = RequestParamsReader(
+            self.counters, monotonic, config.peers or (), sessions_need_owner=config.sessions_need_owner
+        )
         self.prefill = PrefillRate()
         self._wait_policy = WaitPolicy(self.prefill, config.promotion_wait_ms, config.promotion_deadline_ms)
         longest_s = config.promotion_deadline_ms / 1e3
@@ -482,7 +484,8 @@ class SchedulerSide:
             self.counters["pins_dropped"] += 1
             return
         self._lookups.update_held(state)
-        self._pins.want(keys.keys[: state.request.num_prompt_tokens // self._chunk_tokens], state.held, ttl_s)
+        prompt = keys.keys[: state.request.num_prompt_tokens // self._chunk_tokens]
+        self._pins.want(prompt, state.held, ttl_s, state.params.tag)
 
     def poll(self) -> None:
         """Take the server's messages; never blocks."""

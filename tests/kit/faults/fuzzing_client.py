@@ -40,10 +40,12 @@ def run(root: Path, seed: int, clients: int) -> int:
 
 
 def _client(source: random.Random, sock: socket.socket, name: str) -> int:
-    role = source.choice(("scheduler", "worker", "cache", "cache", "cache", "admin"))
+    role = source.choice(("scheduler", "worker", "cache", "cache", "cache", "admin", "door"))
     good = [m.frame(m.Hello(m.PROTOCOL, "v", role, 1, name, source.randrange(3)))]
     if role in ("worker", "cache"):
         good.append(m.frame(worker_part()))
+    if role == "door":
+        good.append(m.frame(m.JoinDoor()))
     if role in ("scheduler", "cache"):
         good.append(m.frame(m.JoinScheduler(1, is_watching=source.random() < 0.5)))
     if source.random() < 0.2:
@@ -101,6 +103,10 @@ def _senseless(source: random.Random, namespace: bytes) -> bytes:
         m.Evict(source.choice(("host", "disk")), b"", bytes(16 * (keys // 3)), False, tag),
         m.StatRequest(),
         m.Decline("no\n" * 100),
+        m.JoinDoor(),
+        m.HeldRequest(number, namespace, source.randbytes(16 * keys)),
+        m.Borrow(number, namespace, place[1]),
+        m.Repay(number),
     )
     return m.frame(source.choice(messages))
 

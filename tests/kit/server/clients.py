@@ -113,6 +113,7 @@ class SmallEngine:
     weights: str
     stored_by: str = STORED_BY
     state_parts: int = 0
+    pages: Sequence[LayerPage] = PAGES
 
     @property
     def root(self) -> Path:
@@ -128,18 +129,21 @@ class SmallEngine:
         weights: str = "w",
         stored_by: str = STORED_BY,
         state_parts: int = 0,
+        pages: Sequence[LayerPage] = PAGES,
     ) -> "SmallEngine":
-        part = worker_part(weights=weights, stored_by=stored_by, state_parts=state_parts)
+        part = worker_part(weights=weights, pages=pages, stored_by=stored_by, state_parts=state_parts)
         worker = WorkerClient(config, engine_id, 0, part)
         client = SchedulerClient(config, engine_id, 1)
         assert client.wait_ready(ANSWER_S), client.refusal
-        return cls(client, worker, config, engine_id, weights, stored_by, state_parts)
+        return cls(client, worker, config, engine_id, weights, stored_by, state_parts, pages)
 
     def rejoin(self) -> None:
         """As vLLM does after a lost session: the scheduler by itself, the worker once it hears of the generation."""
         generation = self.client.generation
         self.worker.leave()
-        part = worker_part(weights=self.weights, stored_by=self.stored_by, state_parts=self.state_parts)
+        part = worker_part(
+            weights=self.weights, pages=self.pages, stored_by=self.stored_by, state_parts=self.state_parts
+        )
         self.worker = WorkerClient(self.config, self.engine_id, generation, part)
         poll_until(self.client, lambda: self.client.is_ready, "the next session")
         assert self.client.generation == generation
@@ -161,7 +165,7 @@ class SmallEngine:
         info = self.client.info
         assert info is not None
         slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
-        return self.worker.arena.view(slab, index * info.slot_bytes + info.payload_offset, payload_bytes())
+        return self.worker.arena.view(slab, index * info.slot_bytes + info.payload_offset, payload_bytes(self.pages))
 
     def take_slot(self) -> int:
         """A granted slot, waiting for one."""
@@ -180,7 +184,7 @@ class SmallEngine:
         for index in range(start, count):
             slot = self.take_slot()
             with self.payload(slot) as view:
-                view[:] = content(index, first_token)
+                view[:] = content(index, first_token, self.pages)
             digest = self.client.namespace.digest
             whose = tag_digest(tag) if tag else NO_TAG
             record = ChunkRecord(digest, keys.keys[index], keys.parent(index), index, keys.digests[index], whose)
@@ -281,7 +285,7 @@ class SmallEngine:
         lookup, answer = self.look_up(count, first_token, session=session, hint=hint)
         for index, slot in enumerate(answer.slots[: answer.ready]):
             with self.payload(slot) as view:
-                assert view == content(index, first_token)
+                assert view == content(index, first_token, self.pages)
         self.client.release(lookup)
         return answer.ready
 
@@ -310,9 +314,9 @@ def lone_engine(**more: Any) -> Iterator[SmallEngine]:
             end_server(root)
 
 
-def payload_bytes() -> int:
+def payload_bytes(pages: Sequence[LayerPage] = PAGES) -> int:
     """Bytes of one chunk's KV."""
-    return sum(page.page_bytes for page in PAGES) * (CHUNK // BLOCK)
+    return sum(page.page_bytes for page in pages) * (CHUNK // BLOCK)
 
 
 def named_content(key: bytes) -> bytes:
@@ -320,6 +324,6 @@ def named_content(key: bytes) -> bytes:
     return key * (payload_bytes() // len(key))
 
 
-def content(index: int, first_token: int = 0) -> bytes:
+def content(index: int, first_token: int = 0, pages: Sequence[LayerPage] = PAGES) -> bytes:
     """What chunk ``index`` of a prompt holds."""
-    return bytes([(index * 7 + first_token + 1) % 256]) * payload_bytes()
+    return bytes([(index * 7 + first_token + 1) % 256]) * payload_bytes(pages)

@@ -47,8 +47,8 @@ def is_serving(root: Path) -> bool:
     return info is not None and is_answering(info.socket)
 
 
-def figures(root: Path) -> dict[str, Any]:
-    """What ``tiered-kv stat`` would show."""
+def answer_to(root: Path, message: m.Message) -> object:
+    """What the directory's server answers an operator."""
     info = read_info(root)
     assert info is not None, f"no server in {root}"
     sock = connect(info.socket)
@@ -57,8 +57,13 @@ def figures(root: Path) -> dict[str, Any]:
         sock.settimeout(DEADLINE_S)
         sock.sendall(m.frame(m.Hello(m.PROTOCOL, "test", "admin", 0)))
         assert isinstance(read_message(sock), m.Welcome)
-        sock.sendall(m.frame(m.StatRequest()))
-        stat = read_message(sock)
+        sock.sendall(m.frame(message))
+        return read_message(sock)
+
+
+def figures(root: Path) -> dict[str, Any]:
+    """What ``tiered-kv stat`` would show."""
+    stat = answer_to(root, m.StatRequest())
     assert isinstance(stat, m.Stat)
     state: dict[str, Any] = msgspec.json.decode(stat.figures)
     return state

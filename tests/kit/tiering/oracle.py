@@ -50,13 +50,14 @@ class Blob(Enum):
 
 @dataclass(slots=True)
 class Asked:
-    """A lookup as its session sees it; ``update`` is the latest."""
+    """A lookup as its session sees it; ``update`` is the latest, ``path`` what it asked for."""
 
     session: int
     keys: list[bytes]
     start: int
     state_parts: int = 0
     update: LookupAnswer | None = None
+    path: tuple[int, ...] = ()
 
     @property
     def wanted(self) -> list[bytes]:
@@ -136,14 +137,15 @@ class World:
         owner: bytes = b"",
         hint: str = "",
         leases: bool = True,
+        counted: int = 0,
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
         wish = LookupRequest(
             keys, digests, start, turn, state_parts=state_parts, owner=owner, wants_tails=wants_tails, hint=hint,
-            leases=leases,
+            leases=leases, counted=counted,
         )  # fmt: skip
         lookup = self.tiering.lookup(session, wish)
-        self.lookups[lookup] = Asked(session, keys, start, state_parts)
+        self.lookups[lookup] = Asked(session, keys, start, state_parts, path=path)
         if keys not in self._asked:
             self._asked.append(keys)
         return lookup
@@ -153,9 +155,9 @@ class World:
         self.claimed.add(lookup)
         self.tiering.claim(self.lookups[lookup].session, lookup)
 
-    def release(self, lookup: int) -> None:
+    def release(self, lookup: int, *, is_asked_anew: bool = False) -> None:
         self.claimed.discard(lookup)
-        self.tiering.release(self.lookups.pop(lookup).session, lookup)
+        self.tiering.release(self.lookups.pop(lookup).session, lookup, is_asked_anew=is_asked_anew)
 
     def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:
         """Fill the session's next empty slot with a chunk and hand it over; False when it has none."""

@@ -25,7 +25,7 @@ class TouchedWorld(World):
         self._touches: Counter[bytes] = Counter()
         self._children: dict[bytes, set[bytes]] = defaultdict(set)
         self._answers: set[bytes] = set()
-        self._prompts: set[bytes] = set()  # chunks that a chunk which is there at the start goes on from
+        self._prompts: set[bytes] = set()  # what a chunk from the start, or a prompt's, goes on from
 
     def restore(self, tier: int, space: Space, path: tuple[int, ...]) -> None:
         self._touch(space, path)
@@ -49,8 +49,9 @@ class TouchedWorld(World):
         owner: bytes = b"",
         hint: str = "",
         leases: bool = True,
+        counted: int = 0,
     ) -> int:
-        for depth in range(len(path)):
+        for depth in range(counted, len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
         return super().lookup(
             session,
@@ -62,6 +63,7 @@ class TouchedWorld(World):
             owner=owner,
             hint=hint,
             leases=leases,
+            counted=counted,
         )
 
     def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:
@@ -72,6 +74,8 @@ class TouchedWorld(World):
             before = [path[:depth] for depth in range(1, len(path))]
             for one in [] if is_answer else before:
                 self._touch(space, one, space.key(one) in self._answers)
+            if not is_answer:
+                self._prompts.add(space.record(path).parent)
         if is_taken and is_answer and space.key(path) not in self._prompts:
             self._answers.add(space.key(path))
         return is_taken

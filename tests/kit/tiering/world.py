@@ -122,6 +122,19 @@ class Story(World):
         self.step()
         return lookup
 
+    def ask_anew(self, before: int, path: Path) -> int:
+        """Look a prefix up again for the request of an earlier lookup, in place of that."""
+        counted = self.answer(before).held
+        lookup = self.lookup(self.lookups[before].session, path, self.lookups[before].start, counted=counted)
+        self.step()
+        self.release(before, is_asked_anew=True)
+        return lookup
+
+    def uses(self, path: Path) -> list[int]:
+        """How often each known chunk of a prefix was asked for, root first."""
+        found = [self.entry(chunk) for chunk in chunks_of(path)]
+        return [entry.uses for entry in found if entry is not None]
+
     def answer(self, lookup: int) -> LookupAnswer:
         """What the session was told last."""
         update = self.lookups[lookup].update

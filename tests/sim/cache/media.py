@@ -77,7 +77,9 @@ class Disk:
 class SimDisk(Tier):
     """A server's view of its disk: the real ledger, and files that are entries of a dictionary."""
 
-    traits = TierTraits(name="disk", io_concurrency=4, is_shared=False, flush_interval_s=1.0)  # 5 s with the real one
+    # The real one is flushed every 5 s. One operation at once, because only the simulation's own tasks may wait in its
+    # time, and a self-test reads in threads where a medium profits from more.
+    traits = TierTraits(name="disk", io_concurrency=1, is_shared=False, flush_interval_s=1.0)
 
     def __init__(self, hub: Hub, disk: Disk, speed: Speed, faults: FaultSource, clock: SimClock) -> None:
         self._hub = hub

@@ -178,7 +178,7 @@ class Node:
             limits = KeeperConfig(self.bucket.capacity_bytes, evicts_other_namespaces=True)
             name = f"node{self.number}-{self.life}"
             keeper = BucketKeeper(store, limits, PACE, self.clock.monotonic, server_id=name)
-            bucket = ObjectTier(cast(ObjectStore, store), keeper=keeper, io_concurrency=self.machine.remote_threads)
+            bucket = ObjectTier(cast(ObjectStore, store), keeper=keeper, io_concurrency=1)  # as SimDisk's
             media.append(FaultyTier(bucket, faults.plan, faults.meet))
         return [stacking.wrapped(medium, formats, Recorder(), self.clock.monotonic) for medium in media]
 

@@ -7,21 +7,21 @@ bucket it is before the first request, and waits 60 s for an answer where there 
 one it is derived from never asks. Its ``info`` also lists, and a list costs twelve times what a read of metadata does;
 its ``ls`` fetches all pages of a directory in one call. A request that fails is tried six times in a minute, refused
 credentials too. A missing bucket is told like a missing object. Credentials are renewed on the loop, which stands still
-meanwhile: other calls end by their deadlines.
+meanwhile: other calls end by their deadlines. Its own uploads end their lines in LF, not in CRLF as the standard has
+it: an object that ends in CR loses that byte where a server takes both, and one that holds their boundary is refused.
 """
 
+import json
+import secrets
 from collections.abc import Coroutine, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import MissingBucket, Refused, status_of
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
-
-ONE_REQUEST: Final = {"chunksize": 1 << 40}
-"""Uploads of any size in one request, so that a create is refused or done as a whole."""
 
 
 def open_google(location: Location, timeout_s: float) -> Medium:
@@ -84,12 +84,25 @@ class GoogleMedium:
         buffer[:] = data
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
-        whole = bytes(data)  # a request that was given up may still send it
-        mode = {"mode": "create"} if only_if_absent else {}
+        boundary = secrets.token_hex(16)
+        whole = _multipart(self._prefix + path, data, boundary)  # a copy: a request that was given up may still send it
+        condition = {"ifGenerationMatch": 0} if only_if_absent else {}
         try:
-            self._client.run(lambda filesystem: filesystem._pipe_file(self._full(path), whole, **ONE_REQUEST, **mode))
+            self._client.run(lambda filesystem: self._put(filesystem, whole, boundary, condition))
         except FileNotFoundError as exc:
             raise MissingBucket(self._bucket) from exc
+
+    def _put(self, filesystem: Any, whole: bytes, boundary: str, condition: dict[str, int]) -> Coroutine[Any, Any, Any]:
+        asked: Coroutine[Any, Any, Any] = filesystem._call(
+            "POST",
+            f"{filesystem._location}/upload/storage/v1/b/{{}}/o",
+            self._bucket,
+            uploadType="multipart",
+            headers={"Content-Type": f'multipart/related; boundary="{boundary}"'},
+            data=whole,
+            **condition,
+        )
+        return asked
 
     def head(self, path: str) -> ObjectInfo:
         return _info(path, self._client.run(lambda filesystem: self._head(filesystem, path)))
@@ -132,6 +145,19 @@ class GoogleMedium:
 
     def _full(self, path: str) -> str:
         return f"{self._bucket}/{self._prefix}{path}"
+
+
+def _multipart(name: str, data: bytes | memoryview, boundary: str) -> bytes:
+    """The body of an upload: name and object in one request, so that a create is refused or done as a whole.
+
+    Format: RFC 2046, section 5.1; https://cloud.google.com/storage/docs/uploading-objects, "multipart".
+    """
+    before = (
+        f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
+        f"{json.dumps({'name': name})}\r\n"
+        f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+    )
+    return b"".join([before.encode(), data, f"\r\n--{boundary}--\r\n".encode()])
 
 
 async def _delete(filesystem: Any, paths: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The tier of other machines' disks: a blob that a peer has comes from there, verified, or it is a miss.
+"""The tier of other machines: a blob that a peer has comes from there, verified, or it is a miss.
 
 Read only: nothing is put, deleted or listed, and what a peer gives wrongly is neither believed nor removed. Owns the
 order in which peers are asked. Verifies by itself, peer by peer, so that a bad blob of one leaves room for the next.
@@ -27,14 +27,23 @@ QUESTION_S: Final = 0.5
 LEAST_S: Final = 0.1
 """With less time than this no further peer is asked: its breaker would open for the slowness of another one."""
 
-HOLDERS_MAX: Final = 1 << 16
+PROMISES_MAX: Final = 1 << 16
 """Blobs of which is remembered who said that it has them: a hint, where to ask first."""
+
+
+class _Promise:
+    """A peer's answer that it has some blobs."""
+
+    __slots__ = ("peer",)
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
 
 
 class PeersTier(Tier):
     """Blobs that other machines have.
 
-    Threads: any; the peers in their order are replaced as a whole, the holders are guarded by a lock; ``flush`` is
+    Threads: any; the peers in their order are replaced as a whole, the promises are guarded by a lock; ``flush`` is
     called by one at a time, and has one look at a time.
     """
 
@@ -65,7 +74,7 @@ class PeersTier(Tier):
         self._is_closed = threading.Event()
         self._lock = threading.Lock()
         self._peers: tuple[Peer, ...] = ()
-        self._holders: dict[bytes, Peer] = {}  # by key: who said that it has the blob
+        self._promises: dict[bytes, _Promise] = {}  # by key: who said last that it has the blob
         self._is_alone = is_alone
         self._look: threading.Thread | None = None
         self._find_due_s = monotonic()
@@ -85,16 +94,17 @@ class PeersTier(Tier):
         if form is None:
             raise ChunkMismatch(f"no format is known for the namespace. namespace={name.namespace.hex()}")
         with self._lock:
-            holder = self._holders.get(name.key)
+            promise = self._promises.get(name.key)
+        holder = None if promise is None else promise.peer
 
         def ask(peer: Peer, left: Deadline) -> bool:
             try:
                 is_given = peer.get_into(name, buffer, form, left)
             except (ChunkCorrupt, ChunkMismatch):
-                self._forget(peer, name)
+                self._broken(promise, peer, name)
                 raise
             if not is_given:
-                self._forget(peer, name)
+                self._broken(promise, peer, name)
             return is_given
 
         return self._first(Deadline(self._timeout_s), ask, holder, is_alone=holder is not None and not self._is_alone)
@@ -102,7 +112,7 @@ class PeersTier(Tier):
     def is_promised(self, name: BlobName) -> bool:
         """Whether a peer has said of late that it has the blob; asks nobody."""
         with self._lock:
-            return name.key in self._holders
+            return name.key in self._promises
 
     def contains(self, name: BlobName) -> bool:
         """Whether a peer says that it has the blob.
@@ -135,16 +145,18 @@ class PeersTier(Tier):
         return count
 
     def _remember(self, peer: Peer, names: Sequence[BlobName]) -> None:
+        promise = _Promise(peer)
         with self._lock:
             for name in names if peer in self._peers else ():  # it may be gone by now
-                self._holders[name.key] = peer
-            while len(self._holders) > HOLDERS_MAX:
-                del self._holders[next(iter(self._holders))]
+                self._promises[name.key] = promise
+            while len(self._promises) > PROMISES_MAX:
+                del self._promises[next(iter(self._promises))]
 
-    def _forget(self, peer: Peer, name: BlobName) -> None:
+    def _broken(self, promise: _Promise | None, peer: Peer, name: BlobName) -> None:
+        """The peer did not give what it promised. A promise that came while it was asked is a newer one, and stays."""
         with self._lock:
-            if self._holders.get(name.key) is peer:
-                del self._holders[name.key]
+            if promise is not None and promise.peer is peer and self._promises.get(name.key) is promise:
+                del self._promises[name.key]
 
     def flush(self) -> None:
         """Look for peers, now and then, in a thread of its own: a resolver has no deadline, and others wait."""
@@ -162,7 +174,7 @@ class PeersTier(Tier):
         with self._lock:
             self._peers = tuple(found)
             gone = set(before.values())
-            self._holders = {key: peer for key, peer in self._holders.items() if peer not in gone}
+            self._promises = {key: promise for key, promise in self._promises.items() if promise.peer not in gone}
         for url in urls if not self._finder.is_fixed else ():
             if url not in known:
                 logger.info("a peer was found. peer=%s", url)
