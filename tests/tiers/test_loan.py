@@ -11,7 +11,7 @@ from tests.kit.s3 import S3
 from tests.kit.server.probe import wait_for
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.object.loop_bodies import PIECE_BYTES, Loan, LoanBody, LoopBodies
+from tiered_kv.tiers.object.loop_bodies import PIECE_BYTES, BufferLoan, LoanBody, LoopBodies
 from tiered_kv.tiers.object.loop_calls import LoopCalls
 from tiered_kv.tiers.object.store import ObjectStore
 
@@ -63,7 +63,7 @@ def stored(s3: S3, prefix: str, path: str) -> bytes:
 
 def test_memory_is_out_of_reach_once_the_loan_ends() -> None:
     memory = bytearray(b"12345678")
-    with Loan(memoryview(memory)) as loan:
+    with BufferLoan(memoryview(memory)) as loan:
         loan.take(2, b"ab")
         assert loan.give(1, 4) == b"2ab5"
     for late in (lambda: loan.take(0, b"x"), lambda: loan.give(0, 1)):
@@ -74,7 +74,7 @@ def test_memory_is_out_of_reach_once_the_loan_ends() -> None:
 
 
 def test_end_of_a_loan_waits_for_nobody_but_the_copy_under_way() -> None:
-    loan = Loan(memoryview(bytearray(8)))
+    loan = BufferLoan(memoryview(bytearray(8)))
     with loan._lock:
         ending = threading.Thread(target=loan.__exit__, args=(None, None, None))
         ending.start()
@@ -86,7 +86,7 @@ def test_end_of_a_loan_waits_for_nobody_but_the_copy_under_way() -> None:
 
 def test_body_reads_like_a_file() -> None:
     data = os.urandom(1000)
-    with Loan(memoryview(data)) as loan:
+    with BufferLoan(memoryview(data)) as loan:
         body = LoanBody(loan)
         assert len(body) == 1000
         assert body.read(10) + body.read(None) == data

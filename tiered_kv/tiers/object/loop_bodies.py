@@ -20,7 +20,7 @@ PIECE_BYTES: Final = 256 << 10
 """Small enough to come from memory that was used a moment ago, large enough that the turns of a loop do not count."""
 
 
-class Loan:
+class BufferLoan:
     """A piece of the caller's memory until the ``with`` block ends.
 
     Threads: the block is one thread, ``take`` and ``give`` may be another.
@@ -64,7 +64,7 @@ class LoanBody:
     Not an ``io.IOBase``: aiohttp would read that in another thread, 64 KiB at a time.
     """
 
-    def __init__(self, loan: Loan) -> None:
+    def __init__(self, loan: BufferLoan) -> None:
         self._loan = loan
         self._offset = 0
 
@@ -101,10 +101,10 @@ class LoopBodies:
         self._calls = calls
 
     def get_into(self, key: str, path: str, buffer: memoryview) -> None:
-        with Loan(buffer) as loan:
+        with BufferLoan(buffer) as loan:
             self._calls.run(self._get_into(key, path, loan))
 
-    async def _get_into(self, key: str, path: str, loan: Loan) -> None:
+    async def _get_into(self, key: str, path: str, loan: BufferLoan) -> None:
         try:
             answer = await self._calls.call("get_object", Key=key, Range=first_bytes(loan.size_bytes))
         except OSError as exc:
@@ -127,7 +127,7 @@ class LoopBodies:
         if len(data) <= PIECE_BYTES:
             self._calls.run(self._put(key, bytes(data), condition))
             return
-        with Loan(data) as loan:
+        with BufferLoan(data) as loan:
             self._calls.run(self._put(key, LoanBody(loan), condition))
 
     async def _put(self, key: str, data: bytes | LoanBody, condition: Mapping[str, Any]) -> None:

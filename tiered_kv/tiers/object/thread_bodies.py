@@ -34,7 +34,7 @@ from s3fs.errors import translate_boto_error
 
 from tiered_kv.tiers.object.connection import ConnectionPool, HttpConnection, Place, SilentError
 from tiered_kv.tiers.object.errors import IncompleteRead, is_conflict
-from tiered_kv.tiers.object.loop_bodies import Loan, LoanBody
+from tiered_kv.tiers.object.loop_bodies import BufferLoan, LoanBody
 from tiered_kv.tiers.object.medium import Deadline, check_expected
 from tiered_kv.tiers.object.s3_answers import CONFLICT_WAIT_S, CREATE_TRIES, first_bytes, is_beyond_the_end, whole_bytes
 
@@ -165,7 +165,7 @@ class ThreadBodies:
                 raise IncompleteRead(f"observed={count} expected={len(buffer)}")
 
     def put(self, key: str, data: memoryview, condition: Mapping[str, str]) -> None:
-        with Loan(data) as loan, self._calling(_BlobCall(self._deadline(), LoanBody(loan), data)) as call:
+        with BufferLoan(data) as loan, self._calling(_BlobCall(self._deadline(), LoanBody(loan), data)) as call:
             for left in reversed(range(CREATE_TRIES)):
                 try:
                     self._ask("put_object", Key=key, Body=call.body, **condition)
