@@ -270,6 +270,7 @@ def test_memory_that_a_server_gives_serves_others_until_it_ends(mooncake, opened
 def test_a_killed_master_costs_misses_and_its_successor_is_used(mooncake, opened):
     mooncake.member()
     tier = opened(mooncake.uri(), timeout_s=2.0)
+    _begin(tier)
     blob = CHAIN.blob(0)
     tier.put(blob.name, blob.view())
     mooncake.master.kill()
@@ -290,6 +291,7 @@ def test_a_killed_master_costs_misses_and_its_successor_is_used(mooncake, opened
 def test_a_frozen_master_ends_each_call_and_is_used_again_after_it(mooncake, opened):
     mooncake.member()
     tier = opened(mooncake.uri(), timeout_s=2.0)
+    _begin(tier)
     blob = CHAIN.blob(0)
     tier.put(blob.name, blob.view())
     with mooncake.master.frozen():
@@ -298,6 +300,11 @@ def test_a_frozen_master_ends_each_call_and_is_used_again_after_it(mooncake, ope
                 tier.contains(blob.name)
     wait_for(lambda: _answers(tier, blob), "the thawed master", deadline_s=30.0)
     assert tier.figures() == {"client_starts": 1}
+
+
+def _begin(tier):
+    """Have the client started, which may take longer than one call on a busy machine."""
+    wait_for(lambda: _answers(tier, CHAIN.blob(0)), "the client's start", deadline_s=60.0)
 
 
 def _answers(tier, blob):
@@ -309,6 +316,7 @@ def _answers(tier, blob):
 def test_calls_that_all_hang_end_with_their_process_and_a_new_one_answers(mooncake, opened):
     mooncake.member()
     tier = opened(mooncake.uri(), timeout_s=1.0, concurrency=2, MC_RPC_TIMEOUT_MS=600_000)
+    _begin(tier)
     blob = CHAIN.blob(0)
     tier.put(blob.name, blob.view())
     first = client_pid(tier)
@@ -328,6 +336,7 @@ def test_a_transfer_that_ends_late_changes_no_slot(mooncake, opened):
     member = mooncake.member()
     slow = {"MC_TCP_PROGRESS_TIMEOUT_SEC": 600, "MC_RPC_TIMEOUT_MS": 600_000}
     tier = opened(mooncake.uri(), timeout_s=1.0, concurrency=2, **slow)
+    _begin(tier)
     blob = LARGE.blob(0)
     tier.put(blob.name, blob.view())
     slot = bytearray(len(blob.data))
