@@ -14,6 +14,7 @@ from tests.kit.counts import count
 from tests.kit.fake_cuda import fake_cuda, fake_cuda_library  # noqa: F401 - fixtures
 from tests.kit.s3 import s3  # noqa: F401 - a fixture
 from tests.kit.stores.cephfs import cephfs  # noqa: F401 - a fixture
+from tests.kit.stores.mooncake import mooncake, mooncake_member  # noqa: F401 - fixtures
 from tests.kit.stores.session import stores  # noqa: F401 - a fixture
 
 REPOSITORY = Path(__file__).parent.parent

@@ -165,10 +165,11 @@ def test_what_a_model_keeps_is_part_of_what_it_may_take() -> None:
 
 
 def test_admission_is_set_for_each_tier_that_is_there() -> None:
-    assert config().admissions() == {"disk": "all", "object": "all"}
+    assert config().admissions() == {"disk": "all", "object": "all", "mooncake": "all"}
     assert config(disk_admission="second-touch").admissions()["disk"] == "second-touch"
     bucket = {"storage_uri": "s3://bucket/prefix", "storage_admission": "second-touch"}
-    assert Config.from_mapping(bucket).admissions() == {"disk": "all", "object": "second-touch"}
+    for uri, name in ((bucket["storage_uri"], "object"), ("mooncake://host:50051", "mooncake")):
+        assert Config.from_mapping(bucket | {"storage_uri": uri}).admissions()[name] == "second-touch"
     with pytest.raises(ConfigError, match="with file:// it is disk_admission"):
         config(storage_admission="second-touch")
     with pytest.raises(ConfigError, match="set disk_path, or storage_admission"):

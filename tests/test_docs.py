@@ -113,7 +113,15 @@ def test_settings_of_the_guides_exist(repository: Path) -> None:
         "multi-queue",
         "lru",
     }
-    known |= {"file:///dir", "s3://bucket/prefix", "shared+file:///dir", "stat", "top", "serve --metrics-port"}
+    known |= {
+        "file:///dir",
+        "s3://bucket/prefix",
+        "shared+file:///dir",
+        "mooncake://host:port/name",
+        "stat",
+        "top",
+        "serve --metrics-port",
+    }
     known |= {"--kv-events-config", SKIP_LOAD}
     tables = text[: text.index("## What names the stored KV")]
     cells = re.findall(r"^\| [^|]* \| ([^|]*) \| [^|]*\|$", tables, flags=re.MULTILINE)

@@ -68,6 +68,7 @@ MORE = {
     "tiers/peers": "peers",
     "tiers/object/google.py": "gcs",
     "tiers/object/azure.py": "azure",
+    "tiers/mooncake/process.py": "test",  # the extra "mooncake" names the wheel of the same package with CUDA
 }
 
 

@@ -20,6 +20,9 @@ from tiered_kv.location import Location, parse_location
         ("gs://bucket/p", "object", "gs", "bucket/p"),
         ("az://container/p", "object", "az", "container/p"),
         ("memory://x/y", "object", "memory", "x/y"),
+        ("mooncake://master:50051", "pool", "mooncake", "master:50051/tiered_kv"),
+        ("mooncake://10.0.0.1:50051/llama/v2/", "pool", "mooncake", "10.0.0.1:50051/llama/v2"),
+        ("mooncake://[fd00::1]:50051/x", "pool", "mooncake", "[fd00::1]:50051/x"),
     ],
 )
 def test_a_uri_names_a_place(uri, kind, scheme, path):
@@ -53,6 +56,19 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         ("s3://b?endpoint_url=host:9000", "expected http://host:port or https://host"),
         ("s3://b?anon=perhaps", "option anon of storage_uri: expected true or false"),
         ("memory://x?region=a", "unknown option 'region'; known options: none"),
+        ("mooncake://master/name", "expected mooncake://HOST:PORT/name"),
+        ("mooncake://:50051/name", "expected mooncake://HOST:PORT/name"),
+        ("mooncake://master:99999", "expected mooncake://HOST:PORT/name"),
+        ("mooncake://me:hidden@master:1", "without credentials"),
+        ("mooncake://master:1/a#hidden", "without #"),
+        ("mooncake://master:1/..", "no part of it is"),
+        ("mooncake://master:1/a b", "letters, digits"),
+        (f"mooncake://master:1/{'n' * 129}", "up to 128 letters"),
+        ("mooncake://master:1?hidden", "expected options such as"),
+        ("mooncake://master:1?protocl=hidden", "did you mean protocol?"),
+        ("mooncake://master:1?protocol=udp", "expected tcp or rdma"),
+        ("mooncake://master:1?global_segment_size=4GiB", "expected a number of bytes"),
+        ("mooncake://master:1?PATH=hidden", "unknown option 'PATH'"),
     ],
 )
 def test_what_names_no_place_is_told_without_secrets(uri, expected):
@@ -82,11 +98,24 @@ def test_options_are_read_and_storage_options_win():
 
 @pytest.mark.parametrize(
     ("uri", "options"),
-    [("s3://b", {"key": 5}), ("memory://x", {"a": 1}), ("shared+file:///d", {"a": 1}), ("file:///d", {"key": "k"})],
+    [
+        ("mooncake://a:1", {"MC_X": [1]}),
+        ("s3://b", {"key": 5}),
+        ("memory://x", {"a": 1}),
+        ("shared+file:///d", {"a": 1}),
+        ("file:///d", {"key": "k"}),
+    ],
 )
 def test_options_of_the_wrong_kind_are_refused(uri, options):
-    with pytest.raises(ConfigError, match="storage_options|option key"):
+    with pytest.raises(ConfigError, match="storage_options|option key|option MC_X"):
         parse_location(uri, options)
+
+
+def test_a_pool_s_options_are_mooncake_s_own_names_and_variables():
+    found = parse_location("mooncake://m:1?protocol=rdma&MC_GID_INDEX=3", {"global_segment_size": 1 << 30})
+    assert found.options == {"protocol": "rdma", "MC_GID_INDEX": "3", "global_segment_size": 1 << 30}
+    assert found.identity == found.storage == "mooncake://m:1/tiered_kv"
+    assert parse_location("mooncake://m:1?tenant_id=a").identity == "mooncake://m:1/tiered_kv@a"
 
 
 def test_options_are_never_shown():

@@ -44,7 +44,7 @@ def test_configurations_shown_are_valid(page: str) -> None:
     shown = [block for block in blocks(page) if "kv_connector" in block]
     configs = [Config.from_mapping(block["kv_connector_extra_config"]) for block in shown]
 
-    assert {config.location().scheme for config in configs} == {"s3", "gs", "az", "shared+file"}
+    assert {config.location().scheme for config in configs} == {"s3", "gs", "az", "shared+file", "mooncake"}
     assert all(block["kv_connector"] == "TieredKVConnector" and block["kv_role"] == "kv_both" for block in shown)
 
 

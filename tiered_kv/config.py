@@ -247,7 +247,8 @@ class Config:
 
     storage_uri: str = _setting(
         _uri,
-        "lowest tier: file:///absolute/dir is the local disk tier, s3://bucket/prefix an object store (required)",
+        "lowest tier: file:///absolute/dir is the local disk tier, s3://bucket/prefix an object store, "
+        "mooncake://host:port/name a Mooncake pool (required)",
         "",
     )
     storage_options: Mapping[str, object] | None = _setting(
@@ -378,6 +379,12 @@ class Config:
         location = self.location()
         if location.kind == "extension" and self.storage_admission != "all":
             raise ConfigError("storage_admission is only for object stores")
+        for name in BUCKET_SETTINGS if location.kind == "pool" else ():
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is only for object stores: a Mooncake pool is as large as the memory that its machines "
+                    "give, and its master evicts"
+                )
         if location.kind != "disk":
             if self.disk_path is None and self.disk_bytes is not None:
                 raise ConfigError(
@@ -398,7 +405,7 @@ class Config:
 
     def _check_peers(self) -> None:
         used = [name for name in ("peers", "peer_listen") if getattr(self, name) is not None]
-        if used and self.location().kind == "extension":
+        if used and self.location().kind in ("pool", "extension"):
             raise ConfigError(f"{used[0]} is for file:// and object stores, not for {self.location().scheme}://")
         if self.peers is not None and BUCKETS_PEERS in self.peers and self.location().kind != "object":
             raise ConfigError(
@@ -415,7 +422,7 @@ class Config:
 
     def admissions(self) -> dict[str, str]:
         """What each secondary tier takes, by its name."""
-        return {"disk": self.disk_admission, "object": self.storage_admission}
+        return {"disk": self.disk_admission, "object": self.storage_admission, "mooncake": self.storage_admission}
 
     def disk_root(self) -> Path | None:
         """The directory of the local disk tier: what file:// names, or ``disk_path``; None without a disk tier."""

@@ -8,6 +8,7 @@ environment: who reaches the medium (``tiers/``) does that. Called by ``config.p
     file:///dir                           local disk
     s3://bucket/prefix?endpoint_url=...   object store; also gs:// az:// memory://
     shared+file:///dir                    object store in a directory that several machines mount
+    mooncake://host:port/name             pool of a Mooncake master, shared by a fleet
     <scheme>://place?name=value           a medium that an installed package registers (docs/extending.md)
 """
 
@@ -17,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 from tiered_kv.errors import ConfigError
 
@@ -38,6 +39,25 @@ OBJECT_OPTIONS: Final[dict[str, tuple[str, ...]]] = {
 CLIENT_OPTIONS: Final = ("client_kwargs", "config_kwargs", "s3_additional_kwargs", "requester_pays")
 """What ``storage_options`` may hold for s3 besides: passed on to s3fs as it is."""
 
+MOONCAKE_OPTIONS: Final = (
+    "protocol",
+    "rdma_devices",
+    "local_hostname",
+    "metadata_server",
+    "global_segment_size",
+    "tenant_id",
+)
+"""What ``mooncake://`` takes, by the names of Mooncake's own configuration; besides variables of its environment."""
+
+MOONCAKE_VARIABLE: Final = re.compile(r"(?:MC|MOONCAKE)_[A-Za-z0-9_]+")
+"""Variables that Mooncake's client reads; an option of such a name is set in its process."""
+
+POOL_NAME: Final = "tiered_kv"
+"""What keys in a pool begin with where the URI names nothing."""
+
+POOL_NAME_PART: Final = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]+")
+POOL_NAME_MAX: Final = 128
+
 SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 """A scheme's name (RFC 3986, section 3.1)."""
 
@@ -52,13 +72,13 @@ class Location:
     """A parsed storage URI.
 
     Attributes:
-        kind: ``extension`` for a medium that another package registers.
-        path: The directory, absolute, for ``file`` and ``shared+file``; as the URI says it for an extension; otherwise
-            ``bucket/prefix`` without a slash at either end.
+        kind: ``pool`` for ``mooncake``; ``extension`` for a medium that another package registers.
+        path: The directory, absolute, for ``file`` and ``shared+file``; as the URI says it for an extension;
+            ``host:port/name`` for a pool; otherwise ``bucket/prefix`` without a slash at either end.
         options: What reaches the store, credentials included; never shown.
     """
 
-    kind: Literal["disk", "object", "extension"]
+    kind: Literal["disk", "object", "pool", "extension"]
     scheme: str
     path: str
     options: Mapping[str, object] = field(default_factory=dict, repr=False, hash=False)
@@ -75,6 +95,9 @@ class Location:
     @property
     def identity(self) -> str:
         """Names the place: equal for two clients that reach the same objects, without anything secret."""
+        if self.kind == "pool":
+            tenant = str(self.options.get("tenant_id", "default"))
+            return str(self) if tenant == "default" else f"{self}@{tenant}"
         endpoint = self.options.get("endpoint_url") or (_azure_account(self.options) if self.scheme == "az" else None)
         return f"{self}@{redact(str(endpoint)).rstrip('/')}" if endpoint else str(self)
 
@@ -103,6 +126,8 @@ def parse_location(uri: str, storage_options: Mapping[str, object] | None = None
         return _disk(parts.netloc, parts.path, bool(parts.query or parts.fragment), storage_options, shown)
     if not parts.scheme:
         raise ConfigError(f"{shown}: no scheme in it: {_with_scheme(uri)}")
+    if parts.scheme == "mooncake":
+        return _pool(parts, storage_options or {}, shown)
     if parts.scheme not in OBJECT_OPTIONS and registered_medium(parts.scheme) is not None:
         if "@" in parts.netloc or parts.fragment:
             raise ConfigError(f"{shown}: no credentials and no # in it; credentials belong into storage_options")
@@ -189,6 +214,39 @@ def _bucket_path(scheme: str, netloc: str, path: str, shown: str) -> str:
     if any(part in (".", "..") for part in prefix):
         raise ConfigError(f"{shown}: a prefix has no . or .. in it")
     return "/".join([netloc, *prefix])
+
+
+def _pool(parts: SplitResult, storage_options: Mapping[str, object], shown: str) -> Location:
+    """A Mooncake master, and what the keys of this cache begin with."""
+    wanted = f"{shown}: expected mooncake://HOST:PORT/name with the RPC port of a Mooncake master, 50051 by default"
+    try:
+        port = parts.port
+    except ValueError as exc:
+        raise ConfigError(f"{wanted} ({exc})") from exc
+    if not parts.hostname or not port or "@" in parts.netloc or parts.fragment:
+        raise ConfigError(f"{wanted}, without credentials and without #")
+    name = [part for part in parts.path.split("/") if part] or [POOL_NAME]
+    if not all(POOL_NAME_PART.fullmatch(part) for part in name) or len("/".join(name)) > POOL_NAME_MAX:
+        raise ConfigError(
+            f"{wanted}; a name has up to {POOL_NAME_MAX} letters, digits and . _ - in it, and no part of it is . or .."
+        )
+    try:
+        named = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError:
+        raise ConfigError(f"{shown}: expected options such as ?protocol=rdma") from None
+    options: dict[str, object] = {**named, **storage_options}
+    for option, value in options.items():
+        if option not in MOONCAKE_OPTIONS and MOONCAKE_VARIABLE.fullmatch(option) is None:
+            raise ConfigError(f"{shown}: {_unknown(option, MOONCAKE_OPTIONS)}, and variables MC_* and MOONCAKE_*")
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            raise ConfigError(
+                f"option {option} of storage_uri: expected a string or a whole number, got a {type(value).__name__}"
+            )
+    if str(options.get("protocol", "tcp")) not in ("tcp", "rdma"):
+        raise ConfigError("option protocol of storage_uri: expected tcp or rdma")
+    if not str(options.get("global_segment_size", 0)).isdecimal():
+        raise ConfigError("option global_segment_size of storage_uri: expected a number of bytes; 0 gives no memory")
+    return Location("pool", "mooncake", "/".join([parts.netloc, *name]), options)
 
 
 def _query(scheme: str, query: str, shown: str) -> dict[str, object]:

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tests.kit.server import object_nodes
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import wait_written
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
+from tests.kit.stores.mooncake import Pool
 from tests.kit.stores.session import ATOMIC, OVERWRITING, Stores
 from tests.kit.stores.store import Store
 from tiered_kv.cli.app import app
@@ -731,3 +733,44 @@ def test_arguments_that_are_wrong_end_with_2(root: Path) -> None:
         result = CliRunner().invoke(app, ["doctor", *arguments])
         assert (result.exit_code, result.stdout) == (2, "")
         assert expected in result.stderr
+
+
+# -- a Mooncake pool --------------------------------------------------------------------------------------------------
+
+
+def test_a_mooncake_pool_is_tested_and_nothing_is_left(doctor: Doctor, mooncake: Pool) -> None:
+    member = mooncake.member()
+    report = doctor(mooncake.uri(), "--set", "host_bytes=64MiB")
+    assert report["works"] and report["plan"].endswith(f"-> {mooncake.uri()} (its master evicts)")
+    assert [(m["tier"], m["operation"]) for m in report["measurements"]] == [
+        ("mooncake", "write"),
+        ("mooncake", "read"),
+    ]
+    assert "was written, read, compared and removed" in found(report, "mooncake test", "ok")
+    assert member.remove_all() == 0
+
+
+def test_a_mooncake_pool_without_memory_or_master_is_an_error_that_says_so(doctor: Doctor, mooncake: Pool) -> None:
+    report = doctor(mooncake.uri(), "--set", "host_bytes=64MiB")
+    assert "no room for a blob" in found(report, "mooncake test", "error") and errors(report) == ["mooncake test"]
+    mooncake.master.kill()
+    report = doctor(mooncake.uri(), "--set", "host_bytes=64MiB")
+    assert "nothing listens there; check that the master runs" in found(report, "mooncake test", "error")
+
+
+def test_a_mooncake_pool_across_a_network_is_warned_about(doctor: Doctor) -> None:
+    report = doctor("mooncake://nowhere.invalid:50051", "--set", "host_bytes=64MiB")
+    assert "encrypts nothing" in found(report, "mooncake", "warning")
+    assert "host name is not known" in found(report, "mooncake test", "error")
+
+
+def test_without_mooncake_s_package_its_name_is_told(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    report = doctor("mooncake://127.0.0.1:1", "--set", "host_bytes=64MiB")
+    assert "pip install 'tiered_kv[mooncake]'" in found(report, "mooncake", "error")
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "tree", "gc", "verify", "stat", "evict"])
+def test_what_must_list_refuses_a_mooncake_pool(verb: str) -> None:
+    result = CliRunner().invoke(app, [verb, "mooncake://127.0.0.1:1/x"])
+    assert result.exit_code == 2 and "nobody can list what is in one" in result.stderr

@@ -11,6 +11,7 @@ from tiered_kv.errors import CapacityExceeded
 from tiered_kv.fleet.layout import LEASES, RECENCY, SERVERS, Found
 from tiered_kv.fleet.timing import Timing
 from tiered_kv.tiers.object.store import ObjectStore
+from tiered_kv.tiers.object.tier import ObjectTier
 
 HOUR_S = 3600
 RESTLESS = Timing(rest_after_s=float("inf"))
@@ -150,6 +151,23 @@ def test_a_server_that_comes_back_or_is_new_is_granted_bytes_by_the_leader_that_
         servers.append(keeper_of(store, clock, blobs=limit, timing=QUICK))  # the second is new
     assert [keeper.figures()["role"] for keeper in servers[:3]] == ["leader", "follower", "follower"]
     assert len(list(store.list(LEASES))) == 1, "nobody took the lease"
+
+
+def test_who_looks_in_vain_at_rest_has_its_grant_before_its_first_put(memory: ObjectStore, clock: Time) -> None:
+    """What a prompt's lookup does not find is computed and put: seconds later, and the leader needs as long."""
+    leader, other = keeper_of(memory, clock, timing=QUICK), keeper_of(memory, clock, timing=QUICK)
+    turn(clock, leader, other, times=30)
+    assert leader.figures()["is_resting"] and other.figures()["is_resting"]
+    tier = ObjectTier(memory, keeper=other)
+    assert not tier.contains(CHAIN.name(0))
+    turn(clock, leader, other, times=int(QUICK.rest_watch_s) + 4)
+    put(memory, other, CHAIN, 0)
+    assert other.figures()["refused_puts"] == 0
+    turn(clock, leader, other, times=30)
+    assert other.figures()["is_resting"]
+    assert tier.contains(CHAIN.name(0))
+    turn(clock, other)
+    assert other.figures()["is_resting"], "nothing is put after a hit"
 
 
 def test_a_leader_that_died_at_rest_is_replaced_when_somebody_comes_back(memory: ObjectStore, clock: Time) -> None:

@@ -64,7 +64,10 @@ def is_reached(names, name):
 
 
 def tree_of(names):
-    return PrefixTree.of(names, {(name.namespace, name.key): row for row, name in enumerate(names)})
+    rows = {}
+    for row, name in enumerate(names):
+        rows.setdefault(name.namespace, {})[name.key] = row
+    return PrefixTree.of(names, rows)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -39,7 +39,7 @@ class LineProcess:
         self._process.stdout.close()
         self._log.close()
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _say(self, message: dict[str, Any] | list[str]) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()

@@ -125,7 +125,7 @@ def test_no_order_of_going_leaves_a_child_without_its_parent(seed: int) -> None:
     forest = Forest(blobs.values())
     before = len(forest.orphans)
     criteria = draw.choice([Criteria(free_bytes=draw.randrange(1, 2000)), Criteria(used_before_s=2.0)])
-    left = dict(forest.blobs)
+    left = {ident(blob): blob for blob in forest.blobs}
     for blob in select(forest, criteria).blobs:
         del left[ident(blob)]
         assert len(Forest(left.values()).orphans) == before == 0

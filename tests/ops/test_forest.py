@@ -19,10 +19,10 @@ def test_a_shared_beginning_has_two_continuations() -> None:
     names = Model().names(prompt) + Model().names(prompt[: 2 * CHUNK] + tokens(2, 2))
     forest = Forest(StoredBlob(name, 1, 1.0, 1.0, 0.0) for name in names)
     assert len(forest.blobs) == 5 and len(forest.roots) == 1 and not forest.orphans
-    shared = forest.blobs[names[1].namespace, names[1].key]
+    shared = next(blob for blob in forest.blobs if blob.name == names[1])
     assert {b.name for b in forest.children(shared)} == {names[2], names[5]}
     assert {b.name for b in forest.behind([shared])} == {*names[1:3], *names[5:]}
-    assert [b.name for b in forest.prefix(forest.blobs[ident(shared)])] == [names[1], names[0]]
+    assert [b.name for b in forest.prefix(shared)] == [names[1], names[0]]
 
 
 def test_a_gap_leaves_everything_behind_it_unreachable() -> None:
@@ -57,7 +57,7 @@ def test_a_use_and_a_pin_of_a_chunk_are_those_of_its_prefix() -> None:
     blobs = chain(1, 4, used_s=0.0)
     blobs[2] = msgspec.structs.replace(blobs[2], used_s=50.0, pinned_until_s=9e9)
     forest = Forest(blobs)
-    assert [forest.last_uses()[ident(b)] for b in blobs] == [50.0, 50.0, 50.0, 3.0]
+    assert [forest.last_uses()[forest.row(b)] for b in blobs] == [50.0, 50.0, 50.0, 3.0]
     assert forest.pinned() == {ident(b) for b in blobs[:3]}
 
 

@@ -70,18 +70,23 @@ def test_orders(order: str, expected: str) -> None:
     forest = Forest(blobs.values())
     used = forest.last_uses()
     names = {chunk: label for label, chunk in blobs.items()}
-    by = orders(used)[order]
-    assert "".join(names[c] for c in first(forest.blobs.values(), by, None, is_reversed=False)) == expected
-    assert "".join(names[c] for c in first(forest.blobs.values(), by, None, is_reversed=True)) == expected[::-1]
-    assert "".join(names[c] for c in first(forest.blobs.values(), by, 2, is_reversed=False)) == expected[:2]
-    assert "".join(names[c] for c in first(forest.blobs.values(), by, 2, is_reversed=True)) == expected[::-1][:2]
+    by = orders(forest, used)[order]
+
+    def found(limit: int | None, *, is_reversed: bool) -> str:
+        rows = first(forest, range(len(blobs)), by, limit, is_reversed=is_reversed)
+        return "".join(names[forest.blobs[row]] for row in rows)
+
+    assert found(None, is_reversed=False) == expected
+    assert found(None, is_reversed=True) == expected[::-1]
+    assert found(2, is_reversed=False) == expected[:2]
+    assert found(2, is_reversed=True) == expected[::-1][:2]
 
 
 def test_only_what_was_not_used_since_a_time_matches() -> None:
     forest = Forest([blob(10, 1, 300), blob(11, 9, 200, parent=10), blob(12, 5, 250, OTHER)])
     used = forest.last_uses()
-    assert {b.name.key[0] for b in matching(forest, used, None, NOW_S - 225)} == {12}
-    assert {b.name.key[0] for b in matching(forest, used, ONE, None)} == {10, 11}
+    assert list(matching(forest, used, None, NOW_S - 225)) == [2]
+    assert list(matching(forest, used, ONE, None)) == [0, 1] and list(matching(forest, used)) == [0, 1, 2]
     assert matching(forest, used, ONE, NOW_S - 225) == []
 
 

@@ -274,8 +274,9 @@ def test_use_in_a_bucket_is_what_its_logs_say(tmp_path: Path) -> None:
         content = storage.look()
         used = {blob.name.key: blob.used_s for blob in content.blobs}
         assert used[names[0].key] == 1_600_000_000 and used[names[1].key] > 1_700_000_000
-        both = Forest(content.blobs).last_uses()
-        assert both[names[0].namespace, names[0].key] == used[names[1].key], "a use of a chunk is one of its prefix"
+        forest = Forest(content.blobs)
+        dated = dict(zip((blob.name for blob in forest.blobs), forest.last_uses(), strict=True))
+        assert dated[names[0]] == used[names[1].key], "a use of a chunk is one of its prefix"
         storage.store.put("_tiered_kv/recency/x/000000000000", b"garbage")
         assert storage.look().notes == ["1 logs of use cannot be understood and were left out"]
 

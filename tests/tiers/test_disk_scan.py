@@ -1,11 +1,14 @@
 """The walk over a directory: what each file is, without changing any."""
 
 import os
+import sys
 
 import pytest
 
 from tiered_kv.testing.blobs import SampleChain
+from tiered_kv.tiers.disk.entries import pack, read_entries, unpack
 from tiered_kv.tiers.disk.index import read_index
+from tiered_kv.tiers.disk.read_ahead import ReadAhead
 from tiered_kv.tiers.disk.scan import Kind, walk
 from tiered_kv.tiers.disk.tier import DiskTier
 
@@ -72,3 +75,48 @@ def test_a_link_a_pipe_and_a_directory_under_a_blobs_name_are_no_blobs(stored, t
     found = {file.path: file.kind for file in walk(blobs, index)}
     assert found[str(link)] is found[str(pipe)] is Kind.STRAY and str(directory) not in found
     assert sorted(kind.value for kind in found.values()) == ["indexed", "stray", "stray"]
+
+
+def test_directories_read_ahead_say_what_reading_them_here_says(stored, tmp_path, monkeypatch):
+    """Names of all kinds, a directory that is gone, and one that comes after it."""
+    blobs, _ = stored
+    here = sorted(str(path) for path in blobs.glob("*/*") if path.is_dir())
+    (blobs / "odd").mkdir()
+    os.mkfifo(blobs / "odd" / f"{'ab' * 16}.safetensors")
+    (blobs / "odd" / os.fsdecode(b"\xff\n name")).touch()
+    (blobs / "odd" / f"{'AB' * 16}.safetensors").touch()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("tiered_kv.tiers.disk.read_ahead.BATCH", 3)
+    wanted = [*here, str(blobs / "odd"), str(blobs / "gone")]
+    with ReadAhead(wanted, ".safetensors") as ahead:
+        for directory in [*here, str(blobs / "odd")]:
+            told, known = ahead.take(directory), read_entries(directory, ".safetensors")
+            assert told is not None, "another process has read it"
+            assert (sorted(told.files), sorted(told.others)) == (sorted(known.files), sorted(known.others))
+        assert len(known.others) == 3 and ahead.take(str(blobs / "gone")) is None
+    assert entries_equal(list(unpack(pack(known))), [known])
+    assert list(unpack(pack(known)[:-1])) == [], "what was cut off is not there"
+
+
+def entries_equal(found, known):
+    return [(list(one.files), one.others) for one in found] == [(list(one.files), one.others) for one in known]
+
+
+@pytest.mark.parametrize(
+    ("python", "is_python"), [(sys.executable, True), ("/nowhere/python", False), ("/bin/false", False)]
+)
+def test_a_large_directory_is_walked_to_its_end_whether_or_not_others_read_it(
+    stored, tmp_path, monkeypatch, python, is_python
+):
+    blobs, _ = stored
+    (blobs / "notes.txt").touch()
+    index = read_index(tmp_path)
+    known = {(found.kind, found.path, found.written_s, found.size_bytes) for found in walk(blobs, index)}
+    taken = []
+    monkeypatch.setattr("tiered_kv.tiers.disk.scan.READ_AHEAD_FROM", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(sys, "executable", python)
+    take = ReadAhead.take
+    monkeypatch.setattr(ReadAhead, "take", lambda self, directory: taken.append(take(self, directory)) or taken[-1])
+    assert {(found.kind, found.path, found.written_s, found.size_bytes) for found in walk(blobs, index)} == known
+    assert len(known) == 5 and any(taken) is is_python

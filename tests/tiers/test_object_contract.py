@@ -166,6 +166,9 @@ class RecordingKeeper:
     def finished(self, size_bytes, stored):
         self.heard.append(("finished", size_bytes, stored))
 
+    def expect(self):
+        self.heard.append(("expect",))
+
     def record_use(self, names):
         self.heard.append(("record_use", [name.key for name in names]))
 
@@ -219,7 +222,9 @@ def test_the_keeper_hears_of_every_put_and_delete(store):
     keeper = RecordingKeeper()
     tier = ObjectTier(store, keeper=keeper)
     blob, size = CHAIN.blob(0), CHAIN.form.blob_bytes
+    assert not tier.contains(blob.name)
     tier.put(blob.name, blob.view())
+    assert tier.contains(blob.name)
     tier.put(blob.name, blob.view())
     tier.delete(blob.name)
     tier.delete(blob.name)
@@ -229,6 +234,7 @@ def test_the_keeper_hears_of_every_put_and_delete(store):
     tier.close()
     tier.close()
     assert keeper.heard == [
+        ("expect",),
         ("reserve", size),
         ("finished", size, True),
         ("reserve", size),
@@ -245,7 +251,7 @@ def test_a_put_that_the_keeper_refuses_reaches_no_store(store):
     tier = ObjectTier(store, keeper=keeper)
     with pytest.raises(CapacityExceeded):
         tier.put(CHAIN.name(0), CHAIN.blob(0).view())
-    assert keeper.heard == [] and not tier.contains(CHAIN.name(0))
+    assert keeper.heard == [] and not tier.contains(CHAIN.name(0)) and keeper.heard == [("expect",)]
 
 
 def test_a_put_that_fails_leaves_the_keeper_in_doubt(store, monkeypatch):

@@ -231,6 +231,26 @@ def test_a_bucket_is_asked_for_what_follows_the_peers_part(door):
         assert read(both, 2) == CHAIN.blob(2).data and read(both, 1) is None
 
 
+def test_what_peers_promise_is_there_though_the_bucket_does_not_answer(door):
+    bucket = GuardedTier(Silent(is_shared=True), breaker := Breaker(time.monotonic))
+    names = [CHAIN.name(index) for index in range(4)]
+    with peers(url(door)) as others:
+        both = PeersFirst(others, bucket, others.is_promised)
+        for _ in range(FAILURES_MAX + 1):
+            assert both.count_held(names) == 2
+            assert [read(both, index) for index in range(2)] == [CHAIN.blob(index).data for index in range(2)]
+        assert breaker.is_open, "the bucket's breaker hears of its own failures"
+        with pytest.raises(TierUnavailable):
+            both.count_held(names[2:])
+
+
+class Silent(MemoryTier):
+    """A bucket that does not answer."""
+
+    def contains(self, name):
+        raise TierUnavailable("no answer")
+
+
 def test_a_peer_that_is_frozen_after_its_promise_leaves_the_read_to_the_bucket():
     bucket = Counted(is_shared=True)
     blob = CHAIN.blob(0)

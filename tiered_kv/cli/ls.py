@@ -1,7 +1,7 @@
 """`tiered-kv ls`: the namespaces of a tier, then its chunks."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -27,10 +27,10 @@ from tiered_kv.cli.output import exit_codes, note, print_json, print_table
 from tiered_kv.cli.text import ago, end_of, pin_text, shortened, states_text
 from tiered_kv.config import parse_time_s, size_text
 from tiered_kv.keys.tags import tag_text
-from tiered_kv.ops.forest import Forest, Ident, ident
+from tiered_kv.ops.forest import Forest, ident
 from tiered_kv.ops.listing import LsNamespace, first, matching, orders, set_self_test_apart, sum_up
 from tiered_kv.ops.report import Report
-from tiered_kv.ops.storage import Content, StoredBlob
+from tiered_kv.ops.storage import Content
 from tiered_kv.ops.text import option_value
 
 
@@ -151,14 +151,14 @@ def ls(
         forest = Forest(content.blobs)
         used = forest.last_uses()
         chosen = matching(forest, used, space, used_before_s, digest, conditions)
-        shown = first(chosen, orders(used)[sort], limit or None, is_reversed=is_reversed)
+        shown = first(forest, chosen, orders(forest, used)[sort], limit or None, is_reversed=is_reversed)
         report = LsReport(
             uri=storage.uri,
             tier=storage.kind,
             namespaces=sum_up(content.records, forest, used, now_s, space)[0],
             chunks=_chunks(shown, storage.kind, content, forest, used),
             chunk_count=len(chosen),
-            chunk_bytes=sum(blob.size_bytes for blob in chosen),
+            chunk_bytes=sum(forest.blobs[row].size_bytes for row in chosen),
             notes=content.notes,
         )
         if as_json:
@@ -167,9 +167,7 @@ def ls(
             _show(report, now_s)
 
 
-def _chunks(
-    blobs: Sequence[StoredBlob], tier: str, content: Content, forest: Forest, used: Mapping[Ident, float]
-) -> list[LsChunk]:
+def _chunks(rows: Sequence[int], tier: str, content: Content, forest: Forest, used: Sequence[float]) -> list[LsChunk]:
     kept = forest.pinned()
     tokens = {digest: record.chunk_tokens for digest, record in content.records.items()}
     return [
@@ -181,14 +179,15 @@ def _chunks(
             is_state=blob.is_state,
             size_bytes=blob.size_bytes,
             written_s=blob.written_s,
-            used_s=used[ident(blob)],
+            used_s=used[row],
             tier=tier,
             is_pinned=ident(blob) in kept,
             pinned_until_s=end_of(blob.pinned_until_s),
             tag=tag_text(blob.tag),
             stored_by=blob.stored_by or None,
         )
-        for blob in blobs
+        for row in rows
+        for blob in [forest.blobs[row]]
     ]
 
 

@@ -83,7 +83,7 @@ def find_chunk(forest: Forest, text: str) -> StoredBlob:
         ConfigError: There is none like that, or more than one.
     """
     prefix = _digits(text, "KEY")
-    found = [blob for (_, key), blob in forest.blobs.items() if key.hex().startswith(prefix)]
+    found = [blob for blob in forest.blobs if blob.name.key.hex().startswith(prefix)]
     if len(found) != 1:
         what = f"{len(found)} chunks have keys that begin" if found else "no chunk here has a key that begins"
         hint = ": write more of it" if found else ": `tiered-kv ls URI` lists them"

@@ -140,7 +140,7 @@ def unpin(
 
 
 def _described(forest: Forest, name: BlobName, until_s: float) -> Pin:
-    blob = forest.blobs.get((name.namespace, name.key))
+    blob = forest.find(name)
     kept: list[StoredBlob] = [] if blob is None else forest.with_states([blob])
     return Pin(
         namespace=name.namespace.hex(),

@@ -125,6 +125,10 @@ class BucketKeeper:
         """Tell how a reserved PUT ended; None: nobody knows, it may land for a while yet."""
         self._budget.finished(size_bytes, stored)
 
+    def expect(self) -> None:
+        """Puts will follow soon: a server at rest asks for a grant, which takes as long as a prompt to be computed."""
+        self._budget.expect()
+
     def record_use(self, names: Iterable[BlobName]) -> None:
         """Note uses; written now and then."""
         self._uses.record(names)

@@ -78,6 +78,11 @@ class LocalBudget:
             elif stored:
                 self._spend(size_bytes)
 
+    def expect(self) -> None:
+        """A PUT is likely soon; counts as one that was begun for :meth:`idle_s`."""
+        with self._lock:
+            self._asked_at = self._clock()
+
     def forget(self, size_bytes: int) -> None:
         """Note a blob that this server deleted; the leader learns of it from its next LIST."""
         with self._lock:
@@ -154,7 +159,7 @@ class LocalBudget:
             )
 
     def idle_s(self) -> float:
-        """Since when no PUT was begun, nor refused; 0 while one is in flight."""
+        """Since when no PUT was begun, refused, nor expected; 0 while one is in flight."""
         with self._lock:
             now = self._clock()
             self._settle(now)

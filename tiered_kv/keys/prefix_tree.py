@@ -47,16 +47,15 @@ class PrefixTree:
                 link(candidate if candidate >= 0 and depths[candidate] == depth - 1 else GAP)
 
     @classmethod
-    def of(cls, names: Sequence[BlobName], rows: Mapping[tuple[bytes, bytes], int]) -> Self:
+    def of(cls, names: Sequence[BlobName], rows: Mapping[bytes, Mapping[bytes, int]]) -> Self:
         """Link chunks by their names, which tell their ancestry.
 
         Args:
-            rows: Of each name its row, by namespace and key.
+            rows: Of each name its row, by namespace, then by key.
         """
         # Nothing is called for each chunk but these: there may be a million.
-        row_of = rows.get
         candidates = [
-            ROOT if name.parent == name.namespace else row_of((name.namespace, name.parent), GAP) for name in names
+            ROOT if name.parent == name.namespace else rows[name.namespace].get(name.parent, GAP) for name in names
         ]
         return cls(array("I", [name.chunk_index for name in names]), candidates)
 

@@ -150,9 +150,9 @@ def _without_torn_end(forest: Forest, blobs: list[StoredBlob]) -> list[StoredBlo
 def _by_recency(forest: Forest, namespace: bytes | None) -> list[StoredBlob]:
     """What requests can reach: chunks used together stay together, and no child comes before its parent."""
     used = forest.last_uses()
-    walked = forest.walk(lambda blob: -used[ident(blob)])
+    walked = forest.walk(lambda blob: -used[forest.row(blob)])
     wanted = [blob for blob in walked if namespace in (None, blob.name.namespace)]
-    return sorted(wanted, key=lambda blob: -used[ident(blob)])  # stable, and a parent was used no earlier
+    return sorted(wanted, key=lambda blob: -used[forest.row(blob)])  # stable, and a parent was used no earlier
 
 
 def copy(

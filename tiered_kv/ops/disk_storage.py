@@ -100,8 +100,7 @@ class DiskStorage(Storage):
         try:
             with _uncollected():
                 pins = {name.key: until_s for name, until_s in self._pins(content).items()}
-                for found in walk(self._blobs, index, lambda: progress(len(content.blobs), total)):
-                    _take(content, found, pins)
+                _take(content, walk(self._blobs, index, lambda: progress(len(content.blobs), total)), pins)
         except OSError as exc:
             raise TierUnavailable(f"the directory cannot be listed. path={self._blobs}: {exc}") from exc
         content.strays += _temp_files(self.root / "tmp")
@@ -405,15 +404,27 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _take(content: Content, found: FoundFile, pins: Mapping[bytes, float]) -> None:
-    """Add a file of the walk to a listing; ``pins`` are by key."""
-    kind, name, row = found.kind, found.name, found.row
-    told = found.header or row
-    size_bytes, written_s = found.size_bytes, found.status.st_mtime
-    if name is not None and told is not None and kind in (Kind.INDEXED, Kind.READ):
-        used_s = written_s if row is None else max(written_s, float(row.used_s))
+def _take(content: Content, files: Iterable[FoundFile], pins: Mapping[bytes, float]) -> None:
+    """Add the files of a walk to a listing; ``pins`` are by key. Nothing is called for each but what it takes."""
+    indexed, add, pinned_s = Kind.INDEXED, content.blobs.append, pins.get
+    for found in files:
+        row, written_s = found.row, found.written_s
+        if found.kind is indexed and row is not None and found.name is not None:
+            record = row.record
+            used_s = float(row.used_s) if row.used_s > written_s else written_s
+            until_s = pinned_s(record.key, 0.0)
+            add(StoredBlob(found.name, row.size_bytes, written_s, used_s, until_s, record.tag, record.stored_by))
+        else:
+            _take_other(content, found, pins)
+
+
+def _take_other(content: Content, found: FoundFile, pins: Mapping[bytes, float]) -> None:
+    """A file that the index does not know, or not as it is."""
+    kind, name, size_bytes, written_s = found.kind, found.name, found.size_bytes, found.written_s
+    if kind is Kind.READ and name is not None and found.header is not None:
+        used_s = written_s if found.row is None else max(written_s, float(found.row.used_s))
+        record = found.header.record
         pinned_s = pins.get(name.key, 0.0)
-        record = told.record
         content.blobs.append(StoredBlob(name, size_bytes, written_s, used_s, pinned_s, record.tag, record.stored_by))
         return
     word, reason = "damaged", without_paths(found.reason)

@@ -1,8 +1,9 @@
 """Run every check of a configuration, and work out what the settings come to.
 
 Checks live by topic in the modules beside this one (``doctor_config``, ``doctor_server``, ``doctor_disk``,
-``doctor_object``, ``doctor_peers``); here is their order, and what needs several of them: capacities against the chunks
-that are there. The tests remove what they write; where a server runs, its own statistics replace them.
+``doctor_object``, ``doctor_mooncake``, ``doctor_peers``); here is their order, and what needs several of them:
+capacities against the chunks that are there. The tests remove what they write; where a server runs, its own statistics
+replace them.
 """
 
 import os
@@ -18,6 +19,7 @@ from tiered_kv.location import redact
 from tiered_kv.ops.disk_storage import DiskStorage
 from tiered_kv.ops.doctor_config import check_settings
 from tiered_kv.ops.doctor_disk import capacity_bytes, check_disk, check_marker
+from tiered_kv.ops.doctor_mooncake import check_pool
 from tiered_kv.ops.doctor_object import check_object
 from tiered_kv.ops.doctor_peers import check_peers
 from tiered_kv.ops.doctor_server import Running, check_descriptors, check_memory, check_socket, find_running
@@ -128,6 +130,10 @@ def examine(
     ]
     disk, disk_bytes = (Content(), config.disk_bytes) if refusals else _examine_disk(config, running, result)
     bucket = _examine_object(config, result) if config.location().kind == "object" else Content()
+    if config.location().kind == "pool":
+        findings, measurements = check_pool(config)
+        result.findings += findings
+        result.measurements += measurements
     result.findings += [*check_namespaces(config, "disk", disk), *check_namespaces(config, "object", bucket)]
     models = models_of([disk, bucket])
     if chunk_bytes is not None:
@@ -313,6 +319,8 @@ def plan(config: Config, disk_bytes: int | None) -> str:
         if config.storage_ttl is not None:
             limits.append(f"unused for {_time_text(config.storage_ttl)} goes")
         parts.append(f"{redact(str(config.location()))} ({', '.join(limits) or 'no limit'})")
+    if config.location().kind == "pool":
+        parts.append(f"{config.location()} (its master evicts)")
     if config.peers is not None:
         fixed = sum(place.startswith("https://") for place in config.peers)
         others = [place for place in config.peers if not place.startswith("https://")]

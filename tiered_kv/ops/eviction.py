@@ -169,7 +169,7 @@ def select(forest: Forest, criteria: Criteria, state_parts: Mapping[bytes, int] 
         state_parts: Of a state, by namespace (``Content.state_parts``).
     """
     used = forest.last_uses()
-    wanted = list(forest.blobs.values())
+    wanted = list(forest.blobs)
     if criteria.tag is not None:
         wanted = _behind(forest, (blob for blob in wanted if blob.tag == criteria.tag))
     elif criteria.stored_by is not None:
@@ -181,7 +181,7 @@ def select(forest: Forest, criteria: Criteria, state_parts: Mapping[bytes, int] 
         blob
         for blob in wanted
         if criteria.namespace in (None, blob.name.namespace)
-        and (criteria.used_before_s is None or used[ident(blob)] < criteria.used_before_s)
+        and (criteria.used_before_s is None or used[forest.row(blob)] < criteria.used_before_s)
     ]
     ordered = _ordered(forest, wanted, used, state_parts or {})
     kept = forest.pinned() if criteria.tag is None and criteria.stored_by is None else set()
@@ -197,11 +197,11 @@ def _behind(forest: Forest, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:
 
 
 def _ordered(
-    forest: Forest, blobs: Sequence[StoredBlob], used: dict[Ident, float], state_parts: Mapping[bytes, int]
+    forest: Forest, blobs: Sequence[StoredBlob], used: Sequence[float], state_parts: Mapping[bytes, int]
 ) -> list[StoredBlob]:
     """Of no use first, then by last use: a parent was used no earlier than its children, so it comes later."""
     lost = {ident(blob) for blob in (*forest.unreachable(), *forest.torn_states(state_parts))}
-    return sorted(blobs, key=lambda blob: (ident(blob) not in lost, used[ident(blob)], -blob.name.chunk_index))
+    return sorted(blobs, key=lambda blob: (ident(blob) not in lost, used[forest.row(blob)], -blob.name.chunk_index))
 
 
 def _first(forest: Forest, blobs: Sequence[StoredBlob], size_bytes: int) -> list[StoredBlob]:

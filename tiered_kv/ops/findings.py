@@ -29,6 +29,7 @@ SECTIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("server", "socket"), f"{TROUBLESHOOTING}#the-server-is-gone"),
     **dict.fromkeys(("memory", "descriptors"), f"{TROUBLESHOOTING}#memory"),
     **dict.fromkeys(("peers", "peer key", "door"), f"{TROUBLESHOOTING}#peers"),
+    **dict.fromkeys(("mooncake", "mooncake test"), f"{TROUBLESHOOTING}#mooncake"),
 }
 """Where each check's warnings and errors are explained."""
 
@@ -55,7 +56,7 @@ class DoctorMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """How long one operation of a tier took.
 
     Attributes:
-        tier: ``disk`` or ``object``.
+        tier: ``disk``, ``object`` or ``mooncake``.
         operation: ``write``, ``read`` or ``head``.
         seconds: Of one operation; of ``head`` the median of five.
         bytes: What it moved.

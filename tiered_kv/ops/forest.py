@@ -1,8 +1,10 @@
 """The chunks of a tier on their prefix trees: blobs in, blobs out (``keys/prefix_tree.py`` knows rows only)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.prefix_tree import PrefixTree
 from tiered_kv.ops.storage import StoredBlob
 
@@ -32,21 +34,48 @@ def ident(blob: StoredBlob) -> Ident:
     return blob.name.namespace, blob.name.key
 
 
+def _rows_of(blobs: Sequence[StoredBlob]) -> dict[bytes, dict[bytes, int]]:
+    """Rows by namespace and key; of two blobs of one chunk the later one."""
+    rows: defaultdict[bytes, dict[bytes, int]] = defaultdict(dict)
+    for row, blob in enumerate(blobs):  # a million: nothing is called for each
+        name = blob.name
+        rows[name.namespace][name.key] = row
+    return dict(rows)
+
+
 class Forest:
     """Every namespace's chunks, linked to their parents.
 
     Attributes:
-        blobs: By namespace and key; of two blobs of one chunk the later one.
+        blobs: By row of the tree; of two blobs of one chunk the later one.
     """
 
     def __init__(self, blobs: Iterable[StoredBlob]) -> None:
-        self.blobs = {(blob.name.namespace, blob.name.key): blob for blob in blobs}
-        self._stored = list(self.blobs.values())  # by row of the tree
-        self._rows = dict(zip(self.blobs, range(len(self.blobs)), strict=True))
-        self._tree = PrefixTree.of([blob.name for blob in self._stored], self._rows)
+        self.blobs = list(blobs)
+        self._rows = _rows_of(self.blobs)
+        if sum(map(len, self._rows.values())) < len(self.blobs):
+            self.blobs = [self.blobs[row] for rows in self._rows.values() for row in rows.values()]
+            self._rows = _rows_of(self.blobs)
+        self._tree = PrefixTree.of([blob.name for blob in self.blobs], self._rows)
+
+    def row(self, blob: StoredBlob) -> int:
+        """Where a chunk is in ``blobs``.
+
+        Raises:
+            KeyError: It is not in the forest.
+        """
+        return self._rows[blob.name.namespace][blob.name.key]
+
+    def find(self, name: BlobName) -> StoredBlob | None:
+        """The chunk of this name; None: it is not in the forest."""
+        row = self._find(name)
+        return None if row is None else self.blobs[row]
+
+    def _find(self, name: BlobName) -> int | None:
+        return self._rows.get(name.namespace, {}).get(name.key)
 
     def _at(self, rows: Iterable[int]) -> list[StoredBlob]:
-        return [self._stored[row] for row in rows]
+        return [self.blobs[row] for row in rows]
 
     @property
     def roots(self) -> list[StoredBlob]:
@@ -60,37 +89,37 @@ class Forest:
 
     def children(self, blob: StoredBlob) -> list[StoredBlob]:
         """The chunks that continue this one; none where a prefix ends, or where the blob is not in the forest."""
-        row = self._rows.get(ident(blob))
+        row = self._find(blob.name)
         return [] if row is None else self._at(self._tree.children(row))
 
     def prefix(self, blob: StoredBlob) -> list[StoredBlob]:
         """The chunk and those before it, deepest first, up to the first that is missing."""
-        row = self._rows.get(ident(blob))
+        row = self._find(blob.name)
         return [blob] if row is None else self._at(self._tree.prefix(row))
 
     def behind(self, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:
         """These chunks of the forest and everything that depends on them, each once."""
-        return self._at(self._tree.behind(self._rows[ident(blob)] for blob in blobs))
+        return self._at(self._tree.behind(map(self.row, blobs)))
 
     def unreachable(self) -> list[StoredBlob]:
         """Everything behind a gap."""
         return self._at(self._tree.behind(self._tree.orphans))
 
-    def last_uses(self) -> dict[Ident, float]:
-        """When each chunk was last used: a use of a chunk is a use of the prefix before it."""
-        used = [blob.used_s for blob in self._stored]
+    def last_uses(self) -> list[float]:
+        """When each chunk was last used, by row: a use of a chunk is a use of the prefix before it."""
+        used = [blob.used_s for blob in self.blobs]
         self._tree.spread_uses(used)
-        return dict(zip(self.blobs, used, strict=True))
+        return used
 
     def pinned(self) -> set[Ident]:
         """Pinned chunks, the prefixes before them, and the states along these: a prefix without any is of no use."""
-        return set(map(ident, self.with_states(blob for blob in self._stored if blob.pinned_until_s)))
+        return set(map(ident, self.with_states(blob for blob in self.blobs if blob.pinned_until_s)))
 
     def with_states(self, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:
         """These chunks of the forest, those before them, and the states that lie along them; parents first."""
-        marked = self._tree.with_prefixes(self._rows[ident(blob)] for blob in blobs)
-        self._tree.mark_behind(marked, lambda row: self._stored[row].is_state)
-        return [self._stored[row] for row in self._tree.shallowest_first if marked[row]]
+        marked = self._tree.with_prefixes(map(self.row, blobs))
+        self._tree.mark_behind(marked, lambda row: self.blobs[row].is_state)
+        return [self.blobs[row] for row in self._tree.shallowest_first if marked[row]]
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -108,9 +137,9 @@ class Forest:
 
     def whole_state(self, part: StoredBlob) -> list[StoredBlob]:
         """All that is here of the state that a part belongs to; the deepest first, as it has to go."""
-        found, row = self.state(part)[::-1], self._rows[ident(part)]
-        while row >= 0 and self._stored[row].is_state:  # not the whole prefix: this is asked for every part
-            found.append(self._stored[row])
+        found, row = self.state(part)[::-1], self.row(part)
+        while row >= 0 and self.blobs[row].is_state:  # not the whole prefix: this is asked for every part
+            found.append(self.blobs[row])
             row = self._tree.parents[row]
         return found
 
@@ -128,12 +157,12 @@ class Forest:
         for blob in blobs:
             (stored if blob.is_state else chunks).append(blob)
         states = [(chunk, state) for chunk in chunks if len(state := self.state(chunk)) == parts]
-        before = self._tree.with_prefixes(self._rows[ident(chunk)] for chunk, _ in states)
+        before = self._tree.with_prefixes(self.row(chunk) for chunk, _ in states)
         return StateSums(
             states=len(states),
             parts=len(stored),
             size_bytes=sum(part.size_bytes for part in stored),
-            chunks_behind=sum(not before[self._rows[ident(chunk)]] for chunk in chunks),
+            chunks_behind=sum(not before[self.row(chunk)] for chunk in chunks),
         )
 
     def torn_states(self, parts: Mapping[bytes, int]) -> list[StoredBlob]:
@@ -155,5 +184,5 @@ class Forest:
         Args:
             order: Sort key of siblings and of roots; None: as the blobs were given.
         """
-        by_row = None if order is None else (lambda row: order(self._stored[row]))
-        return (self._stored[row] for row in self._tree.walk(by_row))
+        by_row = None if order is None else (lambda row: order(self.blobs[row]))
+        return (self.blobs[row] for row in self._tree.walk(by_row))

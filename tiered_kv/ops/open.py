@@ -30,6 +30,11 @@ def open_storage(uri: str, settings: Mapping[str, object] | None = None, *, to_c
     location = config.location()
     if location.kind == "disk":
         return open_directory(Path(location.path), limit_bytes=config.disk_bytes, to_change=to_change)
+    if location.kind == "pool":
+        raise ConfigError(
+            f"{location} is a Mooncake pool, and nobody can list what is in one: this works on directories and object "
+            "stores only. doctor tests a pool, and stat --server shows what a running server does with it"
+        )
     if location.kind == "extension":
         raise ConfigError(f"{location} is another package's medium: this works on directories and object stores only")
     from tiered_kv.ops.object_storage import ObjectStorage  # noqa: PLC0415 - see above

@@ -173,11 +173,12 @@ def _namespaces(content: Content) -> list[StoredNamespace]:
     blobs: dict[bytes, list[StoredBlob]] = {space: [] for space in content.records}
     for blob in content.blobs:
         blobs.setdefault(blob.name.namespace, []).append(blob)
-    forest, found = Forest(content.blobs), []
+    parts, found = content.state_parts(), []
+    forest = Forest(content.blobs if parts else ())  # who follows whom matters to states only
     for space, stored in blobs.items():
         record = content.records.get(space)
         chunk_tokens = record.chunk_tokens if record is not None else None
-        states = forest.sum_up_states(stored, record.state_parts if record is not None else 0)
+        states = forest.sum_up_states(stored, parts.get(space, 0))
         found.append(
             StoredNamespace(
                 namespace=space.hex(),

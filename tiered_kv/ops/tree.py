@@ -3,11 +3,11 @@
 Never recursive: a conversation can be tens of thousands of chunks long, with a branch at each of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from tiered_kv.ops.forest import Forest, Ident, ident
+from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.listing import describe
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.storage import Content, NamespaceRecord, Reader, StoredBlob
@@ -106,7 +106,7 @@ def draw(storage: Reader, content: Content, namespace: bytes | None, levels: int
 
 
 def draw_namespace(
-    forest: Forest, record: NamespaceRecord, used: Mapping[Ident, float], levels: int, limit: int | None
+    forest: Forest, record: NamespaceRecord, used: Sequence[float], levels: int, limit: int | None
 ) -> TreeNamespace:
     """Draw one namespace; ``levels`` and ``limit`` as for :func:`draw`."""
     roots = [blob for blob in forest.roots if blob.name.namespace == record.digest]
@@ -127,10 +127,10 @@ def draw_namespace(
 
 
 def _runs(
-    forest: Forest, roots: Sequence[StoredBlob], used: Mapping[Ident, float], levels: int, chunk_tokens: int | None
+    forest: Forest, roots: Sequence[StoredBlob], used: Sequence[float], levels: int, chunk_tokens: int | None
 ) -> list[TreeRun]:
     def by_use(blob: StoredBlob) -> tuple[float, bytes]:
-        return used[ident(blob)], blob.name.key  # the most recent one last: that is where the stack is taken from
+        return used[forest.row(blob)], blob.name.key  # the most recent one last: that is where the stack is taken from
 
     found: list[TreeRun] = []
     pending: list[tuple[int, int | None, StoredBlob]] = [(0, None, blob) for blob in sorted(roots, key=by_use)]
@@ -151,7 +151,7 @@ def _runs(
             size_bytes=sum(blob.size_bytes for blob in chain),
             states=len(states),
             state_bytes=sum(part.size_bytes for state in states for part in state),
-            used_s=used[ident(first)],
+            used_s=used[forest.row(first)],
             pinned=sum(blob.pinned_until_s > 0 for blob in chain),
             continued=len(behind),
             hidden_chunks=len(forest.behind(behind)) if is_cut else 0,

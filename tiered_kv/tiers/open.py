@@ -1,7 +1,7 @@
 """Settings to tiers with their wrappers: the only place where they are stacked.
 
-Owns the choice of the medium by the scheme of ``storage_uri``: the local disk, an object store, or the factory that an
-installed package registers as an entry point of the group ``tiered_kv.tiers`` (docs/extending.md).
+Owns the choice of the medium by the scheme of ``storage_uri``: the local disk, an object store, a Mooncake pool, or the
+factory that an installed package registers as an entry point of the group ``tiered_kv.tiers`` (docs/extending.md).
 
 ::
 
@@ -29,6 +29,8 @@ from tiered_kv.location import Location, registered_medium
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.tiers.base import Tier
 from tiered_kv.tiers.disk.tier import DiskTier
+from tiered_kv.tiers.mooncake.client import MooncakeClient
+from tiered_kv.tiers.mooncake.tier import MooncakeTier
 from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers.breaker import Breaker, GuardedTier
@@ -86,6 +88,8 @@ def open_tiers(config: Config, formats: Formats, recorder: Recorder, monotonic: 
             tiers.append(bucket)
         elif config.peers is not None:
             tiers.append(_peers_tier(config, formats, recorder, monotonic))
+        elif config.location().kind == "pool":
+            tiers.append(wrapped(open_pool(config), formats, recorder, monotonic))
         elif config.location().kind == "extension":
             tiers.append(wrapped(extension_tier(config), formats, recorder, monotonic))
         undo.pop_all()
@@ -172,6 +176,17 @@ def _peers(config: Config, formats: Formats, monotonic: Monotonic, store: Object
         monotonic=monotonic,
         is_alone=store is None,
     )
+
+
+def open_pool(config: Config) -> MooncakeTier:
+    """The tier of a Mooncake pool; nothing is started yet.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+    location = config.location()
+    client = MooncakeClient(location, timeout_s=config.storage_timeout_s, concurrency=config.storage_concurrency)
+    return MooncakeTier(client, prefix=location.path.partition("/")[2])
 
 
 def extension_tier(config: Config) -> Tier:

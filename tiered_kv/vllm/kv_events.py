@@ -211,7 +211,11 @@ class EventPublisher:
     def _place(self, place: int) -> tuple[str, str]:
         """Medium and locality of a tier."""
         name = self._client.tiers[place] if place < len(self._client.tiers) else ""
-        return "CPU" if name == HOST_NAME else "STORAGE", "REMOTE" if name in ("object", "peers") else "LOCAL"
+        return "CPU" if name == HOST_NAME else "STORAGE", "REMOTE" if name in (
+            "object",
+            "peers",
+            "mooncake",
+        ) else "LOCAL"
 
 
 def _external(block_hash: Any) -> Any:

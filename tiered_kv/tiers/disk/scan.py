@@ -18,23 +18,28 @@ and are certainly broken; ``tier.py`` calls it once, at open, before any write a
 import enum
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from tiered_kv.chunks.header import MAX_HEADER_BYTES, PEEK_BYTES, BlobHeader, peek, read_header
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
-from tiered_kv.keys.naming import SUFFIX, parse_path
+from tiered_kv.keys.naming import SUFFIX, parse_path, relative_path
 from tiered_kv.tiers.base import BlobName
+from tiered_kv.tiers.disk.entries import Entries, read_entries
 from tiered_kv.tiers.disk.files import allocated_bytes, is_own_file, read_head
 from tiered_kv.tiers.disk.index import IndexRow, Shard, ShardRows
+from tiered_kv.tiers.disk.read_ahead import ReadAhead
 
 NAMESPACE_FILE = "namespace.json"
 RECORD_BYTES_MAX = 16 << 20
 """Of a namespace.json: a record of the largest size, set for people."""
 
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+READ_AHEAD_FROM: Final = 50_000
+"""Blobs from which on other processes read directories ahead: two of them start in the time of 5,000 files."""
 
 
 class Kind(enum.Enum):
@@ -48,30 +53,39 @@ class Kind(enum.Enum):
     UNREADABLE = "unreadable"
 
 
-class FoundFile(NamedTuple):
-    """One file below ``blobs``.
+class FoundFile(msgspec.Struct, frozen=True, gc=False):
+    """One file below ``blobs``. The garbage collector does not know of it: a million are made to list a directory.
 
     Attributes:
-        relative: Path below ``blobs``.
+        blobs: Path of ``blobs``.
         name: The blob that its path names, with its ancestry where that is known; None for a stray.
+        size_bytes: Bytes it takes from the disk.
+        written_s: When it was written, seconds since 1970.
         row: What the index says of that name, whether or not it is still true.
         header: Its header, where the file had to be read and is a blob.
         reason: Why it is damaged, foreign or unreadable.
+        stray: Path of a stray below ``blobs``.
     """
 
     kind: Kind
-    relative: str
-    path: str
-    status: os.stat_result
+    blobs: str
     name: BlobName | None
+    size_bytes: int
+    written_s: float
     row: IndexRow | None = None
     header: BlobHeader | None = None
     reason: Exception | None = None
+    stray: str = ""
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes it takes from the disk."""
-        return allocated_bytes(self.status)
+    def relative(self) -> str:
+        """Path below ``blobs``."""
+        return self.stray if self.name is None else relative_path(self.name)
+
+    @property
+    def path(self) -> str:
+        """Path to open it by."""
+        return f"{self.blobs}/{self.relative}"
 
 
 def walk(blobs: Path, index: ShardRows, on_directory: Callable[[], None] | None = None) -> Iterator[FoundFile]:
@@ -84,82 +98,71 @@ def walk(blobs: Path, index: ShardRows, on_directory: Callable[[], None] | None 
     Raises:
         OSError: A directory cannot be listed.
     """
-    pending = [("", str(blobs))]
-    while pending:
-        prefix, directory = pending.pop()
-        try:
-            descriptor = os.open(directory, _DIRECTORY)
-        except FileNotFoundError:
-            continue  # removed while it is listed
-        try:
-            # By descriptor: the kernel then looks up a name, not a path, which takes a third off.
-            with os.scandir(descriptor) as entries:
-                yield from _files(prefix, directory, entries, index, pending)
-        finally:
-            os.close(descriptor)
-        if on_directory is not None:
-            on_directory()
+    root = str(blobs)
+    shards = {f"{shard.namespace.hex()}/{shard.fan_out:02x}/": rows for shard, rows in index.items()}
+    is_large = sum(map(len, shards.values())) >= READ_AHEAD_FROM
+    with ReadAhead([f"{root}/{prefix}" for prefix in sorted(shards)] if is_large else [], SUFFIX) as ahead:
+        pending = [""]
+        while pending:
+            prefix = pending.pop()
+            directory = f"{root}/{prefix}"
+            try:
+                entries = ahead.take(directory) or read_entries(directory, SUFFIX)
+            except FileNotFoundError:
+                continue  # removed while it is listed
+            yield from _blobs(root, prefix, entries, shards.get(prefix, {}))
+            below: list[str] = []
+            for name in entries.others:
+                if (stray := _other(root, f"{prefix}{name}", below)) is not None:
+                    yield stray
+            pending += sorted(below, reverse=True)  # taken from the end, in the order in which they are read ahead
+            if on_directory is not None:
+                on_directory()
 
 
-def _files(
-    prefix: str,
-    directory: str,
-    entries: "Iterator[os.DirEntry[str]]",
-    index: ShardRows,
-    pending: list[tuple[str, str]],
-) -> Iterator[FoundFile]:
-    """The files of one directory; directories below it go to ``pending``."""
-    shard = _shard_of(prefix)
-    rows = index.get(shard, {}) if shard is not None else {}
-    known = {f"{key.hex()}{SUFFIX}": row for key, row in rows.items()}
+def _blobs(root: str, prefix: str, entries: Entries, rows: Mapping[bytes, IndexRow]) -> Iterator[FoundFile]:
+    """The files of one directory that have a blob's name. Nothing is called for each of them but what it takes."""
     indexed = Kind.INDEXED
-    for entry in entries:
-        row, path = known.get(entry.name), f"{directory}/{entry.name}"
-        if row is None and entry.is_dir(follow_symlinks=False):
-            pending.append((f"{prefix}{entry.name}/", path))
-            continue
-        if entry.name == NAMESPACE_FILE:
-            continue
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            continue  # evicted while it is listed: an ordinary miss
-        if row is not None and shard is not None:
-            if allocated_bytes(status) == row.size_bytes and stat.S_ISREG(status.st_mode):
-                name = BlobName.of(row.record)
-                yield FoundFile(indexed, f"{prefix}{entry.name}", path, status, name, row)
-                continue
-            if stat.S_ISDIR(status.st_mode):
-                pending.append((f"{prefix}{entry.name}/", path))
-                continue
-        found = _unknown(f"{prefix}{entry.name}", path, status, row)
-        if found is not None:
+    for key, size_bytes, written_s in entries.files:
+        row = rows.get(key)
+        if row is not None and row.size_bytes == size_bytes:
+            record = row.record
+            name = BlobName(record.namespace, record.key, record.parent, record.chunk_index)
+            yield FoundFile(indexed, root, name, size_bytes, written_s, row)
+        elif (found := _unknown(root, f"{prefix}{key.hex()}{SUFFIX}", size_bytes, written_s, row)) is not None:
             yield found
 
 
-def _unknown(relative: str, path: str, status: os.stat_result, row: IndexRow | None) -> FoundFile | None:
+def _other(root: str, relative: str, below: list[str]) -> FoundFile | None:
+    """What has no blob's name, or is no file: a stray; None for what is none. Directories go to ``below``."""
+    try:
+        status = os.lstat(f"{root}/{relative}")
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        below.append(f"{relative}/")
+        return None
+    if relative.rpartition("/")[2] == NAMESPACE_FILE:
+        return None
+    return FoundFile(Kind.STRAY, root, None, allocated_bytes(status), status.st_mtime, stray=relative)
+
+
+def _unknown(root: str, relative: str, size_bytes: int, written_s: float, row: IndexRow | None) -> FoundFile | None:
     """A file that the index does not know, or knows otherwise, by its header; None: it is gone."""
-    name = parse_path(relative)
-    if name is None or not stat.S_ISREG(status.st_mode):
-        return FoundFile(Kind.STRAY, relative, path, status, None, row)
+    name, path = parse_path(relative), f"{root}/{relative}"
+    if name is None:
+        return FoundFile(Kind.STRAY, root, None, size_bytes, written_s, stray=relative)
     try:
         header = read_named_header(name, path)
+        return FoundFile(Kind.READ, root, BlobName.of(header.record), size_bytes, written_s, row, header)
     except FileNotFoundError:
         return None
     except ChunkMismatch as exc:
-        return FoundFile(Kind.FOREIGN, relative, path, status, name, row, reason=exc)
+        return FoundFile(Kind.FOREIGN, root, name, size_bytes, written_s, row, reason=exc)
     except ChunkCorrupt as exc:
-        return FoundFile(Kind.DAMAGED, relative, path, status, name, row, reason=exc)
+        return FoundFile(Kind.DAMAGED, root, name, size_bytes, written_s, row, reason=exc)
     except OSError as exc:
-        return FoundFile(Kind.UNREADABLE, relative, path, status, name, row, reason=exc)
-    whole = BlobName.of(header.record)
-    return FoundFile(Kind.READ, relative, path, status, whole, row, header)
-
-
-def _shard_of(prefix: str) -> Shard | None:
-    """The shard whose blobs a directory holds, by its path below ``blobs``."""
-    name = parse_path(f"{prefix}{prefix[-3:-1]}{'0' * 30}{SUFFIX}")
-    return None if name is None else Shard.of(name)
+        return FoundFile(Kind.UNREADABLE, root, name, size_bytes, written_s, row, reason=exc)
 
 
 @dataclass(slots=True)

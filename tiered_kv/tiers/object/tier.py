@@ -38,6 +38,9 @@ class Keeper(Protocol):
     def finished(self, size_bytes: int, stored: bool | None) -> None:
         """That put is over; None: nobody knows whether it got through."""
 
+    def expect(self) -> None:
+        """Puts will follow soon."""
+
     def record_use(self, names: Iterable[BlobName]) -> None:
         """Remember that these blobs were used."""
 
@@ -136,7 +139,10 @@ class ObjectTier(Tier):
     def contains(self, name: BlobName) -> bool:
         path = object_path(name)
         with self._using():
-            return self._store.head(path) is not None
+            is_there = self._store.head(path) is not None
+        if not is_there and self._keeper is not None:
+            self._keeper.expect()  # what a prompt does not find here is computed, and put
+        return is_there
 
     def delete(self, name: BlobName) -> bool:
         """Remove a blob; False when it was not there. Of two that delete it at once both may hear True."""

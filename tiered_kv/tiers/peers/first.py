@@ -44,13 +44,18 @@ class PeersFirst(TierWrapper):
         """How many of these blobs anybody has, from the first on: what peers lack the bucket may have.
 
         Raises:
-            TierUnavailable: The bucket failed.
+            TierUnavailable: The bucket failed, and no peer has any.
         """
         try:
             count = self._peers.count_held(names, hint)
         except TierUnavailable:  # as above
             count = 0
-        return count + self._count_in_bucket(names[count:])
+        try:
+            return count + self._count_in_bucket(names[count:])
+        except TierUnavailable:
+            if not count:
+                raise
+            return count  # these can be read; of the others nobody knows, and the bucket's breaker has heard of it
 
     def _count_in_bucket(self, names: Sequence[BlobName]) -> int:
         """The first name alone, because most prompts are not there at all; then ever larger steps, then halves.
