@@ -1,6 +1,7 @@
 """One client's socket as the server sees it: non-blocking, bounded both ways, able to pass descriptors."""
 
 import array
+import contextlib
 import os
 import socket
 import struct
@@ -143,5 +144,8 @@ class Connection:
         self.is_closing = True
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """End the connection and close the socket. Idempotent."""
+        # The client sees the end at once: a process that is just being started has the descriptor, too, for a moment.
+        with contextlib.suppress(OSError):  # it has ended already
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
