@@ -34,7 +34,7 @@ ANSWER_S: Final = 0.3
 """Longest wait for the server: a peer's question waits half a second, all peers together."""
 
 ROOM_S: Final = 0.5
-"""Longest wait for a loan while all is lent that may be: a peer asks for some blobs at once, each for a second at most."""
+"""Longest wait for a loan while all is lent that may be: a peer asks for some blobs at once, and waits 1 s for each."""
 
 SILENT_S: Final = 1.0
 """How long a server that gave no answer is not asked."""
