@@ -33,6 +33,7 @@ from tiered_kv.tiering.owners import ReleaseCount, deepest, demoting, own_chunks
 from tiered_kv.tiering.prefix_search import PrefixSearch, StateSearch
 from tiered_kv.tiering.quotas import NamespaceUsage, Quotas
 from tiered_kv.tiering.removal import erasing, removing
+from tiered_kv.tiering.row_transfers import RowTransfers, is_stored
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.slot_grants import Session, SlotGrants
 from tiered_kv.tiering.stats import HitStats, Outbox, Stats
@@ -47,8 +48,10 @@ from tiered_kv.tiering.types import (
     Outcome,
     Probe,
     Read,
+    ReadRow,
     Removal,
     RemovalCount,
+    RowUse,
     Seal,
     SlotId,
     SlotRecall,
@@ -56,6 +59,7 @@ from tiered_kv.tiering.types import (
     TierUsage,
     Update,
     Write,
+    WriteRow,
 )
 
 CURVE_SPAN = 4
@@ -124,6 +128,7 @@ class Tiering:
         self.hit_stats = HitStats()
         self._lookups = Lookups(self._host, self._outbox, self.hit_stats, self.limits, self.index.source)
         self._promotions = Promotions(self.index, self._host, self._tiers, self._lookups, self._outbox)
+        self._rows = RowTransfers(self.index, self._tiers, self._outbox, self.hit_stats)
         sizes = [host_bytes, *(spec.capacity_bytes or 0 for spec in tiers if not spec.is_shared)]
         self.miss_ratio = MissRatioCurves(CURVE_SPAN * max(sizes))
         self._open_prompts = OpenPrompts()
@@ -153,6 +158,7 @@ class Tiering:
         updates.extend(self._grants.take_grants(self._sessions.values()))
         updates.extend(self._recalls)
         self._recalls.clear()
+        updates.extend(self._rows.take_ended({one.id: one.namespace for one in self._sessions.values()}))
         updates.extend(self.stats.take_events())
         return updates
 
@@ -183,6 +189,7 @@ class Tiering:
         self._tiers.recover_some()
         if self._tiers.write_through is not None:
             self._tiers.write_through.refill()
+        self._rows.collect()
         self._grants.top_up(self._sessions.values())
         self._host.finish_drains()
         if self._host.take_new_drains():
@@ -698,6 +705,80 @@ class Tiering:
                 self._tiers.write_through.tier.drop(entry, "seal_failed")
             self._promotions.lost(entry)
 
+    # -- lent rows ---------------------------------------------------------------------------------------------
+
+    def store_rows(self, session_id: int, rows: Sequence[tuple[RowUse, ChunkRecord]]) -> None:
+        """Write chunks from lent rows to the first secondary tier; see ``row_transfers.py``.
+
+        Only where that tier is this machine's own and takes every chunk: nothing else would keep one.
+        """
+        session = self._sessions[session_id]
+        write_through = self._tiers.write_through
+        assert write_through is not None and not write_through.tier.is_shared
+        for use, record in rows:
+            entry = self.index.get(record.key)
+            if record.namespace != session.namespace or (entry is not None and entry.record != record):
+                self.counters["store_collision"] += 1
+                self._rows.stored_already(use, is_good=False)
+                continue
+            if entry is not None and (is_stored(entry, record, HOST + 1) or entry in write_through.rows):
+                self.counters["store_duplicate"] += 1
+                entry.is_asked_for_by(SHARED)
+                self.stats.republish(entry, self.index.tiers_with(entry))
+                self._rows.stored_already(use, is_good=is_stored(entry, record, HOST + 1))
+                self._tiers.want(entry)
+                continue
+            if entry is None:
+                entry = self._add(record)
+            else:
+                entry.is_asked_for_by(SHARED)
+            entry.stored_for(record.tag)
+            entry.bytes_are_of(record.stored_by)
+            self.miss_ratio.stored(record.namespace, record.key, session.slot_bytes)
+            write_through.tier.admission.admitted += 1
+            self._rows.store(entry, use, session.slot_bytes)
+
+    def load_rows(self, session_id: int, rows: Sequence[tuple[RowUse, bytes, bytes]], owner: bytes) -> None:
+        """Read chunks, by key and digest, from this machine's tiers into lent rows."""
+        session, used = self._sessions[session_id], []
+        for use, key, digest in rows:
+            entry = self.index.get(key)
+            names = None if entry is None else (entry.record.namespace, entry.record.prefix_sha256)
+            if names != (session.namespace, digest):
+                entry = None
+            if entry is not None:
+                entry.is_asked_for_by(owner)
+                used.append(entry)
+            self._rows.load(entry, use)
+        self._record_use(used, session.slot_bytes)
+
+    def needs_uses(self, tier: int) -> bool:
+        """Whether a secondary tier takes only what was asked for."""
+        return self._tiers[tier].admission.policy.needs_uses
+
+    def take_rows_back(self, uses: Iterable[RowUse]) -> None:
+        """End uses of lent rows early, badly. The caller has seen to it that nobody touches the rows any more."""
+        self._rows.take_back(uses)
+
+    def open_rows(self, session_id: int) -> list[RowUse]:
+        """A session's uses of lent rows that are not over."""
+        return self._rows.of_session(session_id)
+
+    def row_written(self, job: WriteRow, outcome: Outcome) -> None:
+        """The write of a lent row ended."""
+        self._tiers[job.tier].written(self._entry(job.record), outcome)
+        self._rows.collect()
+
+    def row_read(self, job: ReadRow, outcome: Outcome, tag: bytes | None, stored_by: str | None) -> None:
+        """The read of a lent row ended; what its header says nobody knew of a chunk that was found at start."""
+        entry = self.index.get(job.record.key)
+        if entry is not None and entry.record.namespace == job.record.namespace:
+            if tag is not None:
+                entry.set_tag(tag)
+            if stored_by is not None:
+                entry.bytes_are_of(stored_by)
+        self._rows.read(job, outcome)
+
     # -- transfers ---------------------------------------------------------------------------------------------
 
     def read(self, job: Read, outcome: Outcome, tag: bytes | None = None, stored_by: str | None = None) -> None:
@@ -840,6 +921,7 @@ class Tiering:
         self._lookups.check_integrity(entries)
         self._loans.check_integrity()
         self._tiers.check_integrity()
+        self._rows.check_integrity()
 
 
 def _ghosts(policy: type[EvictionPolicy], tiers: Sequence[TierSpec]) -> GhostList | None:

@@ -105,7 +105,37 @@ class Probe(msgspec.Struct, frozen=True, gc=False):
         return self.records[0]
 
 
-Job = Seal | Write | Read | Delete | Grow | Copy | Probe
+class RowUse(msgspec.Struct, frozen=True, gc=False):
+    """One use of a row that an engine lent (``engine/lent_rows.py``).
+
+    Attributes:
+        session: The engine's.
+        id: Its client's number of the use; never given twice in a session.
+        row: Which of the region's rows.
+    """
+
+    session: int
+    id: int
+    row: int
+
+
+class WriteRow(msgspec.Struct, frozen=True, gc=False):
+    """Seal a lent row and put it into a secondary tier; no slot is involved."""
+
+    tier: int
+    record: ChunkRecord
+    use: RowUse
+
+
+class ReadRow(msgspec.Struct, frozen=True, gc=False):
+    """Get a blob from a secondary tier into a lent row and verify it there; no slot is involved."""
+
+    tier: int
+    record: ChunkRecord
+    use: RowUse
+
+
+Job = Seal | Write | Read | Delete | Grow | Copy | Probe | WriteRow | ReadRow
 
 Turn = tuple[int, int]
 """When a request is admitted among those of its session: by priority, lowest first, then by number."""
@@ -245,7 +275,23 @@ class TierEvents:
     keys: tuple[bytes, ...]
 
 
-Update = LookupUpdate | LeaseEnd | SlotGrant | SlotRecall | TierEvents
+@dataclass(frozen=True, slots=True)
+class RowsEnded:
+    """Uses of lent rows are over, by their numbers: nobody reads or writes those rows for them any more.
+
+    Attributes:
+        good: Stored, or read and verified.
+        bad: What lies in a row that was to be read into is undefined.
+        elsewhere: Of rows to be read: the chunk is in host memory or a shared tier, and comes through a slot.
+    """
+
+    session: int
+    good: tuple[int, ...]
+    bad: tuple[int, ...]
+    elsewhere: tuple[int, ...]
+
+
+Update = LookupUpdate | LeaseEnd | SlotGrant | SlotRecall | TierEvents | RowsEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,9 +109,10 @@ class MooncakeClient:
         with self._exchange(Request("get", [key], size), "get") as (answer, descriptor):
             code = answer.codes[0]
             if code == size:
-                for start in range(0, size, PIECE_BYTES):
-                    end = start + os.preadv(descriptor, [buffer[start : start + PIECE_BYTES]], start)
-                    on_piece(end)
+                done = 0
+                while done < size:
+                    done += os.preadv(descriptor, [buffer[done : done + PIECE_BYTES]], done)
+                    on_piece(done)
                 return True
             if code in ABSENT:
                 return False
@@ -213,7 +214,9 @@ class MooncakeClient:
         except TimeoutError:
             if start.done():
                 raise
-            raise TimeoutError("Mooncake's client is still being started") from None
+            raise TimeoutError(
+                "Mooncake's client is being started and has not found its master yet; check that this is its RPC port"
+            ) from None
 
     def _begin(self, start: "Future[ClientProcess]") -> None:
         try:

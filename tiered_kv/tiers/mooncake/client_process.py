@@ -24,6 +24,8 @@ from tiered_kv.tiers.object.medium import Deadline
 END_S: Final = 3.0
 """For the process to take back what it gave to the pool; then it is killed."""
 
+ENDED: Final = "Mooncake's client process ended: see the log"
+
 LOOK_S: Final = 0.05
 """Between two looks for lanes whose late answers have come."""
 
@@ -66,12 +68,15 @@ class Lane:
         Raises:
             OSError: The process is gone.
         """
-        if self._is_told:
-            self.socket.send(msgspec.msgpack.encode(request))
-            return
-        told = msgspec.structs.replace(request, memory_bytes=self.size_bytes)
-        socket.send_fds(self.socket, [msgspec.msgpack.encode(told)], [self.descriptor])
-        self._is_told = True
+        try:
+            if self._is_told:
+                self.socket.send(msgspec.msgpack.encode(request))
+                return
+            told = msgspec.structs.replace(request, memory_bytes=self.size_bytes)
+            socket.send_fds(self.socket, [msgspec.msgpack.encode(told)], [self.descriptor])
+            self._is_told = True
+        except ConnectionError:
+            raise ConnectionResetError(ENDED) from None
 
     def answer(self, wait_s: float) -> PoolAnswer | None:
         """The answer to what was asked; None: it has not come in this time.
@@ -84,10 +89,12 @@ class Lane:
             data = self.socket.recv(MESSAGE_BYTES_MAX)
         except (BlockingIOError, TimeoutError):
             return None
+        except ConnectionError:  # it died before it had read what was asked
+            data = b""
         finally:
             self.socket.settimeout(None)
         if not data:
-            raise ConnectionResetError("Mooncake's client process ended: see the log")
+            raise ConnectionResetError(ENDED)
         return msgspec.msgpack.decode(data, type=PoolAnswer)
 
     def close(self) -> None:
@@ -173,8 +180,9 @@ class ClientProcess:
             late_count = self._look_for_late_answers()
             if late_count == self._lane_count:
                 self.kill()
-            if self._is_over:
                 raise ConnectionResetError("no call got an answer, and Mooncake's client is started again")
+            if self._is_over:
+                raise ConnectionResetError(ENDED)
             try:
                 return self._free.get(timeout=min(max(deadline.left_s(), 0.001), LOOK_S))
             except Empty:
