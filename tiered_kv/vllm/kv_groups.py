@@ -59,6 +59,7 @@ from math import lcm
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.keys.tail_keys import TAIL_TOKENS_MAX
 from tiered_kv.vllm.drafts import Drafts, has_drafts_kv
 from tiered_kv.vllm.step import BlockRun, ChunkCopy
 
@@ -315,7 +316,7 @@ class CacheGroups:
         if tail_tokens is None or drafts is not None or not self.keeps_parts:
             return 0
         unit = lcm(self.block_tokens, tail_tokens)
-        return unit if unit < chunk_tokens else 0
+        return unit if unit < chunk_tokens <= TAIL_TOKENS_MAX else 0
 
     def tail_ids(self, tables: BlockTables, chunk: int, tokens: int) -> tuple[tuple[int, ...], ...] | None:
         """The blocks to store of a tail of so many tokens where a chunk begins, per group; None when vLLM has not all.
