@@ -19,7 +19,7 @@ from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 from tiered_kv.tiering.index import CLAIMED, BlobState, HostState
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.tiering import Tiering
-from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Limits, Loan, Outcome, Probe, Read, Seal, Write
+from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Limits, Outcome, Probe, Read, Seal, SlotLoan, Write
 
 SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=True), Space(b"C" * 16, 10)]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
@@ -263,7 +263,7 @@ class Histories(RuleBasedStateMachine):
     def lend(self, space, path):
         """A peer reads a chunk that is in host memory."""
         loan = self.world.tiering.lend(space.namespace, space.key(path))
-        if isinstance(loan, Loan):
+        if isinstance(loan, SlotLoan):
             self.loans[loan.id] = loan, space.key(path)
 
     @precondition(lambda self: self.loans)

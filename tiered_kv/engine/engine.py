@@ -57,7 +57,6 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     Limits,
-    Loan,
     LookupAnswer,
     Outcome,
     Probe,
@@ -68,6 +67,7 @@ from tiered_kv.tiering.types import (
     RowUse,
     Seal,
     SlotId,
+    SlotLoan,
     TierSpec,
     TierUsage,
     Update,
@@ -476,7 +476,7 @@ class Engine:
         """How many of these chunks this machine can give, from the first on; see :meth:`Tiering.held_here`."""
         return self.tiering.held_here(namespace, keys)
 
-    def lend(self, namespace: bytes, key: bytes) -> Loan | Outcome:
+    def lend(self, namespace: bytes, key: bytes) -> SlotLoan | Outcome:
         """Keep a chunk in its slot until :meth:`end_loan`; see :meth:`Tiering.lend`."""
         return self.tiering.lend(namespace, key)
 

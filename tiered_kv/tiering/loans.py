@@ -10,7 +10,7 @@ from collections import Counter
 
 from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import Entry
-from tiered_kv.tiering.types import Loan, Outcome
+from tiered_kv.tiering.types import Outcome, SlotLoan
 
 LENT_SHARE = 1 / 8
 """Of host memory, what all loans may hold together; one chunk always may be lent."""
@@ -33,7 +33,7 @@ class Loans:
         self._loans_of: Counter[bytes] = Counter()  # by key
         self._last_id = 0
 
-    def begin(self, entry: Entry) -> Loan | Outcome:
+    def begin(self, entry: Entry) -> SlotLoan | Outcome:
         """Lend a chunk that is ready and sealed; ``NO_ROOM``: too much is lent already."""
         key, size_bytes = entry.record.key, entry.slot_bytes
         assert entry.slot is not None, "a chunk without a slot is lent"
@@ -46,7 +46,7 @@ class Loans:
         self._host.hold_in_place(entry)
         self._last_id += 1
         self._lent[self._last_id] = entry
-        return Loan(self._last_id, entry.slot, size_bytes)
+        return SlotLoan(self._last_id, entry.slot, size_bytes)
 
     def end(self, loan_id: int) -> None:
         """The chunk is read no more for this loan, which has not ended yet."""

@@ -46,7 +46,6 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     Limits,
-    Loan,
     Outcome,
     Probe,
     Read,
@@ -55,6 +54,7 @@ from tiered_kv.tiering.types import (
     RowUse,
     Seal,
     SlotId,
+    SlotLoan,
     SlotRecall,
     TierSpec,
     TierUsage,
@@ -427,7 +427,7 @@ class Tiering:
             count += 1
         return count
 
-    def lend(self, namespace: bytes, key: bytes) -> Loan | Outcome:
+    def lend(self, namespace: bytes, key: bytes) -> SlotLoan | Outcome:
         """Keep a chunk in its slot, for somebody who is in no session, until :meth:`end_loan`.
 
         ``MISSING``: it is not in host memory, or not sealed (yet). ``NO_ROOM``: too much is lent.
@@ -436,7 +436,7 @@ class Tiering:
         if entry is None:
             return Outcome.MISSING
         loan = self._loans.begin(entry)
-        self.counters["loans" if isinstance(loan, Loan) else "loans_refused"] += 1
+        self.counters["loans" if isinstance(loan, SlotLoan) else "loans_refused"] += 1
         return loan
 
     def end_loan(self, loan_id: int) -> None:

@@ -241,7 +241,7 @@ class LeaseEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class SlotLoan:
     """A chunk in host memory that stays as it is until the loan is ended: a sealed blob of so many bytes in a slot."""
 
     id: int
