@@ -38,6 +38,9 @@ SILENT_S: Final = 1.0
 
 JOIN_S: Final = 10.0
 RETRY_S: Final = 0.1
+RETRY_MAX_S: Final = 10.0
+"""Between two tries to join: a server of another version refuses each, and has a line in its log for it."""
+
 RECEIVED_BYTES: Final = 64 << 10
 
 
@@ -245,7 +248,7 @@ class HostMemory:
 
     def _joined(self) -> socket.socket:
         """Wait for the server, and have its arena."""
-        said = ""
+        said, wait_s = "", RETRY_S
         while True:
             sock = connect(self._path)
             if sock is not None:
@@ -253,12 +256,13 @@ class HostMemory:
                     self._slabs = self._join(sock)
                 except (TieredKVError, OSError) as exc:
                     sock.close()
+                    wait_s = min(2 * wait_s, RETRY_MAX_S)
                     if str(exc) != said:
                         said = str(exc)
                         logger.warning("the door gives what is on disk alone, until its server takes it in. %s", exc)
                 else:
                     return sock
-            time.sleep(RETRY_S)
+            time.sleep(wait_s)
 
     def _join(self, sock: socket.socket) -> list[int]:
         welcome = shake_hands(sock, m.Hello(m.PROTOCOL, __version__, "door", os.getpid()), JOIN_S)
