@@ -418,6 +418,11 @@ def local_tokens(spec: Any) -> int | None:
     return int(spec.attention_chunk_size) if _is_kind(spec := _first_spec(spec), "ChunkedLocalAttentionSpec") else None
 
 
+def is_ring(spec: Any) -> bool:
+    """Whether a group has one block per request, for the tokens of which no state was made yet."""
+    return _is_kind(_first_spec(spec), "CircularBufferSpec")
+
+
 def tokens_per_state(spec: Any) -> int:
     """Tokens of one stored state of a layer."""
     return int(getattr(spec, "tokens_per_state", 1))
@@ -436,7 +441,7 @@ def _cache_group(number: int, spec: Any, chunk_tokens: int, dcp: int, spare_bloc
     block = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", True) else 1)
     per_chunk = chunk_tokens // block
     if not getattr(spec, "prefix_cacheable", True):
-        fixed = 1 if _is_kind(_first_spec(spec), "CircularBufferSpec") else 0
+        fixed = 1 if is_ring(spec) else 0
         return CacheGroup(number, block, per_chunk, 0, window_tokens(spec), is_shared=False, fixed_blocks=fixed)
     window, local, stored = window_tokens(spec), local_tokens(spec), per_chunk
     if window is not None:
