@@ -98,7 +98,8 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     # vLLM's offloading asks for one block more than it stores where a window ends with a block's first token.
     for family, kinds in FAMILIES.items():
         monkeypatch.setitem(FAMILIES, family, tuple(map(_with_whole_windows, kinds)))
-    monkeypatch.setattr(row_jobs, "SLOT_WAIT_S", 30.0)  # a busy machine's server is late
+    for wait in ("SLOT_WAIT_S", "WRITE_WAIT_S", "WRITE_LAST_S"):  # a busy machine's server is late
+        monkeypatch.setattr(row_jobs, wait, 30.0)
     made: list[Engine] = []
 
     def make(family: str = "", **changes: Any) -> Engine:
