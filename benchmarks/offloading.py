@@ -1,11 +1,15 @@
 """Our tier and vLLM's own ``fs`` below vLLM's offloading: the same rows, the same keys, taking turns.
 
+``ours`` lends its rows to the server, which reads and writes them itself; ``slots`` is ours where it cannot, so that
+rows are copied to slots of the server's and from them.
+
     python benchmarks/offloading.py [--mib SIZES] [--total-mib N] [--repeats N] [--lookups N] [--keep]
 
-Both are driven as vLLM's tiering manager drives them: jobs of 32 rows of one region in shared memory, polled every
-millisecond, lookups key by key until none says "ask again". Ours has a server of its own, and host memory for all rows
-of a repetition; ``disk`` is until every byte is in a file, ``store`` until vLLM has its rows back. Before a load rows
-are zeroed, our host memory is emptied and pages are dropped; loaded bytes are compared. ``fs`` checks none.
+All are driven as vLLM's tiering manager drives them: jobs of 32 rows of one region in shared memory, polled every
+millisecond, lookups key by key until none says "ask again". Each of ours has a server of its own, and ``slots`` has
+host memory for all rows of a repetition; ``disk`` is until every byte is in a file, ``store`` until vLLM has its rows
+back. Before a load rows are zeroed, our host memory is emptied and pages are dropped; loaded bytes are compared. ``fs``
+checks none.
 
 ``thread``: time in the tier's methods on the scheduler's thread, in all steps, for a prompt of 128k tokens in rows of
 256 that is found; ``--lookups N`` measures that alone, for N prompts of small rows in turns. CPU seconds are of this
@@ -22,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import bench_report as report
 import numpy as np
@@ -190,19 +195,25 @@ def drivers(region: Region, folder: Path, total_bytes: int) -> Iterator[Driver]:
 
     from tiered_kv.vllm.identity.rows import RowIdentity
     from tiered_kv.vllm.offloading import TieredKVTier
+    from tiered_kv.vllm.row_memory import NotShared, shared_region
+
+    def _not_shared(_rows: object) -> int:
+        raise NotShared("the benchmark says so")
 
     given = {"offloading_spec": region.spec, "primary_kv_view": region.view}
-    tier = TieredKVTier(
-        **given,
-        tier_type="ours",
-        storage_uri=f"file://{folder / 'ours'}",
-        host_bytes=max(total_bytes * 5 // 4, 512 << 20),
-        disk_bytes=16 << 30,
-        promotion_wait_ms=60_000,
-        strict=True,
-    )
-    tier.begin([RowIdentity(namespace_fields(), "tiered_kv/0 vllm_rows/0 -")], "bench")
-    yield Ours("ours", tier, folder / "ours")
+    for name, host_bytes in (("ours", 64 << 20), ("slots", total_bytes * 5 // 4)):
+        tier = TieredKVTier(
+            **given,
+            tier_type=name,
+            storage_uri=f"file://{folder / name}",
+            host_bytes=max(host_bytes, 8 * region.rows.shape[1], 512 << 20 if name == "slots" else 0),
+            disk_bytes=16 << 30,
+            promotion_wait_ms=60_000,
+            strict=True,
+        )
+        with patch("tiered_kv.vllm.row_jobs.shared_region", shared_region if name == "ours" else _not_shared):
+            tier.begin([RowIdentity(namespace_fields(), "tiered_kv/0 vllm_rows/0 -")], f"bench-{name}")
+        yield Ours(name, tier, folder / name)
     yield Driver("fs", FileSystemTierManager(**given, tier_type="fs", root_dir=str(folder / "fs")), folder / "fs")
 
 

@@ -18,8 +18,8 @@ is up:
     hanging   the same while the bucket takes requests and answers none, and until it answers again
 
     restart   once, at the end: another server starts on a directory of so many blobs (of ``cli.py``, 4 KiB each of the
-              disk) and is asked from the moment it can be, while an engine joins it and looks up prompts of nothing.
-              How long it took to start is told apart: until then there is nobody to ask.
+              disk) and is asked from the moment it can be. How long it took to start is told apart: until then there
+              is nobody to ask.
 
 Milliseconds, per phase: how many answers, their median, the 99th of a hundred, the 99.9th, and the longest. Then the
 99.9th and the longest without the time in which the loop's thread, or the client's, could have run and had no core, as
@@ -42,10 +42,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bare_engine import BareEngine
 from bench_report import REPOSITORY, finish, machine, parser, percentile, table
 from cli import USE, make_directory
-from lookup import CHUNK, LONGEST, SHAPE, SLOT_BYTES, TAG, Node, ask, tokens_of
+from lookup import CHUNK, LONGEST, SLOT_BYTES, TAG, Node, ask
 
 sys.path[:0] = [str(REPOSITORY / "scripts")]
 
@@ -137,7 +136,7 @@ class Watcher:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(given).encode() + b"\n")
         self._process.stdin.flush()
-        while b"ready" not in self._out.read_bytes():
+        while b"ready\n" not in self._out.read_bytes():
             if self._process.poll() is not None:
                 raise RuntimeError(f"the process {name} ended")
             time.sleep(0.05)
@@ -174,7 +173,7 @@ class Phases:
 
     def ask(self, root: Path, settings: Mapping[str, object]) -> None:
         """Ask this server from now on, or as soon as there is one; a phase begins."""
-        self._end_asking()
+        self.stop_asking()
         self._asker = Watcher(root, "ask", settings)
         self._sleeper.samples()
         self._since_s = time.monotonic()
@@ -222,10 +221,11 @@ class Phases:
 
     def close(self) -> None:
         """End the processes."""
-        self._end_asking()
+        self.stop_asking()
         self._sleeper.close()
 
-    def _end_asking(self) -> None:
+    def stop_asking(self) -> None:
+        """Let the server alone, which may end then. Idempotent."""
         if self._asker is not None:
             self._asker.close()
             self._asker = None
@@ -290,15 +290,10 @@ def run_restart(phases: Phases, root: Path, chunks: int, seconds: float) -> floa
                 raise RuntimeError(f"the server did not start. status={server.returncode}")
             time.sleep(0.01)
         start_s = time.monotonic() - started_s
-        engine = BareEngine(root, given, SHAPE)
-        engine.open(blocks=64)
-        end_s, asked = time.monotonic() + seconds, 0
-        while time.monotonic() < end_s:
-            asked += 1
-            ask(engine, f"restart-{asked}", "miss", [*tokens_of(f"restart {asked}", LONGEST), 1])
+        time.sleep(seconds)
         phases.ended("restart")
-        engine.close()
     finally:
+        phases.stop_asking()
         server.kill()
         server.wait()
     return start_s
@@ -330,6 +325,7 @@ def main() -> None:
                 run_round(node, phases, root, given.chunks, given.seconds, rounds, proxy)
                 rounds += 1
         finally:
+            phases.stop_asking()
             node.close()
         start_s = round(run_restart(phases, Path(work) / "restarted" / "cache", given.chunks, given.seconds), 1)
     rows, histogram = phases.rows(), phases.histogram()

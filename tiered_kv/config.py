@@ -292,7 +292,8 @@ class Config:
         _boolean, "keep generated tokens, too; written to disk and bucket when a prompt has them", default=True
     )
     tail_tokens: int | None = _setting(
-        _positive_int, "keep prompts' ends below a chunk in host memory, in steps of so many tokens, e.g. 32"
+        _positive_int,
+        "keep prompts' ends below a chunk in host memory and on disk, in steps of so many tokens, e.g. 32",
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     tag_pin_share: float = _setting(_number(0, 1), "share of what requests may pin that those of one tag may", 0.5)

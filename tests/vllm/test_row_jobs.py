@@ -1,4 +1,7 @@
-"""Rows of vLLM's host memory through a real server: what is stored comes back, and every job ends, once."""
+"""Rows of vLLM's host memory through a real server: what is stored comes back, and every job ends, once.
+
+Twice: with rows that the server reads and writes itself, and with rows of this process alone, through slots.
+"""
 
 import os
 import random
@@ -10,104 +13,22 @@ import numpy as np
 import pytest
 
 from tests.kit.counts import seed
-from tests.kit.server.clients import STORED_BY, namespace_fields, settings
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import kill_server, stopped_server
-from tiered_kv.chunks.geometry import LayerPage
-from tiered_kv.keys.row_names import RowNames
-from tiered_kv.ops.server_link import ServerLink
-from tiered_kv.server import protocol as m
-from tiered_kv.server.worker_client import pages_on_the_wire
+from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, WAIT_S, Rows, fill, prompt
 from tiered_kv.vllm import row_jobs
-from tiered_kv.vllm.row_jobs import PIECE_ROWS, Done, RowJobs
+from tiered_kv.vllm.row_jobs import PIECE_ROWS
 
-ROW_BYTES, ROWS = 8192, 256
-TOKENS = 64
-WAIT_S = 20.0
-Start = Callable[..., "Rows"]
+Start = Callable[..., Rows]
 
 
-class Rows:
-    """An engine's host memory and its jobs; prompts are lists of vLLM's keys."""
-
-    def __init__(self, root: Path, **more: object) -> None:
-        config = settings(root, **{"lookup_timeout_ms": 20_000, "disk_bytes": "256MiB", "chunk_tokens": TOKENS} | more)
-        self.memory = np.zeros((ROWS, ROW_BYTES), np.uint8)
-        page = pages_on_the_wire([LayerPage("row", "U8", (ROW_BYTES,), "B")])
-        join = m.JoinWorker(0, 1, TOKENS, TOKENS, namespace_fields(), page, stored_by=STORED_BY)
-        self.jobs = RowJobs(config, f"rows-{os.urandom(4).hex()}", join, self.memory)
-        self.root = root
-        self.done: dict[int, Done] = {}
-        self._last = 0
-        assert self.jobs.wait_ready(20)
-
-    def names(self, keys: list[bytes]) -> RowNames:
-        assert self.jobs.namespace is not None
-        return RowNames(self.jobs.namespace, keys)
-
-    def begin(self, keys: list[bytes], places: list[tuple[int, int]], *, is_load: bool, wait_s: float = WAIT_S) -> int:
-        self._last += 1
-        if is_load:
-            self.jobs.load(self._last, self.names(keys), places, wait_s)
-        else:
-            self.jobs.store(self._last, self.names(keys), places, bytes(16))
-        return self._last
-
-    def end(self, *jobs: int) -> list[list[bool]]:
-        def are_done() -> bool:
-            for one in self.jobs.take_done():
-                assert one.job not in self.done, "a job was told twice"
-                self.done[one.job] = one
-            return self.done.keys() >= set(jobs)
-
-        wait_for(are_done, "jobs to end", deadline_s=60)
-        return [self.done[job].good for job in jobs]
-
-    def store(self, keys: list[bytes], first: int = 0, count: int | None = None) -> list[bool]:
-        """Store chunks from ``first`` on from the rows of the same number."""
-        places = [(index, index) for index in range(first, first + (len(keys) - first if count is None else count))]
-        return self.end(self.begin(keys, places, is_load=False))[0]
-
-    def load(self, keys: list[bytes], into: int, first: int = 0) -> list[bool]:
-        places = [(index, into + index) for index in range(first, len(keys))]
-        return self.end(self.begin(keys, places, is_load=True))[0]
-
-    def held(self, keys: list[bytes]) -> int:
-        find = self.jobs.find(self.names(keys))
-        assert find is not None
-        answers: list[int | None] = []
-
-        def is_known() -> bool:
-            self.jobs.poll()
-            answers.append(self.jobs.answer(find, 1.0))
-            return answers[-1] is not None
-
-        wait_for(is_known, "an answer")
-        assert answers[-1] is not None
-        return answers[-1]
-
-    def empty_host(self) -> None:
-        with ServerLink.of_directory(self.root) as link:
-            link.evict("host", b"", None, holes=True)
-
-
-def prompt(number: int, count: int) -> list[bytes]:
-    source = random.Random(number)
-    return [source.randbytes(32) + bytes(4) for _ in range(count)]
-
-
-def fill(rows: Rows, number: int) -> np.ndarray:
-    """Other bytes in every row, which are returned."""
-    rows.memory[:] = np.random.default_rng(number).integers(0, 256, rows.memory.shape, np.uint8)
-    return rows.memory.copy()
-
-
-@pytest.fixture
-def start(root: Path) -> Iterator[Start]:
+@pytest.fixture(params=["shared", "own"])
+def start(root: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
     started: list[Rows] = []
 
     def begin(**more: object) -> Rows:
-        started.append(Rows(root, **more))
+        started.append(Rows(root, is_shared=request.param == "shared", **more))
+        assert started[-1].jobs.uses.is_lent == (request.param == "shared")
         return started[-1]
 
     yield begin
@@ -253,7 +174,9 @@ def test_jobs_of_a_server_that_is_killed_end_and_later_ones_succeed(start: Start
         loaded, _ = rows.end(*jobs)
         for index, is_good in enumerate(loaded):
             assert not is_good or np.array_equal(rows.memory[100 + index], before[index])
+        after = rows.memory.copy()
         wait_for(lambda: rows.jobs.poll() or rows.jobs.is_ready, "a new session", deadline_s=60)
+        assert np.array_equal(rows.memory, after), "a row was written after its job's end"
         rows.memory[100:] = 0
         assert rows.load(keys, into=100) == [True] * 30
         assert np.array_equal(rows.memory[100:130], before[:30])

@@ -31,6 +31,7 @@ from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
 from tiered_kv.engine.executor import LOCAL_THREADS, Executor, Pool
 from tiered_kv.engine.guards import Guards
+from tiered_kv.engine.lent_rows import LentRows
 from tiered_kv.engine.performer import JobResult, Performer
 from tiered_kv.engine.self_test import SelfTest
 from tiered_kv.engine.served import Totals
@@ -56,18 +57,22 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     Limits,
-    Loan,
     LookupAnswer,
     Outcome,
     Probe,
     Read,
+    ReadRow,
     RemovalCount,
+    RowsEnded,
+    RowUse,
     Seal,
     SlotId,
+    SlotLoan,
     TierSpec,
     TierUsage,
     Update,
     Write,
+    WriteRow,
 )
 from tiered_kv.tiers.base import BlobName, Tier
 
@@ -109,10 +114,12 @@ NOTIFY_INTERVAL_S: Final = 0.002
 
 _POOL: dict[type, tuple[Pool, int]] = {
     Read: (Pool.LOAD, 0),
+    ReadRow: (Pool.LOAD, 0),
     Grow: (Pool.LOAD, 0),
     Seal: (Pool.LOAD, 1),
     Delete: (Pool.STORE, 0),
     Write: (Pool.STORE, 1),
+    WriteRow: (Pool.STORE, 1),
 }
 
 _REMOTE_POOL: dict[type, tuple[Pool, int]] = {
@@ -123,7 +130,15 @@ _REMOTE_POOL: dict[type, tuple[Pool, int]] = {
     Copy: (Pool.REMOTE_STORE, 1),
 }
 
-_KINDS: dict[type, str] = {Read: "get", Write: "put", Copy: "put", Probe: "contains", Delete: "delete"}
+_KINDS: dict[type, str] = {
+    Read: "get",
+    ReadRow: "get",
+    Write: "put",
+    WriteRow: "put",
+    Copy: "put",
+    Probe: "contains",
+    Delete: "delete",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +342,13 @@ class Engine:
 
     def suspend_session(self, session: int) -> None:
         """The client is lost, but processes may still copy; see :meth:`Tiering.suspend_session`."""
+        self.end_rows(session)
         self.tiering.suspend_session(session)
 
     def close_session(self, session: int) -> None:
         """No process touches the session's slots any more."""
+        self.end_rows(session)
+        self._performer.lent.pop(session, None)
         self.tiering.close_session(session)
 
     def lookup(self, session: int, wish: LookupRequest) -> int:
@@ -353,17 +371,21 @@ class Engine:
         """
         self.tiering.commit(session, slot, record, is_answer=is_answer)
 
-    def commit_tail(self, session: int, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
-        """The same of a tail of so many tokens.
+    def commit_tail(self, session: int, slot: SlotId, record: ChunkRecord) -> None:
+        """The same of a tail.
 
         Raises:
             KeyError: The slot was not granted to this session.
         """
-        self.tiering.commit_tail(session, slot, record, tokens)
+        self.tiering.commit_tail(session, slot, record)
 
     def drop_tails(self, session: int, keys: Iterable[bytes]) -> None:
         """What was stored now continues these tails."""
         self.tiering.drop_tails(session, keys)
+
+    def save_tails(self) -> None:
+        """The server ends: have tails written that are worth it; they are pending writes then."""
+        self.tiering.save_tails()
 
     def touch_prefix(self, key: bytes) -> None:
         """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
@@ -413,13 +435,48 @@ class Engine:
         """The same of what one state has and others have not; see :meth:`Tiering.demoting_end`."""
         return self.tiering.demoting_end(keys, owner, kept)
 
+    # -- rows that engines lent --------------------------------------------------------------------------------
+
+    def takes_rows(self) -> str:
+        """Why chunks cannot go between lent rows and the first secondary tier; empty: they can."""
+        first = self.tiers.get(HOST + 1)
+        if first is None or first.traits.is_shared or first.traits.is_read_only:
+            return "the first tier below host memory is not a disk of this machine"
+        if self.tiering.needs_uses(HOST + 1):
+            return "not every chunk is written to disk (disk_admission), and host memory keeps those that are not"
+        return ""
+
+    def take_rows(self, session: int, rows: LentRows) -> None:
+        """Uses of a session are of these rows."""
+        self._performer.lent[session] = rows
+
+    def store_rows(self, session: int, rows: Sequence[tuple[RowUse, ChunkRecord]]) -> None:
+        """Write chunks from lent rows; see :meth:`Tiering.store_rows`."""
+        for use, _ in rows:
+            self._performer.lent[session].begin(use)
+        self.tiering.store_rows(session, rows)
+
+    def load_rows(self, session: int, rows: Sequence[tuple[RowUse, bytes, bytes]], owner: bytes) -> None:
+        """Read chunks into lent rows; see :meth:`Tiering.load_rows`."""
+        for use, _, _ in rows:
+            self._performer.lent[session].begin(use)
+        self.tiering.load_rows(session, rows, owner)
+
+    def end_rows(self, session: int, uses: Collection[RowUse] | None = None) -> None:
+        """End uses of lent rows early; None: all of a session. Nobody touches the rows when this returns."""
+        lent = self._performer.lent.get(session)
+        if lent is not None:
+            ending = self.tiering.open_rows(session) if uses is None else uses
+            lent.end([use.id for use in ending])
+            self.tiering.take_rows_back(ending)
+
     # -- what other machines read ------------------------------------------------------------------------------
 
     def held_here(self, namespace: bytes, keys: Iterable[bytes]) -> int:
         """How many of these chunks this machine can give, from the first on; see :meth:`Tiering.held_here`."""
         return self.tiering.held_here(namespace, keys)
 
-    def lend(self, namespace: bytes, key: bytes) -> Loan | Outcome:
+    def lend(self, namespace: bytes, key: bytes) -> SlotLoan | Outcome:
         """Keep a chunk in its slot until :meth:`end_loan`; see :meth:`Tiering.lend`."""
         return self.tiering.lend(namespace, key)
 
@@ -538,7 +595,11 @@ class Engine:
         is_due = now_s >= self._progress_due_s
         if is_due and self.tiering.has_progress:
             self._progress_due_s = now_s + PROGRESS_INTERVAL_S
-        return self.tiering.take_updates(with_progress=is_due)
+        updates = self.tiering.take_updates(with_progress=is_due)
+        for update in updates:
+            if isinstance(update, RowsEnded) and (lent := self._performer.lent.get(update.session)) is not None:
+                lent.end((*update.good, *update.bad, *update.elsewhere))
+        return updates
 
     @property
     def wait_s(self) -> float | None:
@@ -606,16 +667,16 @@ class Engine:
         return {kind: self._jobs[tier, kind] for kind in dict.fromkeys(_KINDS.values())}
 
     def _submit_jobs(self) -> None:
-        reads: defaultdict[int, list[Read]] = defaultdict(list)
+        reads: defaultdict[int, list[Read | ReadRow]] = defaultdict(list)
         for job in self.tiering.take_jobs():
             if not isinstance(job, Seal | Grow):
                 self._jobs[job.tier, _KINDS[type(job)]] += 1
-            if isinstance(job, Read):
+            if isinstance(job, Read | ReadRow):
                 self._throughput[job.tier].started(self.clock.monotonic(), self._blob_bytes(job))
             if isinstance(job, Probe):
                 self._probe_times.started(job.record.key, self.clock.monotonic())
             is_remote = not isinstance(job, Seal | Grow) and self.tiers[job.tier].traits.is_shared
-            if isinstance(job, Read) and not is_remote:
+            if isinstance(job, Read | ReadRow) and not is_remote:
                 reads[job.tier].append(job)
                 continue
             pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
@@ -623,7 +684,7 @@ class Engine:
         for jobs in reads.values():
             self._submit_reads(jobs)
 
-    def _submit_reads(self, reads: Sequence[Read]) -> None:
+    def _submit_reads(self, reads: Sequence[Read | ReadRow]) -> None:
         """Hand reads of a local tier to threads. A few tasks share many: handing over each would take most of the time.
 
         What a task has not begun another one takes, so that a read that hangs keeps nothing but itself.
@@ -637,7 +698,7 @@ class Engine:
         for _ in range(READERS if self._blob_bytes(reads[0]) > SMALL_BYTES else SMALL_READERS):
             self.executor.submit(pool, priority, partial(self._run_all, shared))
 
-    def _run_all(self, jobs: deque[Read]) -> None:
+    def _run_all(self, jobs: deque[Read | ReadRow]) -> None:
         begun_s = noticed_s = self.clock.monotonic()
         reads = 0
         while jobs and not self._is_closing:
@@ -677,6 +738,12 @@ class Engine:
                 now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
                 self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
                 self.tiering.read(job, outcome, ended.tag, ended.stored_by)
+            case WriteRow():
+                self.tiering.row_written(job, outcome)
+            case ReadRow():
+                now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
+                self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
+                self.tiering.row_read(job, outcome, ended.tag, ended.stored_by)
             case Copy():
                 self.tiering.copied(job, outcome)
             case Probe():
@@ -687,7 +754,7 @@ class Engine:
             case Grow():
                 self.tiering.grown(job, outcome)
 
-    def _blob_bytes(self, job: Read) -> int:
+    def _blob_bytes(self, job: Read | ReadRow) -> int:
         return self._performer.formats[job.record.namespace].blob_bytes
 
     def _persist_uses(self, now_s: float) -> None:

@@ -13,11 +13,27 @@ import msgspec
 from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.header import BlobFormat, verified_fields
 from tiered_kv.engine.clock import Clock
+from tiered_kv.engine.lent_rows import LentRows, RowGone
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import relative_path
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
-from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, SlotId, Write
+from tiered_kv.tiering.types import (
+    HOST,
+    Copy,
+    Delete,
+    Grow,
+    Job,
+    Outcome,
+    Probe,
+    Read,
+    ReadRow,
+    Seal,
+    SlotId,
+    Write,
+    WriteRow,
+)
 from tiered_kv.tiers.base import BlobName, Tier
 
 logger = logging.getLogger(__name__)
@@ -42,7 +58,7 @@ class JobResult(msgspec.Struct, frozen=True, gc=False):
     held: int = 0
 
 
-_OK, _MISSING = JobResult(Outcome.OK), JobResult(Outcome.MISSING)
+_OK, _MISSING, _UNAVAILABLE = JobResult(Outcome.OK), JobResult(Outcome.MISSING), JobResult(Outcome.UNAVAILABLE)
 
 
 class Performer:
@@ -52,6 +68,7 @@ class Performer:
 
         field             guarded by
         formats           filled by the owner before the first job of a namespace; read by all
+        lent              as formats; by session
         _quiet_until_s    _lock; by outcome and tier
     """
 
@@ -60,6 +77,7 @@ class Performer:
         self._arena = arena
         self._clock = clock
         self.formats = formats
+        self.lent: dict[int, LentRows] = {}
         self._lock = threading.Lock()
         self._quiet_until_s: dict[tuple[Outcome, int], float] = {}
 
@@ -78,6 +96,9 @@ class Performer:
             return self._failed(job, Outcome.FOREIGN, exc)
         except CapacityExceeded as exc:
             return self._failed(job, Outcome.NO_ROOM, exc)
+        except RowGone as exc:  # nothing is wrong with the tier
+            logger.debug("a lent row was not used. operation=%s cause=%s", type(job).__name__.lower(), exc)
+            return _UNAVAILABLE
         except (TierUnavailable, Closed, MemoryError) as exc:
             return self._failed(job, Outcome.UNAVAILABLE, exc)
         except Exception:  # a storage event may never end a thread; a miss is always right
@@ -113,9 +134,17 @@ class Performer:
                     self.formats[record.namespace].seal(blob, record, self._clock.wall())
             case Write(tier, record, slot):
                 with self._blob(record, slot) as blob:
+                    if tail_tokens(record.key):  # sealed only now: few are ever written
+                        self.formats[record.namespace].seal(blob, record, self._clock.wall())
                     self._tiers[tier].put(BlobName.of(record), blob)
             case Read(tier, record, slot):
                 with self._blob(record, slot) as blob:
+                    return self._read(tier, record, blob)
+            case WriteRow():
+                return self._write_row(job)
+            case ReadRow(tier, record, use):
+                header_bytes = self.formats[record.namespace].header_bytes
+                with self._lent(job).mapped(use, header_bytes, is_read=True) as blob:
                     return self._read(tier, record, blob)
             case Delete(tier, record):
                 return _OK if self._tiers[tier].delete(BlobName.of(record)) else _MISSING
@@ -134,6 +163,26 @@ class Performer:
         if digest != record.prefix_sha256:
             raise ChunkCorrupt(f"prefix digest differs from the index. key={record.key.hex()}")
         return JobResult(Outcome.OK, tag, stored_by)
+
+    def _lent(self, job: WriteRow | ReadRow) -> LentRows:
+        lent = self.lent.get(job.use.session)
+        if lent is None:
+            raise RowGone(f"the engine that lent the row has left. row={job.use.row}")
+        return lent
+
+    def _write_row(self, job: WriteRow) -> JobResult:
+        """Seal a row and put it. What was sealed while the row was lent has its own hash, whatever becomes of it."""
+        form, lent, tier = self.formats[job.record.namespace], self._lent(job), self._tiers[job.tier]
+        with lent.mapped(job.use, form.header_bytes, is_read=False) as blob:
+            form.seal(blob, job.record, self._clock.wall())
+            lent.check(job.use)
+            tier.put(BlobName.of(job.record), blob)
+        try:
+            lent.check(job.use)
+        except RowGone:  # the row may have changed while it was written
+            tier.delete(BlobName.of(job.record))
+            raise
+        return _OK
 
     def _copy(self, job: Copy) -> JobResult:
         """Read from the tier above into memory of our own, verified, and put it below."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
@@ -54,6 +54,8 @@ CREDITS_MAX: Final = 1 << 20
 """Slots a session may hold ahead: a quarter of an arena of 1 TiB, in chunks of 256 KiB."""
 
 TIERS_MAX: Final = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class SchedulerClient:
         is_silent: Its owner waited for an answer in vain, and nothing has come since.
         is_resting: Nothing is stored, and no slots are held for it.
         figures: The server's last answer to :meth:`ask_figures`, for the asker to take away.
+        rows_ended: What the server told of uses of lent rows, for whoever began them to take away.
     """
 
     def __init__(self, config: Config, engine_id: str, world_size: int, *, is_watching: bool = False) -> None:
@@ -124,6 +127,7 @@ class SchedulerClient:
         self.tiers: tuple[str, ...] = ()
         self.chunks_leased_max = 0
         self.figures: bytes | None = None
+        self.rows_ended: deque[m.RowsEnded] = deque()
         self.is_silent = False
         self._is_read_out = False
         self._asked: dict[int, tuple[Sequence[bytes], int, int]] = {}
@@ -318,13 +322,35 @@ class SchedulerClient:
             return
         self._send(m.Commit(list(chunks), frozenset(answers)), may_drop=False)
 
-    def commit_tail(self, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
-        """A slot that every rank has filled with a tail of so many tokens; the chunk before it was committed."""
+    def commit_tail(self, slot: SlotId, record: ChunkRecord) -> None:
+        """A slot that every rank has filled with a tail; the chunk before it was committed."""
         self._taken.discard(slot)
         if self._is_resetting:
             self.give_back([slot])
             return
-        self._send(m.CommitTail(slot, record, tokens), may_drop=False)
+        self._send(m.CommitTail(slot, record), may_drop=False)
+
+    def store_rows(self, rows: Sequence[tuple[int, int, ChunkRecord]]) -> bool:
+        """Have lent rows written to the disk: per row the number of the use, the row, and its chunk.
+
+        How each ends is told in ``rows_ended``, or by the end of the session's loan. False: no use has begun.
+        """
+        return self._send_rows([m.StoreRows(part) for part in _parts(rows)])
+
+    def load_rows(self, rows: Sequence[tuple[int, int, bytes]], session: bytes = b"") -> bool:
+        """Have chunks read into lent rows: per row the number of the use, the row, and its name; as above."""
+        return self._send_rows([m.LoadRows(part, session) for part in _parts(rows)])
+
+    def take_rows_back(self, uses: Sequence[int]) -> None:
+        """Have uses of lent rows ended now, and be told so in ``rows_ended``."""
+        self._send_rows([m.TakeRowsBack(part) for part in _parts(uses)])
+
+    def _send_rows(self, messages: Sequence[m.Message]) -> bool:
+        if not self.is_ready:
+            return False
+        for message in messages:  # where one cannot be sent the session is lost, and how far it got nobody knows
+            self._send(message, may_drop=False)
+        return True
 
     def drop_tails(self, keys: Sequence[bytes]) -> None:
         """What was committed continues these tails: they may go."""
@@ -411,6 +437,8 @@ class SchedulerClient:
                 self._note_moves(message)
             case m.Stat(figures):
                 self.figures = figures
+            case m.RowsEnded():
+                self.rows_ended.append(message)
             case m.Credits(slots):
                 check_credits(slots, len(self._credits))
                 if self._is_resetting and not self._rests_unanswered:
@@ -551,6 +579,7 @@ class SchedulerClient:
         self.lookups.clear()
         self._asked.clear()
         self.moves.clear()
+        self.rows_ended.clear()
         self.info = None
         self._needs_reset = self._is_resetting
         self._reader = m.FrameReader(m.FromServer)
@@ -571,6 +600,11 @@ class SchedulerClient:
         with contextlib.suppress(IndexError):  # close() and a join that comes too late may both be here
             while True:
                 self._joined.popleft()[1].close()
+
+
+def _parts(items: Sequence[T]) -> list[list[T]]:
+    """Of one message each."""
+    return [list(items[at : at + m.ROWS_AT_ONCE_MAX]) for at in range(0, len(items), m.ROWS_AT_ONCE_MAX)]
 
 
 def check_ready(ready: m.Ready, world_size: int) -> None:

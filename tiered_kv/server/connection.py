@@ -20,7 +20,11 @@ READ_BYTES = 64 << 10
 READS_MAX = 4
 """Of one turn: what a socket's buffer holds, so that what a client said last is heard whole."""
 
+DESCRIPTORS_MAX = 2
+"""That a client's message may bring (``LendRows``); the kernel closes what is more."""
+
 _PEER = struct.Struct("3i")
+_ROOM = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
 
 
 class Connection:
@@ -47,6 +51,7 @@ class Connection:
         self.is_closing = False
         self.has_ended = False
         self.has_joined = False
+        self._descriptors: list[int] = []
         self._reader = FrameReader(FromClient, HELLO_BYTES_MAX)
         self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._outbox_bytes = 0
@@ -85,18 +90,33 @@ class Connection:
         """
         for number in range(READS_MAX):
             try:
-                data = self.sock.recv(READ_BYTES)
+                data, ancillary, _, _ = self.sock.recvmsg(READ_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except ConnectionError:
                 self.has_ended = True
                 raise
+            self._take_descriptors(ancillary)
             if not data:
                 if number:
                     return  # what came before is dealt with first; the end is found again
                 self.has_ended = True
                 raise ConnectionResetError("the client closed its connection")
             yield from self._reader.feed(data)
+
+    def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                self._descriptors.extend(received)
+        if len(self._descriptors) > DESCRIPTORS_MAX:
+            raise ProtocolError(f"the client sends descriptors that no message takes. max={DESCRIPTORS_MAX}")
+
+    def take_descriptors(self) -> list[int]:
+        """Those that came with the message that is being handled; the caller's from now on."""
+        taken, self._descriptors = self._descriptors, []
+        return taken
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Queue a message and send what the socket takes now.
@@ -144,8 +164,10 @@ class Connection:
         self.is_closing = True
 
     def close(self) -> None:
-        """End the connection and close the socket. Idempotent."""
+        """End the connection, close the socket and descriptors that no message took. Idempotent."""
         # The client sees the end at once: a process that is just being started has the descriptor, too, for a moment.
         with contextlib.suppress(OSError):  # it has ended already
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
+        for fd in self.take_descriptors():
+            os.close(fd)

@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 16
+PROTOCOL = 18
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -32,8 +32,14 @@ RANKS_MAX = 1024
 LAYERS_MAX = 4096
 STATE_PARTS_MAX = 64
 DROPPED_TAILS_MAX = 1024
+ROWS_AT_ONCE_MAX = 1 << 14
+"""Uses of lent rows that one message begins or ends."""
 SIZE_MAX = 1 << 62
 SECONDS_MAX = 1e9
+
+
+RowNumber = Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)]
+RowName = Annotated[bytes, msgspec.Meta(min_length=1, max_length=ROW_NAME_BYTES_MAX)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -165,7 +171,7 @@ class Lookup(Message, frozen=True):
     session: bytes = b""
     hint: Annotated[str, msgspec.Meta(max_length=HINT_CHARS_MAX)] = ""
     leases: bool = True
-    names: list[Annotated[bytes, msgspec.Meta(min_length=1, max_length=ROW_NAME_BYTES_MAX)]] = []
+    names: list[RowName] = []
     counted: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)] = 0
 
 
@@ -203,14 +209,13 @@ class Commit(Message, frozen=True):
 
 
 class CommitTail(Message, frozen=True):
-    """A slot that every rank has filled with a tail of so many tokens; its bytes behind them say nothing.
+    """A slot that every rank has filled with a tail; its bytes behind the tail's tokens say nothing.
 
     Comes after the ``Commit`` of the chunk before it.
     """
 
     slot: SlotId
     record: ChunkRecord
-    tokens: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class DropTails(Message, frozen=True):
@@ -301,6 +306,43 @@ class Pinned(Message, frozen=True):
     seconds: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 
 
+class LendRows(Message, frozen=True):
+    """An only worker lends its engine's rows: the server may read and write them for uses that the scheduler begins.
+
+    Comes with two descriptors: of the region, and of a pipe's end for writing, which the server closes when it can
+    touch no row any more. The server answers ``RowsTaken``.
+    """
+
+    rows: Annotated[int, msgspec.Meta(ge=1, le=SIZE_MAX)]
+    row_bytes: Annotated[int, msgspec.Meta(ge=1, le=SIZE_MAX)]
+
+
+class StoreRows(Message, frozen=True):
+    """Write lent rows to the disk: per row the number of the use, the row, and its chunk. Ends with ``RowsEnded``.
+
+    Along a prefix in order, or each row a prefix by itself. A number is never given twice in a session.
+    """
+
+    rows: Annotated[list[tuple[RowNumber, RowNumber, ChunkRecord]], msgspec.Meta(max_length=ROWS_AT_ONCE_MAX)]
+
+
+class LoadRows(Message, frozen=True):
+    """Read chunks into lent rows: per row the number of the use, the row, and its name. Ends with ``RowsEnded``.
+
+    Attributes:
+        session: As in ``Lookup``.
+    """
+
+    rows: Annotated[list[tuple[RowNumber, RowNumber, RowName]], msgspec.Meta(max_length=ROWS_AT_ONCE_MAX)]
+    session: bytes = b""
+
+
+class TakeRowsBack(Message, frozen=True):
+    """End uses of lent rows now; ``RowsEnded`` says it, at once. Those that are over are ignored."""
+
+    uses: Annotated[list[RowNumber], msgspec.Meta(max_length=ROWS_AT_ONCE_MAX)]
+
+
 class Unmapped(Message, frozen=True):
     """The worker has finished its copies and unmapped the arena."""
 
@@ -385,6 +427,12 @@ class Slabs(Message, frozen=True):
     count: int
 
 
+class RowsTaken(Message, frozen=True):
+    """The answer to ``LendRows``: empty, or why rows go through slots."""
+
+    refusal: str
+
+
 class Refused(Message, frozen=True, forbid_unknown_fields=False):
     """The server will not serve this client; ``kind`` is ``config``, ``protocol`` or ``unavailable``."""
 
@@ -443,6 +491,20 @@ class Recall(Message, frozen=True):
     """Granted slots that are wanted back if they are still unused: their memory goes to another slot size."""
 
     slots: list[int]
+
+
+class RowsEnded(Message, frozen=True):
+    """Uses of lent rows that are over: the server touches those rows for them no more.
+
+    Attributes:
+        good: Stored, or read and verified.
+        bad: What lies in a row that was to be read into is undefined.
+        elsewhere: To be read, but not from the disk: through a slot, then.
+    """
+
+    good: list[RowNumber]
+    bad: list[RowNumber]
+    elsewhere: list[RowNumber]
 
 
 class Moved(Message, frozen=True):
@@ -548,6 +610,10 @@ FromClient = (
     | Hint
     | NamespaceRequest
     | Pinned
+    | LendRows
+    | StoreRows
+    | LoadRows
+    | TakeRowsBack
     | Unmapped
     | StatRequest
     | Evict
@@ -566,6 +632,8 @@ FromServer = (
     | Credits
     | Rested
     | Recall
+    | RowsTaken
+    | RowsEnded
     | Moved
     | Stat
     | Evicted

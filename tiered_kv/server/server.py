@@ -200,6 +200,8 @@ class Server:
         """Write what was accepted, for at most ``drain_s`` since the last client left or the order to stop came."""
         deadline_s = since_s + self._config.drain_s
         self._turn(0)  # what clients have sent already
+        self._engine.save_tails()
+        self._turn(0)
         while self._engine.pending_writes and self._clock.monotonic() < deadline_s:
             self._turn(min(TICK_S, max(deadline_s - self._clock.monotonic(), 0)))
         left = self._engine.pending_writes
@@ -300,6 +302,10 @@ class Server:
             m.JoinWorker: Route(_WORKERS, self._join_worker),
             m.Decline: Route(_WORKERS, self._decline),
             m.Pinned: Route(_WORKERS, sessions.pinned),
+            m.LendRows: Route(_WORKERS, sessions.lend_rows),
+            m.StoreRows: Route(_SCHEDULERS, sessions.store_rows),
+            m.LoadRows: Route(_SCHEDULERS, sessions.load_rows),
+            m.TakeRowsBack: Route(_SCHEDULERS, sessions.take_rows_back),
             m.Unmapped: Route(_WORKERS, lambda connection, _: sessions.unmapped(connection)),
             m.JoinScheduler: Route(_SCHEDULERS, sessions.join_scheduler),
             m.Lookup: Route(_SCHEDULERS, sessions.lookup),

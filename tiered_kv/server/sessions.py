@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,12 +17,14 @@ import msgspec
 from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
+from tiered_kv.engine.lent_rows import LentRows
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
 from tiered_kv.keys.chunk_record import KEY_BYTES, PREFIX_DIGEST_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import DIGEST_BYTES, Namespace
 from tiered_kv.keys.row_names import row_digest, row_key
 from tiered_kv.keys.stored_by import shared_line
 from tiered_kv.keys.tags import shared_tag
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.metrics.figures import HOST_NAME, SessionFigures
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
@@ -41,7 +44,17 @@ from tiered_kv.server.quotas import ServerQuotas
 from tiered_kv.server.user_sessions import UserSessions
 from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.quotas import Quota
-from tiered_kv.tiering.types import LeaseEnd, LookupUpdate, SlotGrant, SlotId, SlotRecall, TierEvents, Update
+from tiered_kv.tiering.types import (
+    LeaseEnd,
+    LookupUpdate,
+    RowsEnded,
+    RowUse,
+    SlotGrant,
+    SlotId,
+    SlotRecall,
+    TierEvents,
+    Update,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +64,9 @@ LOOKUPS_MAX = 1 << 18
 MOVES_OUTBOX_MAX = 1 << 20
 """Bytes that may wait for a scheduler before it is not told of moves any more: they are hints, and must not be what
 ends the session of an engine that is slow to read."""
+
+ROW_USES_MAX = 1 << 17
+"""Uses of lent rows of one engine at once."""
 
 KEYS_MAX = m.FRAME_BYTES_MAX // (2 * KEY_BYTES)
 """Keys of one message, within what a frame may hold."""
@@ -88,6 +104,8 @@ class Group:
         lease_s: How long its lookups hold leases that they do not claim.
         ending: Lookups whose leases' end was said and may not be in the scheduler's socket yet, by their engine ids.
         decliners: Connections of workers that cannot take part, until their processes exit.
+        lent: Rows that the engine lent, if it did.
+        row_uses: Uses of these that are not over, by their numbers.
     """
 
     engine_id: str
@@ -112,6 +130,8 @@ class Group:
     stored_by: str = ""
     lease_s: float = math.inf
     ending: list[tuple[int, int]] = field(default_factory=list)
+    lent: LentRows | None = None
+    row_uses: dict[int, RowUse] = field(default_factory=dict)
     is_ready: bool = False
     is_lost: bool = False
 
@@ -309,6 +329,8 @@ class Sessions:
         self._engine.rest(session)  # until its scheduler, which may be idle and deaf, says that it wants slots
         group.sessions.append(session)
         group.granted[session] = set()
+        if group.lent is not None:
+            self._engine.take_rows(session, group.lent)
         group.namespace = namespace
         group.is_ready = False
         self._by_session[session] = group
@@ -464,13 +486,14 @@ class Sessions:
         group = self.owned(connection)
         session = group.sessions[-1]
         chunk_tokens = 0 if group.geometry is None else group.geometry.chunk_tokens
-        if commit.tokens >= chunk_tokens or not commit.record.chunk_index:
+        tokens = tail_tokens(commit.record.key)
+        if not 0 < tokens < chunk_tokens or not commit.record.chunk_index:
             raise ProtocolError(
                 "a committed tail is none. "
-                f"tokens={commit.tokens} chunk_tokens={chunk_tokens} chunk_index={commit.record.chunk_index}"
+                f"tokens={tokens} chunk_tokens={chunk_tokens} chunk_index={commit.record.chunk_index}"
             )
         try:
-            self._engine.commit_tail(session, commit.slot, checked_record(group, commit.record), commit.tokens)
+            self._engine.commit_tail(session, commit.slot, checked_record(group, commit.record))
         except KeyError as exc:
             raise ProtocolError(f"slot {commit.slot} was not granted to engine {group.name}") from exc
         group.granted[session].discard(commit.slot)
@@ -478,6 +501,84 @@ class Sessions:
     def drop_tails(self, connection: Connection, drop: m.DropTails) -> None:
         """Remove tails that something committed continues; unknown ones are gone already."""
         self._engine.drop_tails(self.owned(connection).sessions[-1], drop.keys)
+
+    def lend_rows(self, connection: Connection, lend: m.LendRows) -> None:
+        """Take an engine's rows on loan; says why not where that cannot be.
+
+        Raises:
+            ProtocolError: No worker that is alone sends this, or not once, or without descriptors.
+        """
+        fds = connection.take_descriptors()
+        try:
+            group, member = self._groups.get((connection.engine_id, connection.generation)), self._member(connection)
+            if group is None or member is None or group.is_lost or group.lent is not None or len(fds) != 2:
+                raise ProtocolError(f"rows are lent once, by a worker that has joined. descriptors={len(fds)}")
+            refusal = self._engine.takes_rows() or loan_problem(member.join, lend)
+            if not refusal:
+                (region_fd, lifeline_fd), fds = fds, []
+                try:
+                    group.lent = LentRows(region_fd, lifeline_fd, lend.rows, lend.row_bytes)
+                except ConfigError as exc:
+                    refusal = str(exc)
+            if group.lent is not None:
+                for session in group.sessions:
+                    self._engine.take_rows(session, group.lent)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        logger.info(
+            "rows lent. engine=%s rows=%d row_bytes=%d refusal=%s", group.name, lend.rows, lend.row_bytes, refusal
+        )
+        connection.send(m.RowsTaken(refusal))
+
+    def store_rows(self, connection: Connection, store: m.StoreRows) -> None:
+        """Write lent rows to the disk.
+
+        Raises:
+            ProtocolError: There is no open session on the connection, it lent no such rows, or a record is none of its.
+        """
+        group = self.owned(connection)
+        session = group.sessions[-1]
+        rows = [(self._use(group, use, row), checked_record(group, record)) for use, row, record in store.rows]
+        self._engine.store_rows(session, rows)
+        parents = {record.parent for _, record in rows}
+        for _, record in rows:
+            if record.key not in parents:
+                self._engine.touch_prefix(record.key)
+
+    def load_rows(self, connection: Connection, load: m.LoadRows) -> None:
+        """Read chunks into lent rows.
+
+        Raises:
+            ProtocolError: There is no open session on the connection, or it lent no such rows.
+        """
+        group = self.owned(connection)
+        space = self.space_of(connection)
+        self.users.goes_on(load.session)
+        rows = [
+            (self._use(group, use, row), row_key(space, name), row_digest(space, name)) for use, row, name in load.rows
+        ]
+        self._engine.load_rows(group.sessions[-1], rows, load.session)
+
+    def take_rows_back(self, connection: Connection, back: m.TakeRowsBack) -> None:
+        """End uses of lent rows.
+
+        Raises:
+            ProtocolError: There is no open session on the connection.
+        """
+        group = self.owned(connection)
+        uses = [group.row_uses[use] for use in back.uses if use in group.row_uses]
+        for session in group.sessions:
+            self._engine.end_rows(session, [use for use in uses if use.session == session])
+
+    @staticmethod
+    def _use(group: Group, number: int, row: int) -> RowUse:
+        if group.lent is None or row >= group.lent.rows or number in group.row_uses:
+            raise ProtocolError(f"no such row was lent, or a use is numbered as another. use={number} row={row}")
+        if len(group.row_uses) >= ROW_USES_MAX:
+            raise ProtocolError(f"too many uses of lent rows at once. max={ROW_USES_MAX}")
+        use = group.row_uses[number] = RowUse(group.sessions[-1], number, row)
+        return use
 
     def give_back(self, connection: Connection, give_back: m.GiveBack) -> None:
         """Take unused slots back, also of sessions before a reset.
@@ -579,6 +680,10 @@ class Sessions:
                     group.scheduler.send(m.Credits(list(slots)))
             case SlotRecall(session, slots) if session == current and group.is_ready:
                 group.scheduler.send(m.Recall(list(slots)))
+            case RowsEnded(_, good, bad, elsewhere):
+                for number in (*good, *bad, *elsewhere):
+                    group.row_uses.pop(number, None)
+                group.scheduler.send(m.RowsEnded(list(good), list(bad), list(elsewhere)))
             case LookupUpdate():
                 tell_lookup(self._engine, group, update)
             case LeaseEnd(session, lookup) if (session, lookup) in group.client_ids:
@@ -662,6 +767,8 @@ class Sessions:
             logger.info("session over. engine=%s reason=%s", group.name, reason)
             for session in group.sessions:
                 self._engine.suspend_session(session)
+            if group.lent is not None:
+                group.lent.close()
             if group.scheduler is not None:
                 group.scheduler.close_soon()  # tells it; workers stay until they say that they unmapped
         if any(member.is_mapped for member in group.members.values()):
@@ -714,6 +821,14 @@ def keys_of(lookup: m.Lookup, namespace: Namespace) -> tuple[list[bytes], list[b
     keys = [lookup.keys[i : i + KEY_BYTES] for i in range(0, len(lookup.keys), KEY_BYTES)]
     digests = [lookup.digests[i : i + PREFIX_DIGEST_BYTES] for i in range(0, len(lookup.digests), PREFIX_DIGEST_BYTES)]
     return keys, digests
+
+
+def loan_problem(join: m.JoinWorker, lend: m.LendRows) -> str:
+    """Why rows of this engine are no blobs' payloads; empty: they are."""
+    payload_bytes = sum(math.prod(page.shape) for page in join.pages)
+    if join.world_size != 1 or payload_bytes != lend.row_bytes:
+        return f"a chunk is not a whole row. row_bytes={lend.row_bytes} chunk_bytes={payload_bytes}"
+    return ""
 
 
 def other_world(group: Group, workers_say: int) -> str:

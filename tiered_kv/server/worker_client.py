@@ -23,6 +23,7 @@ from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_exactly, read_message_after, refusal_error, say_hello
 from tiered_kv.server.directory import hold_arena_lock, server_directory
+from tiered_kv.server.row_loan import RowLoan, server_pidfd
 
 if TYPE_CHECKING:
     from tiered_kv.chunks.pinned import PinnedArena  # its numpy is there only where vLLM is
@@ -87,6 +88,38 @@ class WorkerClient:
             raise
         self._lock_fd = lock_fd
         return arena
+
+    def lend_rows(self, region_fd: int, rows: int, row_bytes: int) -> RowLoan | str:
+        """Lend the engine's rows, once, before :meth:`wait_lost`; blocks. Gives why not where they are not taken.
+
+        Args:
+            region_fd: Of a file that holds them one after the other, from its start; stays the caller's.
+
+        Raises:
+            TieredKVError, OSError: The server refuses this worker, or is gone.
+        """
+        pidfd = server_pidfd(self._sock)
+        if pidfd is None:
+            return "the server's process cannot be seen from here, and could not be ended if it stood still"
+        watched_fd, lifeline_fd = os.pipe2(os.O_CLOEXEC)
+        loan = RowLoan(self.generation, watched_fd, pidfd)
+        try:
+            try:
+                socket.send_fds(self._sock, [m.frame(m.LendRows(rows, row_bytes))], [region_fd, lifeline_fd])
+            finally:
+                os.close(lifeline_fd)
+            answer = read_message_after(self._sock, read_exactly(self._sock, m.LENGTH.size))
+        except BaseException:
+            loan.forget()
+            raise
+        if isinstance(answer, m.RowsTaken) and not answer.refusal:
+            return loan
+        loan.forget()
+        if isinstance(answer, m.RowsTaken):
+            return answer.refusal
+        if isinstance(answer, m.Refused):
+            raise refusal_error(answer)
+        raise ProtocolError(f"expected an answer to LendRows, got {type(answer).__name__}")
 
     def wait_lost(self) -> None:
         """Block until the server is gone or :meth:`leave` was called; meanwhile map and pin what slabs have got."""

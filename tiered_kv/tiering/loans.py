@@ -10,7 +10,7 @@ from collections import Counter
 
 from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import Entry
-from tiered_kv.tiering.types import Loan, Outcome
+from tiered_kv.tiering.types import Outcome, SlotLoan
 
 LENT_SHARE = 1 / 8
 """What all loans may hold together of host memory, and those of a namespace of what it may have there; one chunk always
@@ -35,7 +35,7 @@ class Loans:
         self._bytes_of: Counter[bytes] = Counter()  # slots that are lent, by namespace
         self._last_id = 0
 
-    def begin(self, entry: Entry) -> Loan | Outcome:
+    def begin(self, entry: Entry) -> SlotLoan | Outcome:
         """Lend a chunk that is ready and sealed; ``NO_ROOM``: too much is lent already."""
         key, size_bytes = entry.record.key, entry.slot_bytes
         assert entry.slot is not None, "a chunk without a slot is lent"
@@ -48,7 +48,7 @@ class Loans:
         self._host.hold_in_place(entry)
         self._last_id += 1
         self._lent[self._last_id] = entry
-        return Loan(self._last_id, entry.slot, size_bytes)
+        return SlotLoan(self._last_id, entry.slot, size_bytes)
 
     def end(self, loan_id: int) -> None:
         """The chunk is read no more for this loan, which has not ended yet."""

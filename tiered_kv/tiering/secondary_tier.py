@@ -56,6 +56,9 @@ class Source(Protocol):
     def job(self, entry: Entry) -> Job:
         """The job that writes the chunk; the entry is WRITING already."""
 
+    def drop_counter(self, entry: Entry) -> str:
+        """How the names of the counters of dropped writes like this one's begin; asked before it is released."""
+
     def release(self, entry: Entry) -> None:
         """Let go of what a pending write holds."""
 
@@ -313,7 +316,7 @@ class SecondaryTier:
     def _unqueue(self, entry: Entry, reason: str) -> None:
         self._index.set_blob_state(entry, self.number, BlobState.ABSENT)
         self._leave_queue(entry)
-        self._counters[f"write_dropped_{reason}"] += 1
+        self._counters[f"{self._source.drop_counter(entry)}_{reason}"] += 1
         self._source.release(entry)
 
     def drop_descendants(self, entry: Entry) -> list[Entry]:

@@ -1,7 +1,8 @@
-"""Writes to the first secondary tier: their bytes come from the slots of host memory.
+"""Writes to the first secondary tier: their bytes come from the slots of host memory, or from rows that engines lent.
 
 A queued write holds its chunk in its slot. How much may be held so is bounded; past it, and while the tier takes no
 writes, writes are deferred: the chunk is remembered and may be evicted before its turn comes, if nothing else can be.
+A lent row takes no host memory and is never deferred: its engine waits for it, and is told when the write is over.
 Called by ``tiers.py`` and by the tier it feeds.
 """
 
@@ -16,7 +17,7 @@ from tiered_kv.tiering.index import CLAIMED, BlobState, Entry, HostState, Index
 from tiered_kv.tiering.quotas import Quotas
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.stats import Outbox
-from tiered_kv.tiering.types import HOST, Job, TierSpec, Write
+from tiered_kv.tiering.types import HOST, Job, RowUse, TierSpec, Write, WriteRow
 from tiered_kv.tiering.upload import Upload
 
 DEFERRED_MAX = 1 << 16
@@ -37,6 +38,8 @@ class WriteThrough:
     Attributes:
         tier: The tier that it feeds.
         queued_bytes: Host memory that pending writes hold. Written here only.
+        rows: Chunks whose bytes come from a lent row, until their write is over. Written here only.
+        rows_over: Uses of rows that are over, and whether the chunk is there now, until tiering takes them.
 
     Threads: one owner, tiering. Units: bytes.
     """
@@ -62,6 +65,8 @@ class WriteThrough:
             next_source: Takes its bytes from this tier.
         """
         self.queued_bytes = 0
+        self.rows: dict[Entry, RowUse] = {}
+        self.rows_over: list[tuple[Entry, RowUse, bool]] = []
         self._queue_limit_bytes = queue_limit_bytes
         self._deferred: OrderedDict[Entry, None] = OrderedDict()  # stored while the queue was full; may be evicted
         self._index = index
@@ -76,18 +81,32 @@ class WriteThrough:
         return True
 
     def has_bytes(self, entry: Entry) -> bool:
-        return entry.host is HostState.READY
+        return entry in self.rows or entry.host is HostState.READY
 
     def size_bytes(self, entry: Entry) -> int:
         return entry.slot_bytes
 
     def job(self, entry: Entry) -> Job:
+        if (use := self.rows.get(entry)) is not None:
+            return WriteRow(self.tier.number, entry.record, use)
         assert entry.slot is not None
         return Write(self.tier.number, entry.record, entry.slot)
 
+    def drop_counter(self, entry: Entry) -> str:
+        return "row_dropped" if entry in self.rows else "write_dropped"
+
     def release(self, entry: Entry) -> None:
-        self.queued_bytes -= entry.slot_bytes
+        if entry in self.rows:
+            self._row_over(entry)
+        else:
+            self.queued_bytes -= entry.slot_bytes
         self._host.let_go(entry)
+        if entry.tail_tokens and entry.host is HostState.READY and not entry.holds:
+            self._host.give(self._host.evict(entry))  # host memory was letting go of it (``tails.py``)
+
+    def _row_over(self, entry: Entry) -> None:
+        is_there = entry.blobs[self.tier.number] is BlobState.PRESENT
+        self.rows_over.append((entry, self.rows.pop(entry), is_there))
 
     def put_back(self, entry: Entry) -> None:
         self.tier.release_bytes(entry, BlobState.ABSENT)
@@ -108,8 +127,41 @@ class WriteThrough:
         """The same: a drain waits for all of them."""
         return self.pending
 
+    def store_row(self, entry: Entry, use: RowUse) -> None:
+        """Write a chunk that is in no tier from a lent row, now or once its bad blob is deleted; not later."""
+        assert entry not in self.rows
+        self.rows[entry] = use
+        self.tier.enqueue_after_delete(entry)
+        if entry.blobs[self.tier.number] is not BlobState.DELETING:
+            self._enqueue_row(entry)
+
+    def _enqueue_row(self, entry: Entry) -> None:
+        parent = self._index.parent(entry)
+        if entry.record.chunk_index and (parent is None or parent.blobs[self.tier.number] not in CLAIMED):
+            self._counters["row_dropped_no_parent"] += 1
+        elif entry.blobs[self.tier.number] is BlobState.ABSENT and self.tier.takes_writes:
+            self.tier.queue(entry)
+            self._host.hold(entry)
+            self.tier.start_or_wait(entry)
+            self.tier.start_writes()
+            return
+        else:
+            self._counters["row_dropped_not_now"] += 1
+        self._row_over(entry)
+
+    def take_back_row(self, entry: Entry) -> None:
+        """The engine wants its row back: its write is dropped, unless it was begun."""
+        if entry.blobs[self.tier.number] is BlobState.QUEUED:
+            self.tier.drop(entry, "taken_back")
+        elif entry.blobs[self.tier.number] is not BlobState.WRITING:
+            self._row_over(entry)
+
     def enqueue_write(self, entry: Entry) -> None:
-        if entry.host not in WRITABLE or self._index.is_tail(entry.record):
+        if entry in self.rows:
+            if entry.blobs[self.tier.number] is BlobState.ABSENT:  # its bad blob is gone now
+                self._enqueue_row(entry)
+            return
+        if entry.host not in WRITABLE or entry.tail_tokens:
             return
         is_new = entry.blobs[self.tier.number] is BlobState.ABSENT and entry not in self._deferred
         if not self.tier.admission.admits(entry):
@@ -124,6 +176,26 @@ class WriteThrough:
 
     def enqueue_recovered(self, entry: Entry) -> None:
         """Chunks that were found at start have no slot: there is nothing to write."""
+
+    def writes_tail(self, entry: Entry, *, may_wait: bool) -> bool:
+        """Queue the write of a tail that is idle; says whether it was.
+
+        It begins with the next ``start_writes`` of the tier: not while somebody looks for a slot, because it may have
+        other blobs evicted.
+
+        Args:
+            may_wait: Defer it where there is no room in the queue.
+        """
+        is_absent = entry.blobs[self.tier.number] is BlobState.ABSENT
+        if not is_absent or not self.tier.admission.admits(entry) or entry in self._deferred:
+            return False
+        if self.tier.takes_writes and self.queued_bytes + entry.slot_bytes <= self._queue_limit_bytes:
+            self._queue(entry)
+            self.tier.start_or_wait(entry)
+            return True
+        if may_wait:
+            self._defer(entry)
+        return entry in self._deferred
 
     def _queue_or_defer(self, entry: Entry) -> None:
         tier = self.tier
@@ -145,11 +217,14 @@ class WriteThrough:
     def _enqueue(self, entry: Entry) -> None:
         if entry in self._deferred:
             self._undefer(entry)
+        self._queue(entry)
+        if entry.host is HostState.READY:
+            self.sealed(entry)
+
+    def _queue(self, entry: Entry) -> None:
         self.tier.queue(entry)
         self.queued_bytes += entry.slot_bytes
         self._host.hold(entry)
-        if entry.host is HostState.READY:
-            self.sealed(entry)
 
     def _defer(self, entry: Entry) -> None:
         if entry in self._deferred:
@@ -201,12 +276,15 @@ class WriteThrough:
 
     def sealed(self, entry: Entry) -> None:
         """The entry's slot is sealed: a write that waits for it may begin."""
-        if entry.blobs[self.tier.number] is BlobState.QUEUED:
+        if entry.blobs[self.tier.number] is BlobState.QUEUED and entry not in self.rows:
             self.tier.start_or_wait(entry)
             self.tier.start_writes()
 
     def give_up_store(self, slot_bytes: int, may_go: Callable[[Entry], bool]) -> Entry | None:
-        """Drop the newest queued write whose slot a load can have; returns the chunk, which is idle then."""
+        """Drop the newest queued write whose slot a load can have; returns the chunk.
+
+        It is idle then; a tail has left its slot, which is free.
+        """
         for entry in self.tier.newest_queued():
             is_fit = entry.slot_bytes == slot_bytes and entry.host is HostState.READY and entry.holds == 1
             if is_fit and may_go(entry):
@@ -222,9 +300,13 @@ class WriteThrough:
         number = self.tier.number
         self.tier.check_integrity()
         entries = self._index.entries()
-        pending = [e for e in entries if e.blobs[number] in (BlobState.QUEUED, BlobState.WRITING)]
+        pending = [
+            e for e in entries if e.blobs[number] in (BlobState.QUEUED, BlobState.WRITING) and e not in self.rows
+        ]
         assert self.queued_bytes == sum(entry.slot_bytes for entry in pending), "queued bytes drifted"
         assert all(entry.slot is not None for entry in pending), "a pending write has no slot"
+        pending_rows = {e for e in self.rows if e.blobs[number] in (BlobState.QUEUED, BlobState.WRITING)}
+        assert pending_rows <= set(entries), "a row's write lost its chunk"
         known = {entry for entry in self._deferred if self._index.get(entry.record.key) is entry}
         assert all(map(self.tier.admission.admits, known)), "a write is deferred that was not admitted"
         assert known == {entry for entry in entries if entry.is_unwritten}, "a deferred write is forgotten"

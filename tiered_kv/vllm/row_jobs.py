@@ -1,11 +1,14 @@
-"""Jobs between rows of vLLM's host memory and slots of the server's arena: find, store, load.
+"""Jobs between rows of vLLM's host memory and the server: find, store, load.
 
-A row is copied to a slot and from one, by threads of this process: a server that hangs can then delay a job, and never
-write into a row that vLLM uses again. What a load copies was verified by the server before and is claimed while it is
-copied; so rows that end well have right bytes, and those whose session was lost end badly.
+Where the server has the rows (``row_memory.py``) it writes and reads them itself; a row is in a file then when it is
+reported stored. Else, and for chunks that are not on this machine's disk, rows are copied to slots of the server's
+arena and from them, by threads of this process. What a load copies was verified by the server before and is claimed
+while it is copied; so rows that end well have right bytes, and those whose session was lost end badly.
 
-    store   look up -> those not held: slot granted -> copied -> committed, in the order of the prefix
-    load    by pieces of what one session may lease: look up, leased -> claimed -> copied -> released
+    store   look up -> those not held:  written by the server, in the order of the prefix
+                                   or:  slot granted -> copied -> committed, in that order
+    load                                read and verified by the server
+                                   or:  by pieces of what one session may lease: leased -> claimed -> copied -> released
 
 Owns jobs and copies; must not know vLLM: ``offloading.py`` is the tier. Names of chunks:
 ``keys/row_names.py``.
@@ -17,6 +20,7 @@ Owns jobs and copies; must not know vLLM: ``offloading.py`` is the tier. Names o
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -38,6 +42,7 @@ from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 from tiered_kv.vllm.row_groups import Span
+from tiered_kv.vllm.row_memory import NotShared, RowUses, UseEnd, shared_region
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -46,6 +51,14 @@ THREADS: Final = 2
 
 SLOT_WAIT_S: Final = 2.0
 """A chunk that gets no slot for so long is not stored: its row is pinned in vLLM's memory meanwhile."""
+
+WRITE_WAIT_S: Final = 2.0
+WRITE_LAST_S: Final = 10.0
+"""Of rows that the server writes: how long a job waits for the next one, and for all."""
+
+READ_BYTES_MAX: Final = 256 << 20
+READ_ROWS_MIN: Final = 8
+"""Rows that the server reads at once for one engine; the disk has others to serve."""
 
 QUEUED_MAX: Final = 1 << 14
 """Chunks that may wait for slots."""
@@ -131,7 +144,12 @@ class _RowJob:
         copied: Of a store, leading rows of which a copy was begun, or that were held.
         running: Copies that run.
         pieces: Of a load, those that are looked up.
-        asked: Leading rows that are or were in a piece of a load, or that a store stores.
+        wanted: Of a load, places of rows that come through slots, ascending.
+        asked: How many of these are or were in a piece; of a store, leading rows that are stored.
+        is_lent: The server reads and writes the rows itself, if it can.
+        lent: Leading rows that it was asked to read.
+        used: Uses of rows by the server that are not over.
+        is_asked_back: These are to end at once.
         committed: Leading rows that are stored.
         before: What stores the chunk before the first one of this job, and which of its rows that is.
         polls: Of a load: how often it was gone on with.
@@ -155,7 +173,12 @@ class _RowJob:
     running: int = 0
     committed: int = 0
     pieces: list[_RowPiece] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
     asked: int = 0
+    is_lent: bool = False
+    lent: int = 0
+    used: int = 0
+    is_asked_back: bool = False
     before: "tuple[_RowJob, int] | None" = None
     polls: int = 0
     is_over: bool = False
@@ -182,7 +205,9 @@ class RowJobs:
         self._whole: tuple[Span, ...] = ((0, rows.shape[1]),)
         self.client = SchedulerClient(config, engine_id, 1)
         self.client.rest()  # until something is looked up or stored
-        self._arena = ArenaKeeper(config, engine_id, join)
+        self.uses = RowUses(self.client)
+        self._read_max = max(READ_ROWS_MIN, READ_BYTES_MAX // rows.shape[1])
+        self._arena = ArenaKeeper(config, engine_id, join, _lending(rows, self.uses))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tiered_kv-rows")
         self._ended: deque[tuple[_RowJob, int, bool, _RowPiece | None]] = deque()
         self._jobs: dict[int, _RowJob] = {}
@@ -303,6 +328,8 @@ class RowJobs:
         made = _RowJob(job, names, places, spans, self.client.generation, is_load=True, session=session)
         made.deadline_s = made.started_s + wait_s
         self._begin(made)
+        if not made.is_lent:
+            made.wanted = list(range(len(places)))
 
     def take_done(self) -> list[Done]:
         """Jobs that are over since the last call; each is told once."""
@@ -317,18 +344,25 @@ class RowJobs:
         self._arena.want(self.client.generation)
         while self._ended:
             self._copy_ended(*self._ended.popleft())
+        for number, place, end in self.uses.take_ended():
+            self._use_ended(self._jobs[number], place, end)
         for job in list(self._jobs.values()):
             job.is_over |= job.generation != self.client.generation
             if job.is_over:
-                continue
-            if job.is_load:
+                if job.used and not job.is_asked_back:
+                    job.is_asked_back = True
+                    self.uses.take_back(job.id)
+            elif job.is_load:
                 self._go_on_loading(job)
             elif job.lookup is not None:
                 self._wait_for_held(job)
+            elif job.is_lent:
+                now_s = time.monotonic()
+                job.is_over = not job.used or now_s > min(job.deadline_s, job.started_s + WRITE_LAST_S)
             else:
                 self._commit(job)
         self._give_slots()
-        for job in [job for job in self._jobs.values() if job.is_over and not job.running]:
+        for job in [job for job in self._jobs.values() if job.is_over and not (job.running or job.used)]:
             self._finish(job)
         if not self._jobs and not self.client.lookups:
             self.client.rest()  # vLLM may stop to step now
@@ -355,6 +389,7 @@ class RowJobs:
             self._threads.shutdown()
             self.client.close()
             self._arena.close()
+            self.uses.close()
             self._rows = np.empty((0, 0), np.uint8)  # vLLM unmaps it
 
     # -- a job's way ---------------------------------------------------------------------------------------------------
@@ -362,7 +397,22 @@ class RowJobs:
     def _begin(self, job: _RowJob) -> None:
         job.good = [None] * len(job.places)
         job.is_over = not self.is_ready or self.client.is_silent or job.names.namespace is not self.client.namespace
+        job.is_lent = job.spans == self._whole and self.uses.is_lent
         self._jobs[job.id] = job
+
+    def _use_ended(self, job: _RowJob, place: int, end: UseEnd) -> None:
+        """The server touches a row no more."""
+        job.used -= 1
+        if end is UseEnd.ELSEWHERE:
+            job.wanted.append(place)
+            job.wanted.sort()
+            return
+        job.good[place] = end is UseEnd.GOOD
+        if end is UseEnd.GOOD and not job.is_load:
+            self._remember(job, place)
+        job.deadline_s += 0 if job.is_load else time.monotonic() + WRITE_WAIT_S - job.deadline_s
+        if end is UseEnd.BAD and job.names.is_chain:
+            job.lent = len(job.places)  # what lies behind is of no use
 
     def _wait_for_held(self, job: _RowJob) -> None:
         """Go on with a store once the server has said what is held: the rest waits for slots."""
@@ -388,10 +438,16 @@ class RowJobs:
         if not rest or len(self._waiting) + len(rest) > QUEUED_MAX:
             job.is_over = True
             return
-        job.deadline_s = time.monotonic() + SLOT_WAIT_S
         for number in rest:
-            self._waiting.append((job, number))
             self._storing.setdefault(job.names.names[job.places[number][0]], (job, number))
+        if job.is_lent:
+            job.deadline_s = time.monotonic() + WRITE_WAIT_S
+            indexes = [(number, *job.places[number]) for number in rest]
+            rows = [(number, row, job.names.record(index, job.tag)) for number, index, row in indexes]
+            job.used = len(rows) if self.uses.store(job.id, rows) else 0
+            return
+        job.deadline_s = time.monotonic() + SLOT_WAIT_S
+        self._waiting.extend((job, number) for number in rest)
 
     def _unbroken(self, job: _RowJob, rest: list[int], held: int) -> int:
         """How many rows of a store can be found once they are stored: the chunk before each is there or on its way.
@@ -425,20 +481,36 @@ class RowJobs:
 
     def _go_on_loading(self, job: _RowJob) -> None:
         """Look up as many pieces as the session may lease, and copy what is ready of them."""
+        if job.is_lent:
+            self._lend(job)
         most = max(1, self.client.chunks_leased_max // 2)
-        while job.asked < len(job.places) and not job.is_over:
-            run = _run_length(job.places, job.asked) if job.names.is_chain else 1
+        while job.asked < len(job.wanted) and not job.is_over:
+            run = _run_length(job.places, job.wanted, job.asked) if job.names.is_chain else 1
             count = min(run, PIECE_ROWS, most)
             if self._leased and self._leased + count > most:
                 break
-            job.pieces.append(_RowPiece(job.asked, count))
+            job.pieces.append(_RowPiece(job.wanted[job.asked], count))
             job.asked += count
             self._leased += count
         for piece in list(job.pieces):
             self._go_on_with_piece(job, piece)
         job.polls += 1
-        is_done = job.asked == len(job.places) and not job.pieces
+        is_asked = job.asked == len(job.wanted) and (not job.is_lent or job.lent == len(job.places))
+        is_done = is_asked and not job.pieces and not job.used
         job.is_over |= is_done or (job.polls >= POLLS_MIN and time.monotonic() > job.deadline_s)
+
+    def _lend(self, job: _RowJob) -> None:
+        """Have the server read what it may read at once."""
+        count = min(len(job.places) - job.lent, self._read_max - self.uses.reading)
+        if count <= 0:
+            return
+        places = [(number, *job.places[number]) for number in range(job.lent, job.lent + count)]
+        rows = [(number, row, job.names.names[index]) for number, index, row in places]
+        job.lent += count
+        if self.uses.load(job.id, rows, job.session):
+            job.used += count
+        else:
+            job.is_over = True
 
     def _go_on_with_piece(self, job: _RowJob, piece: _RowPiece) -> None:
         if piece.lookup is None:
@@ -531,11 +603,15 @@ class RowJobs:
             index = job.places[job.committed][0]
             filled.append((slot, job.names.record(index, job.tag)))
             job.committed += 1
-            self._committed[job.names.names[index]] = job.generation
-        while len(self._committed) > COMMITTED_MAX:
-            del self._committed[next(iter(self._committed))]
+            self._remember(job, job.committed - 1)
         self.client.commit(filled)
         job.is_over |= job.committed == job.asked
+
+    def _remember(self, job: _RowJob, number: int) -> None:
+        """A row of a store is stored; what the server says of it next may be older."""
+        self._committed[job.names.names[job.places[number][0]]] = job.generation
+        while len(self._committed) > COMMITTED_MAX:
+            del self._committed[next(iter(self._committed))]
 
     def _finish(self, job: _RowJob) -> None:
         """No copy of it runs: tell how each row ended, and give back what it has."""
@@ -546,7 +622,9 @@ class RowJobs:
         for piece in list(job.pieces):
             self._end_piece(job, piece)
         is_same = job.generation == self.client.generation
-        good = [bool(one) if job.is_load else number < job.committed and is_same for number, one in enumerate(job.good)]
+        good = [bool(one) for one in job.good]
+        if not job.is_load:
+            good = [is_same and (number < job.committed or (one and job.is_lent)) for number, one in enumerate(good)]
         if is_same:
             self.client.give_back([slot for _, slot in sorted(job.slots.items())])
             if job.lookup is not None:
@@ -555,12 +633,38 @@ class RowJobs:
         self._done.append(Done(job.id, good, time.monotonic() - job.started_s, copied))
 
 
-def _run_length(places: Sequence[tuple[int, int]], start: int) -> int:
-    """How many rows from there on have chunks that follow each other."""
+def _run_length(places: Sequence[tuple[int, int]], wanted: Sequence[int], start: int) -> int:
+    """How many of the wanted rows from there on follow each other, and have chunks that do."""
     end = start + 1
-    while end < len(places) and places[end][0] == places[end - 1][0] + 1:
+    while end < len(wanted) and wanted[end] == wanted[end - 1] + 1:
+        if places[wanted[end]][0] != places[wanted[end - 1]][0] + 1:
+            break
         end += 1
     return end - start
+
+
+@dataclass(frozen=True, slots=True)
+class RowLending:
+    """What an engine lends a session's server.
+
+    Attributes:
+        region_fd: Of the file of its rows.
+        uses: Take the loan.
+    """
+
+    region_fd: int
+    rows: int
+    row_bytes: int
+    uses: RowUses
+
+
+def _lending(rows: "np.ndarray[Any, Any]", uses: RowUses) -> RowLending | None:
+    """The engine's rows, if another process can map them."""
+    try:
+        return RowLending(shared_region(rows), len(rows), rows.shape[1], uses)
+    except NotShared as exc:
+        logger.warning("rows go through slots of the cache server, and are copied: %s", exc)
+        return None
 
 
 def _copy_spans(
@@ -587,7 +691,8 @@ class ArenaKeeper:
         generation: Of the session whose arena is mapped; -1: none is.
     """
 
-    def __init__(self, config: Config, engine_id: str, join: m.JoinWorker) -> None:
+    def __init__(self, config: Config, engine_id: str, join: m.JoinWorker, lending: RowLending | None = None) -> None:
+        self._lending = lending
         self._config = config
         self._engine_id = engine_id
         self._join = join
@@ -650,6 +755,9 @@ class ArenaKeeper:
         if worker is not None:
             worker.leave()
         self._thread.join(self._config.start_timeout_s)
+        if self._lending is not None:
+            os.close(self._lending.region_fd)
+            self._lending = None
 
     def _run(self) -> None:
         mapped, backoff_s = -1, REJOIN_S
@@ -662,6 +770,7 @@ class ArenaKeeper:
                 continue
             try:
                 worker = WorkerClient(self._config, self._engine_id, wanted, self._join)
+                self._lend(worker)
             except Exception as exc:  # the thread goes on, whatever it was: without it there is no tier any more
                 is_known = isinstance(exc, (TieredKVError, OSError))
                 text = "the cache's arena is not mapped; next try in %.1f s. %s"
@@ -684,6 +793,26 @@ class ArenaKeeper:
                 while self._running:
                     self._idle.wait()
             worker.leave()
+
+    def _lend(self, worker: WorkerClient) -> None:
+        """Lend the server the engine's rows, where they can be lent.
+
+        Raises:
+            TieredKVError, OSError: The server is gone; the worker has left.
+        """
+        lending = self._lending
+        if lending is None:
+            return
+        try:
+            loan = worker.lend_rows(lending.region_fd, lending.rows, lending.row_bytes)
+        except BaseException:
+            worker.leave()
+            raise
+        if isinstance(loan, str):
+            logger.warning("rows go through slots of the cache server, and are copied: %s", loan)
+        else:
+            logger.info("the cache server reads and writes rows itself. rows=%d", lending.rows)
+            lending.uses.lend(loan)
 
     def _wait_for_another(self, generation: int, longest_s: float) -> None:
         """Wait, but no longer than until another session is wanted."""

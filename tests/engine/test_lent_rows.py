@@ -1,0 +1,303 @@
+"""Rows that an engine lent, with real threads and a real disk: right bytes, and none after a use is over."""
+
+import mmap
+import os
+import select
+import threading
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+
+import pytest
+
+from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, SPACES, EngineWorld, Path, payload_of
+from tests.kit.storage.disk_probe import blob_files, blob_path, open_disk, temp_files
+from tiered_kv.engine.executor import ThreadExecutor
+from tiered_kv.engine.lent_rows import LentRows, RowGone
+from tiered_kv.errors import ConfigError
+from tiered_kv.tiering.types import RowsEnded, RowUse
+from tiered_kv.tiers.base import BlobName, TierWrapper
+
+ROWS = 24
+SPACE, GEOMETRY = SPACES["small"], GEOMETRIES["small"]
+ROW_BYTES = GEOMETRY.payload_bytes
+HEADER_BYTES = BLOB_BYTES - ROW_BYTES
+DEADLINE_S = 60
+
+
+class Hanging(TierWrapper):
+    """A disk whose reads or writes stop in the middle until they are let go."""
+
+    def __init__(self, root: FilePath) -> None:
+        super().__init__(open_disk(root))
+        self.hangs_reads = self.hangs_writes = False
+        self.is_in, self.go_on = threading.Semaphore(0), threading.Event()
+
+    def put(self, name: BlobName, blob: memoryview) -> None:
+        self._hang(self.hangs_writes)
+        self.inner.put(name, blob)
+
+    def get_into(self, name: BlobName, buffer: memoryview) -> bool:
+        buffer[: HEADER_BYTES + ROW_BYTES // 2] = b"\xbb" * (HEADER_BYTES + ROW_BYTES // 2)
+        self._hang(self.hangs_reads)
+        buffer[:] = b"\xcc" * len(buffer)
+        return self.inner.get_into(name, buffer)
+
+    def _hang(self, hangs: bool) -> None:
+        if hangs:
+            self.is_in.release()
+            assert self.go_on.wait(DEADLINE_S)
+
+
+class RowWorld(EngineWorld):
+    """An engine over a disk, with one session that lent its rows."""
+
+    def __init__(self, root: FilePath) -> None:
+        self.disk = Hanging(root)
+        super().__init__(self.disk, executor=ThreadExecutor())
+        self.fd = os.memfd_create("rows")
+        os.ftruncate(self.fd, ROWS * ROW_BYTES)
+        self.memory = mmap.mmap(self.fd, ROWS * ROW_BYTES)
+        self.watched, lifeline = os.pipe()
+        self.lent = LentRows(os.dup(self.fd), lifeline, ROWS, ROW_BYTES)
+        self.session = self.open()
+        self.engine.take_rows(self.session, self.lent)
+        self.ends: dict[int, str] = {}
+        self._last = 0
+
+    def step(self) -> None:
+        for update in self.engine.step():
+            if isinstance(update, RowsEnded):
+                for end in ("good", "bad", "elsewhere"):
+                    for number in getattr(update, end):
+                        assert number not in self.ends, "a use ended twice"
+                        self.ends[number] = end
+        self.tiering.check_integrity()
+
+    def until(self, *uses: RowUse) -> list[str]:
+        self.step()
+        while not self.ends.keys() >= {use.id for use in uses}:
+            assert select.select([self.executor.fileno()], [], [], DEADLINE_S)[0], "nothing happens"
+            self.step()
+        return [self.ends[use.id] for use in uses]
+
+    def use(self, row: int) -> RowUse:
+        self._last += 1
+        return RowUse(self.session, self._last, row)
+
+    def row(self, row: int) -> bytes:
+        return self.memory[row * ROW_BYTES : (row + 1) * ROW_BYTES]
+
+    def fill(self, row: int, content: bytes) -> None:
+        self.memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = content
+
+    def content(self, path: Path) -> bytes:
+        return payload_of(SPACE.record(path).key, GEOMETRY.data_bytes).ljust(ROW_BYTES, b"\0")
+
+    def store(self, *placed: tuple[Path, int]) -> list[RowUse]:
+        rows = [(self.use(row), SPACE.record(path)) for path, row in placed]
+        for path, row in placed:
+            self.fill(row, self.content(path))
+        self.engine.store_rows(self.session, rows)
+        return [use for use, _ in rows]
+
+    def load(self, *placed: tuple[Path, int]) -> list[RowUse]:
+        rows = [(self.use(row), SPACE.record(path).key, SPACE.record(path).prefix_sha256) for path, row in placed]
+        self.engine.load_rows(self.session, rows, b"")
+        return [use for use, _, _ in rows]
+
+    def is_let_go(self) -> bool:
+        return bool(select.select([self.watched], [], [], 0)[0])
+
+
+@pytest.fixture
+def world(tmp_path: FilePath) -> Iterator[RowWorld]:
+    made = RowWorld(tmp_path)
+    yield made
+    made.disk.go_on.set()
+    assert made.errors.messages == []
+    made.lent.close()
+    made.engine.close()
+    made.abandon()
+    os.close(made.watched)
+    os.close(made.fd)
+
+
+PREFIX = ((1,), (1, 2), (1, 2, 3), (1, 2, 3, 4))
+
+
+def place(*paths: Path, first: int = 0) -> list[tuple[Path, int]]:
+    return [(path, first + number) for number, path in enumerate(paths)]
+
+
+def test_rows_are_stored_and_read_without_a_slot(world: RowWorld, tmp_path: FilePath) -> None:
+    assert world.until(*world.store(*place(*PREFIX))) == ["good"] * 4
+    assert len(blob_files(tmp_path)) == 4 and world.tiering.usage()["host_ready_chunks"] == 0
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+    for number, path in enumerate(PREFIX):
+        assert world.row(10 + number) == world.content(path)
+        assert world.row(number) == world.content(path), "a store changed its row"
+    assert not any(world.row(14)) and not any(world.row(9)), "a row nobody asked for"
+    assert world.engine.read_bytes_per_s(1) is not None
+    assert world.tiering.usage()["host_ready_chunks"] == 0
+
+
+def test_what_is_stored_in_a_slot_is_read_into_a_row_and_the_other_way_round(world: RowWorld) -> None:
+    while not world.clients[world.session].credits:
+        for update in world.engine.step():
+            if type(update).__name__ == "SlotGrant":
+                world.clients[world.session].credits.extend(update.slots)
+    assert world.commit(world.session, (7,))
+    assert world.until(*world.load(((7,), 3))) == ["elsewhere"], "it is in host memory"
+    while world.tiering.pending_writes:
+        world.step()
+    world.tiering.remove(0, SPACE.namespace, None, leaves_holes=True)
+    assert world.until(*world.load(((7,), 3))) == ["good"]
+    assert world.row(3) == world.content((7,))
+    assert world.until(*world.store(((7,), 4))) == ["good"], "it is held"
+    assert world.tiering.counters["store_duplicate"] == 1
+
+
+def test_children_are_written_behind_their_parents_and_not_without(world: RowWorld, tmp_path: FilePath) -> None:
+    assert world.until(*world.store(((5, 6), 0))) == ["bad"]
+    assert world.tiering.counters["row_dropped_no_parent"] == 1 and len(world.tiering.index) == 0
+    world.disk.hangs_writes = True
+    uses = world.store(*place(*PREFIX))
+    world.step()
+    assert world.disk.is_in.acquire(timeout=DEADLINE_S)
+    assert blob_files(tmp_path) == [] and not world.ends.keys() & {use.id for use in uses}
+    world.disk.go_on.set()
+    assert world.until(*uses) == ["good"] * 4
+
+
+def test_damage_is_found_before_the_engine_is_told(world: RowWorld, tmp_path: FilePath) -> None:
+    world.until(*world.store(*place(*PREFIX)))
+    files = [blob_path(tmp_path, BlobName.of(SPACE.record(path))) for path in PREFIX]
+    data = bytearray(files[0].read_bytes())
+    data[-7000] ^= 1
+    files[0].write_bytes(data)
+    os.truncate(files[1], 5000)
+    files[2].unlink()
+    uses = world.load(*place(*PREFIX, first=10))
+    assert world.until(*uses) == ["bad", "bad", "bad", "good"]
+    assert world.row(13) == world.content(PREFIX[3])
+    for outcome in ("corrupt", "missing"):
+        assert world.tiering.counters[f"read_failed_{outcome}"] >= 1
+    while world.until(*world.store(*place(*PREFIX))) != ["good"] * 4:
+        pass  # the bad blobs are just being deleted
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+
+
+def test_a_row_that_was_taken_back_is_never_written_however_late_the_read(world: RowWorld) -> None:
+    world.until(*world.store(*place(*PREFIX)))
+    world.disk.hangs_reads = True
+    uses = world.load(*place(*PREFIX[:3], first=10))  # one thread stays free
+    world.step()
+    for _ in uses:
+        assert world.disk.is_in.acquire(timeout=DEADLINE_S)
+    assert world.row(10)[0] == 0xBB, "no read was in the middle of it"
+    world.engine.end_rows(world.session, uses)
+    for row in range(10, 13):
+        world.fill(row, b"\x55" * ROW_BYTES)  # the engine's from now on
+    assert world.until(*uses) == ["bad"] * 3
+    world.disk.hangs_reads = False
+    again = world.load((PREFIX[0], 10))  # the row is used anew while the old read still hangs
+    assert world.until(*again) == ["good"]
+    world.disk.go_on.set()
+    while world.engine.jobs(1)["get"]:
+        world.step()
+    assert world.row(10) == world.content(PREFIX[0])
+    for row in range(11, 13):
+        assert world.row(row) == b"\x55" * ROW_BYTES, "a read came late"
+    assert world.tiering.counters["read_failed_corrupt"] == 0
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+
+
+def test_what_was_sealed_after_a_row_was_taken_back_is_in_no_file(world: RowWorld, tmp_path: FilePath) -> None:
+    world.disk.hangs_writes = True
+    uses = world.store(*place(*PREFIX))
+    world.step()
+    assert world.disk.is_in.acquire(timeout=DEADLINE_S)
+    world.engine.end_rows(world.session, uses)
+    world.fill(0, b"\x66" * ROW_BYTES)
+    assert world.until(*uses) == ["bad"] * 4
+    world.disk.go_on.set()
+    while world.tiering.pending_writes:
+        world.step()
+    assert blob_files(tmp_path) == [] and temp_files(tmp_path) == []
+    assert len(world.tiering.index) == 0
+    world.disk.hangs_writes = False
+    assert world.until(*world.store(*place(*PREFIX))) == ["good"] * 4
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+
+
+def test_a_region_that_is_cut_costs_its_rows_and_nothing_else(world: RowWorld) -> None:
+    world.until(*world.store(*place(*PREFIX)))
+    os.ftruncate(world.fd, ROW_BYTES)
+    assert world.until(*world.load((PREFIX[0], 10)), *[]) == ["bad"]
+    rows = [(world.use(5), SPACE.record((9,)))]
+    world.engine.store_rows(world.session, rows)
+    assert world.until(rows[0][0]) == ["bad"]
+    os.ftruncate(world.fd, ROWS * ROW_BYTES)
+    assert world.until(*world.load((PREFIX[0], 10))) == ["good"], "the disk is not to blame"
+
+
+def test_a_session_that_ends_lets_go_of_all_rows_at_once(world: RowWorld) -> None:
+    world.until(*world.store(*place(*PREFIX)))
+    world.disk.hangs_reads = True
+    uses = world.load(*place(*PREFIX, first=10))
+    world.step()
+    for _ in uses:
+        assert world.disk.is_in.acquire(timeout=DEADLINE_S)
+    assert not world.is_let_go()
+    world.engine.suspend_session(world.session)
+    world.lent.close()
+    assert world.is_let_go()
+    before = world.memory[:]
+    world.disk.go_on.set()
+    while world.engine.jobs(1)["get"]:
+        world.step()
+    assert world.memory[:] == before
+    world.engine.close_session(world.session)
+
+
+@pytest.mark.parametrize(("rows", "row_bytes"), [(ROWS + 1, ROW_BYTES), (ROWS, ROW_BYTES + 1), (0, ROW_BYTES)])
+def test_a_region_that_is_none_is_refused_and_let_go(rows: int, row_bytes: int) -> None:
+    fd = os.memfd_create("rows")
+    os.ftruncate(fd, ROWS * ROW_BYTES)
+    watched, lifeline = os.pipe()
+    with pytest.raises(ConfigError, match="rows"):
+        LentRows(fd, lifeline, rows, row_bytes)
+    assert select.select([watched], [], [], 0)[0]
+    os.close(watched)
+
+
+def test_a_pipe_is_no_region() -> None:
+    fd, other = os.pipe()
+    watched, lifeline = os.pipe()
+    with pytest.raises(ConfigError, match="regular file"):
+        LentRows(fd, lifeline, 1, 4096)
+    os.close(other)
+    os.close(watched)
+
+
+def test_rows_stay_mapped_between_uses() -> None:
+    fd = os.memfd_create("rows")
+    os.ftruncate(fd, 4 * ROW_BYTES)
+    memory = mmap.mmap(fd, 4 * ROW_BYTES)
+    watched, lifeline = os.pipe()
+    lent = LentRows(fd, lifeline, 4, ROW_BYTES)
+    for number in range(8):
+        use = RowUse(1, number, number % 4)
+        with pytest.raises(RowGone), lent.mapped(use, HEADER_BYTES, is_read=True):
+            pass
+        lent.begin(use)
+        with lent.mapped(use, HEADER_BYTES, is_read=True) as blob:
+            assert len(blob) == BLOB_BYTES
+            blob[HEADER_BYTES:] = bytes([number]) * ROW_BYTES
+        lent.end([number])
+        with pytest.raises(RowGone):
+            lent.check(use)
+        assert memory[(number % 4) * ROW_BYTES : (number % 4 + 1) * ROW_BYTES] == bytes([number]) * ROW_BYTES
+    lent.close()
+    lent.close()
+    os.close(watched)

@@ -1,0 +1,264 @@
+"""Uses of lent rows, as tiering decides on them: each ends once, and what it leaves behind is as with slots."""
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from tests.kit.counts import count, seed
+from tests.kit.tiering.world import SMALL, Path, chunks_of, tier_specs
+from tiered_kv.tiering.index import BlobState
+from tiered_kv.tiering.tiering import Tiering
+from tiered_kv.tiering.types import (
+    Delete,
+    Grow,
+    Job,
+    Outcome,
+    Read,
+    ReadRow,
+    RowsEnded,
+    RowUse,
+    Seal,
+    SlotGrant,
+    Write,
+    WriteRow,
+)
+from tiered_kv.tiering.write_through import WRITES_MAX
+
+
+class Rows:
+    """Tiering with one session that lends rows; jobs end when and as a test says."""
+
+    def __init__(self, capacity: int | None = None, *, is_last_shared: bool = False) -> None:
+        capacities = (capacity, None) if is_last_shared else (capacity,)
+        self.tiering = Tiering(400, tier_specs(capacities, is_last_shared=is_last_shared))
+        self.tiering.restored(1)
+        self.session = self.tiering.open_session(SMALL.namespace, SMALL.slot_bytes)
+        self.jobs: list[Job] = []
+        self.credits: list[int] = []
+        self.ends: dict[int, str] = {}
+        self._last = 0
+        self.step()
+        self.end_every(Grow)
+
+    def step(self) -> None:
+        self.jobs += self.tiering.take_jobs()
+        for update in self.tiering.take_updates():
+            if isinstance(update, RowsEnded):
+                for end in ("good", "bad", "elsewhere"):
+                    for number in getattr(update, end):
+                        assert number not in self.ends, "a use ended twice"
+                        self.ends[number] = end
+            elif isinstance(update, SlotGrant):
+                self.credits += update.slots
+        self.tiering.check_integrity()
+
+    def use(self) -> RowUse:
+        self._last += 1
+        return RowUse(self.session, self._last, self._last)
+
+    def store(self, *paths: Path) -> list[RowUse]:
+        rows = [(self.use(), SMALL.record(path)) for path in paths]
+        self.tiering.store_rows(self.session, rows)
+        self.step()
+        return [use for use, _ in rows]
+
+    def load(self, *paths: Path) -> list[RowUse]:
+        records = [SMALL.record(path) for path in paths]
+        rows = [(self.use(), record.key, record.prefix_sha256) for record in records]
+        self.tiering.load_rows(self.session, rows, b"")
+        self.step()
+        return [use for use, _, _ in rows]
+
+    def commit(self, path: Path) -> None:
+        self.tiering.commit(self.session, self.credits.pop(), SMALL.record(path))
+        self.step()
+
+    def waiting(self, *kinds: type[Job]) -> list[Job]:
+        return [job for job in self.jobs if isinstance(job, kinds)]
+
+    def end(self, job: Job, outcome: Outcome = Outcome.OK) -> None:
+        self.jobs.remove(job)
+        match job:
+            case WriteRow():
+                self.tiering.row_written(job, outcome)
+            case ReadRow():
+                self.tiering.row_read(job, outcome, None, None)
+            case Write():
+                self.tiering.written(job, outcome)
+            case Read():
+                self.tiering.read(job, outcome)
+            case Seal():
+                self.tiering.sealed(job, outcome)
+            case Delete():
+                self.tiering.deleted(job.tier, job.record, outcome)
+            case Grow():
+                self.tiering.grown(job, outcome)
+            case _:
+                raise AssertionError(f"no such job is expected: {job}")
+        self.step()
+
+    def end_every(self, *kinds: type[Job], outcome: Outcome = Outcome.OK) -> None:
+        while jobs := self.waiting(*kinds):
+            self.end(jobs[0], outcome)
+
+    def told(self, uses: Iterable[RowUse]) -> list[str | None]:
+        return [self.ends.get(use.id) for use in uses]
+
+    def is_below(self, path: Path) -> bool:
+        entry = self.tiering.index.get(SMALL.key(path))
+        return entry is not None and entry.blobs[1] is BlobState.PRESENT
+
+
+PREFIX = chunks_of((1, 2, 3))
+
+
+def test_a_row_is_told_once_its_chunk_is_in_the_tier_and_takes_no_host_memory() -> None:
+    rows = Rows()
+    uses = rows.store(*PREFIX)
+    assert rows.tiering.pending_writes == 3 and len(rows.waiting(WriteRow)) == 1
+    for number in range(3):
+        assert rows.told(uses) == ["good"] * number + [None] * (3 - number)
+        rows.end(rows.waiting(WriteRow)[0])
+    assert rows.told(uses) == ["good"] * 3 and all(map(rows.is_below, PREFIX))
+    assert rows.tiering.usage()["host_ready_chunks"] == 0 and not rows.waiting(Seal)
+    loads = rows.load(*PREFIX, (9,))
+    assert rows.told(loads) == [None, None, None, "bad"]
+    rows.end_every(ReadRow)
+    assert rows.told(loads)[:3] == ["good"] * 3
+    (counts,) = rows.tiering.hit_stats.take().values()
+    assert (counts.asked, counts.hits) == (4, {1: 3})
+
+
+def test_a_chunk_whose_row_is_being_written_is_not_held_by_anybody() -> None:
+    rows = Rows()
+    rows.store((1,))
+    assert rows.told(rows.load((1,))) == ["bad"]
+    assert rows.tiering.index.held_prefix(SMALL.namespace, [SMALL.key((1,))], [SMALL.record((1,)).prefix_sha256]) == []
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NO_ROOM, Outcome.UNAVAILABLE, Outcome.FOREIGN])
+def test_a_failed_write_ends_badly_with_all_behind_it(outcome: Outcome) -> None:
+    rows = Rows()
+    uses = rows.store(*PREFIX)
+    rows.end(rows.waiting(WriteRow)[0], outcome)
+    assert rows.told(uses) == ["bad"] * 3 and rows.tiering.pending_writes == 0
+    assert len(rows.tiering.index) == (outcome is Outcome.FOREIGN)
+
+
+def test_stores_of_what_is_there_or_on_its_way_end_well_at_once_and_others_without_parent_badly() -> None:
+    rows = Rows()
+    first = rows.store((1,))
+    assert rows.told(rows.store((1,), (2, 3))) == ["good", "bad"]
+    rows.end_every(WriteRow)
+    assert rows.told([*first, *rows.store((1,))]) == ["good", "good"]
+    rows.commit((5,))
+    assert rows.told(rows.store((5,))) == ["good"]
+    assert rows.told(rows.load((5,))) == ["elsewhere"]
+
+
+def test_a_slot_with_the_chunk_of_a_row_is_no_second_write() -> None:
+    rows = Rows()
+    uses = rows.store((1,))
+    rows.commit((1,))
+    rows.end_every(Seal)
+    assert not rows.waiting(Write)
+    rows.end_every(WriteRow)
+    assert rows.told(uses) == ["good"] and rows.tiering.counters["written"] == 1
+    assert rows.told(rows.load((1,))) == ["elsewhere"]
+
+
+def test_a_row_that_is_taken_back_is_told_at_once_and_its_job_ends_unheard() -> None:
+    rows = Rows()
+    uses = rows.store(*PREFIX)
+    rows.tiering.take_rows_back(uses)
+    rows.step()
+    assert rows.told(uses) == ["bad"] * 3 and rows.tiering.pending_writes == 1
+    rows.end(rows.waiting(WriteRow)[0], Outcome.UNAVAILABLE)
+    assert len(rows.tiering.index) == 0
+    uses = rows.store((1,))
+    rows.end_every(WriteRow)
+    loads = rows.load((1,))
+    rows.tiering.take_rows_back([*uses, *loads])
+    rows.step()
+    assert rows.told([*uses, *loads]) == ["good", "bad"]
+    rows.end_every(ReadRow)
+    assert rows.is_below((1,))
+
+
+def test_a_bad_blob_is_deleted_and_the_row_that_was_lent_meanwhile_is_written_after_that() -> None:
+    rows = Rows()
+    rows.store((1,))
+    rows.end_every(WriteRow)
+    (load,) = rows.load((1,))
+    rows.end(rows.waiting(ReadRow)[0], Outcome.CORRUPT)
+    uses = rows.store((1,))
+    assert rows.told([load, *uses]) == ["bad", None] and not rows.waiting(WriteRow)
+    rows.end_every(Delete)
+    rows.end_every(WriteRow)
+    assert rows.told(uses) == ["good"] and rows.is_below((1,))
+    (load,) = rows.load((1,))
+    rows.end(rows.waiting(ReadRow)[0], Outcome.CORRUPT)
+    uses = rows.store((1,))
+    rows.tiering.take_rows_back(uses)
+    rows.end_every(Delete)
+    assert rows.told(uses) == ["bad"] and len(rows.tiering.index) == 0
+
+
+def test_a_tier_that_takes_no_writes_keeps_nobodys_row() -> None:
+    rows = Rows()
+    waiting = rows.store(*PREFIX)
+    rows.tiering.set_readable(1, False)
+    assert rows.told(rows.store((7,))) == ["bad"]
+    rows.tiering.take_rows_back(waiting)
+    rows.end_every(WriteRow)
+    assert rows.tiering.pending_writes == 0
+
+
+def test_a_full_tier_makes_room_and_a_row_waits_for_that() -> None:
+    rows = Rows(capacity=4 * SMALL.slot_bytes)
+    for number in range(12):
+        (use,) = rows.store((number,))
+        rows.end_every(WriteRow, Delete)
+        assert rows.told([use]) == ["good"]
+    assert rows.tiering.tier_usage(1).used_bytes == 4 * SMALL.slot_bytes
+
+
+def test_what_a_bucket_alone_has_comes_through_a_slot() -> None:
+    rows = Rows(is_last_shared=True)
+    rows.tiering.restore(2, SMALL.record((1,)), SMALL.slot_bytes)
+    assert rows.told(rows.load((1,))) == ["elsewhere"]
+
+
+@pytest.mark.parametrize("number", range(seed(), seed() + count("SEEDS", 6)))
+def test_whatever_happens_each_use_ends_once_and_nothing_stays(number: int) -> None:
+    source, rows = random.Random(number), Rows(capacity=9 * SMALL.slot_bytes)
+    uses: list[RowUse] = []
+    outcomes = [Outcome.OK] * 6 + [Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE, Outcome.NO_ROOM]
+    for _ in range(400):
+        path = tuple(source.randrange(3) for _ in range(source.randrange(1, 5)))
+        action = source.random()
+        if action < 0.25:
+            uses += rows.store(*chunks_of(path))
+        elif action < 0.5:
+            uses += rows.load(*chunks_of(path))
+        elif action < 0.55 and rows.credits:
+            rows.commit(path[:1])
+        elif action < 0.6 and uses:
+            rows.tiering.take_rows_back(source.sample(uses, min(len(uses), 5)))
+            rows.step()
+        elif rows.jobs:
+            job = source.choice(rows.jobs)
+            outcome = source.choice(outcomes)
+            if isinstance(job, Seal | Grow) or (isinstance(job, Delete) and outcome is not Outcome.MISSING):
+                outcome = Outcome.OK
+            if isinstance(job, WriteRow | Write) and outcome in (Outcome.MISSING, Outcome.CORRUPT):
+                outcome = Outcome.UNAVAILABLE
+            rows.end(job, outcome)
+    rows.tiering.take_rows_back([use for use in uses if source.random() < 0.5])
+    while rows.jobs:
+        rows.end(rows.jobs[0])
+    rows.step()
+    assert rows.ends.keys() == {use.id for use in uses} and len(uses) > WRITES_MAX
+    assert set(rows.ends.values()) == {"good", "bad", "elsewhere"}
+    assert rows.tiering.pending_writes == 0 and not rows.tiering.open_rows(rows.session)

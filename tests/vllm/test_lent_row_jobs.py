@@ -1,0 +1,179 @@
+"""Rows that the server reads and writes itself: no slot and no copy, and nothing in a row after its job's end."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import is_alive, stopped_server
+from tests.kit.storage.disk_probe import blob_files
+from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, Rows, fill, prompt, shared_rows
+from tiered_kv.server import worker_client
+from tiered_kv.vllm import row_memory
+from tiered_kv.vllm.row_memory import NotShared, shared_region
+
+Start = Callable[..., Rows]
+
+
+@pytest.fixture
+def start(root: Path) -> Iterator[Start]:
+    started: list[Rows] = []
+
+    def begin(**more: object) -> Rows:
+        started.append(Rows(root, is_shared=True, **more))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.jobs.close()
+
+
+def host_chunks(root: Path) -> int:
+    return figures(root)["hierarchy"]["host_ready_chunks"]
+
+
+def test_a_row_that_is_told_stored_is_in_a_file_and_in_no_slot(start: Start) -> None:
+    rows, keys = start(), prompt(1, 40)
+    before = fill(rows, 1)
+    assert rows.store(keys) == [True] * 40
+    assert len(blob_files(rows.root)) == 40
+    assert rows.load(keys, into=100) == [True] * 40
+    assert np.array_equal(rows.memory[100:140], before[:40])
+    seen = figures(rows.root)
+    assert host_chunks(rows.root) == 0 and seen["hierarchy"]["reserved_slots"] == 0
+    assert not rows.jobs._threads._threads, "a thread of the engine copied"
+
+
+def test_what_is_in_the_servers_memory_comes_through_a_slot_and_the_rest_does_not(start: Start) -> None:
+    rows, keys = start(), prompt(2, 30)
+    before = fill(rows, 2)
+    rows.store(keys)
+    rows.jobs.client.look_up_rows(keys[5:12], may_search=False)  # leases: it is promoted
+
+    def is_here() -> bool:
+        rows.jobs.poll()
+        return host_chunks(rows.root) == 7
+
+    wait_for(is_here, "a promotion")
+    assert rows.load(keys, into=100) == [True] * 30
+    assert np.array_equal(rows.memory[100:130], before[:30])
+
+
+def test_a_server_that_stands_still_with_rows_is_ended_and_no_row_is_touched_afterwards(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(row_memory, "FENCE_S", 0.2)
+    rows, keys = start(), prompt(3, 60)
+    before = fill(rows, 3)
+    rows.store(keys)
+    pid = server_pid(rows.root)
+    job = rows.begin(keys, [(index, 100 + index) for index in range(60)], is_load=True, wait_s=0.1)
+    rows.jobs.poll()  # it is told
+    with caplog.at_level(logging.ERROR):
+        os.kill(pid, signal.SIGSTOP)
+        (good,) = rows.end(job)
+    for index, is_good in enumerate(good):
+        assert not is_good or np.array_equal(rows.memory[100 + index], before[index])
+    if not all(good):  # it was quick otherwise, before it stood still
+        assert "stands still with rows" in caplog.text and not is_alive(pid)
+    else:
+        os.kill(pid, signal.SIGCONT)
+    rows.memory[100:] = 7
+    wait_for(lambda: rows.jobs.poll() or rows.jobs.uses.is_lent, "a new loan", deadline_s=60)
+    assert rows.memory[100:].min() == rows.memory[100:].max() == 7
+    assert rows.load(keys, into=100) == [True] * 60
+
+
+def test_rows_that_were_never_begun_come_back_from_a_server_that_goes_on_in_time(start: Start) -> None:
+    rows, keys = start(), prompt(4, 20)
+    fill(rows, 4)
+    rows.store(keys)
+    pid = server_pid(rows.root)
+    with stopped_server(rows.root):
+        job = rows.begin(keys, [(index, 100 + index) for index in range(20)], is_load=True, wait_s=0.05)
+        for _ in range(20):
+            rows.jobs.poll()
+        rows.memory[100:] = 9
+        going_on = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
+        going_on.start()
+        rows.end(job)
+        going_on.join()
+    assert is_alive(pid) and rows.jobs.client.generation == 0
+
+
+def test_a_region_that_is_cut_costs_its_rows_and_not_the_server(start: Start) -> None:
+    rows, keys = start(), prompt(5, 10)
+    fill(rows, 5)
+    rows.store(keys)
+    pid, fd = server_pid(rows.root), shared_region(rows.memory)
+    os.ftruncate(fd, ROW_BYTES)
+    job = rows.begin(keys, [(index, 100 + index) for index in range(10)], is_load=True)
+    other = rows.begin(prompt(6, 10), [(index, 50 + index) for index in range(10)], is_load=False)
+    assert rows.end(job, other) == [[False] * 10, [False] * 10]
+    os.ftruncate(fd, ROWS * ROW_BYTES)
+    os.close(fd)
+    assert rows.load(keys, into=100) == [True] * 10
+    assert server_pid(rows.root) == pid and is_alive(pid) and rows.jobs.client.generation == 0
+
+
+def test_damage_in_files_is_found_by_the_server_that_reads_into_the_rows(start: Start) -> None:
+    rows, keys = start(), prompt(7, 9)
+    before = fill(rows, 7)
+    rows.store(keys)
+    for number, path in enumerate(blob_files(rows.root)[:6]):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        if number % 3 == 0:
+            path.unlink()
+        else:
+            path.write_bytes(data if number % 3 == 1 else data[: len(data) // 2])
+    good = rows.load(keys, into=100)
+    assert sum(good) == 3
+    for index, is_good in enumerate(good):
+        assert not is_good or np.array_equal(rows.memory[100 + index], before[index])
+    wait_written(rows.root)
+    assert rows.held(keys) < 9
+    rows.memory[:] = before
+
+    def is_mended() -> bool:
+        return rows.store(keys) == [True] * 9
+
+    wait_for(is_mended, "bad blobs to be deleted, and stored again")
+    assert rows.load(keys, into=100) == [True] * 9
+    assert np.array_equal(rows.memory[100:109], before[:9])
+
+
+@pytest.mark.parametrize("why", ["second-touch", "unseen"])
+def test_where_the_server_does_not_take_rows_they_go_through_slots_and_the_log_says_why(
+    start: Start, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if why == "unseen":
+        monkeypatch.setattr(worker_client, "server_pidfd", lambda _sock: None)
+    with caplog.at_level(logging.WARNING):
+        rows = start(**({"disk_admission": "second-touch"} if why == "second-touch" else {}))
+    said = {"second-touch": "not every chunk is written to disk", "unseen": "the server's process cannot be seen"}
+    assert f"rows go through slots of the cache server, and are copied: {said[why]}" in caplog.text
+    assert not rows.jobs.uses.is_lent
+    keys, before = prompt(8, 12), fill(rows, 8)
+    assert rows.store(keys) == [True] * 12
+    wait_for(lambda: host_chunks(rows.root) == 12, "chunks in slots")
+    assert rows.load(keys, into=100) == [True] * 12
+    assert np.array_equal(rows.memory[100:112], before[:12])
+
+
+def test_memory_of_one_process_is_no_region() -> None:
+    memory = np.zeros((4, 4096), np.uint8)
+    with pytest.raises(NotShared, match="this process alone"):
+        shared_region(memory)
+    shared = shared_rows()
+    with pytest.raises(NotShared, match="beginning of one file"):
+        shared_region(shared[1:])
+    with pytest.raises(NotShared, match="follow each other"):
+        shared_region(shared[::2])
+    os.close(shared_region(shared))

@@ -1,0 +1,158 @@
+"""Transfers between rows that engines lent and the first secondary tier: no slot, no host memory.
+
+An engine's own host memory is the cache above this machine's disk then (vLLM's offloading): a row is written out of
+it, and read into it. A chunk whose row is being written is held by nobody until it is in the tier, so no lookup waits
+for it; one that is read into a row is not in host memory afterwards either.
+
+A *use* of a row begins with :meth:`RowTransfers.store` or :meth:`~RowTransfers.load` and ends once, in
+:meth:`~RowTransfers.take_ended`. Whoever ends one early (:meth:`~RowTransfers.take_back`) makes sure first that no
+thread touches the row for it any more (``engine/lent_rows.py``); what its job reports later changes nothing for it.
+
+Pure: no I/O, no clock, no threads. Called by ``tiering.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.tiering.index import BlobState, Entry, HostState, Index
+from tiered_kv.tiering.stats import HitStats, Outbox
+from tiered_kv.tiering.tiers import SecondaryTiers
+from tiered_kv.tiering.types import Outcome, ReadRow, RowsEnded, RowUse
+
+
+@dataclass(slots=True)
+class _RowsToTell:
+    """What one session is to be told.
+
+    Attributes:
+        read, missed: Rows to be read that were, by the tier that gave them, and that were not.
+    """
+
+    good: list[int] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+    elsewhere: list[int] = field(default_factory=list)
+    read: Counter[int] = field(default_factory=Counter)
+    missed: int = 0
+
+
+class RowTransfers:
+    """All uses of lent rows.
+
+    Threads: one owner, tiering.
+    """
+
+    def __init__(self, index: Index, tiers: SecondaryTiers, outbox: Outbox, hit_stats: HitStats) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._jobs = outbox.jobs
+        self._counters = outbox.counters
+        self._hit_stats = hit_stats
+        self._open: dict[RowUse, Entry | None] = {}  # with the chunk that is written
+        self._ended: dict[int, _RowsToTell] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def store(self, entry: Entry, use: RowUse, slot_bytes: int) -> None:
+        """Write a row's chunk, which is in no tier and on its way to none."""
+        write_through = self._tiers.write_through
+        assert write_through is not None
+        self._open[use] = entry
+        entry.slot_bytes = slot_bytes
+        write_through.store_row(entry, use)
+        self.collect()
+
+    def stored_already(self, use: RowUse, *, is_good: bool) -> None:
+        """Nothing is to be written of a row."""
+        ended = self._ended.setdefault(use.session, _RowsToTell())
+        (ended.good if is_good else ended.bad).append(use.id)
+
+    def load(self, entry: Entry | None, use: RowUse) -> None:
+        """Read a chunk into a row, if a tier of this machine has it and host memory has not."""
+        ended = self._ended.setdefault(use.session, _RowsToTell())
+        source = None if entry is None else self._index.source(entry)
+        if entry is None or (source is None and entry.host is HostState.ABSENT):
+            ended.bad.append(use.id)
+            ended.missed += 1
+        elif entry.host is not HostState.ABSENT or source is None or self._tiers[source].is_shared:
+            ended.elsewhere.append(use.id)
+        else:
+            self._open[use] = None
+            self._jobs.append(ReadRow(source, entry.record, use))
+
+    def read(self, job: ReadRow, outcome: Outcome) -> None:
+        """A read ended; what a failed one leaves behind is rule 4, unless a promotion finds the same out."""
+        entry, tier = self._index.get(job.record.key), self._tiers[job.tier]
+        if outcome is not Outcome.OK and entry is not None and entry.record.namespace == job.record.namespace:
+            is_here = entry.blobs[job.tier] is BlobState.PRESENT
+            if is_here and not tier.is_used(entry):
+                tier.read_failed(entry, outcome)
+                self._index.remove_if_gone(entry)
+        if job.use in self._open:
+            del self._open[job.use]
+            ended = self._ended.setdefault(job.use.session, _RowsToTell())
+            if outcome is Outcome.OK:
+                ended.good.append(job.use.id)
+                ended.read[job.tier] += 1
+            else:
+                ended.bad.append(job.use.id)
+                ended.missed += 1
+        self.collect()
+
+    def take_back(self, uses: Iterable[RowUse]) -> None:
+        """End uses early, badly; those that are over already are ignored."""
+        write_through = self._tiers.write_through
+        for use in uses:
+            if use not in self._open:
+                continue
+            entry = self._open.pop(use)
+            self._ended.setdefault(use.session, _RowsToTell()).bad.append(use.id)
+            if entry is not None and write_through is not None and write_through.rows.get(entry) == use:
+                write_through.take_back_row(entry)
+        self.collect()
+
+    def of_session(self, session: int) -> list[RowUse]:
+        """Its uses that are not over."""
+        return [use for use in self._open if use.session == session]
+
+    def collect(self) -> None:
+        """Take in the writes that are over; call it after whatever may have ended one."""
+        write_through = self._tiers.write_through
+        while write_through is not None and write_through.rows_over:
+            entry, use, is_there = write_through.rows_over.pop()
+            if use in self._open:
+                del self._open[use]
+                self.stored_already(use, is_good=is_there)
+            if self._index.get(entry.record.key) is entry:
+                self._index.remove_if_gone(entry)
+
+    def take_ended(self, namespaces: dict[int, bytes]) -> list[RowsEnded]:
+        """What sessions are to be told, by the namespaces of those that are here; loads are counted."""
+        self.collect()
+        ended, self._ended = self._ended, {}
+        for session, one in ended.items():
+            if session in namespaces and (one.read or one.missed):
+                sources = list(one.read.elements())
+                prefix = len(sources) + one.missed
+                self._hit_stats.ended(namespaces[session], prefix, 0, sources, has_more=False)
+        return [
+            RowsEnded(session, tuple(one.good), tuple(one.bad), tuple(one.elsewhere))
+            for session, one in ended.items()
+            if session in namespaces
+        ]
+
+    def check_integrity(self) -> None:
+        """Assert that each row that is written is somebody's, or was taken back."""
+        write_through = self._tiers.write_through
+        rows = {} if write_through is None else write_through.rows
+        assert all(rows.get(entry) == use for use, entry in self._open.items() if entry is not None)
+
+
+def is_stored(entry: Entry, record: ChunkRecord, tier: int) -> bool:
+    """Whether a chunk need not be written: it is in host memory or the tier, or on its way there."""
+    moving = (BlobState.PRESENT, BlobState.QUEUED, BlobState.WRITING)
+    return entry.record == record and (entry.host is not HostState.ABSENT or entry.blobs[tier] in moving)

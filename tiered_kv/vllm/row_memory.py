@@ -1,0 +1,203 @@
+"""vLLM's host memory as the server can share it: the file behind the rows, and uses that the server makes of them.
+
+vLLM cuts its host memory for offloading out of one file in shared memory, which it maps in every process and whose
+name it removes. Its descriptor is lent to the server, which reads blobs from its disk into rows and writes rows into
+files by itself; no thread here copies anything, and no slot of the server is in between.
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from typing import Any, Final
+
+import numpy as np
+
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.row_loan import RowLoan
+
+logger = logging.getLogger("vllm." + __name__)
+
+FENCE_S: Final = 5.0
+"""A server that was asked for rows back and says nothing for so long is ended: requests wait for them."""
+
+
+class NotShared(Exception):
+    """The rows are in no file that another process could map; the text says why."""
+
+
+def shared_region(rows: "np.ndarray[Any, Any]") -> int:
+    """A descriptor of the file that holds these rows, one after the other from its start; the caller's.
+
+    Args:
+        rows: uint8 of shape (rows, bytes of a row).
+
+    Raises:
+        NotShared: There is none.
+    """
+    if not rows.size or not rows.flags.c_contiguous:
+        raise NotShared("the rows do not follow each other")
+    start = int(rows.__array_interface__["data"][0])
+    file, offset = _file_at(start)
+    if _file_at(start + rows.nbytes - 1) != (file, offset + rows.nbytes - 1) or offset:
+        raise NotShared(f"the rows are not the beginning of one file. offset={offset}")
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fd = int(name)
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) == file and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+                return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        except OSError:  # closed meanwhile, by another thread
+            continue
+    raise NotShared("no descriptor of the rows' file is open for reading and writing")
+
+
+def _file_at(address: int) -> tuple[tuple[int, int], int]:
+    """The file that is mapped there to be shared, by device and inode, and the place in it."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            span, mode, offset, device, inode = line.split(None, 5)[:5]
+            first, last = (int(one, 16) for one in span.split("-"))
+            if first <= address < last:
+                if not mode.startswith("rw") or mode[3] != "s" or inode == "0":
+                    break
+                major, minor = (int(one, 16) for one in device.split(":"))
+                return (os.makedev(major, minor), int(inode)), int(offset, 16) + address - first
+    raise NotShared("the rows are memory of this process alone")
+
+
+class UseEnd(Enum):
+    """How a use of a row ended. ELSEWHERE: the chunk is not on this machine's disk, and comes through a slot."""
+
+    GOOD = "good"
+    BAD = "bad"
+    ELSEWHERE = "elsewhere"
+
+
+@dataclass(slots=True)
+class _Use:
+    """One use that is not over.
+
+    Attributes:
+        number: The row's place in its job.
+        asked_back_s: Since when its job waits for nothing but this.
+    """
+
+    job: int
+    number: int
+    generation: int
+    is_load: bool
+    asked_back_s: float | None = None
+
+
+class RowUses:
+    """Uses of rows by the server.
+
+    A use is over when the server says so, or can touch no row any more (``server/row_loan.py``); never because somebody
+    has waited long enough.
+
+    Threads: the scheduler's. :meth:`lend` from any.
+
+    Attributes:
+        reading: Uses that read into rows.
+    """
+
+    def __init__(self, client: SchedulerClient) -> None:
+        self._client = client
+        self._lent: deque[RowLoan] = deque()
+        self._loans: dict[int, RowLoan] = {}
+        self._uses: dict[int, _Use] = {}
+        self._numbers = count(1)
+        self.reading = 0
+
+    def lend(self, loan: RowLoan) -> None:
+        """A session's server has the rows from now on."""
+        self._lent.append(loan)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the server of the session that is open has the rows."""
+        while self._lent:
+            loan = self._lent.popleft()
+            self._loans[loan.generation] = loan
+        loan_now = self._loans.get(self._client.generation)
+        return loan_now is not None and self._client.is_ready and not loan_now.is_over
+
+    def store(self, job: int, rows: Sequence[tuple[int, int, ChunkRecord]]) -> bool:
+        """Have rows written: of each its place in the job, the row and its chunk. False: nothing has begun."""
+        begun = self._begin(job, [number for number, _, _ in rows], is_load=False)
+        told = [(use, row, record) for use, (_, row, record) in zip(begun, rows, strict=True)]
+        return self._unless(begun, is_begun=self._client.store_rows(told))
+
+    def load(self, job: int, rows: Sequence[tuple[int, int, bytes]], session: bytes) -> bool:
+        """Have rows read: of each its place in the job, the row and the chunk's name. False: nothing has begun."""
+        begun = self._begin(job, [number for number, _, _ in rows], is_load=True)
+        told = [(use, row, name) for use, (_, row, name) in zip(begun, rows, strict=True)]
+        return self._unless(begun, is_begun=self._client.load_rows(told, session))
+
+    def _begin(self, job: int, numbers: Sequence[int], *, is_load: bool) -> list[int]:
+        begun = []
+        generation = self._client.generation  # now: if the session is lost while this is sent, it is of this one
+        for number in numbers:
+            use = next(self._numbers)
+            self._uses[use] = _Use(job, number, generation, is_load)
+            begun.append(use)
+        self.reading += is_load * len(begun)
+        return begun
+
+    def _unless(self, begun: Sequence[int], *, is_begun: bool) -> bool:
+        for use in () if is_begun else begun:
+            self._end(use)
+        return is_begun
+
+    def _end(self, number: int) -> _Use | None:
+        use = self._uses.pop(number, None)
+        self.reading -= use is not None and use.is_load
+        return use
+
+    def take_back(self, job: int) -> None:
+        """Have what runs of a job ended as soon as can be; call it once."""
+        now_s = time.monotonic()
+        wanted = [(number, use) for number, use in self._uses.items() if use.job == job]
+        for _, use in wanted:
+            use.asked_back_s = now_s
+        here = [number for number, use in wanted if use.generation == self._client.generation]
+        if here:
+            self._client.take_rows_back(here)
+
+    def take_ended(self) -> Iterator[tuple[int, int, UseEnd]]:
+        """What is over: job, place in the job, how."""
+        while self._client.rows_ended:
+            ended = self._client.rows_ended.popleft()
+            for end, numbers in (
+                (UseEnd.GOOD, ended.good),
+                (UseEnd.BAD, ended.bad),
+                (UseEnd.ELSEWHERE, ended.elsewhere),
+            ):
+                for number in numbers:
+                    if (use := self._end(number)) is not None:
+                        yield use.job, use.number, end
+        now_s = time.monotonic()
+        for number, use in list(self._uses.items()):
+            loan = self._loans.get(use.generation)
+            if use.generation != self._client.generation and (loan is None or loan.is_over):
+                self._end(number)
+                yield use.job, use.number, UseEnd.BAD
+            elif loan is not None and use.asked_back_s is not None and now_s - use.asked_back_s > FENCE_S:
+                loan.end_server()
+        for generation in [one for one, loan in self._loans.items() if one != self._client.generation]:
+            if not any(use.generation == generation for use in self._uses.values()):
+                self._loans.pop(generation).forget()
+
+    def close(self) -> None:
+        """Nobody waits for anything any more."""
+        while self._lent:
+            self._lent.popleft().forget()
+        while self._loans:
+            self._loans.popitem()[1].forget()
