@@ -1,5 +1,6 @@
 """Rows that an engine lent, with real threads and a real disk: right bytes, and none after a use is over."""
 
+import dataclasses
 import mmap
 import os
 import select
@@ -139,6 +140,13 @@ def test_rows_are_stored_and_read_without_a_slot(world: RowWorld, tmp_path: File
     assert not any(world.row(14)) and not any(world.row(9)), "a row nobody asked for"
     assert world.engine.read_bytes_per_s(1) is not None
     assert world.tiering.usage()["host_ready_chunks"] == 0
+
+
+def test_rows_are_taken_only_where_a_read_that_hangs_can_be_kept_out_of_them(world: RowWorld) -> None:
+    assert world.engine.takes_rows() == ""
+    disk = world.engine.tiers[1]
+    disk.traits = dataclasses.replace(disk.traits, reads_by_address=False)  # a directory on FUSE
+    assert "may still fill memory" in world.engine.takes_rows()
 
 
 def test_what_is_stored_in_a_slot_is_read_into_a_row_and_the_other_way_round(world: RowWorld) -> None:
