@@ -11,7 +11,9 @@ from pathlib import Path as FilePath
 import pytest
 
 from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, SPACES, EngineWorld, Path, payload_of
+from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import blob_files, blob_path, open_disk, temp_files
+from tiered_kv.engine import lent_rows
 from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.engine.lent_rows import LentRows, RowGone
 from tiered_kv.errors import ConfigError
@@ -309,3 +311,29 @@ def test_rows_stay_mapped_between_uses() -> None:
     lent.close()
     lent.close()
     os.close(watched)
+
+
+def mapped_rows(name: str) -> int:
+    return sum(f"memfd:{name}" in line for line in FilePath("/proc/self/maps").read_text().splitlines())
+
+
+def test_engines_together_keep_no_more_rows_mapped_than_a_process_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lent_rows, "IDLE_MAX", 6)
+    regions, name = [], f"rows-{os.urandom(4).hex()}"
+    for _ in range(4):
+        fd = os.memfd_create(name)
+        os.ftruncate(fd, 4 * ROW_BYTES)
+        watched, lifeline = os.pipe()
+        regions.append((LentRows(fd, lifeline, 4, ROW_BYTES), watched))
+    for turn in range(2):
+        for lent, _ in regions:
+            for row in range(4):
+                use = RowUse(1, 4 * turn + row, row)
+                lent.begin(use)
+                with lent.mapped(use, HEADER_BYTES, is_read=True):
+                    assert mapped_rows(name) <= 7
+    assert mapped_rows(name) == 6
+    for lent, watched in regions:
+        lent.close()
+        os.close(watched)
+    wait_for(lambda: mapped_rows(name) == 0, "rows of engines that left to be unmapped")
