@@ -1,6 +1,7 @@
 """Rows that an engine lent, with real threads and a real disk: right bytes, and none after a use is over."""
 
 import dataclasses
+import fcntl
 import mmap
 import os
 import select
@@ -287,6 +288,22 @@ def test_a_pipe_is_no_region() -> None:
     with pytest.raises(ConfigError, match="regular file"):
         LentRows(fd, lifeline, 1, 4096)
     os.close(other)
+    os.close(watched)
+
+
+@pytest.mark.parametrize("how", ["read only", "sealed"])
+def test_a_region_that_cannot_be_mapped_is_refused_before_anything_is_stored_there(how: str) -> None:
+    fd = os.memfd_create("rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, ROW_BYTES)
+    if how == "sealed":
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE
+    else:
+        fd, writable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), fd
+        os.close(writable)
+    watched, lifeline = os.pipe()
+    with pytest.raises(ConfigError, match="cannot map an engine's row"):
+        LentRows(fd, lifeline, 1, ROW_BYTES)
+    assert select.select([watched], [], [], 0)[0]
     os.close(watched)
 
 

@@ -190,7 +190,8 @@ class LentRows:
         self._number = next(_numbers)  # among the regions of the process
         try:
             self._check_region()
-        except RowGone as exc:
+            _MappedRow(region_fd, 0, row_bytes, _PAGE).close()  # else each use would fail, and nothing be stored
+        except TierUnavailable as exc:
             self.close()
             raise ConfigError(str(exc)) from exc
         except ConfigError:
