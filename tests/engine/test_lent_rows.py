@@ -1,5 +1,7 @@
 """Rows that an engine lent, with real threads and a real disk: right bytes, and none after a use is over."""
 
+import dataclasses
+import fcntl
 import mmap
 import os
 import select
@@ -10,7 +12,9 @@ from pathlib import Path as FilePath
 import pytest
 
 from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, SPACES, EngineWorld, Path, payload_of
+from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import blob_files, blob_path, open_disk, temp_files
+from tiered_kv.engine import lent_rows
 from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.engine.lent_rows import LentRows, RowGone
 from tiered_kv.errors import ConfigError
@@ -139,6 +143,13 @@ def test_rows_are_stored_and_read_without_a_slot(world: RowWorld, tmp_path: File
     assert not any(world.row(14)) and not any(world.row(9)), "a row nobody asked for"
     assert world.engine.read_bytes_per_s(1) is not None
     assert world.tiering.usage()["host_ready_chunks"] == 0
+
+
+def test_rows_are_taken_only_where_a_read_that_hangs_can_be_kept_out_of_them(world: RowWorld) -> None:
+    assert world.engine.takes_rows() == ""
+    disk = world.engine.tiers[1]
+    disk.traits = dataclasses.replace(disk.traits, reads_by_address=False)  # a directory on FUSE
+    assert "may still fill memory" in world.engine.takes_rows()
 
 
 def test_what_is_stored_in_a_slot_is_read_into_a_row_and_the_other_way_round(world: RowWorld) -> None:
@@ -280,6 +291,22 @@ def test_a_pipe_is_no_region() -> None:
     os.close(watched)
 
 
+@pytest.mark.parametrize("how", ["read only", "sealed"])
+def test_a_region_that_cannot_be_mapped_is_refused_before_anything_is_stored_there(how: str) -> None:
+    fd = os.memfd_create("rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, ROW_BYTES)
+    if how == "sealed":
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE
+    else:
+        fd, writable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), fd
+        os.close(writable)
+    watched, lifeline = os.pipe()
+    with pytest.raises(ConfigError, match="cannot map an engine's row"):
+        LentRows(fd, lifeline, 1, ROW_BYTES)
+    assert select.select([watched], [], [], 0)[0]
+    os.close(watched)
+
+
 def test_rows_stay_mapped_between_uses() -> None:
     fd = os.memfd_create("rows")
     os.ftruncate(fd, 4 * ROW_BYTES)
@@ -301,3 +328,29 @@ def test_rows_stay_mapped_between_uses() -> None:
     lent.close()
     lent.close()
     os.close(watched)
+
+
+def mapped_rows(name: str) -> int:
+    return sum(f"memfd:{name}" in line for line in FilePath("/proc/self/maps").read_text().splitlines())
+
+
+def test_engines_together_keep_no_more_rows_mapped_than_a_process_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lent_rows, "IDLE_MAX", 6)
+    regions, name = [], f"rows-{os.urandom(4).hex()}"
+    for _ in range(4):
+        fd = os.memfd_create(name)
+        os.ftruncate(fd, 4 * ROW_BYTES)
+        watched, lifeline = os.pipe()
+        regions.append((LentRows(fd, lifeline, 4, ROW_BYTES), watched))
+    for turn in range(2):
+        for lent, _ in regions:
+            for row in range(4):
+                use = RowUse(1, 4 * turn + row, row)
+                lent.begin(use)
+                with lent.mapped(use, HEADER_BYTES, is_read=True):
+                    assert mapped_rows(name) <= 7
+    assert mapped_rows(name) == 6
+    for lent, watched in regions:
+        lent.close()
+        os.close(watched)
+    wait_for(lambda: mapped_rows(name) == 0, "rows of engines that left to be unmapped")

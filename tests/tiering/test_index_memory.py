@@ -22,7 +22,8 @@ from tiered_kv.tiering.index import BlobState, Entry, HostState, Index
 from tiered_kv.tiering.lru import Lru
 from tiered_kv.tiering.multi_queue import MultiQueue, _Group
 from tiered_kv.tiering.quotas import Quotas
-from tiered_kv.tiering.types import Copy, Delete, Grow, Job, Outcome, Probe, Read, Seal, Write
+from tiered_kv.tiering.types import Copy, Delete, Grow, Job, Outcome, Probe, Read, ReadRow, RowUse, Seal, Write, WriteRow
+from tiered_kv.tiers.disk.scan import Kind
 
 CHUNKS = 20_000
 PREFIX = 6
@@ -66,7 +67,7 @@ def test_the_garbage_collector_walks_no_chunk(policy):
     assert not any(map(gc.is_tracked, index._entries._parts))
 
 
-ATOMS = {bool, int, str, bytes, float, None, type(None), BlobState, HostState, Outcome}
+ATOMS = {bool, int, str, bytes, float, None, type(None), BlobState, HostState, Kind, Outcome}
 LINKS = {
     (Entry, "kin"): "leads to chunks whose position is higher by one (Index.check_integrity)",
     (_Group, "newer"): "a ring that the queue takes apart when it goes; a group outside it is referred to by nobody",

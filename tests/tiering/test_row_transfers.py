@@ -186,6 +186,14 @@ def test_a_row_that_is_taken_back_is_told_at_once_and_its_job_ends_unheard() -> 
     assert rows.is_below((1,))
 
 
+def test_a_chunk_that_is_written_from_a_row_that_was_taken_back_is_not_told_stored() -> None:
+    rows = Rows()
+    rows.tiering.take_rows_back(rows.store((1,)))
+    again = rows.store((1,), (1, 2))
+    rows.end(rows.waiting(WriteRow)[0], Outcome.UNAVAILABLE)
+    assert not rows.is_below((1,)) and rows.told(again) == ["bad", "bad"]
+
+
 def test_a_bad_blob_is_deleted_and_the_row_that_was_lent_meanwhile_is_written_after_that() -> None:
     rows = Rows()
     rows.store((1,))

@@ -17,7 +17,16 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.base import BlobInfo
-from tiered_kv.tiers.disk.index import DiskIndex, IndexDamaged, IndexRow, Shard, is_on_network, pack_rows, unpack_rows
+from tiered_kv.tiers.disk.index import (
+    DiskIndex,
+    IndexDamaged,
+    IndexRow,
+    Shard,
+    is_on_network,
+    pack_rows,
+    reads_by_address,
+    unpack_rows,
+)
 from tiered_kv.tiers.disk.ledger import DiskLedger
 
 CHAIN = SampleChain()
@@ -377,6 +386,8 @@ server:/export /mnt/shared nfs4 rw 0 0
 //host/share /mnt/with\\040space cifs rw 0 0
 user@host: /home/me/far fuse.sshfs rw 0 0
 tmpfs /dev/shm tmpfs rw 0 0
+bucket /mnt/bucket fuse.juicefs rw 0 0
+share /mnt/share virtiofs rw 0 0
 """
 
 
@@ -394,3 +405,20 @@ tmpfs /dev/shm tmpfs rw 0 0
 )
 def test_network_mounts_are_told_from_local_ones(tmp_path, path, expected):
     assert is_on_network(tmp_path.__class__(path), MOUNTS) is expected
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/var/cache", True),
+        ("/dev/shm/x", True),
+        ("/mnt/shared/cache", True),
+        ("/mnt/with space/cache", False),
+        ("/home/me/far", False),
+        ("/mnt/bucket/cache", False),
+        ("/mnt/share", False),
+        ("not absolute", False),
+    ],
+)
+def test_file_systems_that_may_fill_a_readers_pages_later_are_told_from_others(tmp_path, path, expected):
+    assert reads_by_address(tmp_path.__class__(path), MOUNTS) is expected

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.kit.server.processes import is_alive, stopped_server
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, Rows, fill, prompt, shared_rows
 from tiered_kv.server import worker_client
+from tiered_kv.server.row_loan import server_pidfd
 from tiered_kv.vllm import row_memory
 from tiered_kv.vllm.row_memory import NotShared, shared_region
 
@@ -105,6 +107,36 @@ def test_rows_that_were_never_begun_come_back_from_a_server_that_goes_on_in_time
         rows.end(job)
         going_on.join()
     assert is_alive(pid) and rows.jobs.client.generation == 0
+
+
+def test_every_use_ends_also_where_a_reset_overtakes_it(start: Start) -> None:
+    rows, keys = start(), prompt(10, 60)
+    fill(rows, 10)
+    rows.store(keys)
+    with stopped_server(rows.root):  # it hears both at once
+        job = rows.begin(keys, [(index, 100 + index) for index in range(60)], is_load=True)
+        rows.jobs.poll()
+        rows.jobs.client.reset()
+    rows.end(job)
+    assert rows.jobs.client.generation == 0 and is_alive(server_pid(rows.root))
+    rows.store(keys)
+    assert figures(rows.root)["hierarchy"]["sessions"] == 1, "a session from before the reset"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside threads
+def test_a_server_that_may_not_be_ended_is_not_lent_rows() -> None:
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        os._exit(server_pidfd(ours) is not None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pidfd = server_pidfd(ours)
+    assert pidfd is not None
+    os.close(pidfd)
+    ours.close()
+    theirs.close()
 
 
 def test_a_region_that_is_cut_costs_its_rows_and_not_the_server(start: Start) -> None:

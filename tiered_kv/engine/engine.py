@@ -442,6 +442,8 @@ class Engine:
         first = self.tiers.get(HOST + 1)
         if first is None or first.traits.is_shared or first.traits.is_read_only:
             return "the first tier below host memory is not a disk of this machine"
+        if not first.traits.reads_by_address:
+            return "a read of that file system that hangs may still fill memory it was given, after it was taken back"
         if self.tiering.needs_uses(HOST + 1):
             return "not every chunk is written to disk (disk_admission), and host memory keeps those that are not"
         return ""

@@ -19,6 +19,7 @@ that moment ends this process; vLLM's file has no name by then, and nobody cuts 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import mmap
 import os
@@ -36,9 +37,9 @@ from tiered_kv.tiering.types import RowUse
 
 logger = logging.getLogger(__name__)
 
-IDLE_MAX: Final = 4096
-"""Rows of one region that stay mapped between uses: mapping one takes as long as reading 256 KiB. Each takes two of
-the 65,530 mappings that Linux allows a process."""
+IDLE_MAX: Final = 1 << 14
+"""Rows of all regions that stay mapped between uses: mapping one takes as long as reading 256 KiB. Each takes two of
+the 65,530 mappings that Linux allows a process, without which it gets no memory and no thread either."""
 
 _PAGE: Final = mmap.PAGESIZE
 _MAP_FIXED, _MAP_POPULATE, _MAP_NORESERVE = 0x10, 0x8000, 0x4000
@@ -107,6 +108,50 @@ class _MappedRow:
         _libc.munmap(self._address, self._size_bytes)
 
 
+class _IdleRows:
+    """Mapped rows that nobody is in, of all regions of the process: it has so many mappings, however many engines.
+
+    Threads: any; one lock. Rows are unmapped without it, and without that of their region: it takes up to a
+    millisecond for a row, and the owner must not wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: OrderedDict[tuple[int, int], _MappedRow] = OrderedDict()  # longest unused first
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, region: int, row: int) -> _MappedRow | None:
+        with self._lock:
+            return self._rows.pop((region, row), None)
+
+    def put(self, region: int, mapped: _MappedRow) -> list[_MappedRow]:
+        """Keep a row; gives those that are too many now, for the caller to close."""
+        with self._lock:
+            surplus = [self._rows[region, mapped.row]] if (region, mapped.row) in self._rows else []
+            self._rows[region, mapped.row] = mapped
+            while len(self._rows) > IDLE_MAX:
+                surplus.append(self._rows.popitem(last=False)[1])
+            return surplus
+
+    def unmap(self, region: int) -> None:
+        """Unmap those of a region, in a thread: all of them take up to a second, and the owner serves others."""
+        with self._lock:
+            surplus = [self._rows.pop(key) for key in [key for key in self._rows if key[0] == region]]
+        if surplus:
+            threading.Thread(target=_close_all, args=(surplus,), name="tiered_kv-unmap", daemon=True).start()
+
+
+def _close_all(rows: Iterable[_MappedRow]) -> None:
+    for one in rows:
+        one.close()
+
+
+_idle: Final = _IdleRows()
+_numbers: Final = itertools.count()
+
+
 @dataclass(slots=True)
 class _RunningUse:
     """A use that a thread is in."""
@@ -123,7 +168,6 @@ class LentRows:
 
         _open       numbers of uses that may be begun or go on
         _running    those that a thread is in, also where they are not open any more
-        _idle       mapped rows nobody is in, by row; longest unused first
     """
 
     def __init__(self, region_fd: int, lifeline_fd: int, rows: int, row_bytes: int) -> None:
@@ -143,10 +187,11 @@ class LentRows:
         self._lock = threading.Lock()
         self._open: set[int] = set()
         self._running: dict[int, _RunningUse] = {}
-        self._idle: OrderedDict[int, _MappedRow] = OrderedDict()
+        self._number = next(_numbers)  # among the regions of the process
         try:
             self._check_region()
-        except RowGone as exc:
+            _MappedRow(region_fd, 0, row_bytes, _PAGE).close()  # else each use would fail, and nothing be stored
+        except TierUnavailable as exc:
             self.close()
             raise ConfigError(str(exc)) from exc
         except ConfigError:
@@ -202,7 +247,7 @@ class LentRows:
         with self._lock:
             self.check(use)
             self._check_region()
-            mapped = self._idle.pop(use.row, None)
+            mapped = _idle.take(self._number, use.row)
             region_fd = os.dup(self._region_fd) if mapped is None else -1
         if mapped is None:  # not with the lock: mapping a large row takes milliseconds
             try:
@@ -218,24 +263,18 @@ class LentRows:
         finally:
             with self._lock:
                 self._running.pop(use.id, None)
-                self._put_away(mapped)
-
-    def _put_away(self, mapped: _MappedRow) -> None:
-        if mapped.is_torn or not self._fds or mapped.row in self._idle:
-            mapped.close()
-            return
-        self._idle[mapped.row] = mapped
-        while len(self._idle) > IDLE_MAX:
-            self._idle.popitem(last=False)[1].close()
+                # With the lock: close() comes before or after.
+                is_kept = not mapped.is_torn and bool(self._fds)
+                surplus = _idle.put(self._number, mapped) if is_kept else [mapped]
+            _close_all(surplus)
 
     def close(self) -> None:
-        """All uses are over; unmap what nobody is in, and let the engine see it. Idempotent."""
+        """All uses are over: let the engine see it, and unmap what nobody is in. Idempotent."""
         with self._lock:
             self._open.clear()
             for running in self._running.values():
                 if running.is_read:
                     running.mapped.tear()
-            while self._idle:
-                self._idle.popitem()[1].close()
             while self._fds:
                 os.close(self._fds.pop())
+        _idle.unmap(self._number)

@@ -68,10 +68,22 @@ class RowLoan:
 
 
 def server_pidfd(sock: socket.socket) -> int | None:
-    """A descriptor of the process at the other end; None where it cannot be seen from here (another PID namespace)."""
+    """A descriptor of the process at the other end; None where it cannot be seen from here, or must not be ended.
+
+    As in another PID namespace, or where a security module or another user forbids it.
+    """
     pid, _, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if pid <= 0:
+        return None
     try:
-        return os.pidfd_open(pid) if pid > 0 else None
+        pidfd = os.pidfd_open(pid)
     except OSError as exc:
         logger.debug("the server's process cannot be watched: %s", exc)
         return None
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    except OSError as exc:
+        logger.debug("the server's process cannot be ended from here: %s", exc)
+        os.close(pidfd)
+        return None
+    return pidfd

@@ -174,8 +174,9 @@ class Group:
         )
 
     def is_drained(self, session: int) -> bool:
-        """Whether the scheduler holds no slot and no lookup of a session any more."""
-        return not self.granted[session] and all(owner != session for owner, _ in self.lookups.values())
+        """Whether the scheduler holds no slot and no lookup of a session any more, and knows of all rows' ends."""
+        owners = (*(owner for owner, _ in self.lookups.values()), *(use.session for use in self.row_uses.values()))
+        return not self.granted[session] and session not in owners
 
 
 class Sessions:
@@ -684,6 +685,7 @@ class Sessions:
                 for number in (*good, *bad, *elsewhere):
                     group.row_uses.pop(number, None)
                 group.scheduler.send(m.RowsEnded(list(good), list(bad), list(elsewhere)))
+                self._close_drained(group)
             case LookupUpdate():
                 tell_lookup(self._engine, group, update)
             case LeaseEnd(session, lookup) if (session, lookup) in group.client_ids:

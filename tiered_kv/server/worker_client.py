@@ -100,7 +100,7 @@ class WorkerClient:
         """
         pidfd = server_pidfd(self._sock)
         if pidfd is None:
-            return "the server's process cannot be seen from here, and could not be ended if it stood still"
+            return "the server's process cannot be seen from here, or not be ended if it stood still"
         watched_fd, lifeline_fd = os.pipe2(os.O_CLOEXEC)
         loan = RowLoan(self.generation, watched_fd, pidfd)
         try:

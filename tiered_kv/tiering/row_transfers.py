@@ -115,6 +115,12 @@ class RowTransfers:
                 write_through.take_back_row(entry)
         self.collect()
 
+    def is_lost(self, entry: Entry) -> bool:
+        """Whether a chunk is being written from a row that was taken back: nothing is stored then."""
+        write_through = self._tiers.write_through
+        use = None if write_through is None else write_through.rows.get(entry)
+        return use is not None and use not in self._open
+
     def of_session(self, session: int) -> list[RowUse]:
         """Its uses that are not over."""
         return [use for use in self._open if use.session == session]

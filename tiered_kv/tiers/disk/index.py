@@ -67,6 +67,11 @@ _LOCK_WAIT_S = 5.0
 
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse.sshfs", "9p")
 
+_READ_BY_ADDRESS = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "overlay", "nfs", "nfs4"))
+"""Whose reads without O_DIRECT come out of the page cache, whatever the mount's options. Others may have pages of the
+reader filled by somebody else: FUSE where its daemon says so (``direct_io``), virtiofs, 9p and CIFS without a cache,
+ZFS with ``direct=always``."""
+
 
 class IndexDamaged(Exception):
     """The database does not hold what we wrote; it is disposable."""
@@ -443,6 +448,16 @@ def is_on_network(path: Path, mounts: str) -> bool:
         path: An absolute path without symbolic links.
         mounts: Content of ``/proc/self/mounts``; an entry further down hides those before it.
     """
+    return file_system(path, mounts).startswith(_NETWORK_FILE_SYSTEMS)
+
+
+def reads_by_address(path: Path, mounts: str) -> bool:
+    """Whether a plain read of a file below ``path`` copies to the caller's addresses; arguments as above."""
+    return file_system(path, mounts) in _READ_BY_ADDRESS
+
+
+def file_system(path: Path, mounts: str) -> str:
+    """The type of the file system that ``path`` lies on; arguments as above."""
     best, kind = -1, ""
     for line in mounts.splitlines():
         fields = line.split(" ")
@@ -451,4 +466,4 @@ def is_on_network(path: Path, mounts: str) -> bool:
         point = Path(fields[1].encode().decode("unicode_escape"))  # spaces are written \040
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), fields[2]
-    return kind.startswith(_NETWORK_FILE_SYSTEMS)
+    return kind

@@ -28,6 +28,7 @@ reads it gives its blocks back a moment later than its bytes.)
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -57,7 +58,7 @@ from tiered_kv.tiers.disk.files import (
     writable_by_others,
     write_file,
 )
-from tiered_kv.tiers.disk.index import DiskIndex, foreign_index, is_on_network
+from tiered_kv.tiers.disk.index import DiskIndex, foreign_index, is_on_network, reads_by_address
 from tiered_kv.tiers.disk.ledger import DiskLedger
 from tiered_kv.tiers.disk.lock import DirectoryLock
 from tiered_kv.tiers.disk.marker import claim
@@ -143,6 +144,7 @@ class DiskTier(Tier):
                 log = SweepLog(self._root)
                 sweep_temp_files(self._root, self._tmp, owners, log)
                 self.direct_io = self._choose_direct_io(direct_io)
+                self.traits = dataclasses.replace(self.traits, reads_by_address=reads_by_address(self._root, _mounts()))
                 self._index = self._choose_index(owners)
                 content = self._restore(owners, log)
                 log.end()
@@ -164,7 +166,7 @@ class DiskTier(Tier):
         return works
 
     def _choose_index(self, owners: Collection[int]) -> DiskIndex | None:
-        if is_on_network(self._root, Path("/proc/self/mounts").read_text("utf-8", "surrogateescape")):
+        if is_on_network(self._root, _mounts()):
             logger.warning("disk directory is on a network mount: no index, every start scans it. path=%s", self._root)
             return None
         if (what := foreign_index(self._root, owners)) is not None:
@@ -404,6 +406,10 @@ class DiskTier(Tier):
                 self._active -= 1
                 if not self._active:
                     self._gate.notify_all()
+
+
+def _mounts() -> str:
+    return Path("/proc/self/mounts").read_text("utf-8", "surrogateescape")
 
 
 def _says_the_same(path: Path, record: bytes) -> bool:
