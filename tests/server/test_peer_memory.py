@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import ssl
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -483,3 +485,30 @@ def test_a_connection_ends_though_another_process_has_its_descriptor_for_a_momen
         Connection(ours).close()
         theirs.setblocking(False)
         assert theirs.recv(1) == b""
+
+
+def test_who_asks_while_too_much_is_lent_has_the_chunk_when_another_loan_ends(big, monkeypatch):
+    """A reader asks for some chunks at once, and where memory holds few of them one is all that may be lent."""
+    monkeypatch.setattr(door_memory, "ROOM_S", 60.0)
+    memory = HostMemory(read_info(big.root).socket, big.root)
+    threading.Thread(target=memory.run, daemon=True).start()
+    namespace, keys = big.client.namespace.digest, big.keys(2).keys
+    wait_for(lambda: memory.count_held(namespace, b"".join(keys)) == 2, "the door's place")
+
+    def size_of_second():
+        with memory.lent(namespace, keys[1]) as blob:
+            return None if blob is None else blob.size_bytes
+
+    with ThreadPoolExecutor(1) as other:
+        with memory.lent(namespace, keys[0]) as blob:
+            second = other.submit(size_of_second)
+            wait_for(lambda: counter(big, "loans_refused") == 1, "the refusal")
+        assert second.result() == blob.size_bytes
+    wait_for(lambda: lent_bytes(big) == 0, "the loans' end")
+    monkeypatch.setattr(door_memory, "ROOM_S", 0.01)
+    with (
+        memory.lent(namespace, keys[0]),
+        pytest.raises(TierBusy, match="lends no more"),
+        memory.lent(namespace, keys[1]),
+    ):
+        pass

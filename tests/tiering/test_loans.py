@@ -2,6 +2,7 @@
 
 from tests.kit.tiering.world import SMALL, LruStory, SelectiveStory, Story, chunks_of
 from tiered_kv.tiering.loans import LENT_SHARE
+from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.types import HOST, Limits, Outcome, Read, Seal, SlotLoan
 
 PROMPT = (1, 2, 3)
@@ -91,6 +92,18 @@ def test_loans_take_a_share_of_memory_and_none_of_what_lookups_lease():
     lookup = story.ask((1, 2, 3, 4, 5, 6, 7, 8))
     assert story.figures(lookup) == (8, 8, 8, True)
     assert story.tiering.usage()["leased_bytes"] == 8 * SMALL.slot_bytes
+
+
+def test_loans_leave_a_namespace_most_of_what_its_quota_gives_it():
+    story = Story(host_bytes=400, capacities=(), limits=Limits())
+    story.tiering.quotas.set(SMALL.namespace, Quota(at_most=LENT_SHARE))
+    chunks = int(400 * LENT_SHARE) // SMALL.slot_bytes
+    for number in range(chunks):
+        story.store((number,))
+    loans = [lend(story, (number,)) for number in range(chunks)]
+    assert sum(isinstance(loan, SlotLoan) for loan in loans) == 1 and Outcome.NO_ROOM in loans
+    story.store((100,))
+    assert story.is_in_host((100,)), "what is lent is not all that the namespace may have"
 
 
 def test_where_slots_are_few_one_chunk_is_lent_all_the_same():
