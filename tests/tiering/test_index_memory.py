@@ -1,5 +1,6 @@
 """What a server remembers of each chunk it knows of: the figure that sizing and the soak count with."""
 
+import dataclasses
 import gc
 import hashlib
 import importlib
@@ -22,7 +23,20 @@ from tiered_kv.tiering.index import BlobState, Entry, HostState, Index
 from tiered_kv.tiering.lru import Lru
 from tiered_kv.tiering.multi_queue import MultiQueue, _Group
 from tiered_kv.tiering.quotas import Quotas
-from tiered_kv.tiering.types import Copy, Delete, Grow, Job, Outcome, Probe, Read, ReadRow, RowUse, Seal, Write, WriteRow
+from tiered_kv.tiering.types import (
+    Copy,
+    Delete,
+    Grow,
+    Job,
+    Outcome,
+    Probe,
+    Read,
+    ReadRow,
+    RowUse,
+    Seal,
+    Write,
+    WriteRow,
+)
 from tiered_kv.tiers.disk.scan import Kind
 
 CHUNKS = 20_000
@@ -89,7 +103,7 @@ def untracked_structs() -> set[type[msgspec.Struct]]:
 
 def leads_to(hint: object) -> Iterator[object]:
     """What a field may refer to, through whatever contains it."""
-    parts = get_args(hint)
+    parts = tuple(get_type_hints(hint).values()) if dataclasses.is_dataclass(hint) else get_args(hint)
     if not parts:
         yield hint
     for part in parts:
@@ -203,6 +217,8 @@ def test_jobs_that_wait_are_not_walked_either():
         Grow(1, 1 << 20),
         Copy(2, 1, record, is_asked_first=True),
         Probe(2, (record,)),
+        WriteRow(1, record, RowUse(1, 2, 3)),
+        ReadRow(1, record, RowUse(1, 2, 3)),
     ]
     assert {type(job) for job in jobs} == set(Job.__args__), "a kind of job is not looked at here"
     ended = [(job, JobResult(Outcome.OK, b"tag", "somebody")) for job in jobs]
