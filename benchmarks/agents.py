@@ -9,7 +9,8 @@ rate. Sizes are in tokens, ``2M`` is two million. What is modelled and what is r
 
 - ``units``: what an infinite cache of whole units leaves to compute, with and without answers in it. A tail kept below
   a chunk counts as its own unit: chunks of 256 tokens with tails of 16 find what units of 16 find.
-- "ours, tails" keeps ends of prompts in host memory, in steps of 32 tokens (``tail_tokens``).
+- "ours, tails" keeps ends of prompts in host memory and on disk, in steps of 32 tokens (``tail_tokens``); "tails in
+  memory" not on disk.
 - ``systems``: for every size and system the share of what an infinite cache of chunks finds, what is computed, also for
   follow-up turns beside an unlimited prefix cache (16 tokens, answers kept), bytes written to disk per byte found below
   the GPU, and requests to the bucket per 1,000 turns. Ours keeps answers and writes them when they are asked for; "at
@@ -45,6 +46,7 @@ OURS = {
     "ours, LRU": ("lru", "all", "asked"),
     "ours, second touch": ("multi-queue", "second-touch", "asked"),
     "ours, tails": ("multi-queue", "all", "asked"),
+    "ours, tails in memory": ("multi-queue", "all", "asked"),
     "ours, no time": ("multi-queue", "all", "asked"),
 }
 TAIL_TOKENS = 32
@@ -107,8 +109,9 @@ def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
     row: dict[str, Any] = {"sizes": sizes_text, "system": system}
     if system in OURS:
         speeds = NO_TIME if system == "ours, no time" else speeds
-        ours = AgentReplay(sizes, chunk_tokens, *OURS[system], speeds)
-        ours.tail_tokens = TAIL_TOKENS if system == "ours, tails" else 0
+        tail_tokens = TAIL_TOKENS if system.startswith("ours, tails") else 0
+        on_disk = system != "ours, tails in memory"
+        ours = AgentReplay(sizes, chunk_tokens, *OURS[system], speeds, tail_tokens, on_disk)
         ours.run(_turns)
         row |= _rates([(one.turn, one.found) for one in ours.served], chunk_tokens)
         below = sum(one.below_chunks for one in ours.served)
@@ -120,6 +123,7 @@ def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
         row |= {"dropped": ours.dropped, "gaps": _by_gap(ours.served)}
         if ours.tail_tokens:
             row |= {"tails_found": ours.tails_found, "tails_most": ours.tails_most}
+            row |= {"tails_written": ours.tails_written, "tails_read": ours.tails_read}
         return row
     if system == "optimum":
         found = rivals.optimum(_turns, sizes, chunk_tokens)

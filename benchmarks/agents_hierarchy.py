@@ -7,6 +7,7 @@ holds is an LRU of whole chunks; a turn whose parent is still there whole finds 
 16 tokens.
 
 With tails (decisions/0036) a turn leaves one where its answer ends; a turn that goes on from there finds and drops it.
+On disk they are where the product writes them; ``tails_on_disk`` False: never.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from trace_hierarchy import CHUNK, NAMESPACE
 from trace_policies import Lru
 
 from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.tail_keys import HASH_BYTES, KEY_MARK, LENGTH_BYTES, tail_tokens
 from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import (
@@ -31,6 +33,7 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     LeaseEnd,
+    Limits,
     LookupAnswer,
     LookupUpdate,
     Outcome,
@@ -45,6 +48,7 @@ from tiered_kv.tiering.types import (
 
 GPU_BLOCK_TOKENS = 16
 DISK, BUCKET = 1, 2
+CHUNKS_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +139,9 @@ class _Waiting:
     start: int
 
 
-def _tail_name(number: int) -> bytes:
-    """Key of the tail that a turn leaves; twice it is its digest."""
-    return (1 << 127 | number).to_bytes(16, "big")
+def _tail_name(number: int, tokens: int) -> bytes:
+    """Key of the tail of so many tokens that a turn leaves, as ``keys/tail_keys.py``; twice it is its digest."""
+    return (1 << 63 | number).to_bytes(HASH_BYTES, "big") + KEY_MARK + tokens.to_bytes(LENGTH_BYTES, "little")
 
 
 @dataclass(slots=True)
@@ -151,8 +155,10 @@ class AgentReplay:
             ``at once``: as prompts are; ``none``: they are not stored.
         dropped: Chunks that were not stored because no slot was free.
         tail_tokens: Unit of tails; 0: none are kept.
+        tails_on_disk: Otherwise host memory loses them, as if all prompts were short.
         tails_found: Turns that a tail gave something.
-        tails_most: Most tails that were kept at once.
+        tails_most: Most tails that were in host memory at once.
+        tails_written, tails_read: Tails that were written to disk and read from there.
     """
 
     sizes: Sizes
@@ -162,11 +168,14 @@ class AgentReplay:
     answers: str = "asked"
     speeds: Speeds = field(default_factory=Speeds)
     tail_tokens: int = 0
+    tails_on_disk: bool = True
     served: list[Served] = field(default_factory=list)
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
     dropped: int = 0
     tails_found: int = 0
     tails_most: int = 0
+    tails_written: int = 0
+    tails_read: int = 0
     tiering: Tiering = field(init=False)
     _now_s: float = field(default=0.0, init=False)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list, init=False)
@@ -183,7 +192,8 @@ class AgentReplay:
         tiers = [TierSpec(None if sizes.disk is None else sizes.disk // chunk * CHUNK, self.admission)]
         if sizes.has_bucket:
             tiers.append(TierSpec(None, self.admission))
-        self.tiering = Tiering(sizes.host // chunk * CHUNK, tiers, eviction=self.eviction)
+        limits = Limits() if self.tails_on_disk else Limits(few_chunks=CHUNKS_MAX, short_tails_share=1.0)
+        self.tiering = Tiering(sizes.host // chunk * CHUNK, tiers, limits, eviction=self.eviction)
         self._media = {}
         for number, _ in enumerate(tiers, DISK):
             self.tiering.restored(number)
@@ -242,11 +252,13 @@ class AgentReplay:
             case Delete(tier, record):
                 self._count(tier, job)
                 self.tiering.deleted(tier, record, Outcome.OK)
-            case Write(tier):
+            case Write(tier, record):
                 self._count(tier, job)
+                self.tails_written += tail_tokens(record.key) > 0
                 self._at(self._end_s(tier), partial(self.tiering.written, job, Outcome.OK))
-            case Read(tier):
+            case Read(tier, record):
                 self._count(tier, job)
+                self.tails_read += tail_tokens(record.key) > 0
                 self._at(self._end_s(tier), partial(self.tiering.read, job, Outcome.OK))
             case Copy(tier, source):
                 self._count(tier, job)
@@ -295,8 +307,9 @@ class AgentReplay:
         shared = turn.shared if self.answers == "none" else turn.shared_answered
         for tail in answer.tails:
             end = answer.held * self.chunk_tokens + tail.tokens
-            if tail.digest == _tail_name(turn.parent) * 2 and end <= min(shared, turn.tokens - 1):
-                return [_tail_name(turn.parent)], end
+            name = _tail_name(turn.parent, tail.tokens)
+            if tail.digest == name * 2 and end <= min(shared, turn.tokens - 1):
+                return [name], end if tail.slot is not None else 0
         return [], 0
 
     def _leave_tail(self, turn: Turn, older: list[bytes]) -> None:
@@ -304,9 +317,9 @@ class AgentReplay:
         chunks, end = (turn.chunks, turn.tokens) if self.answers == "none" else (turn.answered, turn.answered_tokens)
         rest = end % self.chunk_tokens // self.tail_tokens * self.tail_tokens
         if rest and chunks and self._credits:
-            key, parent = _tail_name(turn.number), chunks[-1].to_bytes(16, "big")
+            key, parent = _tail_name(turn.number, rest), chunks[-1].to_bytes(16, "big")
             record = ChunkRecord(NAMESPACE, key, parent, len(chunks), key * 2)
-            self.tiering.commit_tail(self._session, self._credits.pop(), record, rest)
+            self.tiering.commit_tail(self._session, self._credits.pop(), record)
         self.tiering.drop_tails(self._session, older)
         self.tails_most = max(self.tails_most, self.tiering.usage()["host_tails"])
 

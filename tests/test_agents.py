@@ -179,3 +179,17 @@ def test_a_turn_finds_its_parents_tail_and_leaves_its_own(tmp_path: Path) -> Non
         assert (replay.tails_found, replay.tails_most) == ((1, 1) if tail_tokens else (0, 0))
     assert found == [[0, 1280, 1280], [0, 1472, 1280]]
     assert replay.tiering.usage()["host_tails"] == 1, "of the last turn"
+
+
+def test_a_tail_that_host_memory_lost_comes_from_disk(tmp_path: Path) -> None:
+    """Another session fills host memory while the first one pauses."""
+    requests = [[0.0, 1500, 100, -1, 0, 23], [1000.0, 1800, 50, 0, 23, 28]]
+    other = [[float(10 + 10 * n), 4000, 10, -1, 0, 62] for n in range(6)]
+    path = written(tmp_path / "tails.jsonl", requests, *([one] for one in other))
+    found = {}
+    for on_disk in (True, False):
+        replay = AgentReplay(Sizes(0, 30 * CHUNK, AMPLE), CHUNK, answers="none", tail_tokens=32, tails_on_disk=on_disk)
+        replay.run(read(path, CHUNK, sessions_per_hour=1e6))
+        found[on_disk] = [one.found for one in replay.served if one.turn.gap_s is not None]
+        assert (replay.tails_written > 0, replay.tails_read) == (on_disk, int(on_disk))
+    assert found == {True: [1472], False: [1280]}

@@ -71,23 +71,24 @@ def test_a_server_starts_beside_a_master_that_is_down_and_strict_refuses(place, 
 
 
 def test_a_damaged_object_is_a_miss_and_is_replaced(mooncake, tmp_path):
+    """One chunk: of a longer prompt, what lies behind the first damaged one may not have been looked at yet."""
     member = mooncake.member()
     place = Place(mooncake.uri())
     with node(place.settings(tmp_path / "a")) as a:
-        assert store(a, 1, 3) == 3
+        assert store(a, 1, 1) == 1
         wait_uploaded(tmp_path / "a")
-        keys = blob_keys(tmp_path / "a", "test")
-        assert len(keys) == 3 and all(member.get(key) for key in keys)
-    for key in keys:
-        data = bytearray(member.get(key))
-        data[-1] ^= 1
-        member.put(key, bytes(data))
+        (key,) = blob_keys(tmp_path / "a", "test")
+    sound = member.get(key)
+    damaged = bytearray(sound)
+    damaged[-1] ^= 1
+    member.put(key, bytes(damaged))
     with node(place.settings(tmp_path / "b")) as b:
-        assert load(b, 1, 3) == 0
-        assert store(b, 1, 3) == 3
+        assert load(b, 1, 1) == 0
+        assert store(b, 1, 1) == 1
         wait_uploaded(tmp_path / "b")
+    assert member.get(key) not in (None, bytes(damaged))
     with node(place.settings(tmp_path / "c")) as c:
-        assert load(c, 1, 3) == 3
+        assert load(c, 1, 1) == 1
 
 
 def blob_keys(root, name):

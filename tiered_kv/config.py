@@ -292,7 +292,8 @@ class Config:
         _boolean, "keep generated tokens, too; written to disk and bucket when a prompt has them", default=True
     )
     tail_tokens: int | None = _setting(
-        _positive_int, "keep prompts' ends below a chunk in host memory, in steps of so many tokens, e.g. 32"
+        _positive_int,
+        "keep prompts' ends below a chunk in host memory and on disk, in steps of so many tokens, e.g. 32",
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     tag_pin_share: float = _setting(_number(0, 1), "share of what requests may pin that those of one tag may", 0.5)
@@ -446,10 +447,15 @@ class Config:
 
     def warnings(self) -> list[str]:
         """What a server should say once at its start about settings that are allowed and may surprise."""
-        location = self.location()
+        location, said = self.location(), []
         if location.kind == "object" and self.storage_bytes is None and self.storage_ttl is None:
-            return [f"{location} has no limit: nothing is ever deleted there; set storage_bytes or storage_ttl"]
-        return []
+            said.append(f"{location} has no limit: nothing is ever deleted there; set storage_bytes or storage_ttl")
+        if self.peers is not None and location.kind == "object" and self.storage_admission != "all":
+            said.append(
+                f"storage_admission is {self.storage_admission!r} beside peers: what machines read from each other is "
+                "not uploaded for that, and is computed again when they have lost it; set it to 'all'"
+            )
+        return said
 
     def resolved_host_bytes(self) -> int:
         """``host_bytes``, or its default on this machine."""

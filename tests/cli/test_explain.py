@@ -93,7 +93,7 @@ def test_a_whole_hit_with_a_tail(place: Place, explain) -> None:
     assert (report["siblings"], report["others"], report["notes"]) == (None, [], [])
     assert report["namespace"] == Model().namespace.digest.hex()
     if is_disk(place):
-        assert "The last 7 tokens are no full chunk and never stored." in report["shown"]
+        assert "The last 7 tokens are no full chunk and never stored, but as a tail (tail_tokens)." in report["shown"]
         assert "0-5" in report["shown"] and f"0..{6 * CHUNK - 1}" in report["shown"]
 
 

@@ -1,15 +1,19 @@
 """Tails on a real engine: a prompt is found to its last whole block, and answers are those without the cache."""
 
+import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kit.server.probe import figures, wait_for, wait_written
-from tests.kit.server.processes import end_server
+from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import is_alive
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import BLOCK_TOKENS, Answer, computed_alone, random_prompt
+from tiered_kv.keys.tail_keys import tail_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -26,6 +30,7 @@ PROMPTS = {
     "whole tail": FIRST[: WHOLE + 3 * BLOCK_TOKENS],
 }
 TURNS = 8
+OTHERS_MAX = 60
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def test_each_prompt_finds_as_many_whole_blocks_as_it_shares(engine: CachedEngin
 
 
 def test_a_session_finds_all_that_vllms_own_cache_would_and_leaves_one_tail(tiny_model: Path, tmp_path: Path) -> None:
-    """And with a new server the whole chunks, from disk."""
+    """And so it does with a new server, from disk."""
     prompt = random_prompt(3610, WHOLE + 7)
     expected, found = [0], []
     with cached_engine(tiny_model, tmp_path, SETTINGS) as engine:
@@ -73,14 +78,65 @@ def test_a_session_finds_all_that_vllms_own_cache_would_and_leaves_one_tail(tiny
             wait_for(lambda: figures(tmp_path)["hierarchy"]["host_tails"] <= 1, "old tails to go")
         assert found == expected[:-1]
         wait_written(tmp_path)
-        assert len(list(blob_files(tmp_path))) == (expected[-1]) // CHUNK, "a tail is no file"
+        assert len(list(blob_files(tmp_path))) == (expected[-1]) // CHUNK, "no tail is a file yet"
         counters = engine.scheduler_side.counters
         ends = {name: n for name, n in counters.items() if n and name.startswith("tail") and name != "tail_loads"}
         assert ends.pop("tail_offers") == sum(ends.values()), ends
         assert counters["store_chunks"] == counters["stores"] + counters["store_held"]
-    end_server(tmp_path)
+        pid = server_pid(tmp_path)
+    end_softly(pid)
     with cached_engine(tiny_model, tmp_path, SETTINGS) as engine:
         first, again = (engine.ask(prompt, max_tokens=1)[0] for _ in range(2))
-    whole = expected[-1] // CHUNK * CHUNK
-    assert (first.cached_tokens, again.cached_tokens) == (whole, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS)
+    assert (first.cached_tokens, again.cached_tokens) == (expected[-1], len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS)
     assert_same(again, first)
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["kept", "removed"])
+def test_after_a_restart_a_prompts_end_is_found_on_disk(
+    tiny_model: Path, tmp_path: Path, plain: dict[str, Answer], is_removed: bool
+) -> None:
+    """And without its file the whole chunks, so it was the tail that gave the rest."""
+    tail = 3 * BLOCK_TOKENS
+    with cached_engine(tiny_model, tmp_path, SETTINGS) as engine:
+        assert ask(engine, plain, "first") == 0
+        wait_for(lambda: figures(tmp_path)["hierarchy"]["host_tails"] == 1, "the tail")
+        wait_written(tmp_path)
+        assert tail_files(tmp_path) == []
+        pid = server_pid(tmp_path)
+    end_softly(pid)
+    (file,) = tail_files(tmp_path)
+    if is_removed:
+        file.unlink()
+    with cached_engine(tiny_model, tmp_path, SETTINGS) as engine:
+        assert ask(engine, plain, "continued") == (WHOLE if is_removed else WHOLE + tail)
+        assert engine.scheduler_side.counters["tail_loads"] == (not is_removed)
+        wait_for(lambda: not file.exists(), "the older tail to go: a longer one continues it")
+
+
+def test_a_prompts_end_comes_back_from_disk_when_host_memory_has_lost_it(
+    tiny_model: Path, tmp_path: Path, plain: dict[str, Answer]
+) -> None:
+    """As after a pause with much traffic; a prompt that forks inside the tail gets none of it."""
+    settings = SETTINGS | {"host_bytes": "16MiB"}
+    with cached_engine(tiny_model, tmp_path, settings) as engine:
+        assert ask(engine, plain, "first") == 0
+        wait_for(lambda: figures(tmp_path)["hierarchy"]["host_tails"] == 1, "the tail")
+        number = 0
+        while not tail_files(tmp_path) or figures(tmp_path)["hierarchy"]["host_tails"]:
+            number += 1
+            assert number < OTHERS_MAX, "host memory never lets go of it"
+            engine.ask(random_prompt(3700 + number, 4 * CHUNK), max_tokens=1)
+            wait_written(tmp_path)
+        assert ask(engine, plain, "fork inside the tail") == WHOLE
+        assert ask(engine, plain, "continued") == WHOLE + 3 * BLOCK_TOKENS
+
+
+def tail_files(root: Path) -> list[Path]:
+    return [path for path in blob_files(root) if tail_tokens(bytes.fromhex(path.stem))]
+
+
+def end_softly(pid: int) -> None:
+    """As an operator ends a server: it drains first. Left by all, it may do so by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: not is_alive(pid), "the server's end")

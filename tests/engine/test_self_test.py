@@ -57,6 +57,16 @@ def test_one_of_the_reads_that_are_made_at_once_may_not_fail():
         assert "operation=get" in (run(memory, {count: Fault.ERROR}).failure or "") and memory.names == []
 
 
+def test_without_a_thread_to_be_had_the_reads_are_made_one_after_the_other(monkeypatch):
+    def start(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    memory = MemoryTier()
+    result = run(memory, {})
+    assert (result.failure, result.reads_at_once, memory.names) == (None, 4, [])
+
+
 def test_a_tier_is_predicted_by_what_reads_give_together_and_how_soon_one_comes():
     """A bucket gives one stream a third of what it gives four: by one read, no request would wait for it."""
     throughput = Throughput()

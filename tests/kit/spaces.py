@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
+from tiered_kv.keys.tail_keys import tail_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,9 @@ class Space:
     def digest(self, path: tuple[int, ...]) -> bytes:
         return hashlib.sha256(self.namespace + repr(path).encode()).digest()
 
-    def tail(self, path: tuple[int, ...], name: str) -> ChunkRecord:
-        """A tail behind the prefix that ``path`` names."""
-        key = hashlib.md5(self.key(path) + name.encode(), usedforsecurity=False).digest()
-        digest = hashlib.sha256(self.digest(path) + name.encode()).digest()
+    def tail(self, path: tuple[int, ...], name: str, tokens: int = 4) -> ChunkRecord:
+        """A tail of so many tokens behind the prefix that ``path`` names."""
+        key, digest = tail_name((self.key(path), self.digest(path)), tokens, name.encode())
         return ChunkRecord(self.namespace, key, self.key(path), len(path), digest, self.tag(path), self.stored_by)
 
     def prefix(self, path: tuple[int, ...]) -> tuple[list[bytes], list[bytes]]:

@@ -209,9 +209,10 @@ def test_a_committed_chunk_that_cannot_be_is_refused(
     ("slot", "tokens", "changes", "expected"),
     [
         (1 << 50, 1, {}, "was not granted"),
-        (0, 0, {}, "`int` >= 1"),
+        (0, 0, {}, "a committed tail is none"),
         (0, CHUNK, {}, "a committed tail is none"),
         (0, 1, {"chunk_index": 0}, "a committed tail is none"),
+        (0, 1, {"key": b"k" * 16}, "a committed tail is none"),
         (0, 1, {"namespace": b"n" * 16}, "of another namespace"),
         (0, 1, {"stored_by": "somebody"}, "does not say in a known way who stored it"),
     ],
@@ -219,10 +220,11 @@ def test_a_committed_chunk_that_cannot_be_is_refused(
 def test_a_committed_tail_that_cannot_be_is_refused(
     directory: Path, slot: int, tokens: int, changes: dict[str, Any], expected: str
 ) -> None:
-    fields: dict[str, Any] = {"key": b"k" * 16, "parent": b"p" * 16, "chunk_index": 3, "prefix_sha256": bytes(32)}
+    key = b"k" * 8 + b"tail" + tokens.to_bytes(4, "little")
+    fields: dict[str, Any] = {"key": key, "parent": b"p" * 16, "chunk_index": 3, "prefix_sha256": bytes(32)}
 
     def commit(namespace: bytes) -> m.Message:
-        return m.CommitTail(slot, ChunkRecord(**{"namespace": namespace} | fields | changes), tokens)
+        return m.CommitTail(slot, ChunkRecord(**{"namespace": namespace} | fields | changes))
 
     check_refused(directory, commit, expected)
 
@@ -326,7 +328,7 @@ def test_random_clients_find_no_way_to_hurt(directory: Path) -> None:
             m.Lookup(1, 0, bytes(32), bytes(64)),
             m.Release(1),
             m.Commit([(0, ChunkRecord(bytes(16), bytes(16), bytes(16), 1, bytes(32), b"t" * 16))]),
-            m.CommitTail(0, ChunkRecord(bytes(16), bytes(16), bytes(16), 1, bytes(32)), 1),
+            m.CommitTail(0, ChunkRecord(bytes(16), bytes(8) + b"tail\1\0\0\0", bytes(16), 1, bytes(32))),
             m.DropTails([bytes(16)]),
             m.GiveBack([0, 1]),
             m.Rest(),

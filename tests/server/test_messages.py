@@ -24,7 +24,7 @@ MESSAGES = [
             (2, ChunkRecord(bytes(16), bytes(16), bytes(16), 1, bytes(32), b"t" * 16)),
         ]
     ),
-    m.CommitTail(3, ChunkRecord(bytes(16), bytes(16), bytes(16), 2, bytes(32)), 64),
+    m.CommitTail(3, ChunkRecord(bytes(16), bytes(16), bytes(16), 2, bytes(32))),
     m.DropTails([bytes(16), b"k" * 16]),
     m.GiveBack([1, 2]),
     m.Rest(),

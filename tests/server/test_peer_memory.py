@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import ssl
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +24,12 @@ from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.chunks.header import check_blob
 from tiered_kv.errors import TierBusy, TierUnavailable
 from tiered_kv.keys.naming import BlobName
+from tiered_kv.server import door_memory
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_message
+from tiered_kv.server.connection import Connection
+from tiered_kv.server.directory import read_info
+from tiered_kv.server.door_memory import HostMemory
 from tiered_kv.server.lending import NAMES_MAX
 from tiered_kv.server.worker_client import receive_slabs
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
@@ -451,3 +457,58 @@ def test_a_loan_whose_number_is_in_use_is_refused_and_all_loans_end(lender):
         assert read_message(sock).outcome == "ok"
         assert "id=1 is in use" in refusal(sock)
     wait_for(lambda: lent_bytes(lender) == 0, "the loan's end")
+
+
+def test_a_door_of_another_version_asks_its_server_ever_more_rarely(lender, monkeypatch, caplog):
+    """A package that was replaced below a running server: each try is a line in the server's log."""
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 9:
+            raise InterruptedError
+
+    memory = HostMemory(read_info(lender.root).socket, lender.root)
+    with monkeypatch.context() as patched:
+        patched.setattr(m, "PROTOCOL", m.PROTOCOL + 1)
+        patched.setattr(door_memory.time, "sleep", sleep)
+        with pytest.raises(InterruptedError):
+            memory.run()
+    assert waits == sorted(waits) and waits[0] < waits[-1] == door_memory.RETRY_MAX_S
+    assert caplog.text.count("until its server takes it in") == 1
+
+
+def test_a_connection_ends_though_another_process_has_its_descriptor_for_a_moment():
+    """As one that is just being started: what is read from a slot after its loan is over must not count."""
+    ours, theirs = socket.socketpair()
+    with theirs, ours.dup():
+        Connection(ours).close()
+        theirs.setblocking(False)
+        assert theirs.recv(1) == b""
+
+
+def test_who_asks_while_too_much_is_lent_has_the_chunk_when_another_loan_ends(big, monkeypatch):
+    """A reader asks for some chunks at once, and where memory holds few of them one is all that may be lent."""
+    monkeypatch.setattr(door_memory, "ROOM_S", 60.0)
+    memory = HostMemory(read_info(big.root).socket, big.root)
+    threading.Thread(target=memory.run, daemon=True).start()
+    namespace, keys = big.client.namespace.digest, big.keys(2).keys
+    wait_for(lambda: memory.count_held(namespace, b"".join(keys)) == 2, "the door's place")
+
+    def size_of_second():
+        with memory.lent(namespace, keys[1]) as blob:
+            return None if blob is None else blob.size_bytes
+
+    with ThreadPoolExecutor(1) as other:
+        with memory.lent(namespace, keys[0]) as blob:
+            second = other.submit(size_of_second)
+            wait_for(lambda: counter(big, "loans_refused") == 1, "the refusal")
+        assert second.result() == blob.size_bytes
+    wait_for(lambda: lent_bytes(big) == 0, "the loans' end")
+    monkeypatch.setattr(door_memory, "ROOM_S", 0.01)
+    with (
+        memory.lent(namespace, keys[0]),
+        pytest.raises(TierBusy, match="lends no more"),
+        memory.lent(namespace, keys[1]),
+    ):
+        pass

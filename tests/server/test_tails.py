@@ -1,12 +1,17 @@
 """Tails over the socket: committed by one engine, told to another, with the bytes that were stored."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.kit.server.clients import CHUNK, SmallEngine, content, poll_until
-from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import is_alive, kill_server
 from tests.kit.storage.disk_probe import blob_files
-from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.tiering.types import Limits, LookupAnswer
+
+LONG = Limits().few_chunks
 
 EngineStarter = Callable[..., SmallEngine]
 
@@ -29,6 +34,7 @@ def test_a_tail_of_one_engine_is_told_to_another_with_its_digest_and_bytes(engin
     keys = second.keys(2)
     assert (found.held, found.ready, tail.tokens) == (2, 2, CHUNK // 2)
     assert tail.digest == keys.tail(range(3 * CHUNK), 2, CHUNK // 2)[1]
+    assert tail.slot is not None
     with second.payload(tail.slot) as view:
         assert view == content(1000 + CHUNK // 2, 0)
     assert figures(root)["hierarchy"]["host_tails"] == 1
@@ -40,11 +46,60 @@ def test_a_tail_of_one_engine_is_told_to_another_with_its_digest_and_bytes(engin
     wait_for(lambda: figures(root)["hierarchy"]["host_tails"] == 0, "the tail's end")
 
 
-def test_a_tail_is_no_file(engine: EngineStarter, root: Path) -> None:
+def test_a_tail_is_no_file_while_host_memory_has_it(engine: EngineStarter, root: Path) -> None:
     one = engine("one")
-    one.store(2)
-    one.store_tail(2, CHUNK // 2)
-    one.wait_hits(2)
+    one.store(LONG)
+    one.store_tail(LONG, CHUNK // 2)
+    one.wait_hits(LONG)
     wait_written(root)
-    assert len(list(blob_files(root))) == 2
+    assert len(list(blob_files(root))) == LONG
     assert figures(root)["hierarchy"]["host_tails"] == 1
+
+
+def test_a_server_that_is_told_to_end_writes_it_and_the_next_one_gives_it_back(
+    engine: EngineStarter, root: Path
+) -> None:
+    """Then something continues it, and its file goes."""
+    first = engine("one")
+    first.store(LONG)
+    first.store_tail(LONG, CHUNK // 2)
+    first.wait_hits(LONG)
+    wait_written(root)
+    end_softly(root)
+    assert len(list(blob_files(root))) == LONG + 1
+    first.close()
+
+    second = engine("two")
+    disk = figures(root)["tiers"][0]
+    assert (disk["tails"], disk["used_bytes"]) == (1, sum(file.stat().st_size for file in blob_files(root)))
+    lookup, found = answer(second, LONG + 1)
+    (tail,) = found.tails
+    keys = second.keys(LONG)
+    key, digest = keys.tail(range((LONG + 1) * CHUNK), LONG, CHUNK // 2)
+    assert (found.held, found.ready, tail.tokens, tail.digest) == (LONG, LONG, CHUNK // 2, digest)
+    assert tail.slot is not None
+    with second.payload(tail.slot) as view:
+        assert view == content(1000 + CHUNK // 2, 0)
+    second.client.drop_tails([key])
+    second.client.release(lookup)
+    wait_for(lambda: len(list(blob_files(root))) == LONG, "its file to go")
+    assert figures(root)["tiers"][0]["tails"] == 0
+
+
+def test_a_server_that_is_killed_loses_it_and_nothing_else(engine: EngineStarter, root: Path) -> None:
+    first = engine("one")
+    first.store(LONG)
+    first.store_tail(LONG, CHUNK // 2)
+    first.wait_hits(LONG)
+    wait_written(root)
+    kill_server(root)
+    first.close()
+    lookup, found = answer(engine("two"), LONG + 1)
+    assert (lookup, found.ready, found.tails) == (lookup, LONG, ())
+
+
+def end_softly(root: Path) -> None:
+    """As an operator does; the server drains first."""
+    pid = server_pid(root)
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: not is_alive(pid), "the server's end")

@@ -64,6 +64,21 @@ def test_a_request_that_is_admitted_first_takes_the_room_of_the_last():
     assert story.answer(urgent).ready == 3
 
 
+def test_who_holds_nothing_but_a_tail_gives_way_too():
+    """The GPU has its chunks; of what it gives the tail counts."""
+    story = story_with_cap()
+    assert story.commit_tail(story.session, PATHS[0], "a")
+    story.finish_all()
+    ask(story, 1)
+    last = story.lookup(story.session, (*PATHS[0], 9), 3, turn=(0, 9), wants_tails=True)
+    story.step()
+    assert len(story.answer(last).tails) == 1 and leased(story) == 4
+    ask(story, 2)
+    assert story.ended == [last] and story.counted("lease_gave_way") == 1
+    story.step()
+    assert leased(story) == CAP
+
+
 def test_a_queue_gives_way_to_another_session_up_to_its_share():
     story = story_with_cap()
     for number in range(4):

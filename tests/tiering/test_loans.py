@@ -2,12 +2,13 @@
 
 from tests.kit.tiering.world import SMALL, LruStory, SelectiveStory, Story, chunks_of
 from tiered_kv.tiering.loans import LENT_SHARE
-from tiered_kv.tiering.types import HOST, Limits, Loan, Outcome, Read, Seal
+from tiered_kv.tiering.quotas import Quota
+from tiered_kv.tiering.types import HOST, Limits, Outcome, Read, Seal, SlotLoan
 
 PROMPT = (1, 2, 3)
 
 
-def lend(story: Story, path: tuple[int, ...]) -> Loan | Outcome:
+def lend(story: Story, path: tuple[int, ...]) -> SlotLoan | Outcome:
     return story.tiering.lend(SMALL.namespace, SMALL.key(path))
 
 
@@ -19,7 +20,7 @@ def test_a_chunk_that_is_lent_is_not_evicted_and_goes_once_nobody_reads_it():
     story = Story(host_bytes=400, capacities=())
     story.store(PROMPT)
     first, second = lend(story, (1,)), lend(story, (1,))
-    assert isinstance(first, Loan) and isinstance(second, Loan)
+    assert isinstance(first, SlotLoan) and isinstance(second, SlotLoan)
     assert (first.slot, first.size_bytes) == (second.slot, SMALL.slot_bytes)
     assert story.tiering.usage()["lent_bytes"] == SMALL.slot_bytes, "it is in one slot"
     for loan in (first, second):
@@ -34,7 +35,7 @@ def test_an_operator_removes_no_chunk_that_is_lent():
     story = Story(capacities=())
     story.store(PROMPT)
     loan = lend(story, (1,))
-    assert isinstance(loan, Loan)
+    assert isinstance(loan, SlotLoan)
     count = story.tiering.remove(HOST, SMALL.namespace, None, leaves_holes=False)
     assert (count.removed, count.kept) == (2, 1)
     story.tiering.end_loan(loan.id)
@@ -46,7 +47,7 @@ def test_what_is_not_sealed_or_not_here_or_of_another_namespace_is_not_lent():
     story.commit_prefix((1,))
     assert lend(story, (1,)) is Outcome.MISSING and held_here(story, (1,)) == 0
     story.end_every(Seal)
-    assert isinstance(lend(story, (1,)), Loan) and held_here(story, PROMPT) == 1
+    assert isinstance(lend(story, (1,)), SlotLoan) and held_here(story, PROMPT) == 1
     assert lend(story, (2,)) is Outcome.MISSING
     assert story.tiering.lend(b"another one.....", SMALL.key((1,))) is Outcome.MISSING
     assert held_here(story, (1,), b"another one.....") == 0
@@ -59,7 +60,7 @@ def test_a_chunk_that_is_only_on_its_way_up_is_not_lent_but_counts_where_disk_ha
     story.ask(PROMPT)
     assert story.waiting(Read) and lend(story, (1,)) is Outcome.MISSING
     story.finish_all()
-    assert isinstance(lend(story, (1,)), Loan)
+    assert isinstance(lend(story, (1,)), SlotLoan)
 
 
 def test_what_only_a_shared_tier_has_does_not_count():
@@ -84,20 +85,32 @@ def test_loans_take_a_share_of_memory_and_none_of_what_lookups_lease():
     story.store((1, 2, 3, 4, 5, 6, 7, 8))
     most = int(400 * LENT_SHARE) // SMALL.slot_bytes
     loans = [lend(story, path) for path in chunks_of((1, 2, 3, 4, 5, 6, 7, 8))]
-    assert [isinstance(loan, Loan) for loan in loans] == [True] * most + [False] * (8 - most)
+    assert [isinstance(loan, SlotLoan) for loan in loans] == [True] * most + [False] * (8 - most)
     assert loans[most:] == [Outcome.NO_ROOM] * (8 - most)
-    assert isinstance(lend(story, (1,)), Loan), "what is lent already takes no more room"
+    assert isinstance(lend(story, (1,)), SlotLoan), "what is lent already takes no more room"
     assert (story.counted("loans"), story.counted("loans_refused")) == (most + 1, 8 - most)
     lookup = story.ask((1, 2, 3, 4, 5, 6, 7, 8))
     assert story.figures(lookup) == (8, 8, 8, True)
     assert story.tiering.usage()["leased_bytes"] == 8 * SMALL.slot_bytes
 
 
+def test_loans_leave_a_namespace_most_of_what_its_quota_gives_it():
+    story = Story(host_bytes=400, capacities=(), limits=Limits())
+    story.tiering.quotas.set(SMALL.namespace, Quota(at_most=LENT_SHARE))
+    chunks = int(400 * LENT_SHARE) // SMALL.slot_bytes
+    for number in range(chunks):
+        story.store((number,))
+    loans = [lend(story, (number,)) for number in range(chunks)]
+    assert sum(isinstance(loan, SlotLoan) for loan in loans) == 1 and Outcome.NO_ROOM in loans
+    story.store((100,))
+    assert story.is_in_host((100,)), "what is lent is not all that the namespace may have"
+
+
 def test_where_slots_are_few_one_chunk_is_lent_all_the_same():
     story = Story(host_bytes=4 * SMALL.slot_bytes, capacities=())
     story.store((1,))
     story.store((2,))
-    assert isinstance(lend(story, (1,)), Loan)
+    assert isinstance(lend(story, (1,)), SlotLoan)
     assert lend(story, (2,)) is Outcome.NO_ROOM
 
 
@@ -108,7 +121,7 @@ def test_a_chunk_that_was_lent_is_as_old_as_before():
         story.store((number, number))
     for path in ((0,), (0, 0)):
         loan = lend(story, path)
-        assert isinstance(loan, Loan)
+        assert isinstance(loan, SlotLoan)
         story.tiering.end_loan(loan.id)
     for number in range(100, 130):
         story.store((number,))
@@ -121,7 +134,7 @@ def test_a_lookup_of_what_is_lent_holds_it_beyond_the_loan():
     story = Story(host_bytes=160, capacities=())
     story.store(PROMPT)
     loan = lend(story, (1,))
-    assert isinstance(loan, Loan)
+    assert isinstance(loan, SlotLoan)
     lookup = story.ask(PROMPT)
     story.tiering.end_loan(loan.id)
     story.flush_host()
@@ -134,7 +147,7 @@ def test_what_a_peer_reads_counts_as_no_use():
     story = SelectiveStory()
     story.store(PROMPT)
     loan = lend(story, (1,))
-    assert isinstance(loan, Loan) and held_here(story, PROMPT) == 3
+    assert isinstance(loan, SlotLoan) and held_here(story, PROMPT) == 3
     story.tiering.end_loan(loan.id)
     story.finish_all()
     assert not any(story.is_below(chunk) for chunk in chunks_of(PROMPT)), "nobody here asked for it"

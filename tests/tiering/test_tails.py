@@ -1,8 +1,10 @@
 """Tails in host memory: found behind what is held, never anywhere else, few, and gone when something continues them."""
 
 from tests.kit.tiering.world import SMALL, Path, Story
-from tiered_kv.tiering.tiering import FEW_CHUNKS, TAILS_MAX
+from tiered_kv.tiering.tails import TAILS_MAX
 from tiered_kv.tiering.types import HOST, Limits, LookupAnswer
+
+FEW_CHUNKS = Limits().few_chunks
 
 PROMPT = (1, 2, 3)
 

@@ -19,7 +19,7 @@ from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 from tiered_kv.tiering.index import CLAIMED, BlobState, HostState
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.tiering import Tiering
-from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Loan, Outcome, Probe, Read, Seal, Write
+from tiered_kv.tiering.types import HOST, Copy, Delete, Grow, Job, Limits, Outcome, Probe, Read, Seal, SlotLoan, Write
 
 SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=True), Space(b"C" * 16, 10)]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
@@ -37,6 +37,11 @@ FAULTS: dict[type[Job], list[Outcome]] = {
 }
 
 
+def tail_length(name):
+    """Tokens of the tail of that name."""
+    return 1 + ord(name) % 5
+
+
 def prefixes(path):
     """Every chunk of a prompt, root first."""
     return [path[:depth] for depth in range(1, len(path) + 1)]
@@ -52,17 +57,21 @@ class Histories(RuleBasedStateMachine):
         eviction=st.sampled_from(["multi-queue", "lru"]),
         admissions=st.lists(st.sampled_from([ALL, SECOND_TOUCH]), min_size=2, max_size=2),
         stored=st.lists(st.tuples(PICK, PATHS), max_size=8),
+        tails=st.lists(st.tuples(PICK, PATHS, st.sampled_from("abcdef")), max_size=3),
+        few_chunks=st.sampled_from([1, 2, 5]),
     )
-    def start(self, host_bytes, capacities, is_shared, eviction, admissions, stored):
+    def start(self, host_bytes, capacities, is_shared, eviction, admissions, stored, tails, few_chunks):
         self.is_shared = is_shared and bool(capacities)
         if self.is_shared:
             capacities = [*capacities[:-1], None]
         specs = tier_specs(capacities, admissions, is_last_shared=self.is_shared)
-        tiering = Tiering(host_bytes, specs, eviction=eviction)
+        tiering = Tiering(host_bytes, specs, Limits(few_chunks=few_chunks), eviction=eviction)
         self.world = TouchedWorld(tiering, capacities, admissions)
         for tier in self.own_tiers:
             for pick, path in {(pick % 3, path): None for pick, path in stored}:
                 self.world.restore(tier, SPACES[pick], path)
+            for pick, path, name in {(pick % 3, path, name): None for pick, path, name in tails if tier == HOST + 1}:
+                self.world.restore_tail(tier, SPACES[pick], path, name, tail_length(name))
             self.world.tiering.restored(tier)
         self.accounts = Accounts(self.world)
         self.loans = {}
@@ -161,13 +170,23 @@ class Histories(RuleBasedStateMachine):
     def commit_tail(self, pick, path, name):
         """Also behind what is not held, and of a chunk that has as many tails as it may."""
         if (session := self.session(pick)) is not None:
-            self.world.commit_tail(session, path, name, 1 + ord(name) % 5)
+            self.world.commit_tail(session, path, name, tail_length(name))
 
     @rule(pick=PICK, path=PATHS, name=st.sampled_from("abcdef"))
     def drop_tail(self, pick, path, name):
         """What continues it was stored; a lookup may hold it."""
         if (session := self.session(pick)) is not None:
-            self.world.drop_tail(session, path, name)
+            self.world.drop_tail(session, path, name, tail_length(name))
+
+    @rule(pick=PICK, path=PATHS, name=st.sampled_from("abcdef"))
+    def store_a_prefix_and_its_tail(self, pick, path, name):
+        self.store_a_prefix(pick, path)
+        self.commit_tail(pick, path, name)
+
+    @rule()
+    def save_tails(self):
+        """The server is about to end, but does not."""
+        self.world.tiering.save_tails()
 
     @rule(pick=PICK, path=PATHS)
     def want(self, pick, path):
@@ -244,7 +263,7 @@ class Histories(RuleBasedStateMachine):
     def lend(self, space, path):
         """A peer reads a chunk that is in host memory."""
         loan = self.world.tiering.lend(space.namespace, space.key(path))
-        if isinstance(loan, Loan):
+        if isinstance(loan, SlotLoan):
             self.loans[loan.id] = loan, space.key(path)
 
     @precondition(lambda self: self.loans)

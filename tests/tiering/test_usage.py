@@ -41,6 +41,7 @@ def test_every_figure_says_what_is_there():
         pending_writes=1,
         backlog_chunks=1,
         chunks=2,
+        tails=0,
         admitted_chunks=2,
         declined_chunks=0,
     )
@@ -50,6 +51,7 @@ def test_every_figure_says_what_is_there():
         pending_writes=0,
         backlog_chunks=1,
         chunks=0,
+        tails=0,
         admitted_chunks=1,
         declined_chunks=1,
     )

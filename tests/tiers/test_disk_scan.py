@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 
 import pytest
 
@@ -120,3 +121,16 @@ def test_a_large_directory_is_walked_to_its_end_whether_or_not_others_read_it(
     monkeypatch.setattr(ReadAhead, "take", lambda self, directory: taken.append(take(self, directory)) or taken[-1])
     assert {(found.kind, found.path, found.written_s, found.size_bytes) for found in walk(blobs, index)} == known
     assert len(known) == 5 and any(taken) is is_python
+
+
+def test_a_large_directory_is_walked_to_its_end_where_no_thread_is_to_be_had(stored, tmp_path, monkeypatch):
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    blobs, _ = stored
+    index = read_index(tmp_path)
+    known = {found.path for found in walk(blobs, index)}
+    monkeypatch.setattr("tiered_kv.tiers.disk.scan.READ_AHEAD_FROM", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert known and {found.path for found in walk(blobs, index)} == known

@@ -476,3 +476,25 @@ def test_without_the_package_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(ConfigError, match=r"pip install 'tiered_kv\[mooncake\]'"):
         tier_of("mooncake://127.0.0.1:50051")
+
+
+def test_a_start_that_gets_no_thread_is_tried_again(mooncake_member, opened, monkeypatch):
+    pool, _ = mooncake_member
+    tier, blob = opened(pool.uri(uuid.uuid4().hex)), CHAIN.blob(0)
+
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", refused)
+        with pytest.raises(TierUnavailable, match="can't start new thread"):
+            tier.put(blob.name, blob.view())
+    tier.put(blob.name, blob.view())
+    assert read(tier, blob) == blob.data
+
+
+def test_an_option_that_no_environment_holds_fails_the_calls_as_a_tier_does(mooncake_member, opened):
+    pool, _ = mooncake_member
+    tier, blob = opened(pool.uri(uuid.uuid4().hex), MC_ANY="a\0b"), CHAIN.blob(0)
+    with pytest.raises(TierUnavailable, match="null byte"):
+        tier.put(blob.name, blob.view())

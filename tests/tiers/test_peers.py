@@ -871,6 +871,25 @@ def test_a_door_that_dies_as_it_starts_is_a_warning_and_is_started_again(directo
     assert not is_open(port)
 
 
+def test_a_door_whose_start_gets_no_thread_is_started_again(directory, key_file, monkeypatch):
+    refusals = iter([True, True])
+
+    class Refused(threading.Timer):
+        def start(self):
+            if next(refusals, False):
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(door_module.threading, "Timer", Refused)
+    monkeypatch.setattr(door_module, "RESTART_S", 0.01)
+    port = free_port()
+    door = DoorProcess(door_config(directory, key_file, peer_listen=f"127.0.0.1:{port}"))
+    try:
+        wait_for(lambda: is_open(port), "the third door")
+    finally:
+        door.close()
+
+
 def is_open(port):
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True

@@ -123,6 +123,19 @@ def test_only_the_groups_bytes_of_a_row_are_stored_and_loaded(engine: Engine) ->
     assert (engine.memory[:10] == OLD).all() and (engine.memory[14:] == OLD).all()
 
 
+def test_jobs_that_vllm_submits_in_the_wrong_order_are_stored_whole(engine: Engine) -> None:
+    """Of several ranks' reports vLLM may take a later job's before the one it follows: no row is lost by that."""
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    context, results = engine.request(4), []
+    for number, first in enumerate((2, 0)):
+        keys = [key(FULL, first), key(FULL, first + 1)]
+        engine.tier.submit_store(TransferJob(number, keys, np.arange(2), False, context))
+    wait_for(lambda: results.extend(engine.tier.get_finished_jobs()) or len(results) == 2, "the jobs")
+    assert {(one.job_id, one.success) for one in results} == {(0, True), (1, True)}
+    assert engine.run(engine.request(4), [key(FULL, n) for n in range(4)], 10, is_load=True).success
+
+
 def test_states_are_found_one_by_one_and_then_the_prefix(engine: Engine) -> None:
     store(engine, 4, 1)
     context = engine.request(6)

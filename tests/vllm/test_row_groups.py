@@ -49,9 +49,9 @@ def offloading(kv_cache_config: KVCacheConfig, blocks: int = 1, **more: Any) -> 
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
     size = kv_cache_config.kv_cache_tensors[0].size // BLOCKS
-    cache = SimpleNamespace(blocks_per_chunk=blocks)
+    cache, parallel = SimpleNamespace(blocks_per_chunk=blocks), SimpleNamespace(world_size=more.get("ranks", 1))
     return SimpleNamespace(
-        groups=groups, cache=cache, canonical_layout=more.get("canonical", False), worker_kv_bytes_per_block=size
+        groups=groups, cache=cache, parallel=parallel, replicated_layout=False, worker_kv_bytes_per_block=size
     )
 
 
@@ -95,7 +95,6 @@ def test_attention_in_chunks_needs_the_rows_of_one() -> None:
     [
         (((FULL, 1), (STATE, 1)), {"blocks": 2}, "blocks_per_chunk=2"),
         (((WINDOW, 1),), {"blocks": 2}, "Leave out block_size"),
-        (((FULL, 1), (WINDOW, 1)), {"canonical": True}, "canonical_layout"),
     ],
 )
 def test_what_would_be_stored_in_part_is_refused_by_name(groups: Any, given: dict[str, Any], told: str) -> None:
@@ -104,7 +103,54 @@ def test_what_would_be_stored_in_part_is_refused_by_name(groups: Any, given: dic
         row_groups(offloading(kv, **given), kv)
 
 
-def test_blocks_that_vllm_moves_as_one_are_refused() -> None:
-    kv = config((FULL, 1), (WINDOW, 1), stride=2 * PAGE)
-    with pytest.raises(UnsupportedModel, match="as one"):
+def packed(*groups: tuple[Any, int], layer_stride: int = 0, padding: int = 0) -> KVCacheConfig:
+    """Groups as vLLM lays them where blocks are outermost: a block has the pages of a group's layers side by side."""
+    stride = max(count * spec.page_size_bytes for spec, count in groups) + padding
+    specs, tensors = [], []
+    for number, (spec, count) in enumerate(groups):
+        layers = [f"group {number} layer {at}" for at in range(count)]
+        specs.append(KVCacheGroupSpec(layers, spec))
+        tensors.append(KVCacheTensor(BLOCKS * stride, layers, layer_stride or spec.page_size_bytes, stride))
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=specs)
+
+
+def test_of_blocks_that_vllm_moves_as_one_each_group_has_its_layers_pages() -> None:
+    kv = packed((FULL, 3), (FULL, 1), (WINDOW, 2), padding=24)
+    full, one, window = row_groups(offloading(kv), kv)
+    assert (full.spans, one.spans, window.spans) == (((0, 3 * PAGE),), ((0, PAGE),), ((0, 2 * PAGE),))
+    kv = packed((FULL, 3), (FULL, 1), padding=24)
+    stride = 3 * PAGE + 24
+    assert row_groups(offloading(kv, 2), kv)[1].spans == ((0, PAGE), (stride, PAGE))
+
+
+@pytest.mark.parametrize(
+    ("kv", "told"),
+    [
+        (config((FULL, 2), (FULL, 1), stride=PAGE + 64), "blocks are not outermost"),
+        (config((FULL, 2), stride=PAGE + 64), "blocks are not outermost"),
+        (packed((FULL, 2), (FULL, 1), layer_stride=PAGE // 2), "heads lie apart"),
+    ],
+    ids=["padded, several groups", "padded, one group", "heads apart"],
+)
+def test_layouts_of_which_vllm_moves_too_little_or_pages_in_pieces_are_refused(kv: KVCacheConfig, told: str) -> None:
+    with pytest.raises(UnsupportedModel, match=told):
         row_groups(offloading(kv), kv)
+
+
+def test_canonical_pages_of_all_ranks_lie_in_cells_as_large_as_the_tensors_largest() -> None:
+    """Two ranks: pages of attention are put together of both, states lie one after the other."""
+    kv = config((FULL, 2), (STATE, 1))
+    pages = {"group 0 layer 0": 2 * PAGE, "group 0 layer 1": 2 * PAGE, "group 1 layer 0": 2 * STATE_BYTES}
+    full, state = row_groups(offloading(kv, ranks=2), kv, pages)
+    assert (full.spans, state.spans) == (((0, 4 * PAGE),), ((0, 2 * STATE_BYTES),))
+    with pytest.raises(UnsupportedModel, match="do not fit"):
+        row_groups(offloading(kv), kv, pages)
+    with pytest.raises(UnsupportedModel, match="no canonical page"):
+        row_groups(offloading(kv, ranks=2), kv, {})
+
+
+def test_one_group_with_canonical_pages_stores_them_without_the_rows_padding() -> None:
+    """MLA of two ranks: a row has room for both their copies, and is filled once."""
+    kv = config((FULL, 3))
+    (group,) = row_groups(offloading(kv, 2, ranks=2), kv, {f"group 0 layer {at}": PAGE for at in range(3)})
+    assert group == RowGroup(0, 32, None, ((0, 6 * PAGE),))

@@ -52,8 +52,8 @@ class Server:
         self.answers += answers
         self.tags += [record.tag for _, record in chunks]
 
-    def commit_tail(self, slot: int, record: Any, tokens: int) -> None:
-        self.tails.append((slot, record.key, tokens))
+    def commit_tail(self, slot: int, record: Any) -> None:
+        self.tails.append((slot, record.key))
 
     def drop_tails(self, keys: Any) -> None:
         self.dropped += keys
@@ -400,7 +400,7 @@ def test_a_tail_is_pinned_once_per_block_and_committed_behind_its_chunks() -> No
     assert job.copies[-1].groups == (BlockRun(0, (own[0], own[1], own[1], own[1])),)
     assert world.server.tails == world.server.dropped == []
     world.saves.finished(SaveReport({job.job_id: 1}))
-    assert (world.server.committed, world.server.tails) == ([0, 1], [(2, NAME[0], TAIL)])
+    assert (world.server.committed, world.server.tails) == ([0, 1], [(2, NAME[0])])
     assert world.server.dropped == [b"old", b"older"]
     assert world.free_blocks == BLOCKS - 1 and not world.saves.has_work
     assert +world.counters == {"stores": 2, "tails": 1} and not world.saves.is_stored(NAME[0])

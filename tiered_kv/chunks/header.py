@@ -33,6 +33,7 @@ from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.keys.state_keys import is_state
 from tiered_kv.keys.stored_by import STORED_BY_CHARS_MAX, shared_line
 from tiered_kv.keys.tags import shared_tag
+from tiered_kv.keys.tail_keys import tail_tokens
 
 MAX_HEADER_BYTES: Final = 1 << 20
 """About 8,000 tensors. A header that claims more is damaged; nothing is ever allocated for it."""
@@ -316,6 +317,10 @@ class BlobFormat:
         _check_payload(metadata, hasher() if hasher else _payload_hash(blob, self.header_bytes))
 
     def _template_of(self, record: ChunkRecord) -> bytes:
+        if tokens := tail_tokens(record.key):
+            template = bytearray(self._template)
+            template[TOKEN_COUNT.slice] = TOKEN_COUNT.encode(tokens)
+            return bytes(template)
         return self._state_template if is_state(record) else self._template
 
 

@@ -31,6 +31,8 @@ class DuNamespace(msgspec.Struct, frozen=True, kw_only=True):
         state_parts: Chunks that are parts of states, also of such that lack others.
         state_bytes: What these take of the tier.
         chunks_behind_states: Chunks behind the last state of their prefix, which no hit brings.
+        tails: Chunks that are tails.
+        tail_bytes: What these take of the tier.
         used_s: Last use of any chunk; null without chunks.
     """
 
@@ -43,6 +45,8 @@ class DuNamespace(msgspec.Struct, frozen=True, kw_only=True):
     state_parts: int
     state_bytes: int
     chunks_behind_states: int
+    tails: int
+    tail_bytes: int
     used_s: float | None
 
 
@@ -133,7 +137,7 @@ def _capacity(storage: Reader, notes: list[str]) -> int | None:
 def _show(report: DuReport, now_s: float) -> None:
     print_table(
         "By namespace",
-        ("namespace", "model", "chunks", "size", "share", "states", "last use"),
+        ("namespace", "model", "chunks", "size", "share", "states", "tails", "last use"),
         [
             (
                 shortened(found.namespace),
@@ -142,6 +146,7 @@ def _show(report: DuReport, now_s: float) -> None:
                 size_text(found.size_bytes),
                 _share(found.size_bytes, report.chunk_bytes),
                 states_text(found.states, found.state_bytes),
+                states_text(found.tails, found.tail_bytes),
                 ago(now_s, found.used_s),
             )
             for found in report.namespaces

@@ -125,7 +125,10 @@ def _show(report: ExplainReport, used_s: float) -> None:
             print(f"... and {len(report.boundaries) - len(shown)} before these: --json shows all")
     if report.tail_tokens:
         tail = "token is" if report.tail_tokens == 1 else f"{report.tail_tokens} tokens are"
-        print(f"\nThe last {tail} no full chunk and never stored.")
+        print(f"\nThe last {tail} no full chunk and never stored, but as a tail (tail_tokens).")
+    if report.tail_hit_tokens:
+        tail = counted(report.tail_hit_tokens, "token")
+        print(f"\nBehind {counted(report.here_chunks, 'chunk')} a tail with {tail} more of the prompt is here.")
     for other in report.others:
         held = f"{counted(other.chunks, 'chunk')} of it ({counted(other.tokens, 'token')}; {_used(other.used_s)})"
         print(f"\nNamespace {other.namespace} has {held}.")

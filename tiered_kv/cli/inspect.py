@@ -59,6 +59,7 @@ class InspectReport(Report, frozen=True, kw_only=True):
         chunk_index: Its position in its prefix, from 0.
         tokens: Its tokens, by the header, 0 for a part of a state; null if that is not sound.
         is_state: Whether it is a part of the state of recurrent layers that is behind the chunk before it.
+        is_tail: Whether it is a tail: a prompt's end below a whole chunk.
         prefix_sha256: Digest of all tokens up to its end, by the header; null if that is not sound.
         created_s: When it was computed, by the header; null if that is not sound.
         tag: Digest of the tag it was stored with, by the header; null where it has none, or if that is not sound.
@@ -94,6 +95,7 @@ class InspectReport(Report, frozen=True, kw_only=True):
     chunk_index: int
     tokens: int | None
     is_state: bool
+    is_tail: bool
     prefix_sha256: str | None
     created_s: float | None
     tag: str | None
@@ -169,6 +171,7 @@ def _report(storage: Reader, content: Content, forest: Forest, blob: StoredBlob,
         chunk_index=blob.name.chunk_index,
         tokens=None if header is None else 0 if blob.is_state else header.token_count,
         is_state=blob.is_state,
+        is_tail=blob.tail_tokens > 0,
         prefix_sha256=None if header is None else header.record.prefix_sha256.hex(),
         created_s=None if header is None else float(header.created_unix_s),
         tag=None if header is None else tag_text(header.record.tag),
@@ -224,7 +227,7 @@ def _facts(report: InspectReport, now_s: float) -> list[tuple[str, object]]:
         ("path", report.path),
         ("header", report.header),
         ("payload", report.payload),
-        ("tokens", "none: a part of a state" if report.is_state else "-" if report.tokens is None else report.tokens),
+        ("tokens", _tokens_text(report)),
         ("prefix_sha256", report.prefix_sha256 or "-"),
         ("blob", f"{size_text(report.blob_bytes)} ({report.blob_bytes} bytes)"),
         ("header bytes", "-" if report.header_bytes is None else report.header_bytes),
@@ -236,6 +239,14 @@ def _facts(report: InspectReport, now_s: float) -> list[tuple[str, object]]:
         ("last use", _time(report.used_s, now_s)),
         ("pinned", pin_text(now_s, report.pinned_until_s, is_kept=report.is_pinned)),
     ]
+
+
+def _tokens_text(report: InspectReport) -> str | int:
+    if report.is_state:
+        return "none: a part of a state"
+    if report.tokens is None:
+        return "-"
+    return f"{report.tokens}: a tail, the end of a prompt" if report.is_tail else report.tokens
 
 
 def _place(report: InspectReport) -> list[tuple[str, object]]:

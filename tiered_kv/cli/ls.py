@@ -43,6 +43,7 @@ class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
         chunk_index: Its position in its prefix, 0 for the first.
         tokens: Its tokens, 0 for a part of a state; null if unknown.
         is_state: Whether it is a part of the state of recurrent layers that is behind the chunk before it.
+        is_tail: Whether it is a tail: a prompt's end below a whole chunk.
         size_bytes: What it takes of the tier.
         written_s: When it was written.
         used_s: Last use; a use of a chunk is a use of the prefix before it.
@@ -59,6 +60,7 @@ class LsChunk(msgspec.Struct, frozen=True, kw_only=True):
     chunk_index: int
     tokens: int | None
     is_state: bool
+    is_tail: bool
     size_bytes: int
     written_s: float
     used_s: float
@@ -130,7 +132,8 @@ def ls(
     when it was last used, and which versions of this package and of the engine stored it, in which encoding of KV. Of
     each chunk: its key, its position in its prefix, tokens, size, when it was written, when it was last used, and
     whether a pin keeps it from eviction. A use of a chunk counts as a use of the prefix before it. Of a model with
-    recurrent layers also the states that are stored, whose parts are listed as chunks; the column "tokens" tells them.
+    recurrent layers also the states that are stored, whose parts are listed as chunks, as tails are (the ends of
+    prompts below a whole chunk); the column "tokens" tells them.
 
     Nothing is locked and no chunk is read, so this works beside a running server, and in a bucket by listing it once.
     But --tag and --stored-by read the header of every object of a bucket: nothing else tells whose it is and who
@@ -175,8 +178,9 @@ def _chunks(rows: Sequence[int], tier: str, content: Content, forest: Forest, us
             key=blob.name.key.hex(),
             namespace=blob.name.namespace.hex(),
             chunk_index=blob.name.chunk_index,
-            tokens=0 if blob.is_state else tokens.get(blob.name.namespace),
+            tokens=0 if blob.is_state else blob.tail_tokens or tokens.get(blob.name.namespace),
             is_state=blob.is_state,
+            is_tail=blob.tail_tokens > 0,
             size_bytes=blob.size_bytes,
             written_s=blob.written_s,
             used_s=used[row],
@@ -194,7 +198,7 @@ def _chunks(rows: Sequence[int], tier: str, content: Content, forest: Forest, us
 def _show(report: LsReport, now_s: float) -> None:
     print_table(
         "Namespaces",
-        ("namespace", "model", "epoch", "chunks", "size", "states", "tokens/chunk", "last use", "stored by"),
+        ("namespace", "model", "epoch", "chunks", "size", "states", "tails", "tokens/chunk", "last use", "stored by"),
         [
             (
                 shortened(found.namespace),
@@ -203,6 +207,7 @@ def _show(report: LsReport, now_s: float) -> None:
                 found.chunks,
                 size_text(found.size_bytes),
                 states_text(found.states, found.state_bytes),
+                states_text(found.tails, found.tail_bytes),
                 "-" if found.chunk_tokens is None else found.chunk_tokens,
                 ago(now_s, found.used_s),
                 "; ".join(found.stored_by) or found.first_stored_by or "-",
@@ -219,7 +224,7 @@ def _show(report: LsReport, now_s: float) -> None:
                 shortened(chunk.key),
                 shortened(chunk.namespace),
                 chunk.chunk_index,
-                "state" if chunk.is_state else "-" if chunk.tokens is None else chunk.tokens,
+                _tokens_text(chunk),
                 size_text(chunk.size_bytes),
                 ago(now_s, chunk.written_s),
                 ago(now_s, chunk.used_s),
@@ -231,3 +236,11 @@ def _show(report: LsReport, now_s: float) -> None:
     )
     if len(report.chunks) < report.chunk_count:
         note(f"{len(report.chunks)} of {report.chunk_count} chunks are shown; --limit 0 shows all.")
+
+
+def _tokens_text(chunk: LsChunk) -> str | int:
+    if chunk.is_state:
+        return "state"
+    if chunk.is_tail:
+        return f"tail, {chunk.tokens}"
+    return "-" if chunk.tokens is None else chunk.tokens

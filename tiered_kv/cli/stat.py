@@ -231,7 +231,12 @@ def _host_row(figures: ServerFigures) -> tuple[object, ...]:
 
 def _tier_row(figures: ServerFigures, tier: TierFigures) -> tuple[object, ...]:
     moved = [sum_operations(figures.operations, tier.name, operation).bytes for operation in ("get", "put")]
-    state = [_state_text(tier), f"{tier.corrupt} damaged chunks read" if tier.corrupt else "", _admission_text(tier)]
+    state = [
+        _state_text(tier),
+        f"{tier.corrupt} damaged chunks read" if tier.corrupt else "",
+        f"{tier.tails} of these are tails" if tier.tails else "",
+        _admission_text(tier),
+    ]
     return (
         tier.name,
         size_text(tier.used_bytes),

@@ -86,5 +86,5 @@ def pin_text(now_s: float, end_s: float | None, *, is_kept: bool) -> str:
 
 
 def states_text(states: int, size_bytes: int) -> str:
-    """How many states of recurrent layers are stored, and what their parts take; ``-`` where there are none."""
+    """How many states of recurrent layers, or tails, are stored, and what they take; ``-`` where there are none."""
     return f"{states}, {size_text(size_bytes)}" if size_bytes else "-"

@@ -57,7 +57,6 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     Limits,
-    Loan,
     LookupAnswer,
     Outcome,
     Probe,
@@ -68,6 +67,7 @@ from tiered_kv.tiering.types import (
     RowUse,
     Seal,
     SlotId,
+    SlotLoan,
     TierSpec,
     TierUsage,
     Update,
@@ -371,17 +371,21 @@ class Engine:
         """
         self.tiering.commit(session, slot, record, is_answer=is_answer)
 
-    def commit_tail(self, session: int, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
-        """The same of a tail of so many tokens.
+    def commit_tail(self, session: int, slot: SlotId, record: ChunkRecord) -> None:
+        """The same of a tail.
 
         Raises:
             KeyError: The slot was not granted to this session.
         """
-        self.tiering.commit_tail(session, slot, record, tokens)
+        self.tiering.commit_tail(session, slot, record)
 
     def drop_tails(self, session: int, keys: Iterable[bytes]) -> None:
         """What was stored now continues these tails."""
         self.tiering.drop_tails(session, keys)
+
+    def save_tails(self) -> None:
+        """The server ends: have tails written that are worth it; they are pending writes then."""
+        self.tiering.save_tails()
 
     def touch_prefix(self, key: bytes) -> None:
         """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
@@ -474,7 +478,7 @@ class Engine:
         """How many of these chunks this machine can give, from the first on; see :meth:`Tiering.held_here`."""
         return self.tiering.held_here(namespace, keys)
 
-    def lend(self, namespace: bytes, key: bytes) -> Loan | Outcome:
+    def lend(self, namespace: bytes, key: bytes) -> SlotLoan | Outcome:
         """Keep a chunk in its slot until :meth:`end_loan`; see :meth:`Tiering.lend`."""
         return self.tiering.lend(namespace, key)
 

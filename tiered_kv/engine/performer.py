@@ -17,6 +17,7 @@ from tiered_kv.engine.lent_rows import LentRows, RowGone
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import relative_path
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.tiering.types import (
     HOST,
@@ -133,6 +134,8 @@ class Performer:
                     self.formats[record.namespace].seal(blob, record, self._clock.wall())
             case Write(tier, record, slot):
                 with self._blob(record, slot) as blob:
+                    if tail_tokens(record.key):  # sealed only now: few are ever written
+                        self.formats[record.namespace].seal(blob, record, self._clock.wall())
                     self._tiers[tier].put(BlobName.of(record), blob)
             case Read(tier, record, slot):
                 with self._blob(record, slot) as blob:

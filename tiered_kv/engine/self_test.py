@@ -113,8 +113,11 @@ def _round_trip(tier: Tier, clock: Clock, name: BlobName, blob: memoryview, back
 def _read_at_once(tier: Tier, name: BlobName, blob: memoryview, back: Sequence[memoryview]) -> str | None:
     if len(back) == 1:
         return _read(tier, name, blob, back[0])
-    with ThreadPoolExecutor(len(back), "tiered_kv-self-test") as threads:
-        wrong = list(threads.map(lambda into: _read(tier, name, blob, into), back))
+    try:
+        with ThreadPoolExecutor(len(back), "tiered_kv-self-test") as threads:
+            wrong = list(threads.map(lambda into: _read(tier, name, blob, into), back))
+    except RuntimeError:  # no thread to be had now: the tier is judged all the same, and taken for slower than it is
+        wrong = [_read(tier, name, blob, into) for into in back]
     return next(filter(None, wrong), None)
 
 

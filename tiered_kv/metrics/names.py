@@ -382,6 +382,7 @@ _SERVER_EVENTS: Final = (
     EventName("tail_gave_way", _EVENTS),
     EventName("tail_no_room", _EVENTS),
     EventName("tail_refused", _EVENTS),
+    EventName("tail_saved", _EVENTS),
     EventName("tail_stored", _EVENTS),
     EventName("tail_superseded", _EVENTS),
     EventName("upload_dropped_no_parent", _DROPPED),

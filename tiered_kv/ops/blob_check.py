@@ -20,6 +20,7 @@ from tiered_kv.chunks.header import (
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.state_keys import is_state
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.ops.storage import NamespaceRecord
 from tiered_kv.server.members import recorded_geometry
 
@@ -44,9 +45,13 @@ CORRUPT: Final = frozenset({"header", "payload", "truncated", "longer", "swapped
 
 
 class Form(NamedTuple):
-    """What all chunks of a namespace have in common, or all parts of its states."""
+    """What all chunks of a namespace have in common, or all parts of its states.
 
-    token_count: int
+    Attributes:
+        token_count: None: of a tail, which has the number that its key says.
+    """
+
+    token_count: int | None
     tensors: tuple[TensorEntry, ...]
     is_state: bool = False
 
@@ -97,9 +102,11 @@ class Expectation:
 
     def objection(self, form: Form) -> str:
         """Why a blob of this form is none of the namespace; empty where nothing speaks against it."""
-        if self.chunk_tokens is not None and form.token_count != self.chunk_tokens:
+        if self.chunk_tokens is not None and form.token_count not in (None, self.chunk_tokens):
             return f"another number of tokens. expected={self.chunk_tokens} observed={form.token_count}"
         expected = self.state_form if form.is_state else self.form
+        if expected is not None and form.token_count is None:
+            expected = expected._replace(token_count=None)
         if expected is not None and form != expected:
             return "the tensors in its header are not those of namespace.json"
         return ""
@@ -156,8 +163,14 @@ def _place(name: BlobName, parsed: ParsedHeader) -> Verdict | None:
             "misplaced",
             f"position and parent contradict each other. index={found.chunk_index} {found.parent.hex()}",
         )
+    if (tokens := tail_tokens(found.key)) and tokens != parsed.header.token_count:
+        return Verdict(
+            "misfit",
+            f"another number of tokens than its key says. expected={tokens} observed={parsed.header.token_count}",
+        )
     return None
 
 
 def _form(parsed: ParsedHeader) -> Form:
-    return Form(parsed.header.token_count, parsed.tensors, is_state(parsed.header.record))
+    record = parsed.header.record
+    return Form(None if tail_tokens(record.key) else parsed.header.token_count, parsed.tensors, is_state(record))

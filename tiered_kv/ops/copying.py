@@ -122,12 +122,16 @@ class Wanted:
 
 
 def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
-    """Chunks to copy, in order: the most recently used prefix first, each from its beginning on."""
+    """Chunks to copy, in order: the most recently used prefix first, each from its beginning on.
+
+    No tails: the next turn makes each of them useless, and no bucket has any.
+    """
     if wanted.key is not None:
         is_whole = forest.prefix(wanted.key)[-1].name.chunk_index == 0
         blobs = forest.with_states([wanted.key]) if is_whole else []
     else:
         blobs = _by_recency(forest, wanted.namespace)
+    blobs = [blob for blob in blobs if not blob.tail_tokens]
     if wanted.size_bytes is None:
         return blobs
     total, limited = 0, []

@@ -27,6 +27,7 @@ from tiered_kv.keys.namespace import Namespace, diff
 from tiered_kv.keys.naming import BlobName, object_path, relative_path
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.state_keys import state_records
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.ops.findings import NO_HITS
 from tiered_kv.ops.prompts import prompt_keys
 from tiered_kv.ops.report import Report
@@ -136,7 +137,9 @@ class ExplainReport(Report, frozen=True, kw_only=True):
         prompt_tokens: Tokens in the file.
         chunk_tokens: Tokens of a chunk.
         prompt_chunks: Full chunks of the prompt.
-        tail_tokens: Tokens behind the last full chunk, which are never stored.
+        tail_tokens: Tokens behind the last full chunk, which are stored as tails only (setting ``tail_tokens``).
+        tail_hit_tokens: Of the tokens behind ``here_chunks`` those of a tail that is here; 0 where none is. Offered by
+            engines with that setting, beyond ``hit_tokens``.
         hit_chunks: Leading chunks that an engine would read from this tier.
         hit_tokens: Tokens that an engine would be offered for this prompt.
         hit_text: Why it is so many, in words.
@@ -161,6 +164,7 @@ class ExplainReport(Report, frozen=True, kw_only=True):
     chunk_tokens: int | None
     prompt_chunks: int | None
     tail_tokens: int | None
+    tail_hit_tokens: int
     hit_chunks: int
     hit_tokens: int
     hit_text: str
@@ -267,6 +271,7 @@ def explain(
         chunk_tokens=size,
         prompt_chunks=len(tokens) // size,
         tail_tokens=len(tokens) % size,
+        tail_hit_tokens=_tail_here(headers, stored, chosen, here, tokens),
         hit_chunks=-(-offer.tokens // size),
         hit_tokens=offer.tokens,
         hit_text=offer.text,
@@ -318,6 +323,7 @@ def _nothing(uri: str, token_count: int, notes: list[str]) -> ExplainReport:
         chunk_tokens=None,
         prompt_chunks=None,
         tail_tokens=None,
+        tail_hit_tokens=0,
         hit_chunks=0,
         hit_tokens=0,
         hit_text="nothing is here",
@@ -362,11 +368,14 @@ class _Stored:
         self.blobs = {self._ident(blob.name): blob for blob in content.blobs}
         self.strays = {stray.path: stray for stray in content.strays}
         self.used_s: dict[bytes, float] = {}
+        self.tails: dict[tuple[bytes, bytes], list[BlobName]] = {}  # by namespace and the chunk before them
         self._children: Counter[tuple[bytes, bytes, int]] = Counter()
         for blob in content.blobs:
             name = blob.name
             self.used_s[name.namespace] = max(blob.used_s, self.used_s.get(name.namespace, 0.0))
-            if not blob.is_state:
+            if tail_tokens(name.key):
+                self.tails.setdefault((name.namespace, name.parent), []).append(name)
+            elif not blob.is_state:
                 self._children[name.namespace, name.parent, name.chunk_index] += 1
 
     def _ident(self, name: BlobName) -> tuple[object, ...]:
@@ -462,6 +471,19 @@ class _Headers:
             if data is None:
                 return None
         return read_header(memoryview(data))
+
+
+def _tail_here(headers: _Headers, stored: _Stored, chosen: Candidate, here: int, tokens: Sequence[int]) -> int:
+    """Length of the longest tail behind the chunks that are here whose tokens are the prompt's."""
+    lengths = [0]
+    for name in stored.tails.get((chosen.namespace.digest, chosen.keys.parent(here)), []) if here else ():
+        length, blob = tail_tokens(name.key), stored.get(name)
+        if length > min(len(tokens) - here * chosen.chunk_tokens, chosen.chunk_tokens) or blob is None:
+            continue
+        key, digest = chosen.keys.tail(tokens, here, length)
+        if key == name.key and headers.judge(name, blob, digest)[0] is State.HERE:
+            lengths.append(length)
+    return max(lengths)
 
 
 def _runs(states: Sequence[tuple[State, str]], hit_chunks: int, siblings: int, chunk_tokens: int) -> list[ChunkRun]:

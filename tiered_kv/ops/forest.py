@@ -124,8 +124,8 @@ class Forest:
     # -- states -------------------------------------------------------------------------------------------------------
 
     def chunks_after(self, blob: StoredBlob) -> list[StoredBlob]:
-        """The chunks that continue this one, without its state."""
-        return [child for child in self.children(blob) if not child.is_state]
+        """The chunks that continue this one, without its state and tails."""
+        return [child for child in self.children(blob) if not (child.is_state or child.tail_tokens)]
 
     def state(self, chunk: StoredBlob) -> list[StoredBlob]:
         """The parts of the state behind a chunk, in their order, up to the first that is missing."""

@@ -39,6 +39,8 @@ class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
         state_parts: Chunks that are parts of states, also of such that lack others.
         state_bytes: What these take of the tier.
         chunks_behind_states: Chunks behind the last state of their prefix, which no hit brings.
+        tails: Chunks that are tails.
+        tail_bytes: What these take of the tier.
         chunk_tokens: Tokens of a chunk; null if unknown.
         used_s: Last use of any chunk; null without chunks.
         first_stored_by: Who opened the namespace here first: package, engine, encoding; null where that is not said.
@@ -56,6 +58,8 @@ class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
     state_parts: int
     state_bytes: int
     chunks_behind_states: int
+    tails: int
+    tail_bytes: int
     chunk_tokens: int | None
     used_s: float | None
     first_stored_by: str | None
@@ -124,6 +128,7 @@ def _sum_of(
     record: NamespaceRecord, space: bytes, blobs: Sequence[StoredBlob], used_s: float | None, forest: Forest
 ) -> LsNamespace:
     states = forest.sum_up_states(blobs, record.state_parts)
+    tails = [blob for blob in blobs if blob.tail_tokens]
     storers = Counter(blob.stored_by or UNKNOWN for blob in blobs)
     return LsNamespace(
         namespace=space.hex(),
@@ -136,6 +141,8 @@ def _sum_of(
         state_parts=states.parts,
         state_bytes=states.size_bytes,
         chunks_behind_states=states.chunks_behind,
+        tails=len(tails),
+        tail_bytes=sum(blob.size_bytes for blob in tails),
         chunk_tokens=record.chunk_tokens,
         used_s=used_s,
         first_stored_by=record.first_stored_by or None,

@@ -140,7 +140,7 @@ def scrub(storage: Reader, content: Content, choice: Choice, progress: Progress 
     doubtful = [blob for stray in strays if (blob := stray.as_blob()) is not None]
     result.held = len(blobs) + len(doubtful)
     reader = _Reader(storage, content, everything)
-    forms: dict[tuple[bytes, bool], dict[Form, list[StoredBlob]]] = {}  # chunks and states apart
+    forms: dict[tuple[bytes, str], dict[Form, list[StoredBlob]]] = {}  # chunks, states and tails apart
     for reading in reader.read_all([*chosen, *doubtful], progress):
         result.read_bytes += reading.read_bytes
         result.read += reading.verdict is not None
@@ -152,7 +152,8 @@ def scrub(storage: Reader, content: Content, choice: Choice, progress: Progress 
             result.bad.append(_bad(path, verdict.reason, verdict.detail, reading.blob.size_bytes, reading.blob))
             result.suspects[path] = reading.blob
         elif reading.verdict.form is not None:
-            form, kind = reading.verdict.form, (reading.blob.name.namespace, reading.verdict.form.is_state)
+            form = reading.verdict.form
+            kind = reading.blob.name.namespace, "state" if form.is_state else "chunk" if form.token_count else "tail"
             forms.setdefault(kind, {}).setdefault(form, []).append(reading.blob)
     for blob, has_majority in _outvoted(forms):
         path, detail = storage.path(blob.name), "its size or tensors differ from those of the namespace's other blobs"
@@ -334,7 +335,7 @@ def _bad(path: str, reason: str, detail: str, size_bytes: int, blob: StoredBlob 
 
 
 def _outvoted(
-    forms: Mapping[tuple[bytes, bool], Mapping[Form, Sequence[StoredBlob]]],
+    forms: Mapping[tuple[bytes, str], Mapping[Form, Sequence[StoredBlob]]],
 ) -> Iterator[tuple[StoredBlob, bool]]:
     """Sound blobs that differ from the rest of their namespace, whose record does not say which are right.
 

@@ -17,6 +17,7 @@ from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, parse_path
 from tiered_kv.keys.state_keys import is_state
 from tiered_kv.keys.stored_by import UNKNOWN, shared_line
+from tiered_kv.keys.tail_keys import tail_tokens
 
 FOR_GOOD: Final = float("inf")
 """End of a pin that has none."""
@@ -55,6 +56,11 @@ class StoredBlob(msgspec.Struct, frozen=True, gc=False):
     def is_state(self) -> bool:
         """Whether it is a part of a state and no chunk."""
         return is_state(self.name)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Of a tail its length; 0: it is none."""
+        return tail_tokens(self.name.key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class StoredNamespace(msgspec.Struct, frozen=True, kw_only=True):
             chunks that are parts of states, and what these take; 0 where it has none.
         chunks_behind_states: Chunks behind the last state of their prefix, which no hit brings.
         chunk_tokens: Tokens of a chunk; None where no record says so.
-        tokens: In all its chunks, less the parts of states; None likewise.
+        tokens: In all its chunks, tails included, less the parts of states; None likewise.
         pinned_chunks: Chunks with a pin of their own.
         last_used_unix_s: When a chunk of it was used last; None without chunks.
     """
@@ -178,6 +178,7 @@ def _namespaces(content: Content) -> list[StoredNamespace]:
     for space, stored in blobs.items():
         record = content.records.get(space)
         chunk_tokens = record.chunk_tokens if record is not None else None
+        tails = [blob.tail_tokens for blob in stored]
         states = forest.sum_up_states(stored, parts.get(space, 0))
         found.append(
             StoredNamespace(
@@ -189,7 +190,9 @@ def _namespaces(content: Content) -> list[StoredNamespace]:
                 state_bytes=states.size_bytes,
                 chunks_behind_states=states.chunks_behind,
                 chunk_tokens=chunk_tokens,
-                tokens=None if chunk_tokens is None else chunk_tokens * (len(stored) - states.parts),
+                tokens=None
+                if chunk_tokens is None
+                else chunk_tokens * (len(stored) - states.parts - sum(one > 0 for one in tails)) + sum(tails),
                 pinned_chunks=sum(blob.pinned_until_s > 0 for blob in stored),
                 last_used_unix_s=_last_used_s(stored),
             )

@@ -322,13 +322,13 @@ class SchedulerClient:
             return
         self._send(m.Commit(list(chunks), frozenset(answers)), may_drop=False)
 
-    def commit_tail(self, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
-        """A slot that every rank has filled with a tail of so many tokens; the chunk before it was committed."""
+    def commit_tail(self, slot: SlotId, record: ChunkRecord) -> None:
+        """A slot that every rank has filled with a tail; the chunk before it was committed."""
         self._taken.discard(slot)
         if self._is_resetting:
             self.give_back([slot])
             return
-        self._send(m.CommitTail(slot, record, tokens), may_drop=False)
+        self._send(m.CommitTail(slot, record), may_drop=False)
 
     def store_rows(self, rows: Sequence[tuple[int, int, ChunkRecord]]) -> bool:
         """Have lent rows written to the disk: per row the number of the use, the row, and its chunk.

@@ -1,6 +1,7 @@
 """One client's socket as the server sees it: non-blocking, bounded both ways, able to pass descriptors."""
 
 import array
+import contextlib
 import os
 import socket
 import struct
@@ -163,7 +164,10 @@ class Connection:
         self.is_closing = True
 
     def close(self) -> None:
-        """Close the socket, and descriptors that no message took. Idempotent."""
+        """End the connection, close the socket and descriptors that no message took. Idempotent."""
+        # The client sees the end at once: a process that is just being started has the descriptor, too, for a moment.
+        with contextlib.suppress(OSError):  # it has ended already
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
         for fd in self.take_descriptors():
             os.close(fd)

@@ -174,13 +174,16 @@ class DoorProcess:
         )
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(START_S, process.kill)
-        timer.start()
         try:
+            timer.start()
             process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
             process.stdin.flush()
             word, _, rest = process.stdout.readline().decode(errors="replace").strip().partition(" ")
         except BrokenPipeError:
             word, rest = "", ""
+        except RuntimeError as exc:  # no thread for the timer
+            _end(process)
+            raise ChildProcessError(str(exc)) from exc
         finally:
             timer.cancel()
         if word == "ready":

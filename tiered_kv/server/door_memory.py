@@ -33,11 +33,17 @@ logger = logging.getLogger(__name__)
 ANSWER_S: Final = 0.3
 """Longest wait for the server: a peer's question waits half a second, all peers together."""
 
+ROOM_S: Final = 0.5
+"""Longest wait for a loan while all is lent that may be: a peer asks for some blobs at once, and waits 1 s for each."""
+
 SILENT_S: Final = 1.0
 """How long a server that gave no answer is not asked."""
 
 JOIN_S: Final = 10.0
 RETRY_S: Final = 0.1
+RETRY_MAX_S: Final = 10.0
+"""Between two tries to join: a server of another version refuses each, and has a line in its log for it."""
+
 RECEIVED_BYTES: Final = 64 << 10
 
 
@@ -79,8 +85,8 @@ class LentBlob:
 class HostMemory:
     """Host memory of the server at a socket.
 
-    Threads: any; :meth:`run` has one of its own. One lock guards the socket, who waits, and what is lent: whoever holds
-    it reads the socket to its end.
+    Threads: any; :meth:`run` has one of its own. One lock guards the socket, who waits, what is lent and how many loans
+    have ended: whoever holds it reads the socket to its end.
     """
 
     def __init__(self, path: str, directory: Path) -> None:
@@ -99,6 +105,8 @@ class HostMemory:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Question] = {}
         self._lent: set[int] = set()
+        self._ended = 0
+        self._one_ended = threading.Condition(self._lock)
         self._silent_until_s = 0.0
 
     def count_held(self, namespace: bytes, keys: bytes) -> int:
@@ -117,10 +125,7 @@ class HostMemory:
         Raises:
             TierBusy: The server does not answer, or has lent too much.
         """
-        number = next(self._numbers)
-        answer = self._ask(number, m.Borrow(number, namespace, key))
-        if not isinstance(answer, m.Lent) or answer.outcome == Outcome.NO_ROOM.value:
-            raise TierBusy("the server lends no more now")
+        number, answer = self._borrow(namespace, key)
         if answer.outcome != Outcome.OK.value:
             yield None
             return
@@ -131,6 +136,23 @@ class HostMemory:
         finally:
             with self._lock:
                 self._repay(number)
+
+    def _borrow(self, namespace: bytes, key: bytes) -> tuple[int, m.Lent]:
+        """Ask for a loan, again when another one has ended if there was no room; its number, and the answer.
+
+        Raises:
+            TierBusy: The server does not answer, or has lent too much.
+        """
+        until_s = time.monotonic() + ROOM_S
+        while True:
+            number, ended = next(self._numbers), self._ended
+            answer = self._ask(number, m.Borrow(number, namespace, key))
+            if isinstance(answer, m.Lent) and answer.outcome != Outcome.NO_ROOM.value:
+                return number, answer
+            with self._one_ended:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or (self._ended == ended and not self._one_ended.wait(left_s)):
+                    raise TierBusy("the server lends no more now")
 
     def _ask(self, number: int, message: m.HeldRequest | m.Borrow) -> m.Held | m.Lent:
         """Ask the server.
@@ -160,8 +182,14 @@ class HostMemory:
     def _repay(self, number: int) -> None:
         """End a loan, with the lock held; one that cannot be told of ends by the server's clock."""
         if number in self._lent:
-            self._lent.discard(number)
+            self._over(number)
             self._send(m.Repay(number))
+
+    def _over(self, number: int) -> None:
+        """A loan has ended, with the lock held: one of those that wait for room may have it."""
+        self._lent.discard(number)
+        self._ended += 1
+        self._one_ended.notify()
 
     def _send(self, message: m.Message) -> bool:
         """Send without waiting, with the lock held; says whether the server will hear it."""
@@ -207,7 +235,7 @@ class HostMemory:
             case m.Held(number):
                 self._answer(number, message)
             case m.Reclaimed(number):
-                self._lent.discard(number)
+                self._over(number)
             case _:
                 raise ProtocolError(f"a door did not ask for {type(message).__name__}")
 
@@ -245,7 +273,7 @@ class HostMemory:
 
     def _joined(self) -> socket.socket:
         """Wait for the server, and have its arena."""
-        said = ""
+        said, wait_s = "", RETRY_S
         while True:
             sock = connect(self._path)
             if sock is not None:
@@ -253,12 +281,13 @@ class HostMemory:
                     self._slabs = self._join(sock)
                 except (TieredKVError, OSError) as exc:
                     sock.close()
+                    wait_s = min(2 * wait_s, RETRY_MAX_S)
                     if str(exc) != said:
                         said = str(exc)
                         logger.warning("the door gives what is on disk alone, until its server takes it in. %s", exc)
                 else:
                     return sock
-            time.sleep(RETRY_S)
+            time.sleep(wait_s)
 
     def _join(self, sock: socket.socket) -> list[int]:
         welcome = shake_hands(sock, m.Hello(m.PROTOCOL, __version__, "door", os.getpid()), JOIN_S)

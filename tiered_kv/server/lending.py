@@ -19,7 +19,7 @@ from tiered_kv.errors import ProtocolError
 from tiered_kv.keys.naming import NAME_BYTES
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
-from tiered_kv.tiering.types import Loan, Outcome
+from tiered_kv.tiering.types import Outcome, SlotLoan
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Lending:
             raise ProtocolError(f"bad loan. namespace={len(borrow.namespace)} key={len(borrow.key)}")
         if borrow.loan in door.loans:
             raise ProtocolError(f"bad loan. id={borrow.loan} is in use")
-        found: Loan | Outcome = Outcome.NO_ROOM
+        found: SlotLoan | Outcome = Outcome.NO_ROOM
         if len(door.loans) + len(door.ending) < LOANS_MAX:
             found = self._engine.lend(borrow.namespace, borrow.key)
         if isinstance(found, Outcome):

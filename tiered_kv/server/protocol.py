@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 17
+PROTOCOL = 18
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -209,14 +209,13 @@ class Commit(Message, frozen=True):
 
 
 class CommitTail(Message, frozen=True):
-    """A slot that every rank has filled with a tail of so many tokens; its bytes behind them say nothing.
+    """A slot that every rank has filled with a tail; its bytes behind the tail's tokens say nothing.
 
     Comes after the ``Commit`` of the chunk before it.
     """
 
     slot: SlotId
     record: ChunkRecord
-    tokens: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class DropTails(Message, frozen=True):

@@ -200,6 +200,8 @@ class Server:
         """Write what was accepted, for at most ``drain_s`` since the last client left or the order to stop came."""
         deadline_s = since_s + self._config.drain_s
         self._turn(0)  # what clients have sent already
+        self._engine.save_tails()
+        self._turn(0)
         while self._engine.pending_writes and self._clock.monotonic() < deadline_s:
             self._turn(min(TICK_S, max(deadline_s - self._clock.monotonic(), 0)))
         left = self._engine.pending_writes

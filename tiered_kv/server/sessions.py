@@ -24,6 +24,7 @@ from tiered_kv.keys.namespace import DIGEST_BYTES, Namespace
 from tiered_kv.keys.row_names import row_digest, row_key
 from tiered_kv.keys.stored_by import shared_line
 from tiered_kv.keys.tags import shared_tag
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.metrics.figures import HOST_NAME, SessionFigures
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
@@ -486,13 +487,14 @@ class Sessions:
         group = self.owned(connection)
         session = group.sessions[-1]
         chunk_tokens = 0 if group.geometry is None else group.geometry.chunk_tokens
-        if commit.tokens >= chunk_tokens or not commit.record.chunk_index:
+        tokens = tail_tokens(commit.record.key)
+        if not 0 < tokens < chunk_tokens or not commit.record.chunk_index:
             raise ProtocolError(
                 "a committed tail is none. "
-                f"tokens={commit.tokens} chunk_tokens={chunk_tokens} chunk_index={commit.record.chunk_index}"
+                f"tokens={tokens} chunk_tokens={chunk_tokens} chunk_index={commit.record.chunk_index}"
             )
         try:
-            self._engine.commit_tail(session, commit.slot, checked_record(group, commit.record), commit.tokens)
+            self._engine.commit_tail(session, commit.slot, checked_record(group, commit.record))
         except KeyError as exc:
             raise ProtocolError(f"slot {commit.slot} was not granted to engine {group.name}") from exc
         group.granted[session].discard(commit.slot)

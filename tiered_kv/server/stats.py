@@ -145,6 +145,7 @@ class FigureSource:
             queued_bytes=usage.queued_bytes,
             jobs=self._engine.jobs(number),
             corrupt=sum(row.calls for row in operations if (row.tier, row.outcome) == (name, "corrupt")),
+            tails=usage.tails,
             admitted_chunks=usage.admitted_chunks,
             declined_chunks=usage.declined_chunks,
             breaker=None if breaker is None else breaker.state.value,

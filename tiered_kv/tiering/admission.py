@@ -63,8 +63,8 @@ class SecondTouch:
     needs_uses: ClassVar[bool] = True
 
     def admits(self, entry: Entry) -> bool:
-        """Whether it was used."""
-        return entry.uses > 0
+        """Whether it was used. A tail is written behind a chunk that was."""
+        return entry.uses > 0 or entry.tail_tokens > 0
 
 
 class AdmitNothing:

@@ -12,7 +12,7 @@ that must stay.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from tiered_kv.tiering.eviction import EvictionOrder
@@ -40,6 +40,8 @@ class HostTier:
         leased_by: The same by session; what several rely on counts for the one that does so longest.
         short_tail_bytes: Slots of tails that were said to be behind few chunks.
         ready_count, sealing_count: Chunks in these states.
+        keeps_for_write: Asked before an idle chunk is evicted for room; where it says yes it holds the chunk, until it
+            is written.
         usage: Bytes of each namespace: slots with its chunks, and empty ones its sessions hold.
 
     Units: bytes. Threads: one owner, tiering.
@@ -65,6 +67,7 @@ class HostTier:
         self._drains: dict[int, int] = {}  # slab being drained, by the slot size that waits for its memory
         self._has_new_drains = False
         self._emptying: Iterator[None] | None = None
+        self.keeps_for_write: Callable[[Entry], bool] = lambda _: False
         self._index = index
         self._quotas = quotas
         self._policy = policy
@@ -117,6 +120,8 @@ class HostTier:
 
     def _take_idle(self, slot_bytes: int, namespace: bytes, *, only_own: bool = False) -> SlotId | None:
         while (entry := self._victim(slot_bytes, namespace, only_own=only_own)) is not None:
+            if self.keeps_for_write(entry):
+                continue
             slot = self.evict(entry)
             if not self.slots.is_draining(slot):
                 return slot
@@ -343,7 +348,7 @@ class HostTier:
             slab, evicted = self._drains[waiting], 0
             for looked_at, entry in enumerate(self._index.walk(), 1):
                 is_here = entry.slot is not None and slab_of(entry.slot) == slab
-                if is_here and entry.host is HostState.READY and not entry.holds:
+                if is_here and entry.host is HostState.READY and not entry.holds and not self.keeps_for_write(entry):
                     self.slots.give(self.evict(entry))
                     evicted += 1
                     if not evicted % EVICTED_AT_ONCE:

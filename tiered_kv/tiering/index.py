@@ -17,6 +17,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import next_key, next_part
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG, shared_tag
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.tiering.key_map import KeyMap
 from tiered_kv.tiering.types import HOST, SlotId
 
@@ -132,6 +133,11 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         return self.is_answer and not self.uses
 
     @property
+    def tail_tokens(self) -> int:
+        """Of a tail its length; 0: it is none."""
+        return tail_tokens(self.record.key)
+
+    @property
     def is_busy(self) -> bool:
         """Whether somebody uses the chunk now: it is leased, sealed, read or written."""
         is_moving = self.host in (HostState.SEALING, HostState.PROMOTING) or BlobState.WRITING in self.blobs
@@ -226,7 +232,7 @@ class Index:
         self._entries = KeyMap[Entry]()
         # Children whose parent has no entry and may get one, by the parent's key and position.
         self._orphans: dict[tuple[bytes, bytes, int], Entry | set[Entry]] = {}
-        self._tails: dict[bytes, dict[bytes, int]] = {}  # tokens by key, oldest first, by the parent's key
+        self._tails: dict[bytes, dict[bytes, None]] = {}  # keys, oldest first, by the parent's key
         self._nothing = (BlobState.ABSENT,) * tier_count, (0,) * tier_count
         self._shared: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self.readable = [True] * tier_count
@@ -322,7 +328,7 @@ class Index:
         """Whether a prompt is known to go on from a chunk that has no entry."""
         kin = self._orphans.get((record.namespace, record.key, record.chunk_index))
         behind = () if kin is None else _members(kin)
-        return any(not (child.is_unasked or self.is_tail(child.record)) for child in behind)
+        return any(not (child.is_unasked or child.tail_tokens) for child in behind)
 
     def add(self, record: ChunkRecord) -> Entry:
         """Make the entry of a key that has none."""
@@ -330,6 +336,8 @@ class Index:
         absent, zeros = self._nothing
         entry = Entry(self._with_shared_parent(record), absent, zeros, zeros, zeros)
         self._entries[record.key] = entry
+        if tail_tokens(record.key):
+            self._tails.setdefault(record.parent, {})[record.key] = None
         entry.kin = self._orphans.pop((record.namespace, record.key, record.chunk_index), None)
         for child in entry.children:
             child.record = self._with_shared_parent(child.record)
@@ -346,28 +354,19 @@ class Index:
 
     # -- tails -------------------------------------------------------------------------------------------------
 
-    def add_tail(self, record: ChunkRecord, tokens: int) -> Entry:
-        """Make the entry of a tail of so many tokens, whose key has none."""
-        entry = self.add(record)
-        self._tails.setdefault(record.parent, {})[record.key] = tokens
-        return entry
+    def tails_behind(self, chunk: Entry) -> list[Entry]:
+        """The tails that follow a chunk, in the order in which they came."""
+        tails = map(self._entries.__getitem__, self._tails.get(chunk.record.key, ()))
+        return [tail for tail in tails if self.parent(tail) is chunk]
 
-    def is_tail(self, record: ChunkRecord) -> bool:
-        """Whether a record is that of a tail which has an entry."""
-        return record.key in self._tails.get(record.parent, ())
-
-    def tails_behind(self, key: bytes) -> list[tuple[Entry, int]]:
-        """The tails that follow a chunk, with their tokens, in the order in which they came."""
-        return [(self._entries[tail], tokens) for tail, tokens in self._tails.get(key, {}).items()]
-
-    @property
-    def tail_count(self) -> int:
-        """How many entries are those of tails."""
-        return sum(map(len, self._tails.values()))
+    def chunks_with_tails(self) -> list[Entry]:
+        """Every chunk that tails follow, as far as it is known."""
+        return [chunk for key in self._tails if (chunk := self._entries.get(key)) is not None]
 
     def _forget_tail(self, record: ChunkRecord) -> None:
-        tails = self._tails.get(record.parent)
-        if tails is not None and tails.pop(record.key, None) is not None and not tails:
+        tails = self._tails[record.parent]
+        del tails[record.key]
+        if not tails:
             del self._tails[record.parent]
 
     # -- the state of an entry ---------------------------------------------------------------------------------
@@ -431,7 +430,8 @@ class Index:
             return
         record = entry.record
         del self._entries[record.key]
-        self._forget_tail(record)
+        if tail_tokens(record.key):
+            self._forget_tail(record)
         if self._ghosts is not None:
             self._ghosts.remember(record.key, entry.uses, len(self._entries))
         if entry.kin is not None:
@@ -502,7 +502,7 @@ class Index:
             for child in entry.children:
                 assert self.parent(child) is entry, "a child is linked to the wrong parent"
                 assert child.uses <= entry.uses, "a chunk was asked for without its parent"
-                is_placed = child.is_unasked or not entry.is_unasked or self.is_tail(child.record)
+                is_placed = child.is_unasked or not entry.is_unasked or child.tail_tokens
                 assert is_placed, "a prompt's chunk behind one that no prompt has"
                 linked.add((entry.record.key, child.record.key))
             for tier, count in enumerate(entry.claimed_children):
@@ -525,7 +525,9 @@ class Index:
             for key in tails:
                 tail = self._entries.get(key)
                 assert tail is not None and tail.record.parent == parent_key, "a tail outlived its entry"
-                assert set(tail.blobs) <= {BlobState.ABSENT}, "a tail left host memory"
+                assert set(tail.blobs[HOST + 2 :]) <= {BlobState.ABSENT}, "a tail was written below the first tier"
+        known = {key for tails in self._tails.values() for key in tails}
+        assert known == {e.record.key for e in self._entries.values() if e.tail_tokens}, "a tail is not known as one"
         sets = [
             kin for kin in (*self._orphans.values(), *(e.kin for e in self._entries.values())) if isinstance(kin, set)
         ]

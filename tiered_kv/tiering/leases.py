@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.host_tier import HostTier
-from tiered_kv.tiering.index import Entry
+from tiered_kv.tiering.index import Entry, HostState
 from tiered_kv.tiering.prefix_search import PrefixSearch
 from tiered_kv.tiering.slot_grants import Session
 from tiered_kv.tiering.types import Arrival, Turn
@@ -66,7 +67,8 @@ class Lookup:
             before that nothing is leased.
         boundary: Chunks before the state.
         prefix_held: Chunks of the prefix that are held, also behind the state.
-        tails: Leased tails behind all that was held when it was opened, with their tokens.
+        tails: Leased tails behind all that was held when it was opened.
+        named_tails: Others that it is told of, which are not read for it.
         owner: The user's session that asks, if it is one's.
         end: Key of the last chunk of the prompt, where that counts in its miss-ratio curve.
         leases: Otherwise it is a question, and leases nothing.
@@ -94,12 +96,18 @@ class Lookup:
     state_parts: int = 0
     boundary: int = 0
     prefix_held: int = 0
-    tails: list[tuple[Entry, int]] = field(default_factory=list)
+    tails: list[Entry] = field(default_factory=list)
+    named_tails: list[ChunkRecord] = field(default_factory=list)
     owner: bytes = b""
     end: bytes = b""
     leases: bool = True
     runs: list[Arrival] = field(default_factory=list)
     counted: int = 0
+
+    @property
+    def coming_tails(self) -> list[Entry]:
+        """Leased tails that are being read into host memory."""
+        return [tail for tail in self.tails if tail.host is not HostState.READY]
 
     @property
     def has_state(self) -> bool:
@@ -265,7 +273,7 @@ class LeaseQueue:
             if gain_bytes >= need_bytes:
                 break
             found[lookup.id] = lookup
-            for entry in lookup.entries:
+            for entry in (*lookup.entries, *lookup.tails):
                 ended[entry.record.key] += 1
                 if ended[entry.record.key] == entry.leases:  # nobody else holds it
                     gain_bytes += lookup.session.slot_bytes

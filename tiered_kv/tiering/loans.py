@@ -10,10 +10,11 @@ from collections import Counter
 
 from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import Entry
-from tiered_kv.tiering.types import Loan, Outcome
+from tiered_kv.tiering.types import Outcome, SlotLoan
 
 LENT_SHARE = 1 / 8
-"""Of host memory, what all loans may hold together; one chunk always may be lent."""
+"""What all loans may hold together of host memory, and those of a namespace of what it may have there; one chunk always
+may be lent."""
 
 
 class Loans:
@@ -31,22 +32,23 @@ class Loans:
         self._host = host
         self._lent: dict[int, Entry] = {}
         self._loans_of: Counter[bytes] = Counter()  # by key
+        self._bytes_of: Counter[bytes] = Counter()  # slots that are lent, by namespace
         self._last_id = 0
 
-    def begin(self, entry: Entry) -> Loan | Outcome:
+    def begin(self, entry: Entry) -> SlotLoan | Outcome:
         """Lend a chunk that is ready and sealed; ``NO_ROOM``: too much is lent already."""
         key, size_bytes = entry.record.key, entry.slot_bytes
         assert entry.slot is not None, "a chunk without a slot is lent"
-        if not self._loans_of[key]:
-            if self._lent and self.lent_bytes + size_bytes > int(self._host.slots.limit_bytes * LENT_SHARE):
-                del self._loans_of[key]
+        if not self.count_of(entry):
+            if not self._has_room(entry):
                 return Outcome.NO_ROOM
             self.lent_bytes += size_bytes
+            self._bytes_of[entry.record.namespace] += size_bytes
         self._loans_of[key] += 1
         self._host.hold_in_place(entry)
         self._last_id += 1
         self._lent[self._last_id] = entry
-        return Loan(self._last_id, entry.slot, size_bytes)
+        return SlotLoan(self._last_id, entry.slot, size_bytes)
 
     def end(self, loan_id: int) -> None:
         """The chunk is read no more for this loan, which has not ended yet."""
@@ -56,7 +58,18 @@ class Loans:
         if not self._loans_of[key]:
             del self._loans_of[key]
             self.lent_bytes -= entry.slot_bytes
+            self._bytes_of[entry.record.namespace] -= entry.slot_bytes
+            if not self._bytes_of[entry.record.namespace]:
+                del self._bytes_of[entry.record.namespace]
         self._host.let_go(entry)
+
+    def _has_room(self, entry: Entry) -> bool:
+        namespace, capacity_bytes = entry.record.namespace, self._host.slots.limit_bytes
+        room_bytes = int(capacity_bytes * LENT_SHARE) - self.lent_bytes
+        own_bytes = self._bytes_of[namespace]
+        if own_bytes:  # all that a namespace may have must not be lent, or its engines could store nothing meanwhile
+            room_bytes = min(room_bytes, int(self._host.usage.most_bytes(namespace) * LENT_SHARE) - own_bytes)
+        return not self._lent or entry.slot_bytes <= room_bytes
 
     def count_of(self, entry: Entry) -> int:
         """Loans of a chunk now."""
@@ -69,4 +82,5 @@ class Loans:
         assert self._loans_of == Counter(entry.record.key for entry in self._lent.values()), "loans drifted"
         lent = {entry.record.key: entry for entry in self._lent.values()}
         assert self.lent_bytes == sum(entry.slot_bytes for entry in lent.values()), "lent bytes drifted"
+        assert self.lent_bytes == self._bytes_of.total(), "lent bytes of namespaces drifted"
         assert all(entry.slot is not None for entry in lent.values()), "a chunk left its slot while it was lent"

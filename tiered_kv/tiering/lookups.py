@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.tiering.host_tier import HostTier
 from tiered_kv.tiering.index import SHARED, Entry, HostState, Index
 from tiered_kv.tiering.leases import LeaseQueue, Lookup
@@ -181,21 +183,34 @@ class Lookups:
             return self._source_below(entry) or HOST
         return entry.source  # HOST, but of one that is on its way up
 
-    def offer_tails(self, lookup: Lookup, tails: list[tuple[Entry, int]]) -> None:
+    def offer_tails(self, lookup: Lookup, tails: list[Entry]) -> None:
         """Lease tails behind all that a new lookup found, as far as there is room, unless it waits for chunks of it.
 
-        Also where it wants nothing of what is held: its client may be about to store what continues them.
+        Where it wants nothing of what is held it is told of them, too: its client may be about to store what continues
+        them. But then nothing is read for it; else one at most is that is not in host memory.
         """
         if lookup.is_cut or lookup.queued or lookup.start + len(lookup.entries) < lookup.held:
             return
-        session = lookup.session
-        for entry, tokens in tails:
+        session, may_read = lookup.session, bool(lookup.entries)
+        for entry in tails:
             room_bytes = self._limit_bytes - self._host.leased_bytes if self.line.is_empty else 0
+            is_here = entry.host is HostState.READY
+            if not (is_here or may_read):
+                lookup.named_tails.append(entry.record)
+                continue
             if not self._host.lease(entry, session.slot_bytes, session.id, room_bytes):
-                return
-            lookup.tails.append((entry, tokens))
+                break
+            may_read &= is_here
+            lookup.tails.append(entry)
             if not lookup.entries and len(lookup.tails) == 1 and not lookup.is_claimed:
                 self.line.holds(lookup)
+
+    def give_up_tail(self, lookup: Lookup, entry: Entry) -> None:
+        """A tail that the lookup leased will not be read into a slot for it."""
+        lookup.tails.remove(entry)
+        _wait_no_more(entry, lookup)
+        self._dirty[lookup.id] = None
+        self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
 
     def prefix_found(self, lookup: Lookup, held: int) -> None:
         """So much of the prefix is held for which a lookup seeks a state."""
@@ -282,7 +297,7 @@ class Lookups:
         """All leased chunks are in slots or on their way: count what is ready, wait for the rest."""
         lookup.sources.extend(entry.source for entry in lookup.entries[len(lookup.sources) :])
         self._advance(lookup)
-        for entry in lookup.entries[lookup.ready :]:
+        for entry in (*lookup.entries[lookup.ready :], *lookup.coming_tails):
             if entry.lookups is None:
                 entry.lookups = set()
             entry.lookups.add(lookup.id)
@@ -298,6 +313,8 @@ class Lookups:
         for entry in dropped:
             _wait_no_more(entry, lookup)
             self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
+        for tail in lookup.coming_tails if dropped else ():
+            self.give_up_tail(lookup, tail)
 
     def claim(self, lookup: Lookup) -> None:
         """A load of what is ready begins: the leases stay until the lookup is closed. Not if their end was told."""
@@ -338,7 +355,8 @@ class Lookups:
             start = lookup.start if lookup.leases else lookup.length  # a question asks for no chunk
             self._hit_stats.ended(lookup.session.namespace, lookup.length, start, sources, has_more=has_more)
         self.truncate(lookup, 0)
-        for entry, _ in lookup.tails:
+        for entry in lookup.tails:
+            _wait_no_more(entry, lookup)
             self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
         self.line.released(lookup)
         del self._lookups[lookup.id]
@@ -354,6 +372,10 @@ class Lookups:
         """
         for lookup_id in list(entry.lookups or ()):
             lookup = self._lookups[lookup_id]
+            if entry in lookup.tails:
+                _wait_no_more(entry, lookup)
+                self._dirty[lookup_id] = None
+                continue
             before = lookup.ready
             self._advance(lookup)
             if lookup.ready != before:
@@ -365,6 +387,9 @@ class Lookups:
         """The chunk's bytes will not come: shorten every lookup that waits for them."""
         for lookup_id in list(entry.lookups or ()):
             lookup = self._lookups[lookup_id]
+            if entry in lookup.tails:
+                self.give_up_tail(lookup, entry)
+                continue
             position = lookup.entries.index(entry)
             lookup.held = min(lookup.held, lookup.start + position)  # what failed must be stored again
             if lookup.start + position < lookup.boundary:
@@ -385,13 +410,15 @@ class Lookups:
         """Assert that leases and waits match the index's entries."""
         lookups = self._lookups.values()
         leases: Counter[bytes] = Counter(entry.record.key for one in lookups for entry in one.entries)
-        leases.update(entry.record.key for one in lookups for entry, _ in one.tails)
+        leases.update(entry.record.key for one in lookups for entry in one.tails)
         for entry in entries:
             assert entry.leases == leases[entry.record.key], "leases do not match lookups"
             for lookup_id in entry.lookups or ():
-                assert entry in self._lookups[lookup_id].entries, "a lookup waits for a chunk it gave up"
+                one = self._lookups[lookup_id]
+                assert entry in (*one.entries, *one.tails), "a lookup waits for a chunk it gave up"
         self.line.check_integrity(self._lookups)
         for lookup in self._lookups.values():
+            assert all(lookup.id in (tail.lookups or ()) for tail in lookup.coming_tails), "a tail comes unnoticed"
             states = [entry.host for entry in lookup.entries]
             assert len(lookup.sources) == len(states), "where a chunk came from was not noted"
             assert HostState.ABSENT not in states, "a lookup wants a chunk that has no slot"
@@ -416,6 +443,7 @@ def _describe(lookup: Lookup) -> LookupUpdate:
     is_done = _is_done(lookup)
     arriving = groupby(entry.source for entry in lookup.entries[lookup.ready :])
     runs = [] if is_done else [Arrival(tier, sum(1 for _ in run)) for tier, run in arriving]
+    runs += [Arrival(tail.source, 1) for tail in lookup.coming_tails]
     answer = LookupAnswer(
         held=lookup.prefix_held if lookup.state_parts else lookup.held,
         slots=slots,
@@ -427,13 +455,16 @@ def _describe(lookup: Lookup) -> LookupUpdate:
         queued=lookup.queued,
         is_answered=True,
         boundary=lookup.boundary if lookup.has_state else 0,
-        tails=tuple(
-            Tail(tokens, entry.record.prefix_sha256, entry.slot)
-            for entry, tokens in lookup.tails
-            if entry.slot is not None
+        tails=(
+            *(_tail(one.record, one.slot if one.host is HostState.READY else None) for one in lookup.tails),
+            *(_tail(record, None) for record in lookup.named_tails),
         ),
     )
     return LookupUpdate(lookup.session.id, lookup.id, answer)
+
+
+def _tail(record: ChunkRecord, slot: SlotId | None) -> Tail:
+    return Tail(tail_tokens(record.key), record.prefix_sha256, slot)
 
 
 def _unknown(lookup: Lookup) -> int:
@@ -445,7 +476,8 @@ def _unknown(lookup: Lookup) -> int:
 
 
 def _is_done(lookup: Lookup) -> bool:
-    return lookup.ready == len(lookup.entries) and not _unknown(lookup) and not lookup.queued
+    is_here = lookup.ready == len(lookup.entries) and not lookup.coming_tails
+    return is_here and not _unknown(lookup) and not lookup.queued
 
 
 class Promotions:
@@ -485,6 +517,12 @@ class Promotions:
                 self._lookups.truncate(lookup, position)
                 return
             self._read(entry, slot, slot_bytes)
+        for tail in [one for one in lookup.tails if one.host is HostState.ABSENT]:
+            slot = self._host.take_for_load(slot_bytes, namespace)
+            if slot is None:
+                self._lookups.give_up_tail(lookup, tail)
+            else:
+                self._read(tail, slot, slot_bytes)
 
     def _read(self, entry: Entry, slot: SlotId, slot_bytes: int) -> None:
         tier = self._index.source(entry)
@@ -511,6 +549,10 @@ class Promotions:
 
         source = self._tiers.write_through
         while source is not None and (entry := source.give_up_store(slot_bytes, may_go)) is not None:
+            if entry.slot is None:
+                if (free := self._host.slots.take(slot_bytes)) is not None:
+                    return free
+                continue
             slot = self._host.evict(entry)
             if not self._host.slots.is_draining(slot):
                 return slot

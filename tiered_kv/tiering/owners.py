@@ -80,12 +80,12 @@ def own_chunks(index: Index, entry: Entry, owner: bytes) -> list[Entry]:
     pending, found = [entry], list[Entry]()
     while pending:
         found.append(pending.pop())
-        pending.extend(child for child in found[-1].children if _is_own(index, child, owner))
+        pending.extend(child for child in found[-1].children if _is_own(child, owner))
     return sorted(found, key=lambda one: one.record.chunk_index, reverse=True)
 
 
-def _is_own(index: Index, entry: Entry, owner: bytes) -> bool:
-    return entry.owner == owner or index.is_tail(entry.record)
+def _is_own(entry: Entry, owner: bytes) -> bool:
+    return entry.owner == owner or entry.tail_tokens > 0
 
 
 def releasing(
@@ -117,7 +117,7 @@ def releasing(
         if index.get(entry.record.key) is not entry:
             gone.add(entry)
             continue
-        if not _is_own(index, entry, owner) or not gone.issuperset(entry.children) or is_kept(entry):
+        if not _is_own(entry, owner) or not gone.issuperset(entry.children) or is_kept(entry):
             continue
         cancel_writes(entry)
         if entry.is_busy or any(disk.is_used(entry) for disk in disks):

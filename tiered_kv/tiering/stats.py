@@ -38,12 +38,14 @@ class TierStats:
     Attributes:
         inserted, removed: Chunks, by cause.
         inserted_bytes, removed_bytes: The same in bytes; 0 for blobs that others put into a shared tier.
+        tails: How many of what is there are tails.
     """
 
     inserted: Counter[str] = field(default_factory=Counter)
     removed: Counter[str] = field(default_factory=Counter)
     inserted_bytes: int = 0
     removed_bytes: int = 0
+    tails: int = 0
 
     @property
     def chunks(self) -> int:
@@ -79,6 +81,7 @@ class Stats:
         """A chunk is in a tier now."""
         stats = self._tiers[tier]
         stats.inserted[cause] += 1
+        stats.tails += entry.tail_tokens > 0
         stats.inserted_bytes += _size_bytes(entry, tier)
         if is_usable:
             self._note(entry, tier, is_here=True)
@@ -87,6 +90,7 @@ class Stats:
         """A chunk is in a tier no more, or is on its way out."""
         stats = self._tiers[tier]
         stats.removed[cause] += 1
+        stats.tails -= entry.tail_tokens > 0
         stats.removed_bytes += _size_bytes(entry, tier)
         self._note(entry, tier, is_here=False)
 

@@ -3,8 +3,8 @@
 Pure: no I/O, no clock, no threads. Every public method changes state and leaves jobs and updates to be collected
 with :meth:`Tiering.take_jobs` and :meth:`Tiering.take_updates`; the engine performs the jobs and reports how each
 ended. One owner; nothing here waits. Host memory is in ``host_tier.py``, the tiers below it in ``tiers.py``, leases and
-reads into slots in ``lookups.py``, what a shared tier may have in ``prefix_search.py``, empty slots held by sessions in
-``slot_grants.py``; this file is where they meet.
+reads into slots in ``lookups.py``, tails in ``tails.py``, what a shared tier may have in ``prefix_search.py``, empty
+slots held by sessions in ``slot_grants.py``; this file is where they meet.
 
 Life of a chunk::
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import state_records
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.tiering.admission import policy_class
 from tiered_kv.tiering.eviction import EVICTION_POLICIES
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
@@ -37,6 +38,7 @@ from tiered_kv.tiering.row_transfers import RowTransfers, is_stored
 from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.slot_grants import Session, SlotGrants
 from tiered_kv.tiering.stats import HitStats, Outbox, Stats
+from tiered_kv.tiering.tails import Tails
 from tiered_kv.tiering.tiers import SecondaryTiers
 from tiered_kv.tiering.types import (
     HOST,
@@ -44,16 +46,15 @@ from tiered_kv.tiering.types import (
     Grow,
     Job,
     Limits,
-    Loan,
     Outcome,
     Probe,
     Read,
     ReadRow,
-    Removal,
     RemovalCount,
     RowUse,
     Seal,
     SlotId,
+    SlotLoan,
     SlotRecall,
     TierSpec,
     TierUsage,
@@ -67,14 +68,6 @@ CURVE_SPAN = 4
 
 GO_ON_MAX = 8
 """Lookups of those that wait for room that go on in one step, a millisecond of it for long prefixes."""
-
-TAILS_MAX = 4
-"""Tails behind one chunk. Where many conversations leave a common stem, few of their tails are asked for again, and
-each takes a slot; all of them are leased to a lookup that ends there, because only its client can tell which fits."""
-
-FEW_CHUNKS = 5
-"""A tail takes a slot as large as a whole chunk's: behind so many chunks it is at most a fifth more. What tails behind
-fewer take together is bounded instead (``Limits.short_tails_share``), or short prompts could double what they hold."""
 
 
 class Tiering:
@@ -122,6 +115,7 @@ class Tiering:
         self._tiers = SecondaryTiers(
             tiers, self.index, self._host, self.quotas, policy, self._outbox, queue_limit_bytes
         )
+        self._tails = Tails(self.index, self._host, self._tiers, self.limits, self._outbox)
         self._grants = SlotGrants(self._host, self.limits.credit_share)
         self._loans = Loans(self._host)
         self._sessions: dict[int, Session] = {}
@@ -135,7 +129,6 @@ class Tiering:
         self._recalls: list[SlotRecall] = []
         self._last_session = 0
         self._used: deque[ChunkRecord] = deque()
-        self._superseded: dict[bytes, None] = {}  # tails that go once their leases have ended
 
     # -- collected by the engine -------------------------------------------------------------------------------
 
@@ -185,13 +178,15 @@ class Tiering:
             self._lookups.go_on(lookup, held)
             self._promote(lookup, held)
         self._lookups.make_room()
-        self._remove_superseded()
+        self._tails.remove_superseded()
         self._tiers.recover_some()
         if self._tiers.write_through is not None:
             self._tiers.write_through.refill()
         self._rows.collect()
         self._grants.top_up(self._sessions.values())
         self._host.finish_drains()
+        if self._tiers.write_through is not None:
+            self._tiers.write_through.tier.start_writes()  # of tails that were to be evicted in this step
         if self._host.take_new_drains():
             self._recalls.extend(self._grants.recalls(self._sessions.values()))
 
@@ -252,7 +247,8 @@ class Tiering:
         self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, wish)
         if wish.wants_tails and held:
-            self._lookups.offer_tails(lookup, self._tails_behind(held[-1]))
+            self._lookups.offer_tails(lookup, self._tails.behind(held[-1]))
+            self._record_use(lookup.coming_tails, session.slot_bytes)
         if wish.may_search and wish.keys:
             self._note_prompt(lookup, wish)
         self._promote(lookup, held)
@@ -431,7 +427,7 @@ class Tiering:
             count += 1
         return count
 
-    def lend(self, namespace: bytes, key: bytes) -> Loan | Outcome:
+    def lend(self, namespace: bytes, key: bytes) -> SlotLoan | Outcome:
         """Keep a chunk in its slot, for somebody who is in no session, until :meth:`end_loan`.
 
         ``MISSING``: it is not in host memory, or not sealed (yet). ``NO_ROOM``: too much is lent.
@@ -440,7 +436,7 @@ class Tiering:
         if entry is None:
             return Outcome.MISSING
         loan = self._loans.begin(entry)
-        self.counters["loans" if isinstance(loan, Loan) else "loans_refused"] += 1
+        self.counters["loans" if isinstance(loan, SlotLoan) else "loans_refused"] += 1
         return loan
 
     def end_loan(self, loan_id: int) -> None:
@@ -452,7 +448,7 @@ class Tiering:
         entry = self.index.get(key)
         if entry is None or entry.record.namespace != namespace or entry.host is not HostState.READY:
             return None
-        return None if self.index.is_tail(entry.record) else entry
+        return None if entry.tail_tokens else entry
 
     # -- stores ------------------------------------------------------------------------------------------------
 
@@ -506,75 +502,27 @@ class Tiering:
         entry.is_answer = is_answer
         return entry
 
-    def commit_tail(self, session_id: int, slot: SlotId, record: ChunkRecord, tokens: int) -> None:
-        """A granted slot was filled with a tail: it is ready at once, and stays in host memory or is gone.
-
-        It is not sealed, for its bytes go nowhere else. Where a chunk has many tails the oldest that nobody uses goes.
+    def commit_tail(self, session_id: int, slot: SlotId, record: ChunkRecord) -> None:
+        """A granted slot was filled with a tail; see ``tails.py``.
 
         Raises:
             KeyError: The slot was not granted to this session.
         """
         session = self._sessions[session_id]
         self._grants.spend(session, slot)
-        parent, known = self.index.get(record.parent), self.index.get(record.key)
-        is_placed = parent is not None and parent.record.chunk_index == record.chunk_index - 1
-        if record.namespace != session.namespace or not is_placed or (known is not None and known.record != record):
+        if record.namespace != session.namespace or not tail_tokens(record.key):
             self.counters["tail_refused"] += 1
-        elif known is not None:
-            self.counters["tail_duplicate"] += 1
-        elif not self._has_room_for_tail(record, session.slot_bytes):
-            self.counters["tail_no_room"] += 1
+            self._host.give(slot)
         else:
-            entry = self.index.add_tail(record, tokens)
-            self._host.place(entry, slot, session.slot_bytes, HostState.SEALING)
-            self._host.now_ready(entry)
-            if record.chunk_index < FEW_CHUNKS:
-                self._host.count_short_tail(entry)
-            self.counters["tail_stored"] += 1
-            return
-        self._host.give(slot)
+            self._tails.commit(slot, session.slot_bytes, record)
 
     def drop_tails(self, session_id: int, keys: Iterable[bytes]) -> None:
         """Chunks, or longer tails, now continue these tails: they go, once nobody uses them."""
-        namespace = self._sessions[session_id].namespace
-        for key in keys:
-            entry = self.index.get(key)
-            if entry is not None and entry.record.namespace == namespace and self.index.is_tail(entry.record):
-                self._superseded[key] = None
-        self._remove_superseded()
+        self._tails.drop(self._sessions[session_id].namespace, keys)
 
-    def _remove_superseded(self) -> None:
-        for key in list(self._superseded):
-            entry = self.index.get(key)
-            if entry is None or self._removes_tail(entry, "tail_superseded"):
-                del self._superseded[key]
-
-    def _removes_tail(self, entry: Entry, counter: str) -> bool:
-        """Remove a tail unless it is in use; says whether it is gone."""
-        if self._host.remove(entry, leaves_hole=False) is Removal.KEPT:
-            return False
-        self.counters[counter] += 1
-        return True
-
-    def _has_room_for_tail(self, record: ChunkRecord, slot_bytes: int) -> bool:
-        """Whether its chunk may have one more tail, and tails behind few chunks too, or older ones have gone for it."""
-        tails = self.index.tails_behind(record.parent)
-        if len(tails) >= TAILS_MAX and not any(self._removes_tail(entry, "tail_gave_way") for entry, _ in tails):
-            return False
-        return record.chunk_index >= FEW_CHUNKS or self._has_room_for_short_tail(slot_bytes)
-
-    def _has_room_for_short_tail(self, slot_bytes: int) -> bool:
-        room_bytes = int(self._host.slots.host_bytes * self.limits.short_tails_share) - slot_bytes
-        for entry in self._host.oldest_short_tails() if room_bytes >= 0 else ():
-            if self._host.short_tail_bytes <= room_bytes:
-                break
-            self._removes_tail(entry, "tail_gave_way")
-        return self._host.short_tail_bytes <= room_bytes
-
-    def _tails_behind(self, chunk: Entry) -> list[tuple[Entry, int]]:
-        """Those to offer: newest first, and none that is about to go."""
-        tails = self.index.tails_behind(chunk.record.key)[::-1]
-        return [(entry, tokens) for entry, tokens in tails if entry.record.key not in self._superseded]
+    def save_tails(self) -> None:
+        """The server ends: write the tails that are worth it to this machine's first tier."""
+        self._tails.save_all()
 
     def give_back(self, session_id: int, slot: SlotId) -> None:
         """A granted slot will not be filled.
@@ -663,7 +611,7 @@ class Tiering:
 
         def is_kept(one: Entry) -> bool:
             key = one.record.key
-            end = self.index.parent(one) if self.index.is_tail(one.record) else one
+            end = self.index.parent(one) if one.tail_tokens else one
             return end in staying or is_pinned(key) or any(disk.is_pinned(one) for disk in disks)
 
         return releasing(self.index, self._host, disks, self._tiers.cancel_writes, own, owner, is_kept)
@@ -795,7 +743,8 @@ class Tiering:
         """A write to a secondary tier ended."""
         entry = self._entry(job.record)
         self._tiers[job.tier].written(entry, outcome)
-        if outcome is Outcome.CORRUPT and entry.holds == 0:  # not what was sealed: somebody wrote into the slot
+        is_idle = entry.host is HostState.READY and entry.holds == 0
+        if outcome is Outcome.CORRUPT and is_idle:  # not what was sealed: somebody wrote into the slot
             self._host.give(self._host.evict(entry, "damaged"))
 
     def copied(self, job: Copy, outcome: Outcome) -> None:
@@ -850,6 +799,7 @@ class Tiering:
 
     def restored(self, tier: int, unlisted_bytes: int = 0) -> None:
         """All blobs of the tier were told: evict what passes its capacity, less what else the medium counts."""
+        self._tails.found_at_start(tier)
         self._tiers[tier].restored(unlisted_bytes)
 
     def _entry(self, record: ChunkRecord) -> Entry:
@@ -872,7 +822,7 @@ class Tiering:
             "host_assigned_bytes": self._host.slots.assigned_bytes,
             "host_capacity_bytes": self._host.slots.host_bytes,
             "host_ready_chunks": self._host.ready_count,
-            "host_tails": self.index.tail_count,
+            "host_tails": self.stats[HOST].tails,
             "leased_bytes": self._host.leased_bytes,
             "lent_bytes": self._loans.lent_bytes,
             "reserved_slots": sum(len(session.reserved) for session in self._sessions.values()),
@@ -889,6 +839,7 @@ class Tiering:
             pending_writes=source.pending,
             backlog_chunks=source.backlog,
             chunks=source.tier.blob_count,
+            tails=self.stats[number].tails,
             admitted_chunks=source.tier.admission.admitted,
             declined_chunks=source.tier.admission.declined,
         )

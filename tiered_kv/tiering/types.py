@@ -157,16 +157,18 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Tail(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tail that is leased to a lookup with the chunks before it (``keys/tail_keys.py``).
+    """A tail that follows what a lookup found (``keys/tail_keys.py``).
 
     Attributes:
         tokens: Its length.
         digest: Names its tokens and all before them: it is of use to a request only if the request's tokens give it.
+        slot: It is leased to the lookup with the chunks before it. None: it is on disk; where an answer is not done it
+            may be on its way up.
     """
 
     tokens: Annotated[int, msgspec.Meta(ge=1)]
     digest: PrefixDigest
-    slot: Annotated[SlotId, msgspec.Meta(ge=0)]
+    slot: Annotated[SlotId, msgspec.Meta(ge=0)] | None
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -179,8 +181,9 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         slots: Slots granted to the lookup, from the chunk it starts at. Only the first ``ready`` may be read.
         ready: Chunks from the start that are verified in host memory and leased to this lookup.
         is_done: Nothing more will arrive.
-        arriving: Chunks from ``ready`` on, in runs by the tier they come from; empty when the answer is done. Of a
-            question, which leases nothing: what is held from its start on, by the tier it would come from.
+        arriving: Chunks from ``ready`` on, in runs by the tier they come from, and behind them a tail; empty when the
+            answer is done. Of a question, which leases nothing: what is held from its start on, by the tier it would
+            come from.
         unknown: Chunks behind ``held`` that a shared tier may have and that are being looked for; ``held`` and
             ``slots`` may grow by as many.
         search_s: Seconds that one question to that tier takes, if known; 0 when nothing is looked for.
@@ -238,7 +241,7 @@ class LeaseEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class SlotLoan:
     """A chunk in host memory that stays as it is until the loan is ended: a sealed blob of so many bytes in a slot."""
 
     id: int
@@ -342,6 +345,7 @@ class TierUsage:
         pending_writes: What a drain waits for.
         backlog_chunks: The same, and writes that the next life of the cache makes.
         chunks: Blobs that can be had from there.
+        tails: How many of these are tails.
         admitted_chunks, declined_chunks: By its admission policy, since the start.
     """
 
@@ -350,6 +354,7 @@ class TierUsage:
     pending_writes: int
     backlog_chunks: int
     chunks: int
+    tails: int
     admitted_chunks: int
     declined_chunks: int
 
@@ -365,13 +370,17 @@ class Limits:
             is what it takes to give every session one.
         write_queue_share: Host memory that may be held for its write to a secondary tier; past it writes are put off,
             and chunks that are evicted before their turn are never written.
-        short_tails_share: Host memory that tails behind few chunks (``tiering.FEW_CHUNKS``) may take together.
+        few_chunks: A tail takes a slot as large as a chunk's: behind so many chunks it is at most a fifth more. Tails
+            behind fewer are bounded instead, or short prompts could double what they hold, and are not written, because
+            a short prompt is cheap to compute again.
+        short_tails_share: Host memory that tails behind few chunks may take together.
     """
 
     leased_share: float = 0.5
     request_share: float = 0.375
     credit_share: float = 0.25
     write_queue_share: float = 0.5
+    few_chunks: int = 5
     short_tails_share: float = 1 / 16
 
     def least_host_bytes(self, tokens: int, chunk_tokens: int, chunk_bytes: int) -> int:

@@ -117,8 +117,13 @@ class Upload:
         return 0
 
     def enqueue_write(self, entry: Entry) -> None:
-        """Queue the upload of a chunk, and of the prefix before it that the tier above has, if it is admitted."""
+        """Queue the upload of a chunk, and of the prefix before it that the tier above has, if it is admitted.
+
+        Never that of a tail (docs/decisions/0036-tails.md).
+        """
         admission = self.tier.admission
+        if entry.tail_tokens:
+            return
         if not admission.admits(entry):
             admission.declined += entry.blobs[self.tier.number] is BlobState.ABSENT
             return
@@ -127,7 +132,7 @@ class Upload:
 
     def enqueue_recovered(self, entry: Entry) -> None:
         """The same for a chunk that was in the tier above before: its blob may be here already."""
-        if self.tier.admission.admits(entry):
+        if not entry.tail_tokens and self.tier.admission.admits(entry):
             self._enqueue_prefix(entry, is_asked_first=True)
 
     def enqueue_if_used(self, entry: Entry) -> None:

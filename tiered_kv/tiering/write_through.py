@@ -101,6 +101,8 @@ class WriteThrough:
         else:
             self.queued_bytes -= entry.slot_bytes
         self._host.let_go(entry)
+        if entry.tail_tokens and entry.host is HostState.READY and not entry.holds:
+            self._host.give(self._host.evict(entry))  # host memory was letting go of it (``tails.py``)
 
     def _row_over(self, entry: Entry) -> None:
         is_there = entry.blobs[self.tier.number] is BlobState.PRESENT
@@ -159,7 +161,7 @@ class WriteThrough:
             if entry.blobs[self.tier.number] is BlobState.ABSENT:  # its bad blob is gone now
                 self._enqueue_row(entry)
             return
-        if entry.host not in WRITABLE or self._index.is_tail(entry.record):
+        if entry.host not in WRITABLE or entry.tail_tokens:
             return
         is_new = entry.blobs[self.tier.number] is BlobState.ABSENT and entry not in self._deferred
         if not self.tier.admission.admits(entry):
@@ -174,6 +176,26 @@ class WriteThrough:
 
     def enqueue_recovered(self, entry: Entry) -> None:
         """Chunks that were found at start have no slot: there is nothing to write."""
+
+    def writes_tail(self, entry: Entry, *, may_wait: bool) -> bool:
+        """Queue the write of a tail that is idle; says whether it was.
+
+        It begins with the next ``start_writes`` of the tier: not while somebody looks for a slot, because it may have
+        other blobs evicted.
+
+        Args:
+            may_wait: Defer it where there is no room in the queue.
+        """
+        is_absent = entry.blobs[self.tier.number] is BlobState.ABSENT
+        if not is_absent or not self.tier.admission.admits(entry) or entry in self._deferred:
+            return False
+        if self.tier.takes_writes and self.queued_bytes + entry.slot_bytes <= self._queue_limit_bytes:
+            self._queue(entry)
+            self.tier.start_or_wait(entry)
+            return True
+        if may_wait:
+            self._defer(entry)
+        return entry in self._deferred
 
     def _queue_or_defer(self, entry: Entry) -> None:
         tier = self.tier
@@ -195,11 +217,14 @@ class WriteThrough:
     def _enqueue(self, entry: Entry) -> None:
         if entry in self._deferred:
             self._undefer(entry)
+        self._queue(entry)
+        if entry.host is HostState.READY:
+            self.sealed(entry)
+
+    def _queue(self, entry: Entry) -> None:
         self.tier.queue(entry)
         self.queued_bytes += entry.slot_bytes
         self._host.hold(entry)
-        if entry.host is HostState.READY:
-            self.sealed(entry)
 
     def _defer(self, entry: Entry) -> None:
         if entry in self._deferred:
@@ -256,7 +281,10 @@ class WriteThrough:
             self.tier.start_writes()
 
     def give_up_store(self, slot_bytes: int, may_go: Callable[[Entry], bool]) -> Entry | None:
-        """Drop the newest queued write whose slot a load can have; returns the chunk, which is idle then."""
+        """Drop the newest queued write whose slot a load can have; returns the chunk.
+
+        It is idle then; a tail has left its slot, which is free.
+        """
         for entry in self.tier.newest_queued():
             is_fit = entry.slot_bytes == slot_bytes and entry.host is HostState.READY and entry.holds == 1
             if is_fit and may_go(entry):

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics as KVConnectorPromMetrics
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as KVConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector as MultiConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingWorkerMetadata as OffloadingWorkerMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats as OffloadingConnectorStats,
     )
@@ -130,6 +133,7 @@ IMPORTED: Final = {
     "OffloadingConnectorStats": f"{V1}.offloading.metrics",
     "OffloadingCounterMetadata": f"{OFFLOAD}.base",
     "OffloadingEvent": f"{OFFLOAD}.base",
+    "OffloadingWorkerMetadata": f"{V1}.offloading.common",
     "OffloadingGaugeMetadata": f"{OFFLOAD}.base",
     "RequestOffloadingContext": f"{OFFLOAD}.base",
     "RequestStatus": "vllm.v1.request",
@@ -367,6 +371,14 @@ USES: Final = (
     Use(f"{V1}.offloading.config", "build_offloading_config", "vllm_config, kv_cache_config", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.config:OffloadingConfig", "groups cache parallel canonical_layout replicated_layout "
             "worker_kv_bytes_per_block", feature=OFFLOADING),
+    Use(f"{OFFLOAD}.config:OffloadingParallelConfig", "is_parallelism_agnostic", since=(0, 32), feature=OFFLOADING),
+    Use(f"{V1}.offloading.canonical_mapping", "derive_canonical_mappings", "vllm_config, kv_cache_config, kv_caches",
+        since=(0, 32), feature=OFFLOADING),
+    Use(f"{OFFLOAD}.base:CanonicalPageMapping", "canonical_page_size_bytes", since=(0, 32), feature=OFFLOADING),
+    *_reads(BASE, "register_kv_caches on_new_request update_connector_output build_connector_worker_meta",
+            feature=OFFLOADING),
+    *_reads(f"{V1}.offloading.common:OffloadingWorkerMetadata", "completed_jobs transfer_stats",
+            since=(0, 32), feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.config:OffloadingGroupConfig", "group_id tokens_per_block", since=(0, 32), feature=OFFLOADING),
     *_reads(f"{SPECS}:KVCacheTensor", "layers layer_stride block_stride offset", since=(0, 32), feature=OFFLOADING),
     *_reads(f"{SPECS}:KVCacheConfig", "kv_cache_tensors", feature=OFFLOADING),
@@ -904,6 +916,17 @@ def secondary_tiers(connector: Any) -> list[Any]:
 def offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
     """How vLLM's offloading cuts rows."""
     return importlib.import_module(f"{V1}.offloading.config").build_offloading_config(vllm_config, kv_cache_config)
+
+
+def canonical_pages(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, int]:
+    """By layer, bytes of a page in vLLM's canonical layout, of all ranks together; call it in a worker.
+
+    Args:
+        kv_caches: What vLLM registered with the connector.
+    """
+    derive = importlib.import_module(f"{V1}.offloading.canonical_mapping").derive_canonical_mappings
+    mappings = derive(vllm_config, kv_cache_config, kv_caches)
+    return {layer: int(one.canonical_page_size_bytes) for layer, one in mappings.items()}
 
 
 def after_connector_is_made(made: Callable[[Any, Any, Any, Any], None]) -> None:

@@ -59,6 +59,7 @@ from math import lcm
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.keys.tail_keys import TAIL_TOKENS_MAX
 from tiered_kv.vllm.drafts import Drafts, has_drafts_kv
 from tiered_kv.vllm.step import BlockRun, ChunkCopy
 
@@ -315,7 +316,7 @@ class CacheGroups:
         if tail_tokens is None or drafts is not None or not self.keeps_parts:
             return 0
         unit = lcm(self.block_tokens, tail_tokens)
-        return unit if unit < chunk_tokens else 0
+        return unit if unit < chunk_tokens <= TAIL_TOKENS_MAX else 0
 
     def tail_ids(self, tables: BlockTables, chunk: int, tokens: int) -> tuple[tuple[int, ...], ...] | None:
         """The blocks to store of a tail of so many tokens where a chunk begins, per group; None when vLLM has not all.
@@ -418,6 +419,11 @@ def local_tokens(spec: Any) -> int | None:
     return int(spec.attention_chunk_size) if _is_kind(spec := _first_spec(spec), "ChunkedLocalAttentionSpec") else None
 
 
+def is_ring(spec: Any) -> bool:
+    """Whether a group has one block per request, for the tokens of which no state was made yet."""
+    return _is_kind(_first_spec(spec), "CircularBufferSpec")
+
+
 def tokens_per_state(spec: Any) -> int:
     """Tokens of one stored state of a layer."""
     return int(getattr(spec, "tokens_per_state", 1))
@@ -436,7 +442,7 @@ def _cache_group(number: int, spec: Any, chunk_tokens: int, dcp: int, spare_bloc
     block = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", True) else 1)
     per_chunk = chunk_tokens // block
     if not getattr(spec, "prefix_cacheable", True):
-        fixed = 1 if _is_kind(_first_spec(spec), "CircularBufferSpec") else 0
+        fixed = 1 if is_ring(spec) else 0
         return CacheGroup(number, block, per_chunk, 0, window_tokens(spec), is_shared=False, fixed_blocks=fixed)
     window, local, stored = window_tokens(spec), local_tokens(spec), per_chunk
     if window is not None:

@@ -27,6 +27,9 @@ ends only, and vLLM looks for them from the prompt's end on::
 
 So a request's rows of full attention are not promoted before one of each of these was found: most prompts that share a
 beginning have no state where they part.
+
+Another engine may ask through a tier of vLLM's beside ours (``p2p``), which passes its keys on (``ParentManager``).
+Such a request has keys and no prompt, so each row is looked for by its name.
 """
 
 import functools
@@ -34,7 +37,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -56,13 +59,16 @@ from tiered_kv.vllm.compat import (
     OffloadingEvent,
     RequestOffloadingContext,
     SecondaryTierManager,
+    canonical_pages,
     key_positions,
     offloading_config,
     secondary_tiers,
 )
+from tiered_kv.vllm.identity.adapters import Adapter, Unaccountable
 from tiered_kv.vllm.identity.rows import RowIdentity, row_identity
 from tiered_kv.vllm.logs import show_our_logs
 from tiered_kv.vllm.request_params import NO_PARAMS, SAVE_DECODE, RequestParams, RequestParamsReader
+from tiered_kv.vllm.row_adapters import RowAdapters, report_adapters, salted
 from tiered_kv.vllm.row_groups import RowGroup, of_all_ranks, on_rank, row_groups
 from tiered_kv.vllm.row_hints import RowHints, has_hints
 from tiered_kv.vllm.row_jobs import Find, RowJobs
@@ -99,6 +105,8 @@ class _Rows:
         theirs: vLLM's keys: of full attention those of the prefix, else in the order of their first use.
         places: Of layers that forget: by vLLM's key, its place among them.
         names: What they are called here.
+        salt: Of these names, where the request has an adapter (``row_adapters.py``).
+        ours: The names, where they are not vLLM's keys.
         find: The question how many are held.
         held: Leading chunks that may be had, and are worth it; None: not known yet.
         is_measured: How fast they would come is known.
@@ -106,6 +114,7 @@ class _Rows:
         asked: Of layers that forget: rows that were asked for.
         found: And those of which the answer is known.
         found_end: How many tokens end with the deepest one that was found.
+        is_named: Another engine asks for them, by their names alone.
     """
 
     group: RowGroup
@@ -119,10 +128,14 @@ class _Rows:
     asked: dict[bytes, Find] = field(default_factory=dict)
     found: dict[bytes, bool] = field(default_factory=dict)
     found_end: int = 0
+    is_named: bool = False
+    salt: bytes = b""
+    ours: list[bytes] = field(default_factory=list)
 
     @property
     def forgets(self) -> bool:
-        return self.group.window_rows is not None
+        """Rows are looked for one by one: no row needs those before it, or nobody says which these are."""
+        return self.is_named or self.group.window_rows is not None
 
     def place(self, key: bytes) -> int:
         """Of a row of layers that forget."""
@@ -151,6 +164,9 @@ class _Request:
         waits_s: Since when it waits for room among vLLM's rows.
         step: The last one in which anything of it was looked up.
         is_open: Rows of full attention may be promoted.
+        adapter: The LoRA adapter that it has.
+        is_left_alone: Nobody knows which one it has.
+        may_look_up: Whether ranks hold that adapter, as of ``step``.
         was_closed: They would have been, and so vLLM has asked for windows and states since.
         is_waiting: For one of these vLLM was told to ask again, since the step began.
         again_s: Since when vLLM was told nothing but to ask again.
@@ -168,6 +184,9 @@ class _Request:
     was_closed: bool = False
     is_waiting: bool = False
     again_s: float | None = None
+    adapter: Adapter | None = None
+    is_left_alone: bool = False
+    may_look_up: bool = True
 
     def of(self, key: bytes) -> _Rows | None:
         return self.rows.get(int.from_bytes(key[-GROUP_BYTES:], "big"))
@@ -258,6 +277,7 @@ class TieredKVTier(SecondaryTierManager):
         self._groups = [
             RowGroup(number, int(one.tokens_per_block) * blocks) for number, one in zip(numbers, groups, strict=True)
         ]
+        self.adapters: RowAdapters | None = None  # where the engine takes any
         self._jobs: RowJobs | None = None
         self._refusal = "no worker has said yet what this engine serves"
         self._requests: dict[str, _Request] = {}  # those that wait and have hits
@@ -268,6 +288,7 @@ class TieredKVTier(SecondaryTierManager):
         self._events: list[Any] = []
         self._parts: dict[int, tuple[_TierJob, _Rows, list[bytes]]] = {}  # what runs, and vLLM's keys of its rows
         self._last_part = 0
+        self._stores: list[tuple[TransferJob, _Request]] = []  # those of this step, which have not begun
         self._failed: list[Any] = []  # results of jobs that never began
         self._is_told = False
         self._metrics = RowMetrics()
@@ -335,6 +356,8 @@ class TieredKVTier(SecondaryTierManager):
         request = _Request(self._resets, {one.number: _Rows(one) for one in self._groups})
         request.is_open = not request.forgetting
         request.params = self._read_params(req_context)
+        if self.adapters is not None:
+            self._take_adapter(self.adapters, request, req_context.req_id)
         self._asking = None
         if (of_tiers := req_context.get_state(_Requests)) is None:
             req_context.set_state(of_tiers := _Requests())
@@ -344,6 +367,28 @@ class TieredKVTier(SecondaryTierManager):
     def _request(self, req_context: "ReqContext") -> _Request | None:
         of_tiers = req_context.get_state(_Requests)
         return None if of_tiers is None else of_tiers.get(self)
+
+    @staticmethod
+    def _take_adapter(adapters: RowAdapters, request: _Request, name: str) -> None:
+        try:
+            request.adapter, salt = adapters.salt_of(name)
+        except Unaccountable as exc:
+            adapters.tell(exc)
+            request.is_left_alone = True
+            return
+        for rows in request.rows.values():
+            rows.salt = salt
+
+    def _may_load(self, request: _Request) -> bool:
+        """Whether what is held for a request fits the adapter that ranks hold now, or will load."""
+        if self.adapters is None or request.adapter is None:
+            return not request.is_left_alone
+        return self.adapters.may_look_up(request.adapter)
+
+    def _may_store(self, request: _Request) -> bool:
+        if request.params.skips_save or request.resets != self._resets or request.is_left_alone:
+            return False
+        return self.adapters is None or request.adapter is None or self.adapters.may_store(request.adapter)
 
     def _read_params(self, req_context: "ReqContext") -> RequestParams:
         params = self._params.read(req_context, str(req_context.req_id))
@@ -370,16 +415,22 @@ class TieredKVTier(SecondaryTierManager):
             self._asking, self._asking_hits = req_context, request.hits
             if key in request.hits:
                 return self._is_hit
-        if request is None or request.params.skips_load or self._jobs is None:
+        if request is None or request.params.skips_load or request.is_left_alone or self._jobs is None:
             self._tell_refusal()
             return LookupResult.MISS
         rows = request.of(key)
         if rows is None or rows.step == self._step or not self._jobs.is_ready:
             return LookupResult.MISS  # vLLM waits for the first such key of a prefix, and asks for no more of it
         self._take_keys(request, req_context)
+        if not request.seen:  # vLLM's scheduler says where keys lie in a prompt before it asks for them
+            for of_group in request.rows.values():
+                of_group.is_named = True
         if request.step != self._step:
             request.step = self._step
+            request.may_look_up = self._may_load(request)
             self._take_answers(self._jobs, request, req_context)
+        if not request.may_look_up:
+            return LookupResult.MISS
         if rows.forgets:
             return self._look_at_one(self._jobs, request, rows, key, req_context)
         place = rows.place_in_prefix(key, key_positions(req_context).get(key))
@@ -477,6 +528,8 @@ class TieredKVTier(SecondaryTierManager):
 
         A hit needs as many rows as the window has, and saves all tokens up to its end.
         """
+        if rows.is_named:
+            end = rows.group.tokens  # what is before it, whoever asks has or has not
         if (held := jobs.answer(find, self.waits.search_s(end, SEARCH_S))) is None:
             return
         del rows.asked[key]
@@ -486,15 +539,16 @@ class TieredKVTier(SecondaryTierManager):
         rows.found[key] = held > 0 and is_worth
 
     def _look_at_one(self, jobs: RowJobs, request: _Request, rows: _Rows, key: bytes, req_context: "ReqContext") -> Any:
-        """Whether a row of a window or a state is held: of no use behind the prefix that is."""
+        """Whether a row of a window or a state is held: of no use behind the prefix that is. Or one that is named."""
         end, tokens = key_positions(req_context).get(key), rows.group.tokens
-        prefix_tokens = request.prefix_tokens()
-        if prefix_tokens is None:
-            request.is_waiting = True
-            return self._again(request, rows)
-        # vLLM rounds the prefix up to a row of this group, and wants one more beside a draft.
-        if end is None or end % tokens or end - 2 * tokens >= prefix_tokens:
-            return LookupResult.MISS
+        if not rows.is_named:
+            prefix_tokens = request.prefix_tokens()
+            if prefix_tokens is None:
+                request.is_waiting = True
+                return self._again(request, rows)
+            # vLLM rounds the prefix up to a row of this group, and wants one more beside a draft.
+            if end is None or end % tokens or end - 2 * tokens >= prefix_tokens:
+                return LookupResult.MISS
         found = rows.found.get(key)
         if found is None and key not in rows.asked and len(rows.asked) < ASKED_MAX:
             place, names = rows.place(key), self._names(jobs, rows)
@@ -510,7 +564,7 @@ class TieredKVTier(SecondaryTierManager):
             return self._again(request, rows)
         if not found:
             return LookupResult.MISS
-        rows.found_end = max(rows.found_end, end)
+        rows.found_end = max(rows.found_end, end or 0)
         return self._take_hit(request, rows, rows.places[key], req_context.req_id)
 
     def _useful(self, request: _Request, rows: _Rows) -> int:
@@ -530,7 +584,10 @@ class TieredKVTier(SecondaryTierManager):
         if namespace is None:
             return None
         if rows.names is None or rows.names.namespace is not namespace:
-            rows.names = RowNames(namespace, rows.theirs, is_chain=not rows.forgets)
+            names = rows.ours if rows.salt else rows.theirs
+            rows.names = RowNames(namespace, names, is_chain=not rows.forgets)
+        if rows.salt:
+            rows.ours += [salted(rows.salt, key) for key in islice(rows.theirs, len(rows.ours), None)]
         return rows.names
 
     def _take_keys(self, request: _Request, req_context: "ReqContext") -> None:
@@ -562,10 +619,10 @@ class TieredKVTier(SecondaryTierManager):
     def submit_store(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
         job, request = job_metadata, self._request(job_metadata.req_context)
         self._no_longer_waits(job.req_context.req_id)  # it computes
-        if request is None or request.params.skips_save or request.resets != self._resets:
+        if request is None or not self._may_store(request):
             self._never_began(job, "not_wanted")
         else:
-            self._begin(job, request, is_load=False)
+            self._stores.append((job, request))
 
     def submit_load(self, job_metadata: "TransferJob", *_: Any, **__: Any) -> None:
         job, request = job_metadata, self._request(job_metadata.req_context)
@@ -574,6 +631,18 @@ class TieredKVTier(SecondaryTierManager):
         elif not self._begin(job, request, is_load=True):
             for rows in request.rows.values():
                 self._cut(request, rows, [key for key in job.keys if request.of(key) is rows])
+
+    def _begin_stores(self) -> None:
+        """Begin what vLLM submitted since the last step, from the beginnings of prompts on.
+
+        Of several ranks' reports vLLM takes a later job before the one whose rows it follows, where these came at once.
+        A row whose predecessor is neither stored nor on its way is not stored.
+        """
+        stores, self._stores = self._stores, []
+        if len(stores) > 1:
+            stores.sort(key=lambda one: _first_end(one[0]))
+        for job, request in stores:
+            self._begin(job, request, is_load=False)
 
     def _begin(self, job: "TransferJob", request: _Request, *, is_load: bool) -> bool:
         """Run a job's parts; False where none can be run."""
@@ -601,7 +670,7 @@ class TieredKVTier(SecondaryTierManager):
     @staticmethod
     def _saved_tokens(rows: _Rows, pairs: list[tuple[int, int]], job: "TransferJob") -> int:
         """Tokens that need not be computed if these rows are loaded."""
-        if not rows.forgets:
+        if rows.is_named or not rows.forgets:
             return len(pairs) * rows.group.tokens
         positions = key_positions(job.req_context)
         return max(positions.get(rows.theirs[place], 0) for place, _ in pairs)
@@ -617,7 +686,8 @@ class TieredKVTier(SecondaryTierManager):
             if not rows.forgets:
                 place = rows.place_in_prefix(key, positions.get(key))
             else:
-                place = rows.place(key) if positions.get(key, 1) % rows.group.tokens == 0 else None
+                is_whole = rows.is_named or positions.get(key, 1) % rows.group.tokens == 0
+                place = rows.place(key) if is_whole else None
             if place is not None:
                 found.setdefault(rows.group.number, []).append((place, int(row)))
         return [(request.rows[number], sorted(pairs)) for number, pairs in found.items()]
@@ -632,16 +702,21 @@ class TieredKVTier(SecondaryTierManager):
         self._failed.append(JobResult(job.job_id, success=not job.keys))
 
     def get_finished_jobs(self) -> Iterable[Any]:
+        self._begin_stores()
         results, self._failed = self._failed, []
         for done in () if self._jobs is None else self._jobs.take_done():
             job, rows, keys = self._parts.pop(done.job)
             job.parts -= 1
             job.request.running -= 1
-            job.good += [key for key, is_good in zip(keys, done.good, strict=True) if is_good]
+            is_right = not job.is_load or self._may_load(job.request)  # the adapter may have changed meanwhile
+            good = [key for key, is_good in zip(keys, done.good, strict=True) if is_good and is_right]
+            job.good += good
             job.seconds = max(job.seconds, done.seconds)
             job.copied_bytes += done.copied_bytes
-            if job.is_load:  # what did not come is a miss from now on, or it would be loaded again for ever
-                self._cut(job.request, rows, [key for key, is_good in zip(keys, done.good, strict=True) if not is_good])
+            if job.is_load and len(good) < len(keys):
+                # What did not come is a miss from now on, or it would be loaded again for ever.
+                came = set(good)
+                self._cut(job.request, rows, [key for key in keys if key not in came])
             if not job.parts:
                 results.append(self._result(job))
         return results
@@ -759,6 +834,9 @@ class TieredKVTier(SecondaryTierManager):
         engine nor by one that starts later, as after a reset of the connector (``server/epochs.py``). vLLM resets them
         for a sleep and a pause, too.
         """
+        for job, _ in self._stores:
+            self._never_began(job, "not_wanted")
+        self._stores.clear()
         if self._jobs is not None:
             self._jobs.drain()
             self._jobs.reset()
@@ -773,6 +851,12 @@ class TieredKVTier(SecondaryTierManager):
         if self._jobs is not None:
             self._jobs.close()
         self._rows = self._rows[:0].copy()  # vLLM unmaps them
+
+
+def _first_end(job: "TransferJob") -> int:
+    """Tokens that end with the first of a job's rows."""
+    positions = key_positions(job.req_context)
+    return min((positions.get(key, 0) for key in job.keys), default=0)
 
 
 # -- how a tier learns what the engine is ------------------------------------------------------------------------------
@@ -794,9 +878,25 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
     if not our_tiers(extra_config):
         return
     if role is KVConnectorRole.WORKER:
-        connector.get_handshake_metadata = functools.partial(_identity, vllm_config, kv_cache_config, extra_config)
+        pages: dict[str, Any] = {}
+        register = connector.register_kv_caches
+
+        def register_kv_caches(kv_caches: dict[str, Any]) -> None:
+            pages.update(kv_caches)
+            register(kv_caches)
+
+        connector.register_kv_caches = register_kv_caches
+        identity = functools.partial(_identity, vllm_config, kv_cache_config, extra_config, pages)
+        connector.get_handshake_metadata = identity
+        if vllm_config.lora_config is not None:
+            report_adapters(connector, int(vllm_config.parallel_config.rank))
         return
     tiers = [one for one in secondary_tiers(connector) if isinstance(one, TieredKVTier)]
+    if vllm_config.lora_config is not None:
+        adapters = RowAdapters(vllm_config)
+        adapters.listen(connector)
+        for tier in tiers:
+            tier.adapters = adapters
     plan = connector.build_connector_meta
 
     def build_connector_meta(scheduler_output: Any) -> Any:
@@ -817,30 +917,48 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
     connector.set_xfer_handshake_metadata_pp_aware = take
 
 
-def _identity(vllm_config: Any, kv_cache_config: Any, extra_config: Any) -> RowIdentity:
+def _identity(vllm_config: Any, kv_cache_config: Any, extra_config: Any, kv_caches: Mapping[str, Any]) -> RowIdentity:
     """What this worker's engine is."""
     offloading = offloading_config(vllm_config, kv_cache_config)
     tiers = our_tiers(extra_config)
     if any(tier.get(name) != tiers[0].get(name) for tier in tiers for name in IDENTITY_SETTINGS):
         return RowIdentity(refusal=f"tiers of one engine say one thing of its model: {', '.join(IDENTITY_SETTINGS)}")
     ours = {name: value for name, value in tiers[0].items() if name in ("storage_uri", *IDENTITY_SETTINGS)}
+    is_canonical = bool(offloading.canonical_layout)
     try:
         config = Config.from_mapping({**ours, "chunk_tokens": row_tokens(offloading)})
-        groups = row_groups(offloading, kv_cache_config)
+        pages = canonical_pages(vllm_config, kv_cache_config, kv_caches) if is_canonical else None
+        groups = row_groups(offloading, kv_cache_config, pages)
     except TieredKVError as exc:
         return RowIdentity(refusal=str(exc))
     rows: dict[str, object] = {
         "blocks_per_chunk": int(offloading.cache.blocks_per_chunk),
-        "canonical_layout": bool(offloading.canonical_layout),
+        "canonical_layout": is_canonical,
         "replicated_layout": bool(offloading.replicated_layout),
-        "worker_kv_bytes_per_block": int(offloading.worker_kv_bytes_per_block),
-        "world_size": int(offloading.parallel.world_size),
     }
     if any(one.spans for one in groups):
         rows["groups"] = [[one.number, one.tokens, one.window_rows, one.spans] for one in groups]
-    rank = 0 if offloading.replicated_layout else int(offloading.parallel.rank)
+    is_for_any_ranks = has_rows_for_any_ranks(offloading)
+    if not is_for_any_ranks:
+        rows["worker_kv_bytes_per_block"] = int(offloading.worker_kv_bytes_per_block)
+        rows["world_size"] = int(offloading.parallel.world_size)
+        rows["page_bytes"] = [int(group.kv_cache_spec.page_size_bytes) for group in kv_cache_config.kv_cache_groups]
+    rank = 0 if is_canonical or offloading.replicated_layout else int(offloading.parallel.rank)
     rank_bytes = int(offloading.worker_kv_bytes_per_block) * int(offloading.cache.blocks_per_chunk)
-    return row_identity(vllm_config, kv_cache_config, config, rows, on_rank(groups, rank, rank_bytes))
+    of_rank = on_rank(groups, rank, rank_bytes)
+    return row_identity(vllm_config, kv_cache_config, config, rows, of_rank, is_for_any_ranks=is_for_any_ranks)
+
+
+def has_rows_for_any_ranks(offloading: Any) -> bool:
+    """Whether rows are the same for engines of another tensor parallelism, which then share them.
+
+    vLLM says so of canonical rows whose pages it could certify, and of MLA's, of which all ranks have the same. It says
+    so of direct rows of full attention, too, and they are not the same: ranks come first in them, then layers
+    (tests/vllm/test_row_groups.py).
+    """
+    if offloading.canonical_layout:
+        return bool(offloading.parallel.is_parallelism_agnostic)
+    return bool(offloading.replicated_layout)
 
 
 def row_tokens(offloading: Any) -> int:

@@ -205,10 +205,11 @@ class RequestLookups:
         answer = self._client.lookups.get(lookup.id) if lookup.generation == self._client.generation else None
         if answer is None or not answer.is_answered:
             return None
-        if lookup.answered_s is None or answer.held != state.held:
+        is_first = lookup.answered_s is None
+        if is_first or answer.held != state.held or answer.tails != lookup.tails:
             # The first answer; or a search found more, or a promotion failed: what is not held must be stored again.
             lookup.answered_s = lookup.answered_s or self._monotonic()
-            state.held = answer.held
+            state.held, lookup.tails = answer.held, answer.tails
             state.tails = self._found_tails(state, lookup, answer)
             self._saves.not_held(state.keys.keys[answer.held : lookup.asked] if state.keys else (), lookup.sent_s)
         if lookup.given_up:
@@ -229,10 +230,17 @@ class RequestLookups:
 
     def tail(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> FoundTail | None:
         """The longest tail that may be loaded with all chunks before it, which are ready."""
-        tail = state.tails[-1] if state.tails else None
-        if tail is None or tail.lookup != lookup.id or answer.is_ended:
+        ready = [tail for tail in state.tails if tail.slot is not None and tail.lookup == lookup.id]
+        if not ready or answer.is_ended:
             return None
-        return tail if lookup.start + answer.ready == tail.chunk else None
+        return ready[-1] if lookup.start + answer.ready == ready[-1].chunk else None
+
+    def coming_tail(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> FoundTail | None:
+        """The longest tail that may be on its way up with all chunks before it."""
+        coming = [tail for tail in state.tails if tail.slot is None and tail.lookup == lookup.id]
+        if not coming or answer.is_done or answer.is_ended:
+            return None
+        return coming[-1] if lookup.start + len(answer.slots) == coming[-1].chunk else None
 
     def update_held(self, state: RequestState) -> None:
         """Bring ``state.held`` up to date."""

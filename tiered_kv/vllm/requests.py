@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.prefix_keys import PrefixKeys
-from tiered_kv.tiering.types import LookupAnswer, SlotId
+from tiered_kv.tiering.types import LookupAnswer, SlotId, Tail
 from tiered_kv.vllm.request_extras import RequestExtras
 from tiered_kv.vllm.request_params import NO_PARAMS, RequestParams
 
@@ -39,16 +39,17 @@ class FoundTail(NamedTuple):
     """A tail that the server holds and that a request's own tokens begin with.
 
     Attributes:
-        lookup: Id of the lookup to which its slot is leased.
+        lookup: Id of the lookup whose answer names it.
         chunk: The chunk that it is the beginning of.
         tokens: Its length.
+        slot: Leased to that lookup. None: it is on disk, or on its way up.
     """
 
     lookup: int
     chunk: int
     tokens: int
     key: bytes
-    slot: SlotId
+    slot: SlotId | None
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class SentLookup:
         given_up: The request was answered without it; it only shows which chunks need not be stored.
         is_counted: Its outcome was counted.
         answer, told_s: The newest answer, and when it came.
+        tails: Of the newest answer, those of other requests, too.
     """
 
     id: int
@@ -76,6 +78,7 @@ class SentLookup:
     is_counted: bool = False
     answer: LookupAnswer | None = None
     told_s: float = 0.0
+    tails: tuple[Tail, ...] = ()
     counted: int = 0
 
     def waits_s(self, answer: LookupAnswer, turn_s: float, now_s: float) -> tuple[float, float]:

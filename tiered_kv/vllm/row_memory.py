@@ -142,10 +142,8 @@ class RowUses:
         return self._unless(begun, is_begun=self._client.load_rows(told, session))
 
     def _begin(self, job: int, numbers: Sequence[int], *, is_load: bool) -> list[int]:
-        begun, generation = (
-            [],
-            self._client.generation,
-        )  # now: if the session is lost while this is sent, it is of this one
+        begun = []
+        generation = self._client.generation  # now: if the session is lost while this is sent, it is of this one
         for number in numbers:
             use = next(self._numbers)
             self._uses[use] = _Use(job, number, generation, is_load)

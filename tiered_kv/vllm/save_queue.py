@@ -344,7 +344,7 @@ class SaveQueue:
         self._client.commit([(slot, chunk.record) for slot, chunk in whole], answers)
         for slot, chunk in filled:
             if chunk.tail_tokens:
-                self._client.commit_tail(slot, chunk.record, chunk.tail_tokens)
+                self._client.commit_tail(slot, chunk.record)
             if chunk.older_tails:
                 self._client.drop_tails(chunk.older_tails)
                 self._forget_tails(chunk)

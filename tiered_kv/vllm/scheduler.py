@@ -231,8 +231,12 @@ class SchedulerSide:
         tokens = state.request.num_tokens
         limit = self._groups.loadable_tokens(held, tokens, self._chunk_tokens, self._role.drafts)
 
+        coming = self._lookups.coming_tail(state, lookup, answer)
+
         def beyond(slots: int) -> int:
-            """Tokens behind ``computed`` that so many of the answer's slots give."""
+            """Tokens behind ``computed`` that so many of the answer's slots give, or these and a tail."""
+            if coming is not None and slots > len(answer.slots):
+                return coming.chunk * self._chunk_tokens + coming.tokens - computed
             if not self._groups.states:
                 return min((lookup.start + slots) * self._chunk_tokens, limit) - computed
             wanted = answer.boundary - lookup.start + len(self._groups.states)
@@ -241,7 +245,7 @@ class SchedulerSide:
         if self._groups.states and computed % self._chunk_tokens:
             self._lookups.give_up(lookup)  # vLLM goes on inside a block, from a state that only it has
             return 0
-        arrived, promised = beyond(answer.ready), beyond(len(answer.slots))
+        arrived, promised = beyond(answer.ready), beyond(len(answer.slots) + (coming is not None))
         if (tail := self._lookups.tail(state, lookup, answer)) is not None:
             arrived = max(arrived, tail.chunk * self._chunk_tokens + tail.tokens - computed)
         unknown = (answer.unknown + answer.queued) * self._chunk_tokens
@@ -315,7 +319,9 @@ class SchedulerSide:
         span: tuple[int, int],
     ) -> tuple[ChunkCopy, ...] | None:
         """Copies for the tokens of a span, with the states or the tail at its end; None where not all can be filled."""
-        slots = answer.slots if tail is None else (*answer.slots[: answer.ready], tail.slot)
+        slots = answer.slots
+        if tail is not None and tail.slot is not None:
+            slots = (*answer.slots[: answer.ready], tail.slot)
         copies = self._groups.load_copies(slots, tables, lookup.start, span, self._chunk_tokens)
         if not self._groups.states or copies is None:
             return copies

@@ -256,7 +256,7 @@ class SmallEngine:
         with self.payload(slot) as view:
             view[:] = content(1000 + tokens, first_token)
         record = ChunkRecord(self.client.namespace.digest, key, keys.parent(count), count, digest)
-        self.client.commit_tail(slot, record, tokens)
+        self.client.commit_tail(slot, record)
 
     def state_hit(self, count: int, first_token: int = 0) -> int:
         """From after how many chunks of a prompt it can go on: as an engine with recurrent layers asks."""

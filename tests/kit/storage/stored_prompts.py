@@ -100,6 +100,16 @@ class Model:
             storage.write(name, memoryview(data))
         return [name for name, _ in made]
 
+    def tail(self, prompt: Sequence[int], chunks: int, length: int) -> tuple[BlobName, bytes]:
+        """The tail of so many tokens behind so many chunks of a prompt."""
+        keys, form = self.keys(prompt), self.form
+        key, digest = keys.tail(prompt, chunks, length)
+        data = bytearray(form.blob_bytes)
+        data[form.header_bytes :] = random.Random(key).randbytes(self.payload_bytes)
+        record = ChunkRecord(self.namespace.digest, key, keys.parent(chunks), chunks, digest, NO_TAG, STORED_BY)
+        form.seal(memoryview(data), record, 1_700_000_000)
+        return BlobName.of(record), bytes(data)
+
     def store(
         self, storage: Storage, *prompts: Sequence[int], tag: str = "", stored_by: str = STORED_BY
     ) -> list[BlobName]:

@@ -1,5 +1,6 @@
 """A Mooncake pool for tests: a real master, and members in processes of their own, all on 127.0.0.1."""
 
+import ctypes.util
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ from tests.kit.stores.server import StoreServer
 CLIENT_TTL_S: Final = 1
 """How long the master believes in a member that says nothing."""
 
+LIBRARIES: Final = ("ibverbs", "numa", "curl")
+INSTALL: Final = "apt-get install libibverbs1 libnuma1 libcurl4"
+"""The first comes with the gateway of the S3 tests, the second is vLLM's, too, the third is of the command curl."""
+
 SEGMENT_BYTES: Final = 64 << 20
 
 
@@ -29,6 +34,9 @@ class Pool:
         found = importlib.util.find_spec("mooncake")
         if found is None or found.origin is None:
             raise LookupError("the package mooncake-transfer-engine-non-cuda is not installed: make setup")
+        for library in LIBRARIES:
+            if ctypes.util.find_library(library) is None:
+                raise LookupError(f"lib{library}, which Mooncake is linked with, is not installed: {INSTALL}")
         program = str(Path(found.origin).parent / "mooncake_master")
 
         def command(port: int, _: Path) -> list[str]:

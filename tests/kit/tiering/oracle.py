@@ -14,6 +14,7 @@ from enum import Enum
 from tests.kit.spaces import Space
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import next_part
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.tiering.leases import OVERFLOW
 from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.slots import slab_of
@@ -112,11 +113,13 @@ class World:
 
     def restore(self, tier: int, space: Space, path: tuple[int, ...]) -> None:
         """A blob is there when tiering starts."""
-        record = space.record(path)
-        self._sizes[record.key] = space.slot_bytes
+        self._restore(tier, space.record(path), space.slot_bytes)
+
+    def _restore(self, tier: int, record: ChunkRecord, size_bytes: int) -> None:
+        self._sizes[record.key] = size_bytes
         self.media[tier][record.key] = Blob.GOOD
         self._believed[tier].add(record.key)
-        self.tiering.restore(tier, record, space.slot_bytes)
+        self.tiering.restore(tier, record, size_bytes)
 
     def open(self, space: Space) -> int:
         session = self.tiering.open_session(space.namespace, space.slot_bytes)
@@ -173,22 +176,29 @@ class World:
         self.tiering.commit(session, slot, record, is_answer=is_answer)
         return True
 
-    def commit_tail(self, session: int, path: tuple[int, ...], name: str, tokens: int) -> bool:
+    def commit_tail(self, session: int, path: tuple[int, ...], name: str, tokens: int = 4) -> bool:
         """Fill the session's next empty slot with a tail behind a prefix; False when it has none."""
         if not self.credits[session]:
             return False
-        slot, record = self.credits[session].pop(0), self.spaces[session].tail(path, name)
+        slot, record = self.credits[session].pop(0), self.spaces[session].tail(path, name, tokens)
+        self._sizes[record.key] = self.spaces[session].slot_bytes
         self._contents.pop(slot, None)
-        self.tiering.commit_tail(session, slot, record, tokens)
+        self.tiering.commit_tail(session, slot, record)
         entry = self.tiering.index.get(record.key)
         if entry is not None and entry.slot == slot:  # ready without being sealed
             self._contents[slot] = record.key
         self._tails[record.prefix_sha256] = record.key
         return True
 
-    def drop_tail(self, session: int, path: tuple[int, ...], name: str) -> None:
+    def drop_tail(self, session: int, path: tuple[int, ...], name: str, tokens: int = 4) -> None:
         """Something was stored that continues a tail."""
-        self.tiering.drop_tails(session, [self.spaces[session].tail(path, name).key])
+        self.tiering.drop_tails(session, [self.spaces[session].tail(path, name, tokens).key])
+
+    def restore_tail(self, tier: int, space: Space, path: tuple[int, ...], name: str, tokens: int = 4) -> None:
+        """A tail's blob is there when tiering starts."""
+        record = space.tail(path, name, tokens)
+        self._tails[record.prefix_sha256] = record.key
+        self._restore(tier, record, space.slot_bytes)
 
     def give_back(self, session: int) -> None:
         if self.credits[session]:
@@ -267,7 +277,12 @@ class World:
             assert update.unknown <= before.unknown, "a search grew"
             assert len(before.slots) >= len(update.slots) or before.queued or before.unknown, "nobody waited for room"
         assert update.ready <= len(update.slots)
-        assert update.is_done == (update.ready == len(update.slots) and not update.unknown and not update.queued)
+        coming_tails = 0
+        if update.tails and not update.is_done:
+            coming_tails = sum(run.chunks for run in update.arriving) - (len(update.slots) - update.ready)
+            assert coming_tails in (0, 1) and coming_tails <= sum(tail.slot is None for tail in update.tails)
+        has_all = update.ready == len(update.slots) and not coming_tails
+        assert update.is_done == (has_all and not update.unknown and not update.queued)
         if asked.state_parts:
             wanted = update.boundary - asked.start + asked.state_parts
             assert not update.boundary or wanted == len(update.slots) + update.queued, "a state is promised in part"
@@ -289,9 +304,11 @@ class World:
                 assert self._filled[slot] == record.key, "a slot is sealed that was not committed"
             case Write(tier, record, slot):
                 assert self._contents.get(slot) == record.key, "other bytes are written than the key's"
+                assert tier == HOST + 1 or not tail_tokens(record.key), "a tail is written below the first tier"
                 if record.chunk_index and (tier, record.parent) not in self._damaged:
                     assert record.parent in self.media[tier], "a child is written before its parent"
             case Copy(tier, _, record):
+                assert not tail_tokens(record.key), "a tail is uploaded"
                 if record.chunk_index and (tier, record.parent) not in self._damaged:
                     assert record.parent in self.media[tier], "a child is uploaded before its parent"
             case Read(_, _, slot):
@@ -467,7 +484,8 @@ class World:
             for key, slot in zip(asked.wanted, promised, strict=False):
                 assert self._contents.get(slot) == key, "a promised slot holds other bytes"
             for tail in asked.update.tails:
-                assert self._contents.get(tail.slot) == self._tails[tail.digest], "a tail's slot holds other bytes"
+                is_right = tail.slot is None or self._contents.get(tail.slot) == self._tails[tail.digest]
+                assert is_right, "a tail's slot holds other bytes"
         for tier, capacity in self._capacities.items():
             if capacity is not None and self._used(tier) <= capacity:
                 self._shrunk.discard(tier)

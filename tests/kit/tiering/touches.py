@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tests.kit.spaces import Space
 from tests.kit.tiering.oracle import World
+from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.tiering.admission import SECOND_TOUCH
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import Copy, Job, Write
@@ -93,7 +94,8 @@ class TouchedWorld(World):
 
     def _begin(self, job: Job) -> None:
         if isinstance(job, Write | Copy) and self._admissions[job.tier] == SECOND_TOUCH:
-            assert self._is_touched_twice(job.record.key), "a chunk is written that came only once"
+            key = job.record.parent if tail_tokens(job.record.key) else job.record.key
+            assert self._is_touched_twice(key), "a chunk is written that came only once"
         if isinstance(job, Write | Copy) and job.record.key in self._answers:
             assert self._is_touched_twice(job.record.key), "an answer is written that no prompt has"
         if isinstance(job, Copy):

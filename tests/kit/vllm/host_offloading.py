@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
     CanonicalKVCaches,
     GPULoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.cpu.gpu_worker import _canonical_block_sizes
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -30,14 +32,26 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is u
     What is submitted was computed: the CPU build computes in the calling thread.
     """
 
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        blocks_per_chunk: int,
+        region: SharedOffloadRegion,
+        *,
+        is_canonical: bool = False,
+    ) -> None:
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
         self._refs = kv_caches.group_data_refs
         self._paged = [one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in kv_caches.tensors]
-        self._rows = [
-            region.create_next_worker_view(one.page_size_bytes * blocks_per_chunk) for one in kv_caches.tensors
-        ]
+        self._is_canonical = is_canonical
+        if is_canonical:
+            cells = _canonical_block_sizes(self._refs, len(kv_caches.tensors))
+            self._rows = [region.create_next_canonical_view(cell * blocks_per_chunk) for cell in cells]
+        else:
+            self._rows = [
+                region.create_next_worker_view(one.page_size_bytes * blocks_per_chunk) for one in kv_caches.tensors
+            ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-offloading")
         self._running: dict[int, Future[TransferResult]] = {}
 
@@ -90,11 +104,30 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is u
             page = stored.shape[1] // self._blocks_per_chunk
             near = paged.data_ptr() + np.asarray(blocks) * paged.stride(0)
             far = stored.data_ptr() + np.asarray(rows) * stored.stride(0) + np.asarray(places) * page
-            targets, sources = (far, near) if is_store else (near, far)
-            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-                ctypes.memmove(target, source, ref.page_size_bytes)
-            total += len(targets) * ref.page_size_bytes
+            if is_store and self._is_canonical:  # ranks with the same bytes take turns
+                numbers = np.asarray(rows) * self._blocks_per_chunk + np.asarray(places)
+                is_ours = numbers % ref.mapping.num_writers == ref.mapping.writer_index
+                near, far = near[is_ours], far[is_ours]
+            for near_at, far_at, size in self._fragments(ref):
+                targets, sources = (far + far_at, near + near_at) if is_store else (near + near_at, far + far_at)
+                for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+                    ctypes.memmove(target, source, size)
+                total += len(targets) * size
         return total
+
+    def _fragments(self, ref: CanonicalKVCacheRef) -> list[tuple[int, int, int]]:
+        """Where each piece of a page lies in it, where in the row's cell, and its bytes."""
+        if not self._is_canonical:
+            return [(0, 0, ref.page_size_bytes)]
+        return [
+            (
+                run.local_offset + at * run.local_stride,
+                run.canonical_offset + at * run.canonical_stride,
+                run.fragment_size,
+            )
+            for run in ref.mapping.runs
+            for at in range(run.num_fragments)
+        ]
 
 
 class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -108,9 +141,13 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            worker = self._worker = HostOffloadingWorker(kv_caches, self.blocks_per_chunk, region)
+            is_canonical = bool(self.config.canonical_layout)
+            if is_canonical:
+                self._validate_canonical_refs(kv_caches)
+            worker = HostOffloadingWorker(kv_caches, self.blocks_per_chunk, region, is_canonical=is_canonical)
+            self._worker = worker
         return worker

@@ -41,6 +41,7 @@ from tests.sim.vllm.accounts import StoreAccounts
 from tests.sim.vllm.families import BLOCK_TOKENS, LARGE_BLOCK_TOKENS
 from tests.sim.vllm.model import Model, Reference
 from tests.sim.vllm.runner import Findings, SimulatedWorker
+from tiered_kv.vllm.plugin import register
 
 try:  # from 0.33 on
     from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
@@ -65,6 +66,7 @@ class Setup:
         drafted_len: Longest sequence that a draft takes, of families with a draft.
         retention: vLLM's ``prefix_cache_retention_interval``, which says what states it keeps.
         late: Chance that a rank has not begun a step when the next one is scheduled (async scheduling only).
+        offloading: vLLM's own offloading instead of our connector: its ``kv_connector_extra_config``.
     """
 
     is_v2: bool = False
@@ -86,6 +88,7 @@ class Setup:
     retention: int | None = 0
     late: float = 0.5
     connector: Mapping[str, Any] = field(default_factory=dict)
+    offloading: Mapping[str, Any] | None = None
 
     @property
     def kinds(self) -> tuple[families.Kind, ...]:
@@ -201,7 +204,11 @@ class SimulatedEngine:
             self._queue_max = self.config.max_concurrent_batches
         self.groups = len(kv_cache_config.kv_cache_groups)
         self.connector = self.scheduler.connector
-        self.accounts = StoreAccounts(self.scheduler)
+        if setup.offloading is None:
+            self.accounts = StoreAccounts(self.scheduler)
+        else:  # vLLM's engine core asks its workers, and tells its scheduler
+            said = {(0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+            self.connector.set_xfer_handshake_metadata_pp_aware(said)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.ranks)
         hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -366,6 +373,21 @@ def _mtp_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+def _transfer(setup: Setup) -> KVTransferConfig:
+    if setup.offloading is not None:
+        register()
+        settings = json.loads(json.dumps(setup.offloading))  # vLLM writes into it
+        return KVTransferConfig(
+            kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=settings
+        )
+    return KVTransferConfig(
+        kv_connector="TieredKVConnector",
+        kv_connector_module_path="tiered_kv.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config=dict(setup.connector),
+    )
+
+
 def _config(setup: Setup) -> Any:
     """vLLM's configuration, as far as schedulers and connectors read it."""
     drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": setup.draft_tokens, "prompt_lookup_max": 3}
@@ -390,12 +412,7 @@ def _config(setup: Setup) -> Any:
         disable_hybrid_kv_cache_manager=not setup.is_hybrid,
         speculative_config=drafts if setup.draft_tokens else None,
         async_scheduling=False,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="TieredKVConnector",
-            kv_connector_module_path="tiered_kv.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config=dict(setup.connector),
-        ),
+        kv_transfer_config=_transfer(setup),
     ).create_engine_config()
     # The CPU backend takes other block sizes and layouts, and no async scheduling with n-grams; the schedulers do.
     config.scheduler_config.async_scheduling = setup.is_async

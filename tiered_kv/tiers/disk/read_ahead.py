@@ -44,9 +44,12 @@ class ReadAhead:
             return
         # Threads that wait for one process each.
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="tiered_kv-listing")
-        for start in range(0, len(directories), BATCH):
-            batch = directories[start : start + BATCH]
-            self._batches |= dict.fromkeys(batch, self._pool.submit(self._read, batch))
+        try:
+            for start in range(0, len(directories), BATCH):
+                batch = directories[start : start + BATCH]
+                self._batches |= dict.fromkeys(batch, self._pool.submit(self._read, batch))
+        except RuntimeError as exc:  # no thread to be had
+            logger.debug("directories are not read ahead: %s", exc)
 
     def take(self, directory: str) -> Entries | None:
         """What a directory has, once; None: it was not read."""

@@ -204,10 +204,7 @@ class MooncakeClient:
                 logger.warning("Mooncake's client process ended and is started again. pool=%s", self.uri)
             self._process = None
             if self._start is None or self._start.done():
-                self._start = Future()
-                threading.Thread(
-                    target=self._begin, args=(self._start,), name="tiered_kv-mooncake", daemon=True
-                ).start()
+                self._start = self._begun()
             start = self._start
         try:
             return start.result(max(deadline.left_s(), 0.001))
@@ -218,12 +215,28 @@ class MooncakeClient:
                 "Mooncake's client is being started and has not found its master yet; check that this is its RPC port"
             ) from None
 
+    def _begun(self) -> "Future[ClientProcess]":
+        """A start under way.
+
+        Raises:
+            OSError: The machine has no thread to spare now; the next call tries again.
+        """
+        start: Future[ClientProcess] = Future()
+        try:
+            threading.Thread(target=self._begin, args=(start,), name="tiered_kv-mooncake", daemon=True).start()
+        except RuntimeError as exc:
+            raise OSError(f"Mooncake's client cannot be started now: {exc}") from exc
+        return start
+
     def _begin(self, start: "Future[ClientProcess]") -> None:
         try:
             deadline = Deadline(START_S)
             process = ClientProcess(*self._plan(deadline), self.lane_count, deadline)
-        except Exception as exc:  # noqa: BLE001 - whoever waits for the start raises it
+        except OSError as exc:
             start.set_exception(exc)
+            return
+        except Exception as exc:  # noqa: BLE001 - whoever waits for the start raises it: no thread, an impossible option
+            start.set_exception(OSError(f"Mooncake's client cannot be started: {exc!r}"))
             return
         with self._lock:
             is_wanted = not self._is_closed

@@ -5,8 +5,9 @@ them out. Its bytes mean the same only under all that the connector's chunks dep
 rows are cut. The tier lives in the scheduler's process, which has neither the attention layers nor the files that were
 read; so a worker computes the fields, and vLLM's handshake carries them over (``offloading.py``).
 
-vLLM's block hashes are names here. They chain tokens, adapters, media and salts; where they do not name content (an
-adapter by its path, media by a counter, a seed that every process draws anew) the engine is refused.
+vLLM's block hashes are names here. They chain tokens, media and salts; where they do not name content (media by a
+counter, a seed that every process draws anew) the engine is refused. Of adapters they have name and path; what was
+loaded from there is added (``row_adapters.py``).
 """
 
 import json
@@ -60,6 +61,8 @@ def row_identity(
     config: Config,
     rows: Mapping[str, object],
     row_groups: tuple[RowGroup, ...],
+    *,
+    is_for_any_ranks: bool = False,
 ) -> RowIdentity:
     """Name what this engine's rows hold; call it in a worker, after its KV caches were registered.
 
@@ -67,6 +70,7 @@ def row_identity(
         config: The tier's settings, with ``chunk_tokens`` as rows have them.
         rows: How rows are cut, plain values: part of the name.
         row_groups: With what this rank has of a row.
+        is_for_any_ranks: Rows are the same with another tensor parallelism.
     """
     try:
         check_vllm(features(vllm_config, kv_cache_config))
@@ -85,9 +89,12 @@ def row_identity(
         "encodings": sorted(set(encodings.values())),
         "block_hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
-        "page_bytes": [int(group.kv_cache_spec.page_size_bytes) for group in kv_cache_config.kv_cache_groups],
         "layers": [list(group.layer_names) for group in kv_cache_config.kv_cache_groups],
     }
+    if is_for_any_ranks:
+        fields["tp"] = None
+        if isinstance(draft := fields.get("draft"), dict):
+            draft["tp"] = None
     line = stored_by(__version__, DOOR, vllm.__version__, encoding_text(encodings.values()))
     return RowIdentity(json.dumps(fields, sort_keys=True).encode(), line, row_groups)
 
@@ -98,11 +105,6 @@ def _check_names(vllm_config: Any) -> None:
     Raises:
         UnsupportedModel: The message says why and what to do.
     """
-    if vllm_config.lora_config is not None:
-        raise UnsupportedModel(
-            "LoRA: vLLM's block hashes have an adapter's name and path, whatever lies there now, and tiers are told "
-            "no more. Use TieredKVConnector, which digests what was loaded"
-        )
     if not hashes_media(vllm_config):
         raise UnsupportedModel("vLLM counts images instead of hashing them: set mm_processor_cache_gb above 0")
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
