@@ -194,6 +194,20 @@ def test_a_chunk_that_is_written_from_a_row_that_was_taken_back_is_not_told_stor
     assert not rows.is_below((1,)) and rows.told(again) == ["bad", "bad"]
 
 
+def test_a_read_whose_row_was_taken_back_is_a_miss_and_no_failure_of_the_tier() -> None:
+    rows = Rows()
+    rows.store((1,))
+    rows.end_every(WriteRow)
+    rows.tiering.take_rows_back(rows.load((1,)))
+    rows.end_every(ReadRow, outcome=Outcome.UNAVAILABLE)
+    (counts,) = rows.tiering.hit_stats.take().values()
+    assert (counts.asked, counts.hits.total()) == (1, 0)
+    assert rows.tiering.counters["read_failed_unavailable"] == 0
+    rows.load((1,))
+    rows.end_every(ReadRow, outcome=Outcome.UNAVAILABLE)
+    assert rows.tiering.counters["read_failed_unavailable"] == 1
+
+
 def test_a_bad_blob_is_deleted_and_the_row_that_was_lent_meanwhile_is_written_after_that() -> None:
     rows = Rows()
     rows.store((1,))

@@ -87,7 +87,13 @@ class RowTransfers:
     def read(self, job: ReadRow, outcome: Outcome) -> None:
         """A read ended; what a failed one leaves behind is rule 4, unless a promotion finds the same out."""
         entry, tier = self._index.get(job.record.key), self._tiers[job.tier]
-        if outcome is not Outcome.OK and entry is not None and entry.record.namespace == job.record.namespace:
+        is_of_tier = job.use in self._open or outcome is not Outcome.UNAVAILABLE  # else the row was taken back
+        if (
+            outcome is not Outcome.OK
+            and is_of_tier
+            and entry is not None
+            and entry.record.namespace == job.record.namespace
+        ):
             is_here = entry.blobs[job.tier] is BlobState.PRESENT
             if is_here and not tier.is_used(entry):
                 tier.read_failed(entry, outcome)
@@ -110,7 +116,9 @@ class RowTransfers:
             if use not in self._open:
                 continue
             entry = self._open.pop(use)
-            self._ended.setdefault(use.session, _RowsToTell()).bad.append(use.id)
+            ended = self._ended.setdefault(use.session, _RowsToTell())
+            ended.bad.append(use.id)
+            ended.missed += entry is None  # of a read
             if entry is not None and write_through is not None and write_through.rows.get(entry) == use:
                 write_through.take_back_row(entry)
         self.collect()
