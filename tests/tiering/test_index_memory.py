@@ -1,6 +1,5 @@
 """What a server remembers of each chunk it knows of: the figure that sizing and the soak count with."""
 
-import dataclasses
 import gc
 import hashlib
 import importlib
@@ -37,7 +36,6 @@ from tiered_kv.tiering.types import (
     Write,
     WriteRow,
 )
-from tiered_kv.tiers.disk.scan import Kind
 
 CHUNKS = 20_000
 PREFIX = 6
@@ -81,7 +79,7 @@ def test_the_garbage_collector_walks_no_chunk(policy):
     assert not any(map(gc.is_tracked, index._entries._parts))
 
 
-ATOMS = {bool, int, str, bytes, float, None, type(None), BlobState, HostState, Kind, Outcome}
+ATOMS = {bool, int, str, bytes, float, None, type(None), BlobState, HostState, Outcome}
 LINKS = {
     (Entry, "kin"): "leads to chunks whose position is higher by one (Index.check_integrity)",
     (_Group, "newer"): "a ring that the queue takes apart when it goes; a group outside it is referred to by nobody",
@@ -103,7 +101,7 @@ def untracked_structs() -> set[type[msgspec.Struct]]:
 
 def leads_to(hint: object) -> Iterator[object]:
     """What a field may refer to, through whatever contains it."""
-    parts = tuple(get_type_hints(hint).values()) if dataclasses.is_dataclass(hint) else get_args(hint)
+    parts = get_args(hint)
     if not parts:
         yield hint
     for part in parts:

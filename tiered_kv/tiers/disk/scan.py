@@ -53,8 +53,8 @@ class Kind(enum.Enum):
     UNREADABLE = "unreadable"
 
 
-class FoundFile(msgspec.Struct, frozen=True, gc=False):
-    """One file below ``blobs``. The garbage collector does not know of it: a million are made to list a directory.
+class FoundFile(msgspec.Struct, frozen=True):
+    """One file below ``blobs``. The garbage collector knows of it, because an exception's frames may refer to it.
 
     Attributes:
         blobs: Path of ``blobs``.
