@@ -125,7 +125,11 @@ class RowUses:
         """Whether the server of the session that is open has the rows."""
         while self._lent:
             loan = self._lent.popleft()
-            self._loans[loan.generation] = loan
+            earlier = self._loans.get(loan.generation)
+            if earlier is None or earlier.is_over:
+                self._loans[loan.generation] = loan
+            else:  # workers that joined once more: the first server has the rows still
+                loan.forget()
         loan_now = self._loans.get(self._client.generation)
         return loan_now is not None and self._client.is_ready and not loan_now.is_over
 
