@@ -30,10 +30,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY)]
 
 from disk_io import drop  # noqa: E402  # beside this script
+from rival_systems import until_still  # noqa: E402
 from rivals import KV8B, MODEL  # noqa: E402
-from serving import ServedEngine, prompts, served, warm_up  # noqa: E402
+from serving import ServedEngine, prompts, served  # noqa: E402
 
-from tests.kit.server.probe import wait_written  # noqa: E402
 from tests.kit.storage.disk_probe import blob_files  # noqa: E402
 from tiered_kv.testing.model import build_model  # noqa: E402
 
@@ -70,7 +70,7 @@ class Session:
             other = next(self._others)
             self._cached.ttft(other)
             used += len(other) * KV8B.kv_bytes_per_token
-            wait_written(self._root)
+            until_still(self._root)  # a reset of vLLM's cache would drop what waits for a slot
         drop(list(blob_files(self._root)))
 
     def announce(self, short: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ def measure(plain: ServedEngine, cached: ServedEngine, root: Path, repeats: int,
         expected = plain.ttft(prompt)
         timed = {"computed": expected}
         session.ask()
-        wait_written(root)
+        until_still(root)
         cached.ttft(next(shorts))
         timed["host"] = session.ask()
         session.push_out()
@@ -133,7 +133,8 @@ def main() -> None:
         try:
             with served(log, **engine) as plain, served(log, connector, **engine) as cached:
                 plain.ttft(prompts(34, 1, options.tokens)[0])
-                warm_up(cached, options.tokens)
+                cached.ttft(prompts(35, 1, options.tokens)[0])
+                until_still(root)
                 rows = measure(plain, cached, root, options.repeats, options.tokens)
         except BaseException:
             sys.stderr.write(log.read_text()[-4000:])
