@@ -24,6 +24,14 @@ def answer(engine: SmallEngine, count: int) -> tuple[int, LookupAnswer]:
     return lookup, client.lookups[lookup]
 
 
+def store_with_tail(engine: SmallEngine, root: Path) -> None:
+    """A prompt long enough that its tail is worth a file; returns when its chunks are on disk."""
+    engine.store(LONG)
+    engine.store_tail(LONG, CHUNK // 2)
+    engine.wait_hits(LONG)
+    wait_written(root)
+
+
 def test_a_tail_of_one_engine_is_told_to_another_with_its_digest_and_bytes(engine: EngineStarter, root: Path) -> None:
     first, second = engine("one"), engine("two")
     first.store(2)
@@ -48,10 +56,7 @@ def test_a_tail_of_one_engine_is_told_to_another_with_its_digest_and_bytes(engin
 
 def test_a_tail_is_no_file_while_host_memory_has_it(engine: EngineStarter, root: Path) -> None:
     one = engine("one")
-    one.store(LONG)
-    one.store_tail(LONG, CHUNK // 2)
-    one.wait_hits(LONG)
-    wait_written(root)
+    store_with_tail(one, root)
     assert len(list(blob_files(root))) == LONG
     assert figures(root)["hierarchy"]["host_tails"] == 1
 
@@ -61,10 +66,7 @@ def test_a_server_that_is_told_to_end_writes_it_and_the_next_one_gives_it_back(
 ) -> None:
     """Then something continues it, and its file goes."""
     first = engine("one")
-    first.store(LONG)
-    first.store_tail(LONG, CHUNK // 2)
-    first.wait_hits(LONG)
-    wait_written(root)
+    store_with_tail(first, root)
     end_softly(root)
     assert len(list(blob_files(root))) == LONG + 1
     first.close()
@@ -88,10 +90,7 @@ def test_a_server_that_is_told_to_end_writes_it_and_the_next_one_gives_it_back(
 
 def test_a_server_that_is_killed_loses_it_and_nothing_else(engine: EngineStarter, root: Path) -> None:
     first = engine("one")
-    first.store(LONG)
-    first.store_tail(LONG, CHUNK // 2)
-    first.wait_hits(LONG)
-    wait_written(root)
+    store_with_tail(first, root)
     kill_server(root)
     first.close()
     lookup, found = answer(engine("two"), LONG + 1)

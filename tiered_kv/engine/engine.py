@@ -737,14 +737,12 @@ class Engine:
             case Write():
                 self.tiering.written(job, outcome)
             case Read():
-                now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
-                self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
+                self._read_ended(job, outcome)
                 self.tiering.read(job, outcome, ended.tag, ended.stored_by)
             case WriteRow():
                 self.tiering.row_written(job, outcome)
             case ReadRow():
-                now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
-                self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
+                self._read_ended(job, outcome)
                 self.tiering.row_read(job, outcome, ended.tag, ended.stored_by)
             case Copy():
                 self.tiering.copied(job, outcome)
@@ -755,6 +753,10 @@ class Engine:
                 self.tiering.deleted(job.tier, job.record, outcome)
             case Grow():
                 self.tiering.grown(job, outcome)
+
+    def _read_ended(self, job: Read | ReadRow, outcome: Outcome) -> None:
+        now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
+        self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
 
     def _blob_bytes(self, job: Read | ReadRow) -> int:
         return self._performer.formats[job.record.namespace].blob_bytes
