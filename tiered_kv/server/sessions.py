@@ -851,6 +851,7 @@ def ready_message(engine: Engine, group: Group, blob_format: BlobFormat) -> m.Re
         rank_offsets=group.rank_offsets,
         chunks_leased_max=engine.chunks_leased_max(group.namespace.digest),
         tiers=[HOST_NAME, *(tier.traits.name for tier in engine.tiers.values())],
+        host_bytes=engine.host_bytes,
     )
 
 
