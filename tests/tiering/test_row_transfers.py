@@ -146,15 +146,42 @@ def test_a_failed_write_ends_badly_with_all_behind_it(outcome: Outcome) -> None:
     assert len(rows.tiering.index) == (outcome is Outcome.FOREIGN)
 
 
-def test_stores_of_what_is_there_or_on_its_way_end_well_at_once_and_others_without_parent_badly() -> None:
+def test_stores_of_what_is_there_end_well_at_once_and_those_without_parent_badly() -> None:
     rows = Rows()
     first = rows.store((1,))
-    assert rows.told(rows.store((1,), (2, 3))) == ["good", "bad"]
+    assert rows.told(rows.store((2, 3))) == ["bad"]
     rows.end_every(WriteRow)
     assert rows.told([*first, *rows.store((1,))]) == ["good", "good"]
     rows.commit((5,))
     assert rows.told(rows.store((5,))) == ["good"]
     assert rows.told(rows.load((5,))) == ["elsewhere"]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.NO_ROOM])
+def test_a_row_whose_chunk_is_just_written_from_another_row_is_told_as_that_write_ends(outcome: Outcome) -> None:
+    rows = Rows()
+    first, second, third = rows.store(*PREFIX), rows.store(*PREFIX), rows.store((1,))
+    assert rows.told([*first, *second, *third]) == [None] * 7 and len(rows.waiting(WriteRow)) == 1
+    rows.tiering.take_rows_back(third)
+    rows.step()
+    assert rows.told(third) == ["bad"] and rows.told([*first, *second]) == [None] * 6
+    rows.end(rows.waiting(WriteRow)[0], outcome)
+    if outcome is Outcome.OK:
+        assert rows.told([*first, *second]) == 2 * ["good", None, None]
+        rows.end_every(WriteRow)
+    is_good = outcome is Outcome.OK
+    assert rows.told([*first, *second]) == ["good" if is_good else "bad"] * 6
+    assert rows.tiering.counters["written"] == 3 * is_good and rows.tiering.counters["store_duplicate"] == 4
+
+
+def test_a_row_that_waits_for_the_write_of_another_that_is_taken_back_ends_as_that_write_does() -> None:
+    rows = Rows()
+    first, second = rows.store((1,), (1, 2)), rows.store((1,), (1, 2))
+    rows.tiering.take_rows_back(first)
+    rows.step()
+    assert rows.told(first) == ["bad", "bad"] and rows.told(second) == [None, "bad"]
+    rows.end(rows.waiting(WriteRow)[0])  # it was in the file before the row was taken back
+    assert rows.told(second) == ["good", "bad"] and rows.is_below((1,))
 
 
 def test_a_slot_with_the_chunk_of_a_row_is_no_second_write() -> None:
