@@ -2,11 +2,14 @@
 
 import dataclasses
 import fcntl
+import logging
 import mmap
 import os
+import resource
 import select
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path as FilePath
 
 import pytest
@@ -250,6 +253,67 @@ def test_a_region_that_is_cut_costs_its_rows_and_nothing_else(world: RowWorld) -
     assert world.until(rows[0][0]) == ["bad"]
     os.ftruncate(world.fd, ROWS * ROW_BYTES)
     assert world.until(*world.load((PREFIX[0], 10))) == ["good"], "the disk is not to blame"
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """No file can be opened by this process."""
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+    try:
+        while True:
+            try:
+                taken.append(os.dup(0))
+            except OSError:
+                break
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_without_descriptors_rows_are_misses_and_it_is_said_once(
+    world: RowWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.until(*world.store(*place(*PREFIX)))
+    with no_descriptors():
+        assert world.until(*world.load(*place(*PREFIX, first=10))) == ["bad"] * 4
+        assert world.until(*world.store(*[((number,), number) for number in range(20, 24)])) == ["bad"] * 4
+    (said,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "EMFILE" in said.getMessage() and said.exc_info is None
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+    assert [world.row(10 + number) for number in range(4)] == [world.content(path) for path in PREFIX]
+
+
+def test_a_row_that_is_just_being_mapped_when_the_session_ends_is_neither_read_nor_left_open(
+    world: RowWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.until(*world.store(*place(*PREFIX)))
+    is_in, go_on, made = threading.Event(), threading.Event(), lent_rows._MappedRow
+
+    def mapping(*given: int) -> object:
+        is_in.set()
+        assert go_on.wait(DEADLINE_S)
+        return made(*given)
+
+    monkeypatch.setattr(lent_rows, "_MappedRow", mapping)
+    region_fd = world.lent._region_fd
+    world.load((PREFIX[0], 10))
+    world.step()
+    assert is_in.wait(DEADLINE_S)
+    world.engine.suspend_session(world.session)
+    world.lent.close()
+    assert world.is_let_go() and os.fstat(region_fd).st_size, "the row that is being mapped would be another file's"
+    before = world.memory[:]
+    go_on.set()
+    while world.engine.jobs(1)["get"]:
+        world.step()
+    assert world.memory[:] == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(region_fd)
+    world.engine.close_session(world.session)
 
 
 def test_a_session_that_ends_lets_go_of_all_rows_at_once(world: RowWorld) -> None:
