@@ -20,7 +20,7 @@ from tests.kit.storage.disk_probe import blob_files, blob_path, open_disk, temp_
 from tiered_kv.engine import lent_rows
 from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.engine.lent_rows import LentRows, RowGone
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.tiering.types import RowsEnded, RowUse
 from tiered_kv.tiers.base import BlobName, TierWrapper
 
@@ -36,12 +36,17 @@ class Hanging(TierWrapper):
 
     def __init__(self, root: FilePath) -> None:
         super().__init__(open_disk(root))
-        self.hangs_reads = self.hangs_writes = False
+        self.hangs_reads = self.hangs_writes = self.fails_deletes = False
         self.is_in, self.go_on = threading.Semaphore(0), threading.Event()
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         self._hang(self.hangs_writes)
         self.inner.put(name, blob)
+
+    def delete(self, name: BlobName) -> bool:
+        if self.fails_deletes:
+            raise TierUnavailable("no delete")
+        return self.inner.delete(name)
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         buffer[: HEADER_BYTES + ROW_BYTES // 2] = b"\xbb" * (HEADER_BYTES + ROW_BYTES // 2)
@@ -235,13 +240,35 @@ def test_what_was_sealed_after_a_row_was_taken_back_is_in_no_file(world: RowWorl
     world.fill(0, b"\x66" * ROW_BYTES)
     assert world.until(*uses) == ["bad"] * 4
     world.disk.go_on.set()
-    while world.tiering.pending_writes:
+    while world.tiering.pending_writes or world.engine.jobs(1)["delete"]:
         world.step()
     assert blob_files(tmp_path) == [] and temp_files(tmp_path) == []
     assert len(world.tiering.index) == 0
+    assert world.tiering.counters["row_dropped_taken_back"] == 4
+    assert world.tiering.counters["write_failed_unavailable"] == 0
     world.disk.hangs_writes = False
     assert world.until(*world.store(*place(*PREFIX))) == ["good"] * 4
     assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+
+
+def test_a_file_of_a_row_that_was_taken_back_and_that_cannot_be_deleted_is_accounted_for(
+    world: RowWorld, tmp_path: FilePath
+) -> None:
+    world.disk.hangs_writes = world.disk.fails_deletes = True
+    uses = world.store((PREFIX[0], 0))
+    world.step()
+    assert world.disk.is_in.acquire(timeout=DEADLINE_S)
+    world.engine.end_rows(world.session, uses)
+    world.disk.go_on.set()
+    while world.tiering.pending_writes or world.engine.jobs(1)["delete"]:
+        world.step()
+    assert len(blob_files(tmp_path)) == 1
+    assert world.tiering.tier_usage(1).used_bytes == BLOB_BYTES
+    assert world.until(*world.load((PREFIX[0], 10))) == ["bad"], "it may not be what was sealed"
+    world.disk.fails_deletes = world.disk.hangs_writes = False
+    assert world.until(*world.store((PREFIX[0], 0))) == ["good"]
+    assert world.until(*world.load((PREFIX[0], 10))) == ["good"]
+    assert world.row(10) == world.content(PREFIX[0]) and world.tiering.tier_usage(1).used_bytes == BLOB_BYTES
 
 
 def test_a_region_that_is_cut_costs_its_rows_and_nothing_else(world: RowWorld) -> None:

@@ -103,10 +103,8 @@ class RowTransfers:
     def read(self, job: ReadRow, outcome: Outcome) -> None:
         """A read ended; what a failed one leaves behind is rule 4, unless a promotion finds the same out."""
         entry, tier = self._index.get(job.record.key), self._tiers[job.tier]
-        is_of_tier = job.use in self._open or outcome is not Outcome.UNAVAILABLE  # else the row was taken back
         if (
-            outcome is not Outcome.OK
-            and is_of_tier
+            outcome not in (Outcome.OK, Outcome.ROW_GONE)  # of which the tier knows nothing
             and entry is not None
             and entry.record.namespace == job.record.namespace
         ):
@@ -128,7 +126,7 @@ class RowTransfers:
     def take_back(self, uses: Iterable[RowUse]) -> None:
         """End uses early, badly; those that are over already are ignored."""
         write_through = self._tiers.write_through
-        for use in uses:
+        for use in reversed(list(uses)):  # those behind first, or they would be dropped with the first one
             if use not in self._open:
                 continue
             entry = self._open.pop(use)
