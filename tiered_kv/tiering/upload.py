@@ -64,6 +64,9 @@ class Upload:
     def has_bytes(self, entry: Entry) -> bool:
         return entry.blobs[self._above] is BlobState.PRESENT
 
+    def not_deleted(self, entry: Entry) -> None:
+        """Nothing waits: what is in this machine's tier is offered again some day."""
+
     def size_bytes(self, entry: Entry) -> int:
         return entry.blob_bytes[self._above]
 
