@@ -552,7 +552,7 @@ class Hinted(Message, frozen=True):
 
     Attributes:
         outcome: ``done``; ``unknown``: nothing is known of what it names; ``no_engine``: no engine is here that could
-            use it; ``refused``: too many, or too much.
+            use it; ``refused``: too many, or too much; ``nowhere``: no tier of this server keeps pins.
         chunks: How many it is about: of a prefetch what is to come up, of a pin what is kept; of others 0.
     """
 
