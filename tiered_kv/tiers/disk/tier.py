@@ -203,6 +203,10 @@ class DiskTier(Tier):
             ChunkCorrupt: The blob does not begin with a header; nothing was stored.
             ChunkMismatch: The header is of another format version, or a foreign file has the name; it is left alone.
         """
+        self.put_if(name, blob, lambda: True)
+
+    def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
+        """The same; asks between the write of the file and its renaming."""
         header = peek(blob[:PEEK_BYTES])
         with self._operation():
             if self._ledger.is_foreign(name):
@@ -219,9 +223,13 @@ class DiskTier(Tier):
                     if allocated > reserved:
                         self._ledger.reserve(allocated - reserved, available)
                         reserved = allocated
+                    if not is_wanted():
+                        self._abandon(temp, reserved)
+                        return False
                     # The reservation, not a smaller allocation: ZFS and btrfs tell the final one seconds later.
                     info = BlobInfo(header.record, reserved)
                     self._publish(temp, info, reserved)
+                    return True
             except BaseException:
                 self._abandon(temp, reserved)
                 raise
