@@ -199,8 +199,7 @@ class TierWrapper(Tier):
     """A tier around another one: forwards every call, and a subclass overrides what it changes.
 
     ``get_into_by_pieces`` is not forwarded: it ends in ``get_into`` here, so a wrapper that changes how a blob is read
-    changes both; nor is ``put_if``, which ends in ``put``. ``count_held`` is: a wrapper that changes ``contains`` changes
-    both.
+    changes both; nor is ``put_if``, which ends in ``put``. ``count_held`` is: who changes ``contains`` changes both.
 
     Threads: as thread-safe as ``inner``.
     """
