@@ -393,7 +393,7 @@ def test_the_digest_names_the_limits() -> None:
 
 def test_every_setting_is_documented_with_its_default() -> None:
     settings = {setting.name: setting for setting in Config.settings()}
-    assert list(settings) == [field.name for field in dataclasses.fields(Config)]
+    assert [*settings, "host_bytes_default"] == [field.name for field in dataclasses.fields(Config)]
     assert all(setting.help for setting in settings.values())
     assert settings["promotion_wait_ms"].default == "auto"
     assert settings["strict"].default == "false"
@@ -446,3 +446,19 @@ def test_the_memory_limit_is_that_of_the_nearest_cgroup(
 def test_the_default_of_host_memory_is_a_tenth_and_at_most_8_gib() -> None:
     assert 0 < config().resolved_host_bytes() <= min(memory_limit_bytes() // 10, 8 << 30)
     assert config(host_bytes="1GiB").resolved_host_bytes() == 1 << 30
+
+
+def test_below_vllms_offloading_the_default_of_host_memory_is_small_and_holds_some_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tiered_kv.config.memory_limit_bytes", lambda: 1 << 38)
+    assert config().resolved_host_bytes() == 8 << 30
+    assert config().below_offloading().resolved_host_bytes() == 1 << 30
+    assert config().below_offloading(32 << 20).resolved_host_bytes() == 2 << 30
+    assert config().below_offloading(1 << 30).resolved_host_bytes() == 8 << 30, "more than the connector's"
+    named = config(host_bytes="3GiB").below_offloading(1)
+    assert named.resolved_host_bytes() == 3 << 30
+    # A server takes the default of who starts it; who joins one names nothing.
+    small = config().below_offloading()
+    assert small.host_bytes is None and Config.from_mapping(small.to_mapping()).host_bytes == 1 << 30
+    assert Config.from_mapping(config().to_mapping()) == config()

@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ EXAMPLES = count("INPUT_FUZZ", 200)
 SECRET = "Tr0ub4dor"
 """Stands wherever a user may write a secret; no message may hold it."""
 
-NAMES = [field.name for field in fields(Config)]
+NAMES = [setting.name for setting in Config.settings()]
 SCHEMES = ["file", "s3", "gs", "az", "memory", "shared+file", "http", "", "S3", "file:", "s3:/"]
 
 texts = st.text(max_size=40) | st.sampled_from(

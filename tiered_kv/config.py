@@ -13,7 +13,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +31,11 @@ SIZE_MAX = (1 << 63) - 1
 MIN_FREE_BYTES_DEFAULT = 1 << 30
 HOST_BYTES_DEFAULT_MAX = 8 << 30
 HOST_SHARE_DEFAULT = 0.1
+OFFLOADING_HOST_BYTES = 1 << 30
+OFFLOADING_ROWS = 64
+"""Below vLLM's offloading host memory is vLLM's, and what goes through slots needs few: of so many a session may lease
+24, and its loads have half of these at once, about as many as a bucket is read with (``storage_concurrency``)."""
+
 DISK_SHARE_DEFAULT = 0.1
 TIME_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 TTL_MAX_S = 100 * 366 * 86400
@@ -265,7 +270,9 @@ class Config:
         _boolean, "let the limit delete other models' objects below the URI, too", default=False
     )
     host_bytes: int | None = _setting(
-        parse_size, "host memory of the server; default min(10 % of the memory limit, 8 GiB)"
+        parse_size,
+        "host memory of the server; default min(10 % of the memory limit, 8 GiB), below vLLM's offloading no more than "
+        "1 GiB or 64 rows",
     )
     disk_path: Path | None = _setting(_directory, "local disk tier in front of an object store; an error with file://")
     disk_bytes: int | None = _setting(parse_size, "limit of the disk tier; default 10 % of the free space")
@@ -333,6 +340,8 @@ class Config:
         _number(0.001, 0.5), "share of vLLM's blocks that chunks waiting for a slot may keep from requests", 0.1
     )
 
+    host_bytes_default: int | None = None  # no setting: see below_offloading
+
     @classmethod
     def from_mapping(cls, settings: Mapping[str, object]) -> "Config":
         """Validate settings as a user wrote them.
@@ -340,7 +349,7 @@ class Config:
         Raises:
             ConfigError: A name is unknown, a value is of the wrong kind, or settings contradict each other.
         """
-        known = {f.name: f.metadata for f in fields(cls)}
+        known = {f.name: f.metadata for f in cls._fields()}
         values: dict[str, Any] = {}
         for name, value in settings.items():
             if name not in known:
@@ -363,8 +372,22 @@ class Config:
             )
         return config
 
+    @classmethod
+    def _fields(cls) -> list[Field[Any]]:
+        """Those that are settings."""
+        return [one for one in fields(cls) if one.metadata]
+
     def __repr__(self) -> str:
         return f"Config({self.describe()})"
+
+    def below_offloading(self, row_bytes: int = 0) -> "Config":
+        """The same for a tier below vLLM's offloading: a server that it starts has little host memory by default.
+
+        Args:
+            row_bytes: Of one of vLLM's rows; 0: not known.
+        """
+        least = max(OFFLOADING_HOST_BYTES, OFFLOADING_ROWS * row_bytes)
+        return replace(self, host_bytes_default=min(least, _host_bytes_default()))
 
     def location(self) -> Location:
         """What ``storage_uri`` and ``storage_options`` name.
@@ -459,9 +482,7 @@ class Config:
 
     def resolved_host_bytes(self) -> int:
         """``host_bytes``, or its default on this machine."""
-        if self.host_bytes is not None:
-            return self.host_bytes
-        return min(int(memory_limit_bytes() * HOST_SHARE_DEFAULT), HOST_BYTES_DEFAULT_MAX)
+        return self.host_bytes or self.host_bytes_default or _host_bytes_default()
 
     def resolved_disk_bytes(self, existing_bytes: int = 0) -> int:
         """``disk_bytes``, or its default: a share of what is free, counting what the cache holds already."""
@@ -483,7 +504,7 @@ class Config:
     @classmethod
     def settings(cls) -> list[Setting]:
         """Every setting with its default and one line of help."""
-        return [Setting(f.name, f.metadata["shown"] or _shown(f.default), f.metadata["help"]) for f in fields(cls)]
+        return [Setting(f.name, f.metadata["shown"] or _shown(f.default), f.metadata["help"]) for f in cls._fields()]
 
     def digest(self) -> str:
         """Short name of what a server serves within which limits; two clients of one server must agree on it.
@@ -499,15 +520,21 @@ class Config:
     def to_mapping(self) -> dict[str, object]:
         """Settings as plain values that :meth:`from_mapping` takes back, to pass to another process.
 
+        A server that is started with them takes the default of who starts it.
         Secrets included: through a pipe, never on a command line, in an environment or in a log (:meth:`describe`).
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in self._fields()}
+        values["host_bytes"] = self.host_bytes or self.host_bytes_default
         values["promotion_wait_ms"] = "auto" if self.promotion_wait_ms is None else self.promotion_wait_ms
         return {k: str(v) if isinstance(v, Path) else v for k, v in values.items() if v is not None}
 
     def describe(self) -> dict[str, object]:
         """Settings as plain values for a log line, with secrets redacted."""
         return {name: _safe(name, value) for name, value in self.to_mapping().items()}
+
+
+def _host_bytes_default() -> int:
+    return min(int(memory_limit_bytes() * HOST_SHARE_DEFAULT), HOST_BYTES_DEFAULT_MAX)
 
 
 def _safe(name: str, value: object) -> object:

@@ -39,6 +39,7 @@ from tests.kit.vllm.offloading_engine import (
     step,
     tier_of,
 )
+from tiered_kv.config import Config
 
 pytestmark = pytest.mark.vllm
 
@@ -217,6 +218,21 @@ def test_an_engine_of_several_processes_is_joined_by_its_workers_word(
     assert [one["cached_tokens"] for one in answers] == [HIT] * len(PROMPTS)
     for one, theirs in zip(answers, plain, strict=True):
         assert tuple(one["tokens"]) == theirs.tokens
+
+
+def test_a_server_that_an_engine_starts_has_little_host_memory_unless_it_is_named(
+    tiny_model: Path, plain: list[Answer], tmp_path: Path
+) -> None:
+    root, usual = tmp_path / "cache", Config.from_mapping(on_disk(tmp_path)).resolved_host_bytes()
+    for hit in (0, HIT):
+        with offloading_engine(tiny_model, on_disk(root) | {"host_bytes": None}) as llm:
+            (answer,) = ask(llm, PROMPTS[0])
+            here = figures(root)["hierarchy"]["host_capacity_bytes"]
+            assert here == tier_of(llm)._jobs.client.host_bytes == min(usual, 1 << 30)
+            wait_written(root)
+        wait_ended(root)
+        assert answer.cached_tokens == hit
+        assert_same(answer, plain[0])
 
 
 def test_a_wrong_setting_ends_the_start_with_its_name(tiny_model: Path, tmp_path: Path) -> None:

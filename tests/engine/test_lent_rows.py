@@ -2,11 +2,14 @@
 
 import dataclasses
 import fcntl
+import logging
 import mmap
 import os
+import resource
 import select
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path as FilePath
 
 import pytest
@@ -39,7 +42,7 @@ class Hanging(TierWrapper):
 
     def __init__(self, root: FilePath) -> None:
         super().__init__(open_disk(root))
-        self.hangs_reads = self.hangs_writes = self.fails = False
+        self.hangs_reads = self.hangs_writes = self.fails = self.fails_deletes = False
         self.late: BlobName | None = None
         self.is_in, self.go_on = threading.Semaphore(0), threading.Event()
 
@@ -55,6 +58,11 @@ class Hanging(TierWrapper):
             return is_wanted()
 
         return super().put_if(name, blob, is_wanted) if self.late is None else self.inner.put_if(name, blob, asked)
+
+    def delete(self, name: BlobName) -> bool:
+        if self.fails_deletes:
+            raise TierUnavailable("no delete")
+        return self.inner.delete(name)
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         buffer[: HEADER_BYTES + ROW_BYTES // 2] = b"\xbb" * (HEADER_BYTES + ROW_BYTES // 2)
@@ -295,13 +303,35 @@ def test_what_was_sealed_after_a_row_was_taken_back_is_in_no_file(world: RowWorl
     world.fill(0, b"\x66" * ROW_BYTES)
     assert world.until(*uses) == ["bad"] * 4
     world.disk.go_on.set()
-    while world.tiering.pending_writes:
+    while world.tiering.pending_writes or world.engine.jobs(1)["delete"]:
         world.step()
     assert blob_files(tmp_path) == [] and temp_files(tmp_path) == []
     assert len(world.tiering.index) == 0
+    assert world.tiering.counters["row_dropped_taken_back"] == 4
+    assert world.tiering.counters["write_failed_unavailable"] == 0
     world.disk.hangs_writes = False
     assert world.until(*world.store(*place(*PREFIX))) == ["good"] * 4
     assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+
+
+def test_a_file_of_a_row_that_was_taken_back_and_that_cannot_be_deleted_is_accounted_for(
+    world: RowWorld, tmp_path: FilePath
+) -> None:
+    world.disk.hangs_writes = world.disk.fails_deletes = True
+    uses = world.store((PREFIX[0], 0))
+    world.step()
+    assert world.disk.is_in.acquire(timeout=DEADLINE_S)
+    world.engine.end_rows(world.session, uses)
+    world.disk.go_on.set()
+    while world.tiering.pending_writes or world.engine.jobs(1)["delete"]:
+        world.step()
+    assert len(blob_files(tmp_path)) == 1
+    assert world.tiering.tier_usage(1).used_bytes == BLOB_BYTES
+    assert world.until(*world.load((PREFIX[0], 10))) == ["bad"], "it may not be what was sealed"
+    world.disk.fails_deletes = world.disk.hangs_writes = False
+    assert world.until(*world.store((PREFIX[0], 0))) == ["good"]
+    assert world.until(*world.load((PREFIX[0], 10))) == ["good"]
+    assert world.row(10) == world.content(PREFIX[0]) and world.tiering.tier_usage(1).used_bytes == BLOB_BYTES
 
 
 def test_a_region_that_is_cut_costs_its_rows_and_nothing_else(world: RowWorld) -> None:
@@ -313,6 +343,67 @@ def test_a_region_that_is_cut_costs_its_rows_and_nothing_else(world: RowWorld) -
     assert world.until(rows[0][0]) == ["bad"]
     os.ftruncate(world.fd, ROWS * ROW_BYTES)
     assert world.until(*world.load((PREFIX[0], 10))) == ["good"], "the disk is not to blame"
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """No file can be opened by this process."""
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+    try:
+        while True:
+            try:
+                taken.append(os.dup(0))
+            except OSError:
+                break
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_without_descriptors_rows_are_misses_and_it_is_said_once(
+    world: RowWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.until(*world.store(*place(*PREFIX)))
+    with no_descriptors():
+        assert world.until(*world.load(*place(*PREFIX, first=10))) == ["bad"] * 4
+        assert world.until(*world.store(*[((number,), number) for number in range(20, 24)])) == ["bad"] * 4
+    (said,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "EMFILE" in said.getMessage() and said.exc_info is None
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+    assert [world.row(10 + number) for number in range(4)] == [world.content(path) for path in PREFIX]
+
+
+def test_a_row_that_is_just_being_mapped_when_the_session_ends_is_neither_read_nor_left_open(
+    world: RowWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.until(*world.store(*place(*PREFIX)))
+    is_in, go_on, made = threading.Event(), threading.Event(), lent_rows._MappedRow
+
+    def mapping(*given: int) -> object:
+        is_in.set()
+        assert go_on.wait(DEADLINE_S)
+        return made(*given)
+
+    monkeypatch.setattr(lent_rows, "_MappedRow", mapping)
+    region_fd = world.lent._region_fd
+    world.load((PREFIX[0], 10))
+    world.step()
+    assert is_in.wait(DEADLINE_S)
+    world.engine.suspend_session(world.session)
+    world.lent.close()
+    assert world.is_let_go() and os.fstat(region_fd).st_size, "the row that is being mapped would be another file's"
+    before = world.memory[:]
+    go_on.set()
+    while world.engine.jobs(1)["get"]:
+        world.step()
+    assert world.memory[:] == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(region_fd)
+    world.engine.close_session(world.session)
 
 
 def test_a_session_that_ends_lets_go_of_all_rows_at_once(world: RowWorld) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.ops.doctor_config import TRANSFER_FIELDS, check_settings, read_text
+from tiered_kv.config import Config, size_text
+from tiered_kv.ops.doctor_config import TRANSFER_FIELDS, check_host_default, check_settings, read_text
 from tiered_kv.ops.findings import DoctorFinding
 
 URI = "file:///var/cache/tiered_kv"
@@ -179,6 +180,15 @@ def test_what_works_and_surprises_is_a_warning(name: str) -> None:
     findings = examined(given)
     assert [f for f in findings if f.status == "error"] == []
     assert any(f.status == "warning" and f.check == check and text in f.text for f in findings)
+
+
+def test_of_a_tier_it_is_said_what_host_memory_a_server_has_that_nobody_named() -> None:
+    assert read_text(json.dumps(offloading())).is_tier and not read_text(json.dumps(transfer())).is_tier
+    small = Config.from_mapping({"storage_uri": URI}).below_offloading()
+    (finding,) = check_host_default(small)
+    assert f"takes up to {size_text(small.resolved_host_bytes())}" in finding.text and finding.status == "ok"
+    assert "TieredKVConnector shares the directory" in finding.text
+    assert check_host_default(Config.from_mapping({"storage_uri": URI, "host_bytes": "2GiB"})) == []
 
 
 def test_every_wrong_setting_is_told_not_the_first_alone() -> None:

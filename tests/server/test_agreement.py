@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.kit.server.clients import hello, settings, worker_part
+from tests.kit.server.clients import SmallEngine, hello, settings, worker_part
 from tests.kit.server.probe import socket_of
 from tiered_kv import __version__
 from tiered_kv.config import Config
@@ -48,6 +48,23 @@ def test_a_limit_that_the_server_took_by_default_conflicts_with_a_wanted_one(roo
 
 def test_limits_that_are_left_out_are_taken_as_they_are(served: Path) -> None:
     assert welcome(Config.from_mapping({"storage_uri": f"file://{served}"})).directory == str(served)
+
+
+def test_a_server_below_vllms_offloading_is_small_and_engines_of_the_connector_take_what_it_has(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody_named = settings(root, host_bytes=None)
+    monkeypatch.setattr("tiered_kv.config.OFFLOADING_HOST_BYTES", 16 << 20)  # as with more memory
+    first = SmallEngine.start(nobody_named.below_offloading(), "below")
+    other = SmallEngine.start(nobody_named, "beside", weights="other")
+    assert first.client.host_bytes == other.client.host_bytes == 16 << 20 < nobody_named.resolved_host_bytes()
+    other.store(6)
+    assert other.hits(6) == 6
+    named = settings(root, host_bytes="8MiB").below_offloading()
+    with pytest.raises(ConfigError, match=rf"runs with host_bytes={16 << 20}, .* configured with host_bytes={8 << 20}"):
+        say_hello(named, "worker", "e", 0)
+    first.close()
+    other.close()
 
 
 def test_another_protocol_is_refused_with_both_versions(served: Path) -> None:

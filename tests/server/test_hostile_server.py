@@ -30,7 +30,7 @@ from tiered_kv.tiering.types import Arrival, LookupAnswer
 
 ID = "0123456789abcdef"
 RECORD = Namespace.from_fields(dict.fromkeys(REQUIRED_FIELDS) | {"format_version": 1, "epoch": "base-0"}).record
-READY = m.Ready(RECORD, 8192, 4096, [0], 100, ["host", "disk"])
+READY = m.Ready(RECORD, 8192, 4096, [0], 100, ["host", "disk"], 1 << 30)
 KEYS = [bytes([index]) * 16 for index in range(8)]
 DIGESTS = [bytes([index]) * 32 for index in range(8)]
 
@@ -157,15 +157,15 @@ def answer(**fields: Any) -> m.Updated:
         m.Moved(2, True, bytes(16)),
         m.Moved(-1, True, bytes(16)),
         m.Moved(0, True, bytes(15)),
-        m.Ready(RECORD, 0, 4096, [0], 1, ["host"]),
-        m.Ready(RECORD, 8192, -1, [0], 1, ["host"]),
-        m.Ready(RECORD, 8192, 4096, [], 1, ["host"]),
-        m.Ready(RECORD, 8192, 4096, [1 << 40], 1, ["host"]),
-        m.Ready(RECORD, 8192, 4096, [-1], 1, ["host"]),
-        m.Ready(RECORD, 8192, 4096, [0], 1, ["host\nforged line"]),
-        m.Ready(RECORD, 8192, 4096, [0], 1, ["host"] * 100),
-        m.Ready(b"[" * 100_000, 8192, 4096, [0], 1, ["host"]),
-        m.Ready(b"{}", 8192, 4096, [0], 1, ["host"]),
+        m.Ready(RECORD, 0, 4096, [0], 1, ["host"], 1 << 30),
+        m.Ready(RECORD, 8192, -1, [0], 1, ["host"], 1 << 30),
+        m.Ready(RECORD, 8192, 4096, [], 1, ["host"], 1 << 30),
+        m.Ready(RECORD, 8192, 4096, [1 << 40], 1, ["host"], 1 << 30),
+        m.Ready(RECORD, 8192, 4096, [-1], 1, ["host"], 1 << 30),
+        m.Ready(RECORD, 8192, 4096, [0], 1, ["host\nforged line"], 1 << 30),
+        m.Ready(RECORD, 8192, 4096, [0], 1, ["host"] * 100, 1 << 30),
+        m.Ready(b"[" * 100_000, 8192, 4096, [0], 1, ["host"], 1 << 30),
+        m.Ready(b"{}", 8192, 4096, [0], 1, ["host"], 1 << 30),
         m.Slabs(1),
     ],
 )

@@ -88,8 +88,9 @@ class Rows:
         """Report a job. Of a row that is written behind another, that one's comes first, and decides."""
         if isinstance(job, WriteRow) and (parent := self.behind.pop(job, None)) is not None:
             if parent in self.jobs:
-                self.end(parent, outcome)
-            outcome = Outcome.NO_PARENT if parent in self.failed else outcome
+                self.end(parent, Outcome.OK if outcome in (Outcome.ROW_GONE, Outcome.ROW_CHANGED) else outcome)
+            if parent in self.failed and outcome is not Outcome.ROW_GONE:
+                outcome = Outcome.NO_PARENT
         self.jobs.remove(job)
         match job:
             case WriteRow():
@@ -162,15 +163,43 @@ def test_a_failed_write_ends_badly_with_all_behind_it(outcome: Outcome) -> None:
     assert len(rows.tiering.index) == (outcome is Outcome.FOREIGN)
 
 
-def test_stores_of_what_is_there_or_on_its_way_end_well_at_once_and_others_without_parent_badly() -> None:
+def test_stores_of_what_is_there_end_well_at_once_and_those_without_parent_badly() -> None:
     rows = Rows()
     first = rows.store((1,))
-    assert rows.told(rows.store((1,), (2, 3))) == ["good", "bad"]
+    assert rows.told(rows.store((2, 3))) == ["bad"]
     rows.end_every(WriteRow)
     assert rows.told([*first, *rows.store((1,))]) == ["good", "good"]
     rows.commit((5,))
     assert rows.told(rows.store((5,))) == ["good"]
     assert rows.told(rows.load((5,))) == ["elsewhere"]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.NO_ROOM])
+def test_a_row_whose_chunk_is_just_written_from_another_row_is_told_as_that_write_ends(outcome: Outcome) -> None:
+    rows = Rows()
+    first, second, third = rows.store(*PREFIX), rows.store(*PREFIX), rows.store((1,))
+    assert rows.told([*first, *second, *third]) == [None] * 7 and len(rows.waiting(WriteRow)) == 3
+    rows.tiering.take_rows_back(third)
+    rows.step()
+    assert rows.told(third) == ["bad"] and rows.told([*first, *second]) == [None] * 6
+    rows.end(rows.waiting(WriteRow)[0], outcome)
+    if outcome is Outcome.OK:
+        assert rows.told([*first, *second]) == 2 * ["good", None, None]
+    rows.end_every(WriteRow)
+    is_good = outcome is Outcome.OK
+    assert rows.told([*first, *second]) == ["good" if is_good else "bad"] * 6
+    assert rows.tiering.counters["written"] == 3 * is_good and rows.tiering.counters["store_duplicate"] == 4
+
+
+def test_a_row_that_waits_for_the_write_of_another_that_is_taken_back_ends_as_that_write_does() -> None:
+    rows = Rows()
+    first, second = rows.store((1,), (1, 2)), rows.store((1,), (1, 2))
+    rows.tiering.take_rows_back(first)
+    rows.step()
+    assert rows.told(first) == ["bad", "bad"] and rows.told(second) == [None, None]
+    rows.end(rows.waiting(WriteRow)[0])  # it was in the file before the row was taken back
+    rows.end(rows.waiting(WriteRow)[0], Outcome.ROW_GONE)
+    assert rows.told(second) == ["good", "bad"] and rows.is_below((1,))
 
 
 def test_a_slot_with_the_chunk_of_a_row_is_no_second_write() -> None:
@@ -190,8 +219,9 @@ def test_a_row_that_is_taken_back_is_told_at_once_and_its_job_ends_unheard() -> 
     rows.tiering.take_rows_back(uses)
     rows.step()
     assert rows.told(uses) == ["bad"] * 3 and rows.tiering.pending_writes == 3
-    rows.end_every(WriteRow, outcome=Outcome.UNAVAILABLE)
+    rows.end_every(WriteRow, outcome=Outcome.ROW_GONE)
     assert len(rows.tiering.index) == 0
+    assert dropped(rows) == {"row_dropped_taken_back": 3}, "each row once, and no failure of the tier"
     uses = rows.store((1,))
     rows.end_every(WriteRow)
     loads = rows.load((1,))
@@ -202,11 +232,37 @@ def test_a_row_that_is_taken_back_is_told_at_once_and_its_job_ends_unheard() -> 
     assert rows.is_below((1,))
 
 
+def dropped(rows: Rows) -> dict[str, int]:
+    """Counters of writes that were not made."""
+    words = ("row_dropped", "write_dropped", "write_failed")
+    return {name: count for name, count in rows.tiering.counters.items() if name.startswith(words) and count}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNAVAILABLE])
+def test_what_was_written_of_a_row_that_was_taken_back_takes_its_room_until_it_is_deleted(outcome: Outcome) -> None:
+    rows = Rows()
+    uses = rows.store((1,))
+    rows.tiering.take_rows_back(uses)
+    rows.end(rows.waiting(WriteRow)[0], Outcome.ROW_CHANGED)
+    assert rows.told(uses) == ["bad"] and dropped(rows) == {"row_dropped_taken_back": 1}
+    assert rows.tiering.tier_usage(1).used_bytes == SMALL.slot_bytes and not rows.is_below((1,))
+    assert rows.told(rows.load((1,))) == ["bad"]
+    rows.end(rows.waiting(Delete)[0], outcome)
+    is_left = outcome is not Outcome.OK
+    assert rows.tiering.tier_usage(1).used_bytes == is_left * SMALL.slot_bytes
+    assert len(rows.tiering.index) == is_left and rows.told(rows.load((1,))) == ["bad"]
+    again = rows.store((1,))
+    rows.end_every(Delete)
+    rows.end_every(WriteRow)
+    assert rows.told(again) == ["good"] and rows.is_below((1,))
+    assert rows.tiering.tier_usage(1).used_bytes == SMALL.slot_bytes
+
+
 def test_a_chunk_that_is_written_from_a_row_that_was_taken_back_is_not_told_stored() -> None:
     rows = Rows()
     rows.tiering.take_rows_back(rows.store((1,)))
     again = rows.store((1,), (1, 2))
-    rows.end_every(WriteRow, outcome=Outcome.UNAVAILABLE)
+    rows.end_every(WriteRow, outcome=Outcome.ROW_GONE)
     assert not rows.is_below((1,)) and rows.told(again) == ["bad", "bad"]
 
 
@@ -215,7 +271,7 @@ def test_a_read_whose_row_was_taken_back_is_a_miss_and_no_failure_of_the_tier() 
     rows.store((1,))
     rows.end_every(WriteRow)
     rows.tiering.take_rows_back(rows.load((1,)))
-    rows.end_every(ReadRow, outcome=Outcome.UNAVAILABLE)
+    rows.end_every(ReadRow, outcome=Outcome.ROW_GONE)
     (counts,) = rows.tiering.hit_stats.take().values()
     assert (counts.asked, counts.hits.total()) == (1, 0)
     assert rows.tiering.counters["read_failed_unavailable"] == 0
@@ -241,6 +297,17 @@ def test_a_bad_blob_is_deleted_and_the_row_that_was_lent_meanwhile_is_written_af
     rows.tiering.take_rows_back(uses)
     rows.end_every(Delete)
     assert rows.told(uses) == ["bad"] and len(rows.tiering.index) == 0
+
+
+def test_a_row_that_waits_for_a_deletion_that_fails_is_given_back() -> None:
+    rows = Rows()
+    rows.store((1,))
+    rows.end_every(WriteRow)
+    rows.load((1,))
+    rows.end(rows.waiting(ReadRow)[0], Outcome.CORRUPT)
+    uses = rows.store((1,))
+    rows.end(rows.waiting(Delete)[0], Outcome.UNAVAILABLE)
+    assert rows.told(uses) == ["bad"] and dropped(rows) == {"row_dropped_not_now": 1}
 
 
 def test_a_tier_that_takes_no_writes_keeps_nobodys_row() -> None:
@@ -288,10 +355,14 @@ def test_whatever_happens_each_use_ends_once_and_nothing_stays(number: int) -> N
         elif rows.jobs:
             job = source.choice(rows.jobs)
             outcome = source.choice(outcomes)
-            if isinstance(job, Seal | Grow) or (isinstance(job, Delete) and outcome is not Outcome.MISSING):
+            if isinstance(job, Seal | Grow):
                 outcome = Outcome.OK
+            if isinstance(job, Delete) and outcome is not Outcome.MISSING:
+                outcome = source.choice([Outcome.OK, Outcome.OK, Outcome.UNAVAILABLE])
             if isinstance(job, WriteRow | Write) and outcome in (Outcome.MISSING, Outcome.CORRUPT):
                 outcome = Outcome.UNAVAILABLE
+            if isinstance(job, WriteRow) and job.use.id in rows.ends and source.random() < 0.7:
+                outcome = source.choice([Outcome.ROW_GONE, Outcome.ROW_CHANGED])
             rows.end(job, outcome)
     rows.tiering.take_rows_back([use for use in uses if source.random() < 0.5])
     while rows.jobs:

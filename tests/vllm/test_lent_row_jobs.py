@@ -11,12 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.kit.server.clients import namespace_fields
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tests.kit.server.processes import is_alive, stopped_server
 from tests.kit.storage.disk_probe import blob_files
-from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, Rows, fill, prompt, shared_rows
+from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, TOKENS, Rows, fill, prompt, shared_rows
+from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.server import protocol as m
 from tiered_kv.server import worker_client
 from tiered_kv.server.row_loan import server_pidfd
+from tiered_kv.server.sessions import loan_problem
+from tiered_kv.server.worker_client import pages_on_the_wire
 from tiered_kv.vllm import row_memory
 from tiered_kv.vllm.row_memory import NotShared, shared_region
 
@@ -197,6 +202,25 @@ def test_where_the_server_does_not_take_rows_they_go_through_slots_and_the_log_s
     wait_for(lambda: host_chunks(rows.root) == 12, "chunks in slots")
     assert rows.load(keys, into=100) == [True] * 12
     assert np.array_equal(rows.memory[100:112], before[:12])
+
+
+@pytest.mark.parametrize(
+    ("page", "blocks", "chunk_bytes"),
+    [
+        (LayerPage("row", "U8", (ROW_BYTES,), "B"), 1, ROW_BYTES),
+        (LayerPage("row", "BF16", (ROW_BYTES // 2,), "B"), 1, ROW_BYTES),
+        (LayerPage("row", "BF16", (ROW_BYTES,), "B"), 1, 2 * ROW_BYTES),
+        (LayerPage("row", "U8", (ROW_BYTES,), "B"), 2, 2 * ROW_BYTES),
+        (LayerPage("row", "U8", (ROW_BYTES,), "B", blocks=3), 4, 3 * ROW_BYTES),
+    ],
+)
+def test_rows_are_lent_only_where_a_chunk_has_the_bytes_of_a_row(
+    page: LayerPage, blocks: int, chunk_bytes: int
+) -> None:
+    join = m.JoinWorker(0, 1, TOKENS, blocks * TOKENS, namespace_fields(), pages_on_the_wire([page]))
+    said = loan_problem(join, m.LendRows(ROWS, ROW_BYTES))
+    expected = f"a chunk is not a whole row. row_bytes={ROW_BYTES} chunk_bytes={chunk_bytes}"
+    assert said == ("" if chunk_bytes == ROW_BYTES else expected)
 
 
 def test_memory_of_one_process_is_no_region() -> None:

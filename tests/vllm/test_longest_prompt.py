@@ -20,6 +20,7 @@ class Session:
     """What the server told a scheduler's client: slots of 8 MiB."""
 
     def __init__(self, host_bytes: int, share: float = 1.0) -> None:
+        self.host_bytes = host_bytes
         self.chunks_leased_max = int(host_bytes * share * Limits().request_share) // (8 * MIB)
         self.info: Any = None
 

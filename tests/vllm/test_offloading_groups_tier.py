@@ -247,7 +247,7 @@ def test_rows_that_were_reported_stored_and_dropped_are_told_of_once(
     try:
         for _ in range(2):
             client.figures = json.dumps(figures).encode()
-            engine.tier._metrics.watch(client, is_serving=True, host_bytes=64 << 20)
+            engine.tier._metrics.watch(client, is_serving=True)
     finally:
         logger.removeHandler(caplog.handler)
     assert counted(engine)["unwritten", "evicted"] == 7

@@ -72,13 +72,14 @@ def doctor(
         size = None if chunk_bytes is None else option_value("--chunk-bytes", parse_size, chunk_bytes)
         before: list[DoctorFinding] = []
         settings: dict[str, object] | None = {"storage_uri": uri}
+        is_tier = False
         if config is not None:
             read = read_text(_text(config))
-            before, settings = read.findings, read.settings
+            before, settings, is_tier = read.findings, read.settings, read.is_tier
         with progress("checking"):
             found = Examination(findings=before)
             if settings is not None:
-                examine(found, {**settings, **given}, chunk_bytes=size, max_model_len=max_model_len)
+                examine(found, {**settings, **given}, chunk_bytes=size, max_model_len=max_model_len, is_tier=is_tier)
         report = found.report()
         if as_json:
             print_json(report)

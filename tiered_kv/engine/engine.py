@@ -804,4 +804,4 @@ def _arrived(size_bytes: int, outcome: Outcome) -> int | None:
     """What a read moved: all of the blob even if it was bad, nothing if it failed, None if there was no blob."""
     if outcome is Outcome.MISSING:
         return None
-    return 0 if outcome is Outcome.UNAVAILABLE else size_bytes
+    return 0 if outcome in (Outcome.UNAVAILABLE, Outcome.ROW_GONE) else size_bytes

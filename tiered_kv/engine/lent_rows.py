@@ -168,6 +168,7 @@ class LentRows:
 
         _open       numbers of uses that may be begun or go on
         _running    those that a thread is in, also where they are not open any more
+        _mapping    threads that map a row: the region's descriptor is closed behind the last one
     """
 
     def __init__(self, region_fd: int, lifeline_fd: int, rows: int, row_bytes: int) -> None:
@@ -183,7 +184,9 @@ class LentRows:
         self.rows = rows
         self.row_bytes = row_bytes
         self._region_fd = region_fd
-        self._fds = [region_fd, lifeline_fd]
+        self._lifeline_fd = lifeline_fd
+        self._is_closed = False
+        self._mapping = 0
         self._lock = threading.Lock()
         self._open: set[int] = set()
         self._running: dict[int, _RunningUse] = {}
@@ -199,7 +202,7 @@ class LentRows:
             raise
 
     def _check_region(self) -> None:
-        status = os.fstat(self._fds[0])
+        status = os.fstat(self._region_fd)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"lent rows lie in no regular file. mode={status.st_mode:o}")
         if self.row_bytes % _PAGE or not (self.rows > 0 and self.row_bytes > 0):
@@ -252,12 +255,14 @@ class LentRows:
             self.check(use)
             self._check_region()
             mapped = _idle.take(self._number, use.row)
-            region_fd = os.dup(self._region_fd) if mapped is None else -1
+            self._mapping += mapped is None
         if mapped is None:  # not with the lock: mapping a large row takes milliseconds
             try:
-                mapped = _MappedRow(region_fd, use.row, self.row_bytes, header_bytes)
+                mapped = _MappedRow(self._region_fd, use.row, self.row_bytes, header_bytes)
             finally:
-                os.close(region_fd)
+                with self._lock:
+                    self._mapping -= 1
+                    self._let_go_of_region()
         assert mapped.header_bytes == header_bytes, "a region has rows of one format"
         try:
             with self._lock:
@@ -268,7 +273,7 @@ class LentRows:
             with self._lock:
                 self._running.pop(use.id, None)
                 # With the lock: close() comes before or after.
-                is_kept = not mapped.is_torn and bool(self._fds)
+                is_kept = not mapped.is_torn and not self._is_closed
                 surplus = _idle.put(self._number, mapped) if is_kept else [mapped]
             _close_all(surplus)
 
@@ -279,6 +284,14 @@ class LentRows:
             for running in self._running.values():
                 if running.is_read:
                     running.mapped.tear()
-            while self._fds:
-                os.close(self._fds.pop())
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._lifeline_fd)
+                self._let_go_of_region()
         _idle.unmap(self._number)
+
+    def _let_go_of_region(self) -> None:
+        """With the lock: close the descriptor once the loan is over, and nobody maps a row of it."""
+        if self._is_closed and not self._mapping and self._region_fd >= 0:
+            os.close(self._region_fd)
+            self._region_fd = -1

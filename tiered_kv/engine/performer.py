@@ -59,7 +59,8 @@ class JobResult(msgspec.Struct, frozen=True, gc=False):
     held: int = 0
 
 
-_OK, _MISSING, _UNAVAILABLE = JobResult(Outcome.OK), JobResult(Outcome.MISSING), JobResult(Outcome.UNAVAILABLE)
+_OK, _MISSING = JobResult(Outcome.OK), JobResult(Outcome.MISSING)
+_ROW_GONE, _ROW_CHANGED = JobResult(Outcome.ROW_GONE), JobResult(Outcome.ROW_CHANGED)
 _NO_PARENT = JobResult(Outcome.NO_PARENT)
 
 
@@ -111,7 +112,7 @@ class Performer:
             return self._failed(job, Outcome.NO_ROOM, exc)
         except RowGone as exc:  # nothing is wrong with the tier
             logger.debug("a lent row was not used. operation=%s cause=%s", type(job).__name__.lower(), exc)
-            return _UNAVAILABLE
+            return _ROW_GONE
         except (TierUnavailable, Closed, MemoryError) as exc:
             return self._failed(job, Outcome.UNAVAILABLE, exc)
         except Exception:  # a storage event may never end a thread; a miss is always right
@@ -194,9 +195,8 @@ class Performer:
                 return _NO_PARENT
         try:
             lent.check(job.use)
-        except RowGone:  # the row may have changed while it was written
-            tier.delete(BlobName.of(job.record))
-            raise
+        except RowGone:  # it may have changed while it was written
+            return _ROW_CHANGED
         return _OK
 
     def _copy(self, job: Copy) -> JobResult:

@@ -17,7 +17,7 @@ from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.location import redact
 from tiered_kv.ops.disk_storage import DiskStorage
-from tiered_kv.ops.doctor_config import check_settings
+from tiered_kv.ops.doctor_config import check_host_default, check_settings
 from tiered_kv.ops.doctor_disk import capacity_bytes, check_disk, check_marker
 from tiered_kv.ops.doctor_mooncake import check_pool
 from tiered_kv.ops.doctor_object import check_object
@@ -104,6 +104,7 @@ def examine(
     *,
     chunk_bytes: int | None = None,
     max_model_len: int | None = None,
+    is_tier: bool = False,
 ) -> None:
     """Run every check.
 
@@ -112,12 +113,16 @@ def examine(
         settings: As in ``kv_connector_extra_config``, unchecked.
         chunk_bytes: Size of a chunk; None: derived from the stored namespaces.
         max_model_len: Longest prompt; None: the same.
+        is_tier: The settings are those of a tier below vLLM's own offloading.
     """
     start = len(result.findings)
     config, findings = check_settings(settings)
     result.findings += findings
     if config is None:
         return
+    if is_tier:
+        config = config.below_offloading(chunk_bytes or 0)
+        result.findings += check_host_default(config)
     refusals = check_marker(config.disk_root())
     result.findings[start:start] = refusals  # before everything else: nothing would be started there
     running = find_running(config)

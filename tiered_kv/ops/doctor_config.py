@@ -7,10 +7,10 @@ nothing is shown but the place.
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Final
 
-from tiered_kv.config import Config
+from tiered_kv.config import OFFLOADING_HOST_BYTES, OFFLOADING_ROWS, Config, size_text
 from tiered_kv.errors import ConfigError
 from tiered_kv.ops.findings import DoctorFinding, error, ok, warning
 
@@ -59,11 +59,13 @@ class Given:
     Attributes:
         settings: Of ours, unchecked; None where the text cannot be read as far as that.
         is_whole: The text was a whole ``--kv-transfer-config``.
+        is_tier: They are those of a tier below vLLM's own offloading.
         findings: What the checks say of it so far.
     """
 
     settings: dict[str, object] | None = None
     is_whole: bool = False
+    is_tier: bool = False
     findings: list[DoctorFinding] = field(default_factory=list)
 
 
@@ -162,7 +164,7 @@ def _read_offloading(given: Given, extra: object) -> None:
     tier = ours[0]
     given.findings.append(_tier(tier, extra.get("spec_name")))
     given.findings.append(_rows(extra))
-    given.settings = {name: value for name, value in tier.items() if name not in TIER_WORDS}
+    given.settings, given.is_tier = {name: value for name, value in tier.items() if name not in TIER_WORDS}, True
     if "chunk_tokens" in given.settings:
         del given.settings["chunk_tokens"]
         text = "chunk_tokens is none of a tier's settings, and vLLM does not start: a chunk is a row"
@@ -189,6 +191,19 @@ def _rows(extra: Mapping[str, object]) -> DoctorFinding:
         wanted = '"block_size": 256; for a model with windows or recurrent layers a larger --block-size instead'
         return warning("rows", f"{takes}; a row is one GPU block: many small files", wanted)
     return ok("rows", takes)
+
+
+def check_host_default(config: Config) -> list[DoctorFinding]:
+    """What a tier below vLLM's offloading has of host memory if nobody says it."""
+    if config.host_bytes is not None:
+        return []
+    host_bytes = config.resolved_host_bytes()
+    more = f", more where {OFFLOADING_ROWS} rows need it" if host_bytes == OFFLOADING_HOST_BYTES else ""
+    text = (
+        f"host_bytes is not named: a server that this engine starts takes up to {size_text(host_bytes)}{more}; "
+        f"one that runs keeps its own. Name it where a {CONNECTOR} shares the directory"
+    )
+    return [ok("host memory", text)]
 
 
 def _of_several(given: Given, whole: Mapping[str, object]) -> Mapping[str, object]:
@@ -247,7 +262,7 @@ def _policy(policy: object, *, is_of_several: bool) -> DoctorFinding:
 
 def check_settings(settings: Mapping[str, object]) -> tuple[Config | None, list[DoctorFinding]]:
     """Validate our settings, with one finding for each wrong one."""
-    known = {f.name for f in fields(Config)}
+    known = {one.name for one in Config.settings()}
     findings: list[DoctorFinding] = []
     for name, value in settings.items():
         if name in WITH_OTHERS:

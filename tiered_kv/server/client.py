@@ -105,6 +105,7 @@ class SchedulerClient:
         moves: What the server told of chunks that came and went.
         tiers: Names of the server's tiers, from host memory downwards.
         chunks_leased_max: Most chunks that one lookup of the session may hold.
+        host_bytes: Host memory of the server.
         is_silent: Its owner waited for an answer in vain, and nothing has come since.
         is_resting: Nothing is stored, and no slots are held for it.
         figures: The server's last answer to :meth:`ask_figures`, for the asker to take away.
@@ -126,6 +127,7 @@ class SchedulerClient:
         self.moves: deque[m.Moved] = deque(maxlen=MOVES_MAX)
         self.tiers: tuple[str, ...] = ()
         self.chunks_leased_max = 0
+        self.host_bytes = 0
         self.figures: bytes | None = None
         self.rows_ended: deque[m.RowsEnded] = deque()
         self.is_silent = False
@@ -475,6 +477,7 @@ class SchedulerClient:
         epoch = str(self.namespace.fields["epoch"])
         self._private_epoch = epoch if is_private_epoch(epoch) else ""
         self.tiers, self.chunks_leased_max = tuple(ready.tiers), ready.chunks_leased_max
+        self.host_bytes = ready.host_bytes
         self.info = SessionInfo(self.generation, ready.slot_bytes, ready.payload_offset, tuple(ready.rank_offsets))
         if self._is_resetting and self._needs_reset:
             self._needs_reset = False
@@ -486,9 +489,10 @@ class SchedulerClient:
         self._backoff_s = BACKOFF_FIRST_S
         self._patience_s = self._config.start_timeout_s
         logger.info(
-            "cache session open. namespace=%s chunk_bytes=%d generation=%d",
+            "cache session open. namespace=%s chunk_bytes=%d host_bytes=%d generation=%d",
             self.namespace.digest.hex(),
             ready.slot_bytes,
+            ready.host_bytes,
             self.generation,
         )
 

@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 18
+PROTOCOL = 19
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -450,6 +450,7 @@ class Ready(Message, frozen=True):
         rank_offsets: Where each rank's bytes start in the payload.
         chunks_leased_max: Most chunks one lookup may lease.
         tiers: Their names, from host memory downwards; other messages name a tier by its place here.
+        host_bytes: The server's limit of host memory, which a client may not have named.
     """
 
     record: bytes
@@ -458,6 +459,7 @@ class Ready(Message, frozen=True):
     rank_offsets: list[int]
     chunks_leased_max: int
     tiers: list[str]
+    host_bytes: Annotated[int, msgspec.Meta(ge=1, le=SIZE_MAX)]
 
 
 class Updated(Message, frozen=True):

@@ -827,9 +827,9 @@ def keys_of(lookup: m.Lookup, namespace: Namespace) -> tuple[list[bytes], list[b
 
 def loan_problem(join: m.JoinWorker, lend: m.LendRows) -> str:
     """Why rows of this engine are no blobs' payloads; empty: they are."""
-    payload_bytes = sum(math.prod(page.shape) for page in join.pages)
-    if join.world_size != 1 or payload_bytes != lend.row_bytes:
-        return f"a chunk is not a whole row. row_bytes={lend.row_bytes} chunk_bytes={payload_bytes}"
+    chunk_bytes = geometry_of([join]).data_bytes
+    if join.world_size != 1 or chunk_bytes != lend.row_bytes:
+        return f"a chunk is not a whole row. row_bytes={lend.row_bytes} chunk_bytes={chunk_bytes}"
     return ""
 
 
@@ -851,6 +851,7 @@ def ready_message(engine: Engine, group: Group, blob_format: BlobFormat) -> m.Re
         rank_offsets=group.rank_offsets,
         chunks_leased_max=engine.chunks_leased_max(group.namespace.digest),
         tiers=[HOST_NAME, *(tier.traits.name for tier in engine.tiers.values())],
+        host_bytes=engine.host_bytes,
     )
 
 

@@ -52,6 +52,7 @@ class RowTransfers:
         self._counters = outbox.counters
         self._hit_stats = hit_stats
         self._open: dict[RowUse, Entry | None] = {}  # with the chunk that is written
+        self._waiting: dict[Entry, list[RowUse]] = {}  # uses whose chunk is written from another row
         self._ended: dict[int, _RowsToTell] = {}
 
     def __len__(self) -> int:
@@ -65,6 +66,21 @@ class RowTransfers:
         entry.slot_bytes = slot_bytes
         write_through.store_row(entry, use)
         self.collect()
+
+    def store_duplicate(self, entry: Entry, use: RowUse) -> None:
+        """A row of a chunk that is in a tier or in host memory, or on its way.
+
+        One that is just written from another row is in no file yet: this use ends as that write does.
+        """
+        write_through = self._tiers.write_through
+        assert write_through is not None
+        if entry not in write_through.rows:
+            self.stored_already(use, is_good=True)
+        elif write_through.rows[entry] not in self._open:  # that row was taken back: nothing is stored
+            self.stored_already(use, is_good=False)
+        else:
+            self._open[use] = entry
+            self._waiting.setdefault(entry, []).append(use)
 
     def stored_already(self, use: RowUse, *, is_good: bool) -> None:
         """Nothing is to be written of a row."""
@@ -87,10 +103,8 @@ class RowTransfers:
     def read(self, job: ReadRow, outcome: Outcome) -> None:
         """A read ended; what a failed one leaves behind is rule 4, unless a promotion finds the same out."""
         entry, tier = self._index.get(job.record.key), self._tiers[job.tier]
-        is_of_tier = job.use in self._open or outcome is not Outcome.UNAVAILABLE  # else the row was taken back
         if (
-            outcome is not Outcome.OK
-            and is_of_tier
+            outcome not in (Outcome.OK, Outcome.ROW_GONE)  # of which the tier knows nothing
             and entry is not None
             and entry.record.namespace == job.record.namespace
         ):
@@ -112,7 +126,7 @@ class RowTransfers:
     def take_back(self, uses: Iterable[RowUse]) -> None:
         """End uses early, badly; those that are over already are ignored."""
         write_through = self._tiers.write_through
-        for use in uses:
+        for use in reversed(list(uses)):  # those behind first, or they would be dropped with the first one
             if use not in self._open:
                 continue
             entry = self._open.pop(use)
@@ -123,12 +137,6 @@ class RowTransfers:
                 write_through.take_back_row(entry)
         self.collect()
 
-    def is_lost(self, entry: Entry) -> bool:
-        """Whether a chunk is being written from a row that was taken back: nothing is stored then."""
-        write_through = self._tiers.write_through
-        use = None if write_through is None else write_through.rows.get(entry)
-        return use is not None and use not in self._open
-
     def of_session(self, session: int) -> list[RowUse]:
         """Its uses that are not over."""
         return [use for use in self._open if use.session == session]
@@ -138,9 +146,10 @@ class RowTransfers:
         write_through = self._tiers.write_through
         while write_through is not None and write_through.rows_over:
             entry, use, is_there = write_through.rows_over.pop()
-            if use in self._open:
-                del self._open[use]
-                self.stored_already(use, is_good=is_there)
+            for ended in (use, *self._waiting.pop(entry, ())):
+                if ended in self._open:
+                    del self._open[ended]
+                    self.stored_already(ended, is_good=is_there)
             if self._index.get(entry.record.key) is entry:
                 self._index.remove_if_gone(entry)
 
@@ -160,10 +169,12 @@ class RowTransfers:
         ]
 
     def check_integrity(self) -> None:
-        """Assert that each row that is written is somebody's, or was taken back."""
+        """Assert that each row that is written is somebody's, or was taken back; and that a use waits for a write."""
         write_through = self._tiers.write_through
         rows = {} if write_through is None else write_through.rows
-        assert all(rows.get(entry) == use for use, entry in self._open.items() if entry is not None)
+        assert self._waiting.keys() <= rows.keys(), "a use waits for a write that ended"
+        for use, entry in self._open.items():
+            assert entry is None or rows.get(entry) == use or use in self._waiting.get(entry, ())
 
 
 def is_stored(entry: Entry, record: ChunkRecord, tier: int) -> bool:

@@ -73,6 +73,9 @@ class Source(Protocol):
     def enqueue_write(self, entry: Entry) -> None:
         """Queue the write if it is admitted and its parent is or will be here; otherwise it is not written."""
 
+    def not_deleted(self, entry: Entry) -> None:
+        """A chunk was to be written once its blob was deleted, and that failed."""
+
 
 class NextSource(Protocol):
     """The source of the tier behind, which reads the blobs of this one."""
@@ -296,11 +299,17 @@ class SecondaryTier:
             self.is_paused = True
             self._source.put_back(entry)
         else:
-            if outcome is Outcome.NO_PARENT:
+            if outcome in (Outcome.ROW_GONE, Outcome.ROW_CHANGED):  # the tier did not fail
+                self._counters[f"{self._source.drop_counter(entry)}_taken_back"] += 1
+            elif outcome is Outcome.NO_PARENT:
                 self._counters[f"{self._source.drop_counter(entry)}_no_parent"] += 1
             else:
                 self._counters[f"write_failed_{outcome.value}"] += 1
-            self.release_bytes(entry, BlobState.FOREIGN if outcome is Outcome.FOREIGN else BlobState.ABSENT)
+            if outcome is Outcome.ROW_CHANGED:
+                self._corrupt.add(entry)  # takes its room until it is deleted
+                self._delete(entry)
+            else:
+                self.release_bytes(entry, BlobState.FOREIGN if outcome is Outcome.FOREIGN else BlobState.ABSENT)
             self.drop_descendants(entry)
             if outcome is Outcome.NO_ROOM:
                 self.evict(
@@ -508,6 +517,8 @@ class SecondaryTier:
             self.usage.add(entry.record.namespace, entry.blob_bytes[self.number])
             self.order.add(entry)
             self._stats.inserted(entry, self.number, "kept", is_usable=state is BlobState.PRESENT)
+            if is_stored_again:
+                self._source.not_deleted(entry)
             if self._ready:
                 self.drop(next(iter(self._ready)), "no_room")
         self.start_writes()

@@ -673,8 +673,7 @@ class Tiering:
                 self.counters["store_duplicate"] += 1
                 entry.is_asked_for_by(SHARED)
                 self.stats.republish(entry, self.index.tiers_with(entry))
-                is_good = is_stored(entry, record, HOST + 1) and not self._rows.is_lost(entry)
-                self._rows.stored_already(use, is_good=is_good)
+                self._rows.store_duplicate(entry, use)
                 self._tiers.want(entry)
                 continue
             if entry is None:

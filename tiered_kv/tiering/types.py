@@ -36,6 +36,10 @@ class Outcome(Enum):
     """A copy between tiers found nothing usable in the tier it reads from."""
     NO_PARENT = "no_parent"
     """A row was to be written behind one that was not."""
+    ROW_GONE = "row_gone"
+    """A lent row may not be used any more; nothing was written of it."""
+    ROW_CHANGED = "row_changed"
+    """The same, but it was written: what is in the tier may not be what was sealed, and has to go."""
 
 
 class Seal(msgspec.Struct, frozen=True, gc=False):

@@ -67,6 +67,9 @@ class Upload:
     def may_follow(self, entry: Entry, parent: Entry) -> bool:  # noqa: ARG002 - all of its writes are alike
         return False
 
+    def not_deleted(self, entry: Entry) -> None:
+        """Nothing waits: what is in this machine's tier is offered again some day."""
+
     def size_bytes(self, entry: Entry) -> int:
         return entry.blob_bytes[self._above]
 

@@ -159,6 +159,11 @@ class WriteThrough:
         elif entry.blobs[self.tier.number] is not BlobState.WRITING:
             self._row_over(entry)
 
+    def not_deleted(self, entry: Entry) -> None:
+        if entry in self.rows:  # it waited for that; a chunk in a slot goes on without
+            self._counters["row_dropped_not_now"] += entry.blobs[self.tier.number] is BlobState.CORRUPT
+            self._row_over(entry)
+
     def enqueue_write(self, entry: Entry) -> None:
         if entry in self.rows:
             if entry.blobs[self.tier.number] is BlobState.ABSENT:  # its bad blob is gone now

@@ -126,7 +126,7 @@ class LongestPrompt:
             loadable,
             chunks,
             size_text(info.slot_bytes),
-            size_text(self._config.resolved_host_bytes()),
+            size_text(self._client.host_bytes),
             f", {self._state_parts} of them for the state of its recurrent layers" if self._state_parts else "",
             -(-least_bytes // _MIB),
             ", or max_share higher" if self._config.max_share else "",

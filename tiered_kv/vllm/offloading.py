@@ -269,7 +269,8 @@ class TieredKVTier(SecondaryTierManager):
             raise ConfigError("chunk_tokens: a chunk is a row of vLLM's; set blocks_per_chunk beside secondary_tiers")
         blocks = int(spec.config.cache.blocks_per_chunk)
         self._row_tokens = row_tokens(spec.config)
-        self._config = Config.from_mapping({**settings, "chunk_tokens": self._row_tokens})
+        config = Config.from_mapping({**settings, "chunk_tokens": self._row_tokens})
+        self._config = config.below_offloading(self.block_size_bytes)
         logger.info("settings: %s", self._config.describe())
         self._rows = np.frombuffer(primary_kv_view.cast("B"), np.uint8).reshape(-1, self.block_size_bytes)
         self._hits_max = max(1, int(SHARE_MAX * len(self._rows)))
@@ -766,7 +767,7 @@ class TieredKVTier(SecondaryTierManager):
         self._go_on_with_hints()
         is_serving = self._jobs is not None and self._jobs.is_ready
         client = None if self._jobs is None else self._jobs.client
-        self._metrics.watch(client, is_serving=is_serving, host_bytes=self._config.host_bytes)
+        self._metrics.watch(client, is_serving=is_serving)
 
     def on_request_finished(self, req_context: "ReqContext") -> None:
         self._no_longer_waits(req_context.req_id)

@@ -78,7 +78,7 @@ class RowMetrics:
         if number:
             self._stats.increase_counter(PREFIX + name, number, (label,) if label else ())
 
-    def watch(self, client: SchedulerClient | None, *, is_serving: bool, host_bytes: int | None) -> None:
+    def watch(self, client: SchedulerClient | None, *, is_serving: bool) -> None:
         """Once in a step: note whether the tier serves, and at times what the server dropped."""
         if is_serving != self._is_serving:
             self._is_serving = is_serving
@@ -89,7 +89,7 @@ class RowMetrics:
             self._ask_at_s = time.monotonic() + FIGURES_INTERVAL_S
         text, client.figures = client.figures, None
         if text is not None:
-            self._take_figures(text, host_bytes)
+            self._take_figures(text, client.host_bytes)
 
     def take(self) -> Any:
         """What was counted since the last call; None if nothing."""
@@ -98,7 +98,7 @@ class RowMetrics:
         taken, self._stats = self._stats, OffloadingConnectorStats()
         return taken
 
-    def _take_figures(self, text: bytes, host_bytes: int | None) -> None:
+    def _take_figures(self, text: bytes, host_bytes: int) -> None:
         try:
             counters = msgspec.json.decode(text, type=ServerFigures).counters
         except (ValueError, RecursionError) as exc:  # ValueError: every error of msgspec's
@@ -117,6 +117,6 @@ class RowMetrics:
             self._has_warned = True
             logger.warning(
                 "rows that were reported stored were dropped before they were written: the disk takes less than is "
-                "stored, or host_bytes is too small to hold what waits for it. host_bytes=%s dropped=%s",
+                "stored, or host_bytes is too small to hold what waits for it. host_bytes=%d dropped=%s",
                 host_bytes, dropped,
             )  # fmt: skip

@@ -24,12 +24,14 @@ def extra_config(
     *,
     row_bytes: int = ROW_BYTES,
     block_size: int | None = ROW_TOKENS,
+    is_canonical: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """vLLM's own offloading with so many rows of host memory, and our tier below it."""
     tier = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "strict": True, "host_bytes": "64MiB"}
     tier |= {"lookup_timeout_ms": 30_000, "promotion_wait_ms": 60_000} | place | more
-    cut = {} if block_size is None else {"block_size": block_size}
+    cut: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
+    cut |= {"canonical_layout": True} if is_canonical else {}
     return cut | {
         "spec_name": "HostTieringSpec",
         "spec_module_path": "tests.kit.vllm.host_offloading",

@@ -1,0 +1,80 @@
+"""Our tier below vLLM's offloading with two ranks, each a process of its own, and with one rank after a restart.
+
+With ``canonical_layout`` a row is the same for any number of ranks. vLLM's own worker code and simulated caches say so
+in ``tests/vllm/test_rows_of_ranks.py``; here engines do.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.counts import only_in_proofs
+from tests.kit.server.operator_server import operator_server
+from tests.kit.server.probe import figures, wait_written
+from tests.kit.storage.disk_probe import blob_files
+from tests.kit.vllm.cached_engine import assert_same
+from tests.kit.vllm.engine_process import EngineProcess
+from tests.kit.vllm.harness import Answer, generate, random_prompt, running
+from tests.kit.vllm.offloading_engine import MAX_TOKENS, ROW_TOKENS, ask, extra_config, offloading_engine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.cores]
+
+ROWS = 3
+HIT = ROWS * ROW_TOKENS
+PROMPTS = [random_prompt(9_100 + n, HIT + 20) for n in range(3)]
+
+
+def on_two_ranks(model: Path, place: dict[str, Any], log: Path, *prompts: list[int]) -> list[Answer]:
+    """Answers of an engine of two ranks; what it stores is in files when this returns."""
+    engine = EngineProcess(
+        model,
+        extra_config(place, is_canonical=True),
+        log,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        niceness=5,  # ranks spin while they wait for one another
+        tensor_parallel_size=2,
+    )
+    try:
+        answers = engine.ask(*prompts, max_tokens=MAX_TOKENS)
+        engine.ask([5, 6, 7], max_tokens=4)  # steps in which stores are taken and end
+    finally:
+        engine.close()
+    assert "rows go through slots" not in log.read_text()
+    return [
+        Answer(tuple(a["tokens"]), tuple(map(tuple, a["logprobs"])), a["cached_tokens"], a["finish_reason"])
+        for a in answers
+    ]
+
+
+def on_one_rank(model: Path, place: dict[str, Any], *prompts: list[int]) -> list[Answer]:
+    with offloading_engine(model, place, is_canonical=True) as llm:
+        return ask(llm, *prompts)
+
+
+@only_in_proofs
+@pytest.mark.timeout(900)
+def test_canonical_rows_of_two_ranks_are_found_by_one_and_those_of_one_by_two(tiny_model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    with running(tiny_model) as llm:
+        plain = generate(llm, PROMPTS, max_tokens=MAX_TOKENS)
+    with operator_server(root) as server:
+        place = {"storage_uri": f"file://{root}", "host_bytes": None, "server": server}
+        cold = on_two_ranks(tiny_model, place, tmp_path / "two.log", *PROMPTS[:2])
+        wait_written(root)
+        assert len(blob_files(root)) == 2 * ROWS and figures(root)["hierarchy"]["host_ready_chunks"] == 0
+    with operator_server(root) as server:
+        place |= {"server": server}
+        found = on_one_rank(tiny_model, place, *PROMPTS)
+        wait_written(root)
+        assert len(blob_files(root)) == 3 * ROWS and len({blob.parts[-3] for blob in blob_files(root)}) == 1
+        again = on_two_ranks(tiny_model, place, tmp_path / "again.log", *PROMPTS)
+        counters = figures(root)["counters"]
+
+    assert [one.cached_tokens for one in cold] == [0, 0]
+    assert [one.cached_tokens for one in found] == [HIT, HIT, 0]
+    assert [one.cached_tokens for one in again] == [HIT] * 3
+    for ours in (cold, found, again):
+        for one, theirs in zip(ours, plain, strict=False):
+            assert_same(one, theirs)
+    assert not counters.get("read_failed_corrupt")
