@@ -1,8 +1,8 @@
 """One tier below host memory: what is there, what is to be written, what failed, and what is evicted.
 
-Pure: no I/O, no clock. Two rules shape it (rule 5): a child is written only after its parent is present in the tier,
-and dropping a chunk drops its queued descendants; so what a tier holds is closed under prefixes, up to the holes that
-failures leave. Where the bytes of a write come from, and which chunks are offered, is its source's part:
+Pure: no I/O, no clock. Two rules shape it (rule 5): a child appears in the tier only after its parent, and dropping a
+chunk drops its queued descendants; so what a tier holds is closed under prefixes, up to the holes that failures leave.
+Where the bytes of a write come from, and which chunks are offered, is its source's part:
 ``write_through.py`` (host memory) or ``upload.py`` (the tier above).
 
 Life of a write::
