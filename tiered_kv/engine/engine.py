@@ -29,10 +29,11 @@ from tiered_kv.chunks.arena import SLAB_BYTES, Arena
 from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
-from tiered_kv.engine.executor import LOCAL_THREADS, Executor, Pool
+from tiered_kv.engine.executor import LOCAL_THREADS, NOTIFY_INTERVAL_S, Executor, Pool
 from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.lent_rows import LentRows
 from tiered_kv.engine.performer import JobResult, Performer
+from tiered_kv.engine.row_writes import RowWrite, RowWrites
 from tiered_kv.engine.self_test import SelfTest
 from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
@@ -108,9 +109,6 @@ threads 41 ms and four 58 (benchmarks/rival_lookups.py)."""
 SLOW_READ_S: Final = 0.001
 SLOW_READS: Final = 8
 """A task whose first reads took this long each, so many of them, waits for the disk, and has another task help."""
-
-NOTIFY_INTERVAL_S: Final = 0.002
-"""A task that does one job after the other says so often that something has ended."""
 
 _POOL: dict[type, tuple[Pool, int]] = {
     Read: (Pool.LOAD, 0),
@@ -194,6 +192,7 @@ class Engine:
         self.executor = executor
         self.clock = clock
         self._performer = Performer(self.tiers, arena, clock, formats)
+        self._row_writes = RowWrites(executor, _POOL[WriteRow][1], self._write_row, clock)
         self._throughput = {number: Throughput() for number in self.tiers}
         self._probe_times = ProbeTimes()
         self._geometries: dict[bytes, ChunkGeometry] = {}
@@ -681,6 +680,9 @@ class Engine:
             if isinstance(job, Read | ReadRow) and not is_remote:
                 reads[job.tier].append(job)
                 continue
+            if isinstance(job, WriteRow):
+                self._row_writes.add(job)
+                continue
             pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
             self.executor.submit(pool, priority, partial(self._run, job))
         for jobs in reads.values():
@@ -721,6 +723,12 @@ class Engine:
         self._finished.append((job, self._perform(job)))
         self.executor.notify()
 
+    def _write_row(self, write: RowWrite) -> bool:
+        with self._stalls.running(write.job.tier):
+            result = self._performer.write_row(write.job, write.follows)
+        self._finished.append((write.job, result))
+        return result.outcome is Outcome.OK
+
     def _perform(self, job: Job) -> JobResult:
         if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client with deadlines
             return self._performer.perform(job)
@@ -740,6 +748,7 @@ class Engine:
                 self._read_ended(job, outcome)
                 self.tiering.read(job, outcome, ended.tag, ended.stored_by)
             case WriteRow():
+                self._row_writes.reported(job)
                 self.tiering.row_written(job, outcome)
             case ReadRow():
                 self._read_ended(job, outcome)
@@ -783,6 +792,7 @@ class Engine:
     def close(self) -> None:
         """End the threads and close tiers and arena, all of them. What was not written yet is lost; drain first."""
         self._is_closing = True
+        self._row_writes.close()
         with ExitStack() as closing:
             closing.callback(self.arena.close)
             for tier in self.tiers.values():

@@ -83,6 +83,9 @@ class WriteThrough:
     def has_bytes(self, entry: Entry) -> bool:
         return entry in self.rows or entry.host is HostState.READY
 
+    def may_follow(self, entry: Entry, parent: Entry) -> bool:
+        return entry in self.rows and parent in self.rows  # ``engine/row_writes.py`` keeps their order
+
     def size_bytes(self, entry: Entry) -> int:
         return entry.slot_bytes
 
