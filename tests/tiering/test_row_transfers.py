@@ -60,9 +60,9 @@ class Rows:
                 self.credits += update.slots
         self.tiering.check_integrity()
 
-    def use(self) -> RowUse:
+    def use(self, load: int = 0) -> RowUse:
         self._last += 1
-        return RowUse(self.session, self._last, self._last)
+        return RowUse(self.session, self._last, self._last, load)
 
     def store(self, *paths: Path) -> list[RowUse]:
         rows = [(self.use(), SMALL.record(path)) for path in paths]
@@ -70,9 +70,9 @@ class Rows:
         self.step()
         return [use for use, _ in rows]
 
-    def load(self, *paths: Path) -> list[RowUse]:
+    def load(self, *paths: Path, load: int = 0) -> list[RowUse]:
         records = [SMALL.record(path) for path in paths]
-        rows = [(self.use(), record.key, record.prefix_sha256) for record in records]
+        rows = [(self.use(load), record.key, record.prefix_sha256) for record in records]
         self.tiering.load_rows(self.session, rows, b"")
         self.step()
         return [use for use, _, _ in rows]
@@ -142,6 +142,28 @@ def test_a_row_is_told_once_its_chunk_is_in_the_tier_and_takes_no_host_memory() 
     assert rows.told(loads)[:3] == ["good"] * 3
     (counts,) = rows.tiering.hit_stats.take().values()
     assert (counts.asked, counts.hits) == (4, {1: 3})
+
+
+def test_a_load_is_counted_once_in_however_many_parts_and_steps_it_comes() -> None:
+    rows = Rows()
+    rows.store(*PREFIX, (7,))
+    rows.end_every(WriteRow)
+    rows.load(*PREFIX[:2], load=1)
+    rows.load((7,), load=2)
+    rows.end(rows.waiting(ReadRow)[0])
+    rows.load(PREFIX[2], (9,), load=1)
+    rows.end_every(ReadRow)
+    rows.load((8,), load=3)
+    assert not rows.tiering.hit_stats.take(), "counted before its end"
+    for load in (1, 2, 2, 4):
+        rows.tiering.load_ended(rows.session, load)
+    (counts,) = rows.tiering.hit_stats.take().values()
+    assert (counts.lookups, counts.asked, counts.hits, counts.decisions) == (2, 5, {1: 4}, {"awaited": 2})
+    rows.tiering.take_rows_back(rows.load((7,), load=5))
+    rows.step()
+    rows.tiering.close_session(rows.session)
+    (counts,) = rows.tiering.hit_stats.take().values()
+    assert (counts.lookups, counts.asked, counts.hits.total(), counts.decisions) == (2, 2, 0, {"miss": 2})
 
 
 def test_a_chunk_whose_row_is_being_written_is_not_held_by_anybody() -> None:

@@ -68,8 +68,15 @@ def test_what_is_in_the_servers_memory_comes_through_a_slot_and_the_rest_does_no
         return host_chunks(rows.root) == 7
 
     wait_for(is_here, "a promotion")
+    rows.jobs._read_max = 4  # the load's rows are asked for, and end, in many parts
+    first = figures(rows.root)["tokens"]
     assert rows.load(keys, into=100) == [True] * 30
     assert np.array_equal(rows.memory[100:130], before[:30])
+    wait_for(lambda: figures(rows.root)["tokens"]["lookups"] > first["lookups"], "the load to be counted")
+    seen = figures(rows.root)["tokens"]
+    assert seen["lookups"] == first["lookups"] + 1
+    assert (seen["asked_chunks"], seen["hit_chunks"]) == (first["asked_chunks"] + 30, first["hit_chunks"] + 30)
+    assert seen["decisions"]["awaited"] == first["decisions"]["awaited"] + 1
 
 
 def test_a_server_that_stands_still_with_rows_is_ended_and_no_row_is_touched_afterwards(

@@ -463,6 +463,10 @@ class Engine:
             self._performer.lent[session].begin(use)
         self.tiering.load_rows(session, rows, owner)
 
+    def load_ended(self, session: int, load: int) -> None:
+        """All that was looked up and read for a load has ended: it is counted as one lookup."""
+        self.tiering.load_ended(session, load)
+
     def end_rows(self, session: int, uses: Collection[RowUse] | None = None) -> None:
         """End uses of lent rows early; None: all of a session. Nobody touches the rows when this returns."""
         lent = self._performer.lent.get(session)

@@ -214,14 +214,16 @@ class SchedulerClient:
         may_search: bool = True,
         session: bytes = b"",
         hint: str = "",
+        load: int = 0,
     ) -> int | None:
         """Start a lookup of rows by their names (``keys/row_names.py``); else as :meth:`lookup`.
 
         Without ``leases`` it is a question: the answer says from which tiers what is held from ``start`` on would come.
+        All that is looked up for one ``load`` is counted as one lookup, at :meth:`load_ended`.
         """
         wanted = m.Lookup(
             self._next_lookup, start, b"", b"", may_search=may_search, session=session, hint=hint,
-            leases=leases, names=list(names),
+            leases=leases, names=list(names), load=load,
         )  # fmt: skip
         return self._look_up(wanted, names)
 
@@ -339,9 +341,13 @@ class SchedulerClient:
         """
         return self._send_rows([m.StoreRows(part) for part in _parts(rows)])
 
-    def load_rows(self, rows: Sequence[tuple[int, int, bytes]], session: bytes = b"") -> bool:
+    def load_rows(self, rows: Sequence[tuple[int, int, bytes]], session: bytes = b"", load: int = 0) -> bool:
         """Have chunks read into lent rows: per row the number of the use, the row, and its name; as above."""
-        return self._send_rows([m.LoadRows(part, session) for part in _parts(rows)])
+        return self._send_rows([m.LoadRows(part, session, load) for part in _parts(rows)])
+
+    def load_ended(self, load: int) -> None:
+        """Nothing more is looked up or read for a load, and all that was has ended."""
+        self._send_rows([m.LoadEnded(load)])
 
     def take_rows_back(self, uses: Sequence[int]) -> None:
         """Have uses of lent rows ended now, and be told so in ``rows_ended``."""

@@ -157,6 +157,7 @@ class Lookup(Message, frozen=True):
         leases: Otherwise it is a question: nothing is leased nor promoted.
         names: Of rows (``keys/row_names.py``), in place of keys and digests.
         counted: Leading chunks that an earlier lookup of the same request found: asking again is no second use.
+        load: Number of the load that this is a part of, for counting; 0: it is counted by itself.
     """
 
     lookup: int
@@ -173,6 +174,7 @@ class Lookup(Message, frozen=True):
     leases: bool = True
     names: list[RowName] = []
     counted: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)] = 0
+    load: RowNumber = 0
 
 
 class Claim(Message, frozen=True):
@@ -330,11 +332,18 @@ class LoadRows(Message, frozen=True):
     """Read chunks into lent rows: per row the number of the use, the row, and its name. Ends with ``RowsEnded``.
 
     Attributes:
-        session: As in ``Lookup``.
+        session, load: As in ``Lookup``.
     """
 
     rows: Annotated[list[tuple[RowNumber, RowNumber, RowName]], msgspec.Meta(max_length=ROWS_AT_ONCE_MAX)]
     session: bytes = b""
+    load: RowNumber = 0
+
+
+class LoadEnded(Message, frozen=True):
+    """All parts of a load have ended, lookups and uses of rows: together they are counted as one lookup."""
+
+    load: RowNumber
 
 
 class TakeRowsBack(Message, frozen=True):
@@ -615,6 +624,7 @@ FromClient = (
     | LendRows
     | StoreRows
     | LoadRows
+    | LoadEnded
     | TakeRowsBack
     | Unmapped
     | StatRequest

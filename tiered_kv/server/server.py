@@ -305,6 +305,7 @@ class Server:
             m.LendRows: Route(_WORKERS, sessions.lend_rows),
             m.StoreRows: Route(_SCHEDULERS, sessions.store_rows),
             m.LoadRows: Route(_SCHEDULERS, sessions.load_rows),
+            m.LoadEnded: Route(_SCHEDULERS, sessions.load_ended),
             m.TakeRowsBack: Route(_SCHEDULERS, sessions.take_rows_back),
             m.Unmapped: Route(_WORKERS, lambda connection, _: sessions.unmapped(connection)),
             m.JoinScheduler: Route(_SCHEDULERS, sessions.join_scheduler),

@@ -418,6 +418,7 @@ class Sessions:
             hint=lookup.hint,
             leases=lookup.leases,
             counted=lookup.counted,
+            load=lookup.load,
         )
         engine_id = self._engine.lookup(session, wish)
         group.lookups[lookup.lookup] = (session, engine_id)
@@ -557,9 +558,19 @@ class Sessions:
         space = self.space_of(connection)
         self.users.goes_on(load.session)
         rows = [
-            (self._use(group, use, row), row_key(space, name), row_digest(space, name)) for use, row, name in load.rows
+            (self._use(group, use, row, load.load), row_key(space, name), row_digest(space, name))
+            for use, row, name in load.rows
         ]
         self._engine.load_rows(group.sessions[-1], rows, load.session)
+
+    def load_ended(self, connection: Connection, ended: m.LoadEnded) -> None:
+        """Count a load; one of which nothing was looked up or read is ignored.
+
+        Raises:
+            ProtocolError: There is no open session on the connection.
+        """
+        for session in self.owned(connection).sessions:  # it may have begun before a reset
+            self._engine.load_ended(session, ended.load)
 
     def take_rows_back(self, connection: Connection, back: m.TakeRowsBack) -> None:
         """End uses of lent rows.
@@ -573,12 +584,12 @@ class Sessions:
             self._engine.end_rows(session, [use for use in uses if use.session == session])
 
     @staticmethod
-    def _use(group: Group, number: int, row: int) -> RowUse:
+    def _use(group: Group, number: int, row: int, load: int = 0) -> RowUse:
         if group.lent is None or row >= group.lent.rows or number in group.row_uses:
             raise ProtocolError(f"no such row was lent, or a use is numbered as another. use={number} row={row}")
         if len(group.row_uses) >= ROW_USES_MAX:
             raise ProtocolError(f"too many uses of lent rows at once. max={ROW_USES_MAX}")
-        use = group.row_uses[number] = RowUse(group.sessions[-1], number, row)
+        use = group.row_uses[number] = RowUse(group.sessions[-1], number, row, load)
         return use
 
     def give_back(self, connection: Connection, give_back: m.GiveBack) -> None:

@@ -74,6 +74,7 @@ class Lookup:
         leases: Otherwise it is a question, and leases nothing.
         runs: Of a question, from which tiers what is held from ``start`` on would come.
         counted: Leading chunks whose use by this request an earlier lookup has counted.
+        load: The load that it is a part of, for counting; 0: of none.
     """
 
     id: int
@@ -103,6 +104,7 @@ class Lookup:
     leases: bool = True
     runs: list[Arrival] = field(default_factory=list)
     counted: int = 0
+    load: int = 0
 
     @property
     def coming_tails(self) -> list[Entry]:

@@ -56,6 +56,7 @@ class LookupRequest:
             One that does not search counts as no use.
         counted: Leading chunks that an earlier lookup of the same request found: their use is counted already. A
             request that waits for long is looked up anew every second.
+        load: The load that it is a part of (``HitStats``); 0: it is counted by itself.
     """
 
     keys: Sequence[bytes]
@@ -71,6 +72,7 @@ class LookupRequest:
     is_prefetch: bool = False
     leases: bool = True
     counted: int = 0
+    load: int = 0
 
 
 TOLD_AT_ONCE: Final = 8
@@ -148,6 +150,7 @@ class Lookups:
         lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
         lookup.keys, lookup.digests, lookup.state_parts = wish.keys, wish.digests, wish.state_parts
         lookup.owner, lookup.leases, lookup.counted = wish.owner, wish.leases, wish.counted
+        lookup.load = wish.load
         lookup.is_cut = not wish.leases
         if wish.is_claimed:
             lookup.is_claimed = True
@@ -353,7 +356,10 @@ class Lookups:
         has_more = not _is_done(lookup)
         if not is_asked_anew:
             start = lookup.start if lookup.leases else lookup.length  # a question asks for no chunk
-            self._hit_stats.ended(lookup.session.namespace, lookup.length, start, sources, has_more=has_more)
+            part_of = (lookup.session.id, lookup.load) if lookup.load else None
+            self._hit_stats.ended(
+                lookup.session.namespace, lookup.length, start, sources, has_more=has_more, part_of=part_of
+            )
         self.truncate(lookup, 0)
         for entry in lookup.tails:
             _wait_no_more(entry, lookup)

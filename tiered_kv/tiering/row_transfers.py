@@ -13,7 +13,6 @@ Pure: no I/O, no clock, no threads. Called by ``tiering.py``.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -29,14 +28,18 @@ class _RowsToTell:
     """What one session is to be told.
 
     Attributes:
-        read, missed: Rows to be read that were, by the tier that gave them, and that were not.
+        loads: By load, rows to be read that have ended: the tiers that gave them, and None for those that did not come.
     """
 
     good: list[int] = field(default_factory=list)
     bad: list[int] = field(default_factory=list)
     elsewhere: list[int] = field(default_factory=list)
-    read: Counter[int] = field(default_factory=Counter)
-    missed: int = 0
+    loads: dict[int, list[int | None]] = field(default_factory=dict)
+
+    def read(self, use: RowUse, tier: int | None) -> None:
+        """A row was read from a tier; None: it was not."""
+        (self.bad if tier is None else self.good).append(use.id)
+        self.loads.setdefault(use.load, []).append(tier)
 
 
 class RowTransfers:
@@ -92,8 +95,7 @@ class RowTransfers:
         ended = self._ended.setdefault(use.session, _RowsToTell())
         source = None if entry is None else self._index.source(entry)
         if entry is None or (source is None and entry.host is HostState.ABSENT):
-            ended.bad.append(use.id)
-            ended.missed += 1
+            ended.read(use, None)
         elif entry.host is not HostState.ABSENT or source is None or self._tiers[source].is_shared:
             ended.elsewhere.append(use.id)
         else:
@@ -115,12 +117,7 @@ class RowTransfers:
         if job.use in self._open:
             del self._open[job.use]
             ended = self._ended.setdefault(job.use.session, _RowsToTell())
-            if outcome is Outcome.OK:
-                ended.good.append(job.use.id)
-                ended.read[job.tier] += 1
-            else:
-                ended.bad.append(job.use.id)
-                ended.missed += 1
+            ended.read(job.use, job.tier if outcome is Outcome.OK else None)
         self.collect()
 
     def take_back(self, uses: Iterable[RowUse]) -> None:
@@ -131,8 +128,10 @@ class RowTransfers:
                 continue
             entry = self._open.pop(use)
             ended = self._ended.setdefault(use.session, _RowsToTell())
-            ended.bad.append(use.id)
-            ended.missed += entry is None  # of a read
+            if entry is None:
+                ended.read(use, None)
+            else:
+                ended.bad.append(use.id)
             if entry is not None and write_through is not None and write_through.rows.get(entry) == use:
                 write_through.take_back_row(entry)
         self.collect()
@@ -158,10 +157,10 @@ class RowTransfers:
         self.collect()
         ended, self._ended = self._ended, {}
         for session, one in ended.items():
-            if session in namespaces and (one.read or one.missed):
-                sources = list(one.read.elements())
-                prefix = len(sources) + one.missed
-                self._hit_stats.ended(namespaces[session], prefix, 0, sources, has_more=False)
+            for load, tiers in one.loads.items() if session in namespaces else ():
+                sources = [tier for tier in tiers if tier is not None]
+                part_of = (session, load) if load else None
+                self._hit_stats.ended(namespaces[session], len(tiers), 0, sources, has_more=False, part_of=part_of)
         return [
             RowsEnded(session, tuple(one.good), tuple(one.bad), tuple(one.elsewhere))
             for session, one in ended.items()

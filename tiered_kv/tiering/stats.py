@@ -175,22 +175,59 @@ class HitCounts:
     decisions: Counter[str] = field(default_factory=Counter)
 
 
+LOADS_MAX: Final = 1 << 12
+"""Loads in parts that are not counted yet; of more the oldest is counted as it is."""
+
+
+@dataclass(slots=True)
+class _LoadParts:
+    """What was looked up and read for one load until now."""
+
+    namespace: bytes
+    prefix: int = 0
+    start: int = 0
+    sources: list[int] = field(default_factory=list)
+    has_more: bool = False
+
+
 class HitStats:
     """Sums by namespace since the last :meth:`take`.
+
+    A *load* may be looked up and read in parts, also from several tiers. It is counted once, when it has ended.
 
     Threads: one owner, tiering.
     """
 
     def __init__(self) -> None:
         self._by_namespace: dict[bytes, HitCounts] = {}
+        self._loads: dict[tuple[int, int], _LoadParts] = {}  # by session and number
 
-    def ended(self, namespace: bytes, prefix: int, start: int, sources: Sequence[int], *, has_more: bool) -> None:
+    def ended(
+        self,
+        namespace: bytes,
+        prefix: int,
+        start: int,
+        sources: Sequence[int],
+        *,
+        has_more: bool,
+        part_of: tuple[int, int] | None = None,
+    ) -> None:
         """Count a lookup of ``prefix`` chunks, wanted from ``start`` on.
 
         Args:
             sources: What gave those that were ready.
             has_more: More was on its way, or being looked for.
+            part_of: The load that this is a part of, by session and number; None: of none.
         """
+        if part_of is not None:
+            load = self._loads.setdefault(part_of, _LoadParts(namespace))
+            load.prefix += prefix
+            load.start += min(start, prefix)
+            load.sources += sources
+            load.has_more |= has_more
+            if len(self._loads) > LOADS_MAX:
+                self.load_ended(*next(iter(self._loads)))
+            return
         chunks = self._by_namespace.setdefault(namespace, HitCounts())
         chunks.lookups += 1
         chunks.prefix += prefix
@@ -198,6 +235,17 @@ class HitStats:
         chunks.hits.update(sources)
         if prefix > start:
             chunks.decisions[_decision(sources, has_more=has_more)] += 1
+
+    def load_ended(self, session: int, number: int) -> None:
+        """Count a load, of which no part comes any more; an unknown one has none."""
+        load = self._loads.pop((session, number), None)
+        if load is not None:
+            self.ended(load.namespace, load.prefix, load.start, load.sources, has_more=load.has_more)
+
+    def session_ended(self, session: int) -> None:
+        """Count the loads of a session, which has ended."""
+        for part_of in [one for one in self._loads if one[0] == session]:
+            self.load_ended(*part_of)
 
     def take(self) -> Mapping[bytes, HitCounts]:
         """The sums, which begin at zero again."""

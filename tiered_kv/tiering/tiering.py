@@ -222,6 +222,7 @@ class Tiering:
             self.release(session_id, lookup_id)
         self._grants.take_back(session, list(session.reserved))
         self._host.remove_user(session.slot_bytes)
+        self.hit_stats.session_ended(session_id)
 
     # -- lookups -----------------------------------------------------------------------------------------------
 
@@ -688,7 +689,7 @@ class Tiering:
 
     def load_rows(self, session_id: int, rows: Sequence[tuple[RowUse, bytes, bytes]], owner: bytes) -> None:
         """Read chunks, by key and digest, from this machine's tiers into lent rows."""
-        session, used = self._sessions[session_id], []
+        session, used = self._sessions[session_id], dict[Entry, None]()
         for use, key, digest in rows:
             entry = self.index.get(key)
             names = None if entry is None else (entry.record.namespace, entry.record.prefix_sha256)
@@ -696,9 +697,16 @@ class Tiering:
                 entry = None
             if entry is not None:
                 entry.is_asked_for_by(owner)
-                used.append(entry)
+                parent = self.index.parent(entry)
+                if parent is not None and parent not in used:  # a load comes in parts: what is before it ages no sooner
+                    used.update(dict.fromkeys(reversed(self.index.prefix(parent))))
+                used[entry] = None
             self._rows.load(entry, use)
-        self._record_use(used, session.slot_bytes)
+        self._record_use(list(used), session.slot_bytes)
+
+    def load_ended(self, session_id: int, load: int) -> None:
+        """All that was looked up and read for a load has ended."""
+        self.hit_stats.load_ended(session_id, load)
 
     def needs_uses(self, tier: int) -> bool:
         """Whether a secondary tier takes only what was asked for."""

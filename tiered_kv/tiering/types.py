@@ -118,11 +118,13 @@ class RowUse(msgspec.Struct, frozen=True, gc=False):
         session: The engine's.
         id: Its client's number of the use; never given twice in a session.
         row: Which of the region's rows.
+        load: Of a read, the load that it is a part of (``HitStats``); 0: of none.
     """
 
     session: int
     id: int
     row: int
+    load: int = 0
 
 
 class WriteRow(msgspec.Struct, frozen=True, gc=False):

@@ -538,7 +538,7 @@ class RowJobs:
     def _look_up(self, job: _RowJob, piece: _RowPiece) -> None:
         first = job.places[piece.first][0]
         names = job.names.names[first : first + piece.count]
-        piece.lookup = self.client.look_up_rows(names, may_search=False, session=job.session)
+        piece.lookup = self.client.look_up_rows(names, may_search=False, session=job.session, load=job.id)
         job.is_over |= piece.lookup is None
 
     def _ask_again(self, job: _RowJob, piece: _RowPiece) -> None:
@@ -629,6 +629,8 @@ class RowJobs:
             self.client.give_back([slot for _, slot in sorted(job.slots.items())])
             if job.lookup is not None:
                 self.client.release(job.lookup)
+            if job.is_load:
+                self.client.load_ended(job.id)
         copied = sum(1 for one in job.good if one) * sum(length for _, length in job.spans)
         self._done.append(Done(job.id, good, time.monotonic() - job.started_s, copied))
 

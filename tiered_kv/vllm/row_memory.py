@@ -145,7 +145,7 @@ class RowUses:
         """Have rows read: of each its place in the job, the row and the chunk's name. False: nothing has begun."""
         begun = self._begin(job, [number for number, _, _ in rows], is_load=True)
         told = [(use, row, name) for use, (_, row, name) in zip(begun, rows, strict=True)]
-        return self._unless(begun, is_begun=self._client.load_rows(told, session))
+        return self._unless(begun, is_begun=self._client.load_rows(told, session, job))
 
     def _begin(self, job: int, numbers: Sequence[int], *, is_load: bool) -> list[int]:
         begun = []
