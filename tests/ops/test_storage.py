@@ -181,7 +181,7 @@ def test_recency_comes_from_the_index_and_survives(root: Path) -> None:
     with open_storage(f"file://{root}") as storage:
         used = {blob.name.key: blob.used_s for blob in storage.look().blobs}
     assert used[names[0].key] > 1_700_000_000 and {
-        row.used_s for rows in read_index(root).values() for row in rows.values()
+        row.used_s for shard in read_index(root).values() for row in shard.rows().values()
     }
 
 
