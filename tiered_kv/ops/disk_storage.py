@@ -14,6 +14,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -42,7 +43,7 @@ from tiered_kv.ops.text import without_paths
 from tiered_kv.server.directory import read_info
 from tiered_kv.tiers.disk import marker
 from tiered_kv.tiers.disk.files import allocated_bytes, mapped_errors, read_head, read_small_file
-from tiered_kv.tiers.disk.index import INDEX_DIRECTORY, ListedRow, PackedShard, Shard, read_index
+from tiered_kv.tiers.disk.index import INDEX_DIRECTORY, LISTED_SIZE, LISTED_USE, PackedShard, Shard, read_index
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.disk.scan import (
     NAMESPACE_FILE,
@@ -436,28 +437,22 @@ def _take(
         pins: By key.
     """
     entries, known = directory.entries, {} if shard is None else shard.listed()
-    rows = list(map(known.get, entries.keys()))
-    # A million in all: nothing is called for each but what it takes, and all of a directory is added at once.
-    others = {
-        place
-        for place, (row, size_bytes) in enumerate(zip(rows, entries.sizes, strict=True))
-        if row is None or row[3] != size_bytes
-    }
-    same: Sequence[ListedRow] = [row for place, row in enumerate(rows) if row is not None and place not in others]
+    # A million in all: nothing is called for each but what it takes, and what a directory has is added at once.
+    rows, sizes, times = list(map(known.get, entries.keys())), entries.sizes, entries.written_s
+    is_same = [row is not None and row[LISTED_SIZE] == size for row, size in zip(rows, sizes, strict=True)]
+    if not all(is_same):
+        for row, is_known, (key, size_bytes, written_s) in zip(rows, is_same, entries.files(), strict=True):
+            if not is_known and (found := unknown_file(root, directory.path, key, size_bytes, written_s)) is not None:
+                _take_other(content, table, found, 0.0 if row is None else row[LISTED_USE], pins)
+        sizes, times = array("q", compress(sizes, is_same)), array("d", compress(times, is_same))
+    same = [row for row, is_known in zip(rows, is_same, strict=True) if row is not None and is_known]
     if shard is not None and same:
-        start, times = len(table), entries.written_s
-        if others:
-            times = array("d", [time_s for place, time_s in enumerate(times) if place not in others])
-        keys, parents, depths, sizes, packed, uses = zip(*same, strict=True)
+        start = len(table)
+        keys, parents, depths, _, packed, uses = zip(*same, strict=True)
         used = [used_s if used_s > written_s else written_s for used_s, written_s in zip(uses, times, strict=True)]
         table.extend(shard.namespace, keys, parents, depths, sizes, times, used, shard.origins(packed))
         if pins:
             table.pinned.update((row, pins[key]) for row, key in enumerate(keys, start) if key in pins)
-    for place, (key, size_bytes, written_s) in enumerate(entries.files()) if others else ():
-        if place in others:
-            found, row = unknown_file(root, directory.path, key, size_bytes, written_s), rows[place]
-            if found is not None:
-                _take_other(content, table, found, 0.0 if row is None else row[5], pins)
     for stray in directory.strays:
         _take_other(content, table, stray, 0.0, pins)
 

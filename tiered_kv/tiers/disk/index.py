@@ -31,7 +31,7 @@ import struct
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import diskcache
 import msgspec
@@ -121,6 +121,10 @@ ShardRows = dict[Shard, dict[bytes, IndexRow]]
 
 ListedRow = tuple[bytes, bytes, int, int, bytes, int]
 """What a listing takes of a row: key, parent, chunk_index, size_bytes, origin for ``PackedShard.origins``, used_s."""
+
+LISTED_SIZE: Final = 3
+LISTED_USE: Final = 5
+"""Where it has its size and its last use."""
 
 
 class PackedShard:
