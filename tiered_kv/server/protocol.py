@@ -156,7 +156,8 @@ class Lookup(Message, frozen=True):
             ignored.
         leases: Otherwise it is a question: nothing is leased nor promoted.
         names: Of rows (``keys/row_names.py``), in place of keys and digests.
-        counted: Leading chunks that an earlier lookup of the same request found: asking again is no second use.
+        counted: Leading chunks that an earlier lookup of the same request found, or that it has computed before it was
+            preempted: asking again is no second use.
         load: Number of the load that this is a part of, for counting; 0: it is counted by itself.
     """
 

@@ -266,7 +266,7 @@ class Tiering:
         session = lookup.session
         if not wish.is_prefetch:
             lookup.end = wish.keys[-1]
-            if self._open_prompts.begins(lookup.end):
+            if self._open_prompts.begins(lookup.end) and not wish.counted:
                 self.miss_ratio.looked_up(session.namespace, wish.keys, session.slot_bytes)
                 return
         self.miss_ratio.used(wish.keys, session.slot_bytes)
