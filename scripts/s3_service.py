@@ -9,6 +9,7 @@ Credentials are handed out as values; this process's environment is not touched.
 (tests/kit/s3.py), the demo and the benchmarks.
 """
 
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -100,23 +102,23 @@ class Bucket:
     @contextmanager
     def client(self, endpoint_url: str | None = None, **settings: object) -> Iterator[Any]:
         """A botocore client; another endpoint, e.g. a proxy's, and more settings of ``Config`` may be named."""
-        import botocore.session  # late: whoever may want a server imports this module, and most need none
-        from botocore.config import Config
+        from botocore.config import Config  # late: whoever may want a server imports this module, and most need none
 
         config: dict[str, Any] = {
             "s3": {"addressing_style": "path"},
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
         }
-        client = botocore.session.Session().create_client(
-            "s3",
-            region_name=os.environ.get("AWS_REGION", REGION),
-            endpoint_url=endpoint_url or self.endpoint_url,
-            aws_access_key_id=self.credentials.access_key,
-            aws_secret_access_key=self.credentials.secret_key,
-            aws_session_token=self.credentials.token,
-            config=Config(**(config | settings)),
-        )
+        with _making_client:
+            client = _session().create_client(
+                "s3",
+                region_name=os.environ.get("AWS_REGION", REGION),
+                endpoint_url=endpoint_url or self.endpoint_url,
+                aws_access_key_id=self.credentials.access_key,
+                aws_secret_access_key=self.credentials.secret_key,
+                aws_session_token=self.credentials.token,
+                config=Config(**(config | settings)),
+            )
         try:
             yield client
         finally:
@@ -133,6 +135,21 @@ class Bucket:
         with self.client() as client:
             for path in self.paths(prefix):
                 client.delete_object(Bucket=self.name, Key=f"{prefix}/{path}")
+
+
+_making_client = threading.Lock()
+"""A session makes one client at a time."""
+
+
+@functools.cache
+def _session() -> Any:
+    """One for all clients of this process: each of its own reads all that AWS says of S3 again, 0.1 s of CPU.
+
+    Tests make a client for every look at a bucket, and wait for what is there by looking again and again.
+    """
+    import botocore.session
+
+    return botocore.session.Session()
 
 
 @contextmanager

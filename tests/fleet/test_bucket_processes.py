@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from tests.kit.counts import count
 from tests.kit.module_process import module_command, module_environment
 from tests.kit.server import bucket_process
 from tests.kit.server.bucket_process import NAMESPACE, PACE, Order, chain_of
@@ -39,7 +40,8 @@ class Scale:
         return 2 * self.chains_per_server * BLOBS_PER_CHAIN * 2 // 5
 
 
-LARGE, SMALL = Scale(25, 900, 0.02), Scale(5, 180, 0.2)
+CHAINS = count("BUCKET_CHAINS", 12)  # of each server; 25 under make prove
+LARGE, SMALL = Scale(CHAINS, CHAINS * 36, 0.02), Scale(5, 180, 0.2)
 
 
 class Bucket:
