@@ -13,7 +13,8 @@ checks none.
 
 ``thread``: time in the tier's methods on the scheduler's thread, in all steps, for a prompt of 128k tokens in rows of
 256 that is found; ``--lookups N`` measures that alone, for N prompts of small rows in turns. CPU seconds are of this
-process and of our server. The first repetition does not count.
+process and of our server. The first repetition does not count. On ext4 without a journal a run within minutes of the
+last one pays for the files that were deleted then (docs/decisions/0045-lent-rows.md).
 """
 
 import os

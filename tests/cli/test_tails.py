@@ -1,6 +1,7 @@
 """Verbs over tails: told from chunks, counted, checked, explained, removed with their prefix, and never copied."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.kit.storage.places import Place, reasons
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tests.kit.verbs import report, run
 from tiered_kv.keys.naming import BlobName, relative_path
+from tiered_kv.ops.garbage import MinimumAges, collect, find
 
 MODEL = Model()
 CHUNKS, TAIL = 5, 16
@@ -92,3 +94,26 @@ def test_no_copy_has_it(disk: Place, tmp_path: Path) -> None:
 def held(place: Place, *names: BlobName) -> list[bool]:
     with place.open() as storage:
         return storage.contains(names)
+
+
+def test_gc_removes_it_behind_a_gap_and_nothing_else_does(disk: Place) -> None:
+    """As a chunk: without the chunk before it nobody is told of it."""
+    assert collected(disk) == 0 and held(disk, NAME) == [True]
+    assert disk.directory is not None
+    (disk.directory / "blobs" / relative_path(MODEL.names(PROMPT)[2])).unlink()
+    assert collected(disk) == 3
+    assert held(disk, NAME, *MODEL.names(PROMPT)) == [False, True, True, False, False, False]
+
+
+def test_export_writes_it_as_it_is(disk: Place, tmp_path: Path) -> None:
+    file = tmp_path / "tail.safetensors"
+    assert report("export", disk.uri, NAME.key.hex(), file)["is_sound"]
+    assert file.read_bytes() == bytes(DATA)
+
+
+def collected(place: Place) -> int:
+    """How many chunks `gc` removes once they are old."""
+    with place.open() as storage:
+        garbage = find(storage, storage.look(), MinimumAges(), time.time() + 3600)
+        collect(storage, garbage)
+    return sum(item.removed for item in garbage.items)

@@ -94,7 +94,7 @@ def test_corrupt_blobs_are_found_and_removed_under_a_running_server(engine: Smal
     engine.close()
     wait_for(lambda: is_unlocked(root), "the server's last write")
     keys = {path.stem for path in (root / "blobs").rglob("*.safetensors")}
-    assert {key.hex() for rows in read_index(root).values() for key in rows} == keys, "accounts stayed right"
+    assert {key.hex() for shard in read_index(root).values() for key in shard.rows()} == keys, "accounts stayed right"
     assert len(keys) == 26
 
 

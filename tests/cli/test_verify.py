@@ -155,7 +155,7 @@ def assert_index_agrees(place: Place) -> None:
     """Index, ls and files name the same blobs."""
     assert place.directory is not None
     keys = {path.stem for path in (place.directory / "blobs").rglob("*.safetensors")}
-    assert {key.hex() for rows in read_index(place.directory).values() for key in rows} == keys
+    assert {key.hex() for shard in read_index(place.directory).values() for key in shard.rows()} == keys
     with place.open() as storage:
         assert {blob.name.key.hex() for blob in storage.look().blobs} == keys
     tier = DiskTier(place.directory, 1 << 30, min_free_bytes=0)

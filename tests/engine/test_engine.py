@@ -9,13 +9,19 @@ from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, E
 from tests.kit.samples.formats import sample_namespace
 from tests.kit.server.probe import wait_for
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.engine.engine import PROGRESS_INTERVAL_S, RETRY_INTERVAL_S, SLOW_READ_S, SMALL_READERS
+from tiered_kv.engine.engine import (
+    NOTIFY_INTERVAL_S,
+    PROGRESS_INTERVAL_S,
+    RETRY_INTERVAL_S,
+    SLOW_READ_S,
+    SMALL_READERS,
+)
 from tiered_kv.engine.executor import StepExecutor, ThreadExecutor
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
 from tiered_kv.tiering.lookups import LookupRequest
-from tiered_kv.tiering.types import Arrival, LookupAnswer, LookupUpdate
+from tiered_kv.tiering.types import Arrival, Limits, LookupAnswer, LookupUpdate, Seal
 from tiered_kv.tiers.base import BlobName
 
 
@@ -152,6 +158,33 @@ def test_few_tasks_read_small_blobs_and_one_that_waits_for_its_medium_has_anothe
     world = EngineWorld(medium, host_bytes=80 * BLOB_BYTES, executor=CountingExecutor())
     assert world.loaded(started(world), LONG) == len(LONG)
     assert set(Counter(map(id, sharing)).values()) == {tasks}
+    world.close()
+
+
+def test_few_tasks_seal_many_chunks_and_make_way_for_reads(memory, monkeypatch):
+    """A read that comes while 20 seals are to be done waits for one of them, and none is lost."""
+    world = EngineWorld(memory, host_bytes=120 * BLOB_BYTES, limits=Limits(credit_share=0.5))
+    session = started(world)
+    world.store(session, (0,))
+    assert world.tiering.remove(0, b"", None, leaves_holes=True).removed == 1
+    perform = world.engine._performer.perform
+
+    def slowly(job):
+        world.clock.advance(2 * NOTIFY_INTERVAL_S)
+        performed.append(type(job))
+        return perform(job)
+
+    performed = []
+    monkeypatch.setattr(world.engine._performer, "perform", slowly)
+    paths = [(number,) for number in range(1, 21)]
+    assert all(world.commit(session, path) for path in paths)
+    world.step()
+    assert sum(task.func == world.engine._run_all for task in world.executor.waiting) == SMALL_READERS
+    world.run_one(lambda count: count - 1)
+    assert performed == [Seal], "the others make way"
+    assert world.loaded(session, (0,)) == 1
+    assert performed.count(Seal) == len(paths)
+    assert all(world.loaded(session, path) == 1 for path in paths)
     world.close()
 
 
@@ -362,13 +395,35 @@ def test_promotions_give_the_estimate(world):
     ], "what needs not be read is here with the chunk before it"
 
 
-def test_uses_reach_the_tier_so_that_a_restart_evicts_the_oldest(memory):
+@pytest.mark.parametrize("is_flushed", [True, False])
+def test_uses_reach_the_tier_so_that_a_restart_evicts_the_oldest(memory, is_flushed):
+    """With the next flush, or at the end."""
     world = EngineWorld(memory)
     session = started(world)
     for number in range(3):
         world.store(session, (number,))
     world.loaded(session, (0,))
-    assert [name.key for name in memory.names] == [SPACES["small"].key((number,)) for number in (1, 2, 0)]
+    used = [SPACES["small"].key((number,)) for number in (1, 2, 0)]
+    if is_flushed:
+        world.clock.advance(memory.traits.flush_interval_s)
+        world.settle()
+        assert [name.key for name in memory.names] == used
+    world.close()
+    assert [name.key for name in memory.names] == used
+
+
+def test_while_a_tier_hangs_only_so_many_uses_wait_for_it(memory, monkeypatch):
+    monkeypatch.setattr("tiered_kv.engine.engine.USES_MAX", 4)
+    world = EngineWorld(memory)
+    session = started(world)
+    for number in range(6):
+        world.store(session, (number,))
+    for number in range(6):
+        world.loaded(session, (number,))
+    assert [name.key for name in memory.names] == [SPACES["small"].key((number,)) for number in range(6)]
+    world.clock.advance(memory.traits.flush_interval_s)
+    world.settle()
+    assert [name.key for name in memory.names] == [SPACES["small"].key((number,)) for number in (0, 1, 2, 3, 4, 5)]
     world.close()
 
 

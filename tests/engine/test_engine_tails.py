@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.kit.counts import count, seed
 from tests.kit.engine_world import BLOB_BYTES, EngineWorld, payload_of
 from tests.kit.storage.disk_probe import blob_files, du_bytes, open_disk, temp_files
@@ -43,10 +45,10 @@ class TailWorld(EngineWorld):
         self.engine.commit_tail(self.session, slot, record)
         self.settle()
 
-    def found(self, names: str) -> list[str]:
-        """Which of these tails a prompt may load; the bytes of each are compared."""
+    def found(self, names: str, path: tuple[int, ...] = NEXT) -> list[str]:
+        """Which of these tails behind ``PROMPT`` a prompt may load; the bytes of each are compared."""
         client = self.clients[self.session]
-        keys, digests = client.space.prefix(NEXT)
+        keys, digests = client.space.prefix(path)
         lookup = self.tiering.lookup(self.session, LookupRequest(keys, digests, wants_tails=True))
         answers = []
         while not answers or not answers[-1].is_done:
@@ -125,6 +127,84 @@ def test_a_flipped_bit_costs_the_tail_and_nothing_else(tmp_path: Path) -> None:
     world = TailWorld(tmp_path)
     assert world.found("c") == [] and tail_files(tmp_path) == []
     assert world.loaded(world.session, PROMPT) == len(PROMPT)
+    world.engine.close()
+
+
+@pytest.mark.parametrize(
+    "damage", ["empty", "truncated", "too long", "garbage", "a chunk's", "another tail's", "folder"]
+)
+def test_whatever_lies_under_a_tails_name_at_a_start_is_no_tail(tmp_path: Path, damage: str) -> None:
+    a_life(tmp_path)
+    (file,) = tail_files(tmp_path)
+    whole = file.read_bytes()
+    chunk = next(one for one in blob_files(tmp_path) if one != file)
+    if damage == "folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes(
+            {
+                "empty": b"",
+                "truncated": whole[: len(whole) // 2],
+                "too long": whole + bytes(4096),
+                "garbage": bytes(range(256)) * (len(whole) // 256),
+                "a chunk's": chunk.read_bytes(),
+                "another tail's": another_tail(tmp_path / "other"),
+            }[damage]
+        )
+    world = TailWorld(tmp_path)
+    assert world.found("abc") == [], "nor of another name"
+    assert world.loaded(world.session, PROMPT) == len(PROMPT)
+    world.keep("c")
+    assert world.found("c") == ["c"]
+    world.save()
+    world.check_idle()
+    world.engine.close()
+
+
+def another_tail(root: Path) -> bytes:
+    world = TailWorld(root)
+    world.store(world.session, PROMPT)
+    world.keep("a")
+    world.save()
+    world.engine.close()
+    return tail_files(root)[0].read_bytes()
+
+
+def test_a_tail_that_a_kill_left_beside_the_chunk_that_continues_it_is_offered_to_forks_alone(tmp_path: Path) -> None:
+    """The chunk is stored and its client is killed before it says what it continues."""
+    world = TailWorld(tmp_path)
+    world.store(world.session, PROMPT)
+    world.keep("a")
+    world.save()
+    world.store(world.session, NEXT)
+    world.engine.close()
+    world = TailWorld(tmp_path)
+    assert len(tail_files(tmp_path)) == 1 and world.loaded(world.session, NEXT) == len(NEXT)
+    assert world.found("a", (*NEXT, 7)) == [], "who has the chunk is told of none"
+    assert world.found("a", (*PROMPT, 98)) == ["a"], "whether it fits, its client sees by its digest"
+    world.keep("b")
+    world.save()
+    assert world.found("ab", (*PROMPT, 98)) == ["a", "b"], "the first one is in host memory again"
+    assert len(tail_files(tmp_path)) == 1, "one stays, not one for each kill"
+    world.check_idle()
+    world.engine.close()
+
+
+def test_a_tail_of_another_namespace_under_the_same_chunks_is_left_alone(tmp_path: Path) -> None:
+    """As of another chunk size or model: nobody of this namespace is told of it or removes it."""
+    a_life(tmp_path)
+    (file,) = tail_files(tmp_path)
+    other = tmp_path / "blobs" / ("ab" * 16)
+    (other / file.parent.name).mkdir(parents=True)
+    moved = file.rename(other / file.parent.name / file.name)
+    world = TailWorld(tmp_path)
+    assert world.found("c") == []
+    world.keep("c")
+    world.drop("c")
+    world.keep("c")
+    world.save()
+    assert world.found("c") == ["c"] and moved.exists() and len(tail_files(tmp_path)) == 2
     world.engine.close()
 
 

@@ -8,7 +8,7 @@ import os
 import resource
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path as FilePath
 
@@ -20,6 +20,7 @@ from tests.kit.storage.disk_probe import blob_files, blob_path, open_disk, temp_
 from tiered_kv.engine import lent_rows
 from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.engine.lent_rows import LentRows, RowGone
+from tiered_kv.engine.row_writes import WRITES_AT_ONCE
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.tiering.types import RowsEnded, RowUse
 from tiered_kv.tiers.base import BlobName, TierWrapper
@@ -32,16 +33,31 @@ DEADLINE_S = 60
 
 
 class Hanging(TierWrapper):
-    """A disk whose reads or writes stop in the middle until they are let go."""
+    """A disk whose reads or writes stop in the middle until they are let go.
+
+    Attributes:
+        late: The blob that was written and waits to be published.
+        fails: How it ends then.
+    """
 
     def __init__(self, root: FilePath) -> None:
         super().__init__(open_disk(root))
-        self.hangs_reads = self.hangs_writes = self.fails_deletes = False
+        self.hangs_reads = self.hangs_writes = self.fails = self.fails_deletes = False
+        self.late: BlobName | None = None
         self.is_in, self.go_on = threading.Semaphore(0), threading.Event()
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         self._hang(self.hangs_writes)
         self.inner.put(name, blob)
+
+    def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
+        def asked() -> bool:
+            self._hang(name == self.late)
+            if self.fails and name == self.late:
+                raise TierUnavailable("the disk is gone")
+            return is_wanted()
+
+        return super().put_if(name, blob, is_wanted) if self.late is None else self.inner.put_if(name, blob, asked)
 
     def delete(self, name: BlobName) -> bool:
         if self.fails_deletes:
@@ -186,6 +202,53 @@ def test_children_are_written_behind_their_parents_and_not_without(world: RowWor
     assert blob_files(tmp_path) == [] and not world.ends.keys() & {use.id for use in uses}
     world.disk.go_on.set()
     assert world.until(*uses) == ["good"] * 4
+
+
+def written_and_waiting(world: RowWorld, root: FilePath) -> list[RowUse]:
+    """Rows of one prefix, the first of which is just not in the disk yet, and others behind it."""
+    world.disk.late = BlobName.of(SPACE.record(PREFIX[0]))
+    uses = world.store(*place(*PREFIX))
+    world.step()
+    assert world.disk.is_in.acquire(timeout=DEADLINE_S)
+    wait_for(lambda: len(temp_files(root)) == WRITES_AT_ONCE, "the next row to be written beside it")
+    assert blob_files(root) == [] and not world.ends
+    return uses
+
+
+def test_rows_of_a_prefix_are_written_beside_each_other_and_appear_one_behind_the_other(
+    world: RowWorld, tmp_path: FilePath
+) -> None:
+    uses = written_and_waiting(world, tmp_path)
+    world.disk.go_on.set()
+    assert world.until(*uses) == ["good"] * 4 and temp_files(tmp_path) == []
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+    assert [world.row(10 + number) for number in range(4)] == list(map(world.content, PREFIX))
+
+
+def test_a_row_that_was_written_beside_one_that_failed_is_not_there(world: RowWorld, tmp_path: FilePath) -> None:
+    uses = written_and_waiting(world, tmp_path)
+    world.disk.fails = True
+    world.disk.go_on.set()
+    assert world.until(*uses) == ["bad"] * 4
+    assert blob_files(tmp_path) == [] and temp_files(tmp_path) == [] and len(world.tiering.index) == 0
+    assert world.tiering.counters["row_dropped_no_parent"] == 3
+    assert world.tiering.counters["write_failed_unavailable"] == 1
+    world.disk.fails, world.disk.late = False, None
+    assert world.until(*world.store(*place(*PREFIX))) == ["good"] * 4
+
+
+def test_a_row_that_is_taken_back_between_its_write_and_its_name_is_in_no_file(
+    world: RowWorld, tmp_path: FilePath
+) -> None:
+    uses = written_and_waiting(world, tmp_path)
+    world.engine.end_rows(world.session, uses)
+    assert world.until(*uses) == ["bad"] * 4
+    for row in range(4):
+        world.fill(row, b"\x66" * ROW_BYTES)
+    world.disk.go_on.set()
+    while world.tiering.pending_writes:
+        world.step()
+    assert blob_files(tmp_path) == [] and temp_files(tmp_path) == [] and len(world.tiering.index) == 0
 
 
 def test_damage_is_found_before_the_engine_is_told(world: RowWorld, tmp_path: FilePath) -> None:

@@ -67,7 +67,7 @@ def tree_of(names):
     rows = {}
     for row, name in enumerate(names):
         rows.setdefault(name.namespace, {})[name.key] = row
-    return PrefixTree.of(names, rows)
+    return PrefixTree.of([name.chunk_index for name in names], [name.parent for name in names], rows)
 
 
 @pytest.mark.parametrize("seed", range(60))

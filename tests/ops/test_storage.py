@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
@@ -181,8 +182,47 @@ def test_recency_comes_from_the_index_and_survives(root: Path) -> None:
     with open_storage(f"file://{root}") as storage:
         used = {blob.name.key: blob.used_s for blob in storage.look().blobs}
     assert used[names[0].key] > 1_700_000_000 and {
-        row.used_s for rows in read_index(root).values() for row in rows.values()
+        row.used_s for shard in read_index(root).values() for row in shard.rows().values()
     }
+
+
+def test_the_index_tells_of_each_blob_what_its_header_does(root: Path) -> None:
+    """Of all in a directory that are as the index says, of some that are not, and of none."""
+    model, prompt = Model(), tokens(1, 20)
+    with open_storage(f"file://{root}") as storage:
+        names = model.store(storage, prompt) + model.store(storage, prompt[:CHUNK] + tokens(2, 200))[1:]
+        tail, blob = model.tail(prompt, 3, 8)
+        assert storage.write(tail, memoryview(blob))
+        for name, blob in model.blobs(tokens(3, 60), tag="mine"):
+            assert storage.write(name, memoryview(blob))
+            names.append(name)
+        storage.pin([names[5], names[-1]], FAR_S)
+    assert len(names) > 256, "some directories have several"
+    for name in names[::10]:  # as another size than the index says
+        path = root / "blobs" / relative_path(name)
+        with path.open("ab") as file:
+            file.write(bytes(70_000))
+        os.utime(path, (1_800_000_000, 1_800_000_000))
+
+    def listed() -> dict[bytes, tuple[object, ...]]:
+        with open_storage(f"file://{root}") as storage:
+            content = storage.look()
+        assert (content.strays, content.notes) == ([], []) and len(content.blobs) == len(names) + 1
+        assert sum(blob.tail_tokens for blob in content.blobs) == 8
+        return {
+            blob.name.key: (blob.name.parent, blob.name.chunk_index, *msgspec.structs.astuple(blob)[1:])
+            for blob in content.blobs
+        }
+
+    uses = {key: row.used_s for shard in read_index(root).values() for key, row in shard.rows().items()}
+    by_index = listed()
+    (root / "index" / "cache.db").unlink()
+    by_header = listed()
+    assert by_index.keys() == by_header.keys() and len({told[-2] for told in by_header.values()}) == 2
+    for key, told in by_header.items():
+        written_s, known = told[3], by_index[key]
+        assert (*known[:4], *known[5:]) == (*told[:4], *told[5:])
+        assert known[4] == max(written_s, uses[key]) and told[4] == written_s, "the index alone knows the last use"
 
 
 @pytest.mark.parametrize("damage", ["gone", "garbage", "locked away"])

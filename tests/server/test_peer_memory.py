@@ -422,6 +422,28 @@ def test_a_door_is_told_what_is_not_there_and_how_much_is(lender):
         assert [read_message(sock), read_message(sock)] == [m.Held(7, CHUNKS), m.Held(8, 0)]
 
 
+def test_questions_without_end_are_answered_none_until_the_loop_has_rested(lender):
+    """Chunks are named more than once in them: looked up they are all the same."""
+    namespace, keys = lender.client.namespace.digest, lender.keys(CHUNKS).keys
+    question = b"".join(keys) * (NAMES_MAX // CHUNKS)
+    everything = len(question) // 16
+    with joined(lender) as (sock, _):
+
+        def ask(number):
+            tell(sock, m.HeldRequest(number, namespace, question))
+            return read_message(sock).count
+
+        wait_for(lambda: ask(0) == everything, "a rested loop")
+        refused = counter(lender, "peer_questions_refused")
+        told = [ask(number) for number in range(500)]
+        assert set(told) == {0, everything} and told[0] == everything
+        wait_for(lambda: counter(lender, "peer_questions_refused") - refused == told.count(0), "the figures")
+        tell(sock, m.Borrow(1, namespace, keys[0]))
+        assert read_message(sock).outcome == "ok", "what was promised is lent"
+        tell(sock, m.Repay(1))
+        wait_for(lambda: ask(0) == everything, "a rested loop")
+
+
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.engine_world import EngineWorld
 from tests.kit.server.clients import SmallEngine, hello, poll_until, refusal, settings, tell
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import end_server
+from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.fleet.layout import PINS, parse_pin_path, pin_path
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.location import parse_location
 from tiered_kv.server import protocol as m
+from tiered_kv.server.pins import Pinning
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.object.store import ObjectStore
 
@@ -152,6 +155,17 @@ def test_no_share_means_no_pins(engine: EngineStarter, root: Path) -> None:
     one.store(1)
     assert one.client.pin(name_of(one, 1).key, 60)
     wait_counted(root, "request_pins_refused", 1)
+
+
+def test_a_server_whose_only_tier_is_a_pool_says_that_it_keeps_no_pins(tmp_path: Path) -> None:
+    with closing(EngineWorld(open_disk(tmp_path))) as world:  # no tier counts: there is no place for pins
+        session = world.open()
+        world.store(session, (1,))
+        space = world.clients[session].space
+        pinning = Pinning(world.engine, lambda task: task(), 0.5, disk_root=None, store=None)
+        outcomes = [pinning.pin(space.namespace, m.Pin(space.key((1,)), ttl_s)) for ttl_s in (60, 0)]
+        assert outcomes == ["nowhere", "done"], "for no time means: written at once"
+        assert world.tiering.counters["request_pins_nowhere"] == 1
 
 
 def test_pins_are_renewed_now_and_then_and_never_shortened(engine: EngineStarter, root: Path) -> None:

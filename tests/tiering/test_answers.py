@@ -206,3 +206,19 @@ def test_a_tail_that_is_left_alone_makes_no_prompt_of_the_answer_before_it():
     assert story.commit(story.session, ANSWERED, is_answer=True)
     story.finish_all()
     assert story.entry(ANSWERED).children and not story.is_below(ANSWERED)
+
+
+@pytest.mark.parametrize("story_of", [Story, LruStory])
+def test_a_request_that_was_preempted_is_no_prompt_that_has_its_own_answer(story_of):
+    """It has computed all that it looks up; the next turn, which has it in its prompt, asks for it."""
+    story = story_of()
+    answer(story)
+    lookup = story.lookup(story.session, ANSWERED, counted=len(ANSWERED))
+    story.step()
+    assert story.figures(lookup) == (4, 4, 4, True), "it finds all of it"
+    story.release(lookup)
+    story.finish_all()
+    assert counts(story) == (2, 0) and not any(map(story.is_below, chunks_of(ANSWERED)[2:]))
+    story.release(story.ask(NEXT))
+    story.finish_all()
+    assert counts(story) == (2, 2) and story.is_below(ANSWERED)

@@ -37,12 +37,19 @@ class Rows:
         self.jobs: list[Job] = []
         self.credits: list[int] = []
         self.ends: dict[int, str] = {}
+        self.failed: set[WriteRow] = set()
+        self.behind: dict[WriteRow, WriteRow] = {}  # what was handed out while its parent's write had not ended
         self._last = 0
         self.step()
         self.end_every(Grow)
 
     def step(self) -> None:
-        self.jobs += self.tiering.take_jobs()
+        for job in self.tiering.take_jobs():
+            if isinstance(job, WriteRow):
+                running = {one.record.key: one for one in self.jobs if isinstance(one, WriteRow)}
+                if (parent := running.get(job.record.parent)) is not None:
+                    self.behind[job] = parent
+            self.jobs.append(job)
         for update in self.tiering.take_updates():
             if isinstance(update, RowsEnded):
                 for end in ("good", "bad", "elsewhere"):
@@ -78,9 +85,16 @@ class Rows:
         return [job for job in self.jobs if isinstance(job, kinds)]
 
     def end(self, job: Job, outcome: Outcome = Outcome.OK) -> None:
+        """Report a job. Of a row that is written behind another, that one's comes first, and decides."""
+        if isinstance(job, WriteRow) and (parent := self.behind.pop(job, None)) is not None:
+            if parent in self.jobs:
+                self.end(parent, Outcome.OK if outcome in (Outcome.ROW_GONE, Outcome.ROW_CHANGED) else outcome)
+            if parent in self.failed and outcome is not Outcome.ROW_GONE:
+                outcome = Outcome.NO_PARENT
         self.jobs.remove(job)
         match job:
             case WriteRow():
+                self.failed |= {job} if outcome is not Outcome.OK else set()
                 self.tiering.row_written(job, outcome)
             case ReadRow():
                 self.tiering.row_read(job, outcome, None, None)
@@ -116,7 +130,7 @@ PREFIX = chunks_of((1, 2, 3))
 def test_a_row_is_told_once_its_chunk_is_in_the_tier_and_takes_no_host_memory() -> None:
     rows = Rows()
     uses = rows.store(*PREFIX)
-    assert rows.tiering.pending_writes == 3 and len(rows.waiting(WriteRow)) == 1
+    assert rows.tiering.pending_writes == 3 and [job.use for job in rows.waiting(WriteRow)] == uses
     for number in range(3):
         assert rows.told(uses) == ["good"] * number + [None] * (3 - number)
         rows.end(rows.waiting(WriteRow)[0])
@@ -164,7 +178,10 @@ def test_a_failed_write_ends_badly_with_all_behind_it(outcome: Outcome) -> None:
     rows = Rows()
     uses = rows.store(*PREFIX)
     rows.end(rows.waiting(WriteRow)[0], outcome)
+    assert rows.told(uses) == ["bad", None, None]
+    rows.end_every(WriteRow)
     assert rows.told(uses) == ["bad"] * 3 and rows.tiering.pending_writes == 0
+    assert rows.tiering.counters["row_dropped_no_parent"] == 2
     assert len(rows.tiering.index) == (outcome is Outcome.FOREIGN)
 
 
@@ -183,14 +200,14 @@ def test_stores_of_what_is_there_end_well_at_once_and_those_without_parent_badly
 def test_a_row_whose_chunk_is_just_written_from_another_row_is_told_as_that_write_ends(outcome: Outcome) -> None:
     rows = Rows()
     first, second, third = rows.store(*PREFIX), rows.store(*PREFIX), rows.store((1,))
-    assert rows.told([*first, *second, *third]) == [None] * 7 and len(rows.waiting(WriteRow)) == 1
+    assert rows.told([*first, *second, *third]) == [None] * 7 and len(rows.waiting(WriteRow)) == 3
     rows.tiering.take_rows_back(third)
     rows.step()
     assert rows.told(third) == ["bad"] and rows.told([*first, *second]) == [None] * 6
     rows.end(rows.waiting(WriteRow)[0], outcome)
     if outcome is Outcome.OK:
         assert rows.told([*first, *second]) == 2 * ["good", None, None]
-        rows.end_every(WriteRow)
+    rows.end_every(WriteRow)
     is_good = outcome is Outcome.OK
     assert rows.told([*first, *second]) == ["good" if is_good else "bad"] * 6
     assert rows.tiering.counters["written"] == 3 * is_good and rows.tiering.counters["store_duplicate"] == 4
@@ -201,8 +218,9 @@ def test_a_row_that_waits_for_the_write_of_another_that_is_taken_back_ends_as_th
     first, second = rows.store((1,), (1, 2)), rows.store((1,), (1, 2))
     rows.tiering.take_rows_back(first)
     rows.step()
-    assert rows.told(first) == ["bad", "bad"] and rows.told(second) == [None, "bad"]
+    assert rows.told(first) == ["bad", "bad"] and rows.told(second) == [None, None]
     rows.end(rows.waiting(WriteRow)[0])  # it was in the file before the row was taken back
+    rows.end(rows.waiting(WriteRow)[0], Outcome.ROW_GONE)
     assert rows.told(second) == ["good", "bad"] and rows.is_below((1,))
 
 
@@ -222,8 +240,8 @@ def test_a_row_that_is_taken_back_is_told_at_once_and_its_job_ends_unheard() -> 
     uses = rows.store(*PREFIX)
     rows.tiering.take_rows_back(uses)
     rows.step()
-    assert rows.told(uses) == ["bad"] * 3 and rows.tiering.pending_writes == 1
-    rows.end(rows.waiting(WriteRow)[0], Outcome.ROW_GONE)
+    assert rows.told(uses) == ["bad"] * 3 and rows.tiering.pending_writes == 3
+    rows.end_every(WriteRow, outcome=Outcome.ROW_GONE)
     assert len(rows.tiering.index) == 0
     assert dropped(rows) == {"row_dropped_taken_back": 3}, "each row once, and no failure of the tier"
     uses = rows.store((1,))
@@ -266,7 +284,7 @@ def test_a_chunk_that_is_written_from_a_row_that_was_taken_back_is_not_told_stor
     rows = Rows()
     rows.tiering.take_rows_back(rows.store((1,)))
     again = rows.store((1,), (1, 2))
-    rows.end(rows.waiting(WriteRow)[0], Outcome.ROW_GONE)
+    rows.end_every(WriteRow, outcome=Outcome.ROW_GONE)
     assert not rows.is_below((1,)) and rows.told(again) == ["bad", "bad"]
 
 

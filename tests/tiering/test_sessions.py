@@ -172,6 +172,43 @@ def test_uses_are_told_oldest_first_deepest_chunk_first():
     assert story.tiering.take_uses() == []
 
 
+def test_slots_of_a_full_cache_are_granted_in_parts(monkeypatch):
+    """Each takes an eviction: those for 256 slots at once stood still for 13 ms."""
+    monkeypatch.setattr("tiered_kv.tiering.slot_grants.EVICTED_AT_ONCE", 2)
+    story = Story(host_bytes=2000, limits=Limits(credit_share=0.5))
+    for number in range(200):
+        story.store((number,))
+    story.finish_all()
+    before = story.counted("host_evicted")
+    assert before, "the cache is not full"
+    other = story.tiering.open_session(SMALL.namespace, SMALL.slot_bytes)
+    parts = []
+    while not parts or story.tiering.wants_turn:
+        story.tiering.take_jobs()
+        parts.append(len(granted(story.tiering, other)))
+        story.tiering.check_integrity()
+    assert len(parts) > 4 and max(parts) == 2
+    assert story.counted("host_evicted") - before == sum(parts)
+    assert not granted(story.tiering, other) and not story.tiering.take_jobs(), "nothing is left, and nothing spins"
+
+
+def test_what_was_deferred_is_queued_in_parts(monkeypatch):
+    """A disk that is back after an hour has room for tens of thousands of chunks at once."""
+    monkeypatch.setattr("tiered_kv.tiering.write_through.REFILLED_AT_ONCE", 3)
+    story = Story(host_bytes=2000)
+    story.tiering.set_readable(1, False)
+    for number in range(10):
+        story.store((number,))
+    assert story.tiering.tier_usage(1).pending_writes == 10
+    story.tiering.set_readable(1, True)
+    queued = []
+    while not queued or story.tiering.wants_turn:
+        story.tiering.take_jobs()
+        queued.append(story.tiering.tier_usage(1).queued_bytes // SMALL.slot_bytes)
+        story.tiering.check_integrity()
+    assert queued == [3, 6, 9, 10]
+
+
 def test_credits_never_starve_promotions():
     prefix = tuple(range(12))
     story = Story(host_bytes=400, limits=Limits(), found=[prefix[:n] for n in range(1, 13)])

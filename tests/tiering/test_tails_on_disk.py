@@ -1,11 +1,15 @@
 """Tails on disk: written when host memory lets go of them, found after a restart, and gone with what continues them."""
 
+import msgspec
 import pytest
 
 from tests.kit.spaces import Space
 from tests.kit.tiering.oracle import Blob
 from tests.kit.tiering.world import SMALL, Path, Story, chunks_of
+from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.admission import SECOND_TOUCH
+from tiered_kv.tiering.index import BlobState
+from tiered_kv.tiering.tails import TAILS_MAX
 from tiered_kv.tiering.types import HOST, Delete, Limits, Outcome, Read, Write
 
 DISK, BUCKET = 1, 2
@@ -363,3 +367,40 @@ def test_a_deletion_that_fails_is_no_end_of_the_tail_and_costs_nothing():
     lookup = story.seek()
     story.finish_all()
     assert story.tails(lookup) == [(digest("a"), True)], "it is what its digest says"
+
+
+def test_a_disk_that_does_not_delete_leaves_no_chunk_more_tails_than_there_are_to_be():
+    """A deletion that hangs is on its way: the tail counts no more, and is not what gives way again and again."""
+    story = stored("a")
+    story.push_out()
+    for number in range(3 * TAILS_MAX):
+        if not story.tiering.usage()["reserved_slots"] and not story.credits[story.session]:
+            break
+        assert story.commit_tail(story.session, PROMPT, f"next {number}")
+        story.step()
+        if any(isinstance(job, Delete) for job in story.jobs):
+            assert story.tail("a").blobs[DISK] is BlobState.DELETING
+        entry = story.tiering.index.get(SMALL.key(PROMPT))
+        held = [one for one in story.tiering.index.tails_behind(entry) if story.tiering.index.is_held(one)]
+        assert len(held) <= TAILS_MAX, f"after {number + 1} more"
+    assert story.waiting(Delete), "the first one's file went"
+    story.finish_all()
+    assert story.on_disk("a") == []
+
+
+def test_a_tail_that_is_stored_once_more_is_erased_with_who_stored_it():
+    """The start knows it by its file's name: whose it is stands in its header, or is said when it comes again."""
+    tagged = Space(b"tagged-namespace", 10, is_tagged=True)
+    story = DiskTailStory()
+    session = story.open(tagged)
+    story.finish_all()
+    for depth in range(1, FEW_CHUNKS + 1):
+        assert story.commit(session, PROMPT[:depth])
+        story.finish_all()
+    record = tagged.tail(PROMPT, "a")
+    nobodys = msgspec.structs.replace(record, tag=NO_TAG)
+    story._restore(DISK, nobodys, tagged.slot_bytes)
+    story._tails[record.prefix_sha256] = record.key
+    assert story.commit_tail(session, PROMPT, "a")
+    story.finish_all()
+    assert story.tiering.index.get(record.key).record.tag == tagged.tag(PROMPT)

@@ -18,9 +18,12 @@ from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.base import BlobInfo
 from tiered_kv.tiers.disk.index import (
+    LISTED_SIZE,
+    LISTED_USE,
     DiskIndex,
     IndexDamaged,
     IndexRow,
+    PackedShard,
     Shard,
     is_on_network,
     pack_rows,
@@ -153,6 +156,23 @@ def test_who_stored_is_written_once_for_a_shard_and_is_one_object_in_memory():
     found = unpack_rows(value, bytes(16))
     assert whole(found.values()) == whole(many)
     assert len({id(row.record.stored_by) for row in found.values()}) == 2
+
+
+@pytest.mark.parametrize("magic", [b"TKX4", *OLD_MAGICS.values()])
+def test_what_a_listing_takes_of_a_shard_is_what_its_rows_say(magic):
+    of = rows(*range(40))
+    shard = PackedShard(pack_rows(of) if magic == b"TKX4" else packed(of, magic), bytes(16))
+    listed, full = shard.listed(), shard.rows()
+    assert len(shard) == len(listed) == len(full) == 40 and list(listed) == list(full)
+    origins = shard.origins([row[4] for row in listed.values()])
+    for (key, parent, index, size, _, used_s), (tag, line), row in zip(listed.values(), origins, of, strict=True):
+        told = full[row.record.key]
+        assert (key, parent, index, size, used_s) == (
+            *(row.record.key, row.record.parent, row.record.chunk_index),
+            *(row.size_bytes, row.used_s),
+        )
+        assert (tag, line) == (told.record.tag, told.record.stored_by)
+        assert size == listed[key][LISTED_SIZE] and used_s == listed[key][LISTED_USE]
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,29 @@ def test_an_interrupt_is_not_reported_as_success(disk):
     assert calls == [("contains", 0.0, 0, "error")]
 
 
+def test_a_put_that_waits_for_another_is_timed_without_that_and_may_be_dropped(disk):
+    calls, now = [], [0.0]
+    tier = MeteredTier(disk, lambda *call: calls.append(call), lambda: now[0])
+    blob = CHAIN.blob(0)
+
+    def waits(*, is_wanted):
+        now[0] += 7.0
+        return is_wanted
+
+    assert not tier.put_if(blob.name, blob.view(), lambda: waits(is_wanted=False))
+    assert not tier.contains(blob.name)
+    assert tier.put_if(blob.name, blob.view(), lambda: waits(is_wanted=True))
+    assert tier.contains(blob.name)
+    assert [call for call in calls if call[0] == "put"] == [
+        ("put", 0.0, 0, "not_wanted"),
+        ("put", 0.0, len(blob.data), "ok"),
+    ]
+
+
 def test_a_wrapper_that_changes_nothing_is_the_tier_inside():
-    """Every method but the one that ends in another, so that a new one of ``Tier`` cannot be forgotten."""
+    """Every method but those that end in another, so that a new one of ``Tier`` cannot be forgotten."""
     public = {name for name, what in vars(Tier).items() if callable(what) and not name.startswith("_")}
-    assert public - vars(TierWrapper).keys() == {"get_into_by_pieces"}
+    assert public - vars(TierWrapper).keys() == {"get_into_by_pieces", "put_if"}
     inner, blob = MemoryTier(1 << 20), SampleChain().blob(0)
     outer = TierWrapper(inner)
     outer.put(blob.name, blob.view())

@@ -12,6 +12,7 @@ from tiered_kv.cli.output import exit_codes, note, print_json, print_table
 from tiered_kv.cli.text import ago, shortened, states_text
 from tiered_kv.config import size_text
 from tiered_kv.errors import TieredKVError
+from tiered_kv.ops.blob_table import BlobTable
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.listing import DuAge, set_self_test_apart, sum_up
 from tiered_kv.ops.report import Report
@@ -105,14 +106,15 @@ def du(uri: Uri, more: Settings = None, as_json: AsJson = False) -> None:
 
 
 def _report(storage: Reader, content: Content, now_s: float) -> DuReport:
-    forest = Forest(content.blobs)
+    table = BlobTable.of(content.blobs)
+    forest = Forest(table)
     namespaces, ages = sum_up(content.records, forest, forest.last_uses(), now_s)
     capacity_bytes = _capacity(storage, content.notes)
     return DuReport(
         uri=storage.uri,
         tier=storage.kind,
-        chunks=len(content.blobs),
-        chunk_bytes=content.blob_bytes,
+        chunks=len(table),
+        chunk_bytes=table.size_bytes,
         stray_count=len(content.strays),
         stray_bytes=sum(stray.size_bytes for stray in content.strays),
         own_bytes=content.own_bytes,

@@ -27,6 +27,7 @@ from tiered_kv.cli.output import exit_codes, note, print_json, print_table
 from tiered_kv.cli.text import ago, end_of, pin_text, shortened, states_text
 from tiered_kv.config import parse_time_s, size_text
 from tiered_kv.keys.tags import tag_text
+from tiered_kv.ops.blob_table import part
 from tiered_kv.ops.forest import Forest, ident
 from tiered_kv.ops.listing import LsNamespace, first, matching, orders, set_self_test_apart, sum_up
 from tiered_kv.ops.report import Report
@@ -161,7 +162,7 @@ def ls(
             namespaces=sum_up(content.records, forest, used, now_s, space)[0],
             chunks=_chunks(shown, storage.kind, content, forest, used),
             chunk_count=len(chosen),
-            chunk_bytes=sum(forest.blobs[row].size_bytes for row in chosen),
+            chunk_bytes=sum(part(forest.table.sizes, chosen)),
             notes=content.notes,
         )
         if as_json:
@@ -191,7 +192,7 @@ def _chunks(rows: Sequence[int], tier: str, content: Content, forest: Forest, us
             stored_by=blob.stored_by or None,
         )
         for row in rows
-        for blob in [forest.blobs[row]]
+        for blob in [forest.table[row]]
     ]
 
 

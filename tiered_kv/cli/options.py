@@ -13,6 +13,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.keys.conditions import Conditions
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.tags import tag_digest
+from tiered_kv.ops.blob_table import BlobTable
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
 from tiered_kv.ops.storage import Content, Reader, Storage, StoredBlob
@@ -67,7 +68,7 @@ def find_namespace(content: Content, text: str | None) -> bytes | None:
     if text is None:
         return None
     prefix = _digits(text, "--namespace")
-    spaces = set(content.records) | {blob.name.namespace for blob in content.blobs}
+    spaces = content.records.keys() | BlobTable.of(content.blobs).rows().keys()
     found = sorted(space for space in spaces if space.hex().startswith(prefix))
     if len(found) != 1:
         shown = ", ".join(space.hex() for space in (found or sorted(spaces))[:10]) or "none"

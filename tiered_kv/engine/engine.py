@@ -10,6 +10,7 @@ except :meth:`Engine.start` (scans) and :meth:`Engine.close`.
     _finished                                     appended by executor threads, emptied by the owner (both are atomic)
     _flushing                                     a tier's number is added by the owner, removed by the flushing thread
     _stalls                                       told by executor threads, asked by the owner
+    _uses                                         a tier's are appended by the owner, emptied by the flushing thread
     _pins                                         set by the flushing thread, taken by the owner (both are atomic)
 """
 
@@ -29,10 +30,11 @@ from tiered_kv.chunks.arena import SLAB_BYTES, Arena
 from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
-from tiered_kv.engine.executor import LOCAL_THREADS, Executor, Pool
+from tiered_kv.engine.executor import LOCAL_THREADS, NOTIFY_INTERVAL_S, Executor, Pool
 from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.lent_rows import LentRows
 from tiered_kv.engine.performer import JobResult, Performer
+from tiered_kv.engine.row_writes import RowWrite, RowWrites
 from tiered_kv.engine.self_test import SelfTest
 from tiered_kv.engine.served import Totals
 from tiered_kv.engine.stalls import Stalls
@@ -84,8 +86,17 @@ RETRY_INTERVAL_S = 30.0
 RESUME_INTERVAL_S = 1.0
 """How long writes to a shared tier pause after one found no room or no answer."""
 
-SLICE_S = 0.003
+SLICE_S = 0.001
 """How long a step takes in what has ended; the rest is for the next one."""
+
+ENDED_MAX = 2000
+"""Jobs that have ended and were not taken in: from so many on nobody should bring more work (``Engine.is_behind``)."""
+
+USES_MAX: Final = 1 << 18
+"""Uses that wait to be told to a tier; while it hangs the oldest are forgotten."""
+
+USES_AT_ONCE: Final = 256
+"""Of these: a tier's threads wait for each other meanwhile."""
 
 PROGRESS_INTERVAL_S = 0.02
 """Between two updates of lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
@@ -97,20 +108,17 @@ MINIMUM_SLOTS = 4
 """Chunks the arena must hold at least: one to load, one to store, and one of each in flight."""
 
 READERS: Final = 2 * LOCAL_THREADS[Pool.LOAD]
-"""Tasks that share many reads of a local tier."""
+"""Tasks that share many reads of a local tier, or many seals."""
 
 SMALL_BYTES: Final = 256 << 10
 SMALL_READERS: Final = 2
-"""As many tasks begin to read blobs of up to so many bytes. Those of a quick disk are work for the interpreter, not for
-the disk, and threads that want its lock at once hold each other up: 512 blobs of 36 KiB from the page cache take two
-threads 41 ms and four 58 (benchmarks/rival_lookups.py)."""
+"""As many tasks begin to read or seal blobs of up to so many bytes. Those of a quick disk are work for the interpreter,
+not for the disk, and threads that want its lock at once hold each other up: 512 blobs of 36 KiB from the page cache
+take two threads 41 ms and four 58 (benchmarks/rival_lookups.py)."""
 
 SLOW_READ_S: Final = 0.001
 SLOW_READS: Final = 8
 """A task whose first reads took this long each, so many of them, waits for the disk, and has another task help."""
-
-NOTIFY_INTERVAL_S: Final = 0.002
-"""A task that does one job after the other says so often that something has ended."""
 
 _POOL: dict[type, tuple[Pool, int]] = {
     Read: (Pool.LOAD, 0),
@@ -194,6 +202,7 @@ class Engine:
         self.executor = executor
         self.clock = clock
         self._performer = Performer(self.tiers, arena, clock, formats)
+        self._row_writes = RowWrites(executor, _POOL[WriteRow][1], self._write_row, clock)
         self._throughput = {number: Throughput() for number in self.tiers}
         self._probe_times = ProbeTimes()
         self._geometries: dict[bytes, ChunkGeometry] = {}
@@ -204,6 +213,7 @@ class Engine:
         self._flush_due_s = {number: now_s + tier.traits.flush_interval_s for number, tier in self.tiers.items()}
         self._flushing: set[int] = set()
         self._pins: dict[int, Collection[bytes]] = {}
+        self._uses: dict[int, deque[ChunkRecord]] = {number: deque(maxlen=USES_MAX) for number in self.tiers}
         self._retry_due_s = now_s + RETRY_INTERVAL_S
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
@@ -583,7 +593,7 @@ class Engine:
         Call after every change made through ``tiering`` and whenever the executor notifies.
         """
         self.executor.drain_notifications()
-        until_s = self.clock.monotonic() + SLICE_S
+        until_s = self.clock.monotonic() + (2 if self.is_behind else 1) * SLICE_S
         while self._finished:
             self._report(*self._finished.popleft())
             if self.clock.monotonic() >= until_s:
@@ -597,7 +607,7 @@ class Engine:
         while self._pins:
             self.tiering.set_pinned(*self._pins.popitem())
         self._submit_jobs()
-        self._persist_uses(now_s)
+        self._keep_uses(now_s)
         is_due = now_s >= self._progress_due_s
         if is_due and self.tiering.has_progress:
             self._progress_due_s = now_s + PROGRESS_INTERVAL_S
@@ -606,6 +616,11 @@ class Engine:
             if isinstance(update, RowsEnded) and (lent := self._performer.lent.get(update.session)) is not None:
                 lent.end((*update.good, *update.bad, *update.elsewhere))
         return updates
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more jobs have ended than :meth:`step` takes in soon: who brings work is to bring less."""
+        return len(self._finished) >= ENDED_MAX
 
     @property
     def wait_s(self) -> float | None:
@@ -674,6 +689,7 @@ class Engine:
 
     def _submit_jobs(self) -> None:
         reads: defaultdict[int, list[Read | ReadRow]] = defaultdict(list)
+        seals: list[Seal] = []
         for job in self.tiering.take_jobs():
             if not isinstance(job, Seal | Grow):
                 self._jobs[job.tier, _KINDS[type(job)]] += 1
@@ -685,26 +701,35 @@ class Engine:
             if isinstance(job, Read | ReadRow) and not is_remote:
                 reads[job.tier].append(job)
                 continue
+            if isinstance(job, WriteRow):
+                self._row_writes.add(job)
+                continue
+            if isinstance(job, Seal):
+                seals.append(job)
+                continue
             pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
             self.executor.submit(pool, priority, partial(self._run, job))
         for jobs in reads.values():
-            self._submit_reads(jobs)
+            self._submit_many(jobs)
+        if seals:
+            self._submit_many(seals)
 
-    def _submit_reads(self, reads: Sequence[Read | ReadRow]) -> None:
-        """Hand reads of a local tier to threads. A few tasks share many: handing over each would take most of the time.
+    def _submit_many(self, jobs: Sequence[Read | ReadRow] | Sequence[Seal]) -> None:
+        """Hand reads of a local tier, or seals, to threads. A few tasks share many: each that is handed over wakes a
+        thread, which the loop then shares the interpreter with, and 256 of them took it 2 to 5 ms.
 
         What a task has not begun another one takes, so that a read that hangs keeps nothing but itself.
         """
-        pool, priority = _POOL[Read]
-        if len(reads) <= READERS:
-            for job in reads:
+        pool, priority = _POOL[type(jobs[0])]
+        if len(jobs) <= READERS:
+            for job in jobs:
                 self.executor.submit(pool, priority, partial(self._run, job))
             return
-        shared = deque(reads)
-        for _ in range(READERS if self._blob_bytes(reads[0]) > SMALL_BYTES else SMALL_READERS):
+        shared = deque[Read | ReadRow | Seal](jobs)
+        for _ in range(READERS if self._blob_bytes(jobs[0]) > SMALL_BYTES else SMALL_READERS):
             self.executor.submit(pool, priority, partial(self._run_all, shared))
 
-    def _run_all(self, jobs: deque[Read | ReadRow]) -> None:
+    def _run_all(self, jobs: deque[Read | ReadRow | Seal]) -> None:
         begun_s = noticed_s = self.clock.monotonic()
         reads = 0
         while jobs and not self._is_closing:
@@ -714,7 +739,11 @@ class Engine:
                 break
             self._finished.append((job, self._perform(job)))
             now_s, reads = self.clock.monotonic(), reads + 1
-            if reads == SLOW_READS and now_s - begun_s > SLOW_READS * SLOW_READ_S:
+            if isinstance(job, Seal):
+                if now_s - begun_s >= NOTIFY_INTERVAL_S:
+                    self.executor.submit(*_POOL[Seal], partial(self._run_all, jobs))
+                    break
+            elif reads == SLOW_READS and now_s - begun_s > SLOW_READS * SLOW_READ_S:
                 self.executor.submit(*_POOL[Read], partial(self._run_all, jobs))
             if now_s - noticed_s >= NOTIFY_INTERVAL_S:
                 noticed_s = now_s
@@ -724,6 +753,12 @@ class Engine:
     def _run(self, job: Job) -> None:
         self._finished.append((job, self._perform(job)))
         self.executor.notify()
+
+    def _write_row(self, write: RowWrite) -> bool:
+        with self._stalls.running(write.job.tier):
+            result = self._performer.write_row(write.job, write.follows)
+        self._finished.append((write.job, result))
+        return result.outcome is Outcome.OK
 
     def _perform(self, job: Job) -> JobResult:
         if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client with deadlines
@@ -744,6 +779,7 @@ class Engine:
                 self._read_ended(job, outcome)
                 self.tiering.read(job, outcome, ended.tag, ended.stored_by)
             case WriteRow():
+                self._row_writes.reported(job)
                 self.tiering.row_written(job, outcome)
             case ReadRow():
                 self._read_ended(job, outcome)
@@ -762,21 +798,27 @@ class Engine:
         now_s, size_bytes = self.clock.monotonic(), self._blob_bytes(job)
         self._throughput[job.tier].finished(now_s, size_bytes, _arrived(size_bytes, outcome))
 
-    def _blob_bytes(self, job: Read | ReadRow) -> int:
+    def _blob_bytes(self, job: Read | ReadRow | Seal) -> int:
         return self._performer.formats[job.record.namespace].blob_bytes
 
-    def _persist_uses(self, now_s: float) -> None:
-        uses = list(map(BlobName.of, self.tiering.take_uses()))
+    def _keep_uses(self, now_s: float) -> None:
+        """Note uses for the next flush: a tier's ledger may be locked for as long as its rows are copied."""
+        uses = self.tiering.take_uses()
         for number, tier in self.tiers.items():
-            if uses:
-                tier.record_use(uses)
+            self._uses[number].extend(uses)
             if now_s >= self._flush_due_s[number] and number not in self._flushing:
                 self._flushing.add(number)
                 self._flush_due_s[number] = now_s + tier.traits.flush_interval_s
                 self.executor.submit(Pool.UPKEEP, 0, partial(self._flush, number))
 
+    def _tell_uses(self, number: int) -> None:
+        uses = self._uses[number]
+        while uses:
+            self.tiers[number].record_use([BlobName.of(uses.popleft()) for _ in range(min(len(uses), USES_AT_ONCE))])
+
     def _flush(self, number: int) -> None:
         try:
+            self._tell_uses(number)
             self.tiers[number].flush()
             self._pins[number] = self.tiers[number].pinned()
         except TierUnavailable as exc:
@@ -787,10 +829,13 @@ class Engine:
     def close(self) -> None:
         """End the threads and close tiers and arena, all of them. What was not written yet is lost; drain first."""
         self._is_closing = True
+        self._row_writes.close()
         with ExitStack() as closing:
             closing.callback(self.arena.close)
             for tier in self.tiers.values():
                 closing.callback(tier.close)
+            for number in self.tiers:
+                closing.callback(self._tell_uses, number)
             self.executor.close()
 
 

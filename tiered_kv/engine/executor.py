@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ class Pool(Enum):
     REMOTE_STORE = "remote_store"
     UPKEEP = "upkeep"
 
+
+NOTIFY_INTERVAL_S: Final = 0.002
+"""A task that does one job after the other says so often that something has ended; seals make way for reads then."""
 
 LOCAL_THREADS: Mapping[Pool, int] = {Pool.LOAD: 4, Pool.STORE: 4, Pool.UPKEEP: 4}
 """Of an engine without a shared tier. A local disk that hangs takes up to three of UPKEEP: a flush, a trial, a look at

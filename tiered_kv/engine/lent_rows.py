@@ -227,13 +227,17 @@ class LentRows:
                 if running is not None and running.is_read:
                     running.mapped.tear()
 
+    def is_open(self, use: RowUse) -> bool:
+        """Whether a use is not over."""
+        return use.id in self._open  # one look, of a set that the owner changes before it says so to anybody
+
     def check(self, use: RowUse) -> None:
         """Pass while a use is open: what was read from its row until now is what the engine lent.
 
         Raises:
             RowGone: It is over.
         """
-        if use.id not in self._open:  # one look, of a set that the owner changes before it says so to anybody
+        if not self.is_open(use):
             raise RowGone(f"the engine took its row back. row={use.row}")
 
     @contextmanager

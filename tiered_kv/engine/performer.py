@@ -6,7 +6,8 @@ The only place where tier exceptions become outcomes. Called from the executor's
 import logging
 import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -60,6 +61,7 @@ class JobResult(msgspec.Struct, frozen=True, gc=False):
 
 _OK, _MISSING = JobResult(Outcome.OK), JobResult(Outcome.MISSING)
 _ROW_GONE, _ROW_CHANGED = JobResult(Outcome.ROW_GONE), JobResult(Outcome.ROW_CHANGED)
+_NO_PARENT = JobResult(Outcome.NO_PARENT)
 
 
 class Performer:
@@ -89,8 +91,19 @@ class Performer:
 
     def perform(self, job: Job) -> JobResult:
         """Do the job; never raises."""
+        return self._outcome(job, partial(self._perform, job))
+
+    def write_row(self, job: WriteRow, follows: Callable[[], bool]) -> JobResult:
+        """Seal a row and put it; never raises.
+
+        Args:
+            follows: Waits for the write of the chunk before it, and says whether that is in the tier.
+        """
+        return self._outcome(job, partial(self._write_row, job, follows))
+
+    def _outcome(self, job: Job, perform: Callable[[], JobResult]) -> JobResult:
         try:
-            return self._perform(job)
+            return perform()
         except ChunkCorrupt as exc:
             return self._failed(job, Outcome.CORRUPT, exc)
         except ChunkMismatch as exc:
@@ -142,7 +155,7 @@ class Performer:
                 with self._blob(record, slot) as blob:
                     return self._read(tier, record, blob)
             case WriteRow():
-                return self._write_row(job)
+                return self._write_row(job, lambda: True)
             case ReadRow(tier, record, use):
                 header_bytes = self.formats[record.namespace].header_bytes
                 with self._lent(job).mapped(use, header_bytes, is_read=True) as blob:
@@ -171,13 +184,15 @@ class Performer:
             raise RowGone(f"the engine that lent the row has left. row={job.use.row}")
         return lent
 
-    def _write_row(self, job: WriteRow) -> JobResult:
+    def _write_row(self, job: WriteRow, follows: Callable[[], bool]) -> JobResult:
         """Seal a row and put it. What was sealed while the row was lent has its own hash, whatever becomes of it."""
         form, lent, tier = self.formats[job.record.namespace], self._lent(job), self._tiers[job.tier]
         with lent.mapped(job.use, form.header_bytes, is_read=False) as blob:
             form.seal(blob, job.record, self._clock.wall())
             lent.check(job.use)
-            tier.put(BlobName.of(job.record), blob)
+            if not tier.put_if(BlobName.of(job.record), blob, lambda: follows() and lent.is_open(job.use)):
+                lent.check(job.use)
+                return _NO_PARENT
         try:
             lent.check(job.use)
         except RowGone:  # it may have changed while it was written

@@ -5,11 +5,10 @@ lists of the same order. Pure. Used by the listing of a bucket (``fleet/listing.
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from functools import cached_property
 from typing import Any, Final, Self
-
-from tiered_kv.keys.naming import BlobName
 
 ROOT: Final = -1
 """Parent of the first chunk of a prefix."""
@@ -37,27 +36,33 @@ class PrefixTree:
             candidates: Of each row the row of the chunk in its namespace that its parent's key names; ``ROOT`` where
                 that key is the namespace digest, ``GAP`` where there is no such chunk.
         """
+        # Nothing is called for each chunk, here and in all that is done with every row: there may be a million.
         self.depths: Final = depths
-        self.parents: Final = array("i")
-        link = self.parents.append
-        for depth, candidate in zip(depths, candidates, strict=True):
-            if depth == 0:
-                link(ROOT if candidate == ROOT else GAP)
-            else:
-                link(candidate if candidate >= 0 and depths[candidate] == depth - 1 else GAP)
+        self.parents: Final = array(
+            "i",
+            [
+                candidate
+                if candidate >= 0 and depths[candidate] == depth - 1
+                else (ROOT if depth == 0 and candidate == ROOT else GAP)
+                for depth, candidate in zip(depths, candidates, strict=True)
+            ],
+        )
 
     @classmethod
-    def of(cls, names: Sequence[BlobName], rows: Mapping[bytes, Mapping[bytes, int]]) -> Self:
+    def of(cls, depths: Sequence[int], parents: Sequence[bytes], rows: Mapping[bytes, Mapping[bytes, int]]) -> Self:
         """Link chunks by their names, which tell their ancestry.
 
         Args:
-            rows: Of each name its row, by namespace, then by key.
+            parents: Of each row the key of its parent; the namespace digest for the first of a prefix.
+            rows: Of each chunk its row, by namespace, then by key.
         """
-        # Nothing is called for each chunk but these: there may be a million.
-        candidates = [
-            ROOT if name.parent == name.namespace else rows[name.namespace].get(name.parent, GAP) for name in names
-        ]
-        return cls(array("I", [name.chunk_index for name in names]), candidates)
+        candidates = array("i", bytes(4 * len(depths)))
+        for space, by_key in rows.items():
+            find = by_key.get
+            for row in by_key.values():
+                parent = parents[row]
+                candidates[row] = ROOT if parent == space else find(parent, GAP)
+        return cls(depths, candidates)
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -172,17 +177,13 @@ class PrefixTree:
 
     @cached_property
     def shallowest_first(self) -> "array[int]":
-        """Every row, parents before children: a counting sort by depth."""
-        starts: dict[int, int] = {}
-        for depth in self.depths:
-            starts[depth] = starts.get(depth, 0) + 1
-        total = 0
-        for depth in sorted(starts):
-            starts[depth], total = total, total + starts[depth]
-        ordered = array("I", bytes(4 * len(self)))
+        """Every row, parents before children; those of one depth in their order."""
+        by_depth: defaultdict[int, array[int]] = defaultdict(lambda: array("I"))
         for row, depth in enumerate(self.depths):
-            ordered[starts[depth]] = row
-            starts[depth] += 1
+            by_depth[depth].append(row)
+        ordered = array("I")
+        for _, rows in sorted(by_depth.items()):
+            ordered.extend(rows)
         return ordered
 
     # -- within -------------------------------------------------------------------------------------------------------

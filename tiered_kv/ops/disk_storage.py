@@ -12,7 +12,9 @@ import os
 import stat
 import threading
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +23,7 @@ from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.ops.blob_table import BlobTable
 from tiered_kv.ops.storage import (
     FOR_GOOD,
     BaseEpochs,
@@ -40,9 +43,18 @@ from tiered_kv.ops.text import without_paths
 from tiered_kv.server.directory import read_info
 from tiered_kv.tiers.disk import marker
 from tiered_kv.tiers.disk.files import allocated_bytes, mapped_errors, read_head, read_small_file
-from tiered_kv.tiers.disk.index import INDEX_DIRECTORY, ShardRows, read_index
+from tiered_kv.tiers.disk.index import INDEX_DIRECTORY, LISTED_SIZE, LISTED_USE, PackedShard, Shard, read_index
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
-from tiered_kv.tiers.disk.scan import NAMESPACE_FILE, RECORD_BYTES_MAX, FoundFile, Kind, walk
+from tiered_kv.tiers.disk.scan import (
+    NAMESPACE_FILE,
+    RECORD_BYTES_MAX,
+    Directory,
+    FoundFile,
+    Kind,
+    directories,
+    reading_ahead,
+    unknown_file,
+)
 from tiered_kv.tiers.disk.sweep import TEMP_NAME, is_own_temp_file
 
 if TYPE_CHECKING:
@@ -94,13 +106,18 @@ class DiskStorage(Storage):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def look(self, progress: Progress = no_progress) -> Content:
-        content = Content()
+        table = BlobTable()
+        content = Content(table)
         index = self._index(content)
-        total = sum(map(len, index.values())) or None
+        shards = {f"{shard}/": packed for shard, packed in index.items()}
+        counts = {shard: len(packed) for shard, packed in index.items()}
+        total = sum(counts.values()) or None
         try:
-            with _uncollected():
+            with _uncollected(), reading_ahead(self._blobs, counts) as ahead:
                 pins = {name.key: until_s for name, until_s in self._pins(content).items()}
-                _take(content, walk(self._blobs, index, lambda: progress(len(content.blobs), total)), pins)
+                for directory in directories(self._blobs, ahead):
+                    _take(content, table, str(self._blobs), directory, shards.get(directory.path), pins)
+                    progress(len(table), total)
         except OSError as exc:
             raise TierUnavailable(f"the directory cannot be listed. path={self._blobs}: {exc}") from exc
         content.strays += _temp_files(self.root / "tmp")
@@ -111,7 +128,7 @@ class DiskStorage(Storage):
         progress(len(content.blobs), len(content.blobs))
         return content
 
-    def _index(self, content: Content) -> ShardRows:
+    def _index(self, content: Content) -> Mapping[Shard, PackedShard]:
         try:
             return read_index(self.root)
         except TierUnavailable as exc:
@@ -404,28 +421,51 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _take(content: Content, files: Iterable[FoundFile], pins: Mapping[bytes, float]) -> None:
-    """Add the files of a walk to a listing; ``pins`` are by key. Nothing is called for each but what it takes."""
-    indexed, add, pinned_s = Kind.INDEXED, content.blobs.append, pins.get
-    for found in files:
-        row, written_s = found.row, found.written_s
-        if found.kind is indexed and row is not None and found.name is not None:
-            record = row.record
-            used_s = float(row.used_s) if row.used_s > written_s else written_s
-            until_s = pinned_s(record.key, 0.0)
-            add(StoredBlob(found.name, row.size_bytes, written_s, used_s, until_s, record.tag, record.stored_by))
-        else:
-            _take_other(content, found, pins)
+def _take(
+    content: Content,
+    table: BlobTable,
+    root: str,
+    directory: Directory,
+    shard: PackedShard | None,
+    pins: Mapping[bytes, float],
+) -> None:
+    """Add the files of one directory to a listing, those that are as the index says column by column.
+
+    Args:
+        root: Path of ``blobs``.
+        shard: What the index says of the directory; None: nothing.
+        pins: By key.
+    """
+    entries, known = directory.entries, {} if shard is None else shard.listed()
+    # A million in all: nothing is called for each but what it takes, and what a directory has is added at once.
+    rows, sizes, times = list(map(known.get, entries.keys())), entries.sizes, entries.written_s
+    is_same = [row is not None and row[LISTED_SIZE] == size for row, size in zip(rows, sizes, strict=True)]
+    if not all(is_same):
+        for row, is_known, (key, size_bytes, written_s) in zip(rows, is_same, entries.files(), strict=True):
+            if not is_known and (found := unknown_file(root, directory.path, key, size_bytes, written_s)) is not None:
+                _take_other(content, table, found, 0.0 if row is None else row[LISTED_USE], pins)
+        sizes, times = array("q", compress(sizes, is_same)), array("d", compress(times, is_same))
+    same = [row for row, is_known in zip(rows, is_same, strict=True) if row is not None and is_known]
+    if shard is not None and same:
+        start = len(table)
+        keys, parents, depths, _, packed, uses = zip(*same, strict=True)
+        used = [used_s if used_s > written_s else written_s for used_s, written_s in zip(uses, times, strict=True)]
+        table.extend(shard.namespace, keys, parents, depths, sizes, times, used, shard.origins(packed))
+        if pins:
+            table.pinned.update((row, pins[key]) for row, key in enumerate(keys, start) if key in pins)
+    for stray in directory.strays:
+        _take_other(content, table, stray, 0.0, pins)
 
 
-def _take_other(content: Content, found: FoundFile, pins: Mapping[bytes, float]) -> None:
-    """A file that the index does not know, or not as it is."""
+def _take_other(
+    content: Content, table: BlobTable, found: FoundFile, used_s: float, pins: Mapping[bytes, float]
+) -> None:
+    """A file that the index does not know, or not as it is; ``used_s``: when it was used last, as the index says."""
     kind, name, size_bytes, written_s = found.kind, found.name, found.size_bytes, found.written_s
     if kind is Kind.READ and name is not None and found.header is not None:
-        used_s = written_s if found.row is None else max(written_s, float(found.row.used_s))
-        record = found.header.record
-        pinned_s = pins.get(name.key, 0.0)
-        content.blobs.append(StoredBlob(name, size_bytes, written_s, used_s, pinned_s, record.tag, record.stored_by))
+        record, until_s = found.header.record, pins.get(name.key, 0.0)
+        used_s = max(written_s, used_s)
+        table.append(StoredBlob(name, size_bytes, written_s, used_s, until_s, record.tag, record.stored_by))
         return
     word, reason = "damaged", without_paths(found.reason)
     if kind is Kind.STRAY:

@@ -322,11 +322,12 @@ def _beginning(magic: bytes) -> Callable[[ObjectStore, str], bool]:
 def _list(store: ObjectStore) -> tuple[Content, list[ObjectInfo]]:
     """List the beginning of the store once: its blobs with their records, and the objects below our own prefix."""
     infos = list(islice(store.list(""), LISTED_MAX + 1))
-    content = Content(is_whole=len(infos) <= LISTED_MAX)
-    for info in infos[:LISTED_MAX]:
-        name = parse_object_path(info.path)
-        if name is not None and name.namespace != SELF_TEST_NAMESPACE:
-            content.blobs.append(StoredBlob(name, info.size_bytes, info.modified_s, info.modified_s, 0.0))
+    blobs = [
+        StoredBlob(name, info.size_bytes, info.modified_s, info.modified_s, 0.0)
+        for info in infos[:LISTED_MAX]
+        if (name := parse_object_path(info.path)) is not None and name.namespace != SELF_TEST_NAMESPACE
+    ]
+    content = Content(blobs, is_whole=len(infos) <= LISTED_MAX)
     for space in sorted({blob.name.namespace for blob in content.blobs}):
         record = store.get(f"{space.hex()}/{NAMESPACE_FILE}", 2 * MAX_RECORD_BYTES)
         content.records[space] = NamespaceRecord.parse(space, record)

@@ -1,11 +1,13 @@
 """The chunks of a tier on their prefix trees: blobs in, blobs out (``keys/prefix_tree.py`` knows rows only)."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.prefix_tree import PrefixTree
+from tiered_kv.ops.blob_table import BlobTable
 from tiered_kv.ops.storage import StoredBlob
 
 Ident = tuple[bytes, bytes]
@@ -34,29 +36,32 @@ def ident(blob: StoredBlob) -> Ident:
     return blob.name.namespace, blob.name.key
 
 
-def _rows_of(blobs: Sequence[StoredBlob]) -> dict[bytes, dict[bytes, int]]:
+def _rows_of(table: BlobTable) -> dict[bytes, dict[bytes, int]]:
     """Rows by namespace and key; of two blobs of one chunk the later one."""
-    rows: defaultdict[bytes, dict[bytes, int]] = defaultdict(dict)
-    for row, blob in enumerate(blobs):  # a million: nothing is called for each
-        name = blob.name
-        rows[name.namespace][name.key] = row
-    return dict(rows)
+    return {
+        space: dict(zip(map(table.keys.__getitem__, rows), rows, strict=True)) for space, rows in table.rows().items()
+    }
 
 
 class Forest:
     """Every namespace's chunks, linked to their parents.
 
     Attributes:
-        blobs: By row of the tree; of two blobs of one chunk the later one.
+        table: By row of the tree; of two blobs of one chunk the later one.
     """
 
     def __init__(self, blobs: Iterable[StoredBlob]) -> None:
-        self.blobs = list(blobs)
-        self._rows = _rows_of(self.blobs)
-        if sum(map(len, self._rows.values())) < len(self.blobs):
-            self.blobs = [self.blobs[row] for rows in self._rows.values() for row in rows.values()]
-            self._rows = _rows_of(self.blobs)
-        self._tree = PrefixTree.of([blob.name for blob in self.blobs], self._rows)
+        self.table = BlobTable.of(blobs)
+        self._rows = _rows_of(self.table)
+        if sum(map(len, self._rows.values())) < len(self.table):
+            self.table = BlobTable.of(self.table[row] for rows in self._rows.values() for row in rows.values())
+            self._rows = _rows_of(self.table)
+        self._tree = PrefixTree.of(self.table.depths, self.table.parents, self._rows)
+
+    @cached_property
+    def blobs(self) -> list[StoredBlob]:
+        """The same as objects."""
+        return list(self.table)
 
     def row(self, blob: StoredBlob) -> int:
         """Where a chunk is in ``blobs``.
@@ -105,19 +110,21 @@ class Forest:
         """Everything behind a gap."""
         return self._at(self._tree.behind(self._tree.orphans))
 
-    def last_uses(self) -> list[float]:
+    def last_uses(self) -> "array[float]":
         """When each chunk was last used, by row: a use of a chunk is a use of the prefix before it."""
-        used = [blob.used_s for blob in self.blobs]
+        used = array("d", self.table.used_s)
         self._tree.spread_uses(used)
         return used
 
     def pinned(self) -> set[Ident]:
         """Pinned chunks, the prefixes before them, and the states along these: a prefix without any is of no use."""
-        return set(map(ident, self.with_states(blob for blob in self.blobs if blob.pinned_until_s)))
+        return set(map(ident, self.with_states(map(self.table.__getitem__, self.table.pinned))))
 
     def with_states(self, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:
         """These chunks of the forest, those before them, and the states that lie along them; parents first."""
         marked = self._tree.with_prefixes(map(self.row, blobs))
+        if not any(marked):
+            return []
         self._tree.mark_behind(marked, lambda row: self.blobs[row].is_state)
         return [self.blobs[row] for row in self._tree.shallowest_first if marked[row]]
 

@@ -6,8 +6,8 @@ Called by ``cli/ls.py`` and ``cli/du.py``; other modules describe namespaces wit
 import heapq
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -15,8 +15,9 @@ from tiered_kv.keys.conditions import Conditions
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.ops.blob_table import BlobTable, part
 from tiered_kv.ops.forest import Forest
-from tiered_kv.ops.storage import Content, NamespaceRecord, StoredBlob, Stray
+from tiered_kv.ops.storage import Content, NamespaceRecord, Stray
 from tiered_kv.ops.text import printable
 
 AGES: Final = (("hour", 3600.0), ("day", 86400.0), ("week", 7 * 86400.0), ("month", 30 * 86400.0), ("older", None))
@@ -96,27 +97,22 @@ def sum_up(
     Returns:
         Namespaces, the largest first, then those that have only a record; and all classes of ``AGES``, in their order.
     """
-    spaces: dict[bytes, list[StoredBlob]] = {space: [] for space in records}
-    newest: dict[bytes, float] = {}
-    bounds = sorted(now_s - limit_s for _, limit_s in AGES if limit_s is not None)
+    table = forest.table
+    spaces: dict[bytes, Sequence[int]] = dict.fromkeys(records, ()) | dict(table.rows())
+    if namespace is not None:
+        spaces = {namespace: spaces.get(namespace, ())}
+    found = [
+        _sum_of(records.get(space) or NamespaceRecord.missing(space), space, rows, used, forest)
+        for space, rows in spaces.items()
+    ]
     counts, sizes = [0] * len(AGES), [0] * len(AGES)
-    for blob, used_s in zip(forest.blobs, used, strict=True):  # a million: nothing is called but what it takes
-        space = blob.name.namespace
-        if namespace is None or namespace == space:
-            if space not in newest:
-                spaces.setdefault(space, [])
-                newest[space] = used_s
-            elif used_s > newest[space]:
-                newest[space] = used_s
-            spaces[space].append(blob)
+    bounds = sorted(now_s - limit_s for _, limit_s in AGES if limit_s is not None)
+    for rows in spaces.values():
+        # A million: nothing is called for each but what it takes.
+        for used_s, size_bytes in zip(part(used, rows), part(table.sizes, rows), strict=True):
             age = bisect_right(bounds, used_s)
             counts[age] += 1
-            sizes[age] += blob.size_bytes
-    found = [
-        _sum_of(records.get(space) or NamespaceRecord.missing(space), space, blobs, newest.get(space), forest)
-        for space, blobs in spaces.items()
-        if namespace in (None, space)
-    ]
+            sizes[age] += size_bytes
     ages = [
         DuAge(last_use=name, chunks=count, size_bytes=size_bytes)
         for (name, _), count, size_bytes in zip(AGES, reversed(counts), reversed(sizes), strict=True)
@@ -125,26 +121,33 @@ def sum_up(
 
 
 def _sum_of(
-    record: NamespaceRecord, space: bytes, blobs: Sequence[StoredBlob], used_s: float | None, forest: Forest
+    record: NamespaceRecord,
+    space: bytes,
+    rows: Sequence[int],
+    used: Sequence[float],
+    forest: Forest,
 ) -> LsNamespace:
-    states = forest.sum_up_states(blobs, record.state_parts)
-    tails = [blob for blob in blobs if blob.tail_tokens]
-    storers = Counter(blob.stored_by or UNKNOWN for blob in blobs)
+    table = forest.table
+    states = forest.sum_up_states(map(table.__getitem__, rows), record.state_parts)
+    tails = [row for row in rows if row in table.tails] if table.tails else []
+    storers = Counter[str]()
+    for (_, stored_by), count in Counter(part(table.origins, rows)).items():
+        storers[stored_by or UNKNOWN] += count
     return LsNamespace(
         namespace=space.hex(),
         model=None if record.problem else describe(record),
         problem=record.problem or None,
         epoch=epoch_of(record),
-        chunks=len(blobs),
-        size_bytes=sum(blob.size_bytes for blob in blobs),
+        chunks=len(rows),
+        size_bytes=sum(part(table.sizes, rows)),
         states=states.states,
         state_parts=states.parts,
         state_bytes=states.size_bytes,
         chunks_behind_states=states.chunks_behind,
         tails=len(tails),
-        tail_bytes=sum(blob.size_bytes for blob in tails),
+        tail_bytes=sum(part(table.sizes, tails)),
         chunk_tokens=record.chunk_tokens,
-        used_s=used_s,
+        used_s=max(part(used, rows), default=None),
         first_stored_by=record.first_stored_by or None,
         stored_by={line: count for line, count in storers.most_common() if line},
     )
@@ -157,46 +160,55 @@ def set_self_test_apart(content: Content) -> None:
     killed or may not delete.
     """
     content.records.pop(SELF_TEST_NAMESPACE, None)
-    tests = [blob for blob in content.blobs if blob.name.namespace == SELF_TEST_NAMESPACE]
-    if tests:
-        content.blobs = [blob for blob in content.blobs if blob.name.namespace != SELF_TEST_NAMESPACE]
+    content.blobs = table = BlobTable.of(content.blobs)
+    if rows := table.rows().get(SELF_TEST_NAMESPACE):
+        tests = [table[row] for row in rows]
+        content.blobs = BlobTable.of(blob for blob in table if blob.name.namespace != SELF_TEST_NAMESPACE)
         reason = "left by the self-test of a server that was killed or may not delete"
         content.strays += [
             Stray(relative_path(blob.name), blob.size_bytes, blob.written_s, "temp", reason) for blob in tests
         ]
 
 
-def orders(forest: Forest, used: Sequence[float]) -> dict[str, Callable[[int], float | bytes]]:
-    """Sort keys of chunks, by row, by the name of the order."""
-    blobs = forest.blobs
+class Order(NamedTuple):
+    """An order of chunks.
+
+    Attributes:
+        column: What is compared, by row.
+        is_descending: Whether the largest comes first; numbers only.
+    """
+
+    column: Sequence[Any]
+    is_descending: bool
+
+
+def orders(forest: Forest, used: Sequence[float]) -> dict[str, Order]:
+    """Orders by their names."""
+    table = forest.table
     return {
-        "used": lambda row: -used[row],
-        "size": lambda row: -blobs[row].size_bytes,
-        "age": lambda row: -blobs[row].written_s,
-        "key": lambda row: blobs[row].name.key,
-        "depth": lambda row: blobs[row].name.chunk_index,
+        "used": Order(used, is_descending=True),
+        "size": Order(table.sizes, is_descending=True),
+        "age": Order(table.written_s, is_descending=True),
+        "key": Order(table.keys, is_descending=False),
+        "depth": Order(table.depths, is_descending=False),
     }
 
 
-def first(
-    forest: Forest,
-    rows: Sequence[int],
-    order: Callable[[int], float | bytes],
-    limit: int | None,
-    *,
-    is_reversed: bool,
-) -> list[int]:
+def first(forest: Forest, rows: Sequence[int], order: Order, limit: int | None, *, is_reversed: bool) -> list[int]:
     """The first chunks of an order, or the last ones, last first. Ties are broken by key, so that two calls agree."""
+    column, keys = order.column, forest.table.keys
     if limit is not None and limit < len(rows):
         # A few of a million: first by the order alone, which takes a third of comparing pairs.
-        values: list[Any] = list(map(order, rows))
-        last = (heapq.nlargest if is_reversed else heapq.nsmallest)(limit, values)[-1]
-        rows = [
-            row
-            for row, value in zip(rows, values, strict=True)
-            if value == last or (value > last if is_reversed else value < last)
-        ]
-    return sorted(rows, key=lambda row: (order(row), forest.blobs[row].name.key), reverse=is_reversed)[:limit]
+        values = part(column, rows)
+        if order.is_descending != is_reversed:
+            last = heapq.nlargest(limit, values)[-1]
+            rows = [row for row, value in zip(rows, values, strict=True) if value >= last]
+        else:
+            last = heapq.nsmallest(limit, values)[-1]
+            rows = [row for row, value in zip(rows, values, strict=True) if value <= last]
+    if order.is_descending:
+        return sorted(rows, key=lambda row: (-column[row], keys[row]), reverse=is_reversed)[:limit]
+    return sorted(rows, key=lambda row: (column[row], keys[row]), reverse=is_reversed)[:limit]
 
 
 def matching(
@@ -208,15 +220,17 @@ def matching(
     stored_by: Conditions | None = None,
 ) -> Sequence[int]:
     """Rows of the chunks that meet every condition that is given, ``used_before_s``: not used since that time."""
-    if (namespace, used_before_s, tag, stored_by) == (None, None, None, None):
-        return range(len(forest.blobs))
+    table = forest.table
+    rows: Sequence[int] = range(len(table)) if namespace is None else table.rows().get(namespace, ())
+    if (used_before_s, tag, stored_by) == (None, None, None):
+        return rows
     return [
         row
-        for row, blob in enumerate(forest.blobs)
-        if namespace in (None, blob.name.namespace)
-        and (used_before_s is None or used[row] < used_before_s)
-        and tag in (None, blob.tag)
-        and (stored_by is None or stored_by.matches(blob.stored_by or UNKNOWN))
+        for row in rows
+        for its_tag, its_storer in [table.origins[row]]
+        if (used_before_s is None or used[row] < used_before_s)
+        and tag in (None, its_tag)
+        and (stored_by is None or stored_by.matches(its_storer or UNKNOWN))
     ]
 
 

@@ -97,9 +97,16 @@ class ObjectStorage(Storage):
             if number % STRIDE == STRIDE - 1:
                 progress(number + 1, None)
         uses = self._uses(content)
-        for name, info in found:
-            used_s = max(info.modified_s, uses.by_key.get(name.key, 0.0))
-            content.blobs.append(StoredBlob(name, info.size_bytes, info.modified_s, used_s, pins.get(name.key, 0.0)))
+        content.blobs = [
+            StoredBlob(
+                name,
+                info.size_bytes,
+                info.modified_s,
+                max(info.modified_s, uses.by_key.get(name.key, 0.0)),
+                pins.get(name.key, 0.0),
+            )
+            for name, info in found
+        ]
         content.strays += self._temp_files()
         content.records = {space: self._record(space, spaces[space]) for space in sorted(spaces)}
         progress(len(found), len(found))

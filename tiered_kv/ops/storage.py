@@ -155,13 +155,13 @@ class Content:
     """A look at everything in a tier.
 
     Attributes:
-        blobs: In no order.
+        blobs: In no order; of a directory a ``BlobTable``.
         own_bytes: What we keep there besides blobs: records, indexes, leases, logs.
         notes: What may make it incomplete, in words, e.g. that the index could not be read.
         is_whole: False where only the beginning was listed.
     """
 
-    blobs: list[StoredBlob] = field(default_factory=list)
+    blobs: Sequence[StoredBlob] = ()
     strays: list[Stray] = field(default_factory=list)
     records: dict[bytes, NamespaceRecord] = field(default_factory=dict)
     own_bytes: int = 0

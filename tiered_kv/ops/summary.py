@@ -5,17 +5,18 @@ servers leave there for each other is described in ``fleet/layout.py``.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from tiered_kv.fleet import layout
+from tiered_kv.ops.blob_table import BlobTable, part
 from tiered_kv.ops.disk_storage import DiskStorage
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.listing import set_self_test_apart
 from tiered_kv.ops.object_storage import ObjectStorage, newest_lease
-from tiered_kv.ops.storage import Content, Progress, Reader, StoredBlob, no_progress
+from tiered_kv.ops.storage import Content, Progress, Reader, no_progress
 from tiered_kv.server.directory import read_info
 from tiered_kv.tiers.object.medium import ObjectInfo
 from tiered_kv.tiers.object.store import ObjectStore
@@ -147,13 +148,14 @@ def summarize(storage: Reader, progress: Progress = no_progress) -> tuple[Storag
         notes.extend(_left_behind(storage.root))
     elif isinstance(storage, ObjectStorage):
         bucket = read_bucket(storage.store)
-    spaces = _namespaces(content)
+    table = BlobTable.of(content.blobs)
+    spaces = _namespaces(content, table)
     kinds = sorted({stray.kind for stray in content.strays})
     figures = StorageFigures(
         uri=storage.uri,
         kind=storage.kind,
-        chunks=len(content.blobs),
-        bytes=content.blob_bytes,
+        chunks=len(table),
+        bytes=table.size_bytes,
         tokens=sum(space.tokens or 0 for space in spaces),
         capacity_bytes=storage.capacity_bytes() if bucket is None else bucket.capacity_bytes,
         free_bytes=free,
@@ -162,29 +164,27 @@ def summarize(storage: Reader, progress: Progress = no_progress) -> tuple[Storag
         stray_bytes=sum(stray.size_bytes for stray in content.strays),
         stray_kinds={kind: sum(stray.kind == kind for stray in content.strays) for kind in kinds},
         pinned_chunks=sum(space.pinned_chunks for space in spaces),
-        last_used_unix_s=_last_used_s(content.blobs),
+        last_used_unix_s=max(table.used_s, default=None),
         namespaces=spaces,
         bucket=bucket,
     )
     return figures, notes
 
 
-def _namespaces(content: Content) -> list[StoredNamespace]:
-    blobs: dict[bytes, list[StoredBlob]] = {space: [] for space in content.records}
-    for blob in content.blobs:
-        blobs.setdefault(blob.name.namespace, []).append(blob)
+def _namespaces(content: Content, table: BlobTable) -> list[StoredNamespace]:
+    spaces: dict[bytes, Sequence[int]] = dict.fromkeys(content.records, ()) | dict(table.rows())
     parts, found = content.state_parts(), []
-    forest = Forest(content.blobs if parts else ())  # who follows whom matters to states only
-    for space, stored in blobs.items():
+    forest = Forest(table if parts else ())  # who follows whom matters to states only
+    for space, rows in spaces.items():
         record = content.records.get(space)
         chunk_tokens = record.chunk_tokens if record is not None else None
-        tails = [blob.tail_tokens for blob in stored]
-        states = forest.sum_up_states(stored, parts.get(space, 0))
+        tails = [table.tails[row] for row in rows if row in table.tails] if table.tails else []
+        states = forest.sum_up_states(map(table.__getitem__, rows), parts.get(space, 0))
         found.append(
             StoredNamespace(
                 namespace=space.hex(),
-                chunks=len(stored),
-                bytes=sum(blob.size_bytes for blob in stored),
+                chunks=len(rows),
+                bytes=sum(part(table.sizes, rows)),
                 states=states.states,
                 state_parts=states.parts,
                 state_bytes=states.size_bytes,
@@ -192,16 +192,12 @@ def _namespaces(content: Content) -> list[StoredNamespace]:
                 chunk_tokens=chunk_tokens,
                 tokens=None
                 if chunk_tokens is None
-                else chunk_tokens * (len(stored) - states.parts - sum(one > 0 for one in tails)) + sum(tails),
-                pinned_chunks=sum(blob.pinned_until_s > 0 for blob in stored),
-                last_used_unix_s=_last_used_s(stored),
+                else chunk_tokens * (len(rows) - states.parts - len(tails)) + sum(tails),
+                pinned_chunks=len(table.pinned.keys() & rows) if table.pinned else 0,
+                last_used_unix_s=max(part(table.used_s, rows), default=None),
             )
         )
     return sorted(found, key=lambda space: (-space.bytes, space.namespace))
-
-
-def _last_used_s(blobs: Iterable[StoredBlob]) -> float | None:
-    return max((blob.used_s for blob in blobs), default=None)
 
 
 def _free_bytes(root: Path) -> int:

@@ -195,7 +195,7 @@ class SchedulerClient:
         Where nothing may be searched in a shared tier, the keys may be any part of a prefix. With ``wants_tails`` the
         answer has the tails behind what is held. ``session`` is the name of the user's session that asks, if it is
         one's, ``hint`` the peer that is asked first. ``counted`` are the leading chunks that an earlier lookup of the
-        same request found, and thereby used.
+        same request found, and thereby used, or that it has computed before it was preempted.
         """
         names = b"".join(keys), b"".join(digests)
         number = self._next_lookup

@@ -156,11 +156,11 @@ class DoorProcess:
             logger.warning("the door to peers does not start yet; trying again. %s", exc)
         self._thread = threading.Thread(target=self._watch, name="tiered_kv-door", daemon=True)
         self._thread.start()
-        logger.info("blobs of this machine are given to peers. address=%s port=%d", host, self.port)
 
     def _open(self) -> None:
         self._process, self.port = self._start()
         self._settings = msgspec.structs.replace(self._settings, port=self.port)  # peers know it by that
+        logger.info("blobs of this machine are given to peers. address=%s port=%d", self._settings.host, self.port)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], int]:
         """Start a door that listens.

@@ -188,6 +188,10 @@ class HintRequests:
 _OUTCOMES: Final = {
     "unknown": (HTTPStatus.NOT_FOUND, "nothing is known of this session or prefix: it was never stored, or is gone"),
     "no_engine": (HTTPStatus.CONFLICT, "no engine of this namespace is connected: start it, or name another namespace"),
+    "nowhere": (
+        HTTPStatus.CONFLICT,
+        "no tier of this server keeps pins: a disk (disk_path) or a bucket does, a pool not",
+    ),
     "refused": (HTTPStatus.TOO_MANY_REQUESTS, "too much at once, or of one tag: try again later"),
 }
 

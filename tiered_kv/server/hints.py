@@ -24,8 +24,14 @@ DONE: Final = "done"
 UNKNOWN: Final = "unknown"
 NO_ENGINE: Final = "no_engine"
 REFUSED: Final = "refused"
+NOWHERE: Final = "nowhere"
 
-_COUNTED: Final = {UNKNOWN: "hints_of_nothing", NO_ENGINE: "hints_without_engine", REFUSED: "hints_refused"}
+_COUNTED: Final = {
+    UNKNOWN: "hints_of_nothing",
+    NO_ENGINE: "hints_without_engine",
+    REFUSED: "hints_refused",
+    NOWHERE: "hints_refused",
+}
 SPACES_NAMED: Final = 20
 """Namespaces that an answer lists."""
 

@@ -23,7 +23,7 @@ from tiered_kv.tiering.types import HOST, RemovalCount
 
 logger = logging.getLogger(__name__)
 
-SLICE_S: Final = 0.003
+SLICE_S: Final = 0.001
 """How long a turn of the loop works at what operators ordered."""
 
 

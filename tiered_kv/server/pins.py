@@ -128,7 +128,7 @@ class Pinning:
         What is granted, or asked to be kept for no time, is worth a write to every secondary tier at once.
 
         Returns:
-            ``done``, ``unknown`` or ``refused``, as :class:`~protocol.Hinted` says it.
+            ``done``, ``unknown``, ``refused`` or ``nowhere``, as :class:`~protocol.Hinted` says it.
 
         Raises:
             ProtocolError: The key or the tag has another length, or the time is none.
@@ -139,6 +139,9 @@ class Pinning:
         if not pin.ttl_s:
             self._engine.want(namespace, pin.key)
             return "done"
+        if self._disk_root is None and self._store is None:  # a pool evicts as it likes
+            self._engine.count("request_pins_nowhere")
+            return "nowhere"
         now_s = self._wall()
         name = BlobName(namespace, pin.key)
         if name in self._pins and self._pins[name][0] >= now_s + pin.ttl_s:

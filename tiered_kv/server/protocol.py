@@ -156,7 +156,8 @@ class Lookup(Message, frozen=True):
             ignored.
         leases: Otherwise it is a question: nothing is leased nor promoted.
         names: Of rows (``keys/row_names.py``), in place of keys and digests.
-        counted: Leading chunks that an earlier lookup of the same request found: asking again is no second use.
+        counted: Leading chunks that an earlier lookup of the same request found, or that it has computed before it was
+            preempted: asking again is no second use.
         load: Number of the load that this is a part of, for counting; 0: it is counted by itself.
     """
 
@@ -561,7 +562,7 @@ class Hinted(Message, frozen=True):
 
     Attributes:
         outcome: ``done``; ``unknown``: nothing is known of what it names; ``no_engine``: no engine is here that could
-            use it; ``refused``: too many, or too much.
+            use it; ``refused``: too many, or too much; ``nowhere``: no tier of this server keeps pins.
         chunks: How many it is about: of a prefetch what is to come up, of a pin what is kept; of others 0.
     """
 

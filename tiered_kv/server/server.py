@@ -5,14 +5,15 @@ refused or closed; nothing a client sends can stop the loop.
 """
 
 import logging
+import math
 import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -53,6 +54,9 @@ ACCEPT_PAUSE_S = 1.0
 FINAL_READS_MAX = 64
 """Of a client that is being dropped: what a socket's buffer holds, however fast the client goes on writing."""
 
+HEAR_S = 0.001
+"""How long a turn of the loop takes in what clients said; the rest is for the next one."""
+
 REASON_CHARS_MAX = 2000
 _ROLES = ("scheduler", "worker", "cache", "admin", "door")
 _WORKERS, _SCHEDULERS = ("worker", "cache"), ("scheduler", "cache")
@@ -60,13 +64,14 @@ _VISITORS = ("admin", "door")
 """Those for whom alone an embedded server does not go on."""
 
 Callback = Callable[[int], None]
+_OVER: Final = object()
 
 
 class Route(NamedTuple):
-    """Which roles may send a message, and what handles it."""
+    """Which roles may send a message, and what handles it: at once, or in steps between which others are answered."""
 
     roles: tuple[str, ...]
-    handle: Callable[[Connection, Any], None]
+    handle: Callable[[Connection, Any], Iterator[None] | None]
 
 
 class Server:
@@ -99,6 +104,7 @@ class Server:
         self._routes = self._all_routes()
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
+        self._unheard: dict[Connection, Iterator[None]] = {}  # who said something, and the steps of taking it in
         self._pidfds: dict[Connection, int] = {}
         self._disk_bytes = config.disk_bytes or (
             None if config.disk_root() is None else engine.tiers[HOST + 1].usage().capacity_bytes
@@ -147,10 +153,11 @@ class Server:
     def _turn(self, timeout_s: float) -> None:
         wait_s = self._engine.wait_s
         timeout_s = timeout_s if wait_s is None else min(timeout_s, wait_s)
-        is_busy = self._is_hurried or self._orders or self._sessions.users.wants_turn
+        is_busy = self._is_hurried or self._unheard or self._orders or self._sessions.users.wants_turn
         for key, mask in self._selector.select(0 if is_busy else timeout_s):
             callback: Callback = key.data
             callback(mask)
+        self._hear()
         self._orders.go_on()
         if self._arenas_are_free():
             self._sessions.open_complete()
@@ -170,6 +177,7 @@ class Server:
         self._sessions.prefetching.step()
         self._watch_writes()
         for connection in [c for c in self._connections if c.is_closing]:
+            self._hear_scheduler(connection)
             self._close(connection)
         for connection in [c for c in self._pidfds if not self._sessions.awaits_exit(c)]:
             self._unwatch(connection)
@@ -189,17 +197,15 @@ class Server:
         group = self._sessions.owner(session)
         if group is None or group.scheduler is None or group.scheduler.is_closing:
             return
-        connection = group.scheduler
-        for _ in range(FINAL_READS_MAX):
-            if connection.is_closing or not connection.has_input():
-                break
-            self._ready(connection, selectors.EVENT_READ)
-        connection.close_soon()
+        self._hear_out(group.scheduler)
+        group.scheduler.close_soon()
 
     def _drain(self, since_s: float) -> None:
         """Write what was accepted, for at most ``drain_s`` since the last client left or the order to stop came."""
         deadline_s = since_s + self._config.drain_s
-        self._turn(0)  # what clients have sent already
+        self._turn(0)
+        for connection in list(self._connections):  # what clients have sent already
+            self._hear_out(connection)
         self._engine.save_tails()
         self._turn(0)
         while self._engine.pending_writes and self._clock.monotonic() < deadline_s:
@@ -248,14 +254,45 @@ class Server:
             self._register(sock.fileno(), selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
 
     def _ready(self, connection: Connection, mask: int) -> None:
-        try:
-            if mask & selectors.EVENT_READ:  # before writing: what a client said last counts, also if it is gone now
-                for message in connection.receive():
-                    if connection.is_closing:
-                        return
-                    self._handle(connection, message)
-            if mask & selectors.EVENT_WRITE:
+        if mask & selectors.EVENT_READ and connection not in self._unheard:
+            self._unheard[connection] = self._steps(connection)
+        if mask & selectors.EVENT_WRITE:
+            try:
                 connection.flush()
+            except OSError as exc:
+                logger.info("client gone. pid=%d role=%s: %r", connection.pid, connection.role, exc)
+                self._hear_out(connection)
+                connection.close_soon()
+
+    def _steps(self, connection: Connection) -> Iterator[None]:
+        """Take in what a client said, in its order."""
+        for message in connection.receive():
+            steps = self._handle(connection, message)
+            if steps is not None:
+                yield from steps
+            yield
+
+    def _hear(self) -> None:
+        """Take in what clients said, in turns, for ``HEAR_S``; while more jobs end than are taken in, a step of each.
+
+        What is not taken in stays in the client's socket, and soon fills it: then the client waits.
+        """
+        until_s = self._clock.monotonic() + HEAR_S
+        once = len(self._unheard) if self._engine.is_behind else math.inf
+        heard = 0
+        while self._unheard and heard < once:
+            self._hear_step(next(iter(self._unheard)))
+            heard += 1
+            if self._clock.monotonic() >= until_s:
+                break
+
+    def _hear_step(self, connection: Connection) -> None:
+        steps = self._unheard.pop(connection)
+        if connection.is_closing:
+            return
+        try:
+            if next(steps, _OVER) is not _OVER:
+                self._unheard[connection] = steps
         except ConfigError as exc:
             self._refuse(connection, "config", str(exc))
         except TierUnavailable as exc:
@@ -265,6 +302,22 @@ class Server:
         except OSError as exc:
             logger.info("client gone. pid=%d role=%s: %r", connection.pid, connection.role, exc)
             connection.close_soon()
+
+    def _hear_out(self, connection: Connection) -> None:
+        """Take in all that a client has sent, its commits above all: what it said last counts, also if it is gone."""
+        for _ in range(FINAL_READS_MAX):
+            if connection not in self._unheard:
+                if connection.is_closing or not connection.has_input():
+                    return
+                self._unheard[connection] = self._steps(connection)
+            while connection in self._unheard:
+                self._hear_step(connection)
+
+    def _hear_scheduler(self, worker: Connection) -> None:
+        """A worker leaves, which ends its session: what the scheduler said before that counts."""
+        scheduler = self._sessions.scheduler_of(worker)
+        if scheduler is not None and scheduler is not worker:
+            self._hear_out(scheduler)
 
     def _refuse(self, connection: Connection, kind: str, reason: str) -> None:
         reason = reason[:REASON_CHARS_MAX]
@@ -285,6 +338,7 @@ class Server:
 
     def _close(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._unheard.pop(connection, None)
         self._selector.unregister(connection.sock.fileno())
         connection.close()
         self._sessions.disconnected(connection)
@@ -307,7 +361,7 @@ class Server:
             m.LoadRows: Route(_SCHEDULERS, sessions.load_rows),
             m.LoadEnded: Route(_SCHEDULERS, sessions.load_ended),
             m.TakeRowsBack: Route(_SCHEDULERS, sessions.take_rows_back),
-            m.Unmapped: Route(_WORKERS, lambda connection, _: sessions.unmapped(connection)),
+            m.Unmapped: Route(_WORKERS, self._unmapped),
             m.JoinScheduler: Route(_SCHEDULERS, sessions.join_scheduler),
             m.Lookup: Route(_SCHEDULERS, sessions.lookup),
             m.Claim: Route(_SCHEDULERS, sessions.claim),
@@ -331,16 +385,16 @@ class Server:
             m.Repay: Route(("door",), self._lending.repaid),
         }
 
-    def _handle(self, connection: Connection, message: m.Message) -> None:
+    def _handle(self, connection: Connection, message: m.Message) -> Iterator[None] | None:
         if isinstance(message, m.Hello):
             self._hello(connection, message)
-            return
+            return None
         if not connection.role:
             raise ProtocolError("the first message must be Hello")
         route = self._routes[type(message)]
         if connection.role not in route.roles:
             raise ProtocolError(f"a client of role {connection.role} may not send {type(message).__name__}")
-        route.handle(connection, message)
+        return route.handle(connection, message)
 
     def _stat(self, connection: Connection, _: m.StatRequest) -> None:
         figures = self._figures.now(len(self._connections), [group.describe() for group in self._sessions.groups])
@@ -405,8 +459,13 @@ class Server:
             self._selector.unregister(pidfd)
             os.close(pidfd)
 
+    def _unmapped(self, connection: Connection, _: m.Unmapped) -> None:
+        self._hear_scheduler(connection)
+        self._sessions.unmapped(connection)
+
     def _exited(self, connection: Connection) -> None:
         self._unwatch(connection)
+        self._hear_scheduler(connection)
         self._sessions.exited(connection)
 
     def _arenas_are_free(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -67,6 +68,9 @@ ends the session of an engine that is slow to read."""
 
 ROW_USES_MAX = 1 << 17
 """Uses of lent rows of one engine at once."""
+
+COMMITTED_AT_ONCE = 16
+"""Chunks of one message that one step takes in: 0.2 ms."""
 
 KEYS_MAX = m.FRAME_BYTES_MAX // (2 * KEY_BYTES)
 """Keys of one message, within what a frame may hold."""
@@ -206,6 +210,11 @@ class Sessions:
     def owner(self, session: int) -> Group | None:
         """The group of an engine session."""
         return self._by_session.get(session)
+
+    def scheduler_of(self, member: Connection) -> Connection | None:
+        """The scheduler of the group that a connection is in, if there is one."""
+        group = self._groups.get((member.engine_id, member.generation))
+        return None if group is None else group.scheduler
 
     # -- joining -----------------------------------------------------------------------------------------------
 
@@ -459,8 +468,8 @@ class Sessions:
                 has_ended = True
         return has_ended
 
-    def commit(self, connection: Connection, commit: m.Commit) -> None:
-        """Take filled slots in.
+    def commit(self, connection: Connection, commit: m.Commit) -> Iterator[None]:
+        """Take filled slots in, in steps. What its scheduler says next comes after the last of them.
 
         Raises:
             ProtocolError: A slot was not granted to this engine, or a record is none of its chunks.
@@ -468,7 +477,9 @@ class Sessions:
         group = self.owned(connection)
         session = group.sessions[-1]
         parents = {record.parent for _, record in commit.chunks}
-        for slot, record in commit.chunks:
+        for number, (slot, record) in enumerate(commit.chunks):
+            if number and not number % COMMITTED_AT_ONCE:
+                yield
             try:
                 made = checked_record(group, record)
                 self._engine.commit(session, slot, made, is_answer=slot in commit.answers)

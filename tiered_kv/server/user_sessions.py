@@ -49,7 +49,7 @@ END_SHARE: Final = 0.25
 RELEASES_MAX: Final = 1 << 12
 """What is being let go of at once. What comes then stays, until it is evicted."""
 
-SLICE_S: Final = 0.003
+SLICE_S: Final = 0.001
 """How long a turn of the loop works at that."""
 
 RETRY_S: Final = 0.1

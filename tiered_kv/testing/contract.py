@@ -142,6 +142,21 @@ class TierContract:
             buffer[-1] ^= 1  # the slot is reused right after: the tier must not have kept a reference
             assert self.read(tier, blob.name) == blob.data
 
+    def test_a_put_asks_once_and_before_anybody_can_see_the_blob(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            blob, empty = self.chain.blob(0), tier.usage()
+            asked: list[bool] = []
+
+            def is_wanted() -> bool:
+                asked.append(tier.contains(blob.name))
+                return len(asked) > 1
+
+            assert not tier.put_if(blob.name, blob.view(), is_wanted)
+            assert not tier.contains(blob.name) and tier.usage() == empty
+            assert tier.put_if(blob.name, blob.view(), is_wanted)
+            assert self.read(tier, blob.name) == blob.data
+            assert asked == [False, False]
+
     # -- damage -------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("size", ["empty", "cut", "longer"])

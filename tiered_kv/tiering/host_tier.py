@@ -23,8 +23,8 @@ from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX, SlotPool, slab_of
 from tiered_kv.tiering.stats import Outbox
 from tiered_kv.tiering.types import HOST, Grow, Outcome, Removal, SlotId
 
-EVICTED_AT_ONCE = 256
-LOOKED_AT_ONCE = 4096
+EVICTED_AT_ONCE = 64
+LOOKED_AT_ONCE = 1024
 """Chunks that one step evicts from a slab that goes to another slot size, or looks at to find them: a millisecond. A
 slab may have 131,072 small ones."""
 
@@ -193,6 +193,11 @@ class HostTier:
         self._counters["host_evicted"] += 1
         self._index.remove_if_gone(entry)
         return slot
+
+    @property
+    def evicted_count(self) -> int:
+        """Chunks that were evicted since the start."""
+        return self._counters["host_evicted"]
 
     def contains(self, entry: Entry) -> bool:
         """Whether the chunk is here or is going to be."""

@@ -262,7 +262,8 @@ class Index:
 
         Args:
             counted: Leading chunks that the same request has asked for before: those that went and came back meanwhile
-                count as used once, and what lies behind them has no more uses than they have.
+                count as used once, and what lies behind them has no more uses than they have. An answer among them that
+                nobody has asked for is its own, and it was preempted: that is no use.
 
         Returns:
             How many answers' were new to that.
@@ -270,8 +271,8 @@ class Index:
         answers = 0
         most: int | None = None
         for number, entry in enumerate(prefix):
-            answers += entry.is_answer and not entry.uses
-            if number >= counted or not entry.uses:
+            answers += entry.is_unasked and number >= counted
+            if number >= counted or not (entry.uses or entry.is_answer):
                 entry.uses += 1
                 if most is not None and entry.uses > most:
                     entry.uses = most

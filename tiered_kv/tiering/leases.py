@@ -73,7 +73,7 @@ class Lookup:
         end: Key of the last chunk of the prompt, where that counts in its miss-ratio curve.
         leases: Otherwise it is a question, and leases nothing.
         runs: Of a question, from which tiers what is held from ``start`` on would come.
-        counted: Leading chunks whose use by this request an earlier lookup has counted.
+        counted: Leading chunks whose use by this request an earlier lookup has counted, or that it has had itself.
         load: The load that it is a part of, for counting; 0: of none.
     """
 

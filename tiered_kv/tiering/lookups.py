@@ -55,7 +55,8 @@ class LookupRequest:
         leases: Otherwise it is a question: what is held, and from which tiers it would come. Not for a state or tails.
             One that does not search counts as no use.
         counted: Leading chunks that an earlier lookup of the same request found: their use is counted already. A
-            request that waits for long is looked up anew every second.
+            request that waits for long is looked up anew every second. One that was preempted has had all of it, its
+            own answer, too.
         load: The load that it is a part of (``HitStats``); 0: it is counted by itself.
     """
 

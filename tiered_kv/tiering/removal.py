@@ -31,7 +31,7 @@ class RemovableTier(Protocol):
         """Remove a chunk unless it is in use, or chunks that depend on it would be left behind a hole."""
 
 
-STEP: Final = 256
+STEP: Final = 64
 """Chunks that one step of a removal looks at."""
 
 

@@ -1,15 +1,17 @@
 """One tier below host memory: what is there, what is to be written, what failed, and what is evicted.
 
-Pure: no I/O, no clock. Two rules shape it (rule 5): a child is written only after its parent is present in the tier,
-and dropping a chunk drops its queued descendants; so what a tier holds is closed under prefixes, up to the holes that
-failures leave. Where the bytes of a write come from, and which chunks are offered, is its source's part:
+Pure: no I/O, no clock. Two rules shape it (rule 5): a child appears in the tier only after its parent, and dropping a
+chunk drops its queued descendants; so what a tier holds is closed under prefixes, up to the holes that failures leave.
+Where the bytes of a write come from, and which chunks are offered, is its source's part:
 ``write_through.py`` (host memory) or ``upload.py`` (the tier above).
 
 Life of a write::
 
-    enqueue -> QUEUED -> (source is there, parent PRESENT, room) -> WRITING -> PRESENT
-                  |  drop                                              |  failed
-                  +----------------------> ABSENT <--------------------+
+    enqueue -> QUEUED -> (source is there, parent PRESENT*, room) -> WRITING -> PRESENT
+                  |  drop                                               |  failed
+                  +----------------------> ABSENT <---------------------+
+
+    * or WRITING, where whoever performs the two keeps their order (``Source.may_follow``)
 
 A shared tier is only partly known here, because other servers write and remove there, too: PRESENT is what was written
 or found, most of it is forgotten some day (``HINTS_MAX``), and nothing is evicted from here.
@@ -49,6 +51,9 @@ class Source(Protocol):
 
     def has_bytes(self, entry: Entry) -> bool:
         """Whether the chunk's bytes can be had now."""
+
+    def may_follow(self, entry: Entry, parent: Entry) -> bool:
+        """Whether a write may be handed out while its parent's runs: it ends behind that one, or is not made."""
 
     def size_bytes(self, entry: Entry) -> int:
         """What the blob counts against the capacity."""
@@ -223,8 +228,13 @@ class SecondaryTier:
     def _may_write(self, entry: Entry) -> bool:
         if entry.blobs[self.number] is not BlobState.QUEUED or not self._source.has_bytes(entry):
             return False
+        if not entry.record.chunk_index:
+            return True
         parent = self._index.parent(entry)
-        return entry.record.chunk_index == 0 or (parent is not None and parent.blobs[self.number] is BlobState.PRESENT)
+        state = BlobState.ABSENT if parent is None else parent.blobs[self.number]
+        return state is BlobState.PRESENT or (
+            state is BlobState.WRITING and parent is not None and self._source.may_follow(entry, parent)
+        )
 
     def start_writes(self) -> None:
         """Start every write that fits; make room for the next one."""
@@ -240,6 +250,17 @@ class SecondaryTier:
             self._writing += 1
             self._count(entry, self._source.size_bytes(entry))
             self._jobs.append(self._source.job(entry))
+            if entry in self._waiting:
+                self._let_follow(entry)
+
+    def _let_follow(self, parent: Entry) -> None:
+        """The parent's write is handed out: so may those that can be made behind it."""
+        waiting = self._waiting[parent]
+        for entry in list(filter(self._may_write, waiting)):
+            del waiting[entry]
+            self._ready[entry] = None
+        if not waiting:
+            del self._waiting[parent]
 
     def _count(self, entry: Entry, size_bytes: int) -> None:
         self._index.set_blob_bytes(entry, self.number, size_bytes)
@@ -280,6 +301,8 @@ class SecondaryTier:
         else:
             if outcome in (Outcome.ROW_GONE, Outcome.ROW_CHANGED):  # the tier did not fail
                 self._counters[f"{self._source.drop_counter(entry)}_taken_back"] += 1
+            elif outcome is Outcome.NO_PARENT:
+                self._counters[f"{self._source.drop_counter(entry)}_no_parent"] += 1
             else:
                 self._counters[f"write_failed_{outcome.value}"] += 1
             if outcome is Outcome.ROW_CHANGED:

@@ -18,6 +18,9 @@ CREDITS_MAX = 256
 """Empty slots a session holds ahead: eight steps of 8k tokens in 256-token chunks, half a step in 16-token ones. Where
 chunks are large, the share of host memory is the narrower bound."""
 
+EVICTED_AT_ONCE = 24
+"""Chunks that are evicted for the grants of one step, a millisecond of it; a full cache's 256 took 13."""
+
 
 @dataclass(slots=True)
 class Session:
@@ -50,12 +53,14 @@ class SlotGrants:
 
     Attributes:
         reserved_bytes: All slots granted now.
+        wants_turn: :meth:`top_up` has more to do at once.
 
     Units: bytes. Threads: one owner, tiering.
     """
 
     def __init__(self, host: HostTier, share: float) -> None:
         self.reserved_bytes = 0
+        self.wants_turn = False
         self._grants = 0
         self._host = host
         self._share = share
@@ -65,8 +70,10 @@ class SlotGrants:
 
         A session gets at most half of what the others leave, so that one more session finds something; one that has
         nothing may even pass the share, because one that does not rest never gives its credits back by itself. Those
-        that have none come first, and of those who waited longest.
+        that have none come first, and of those who waited longest. Where chunks have to go for it, in parts.
         """
+        most_evicted = self._host.evicted_count + EVICTED_AT_ONCE
+        self.wants_turn = False
         cap = int(self._host.slots.limit_bytes * self._share)
         least = 2 if len(sessions) == 1 else 1
         held: Counter[bytes] = Counter()  # by namespace, whose maximum bounds it as host memory bounds all
@@ -80,6 +87,9 @@ class SlotGrants:
             left = min(cap - self.reserved_bytes, own_cap - held[name]) + own_bytes
             wanted = min(CREDITS_MAX, max(least, left // (2 * size)))
             while len(session.reserved) < wanted:
+                if self._host.evicted_count >= most_evicted:
+                    self.wants_turn = True
+                    return
                 factor = 1 if session.reserved else 2
                 if self.reserved_bytes + size > factor * cap or held[name] + size > factor * own_cap:
                     break

@@ -59,6 +59,7 @@ class Tails:
             self._counters["tail_no_room"] += 1
         else:
             entry = known or self._index.add(record)
+            entry.stored_for(record.tag)
             entry.bytes_are_of(record.stored_by)
             self._host.place(entry, slot, slot_bytes, HostState.SEALING)
             self._host.now_ready(entry)
@@ -71,7 +72,7 @@ class Tails:
 
     def _has_room(self, parent: Entry, record: ChunkRecord, slot_bytes: int) -> bool:
         """Whether the chunk may have one more tail, and tails behind few chunks too, or older ones have gone for it."""
-        tails = self._index.tails_behind(parent)
+        tails = self._held_behind(parent)
         if len(tails) >= TAILS_MAX and not any(self._removes(tail, "tail_gave_way") for tail in tails):
             return False
         return record.chunk_index >= self._limits.few_chunks or self._has_room_for_short(slot_bytes)
@@ -86,8 +87,11 @@ class Tails:
 
     def behind(self, chunk: Entry) -> list[Entry]:
         """Those to offer: newest first, none that is about to go, and all of them held."""
-        tails = self._index.tails_behind(chunk)[::-1]
-        return [one for one in tails if one.record.key not in self._superseded and self._index.is_held(one)]
+        return [one for one in self._held_behind(chunk)[::-1] if one.record.key not in self._superseded]
+
+    def _held_behind(self, chunk: Entry) -> list[Entry]:
+        """Those that can be had, oldest first: of one that is on its way out the file may be there for long."""
+        return [one for one in self._index.tails_behind(chunk) if self._index.is_held(one)]
 
     # -- the end of tails --------------------------------------------------------------------------------------
 
@@ -134,7 +138,7 @@ class Tails:
         parent = self._index.parent(entry)
         if parent is None or parent.blobs[source.tier.number] not in CLAIMED:
             return False
-        tails = self._index.tails_behind(parent)
+        tails = self._held_behind(parent)
         older = [one for one in tails if one is not entry and one.blobs[source.tier.number] in CLAIMED]
         if tails[-1] is not entry or any(one.is_busy for one in older):
             return False

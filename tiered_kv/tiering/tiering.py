@@ -129,6 +129,7 @@ class Tiering:
         self._recalls: list[SlotRecall] = []
         self._last_session = 0
         self._used: deque[ChunkRecord] = deque()
+        self._nowhere = (BlobState.ABSENT,) * tier_count  # of a chunk that no secondary tier has or is getting
 
     # -- collected by the engine -------------------------------------------------------------------------------
 
@@ -163,10 +164,10 @@ class Tiering:
     @property
     def wants_turn(self) -> bool:
         """Whether :meth:`take_jobs` has more to do at once: something that is done in parts."""
-        return self._host.is_emptying
+        return self._host.is_emptying or self._tiers.wants_turn or self._grants.wants_turn
 
     def take_uses(self) -> list[ChunkRecord]:
-        """Chunks used since the last call, oldest use first: what tiers persist as recency."""
+        """Chunks of secondary tiers used since the last call, oldest use first: what tiers persist as recency."""
         uses, self._used = list(self._used), deque()
         return uses
 
@@ -266,7 +267,7 @@ class Tiering:
         session = lookup.session
         if not wish.is_prefetch:
             lookup.end = wish.keys[-1]
-            if self._open_prompts.begins(lookup.end):
+            if self._open_prompts.begins(lookup.end) and not wish.counted:
                 self.miss_ratio.looked_up(session.namespace, wish.keys, session.slot_bytes)
                 return
         self.miss_ratio.used(wish.keys, session.slot_bytes)
@@ -820,7 +821,7 @@ class Tiering:
         namespace = prefix[0].record.namespace if prefix else b""
         self._host.record_use(slot_bytes, namespace, keys)
         self._tiers.record_use(namespace, keys)
-        self._used.extend(entry.record for entry in reversed(prefix))
+        self._used.extend(entry.record for entry in reversed(prefix) if entry.blobs != self._nowhere)
 
     def usage(self) -> dict[str, int]:
         """Bytes and counts now, but for the secondary tiers: see :meth:`tier_usage`."""

@@ -20,7 +20,7 @@ from tiered_kv.tiering.types import HOST, TierSpec
 from tiered_kv.tiering.upload import Upload
 from tiered_kv.tiering.write_through import WriteThrough
 
-RECOVERED_AT_ONCE = 1000
+RECOVERED_AT_ONCE = 128
 """Known chunks that are looked at in one step for those of an earlier life: there may be a million, and the owner must
 not stop."""
 
@@ -137,6 +137,11 @@ class SecondaryTiers:
                     source.enqueue_recovered(entry)
         if looked_at < RECOVERED_AT_ONCE:
             self._recovering.popleft()
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether some of what is done in parts is left to do at once."""
+        return bool(self._recovering) or (self.write_through is not None and self.write_through.is_refilling)
 
     def cancel_writes(self, entry: Entry) -> None:
         """Nothing of the chunk is written any more, in any tier, that was not begun; nor of those behind it."""

@@ -34,6 +34,8 @@ class Outcome(Enum):
     UNAVAILABLE = "unavailable"
     NO_SOURCE = "no_source"
     """A copy between tiers found nothing usable in the tier it reads from."""
+    NO_PARENT = "no_parent"
+    """A row was to be written behind one that was not."""
     ROW_GONE = "row_gone"
     """A lent row may not be used any more; nothing was written of it."""
     ROW_CHANGED = "row_changed"
@@ -126,7 +128,10 @@ class RowUse(msgspec.Struct, frozen=True, gc=False):
 
 
 class WriteRow(msgspec.Struct, frozen=True, gc=False):
-    """Seal a lent row and put it into a secondary tier; no slot is involved."""
+    """Seal a lent row and put it into a secondary tier; no slot is involved.
+
+    It may be handed out while the chunk before it is being written, from a row too: it is put behind that one, or not.
+    """
 
     tier: int
     record: ChunkRecord

@@ -64,6 +64,9 @@ class Upload:
     def has_bytes(self, entry: Entry) -> bool:
         return entry.blobs[self._above] is BlobState.PRESENT
 
+    def may_follow(self, entry: Entry, parent: Entry) -> bool:  # noqa: ARG002 - all of its writes are alike
+        return False
+
     def not_deleted(self, entry: Entry) -> None:
         """Nothing waits: what is in this machine's tier is offered again some day."""
 

@@ -23,6 +23,9 @@ from tiered_kv.tiering.upload import Upload
 DEFERRED_MAX = 1 << 16
 """Chunks remembered to be written when the queue has room again; a bound on memory, above what most arenas hold."""
 
+REFILLED_AT_ONCE = 64
+"""Of these, in one turn: a tier that is back after an hour has room for as many as the queue holds."""
+
 WRITES_MAX = 16
 """Writes handed out at once: enough for every thread to have the next one; the rest can still be dropped."""
 
@@ -40,6 +43,7 @@ class WriteThrough:
         queued_bytes: Host memory that pending writes hold. Written here only.
         rows: Chunks whose bytes come from a lent row, until their write is over. Written here only.
         rows_over: Uses of rows that are over, and whether the chunk is there now, until tiering takes them.
+        is_refilling: :meth:`refill` has more to do at once.
 
     Threads: one owner, tiering. Units: bytes.
     """
@@ -67,6 +71,7 @@ class WriteThrough:
         self.queued_bytes = 0
         self.rows: dict[Entry, RowUse] = {}
         self.rows_over: list[tuple[Entry, RowUse, bool]] = []
+        self.is_refilling = False
         self._queue_limit_bytes = queue_limit_bytes
         self._deferred: OrderedDict[Entry, None] = OrderedDict()  # stored while the queue was full; may be evicted
         self._index = index
@@ -82,6 +87,9 @@ class WriteThrough:
 
     def has_bytes(self, entry: Entry) -> bool:
         return entry in self.rows or entry.host is HostState.READY
+
+    def may_follow(self, entry: Entry, parent: Entry) -> bool:
+        return entry in self.rows and parent in self.rows  # ``engine/row_writes.py`` keeps their order
 
     def size_bytes(self, entry: Entry) -> int:
         return entry.slot_bytes
@@ -267,8 +275,11 @@ class WriteThrough:
         self.tier.cancel_write(entry)
 
     def refill(self) -> None:
-        """Queue what was deferred, oldest first, as far as the queue has room again."""
-        while self._deferred and self.tier.takes_writes:
+        """Queue some of what was deferred, oldest first, as far as the queue has room again."""
+        self.is_refilling = False
+        for _ in range(min(len(self._deferred), REFILLED_AT_ONCE)):
+            if not self.tier.takes_writes:
+                return
             entry = next(iter(self._deferred))
             if self._index.get(entry.record.key) is entry and entry.host in WRITABLE:
                 if self.queued_bytes + entry.slot_bytes > self._queue_limit_bytes:
@@ -278,6 +289,7 @@ class WriteThrough:
             else:
                 self._undefer(entry)
                 self._counters["write_dropped_evicted"] += 1
+        self.is_refilling = bool(self._deferred) and self.tier.takes_writes
 
     def sealed(self, entry: Entry) -> None:
         """The entry's slot is sealed: a write that waits for it may begin."""

@@ -88,6 +88,18 @@ class Tier(ABC):
             TierUnavailable: The medium failed; nothing was published.
         """
 
+    def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
+        """``put`` that asks before readers can see the blob whether it is wanted still; says whether it was stored.
+
+        Args:
+            is_wanted: Called once, in the calling thread, after the bytes were written where the medium can do that;
+                it may wait for a put that began earlier.
+        """
+        if not is_wanted():
+            return False
+        self.put(name, blob)
+        return True
+
     @abstractmethod
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         """Read the blob into ``buffer``, whose length is the blob's expected size; False when it is not there.
@@ -187,7 +199,7 @@ class TierWrapper(Tier):
     """A tier around another one: forwards every call, and a subclass overrides what it changes.
 
     ``get_into_by_pieces`` is not forwarded: it ends in ``get_into`` here, so a wrapper that changes how a blob is read
-    changes both. ``count_held`` is: a wrapper that changes ``contains`` changes both.
+    changes both; nor is ``put_if``, which ends in ``put``. ``count_held`` is: who changes ``contains`` changes both.
 
     Threads: as thread-safe as ``inner``.
     """

@@ -180,6 +180,8 @@ class RequestLookups:
             # Of use before the last token only: vLLM computes that one again, on top of a state that has it.
             count = (drafts.hit_tokens(tokens, chunk, is_hybrid=True) if drafts else tokens - 1) // chunk
             names, digests = names[:count], digests[:count]
+        if state.was_preempted:
+            counted = len(names)  # its own answer is among them, and no prompt has that yet
         turn = self._waiting_queue.turn_of(state)
         lookup_id = self._client.lookup(
             names,

@@ -61,7 +61,7 @@ class SentLookup:
     Attributes:
         start: First chunk that is leased; those before it were in the GPU's prefix cache when it was sent.
         asked: Chunks of the prompt that were asked about; None: all.
-        counted: Leading chunks whose use by the request lookups before it have counted.
+        counted: Leading chunks whose use by the request lookups before it have counted, or that it has had itself.
         given_up: The request was answered without it; it only shows which chunks need not be stored.
         is_counted: Its outcome was counted.
         answer, told_s: The newest answer, and when it came.
@@ -129,6 +129,7 @@ class RequestState:
         is_load_stale: A reset came while the load ran: its bytes must not be used.
         is_queued_again: The answer was "ask again" once after a failed load.
         is_finished: The request is over; a load still copies into its blocks.
+        was_preempted: It had all that it asks for; a streaming session's until it gets more input.
         is_from_before_reset: The cache was reset while the request lived, so it is never stored.
         storable: Whole chunks that were computed and may be stored, counted as ``store_chunks``.
         stored: Chunks that the save queue has dealt with: those between it and ``storable`` still wait for slots.
@@ -175,6 +176,7 @@ class RequestState:
     is_queued_again: bool = False
     is_load_stale: bool = False
     is_finished: bool = False
+    was_preempted: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.request.num_prompt_tokens
@@ -242,6 +244,7 @@ class RequestState:
         if self.has_new_input:
             self._check_session()
         if old is None or self.has_new_input:
+            self.was_preempted &= not (self.prompt_tokens and self.has_new_input)
             self.keys, self.namespace = PrefixKeys(namespace, chunk_tokens), namespace.digest
             self.prompt_tokens = self.request.num_prompt_tokens
         assert self.keys is not None

@@ -9,7 +9,7 @@ import fcntl
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -113,6 +113,8 @@ class RowUses:
         self._lent: deque[RowLoan] = deque()
         self._loans: dict[int, RowLoan] = {}
         self._uses: dict[int, _Use] = {}
+        self._running: Counter[int] = Counter()  # uses that are not over, by the generation of their session
+        self._asked_back = 0  # of these, those that were
         self._numbers = count(1)
         self.reading = 0
 
@@ -152,6 +154,7 @@ class RowUses:
             use = next(self._numbers)
             self._uses[use] = _Use(job, number, generation, is_load)
             begun.append(use)
+        self._running[generation] += len(begun)
         self.reading += is_load * len(begun)
         return begun
 
@@ -162,7 +165,10 @@ class RowUses:
 
     def _end(self, number: int) -> _Use | None:
         use = self._uses.pop(number, None)
-        self.reading -= use is not None and use.is_load
+        if use is not None:
+            self.reading -= use.is_load
+            self._running[use.generation] -= 1
+            self._asked_back -= use.asked_back_s is not None
         return use
 
     def take_back(self, job: int) -> None:
@@ -171,6 +177,7 @@ class RowUses:
         wanted = [(number, use) for number, use in self._uses.items() if use.job == job]
         for _, use in wanted:
             use.asked_back_s = now_s
+        self._asked_back += len(wanted)
         here = [number for number, use in wanted if use.generation == self._client.generation]
         if here:
             self._client.take_rows_back(here)
@@ -187,6 +194,15 @@ class RowUses:
                 for number in numbers:
                     if (use := self._end(number)) is not None:
                         yield use.job, use.number, end
+        current = self._client.generation
+        if self._asked_back or self._running[current] != len(self._uses):  # else nobody but the server ends any
+            yield from self._without_word()
+        for generation in [one for one in self._loans if one != current and not self._running[one]]:
+            self._loans.pop(generation).forget()
+            del self._running[generation]
+
+    def _without_word(self) -> Iterator[tuple[int, int, UseEnd]]:
+        """End uses of sessions that are lost, and a server that was asked for rows back and does not answer."""
         now_s = time.monotonic()
         for number, use in list(self._uses.items()):
             loan = self._loans.get(use.generation)
@@ -195,9 +211,6 @@ class RowUses:
                 yield use.job, use.number, UseEnd.BAD
             elif loan is not None and use.asked_back_s is not None and now_s - use.asked_back_s > FENCE_S:
                 loan.end_server()
-        for generation in [one for one, loan in self._loans.items() if one != self._client.generation]:
-            if not any(use.generation == generation for use in self._uses.values()):
-                self._loans.pop(generation).forget()
 
     def close(self) -> None:
         """Nobody waits for anything any more."""

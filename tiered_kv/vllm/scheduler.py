@@ -405,6 +405,7 @@ class SchedulerSide:
         self._request_saves.preempted(state)
         if is_back:
             return
+        state.was_preempted = True
         self._lookups.drop(state)
         self._waiting_queue.add(state)
         if self._role.may_load and not state.is_load_failed:

@@ -99,16 +99,17 @@ def make_directories(path: Path, below: Path) -> None:
         refuse_links(directory, below)
 
 
-def refuse_links(path: Path, below: Path) -> None:
+def refuse_links(path: Path | str, below: Path | str) -> None:
     """Check that every directory from ``path`` up to ``below`` is one, and no link to a place that is not ours.
 
     Raises:
         NotADirectoryError: One is a symbolic link, or a file.
     """
-    while path != below:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link or a file stands in its place", str(path))
-        path = path.parent
+    directory, end = os.fspath(path), os.fspath(below)  # text: a put makes no ``Path``, which takes longer than a look
+    while directory != end:
+        if not stat.S_ISDIR(os.lstat(directory).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link or a file stands in its place", directory)
+        directory = os.path.dirname(directory)
 
 
 def writable_by_others(directories: Iterable[Path]) -> list[str]:
@@ -155,7 +156,7 @@ def is_aligned(view: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT_BYTES == 0
 
 
-def write_file(path: Path, blob: memoryview, *, direct: bool) -> int:
+def write_file(path: Path | str, blob: memoryview, *, direct: bool) -> int:
     """Create ``path`` with the bytes of ``blob`` and return the bytes allocated for it.
 
     No fsync: this is a cache. After a power failure a renamed file may hold anything, and the checksums in its
@@ -168,7 +169,7 @@ def write_file(path: Path, blob: memoryview, *, direct: bool) -> int:
     finally:
         os.close(descriptor)
     # After the close: before it, some file systems count space they preallocated and give back.
-    return allocated_bytes(path.stat(follow_symlinks=False))
+    return allocated_bytes(os.stat(path, follow_symlinks=False))
 
 
 def _write_all(descriptor: int, blob: memoryview, direct: bool) -> None:

@@ -31,7 +31,7 @@ import struct
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import diskcache
 import msgspec
@@ -39,8 +39,8 @@ import xxhash
 
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
-from tiered_kv.keys.stored_by import shared_line
-from tiered_kv.keys.tags import shared_tag
+from tiered_kv.keys.stored_by import UNKNOWN, shared_line
+from tiered_kv.keys.tags import NO_TAG, TAG_BYTES, shared_tag
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk.files import make_directories
 
@@ -61,6 +61,13 @@ _COUNT = struct.Struct("<I")
 _ROW = struct.Struct("<16s16s32sIQ16sIQI")
 _ROW_BEFORE_LINES = struct.Struct("<16s16s32sIQ16sQI")
 _ROW_BEFORE_TAGS = struct.Struct("<16s16s32sIQQI")
+_LISTED = {
+    _MAGIC: struct.Struct("<16s16s32xIQ20s8xI"),
+    _MAGIC_BEFORE_LINES: struct.Struct("<16s16s32xIQ16s8xI"),
+    _MAGIC_BEFORE_TAGS: struct.Struct("<16s16s32xIQ0s8xI"),
+}
+"""The same rows as a ``ListedRow``: without digest and counter of uses, tag and number of the line in one piece."""
+_LINE_NUMBER = struct.Struct("<92xI12x")
 _UNBOUNDED = 1 << 62
 _LOCK_WAIT_S = 5.0
 """Bound on waiting for another process (someone's sqlite3 shell); after it the rows stay dirty for the next flush."""
@@ -111,6 +118,74 @@ class Shard(NamedTuple):
 
 
 ShardRows = dict[Shard, dict[bytes, IndexRow]]
+
+ListedRow = tuple[bytes, bytes, int, int, bytes, int]
+"""What a listing takes of a row: key, parent, chunk_index, size_bytes, origin for ``PackedShard.origins``, used_s."""
+
+LISTED_SIZE: Final = 3
+LISTED_USE: Final = 5
+"""Where it has its size and its last use."""
+
+
+class PackedShard:
+    """One shard as the index holds it, checked. Its rows are made when they are asked for: not all at once.
+
+    Attributes:
+        namespace: That of all its blobs.
+    """
+
+    def __init__(self, value: bytes, namespace: bytes) -> None:
+        """Check a shard's value, so that nothing that is asked of it later fails.
+
+        Raises:
+            IndexOfAnotherVersion: Its magic is one that another version may give.
+            IndexDamaged: It is not what ``pack_rows`` makes or made.
+        """
+        self.namespace = namespace
+        if len(value) < _HEAD.size:
+            raise IndexDamaged(f"a shard has an impossible length. observed={len(value)}")
+        self._magic, digest = _HEAD.unpack_from(value)
+        body = memoryview(value)[_HEAD.size :]
+        if self._magic not in _SEEDS:
+            is_of_another = self._magic[:3] == _MAGIC[:3] and self._magic[3:].isdigit()
+            kind = IndexOfAnotherVersion if is_of_another else IndexDamaged
+            raise kind(f"expected={_MAGIC!r} observed={self._magic!r}")
+        if digest != xxhash.xxh3_64_intdigest(body, seed=_SEEDS[self._magic]):
+            raise IndexDamaged(f"a shard fails its checksum. length={len(value)}")
+        try:
+            self._lines, at = _read_lines(body) if self._magic == _MAGIC else ([UNKNOWN], 0)
+            self._body = body[at:]
+            rest = len(self._body) % _LISTED[self._magic].size
+            if rest or (self._magic == _MAGIC and self._highest_line() >= len(self._lines)):
+                raise ValueError(f"bytes behind the last row: {rest}, or a row names a line that is not there")
+        except (struct.error, ValueError, IndexError) as exc:
+            raise IndexDamaged(
+                f"a shard cannot be read, though its checksum is right. length={len(value)}: {exc}"
+            ) from exc
+
+    def _highest_line(self) -> int:
+        return max((number for (number,) in _LINE_NUMBER.iter_unpack(self._body)), default=-1)
+
+    def __len__(self) -> int:
+        return len(self._body) // _LISTED[self._magic].size
+
+    def rows(self) -> dict[bytes, IndexRow]:
+        """All of it, by key."""
+        return {row.record.key: row for row in _unpack(self._magic, self._body, self.namespace, self._lines)}
+
+    def listed(self) -> dict[bytes, ListedRow]:
+        """What a listing takes of it, by key."""
+        return {row[0]: row for row in _LISTED[self._magic].iter_unpack(self._body)}
+
+    def origins(self, packed: Sequence[bytes]) -> list[tuple[bytes, str]]:
+        """Tag and storer of rows; one object for all rows of the same."""
+        told = {one: self._origin(one) for one in set(packed)}
+        return list(map(told.__getitem__, packed))
+
+    def _origin(self, packed: bytes) -> tuple[bytes, str]:
+        """Older versions have no line, or no tag either."""
+        number = int.from_bytes(packed[TAG_BYTES:], "little")
+        return shared_tag(packed[:TAG_BYTES] or NO_TAG), self._lines[number]
 
 
 class BytesOnlyDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache is untyped
@@ -307,7 +382,7 @@ def _open_cache(directory: Path) -> Any:
         raise IndexDamaged(f"the settings in the database are not diskcache's own: {exc!r:.200}") from exc
 
 
-def read_index(root: Path) -> ShardRows:
+def read_index(root: Path) -> dict[Shard, PackedShard]:
     """What the index of a directory says, without changing it: for tools, while a server runs or while none does.
 
     Raises:
@@ -321,18 +396,18 @@ def read_index(root: Path) -> ShardRows:
         if not database.with_name(f"{database.name}-wal").exists():
             # Nobody is writing. Without "immutable" even a reader leaves files beside the database.
             with contextlib.suppress(sqlite3.Error, IndexDamaged):  # somebody began to: read it in the usual way
-                return _read_rows(f"{database.as_uri()}?mode=ro&immutable=1")
-        return _read_rows(f"{database.as_uri()}?mode=ro")
+                return _read_shards_of(f"{database.as_uri()}?mode=ro&immutable=1")
+        return _read_shards_of(f"{database.as_uri()}?mode=ro")
     except (sqlite3.Error, IndexDamaged, TypeError, OSError) as exc:
         raise TierUnavailable(f"cannot read the disk index. path={database.parent} cause={exc!r}") from exc
 
 
-def _read_rows(uri: str) -> ShardRows:
+def _read_shards_of(uri: str) -> dict[Shard, PackedShard]:
     with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1)) as connection:
         rows = connection.execute(
             "SELECT key, value FROM Cache WHERE raw = 1 AND mode = ? AND filename IS NULL", (diskcache.core.MODE_RAW,)
         )
-        return {shard: unpack_rows(value, shard.namespace) for key, value in rows for shard in [_parse_shard(key)]}
+        return {shard: PackedShard(value, shard.namespace) for key, value in rows for shard in [_parse_shard(key)]}
 
 
 def _probe(database: Path) -> None:
@@ -396,25 +471,22 @@ def unpack_rows(value: bytes, namespace: bytes) -> dict[bytes, IndexRow]:
     """Read one shard's value; all its blobs are of one namespace.
 
     Raises:
-        IndexOfAnotherVersion: Its magic is one that another version may give.
-        IndexDamaged: It is not what ``pack_rows`` makes or made.
+        IndexOfAnotherVersion, IndexDamaged: As ``PackedShard``.
     """
-    body = memoryview(value)[_HEAD.size :]
-    if len(value) < _HEAD.size:
-        raise IndexDamaged(f"a shard has an impossible length. observed={len(value)}")
-    magic, digest = _HEAD.unpack_from(value)
-    if magic not in _SEEDS:
-        kind = IndexOfAnotherVersion if magic[:3] == _MAGIC[:3] and magic[3:].isdigit() else IndexDamaged
-        raise kind(f"expected={_MAGIC!r} observed={magic!r}")
-    if digest != xxhash.xxh3_64_intdigest(body, seed=_SEEDS[magic]):
-        raise IndexDamaged(f"a shard fails its checksum. length={len(value)}")
-    try:
-        return {row.record.key: row for row in _unpack(magic, body, namespace)}
-    except (struct.error, ValueError, IndexError) as exc:
-        raise IndexDamaged(f"a shard cannot be read, though its checksum is right. length={len(value)}: {exc}") from exc
+    return PackedShard(value, namespace).rows()
 
 
-def _unpack(magic: bytes, body: memoryview, namespace: bytes) -> Iterator[IndexRow]:
+def _read_lines(body: memoryview) -> tuple[list[str], int]:
+    """Who stored blobs of a shard, and where its rows begin."""
+    lines, at = [], _COUNT.size
+    for _ in range(_COUNT.unpack_from(body)[0]):
+        end = at + 1 + body[at]
+        lines.append(shared_line(str(body[at + 1 : end], "ascii")))
+        at = end
+    return lines, at
+
+
+def _unpack(magic: bytes, body: memoryview, namespace: bytes, lines: Sequence[str]) -> Iterator[IndexRow]:
     if magic == _MAGIC_BEFORE_TAGS:
         for key, parent, digest, position, size_bytes, use_seq, used_s in _ROW_BEFORE_TAGS.iter_unpack(body):
             yield IndexRow(ChunkRecord(namespace, key, parent, position, digest), size_bytes, use_seq, used_s)
@@ -425,12 +497,7 @@ def _unpack(magic: bytes, body: memoryview, namespace: bytes) -> Iterator[IndexR
             record = ChunkRecord(namespace, key, parent, position, digest, shared_tag(tag))
             yield IndexRow(record, size_bytes, use_seq, used_s)
         return
-    lines, at = [], _COUNT.size
-    for _ in range(_COUNT.unpack_from(body)[0]):
-        end = at + 1 + body[at]
-        lines.append(shared_line(str(body[at + 1 : end], "ascii")))
-        at = end
-    for key, parent, digest, position, size_bytes, tag, line, use_seq, used_s in _ROW.iter_unpack(body[at:]):
+    for key, parent, digest, position, size_bytes, tag, line, use_seq, used_s in _ROW.iter_unpack(body):
         record = ChunkRecord(namespace, key, parent, position, digest, shared_tag(tag), lines[line])
         yield IndexRow(record, size_bytes, use_seq, used_s)
 

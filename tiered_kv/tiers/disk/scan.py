@@ -21,7 +21,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -88,48 +88,77 @@ class FoundFile(msgspec.Struct, frozen=True):
         return f"{self.blobs}/{self.relative}"
 
 
-def walk(blobs: Path, index: ShardRows, on_directory: Callable[[], None] | None = None) -> Iterator[FoundFile]:
-    """Yield every file below ``blobs`` but the namespaces' records; what vanishes meanwhile is left out.
+class Directory(NamedTuple):
+    """One directory below ``blobs``, or itself.
+
+    Attributes:
+        path: Below ``blobs``, with a slash at its end; empty for ``blobs`` itself.
+        entries: What has a blob's name, and what has not.
+        strays: What has not and is there for no other reason either.
+    """
+
+    path: str
+    entries: Entries
+    strays: list[FoundFile]
+
+
+def reading_ahead(blobs: Path, counts: Mapping[Shard, int]) -> ReadAhead:
+    """Other processes begin to read what the index knows, if that is much; the caller closes it.
 
     Args:
-        index: Rows by shard, as the index remembers them; headers are read only of files that it does not know.
-        on_directory: Called after each directory.
+        counts: Blobs by shard, as the index remembers them.
+    """
+    is_large = sum(counts.values()) >= READ_AHEAD_FROM
+    return ReadAhead(
+        [f"{blobs}/{path}" for path in sorted(f"{shard}/" for shard in counts)] if is_large else [], SUFFIX
+    )
+
+
+def directories(blobs: Path, ahead: ReadAhead) -> Iterator[Directory]:
+    """Yield every directory below ``blobs``; what vanishes meanwhile is left out.
 
     Raises:
         OSError: A directory cannot be listed.
     """
-    root = str(blobs)
-    shards = {f"{shard.namespace.hex()}/{shard.fan_out:02x}/": rows for shard, rows in index.items()}
-    is_large = sum(map(len, shards.values())) >= READ_AHEAD_FROM
-    with ReadAhead([f"{root}/{prefix}" for prefix in sorted(shards)] if is_large else [], SUFFIX) as ahead:
-        pending = [""]
-        while pending:
-            prefix = pending.pop()
-            directory = f"{root}/{prefix}"
-            try:
-                entries = ahead.take(directory) or read_entries(directory, SUFFIX)
-            except FileNotFoundError:
-                continue  # removed while it is listed
-            yield from _blobs(root, prefix, entries, shards.get(prefix, {}))
-            below: list[str] = []
-            for name in entries.others:
-                if (stray := _other(root, f"{prefix}{name}", below)) is not None:
-                    yield stray
-            pending += sorted(below, reverse=True)  # taken from the end, in the order in which they are read ahead
-            if on_directory is not None:
-                on_directory()
+    root, pending = str(blobs), [""]
+    while pending:
+        path = pending.pop()
+        try:
+            entries = ahead.take(f"{root}/{path}") or read_entries(f"{root}/{path}", SUFFIX)
+        except FileNotFoundError:
+            continue  # removed while it is listed
+        below: list[str] = []
+        found = (_other(root, f"{path}{name}", below) for name in entries.others)
+        yield Directory(path, entries, [stray for stray in found if stray is not None])
+        pending += sorted(below, reverse=True)  # taken from the end, in the order in which they are read ahead
+
+
+def walk(blobs: Path, index: ShardRows) -> Iterator[FoundFile]:
+    """Yield every file below ``blobs`` but the namespaces' records; what vanishes meanwhile is left out.
+
+    Args:
+        index: Rows by shard, as the index remembers them; headers are read only of files that it does not know.
+
+    Raises:
+        OSError: A directory cannot be listed.
+    """
+    root, shards = str(blobs), {f"{shard}/": rows for shard, rows in index.items()}
+    with reading_ahead(blobs, {shard: len(rows) for shard, rows in index.items()}) as ahead:
+        for directory in directories(blobs, ahead):
+            yield from _blobs(root, directory.path, directory.entries, shards.get(directory.path, {}))
+            yield from directory.strays
 
 
 def _blobs(root: str, prefix: str, entries: Entries, rows: Mapping[bytes, IndexRow]) -> Iterator[FoundFile]:
     """The files of one directory that have a blob's name. Nothing is called for each of them but what it takes."""
     indexed = Kind.INDEXED
-    for key, size_bytes, written_s in entries.files:
+    for key, size_bytes, written_s in entries.files():
         row = rows.get(key)
         if row is not None and row.size_bytes == size_bytes:
             record = row.record
             name = BlobName(record.namespace, record.key, record.parent, record.chunk_index)
             yield FoundFile(indexed, root, name, size_bytes, written_s, row)
-        elif (found := _unknown(root, f"{prefix}{key.hex()}{SUFFIX}", size_bytes, written_s, row)) is not None:
+        elif (found := unknown_file(root, prefix, key, size_bytes, written_s, row)) is not None:
             yield found
 
 
@@ -147,8 +176,17 @@ def _other(root: str, relative: str, below: list[str]) -> FoundFile | None:
     return FoundFile(Kind.STRAY, root, None, allocated_bytes(status), status.st_mtime, stray=relative)
 
 
-def _unknown(root: str, relative: str, size_bytes: int, written_s: float, row: IndexRow | None) -> FoundFile | None:
-    """A file that the index does not know, or knows otherwise, by its header; None: it is gone."""
+def unknown_file(
+    root: str, directory: str, key: bytes, size_bytes: int, written_s: float, row: IndexRow | None = None
+) -> FoundFile | None:
+    """A file that the index does not know, or knows otherwise, by its header; None: it is gone.
+
+    Args:
+        root: Path of ``blobs``.
+        directory: Its directory's path below that, with a slash at its end.
+        key: The one that its name tells.
+    """
+    relative = f"{directory}{key.hex()}{SUFFIX}"
     name, path = parse_path(relative), f"{root}/{relative}"
     if name is None:
         return FoundFile(Kind.STRAY, root, None, size_bytes, written_s, stray=relative)

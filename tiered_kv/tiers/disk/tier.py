@@ -203,6 +203,10 @@ class DiskTier(Tier):
             ChunkCorrupt: The blob does not begin with a header; nothing was stored.
             ChunkMismatch: The header is of another format version, or a foreign file has the name; it is left alone.
         """
+        self.put_if(name, blob, lambda: True)
+
+    def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
+        """The same; asks between the write of the file and its renaming."""
         header = peek(blob[:PEEK_BYTES])
         with self._operation():
             if self._ledger.is_foreign(name):
@@ -213,46 +217,53 @@ class DiskTier(Tier):
             self._ledger.reserve(reserved, available)
             temp = self._free_temp()
             try:
-                with mapped_errors("put", self._path(name)):
+                with mapped_errors("put", self._file(name)):
                     self._lock.check()
                     allocated = self._write_temp(temp, blob)
                     if allocated > reserved:
                         self._ledger.reserve(allocated - reserved, available)
                         reserved = allocated
+                    if not is_wanted():
+                        self._abandon(temp, reserved)
+                        return False
                     # The reservation, not a smaller allocation: ZFS and btrfs tell the final one seconds later.
                     info = BlobInfo(header.record, reserved)
                     self._publish(temp, info, reserved)
+                    return True
             except BaseException:
                 self._abandon(temp, reserved)
                 raise
 
-    def _free_temp(self) -> Path:
+    def _free_temp(self) -> str:
         """A name in ``tmp`` that is free: what the sweep has left there is not overwritten, nor removed as ours."""
-        while os.path.lexists(temp := self._tmp / f"{os.getpid()}-{next(self._temp_numbers)}"):
+        while os.path.lexists(temp := f"{self._tmp}/{os.getpid()}-{next(self._temp_numbers)}"):
             pass
         return temp
 
-    def _write_temp(self, temp: Path, blob: memoryview) -> int:
+    def _write_temp(self, temp: str, blob: memoryview) -> int:
         try:
             return write_file(temp, blob, direct=self.direct_io)
         except FileNotFoundError:  # somebody cleared the directory
             make_directories(self._tmp, self._root)
             return write_file(temp, blob, direct=self.direct_io)
 
-    def _publish(self, temp: Path, info: BlobInfo, reserved_bytes: int) -> None:
-        target = self._path(info.name)
-        with self._stripe(info.name):
+    def _publish(self, temp: str, info: BlobInfo, reserved_bytes: int) -> None:
+        name = info.name
+        target = self._file(name)
+        directory = os.path.dirname(target)
+        with self._stripe(name):
             try:
-                refuse_links(target.parent, self._root)
+                refuse_links(directory, self._root)
                 os.replace(temp, target)
             except FileNotFoundError:  # the first blob of its directory
-                make_directories(target.parent, self._root)
+                make_directories(Path(directory), self._root)
                 os.replace(temp, target)
             self._ledger.commit(info, reserved_bytes)
 
-    def _abandon(self, temp: Path, reserved_bytes: int) -> None:
+    def _abandon(self, temp: str, reserved_bytes: int) -> None:
         try:
-            temp.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temp)
         except OSError as exc:
             # Its bytes stay reserved, because they stay on the disk until the sweep of the next open.
             logger.warning("cannot remove a temp file. path=%s errno=%s", temp, exc.errno)

@@ -143,6 +143,10 @@ class GuardedTier(TierWrapper):
         with self._call("put"):
             self.inner.put(name, blob)
 
+    def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
+        with self._call("put"):
+            return self.inner.put_if(name, blob, is_wanted)
+
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         with self._call("get"):
             return self.inner.get_into(name, buffer)

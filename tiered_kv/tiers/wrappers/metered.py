@@ -28,6 +28,7 @@ class _Call:
     def __init__(self) -> None:
         self.moved_bytes = 0
         self.outcome = "ok"
+        self.waited_s = 0.0
 
     def found(self, found: bool, moved_bytes: int = 0) -> bool:
         """Note a yes-or-no answer and pass it on."""
@@ -57,12 +58,27 @@ class MeteredTier(TierWrapper):
             call.outcome, call.moved_bytes = _OUTCOMES.get(type(exc), "error"), 0
             raise
         finally:
-            self._record(operation, self._clock() - start, call.moved_bytes, call.outcome)
+            self._record(operation, self._clock() - start - call.waited_s, call.moved_bytes, call.outcome)
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         with self._timed("put") as call:
             self.inner.put(name, blob)
             call.moved_bytes = blob.nbytes
+
+    def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
+        """A put; the time that it waits for others is not the medium's and does not count."""
+        with self._timed("put") as call:
+
+            def timed() -> bool:
+                start = self._clock()
+                try:
+                    return is_wanted()
+                finally:
+                    call.waited_s += self._clock() - start
+
+            is_stored = self.inner.put_if(name, blob, timed)
+            call.outcome, call.moved_bytes = ("ok", blob.nbytes) if is_stored else ("not_wanted", 0)
+            return is_stored
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         with self._timed("get") as call:

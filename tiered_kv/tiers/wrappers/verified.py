@@ -35,14 +35,13 @@ class VerifiedTier(TierWrapper):
             ChunkCorrupt: The header is damaged, was never sealed, or says another name.
             ChunkMismatch: The header is of another format version.
         """
-        header = peek(blob[:PEEK_BYTES])
-        found = BlobName.of(header.record)
-        if found != name:
-            raise ChunkCorrupt(
-                "blob is not what its name says. "
-                f"observed={found.namespace.hex()}/{found.key.hex()} expected={name.namespace.hex()}/{name.key.hex()}"
-            )
+        _check_name(name, blob)
         self.inner.put(name, blob)
+
+    def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
+        """The same; see ``Tier.put_if``."""
+        _check_name(name, blob)
+        return self.inner.put_if(name, blob, is_wanted)
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         """Read and verify; a corrupt blob is read once more, because the medium may have read it wrong.
@@ -65,3 +64,13 @@ class VerifiedTier(TierWrapper):
             return False
         check.finish(name.key, None)
         return True
+
+
+def _check_name(name: BlobName, blob: memoryview) -> None:
+    header = peek(blob[:PEEK_BYTES])
+    found = BlobName.of(header.record)
+    if found != name:
+        raise ChunkCorrupt(
+            "blob is not what its name says. "
+            f"observed={found.namespace.hex()}/{found.key.hex()} expected={name.namespace.hex()}/{name.key.hex()}"
+        )
