@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.counts import only_in_proofs
 from tests.kit.server.operator_server import operator_server
-from tests.kit.server.probe import figures, wait_written
+from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import assert_same
 from tests.kit.vllm.engine_process import EngineProcess
@@ -25,8 +25,8 @@ HIT = ROWS * ROW_TOKENS
 PROMPTS = [random_prompt(9_100 + n, HIT + 20) for n in range(3)]
 
 
-def on_two_ranks(model: Path, place: dict[str, Any], log: Path, *prompts: list[int]) -> list[Answer]:
-    """Answers of an engine of two ranks; what it stores is in files when this returns."""
+def on_two_ranks(model: Path, root: Path, place: dict[str, Any], log: Path, *prompts: list[int]) -> list[Answer]:
+    """Answers of an engine of two ranks; what it stores of them is in files when this returns."""
     engine = EngineProcess(
         model,
         extra_config(place, is_canonical=True),
@@ -37,7 +37,8 @@ def on_two_ranks(model: Path, place: dict[str, Any], log: Path, *prompts: list[i
     )
     try:
         answers = engine.ask(*prompts, max_tokens=MAX_TOKENS)
-        engine.ask([5, 6, 7], max_tokens=4)  # steps in which stores are taken and end
+        rows = len(prompts) * ROWS
+        wait_for(lambda: engine.ask([5, 6, 7], max_tokens=1) and len(blob_files(root)) == rows, "rows", deadline_s=120)
     finally:
         engine.close()
     assert "rows go through slots" not in log.read_text()
@@ -60,15 +61,15 @@ def test_canonical_rows_of_two_ranks_are_found_by_one_and_those_of_one_by_two(ti
         plain = generate(llm, PROMPTS, max_tokens=MAX_TOKENS)
     with operator_server(root) as server:
         place = {"storage_uri": f"file://{root}", "host_bytes": None, "server": server}
-        cold = on_two_ranks(tiny_model, place, tmp_path / "two.log", *PROMPTS[:2])
+        cold = on_two_ranks(tiny_model, root, place, tmp_path / "two.log", *PROMPTS[:2])
         wait_written(root)
-        assert len(blob_files(root)) == 2 * ROWS and figures(root)["hierarchy"]["host_ready_chunks"] == 0
+        assert figures(root)["hierarchy"]["host_ready_chunks"] == 0, "rows went through slots"
     with operator_server(root) as server:
         place |= {"server": server}
         found = on_one_rank(tiny_model, place, *PROMPTS)
         wait_written(root)
         assert len(blob_files(root)) == 3 * ROWS and len({blob.parts[-3] for blob in blob_files(root)}) == 1
-        again = on_two_ranks(tiny_model, place, tmp_path / "again.log", *PROMPTS)
+        again = on_two_ranks(tiny_model, root, place, tmp_path / "again.log", *PROMPTS)
         counters = figures(root)["counters"]
 
     assert [one.cached_tokens for one in cold] == [0, 0]
