@@ -45,7 +45,7 @@ def test_a_table_is_a_sequence_of_the_blobs_that_were_put_in() -> None:
     assert table[3] is list(table)[3], "made once"
     table.append(blobs[0])
     assert whole(list(table)) == whole([*blobs, blobs[0]]), "what is added later is there, too"
-    assert BlobTable.of(table) is table and list(BlobTable.of(blobs)) == blobs
+    assert BlobTable.of(table) is table and BlobTable.of(blobs) == blobs != table
 
 
 def test_columns_and_rows_by_namespace_tell_what_the_blobs_do() -> None:
@@ -64,7 +64,7 @@ def test_columns_and_rows_by_namespace_tell_what_the_blobs_do() -> None:
 
 def test_an_empty_table_has_nothing() -> None:
     table = BlobTable()
-    assert not table and list(table) == [] and table.rows() == {} and table.size_bytes == 0
+    assert not table and table == [] and list(table) == [] and table.rows() == {} and table.size_bytes == 0
 
 
 def test_a_mark_across_two_keys_makes_no_tail() -> None:

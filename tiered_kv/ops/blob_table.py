@@ -147,6 +147,14 @@ class BlobTable(Sequence[StoredBlob]):
     def __iter__(self) -> Iterator[StoredBlob]:
         return iter(self._all())
 
+    def __eq__(self, other: object) -> bool:
+        """Whether these are the blobs of another sequence, in its order."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and self._all() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
     def _blob(self, row: int) -> StoredBlob:
         name = BlobName(self.namespace(row), self.keys[row], self.parents[row], self.depths[row])
         until_s = self.pinned.get(row, 0.0)
