@@ -1,8 +1,9 @@
 """The walk over a disk directory's blobs, and their reconciliation with what the index remembers.
 
-Reads directory entries and, for files the index does not know, their headers. ``walk`` changes nothing: a tier uses it
-at open, the operator's tools whenever they look, also beside a server. ``reconcile`` removes only files that were ours
-and are certainly broken; ``tier.py`` calls it once, at open, before any write and under the directory lock.
+Reads directory entries and, for files the index does not know, their headers. ``walk`` and ``directories`` change
+nothing: a tier walks at open, the operator's tools go through directories whenever they look, also beside a server.
+``reconcile`` removes only files that were ours and are certainly broken; ``tier.py`` calls it once, at open, before any
+write and under the directory lock.
 
     file                                            kind        what an open does
     named right, in the index, same allocation      INDEXED     the index row stands, no read
