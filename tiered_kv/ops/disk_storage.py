@@ -48,9 +48,9 @@ from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.disk.scan import (
     NAMESPACE_FILE,
     RECORD_BYTES_MAX,
-    Directory,
     FoundFile,
     Kind,
+    ListedDirectory,
     directories,
     reading_ahead,
     unknown_file,
@@ -425,7 +425,7 @@ def _take(
     content: Content,
     table: BlobTable,
     root: str,
-    directory: Directory,
+    directory: ListedDirectory,
     shard: PackedShard | None,
     pins: Mapping[bytes, float],
 ) -> None:

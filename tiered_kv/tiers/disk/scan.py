@@ -89,7 +89,7 @@ class FoundFile(msgspec.Struct, frozen=True):
         return f"{self.blobs}/{self.relative}"
 
 
-class Directory(NamedTuple):
+class ListedDirectory(NamedTuple):
     """One directory below ``blobs``, or itself.
 
     Attributes:
@@ -115,7 +115,7 @@ def reading_ahead(blobs: Path, counts: Mapping[Shard, int]) -> ReadAhead:
     )
 
 
-def directories(blobs: Path, ahead: ReadAhead) -> Iterator[Directory]:
+def directories(blobs: Path, ahead: ReadAhead) -> Iterator[ListedDirectory]:
     """Yield every directory below ``blobs``; what vanishes meanwhile is left out.
 
     Raises:
@@ -130,7 +130,7 @@ def directories(blobs: Path, ahead: ReadAhead) -> Iterator[Directory]:
             continue  # removed while it is listed
         below: list[str] = []
         found = (_other(root, f"{path}{name}", below) for name in entries.others)
-        yield Directory(path, entries, [stray for stray in found if stray is not None])
+        yield ListedDirectory(path, entries, [stray for stray in found if stray is not None])
         pending += sorted(below, reverse=True)  # taken from the end, in the order in which they are read ahead
 
 
