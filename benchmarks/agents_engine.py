@@ -9,7 +9,8 @@ round has one turn of every session, in one batch.
 
 ``plain`` is vLLM with a pool that never evicts: its prefix cache has all there is, answers too, in whole blocks of 32
 tokens. In the others the GPU's prefix cache is emptied before each round, so that every hit is ours. The CPU build with
-a small model in this process, the server in its own. Prints a table, writes build/agents_engine.json.
+a small model in this process, the server in its own. What is on disk is counted when the server has ended, because it
+writes tails when it drains. Prints a table, writes build/agents_engine.json.
 """
 
 import json
@@ -29,9 +30,12 @@ sys.path[:0] = [str(REPOSITORY)]
 
 from agents_trace import BLOCK_TOKENS  # noqa: E402  # beside this script
 
-from tests.kit.server.probe import figures, wait_written  # noqa: E402
+from tests.kit.server.probe import figures, server_pid, wait_written  # noqa: E402
+from tests.kit.server.processes import end_softly  # noqa: E402
+from tests.kit.storage.disk_probe import blob_files  # noqa: E402
 from tests.kit.vllm.cached_engine import CHUNK, settings  # noqa: E402
 from tests.kit.vllm.harness import drain, reset_gpu_cache, running  # noqa: E402  # before vLLM
+from tiered_kv.keys.tail_keys import tail_tokens  # noqa: E402
 from tiered_kv.testing.model import TINY, build_model  # noqa: E402
 
 TRACE = REPOSITORY / "tests" / "data" / "agent_sessions_small.jsonl"
@@ -50,6 +54,7 @@ COLUMNS = {
     "computed_median": "median",
     "times_plain": "x plain",
     "chunks_written": "chunks on disk",
+    "tails_written": "tails on disk",
     "answers": "answers' chunks",
     "answers_asked": "of these asked for",
 }
@@ -156,9 +161,12 @@ def measure(model: Path, root: Path, connector: Mapping[str, Any] | None, script
         }
         if ours is not None:
             wait_written(root)
-            told = figures(root)
-            row["chunks_written"] = told["tiers"][0]["blobs"]
+            told, pid = figures(root), server_pid(root)
             row |= {name: told["counters"].get(name, 0) for name in ("answers", "answers_asked")}
+    if ours is not None:
+        end_softly(pid)  # it writes tails only now
+        tails = [tail_tokens(bytes.fromhex(path.stem)) > 0 for path in blob_files(root)]
+        row |= {"chunks_written": tails.count(False), "tails_written": tails.count(True)}
     return row, [session.answers for session in sessions]
 
 

@@ -1,15 +1,12 @@
 """Tails on a real engine: a prompt is found to its last whole block, and answers are those without the cache."""
 
-import contextlib
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
-from tests.kit.server.processes import is_alive
+from tests.kit.server.processes import end_softly
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import BLOCK_TOKENS, Answer, computed_alone, random_prompt
@@ -133,10 +130,3 @@ def test_a_prompts_end_comes_back_from_disk_when_host_memory_has_lost_it(
 
 def tail_files(root: Path) -> list[Path]:
     return [path for path in blob_files(root) if tail_tokens(bytes.fromhex(path.stem))]
-
-
-def end_softly(pid: int) -> None:
-    """As an operator ends a server: it drains first. Left by all, it may do so by itself."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: not is_alive(pid), "the server's end")

@@ -1,13 +1,11 @@
 """Tails over the socket: committed by one engine, told to another, with the bytes that were stored."""
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.kit.server.clients import CHUNK, SmallEngine, content, poll_until
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
-from tests.kit.server.processes import is_alive, kill_server
+from tests.kit.server.processes import end_softly, kill_server
 from tests.kit.storage.disk_probe import blob_files
 from tiered_kv.tiering.types import Limits, LookupAnswer
 
@@ -67,7 +65,7 @@ def test_a_server_that_is_told_to_end_writes_it_and_the_next_one_gives_it_back(
     """Then something continues it, and its file goes."""
     first = engine("one")
     store_with_tail(first, root)
-    end_softly(root)
+    end_softly(server_pid(root))
     assert len(list(blob_files(root))) == LONG + 1
     first.close()
 
@@ -95,10 +93,3 @@ def test_a_server_that_is_killed_loses_it_and_nothing_else(engine: EngineStarter
     first.close()
     lookup, found = answer(engine("two"), LONG + 1)
     assert (lookup, found.ready, found.tails) == (lookup, LONG, ())
-
-
-def end_softly(root: Path) -> None:
-    """As an operator does; the server drains first."""
-    pid = server_pid(root)
-    os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: not is_alive(pid), "the server's end")

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.kit.module_process import module_command, module_environment
@@ -49,6 +49,13 @@ def stopped_server(root: Path) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def end_softly(pid: int) -> None:
+    """As an operator ends a server: it drains first. Left by all, it may do so by itself."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: not is_alive(pid), "the server's end")
 
 
 def end_server(root: Path) -> None:
