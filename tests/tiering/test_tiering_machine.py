@@ -289,7 +289,9 @@ class Histories(RuleBasedStateMachine):
             return [space.key(of[:depth]) for depth in range(len(of), 0, -1)]
 
         held = [entry for entry in index.entries() if index.is_held(entry)]
-        needed = {key for one in kept if index.get(space.key(one)) is not None for key in state(one)}
+        # Behind a gap, as damage leaves it, nobody can load a state: what is before the gap may go.
+        whole = [one for one in kept if all(index.get(key) is not None for key in state(one))]
+        needed = {key for one in whole for key in state(one)}
         is_known = index.get(space.key(path)) is not None  # else it is another end of the session, from there on
         staying = [
             entry
