@@ -3,7 +3,9 @@
 The engines run one after the other in this process; what they share is a server, or a bucket between two servers.
 """
 
+import os
 import shutil
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 
 from tests.kit.faults.false_peer import FalsePeer, head
 from tests.kit.s3 import S3
-from tests.kit.server.machines import evict, fleet_key, listening
+from tests.kit.server.machines import door_pid, evict, fleet_key, listening
 from tests.kit.server.object_nodes import blob_paths, s3_place, wait_uploaded
 from tests.kit.server.operator_server import operator_server, transfer
 from tests.kit.server.probe import figures, wait_ended, wait_written
@@ -170,7 +172,7 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
 def test_a_consumer_loads_what_is_in_the_producers_memory_alone(
     tiny_model: Path, tmp_path: Path, plain: list[Answer]
 ) -> None:
-    """Without a bucket, and without anything on the producer's disk."""
+    """Without a bucket, and without anything on the producer's disk. Then its door freezes, and is killed."""
     key_file = fleet_key(tmp_path / "key")
     one, other = tmp_path / "prefill", tmp_path / "decode"
     gives = settings(one, **listening(key_file))
@@ -183,6 +185,9 @@ def test_a_consumer_loads_what_is_in_the_producers_memory_alone(
         with engine(tiny_model, other, "kv_consumer", **takes) as consumer:
             warm = consumer.ask(*PROMPTS)
             hits = {hit["tier"]: hit["chunks"] for hit in figures(other)["tokens"]["hits"]}
+            failing = with_a_door_that(one, other, consumer, signal.SIGSTOP)
+            os.kill(door_pid(one), signal.SIGCONT)
+            failing += with_a_door_that(one, other, consumer, signal.SIGKILL)
         lent = figures(one)["counters"]["loans"]
         on_disk = list(one.glob("blobs/*/*/*.safetensors"))
     finally:
@@ -190,10 +195,20 @@ def test_a_consumer_loads_what_is_in_the_producers_memory_alone(
 
     assert cached(warm) == WHOLE
     assert hits == {"host": 0, "disk": 0, "peers": 6}
-    assert lent == 6 and not on_disk
+    assert lent >= 6 and not on_disk
     assert_all_same(warm, plain)
+    assert cached(failing[:3]) == [0] * 3, "a door that is frozen gives nothing"
+    assert_all_same(failing, plain * 2)
     for answer, theirs in zip(told, plain, strict=True):
         assert answer["tokens"][0] == theirs.tokens[0]
+
+
+def with_a_door_that(one: Path, other: Path, consumer: CachedEngine, gets: signal.Signals) -> list[Answer]:
+    """What a consumer that has nothing itself answers after its peer's door got a signal."""
+    for tier in ("host", "disk"):
+        evict(other, tier)
+    os.kill(door_pid(one), gets)
+    return consumer.ask(*PROMPTS)
 
 
 def test_a_consumer_asked_at_once_waits_for_what_the_producer_told(tiny_model: Path, tmp_path: Path) -> None:
