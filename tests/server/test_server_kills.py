@@ -87,7 +87,8 @@ BREAK = {
         """
         publish = disk.DiskTier._publish
         def _publish(self, temp, info, reserved_bytes):
-            whole = temp.read_bytes()
+            with open(temp, "rb") as file:
+                whole = file.read()
             os.truncate(temp, len(whole) // 2)
             publish(self, temp, info, reserved_bytes)
             time.sleep(0.02)
