@@ -71,6 +71,7 @@ class StoreServer:
         """It takes connections and says nothing for the length of the block."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)  # else a thread may still give an answer
         try:
             yield
         finally:
