@@ -193,7 +193,8 @@ def garbled(source: random.Random, message: Any) -> Any:
         case m.Stat():
             return m.Stat(drawn((b"[" * 100_000, b"{}", b"\xff", message.figures[:-5])))
         case m.Ready():
-            return m.Ready(message.record, drawn((0, 4096, 1 << 40)), 4096, message.rank_offsets, 1, message.tiers)
+            size = drawn((0, 4096, 1 << 40))
+            return m.Ready(message.record, size, 4096, message.rank_offsets, 1, message.tiers, message.host_bytes)
     return message
 
 
