@@ -22,7 +22,7 @@ from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.engine.lent_rows import LentRows, RowGone
 from tiered_kv.engine.row_writes import WRITES_AT_ONCE
 from tiered_kv.errors import ConfigError, TierUnavailable
-from tiered_kv.tiering.types import RowsEnded, RowUse
+from tiered_kv.tiering.types import RowsEnded, RowUse, WriteRow
 from tiered_kv.tiers.base import BlobName, TierWrapper
 
 ROWS = 24
@@ -235,6 +235,25 @@ def test_a_row_that_was_written_beside_one_that_failed_is_not_there(world: RowWo
     assert world.tiering.counters["write_failed_unavailable"] == 1
     world.disk.fails, world.disk.late = False, None
     assert world.until(*world.store(*place(*PREFIX))) == ["good"] * 4
+
+
+def test_a_row_that_is_handed_out_while_the_end_of_its_parents_write_waits_to_be_heard_is_not_there_either(
+    world: RowWorld, tmp_path: FilePath
+) -> None:
+    world.disk.late, world.disk.fails = BlobName.of(SPACE.record(PREFIX[0])), True
+    parent = world.store((PREFIX[0], 0))
+    world.step()
+    assert world.disk.is_in.acquire(timeout=DEADLINE_S)
+    world.disk.go_on.set()
+    wait_for(lambda: any(isinstance(job, WriteRow) for job, _ in list(world.engine._finished)), "the write to end")
+    children = world.store((PREFIX[1], 1), ((1, 9), 2))  # the engine has not taken that in
+    assert world.until(*parent, *children) == ["bad"] * 3
+    assert blob_files(tmp_path) == [] and temp_files(tmp_path) == [] and len(world.tiering.index) == 0
+    assert world.tiering.counters["row_dropped_no_parent"] == 2
+    world.disk.fails, world.disk.late = False, None
+    assert world.until(*world.store(*place(*PREFIX))) == ["good"] * 4
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+    assert [world.row(10 + number) for number in range(4)] == list(map(world.content, PREFIX))
 
 
 def test_a_row_that_is_taken_back_between_its_write_and_its_name_is_in_no_file(

@@ -86,6 +86,26 @@ def test_probes_that_are_answered_do_not_hide_reads_that_fail(medium):
     assert medium.breaker.is_open and "operation=get" in medium.breaker.reason
 
 
+def test_puts_that_are_not_wanted_do_not_hide_those_before_them_that_fail(medium):
+    for _ in range(FAILURES_MAX):
+        medium.fault = None
+        assert not medium.tier.put_if(NAME, CHAIN.blob(0).view(), lambda: False)
+        medium.fault = Fault.ERROR
+        with pytest.raises(TierUnavailable):
+            medium.tier.put_if(NAME, CHAIN.blob(0).view(), lambda: True)
+    assert medium.breaker.is_open and "operation=put" in medium.breaker.reason
+
+
+def test_a_put_that_was_wanted_starts_the_count_again(medium):
+    for _ in range(2 * FAILURES_MAX):
+        medium.fault = Fault.ERROR
+        with pytest.raises(TierUnavailable):
+            medium.tier.put_if(NAME, CHAIN.blob(0).view(), lambda: True)
+        medium.fault = None
+        assert medium.tier.put_if(NAME, CHAIN.blob(0).view(), lambda: True)
+    assert not medium.breaker.is_open
+
+
 def test_a_full_medium_is_not_a_broken_one(medium):
     medium.fault = Fault.FULL
     for _ in range(2 * FAILURES_MAX):

@@ -709,6 +709,7 @@ class Engine:
                 continue
             pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
             self.executor.submit(pool, priority, partial(self._run, job))
+        self._row_writes.all_added()
         for jobs in reads.values():
             self._submit_many(jobs)
         if seals:

@@ -89,10 +89,11 @@ class RowWrites:
         self._clock = clock
         self._lock = threading.Lock()
         self._writes: dict[bytes, tuple[RowWrite, _Prefix]] = {}  # by their chunks' keys; the owner's
+        self._reported: list[RowWrite] = []  # of these; the owner's
         self._is_closed = False
 
     def add(self, job: WriteRow) -> None:
-        """Perform a write, behind its parent's if that was handed out and is not reported."""
+        """Perform a write, behind its parent's if that had not been reported when this one was handed out."""
         parent, prefix = self._writes.get(job.record.parent) or (None, _Prefix(self._lock))
         write = RowWrite(job, prefix, parent)
         self._writes[job.record.key] = write, prefix
@@ -104,8 +105,16 @@ class RowWrites:
             self._submit(prefix)
 
     def reported(self, job: WriteRow) -> None:
-        """The owner has taken in how a write ended: it is behind nobody and nobody behind it any more."""
-        del self._writes[job.record.key]
+        """The owner has taken in how a write ended; what it has handed out before that may still come, behind it."""
+        self._reported.append(self._writes[job.record.key][0])
+
+    def all_added(self) -> None:
+        """The owner has added all that it has handed out: nobody comes behind a write that was reported."""
+        for write in self._reported:
+            key = write.job.record.key
+            if self._writes[key][0] is write:  # the chunk may have been handed out once more
+                del self._writes[key]
+        self._reported.clear()
 
     def close(self) -> None:
         """Nothing more is begun."""

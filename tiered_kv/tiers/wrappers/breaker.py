@@ -129,6 +129,12 @@ class GuardedTier(TierWrapper):
 
     @contextmanager
     def _call(self, operation: str) -> Iterator[None]:
+        with self._try(operation):
+            yield
+        self._breaker.succeeded(operation)
+
+    @contextmanager
+    def _try(self, operation: str) -> Iterator[None]:
         self._breaker.check()
         try:
             yield
@@ -137,15 +143,17 @@ class GuardedTier(TierWrapper):
         except TierUnavailable as exc:
             self._breaker.failed(operation, str(exc))
             raise
-        self._breaker.succeeded(operation)
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         with self._call("put"):
             self.inner.put(name, blob)
 
     def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
-        with self._call("put"):
-            return self.inner.put_if(name, blob, is_wanted)
+        with self._try("put"):
+            is_stored = self.inner.put_if(name, blob, is_wanted)
+        if is_stored:  # what was not wanted says nothing: those behind a put that fails always end so
+            self._breaker.succeeded("put")
+        return is_stored
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         with self._call("get"):
