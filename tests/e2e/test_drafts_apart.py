@@ -98,14 +98,7 @@ def run(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pyte
 def _consume(run: Run, engine: CachedEngine) -> None:
     run.ask(engine.llm, "consumed", FIRST, ANSWER_TOKENS)
     run.ask(engine.llm, "consumed, second", run.second, GUESSED)
-    preempted: list[str] = []
-    preempt = engine.scheduler._preempt_request
-
-    def told(request: Any, *arguments: Any, **more: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *arguments, **more)
-
-    engine.scheduler._preempt_request = told
+    preempted = engine.watch_preemptions()
     zero_kv(engine.llm)
     run.many["few blocks"] = engine.ask(*MANY, max_tokens=MANY_TOKENS)
     run.facts["preempted"] = len(preempted)

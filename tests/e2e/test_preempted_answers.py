@@ -5,7 +5,6 @@ next turn has them.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ def test_it_goes_on_from_what_it_had_and_its_answer_is_written_when_a_prompt_has
 ) -> None:
     with cached_engine(tiny_model, tmp_path, {"tail_tokens": BLOCK_TOKENS}, **OPTIONS) as engine:
         plain = {name: computed(engine, prompt) for name, prompt in PROMPTS.items()}
-        lengths = count_preemptions(engine)
+        lengths = engine.watch_preemptions()
         answers = dict(zip(PROMPTS, engine.ask(*PROMPTS.values(), max_tokens=ANSWER_TOKENS), strict=True))
         assert lengths and max(lengths) > CHUNKS * CHUNK, "nobody was preempted behind a chunk of its answer"
         for name, answer in answers.items():
@@ -63,19 +62,6 @@ def computed(engine: CachedEngine, prompt: list[int], max_tokens: int = ANSWER_T
     (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
     assert not output.num_cached_tokens
     return as_answer(output)
-
-
-def count_preemptions(engine: CachedEngine) -> list[int]:
-    """How many tokens the requests had whose blocks vLLM takes from now on."""
-    lengths: list[int] = []
-    preempt = engine.scheduler._preempt_request
-
-    def counting(request: Any, *arguments: Any, **options: Any) -> Any:
-        lengths.append(request.num_computed_tokens)
-        return preempt(request, *arguments, **options)
-
-    engine.scheduler._preempt_request = counting
-    return lengths
 
 
 def chunk_files(root: Path) -> list[Path]:

@@ -6,7 +6,6 @@ Nothing of this may change an answer; and with all of it over, no lease, pin or 
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,7 +43,7 @@ def test_preempted_and_chunked_requests_give_plain_tokens(
 ) -> None:
     options = {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 384, "max_model_len": 2048}
     with cached_engine(tiny_model, tmp_path, **options) as engine:
-        preemptions = _count_preemptions(engine)
+        preemptions = engine.watch_preemptions()
         cold = engine.ask(*PROMPTS[:8], max_tokens=70)  # each request grows by two blocks while others hold theirs
         warm = engine.ask(*PROMPTS[:8], max_tokens=70)
         assert_quiet(engine)
@@ -55,18 +54,6 @@ def test_preempted_and_chunked_requests_give_plain_tokens(
     for ours, theirs in zip(cold + warm, plain[:8] * 2, strict=True):
         assert ours.finish_reason == "length"
         assert_same(replace(ours, tokens=ours.tokens[:12], logprobs=ours.logprobs[:12]), theirs)
-
-
-def _count_preemptions(engine: CachedEngine) -> list[str]:
-    preempted: list[str] = []
-    preempt = engine.scheduler._preempt_request
-
-    def counting(request: Any, *arguments: Any, **options: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *arguments, **options)
-
-    engine.scheduler._preempt_request = counting
-    return preempted
 
 
 def test_host_memory_for_few_chunks_still_serves_from_disk(

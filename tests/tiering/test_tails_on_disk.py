@@ -324,7 +324,8 @@ def test_the_disk_evicts_it_before_the_chunk_in_front_of_it():
     assert story.on_disk("a") == [] and SMALL.key(PROMPT) in story.media[DISK]
 
 
-def test_what_is_erased_by_tag_takes_its_tails_along():
+def stored_with_a_tag():
+    """A prompt of a tenant, without its tail."""
     tagged = Space(b"tagged-namespace", 10, is_tagged=True)
     story = DiskTailStory()
     session = story.open(tagged)
@@ -332,6 +333,11 @@ def test_what_is_erased_by_tag_takes_its_tails_along():
     for depth in range(1, FEW_CHUNKS + 1):
         assert story.commit(session, PROMPT[:depth])
         story.finish_all()
+    return story, session, tagged
+
+
+def test_what_is_erased_by_tag_takes_its_tails_along():
+    story, session, tagged = stored_with_a_tag()
     assert story.commit_tail(session, PROMPT, "a")
     story.tiering.save_tails()
     story.finish_all()
@@ -390,13 +396,7 @@ def test_a_disk_that_does_not_delete_leaves_no_chunk_more_tails_than_there_are_t
 
 def test_a_tail_that_is_stored_once_more_is_erased_with_who_stored_it():
     """The start knows it by its file's name: whose it is stands in its header, or is said when it comes again."""
-    tagged = Space(b"tagged-namespace", 10, is_tagged=True)
-    story = DiskTailStory()
-    session = story.open(tagged)
-    story.finish_all()
-    for depth in range(1, FEW_CHUNKS + 1):
-        assert story.commit(session, PROMPT[:depth])
-        story.finish_all()
+    story, session, tagged = stored_with_a_tag()
     record = tagged.tail(PROMPT, "a")
     nobodys = msgspec.structs.replace(record, tag=NO_TAG)
     story._restore(DISK, nobodys, tagged.slot_bytes)

@@ -42,6 +42,18 @@ class CachedEngine:
         connector: Any = get_kv_transfer_group()
         return connector._worker
 
+    def watch_preemptions(self) -> list[int]:
+        """A list that gets, of each request whose blocks vLLM takes from now on, the tokens that it had."""
+        lengths: list[int] = []
+        preempt = self.scheduler._preempt_request
+
+        def noting(request: Any, *arguments: Any, **options: Any) -> Any:
+            lengths.append(request.num_computed_tokens)
+            return preempt(request, *arguments, **options)
+
+        self.scheduler._preempt_request = noting
+        return lengths
+
     def ask(self, *prompts: list[int], max_tokens: int = 8) -> list[Answer]:
         """Answer prompts with an empty GPU prefix cache and all earlier stores done."""
         reset_gpu_cache(self.llm)
