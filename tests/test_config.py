@@ -332,13 +332,6 @@ def test_a_bucket_without_any_limit_is_warned_of() -> None:
     assert bucket(storage_bytes="1GiB").warnings() == bucket(storage_ttl="7d").warnings() == config().warnings() == []
 
 
-def test_a_bucket_that_takes_second_touches_beside_peers_is_warned_of(tmp_path):
-    settings = {"storage_bytes": "1GiB", "peers": ["https://node-b:7460"], "peer_key_file": str(tmp_path / "key")}
-    [warning] = bucket(**settings, storage_admission="second-touch").warnings()
-    assert "storage_admission is 'second-touch' beside peers" in warning and "set it to 'all'" in warning
-    assert bucket(**settings).warnings() == []
-
-
 def test_the_servers_directory_is_the_disks_or_one_for_the_uri(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert config().server_directory() == Path("/var/cache/tiered_kv")

@@ -473,11 +473,6 @@ class Config:
         location, said = self.location(), []
         if location.kind == "object" and self.storage_bytes is None and self.storage_ttl is None:
             said.append(f"{location} has no limit: nothing is ever deleted there; set storage_bytes or storage_ttl")
-        if self.peers is not None and location.kind == "object" and self.storage_admission != "all":
-            said.append(
-                f"storage_admission is {self.storage_admission!r} beside peers: what machines read from each other is "
-                "not uploaded for that, and is computed again when they have lost it; set it to 'all'"
-            )
         return said
 
     def resolved_host_bytes(self) -> int:

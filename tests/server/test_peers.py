@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.faults.proxy import FaultProxy
 from tests.kit.ports import free_port
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.machines import calls, door_pid, evict, fleet_key, machine, tier
+from tests.kit.server.object_nodes import blob_paths, s3_place
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tiered_kv.config import Config
 from tiered_kv.errors import ConfigError
@@ -262,6 +264,65 @@ def test_a_peer_that_fails_costs_no_chunk_that_the_bucket_has(sharing, signal_nu
     finally:
         if signal_number == signal.SIGSTOP:
             os.kill(door, signal.SIGCONT)
+
+
+def test_while_the_bucket_is_down_what_peers_have_comes_from_them(s3, tmp_path, key_file):
+    """They were found in that bucket. What lies in it alone is a miss meanwhile."""
+    with FaultProxy(s3.endpoint_url) as proxy:
+        place = s3_place(s3, s3.new_prefix(), proxy.url)
+        given = {"storage_uri": place.uri, "storage_options": place.options, "storage_timeout_s": 3.0}
+        given |= {"peer_key_file": str(key_file)}
+        listen = {"disk_path": str(tmp_path / "a"), "peer_listen": f"127.0.0.1:{free_port()}"}
+        asking = {"disk_path": str(tmp_path / "b"), "peers": ["bucket"]}
+        with machine(tmp_path / "a", **given, **listen) as first, machine(tmp_path / "b", **given, **asking) as second:
+            store(first)
+            store(first, first_token=50_000)
+            wait_for(lambda: len(blob_paths(s3, place.uri.partition(s3.bucket + "/")[2])) == 2 * CHUNKS, "the uploads")
+            wait_for(lambda: "a peer was found" in log_path(second.root).read_text(), "a look at the bucket")
+            assert second.hits(CHUNKS, 50_000) == CHUNKS
+            wait_written(second.root)
+            for name in ("host", "disk"):
+                evict(second.root, name)
+            for key in first.keys(CHUNKS, 50_000).keys[5:]:
+                next(first.root.rglob(f"{key.hex()}.safetensors")).unlink()
+            evict(first.root)
+            proxy.down()
+            wait_for(lambda: second.hits(1, 70_000) == 0 and is_out(second), "the breakers", deadline_s=60.0)
+            before = reads(second)
+            assert second.hits(CHUNKS + 5) == CHUNKS  # hits() compares every byte
+            assert second.hits(CHUNKS, 50_000) == 5, "what was known of the bucket holds no more"
+            assert reads(second) == (before[0] + CHUNKS + 5, before[1]) and is_out(second)
+            store(second, first_token=90_000)
+            assert second.hits(CHUNKS) == CHUNKS
+            proxy.up()
+            wait_for(lambda: not is_out(second), "the bucket's return", deadline_s=60.0)
+            assert second.hits(CHUNKS, 50_000) == CHUNKS
+
+
+def is_out(engine):
+    return tier(engine.root, "object")["breaker"] != "closed"
+
+
+@pytest.mark.parametrize("disk_admission", ["all", "second-touch"])
+def test_what_other_machines_ask_for_reaches_a_bucket_of_second_touches(tmp_path, key_file, bucket, disk_admission):
+    """The machine that has it was asked once: to store it. It lies on its disk, or in its memory alone."""
+    given = {"storage_uri": f"shared+file://{bucket}", "storage_timeout_s": 5.0, "storage_admission": "second-touch"}
+    listen = {"peer_listen": f"127.0.0.1:{free_port()}", "peer_key_file": str(key_file)}
+    with machine(
+        tmp_path / "a", disk_path=str(tmp_path / "a"), disk_admission=disk_admission, **given, **listen
+    ) as first:
+        first.store(CHUNKS)
+        wait_for(lambda: figures(first.root)["hierarchy"]["host_ready_chunks"] == CHUNKS, "the seals")
+        if disk_admission == "all":
+            wait_for(lambda: tier(first.root, "disk")["blobs"] == CHUNKS, "the writes")
+            evict(first.root)
+        asking = {"peers": [f"https://{listen['peer_listen']}"], "peer_key_file": str(key_file)}
+        with machine(tmp_path / "b", disk_path=str(tmp_path / "b"), **given, **asking) as second:
+            assert not list(bucket.rglob("*.safetensors"))
+            assert second.hits(CHUNKS) == CHUNKS and reads(second) == (CHUNKS, 0)
+            wait_for(lambda: len(list(bucket.rglob("*.safetensors"))) == CHUNKS, "the uploads")
+    with machine(tmp_path / "c", disk_path=str(tmp_path / "c"), **given) as third:
+        assert third.hits(CHUNKS) == CHUNKS and reads(third) == (0, CHUNKS)
 
 
 @pytest.mark.parametrize(

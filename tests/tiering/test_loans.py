@@ -143,7 +143,7 @@ def test_a_lookup_of_what_is_lent_holds_it_beyond_the_loan():
     story.flush_host(avoid=PROMPT)
 
 
-def test_what_a_peer_reads_counts_as_no_use():
+def test_a_loan_by_itself_counts_as_no_use():
     story = SelectiveStory()
     story.store(PROMPT)
     loan = lend(story, (1,))
@@ -151,3 +151,33 @@ def test_what_a_peer_reads_counts_as_no_use():
     story.tiering.end_loan(loan.id)
     story.finish_all()
     assert not any(story.is_below(chunk) for chunk in chunks_of(PROMPT)), "nobody here asked for it"
+
+
+def test_what_peers_have_read_is_worth_a_write_and_so_is_the_prefix_before_it():
+    story = SelectiveStory()
+    story.store(PROMPT)
+    story.store((7,))
+    keys, _ = SMALL.prefix(PROMPT)
+    story.tiering.read_by_peers(SMALL.namespace, [b"an unknown key..", keys[1], keys[1]])
+    story.tiering.read_by_peers(b"another one.....", [SMALL.key((7,)), keys[2]])
+    story.step()
+    story.finish_all()
+    assert [story.is_below(chunk) for chunk in chunks_of(PROMPT)] == [True, True, False]
+    assert story.uses(PROMPT) == [1, 1, 0] and not story.is_below((7,))
+    story.tiering.read_by_peers(SMALL.namespace, keys)
+    story.tiering.read_by_peers(SMALL.namespace, keys)
+    story.step()
+    story.finish_all()
+    assert story.is_below(PROMPT) and story.uses(PROMPT) == [1, 1, 1], "however often they read it"
+
+
+def test_an_answer_that_peers_have_read_is_a_prompts_by_now():
+    story = Story()
+    assert story.commit(story.session, (1,), is_answer=True)
+    story.step()
+    story.finish_all()
+    assert not story.is_below((1,))
+    story.tiering.read_by_peers(SMALL.namespace, [SMALL.key((1,))])
+    story.step()
+    story.finish_all()
+    assert story.is_below((1,))

@@ -215,6 +215,114 @@ def test_an_unreadable_tier_costs_a_lookup_nothing_and_its_hits_come_back():
     assert story.figures(again) == (5, 5, 5, True)
 
 
+def out(capacities=(None,), **options):
+    """A tier that is out, of which others have a part; ``beside`` says which."""
+    story = Story(
+        host_bytes=160,
+        capacities=capacities,
+        is_last_shared=True,
+        names_at_once=1024,
+        is_asked_while_out=True,
+        **options,
+    )
+    story.beside = set()
+    return story
+
+
+def others_have_beside(story, path):
+    story.others_store(SMALL, path)
+    story.beside.update(SMALL.prefix(path)[0])
+
+
+def test_while_a_tier_is_out_what_is_found_beside_it_is_read_and_nothing_else():
+    story = out()
+    story.others_store(SMALL, LONG[:8])
+    lookup = story.ask(LONG[:8])
+    story.finish_all()
+    assert story.figures(lookup) == (8, 8, 8, True)
+    story.release(lookup)
+    story.flush_host(avoid=LONG[:8])
+    story.tiering.set_readable(1, False)
+    story.beside.update(SMALL.prefix(LONG[:3])[0])
+    lookup = story.ask(LONG[:8])
+    assert story.figures(lookup)[0] == 0 and not story.waiting(Read), "what was known of it holds no more"
+    story.finish_all()
+    assert story.figures(lookup) == (3, 3, 3, True)
+    assert story.counted("read_failed_unavailable") == 0, "what lies in the tier alone takes no slot"
+    story.release(lookup)
+    story.tiering.set_readable(1, True)
+    lookup = story.ask(LONG[:8])
+    story.finish_all()
+    assert story.figures(lookup) == (8, 8, 8, True)
+
+
+def test_what_is_found_beside_a_tier_that_is_out_is_asked_for_once_and_so_is_what_is_not():
+    story = out()
+    story.tiering.set_readable(1, False)
+    others_have_beside(story, LONG[:3])
+    for _ in range(3):
+        lookup = story.ask(LONG[:8], start=8)
+        story.finish_all()
+        assert story.figures(lookup) == (3, 0, 0, True)
+        nothing = story.ask((7, 7))
+        story.end_every(Probe, fault=Outcome.UNAVAILABLE)  # nobody beside it has any, and it does not answer
+        assert story.figures(nothing) == (0, 0, 0, True)
+        story.release(lookup)
+        story.release(nothing)
+    assert story.counted("probes") == 2
+    story.tiering.set_readable(1, True)
+    story.others_store(SMALL, (7, 7))
+    lookup = story.ask((7, 7))
+    story.finish_all()
+    assert story.figures(lookup) == (2, 2, 2, True), "what nobody knew is asked for as soon as it is back"
+
+
+def test_a_read_beside_a_tier_that_is_out_which_fails_is_not_tried_again_unasked():
+    story = out()
+    story.tiering.set_readable(1, False)
+    others_have_beside(story, LONG[:3])
+    lookup = story.ask(LONG[:3])
+    story.end(Probe)
+    story.end(Read, fault=Outcome.UNAVAILABLE)
+    story.beside.clear()
+    story.finish_all()
+    assert story.figures(lookup) == (0, 0, 0, True), "what failed is to be stored again"
+    story.release(lookup)
+    assert not story.tiering.index.held_prefix(SMALL.namespace, *SMALL.prefix(LONG[:3]))
+    again = story.ask(LONG[:3])
+    assert not story.waiting(Read)
+    story.finish_all()
+    assert story.figures(again) == (0, 0, 0, True)
+
+
+def test_what_a_tier_that_is_out_lends_says_nothing_of_the_tier_above_it():
+    story = out(capacities=(None, None))
+    story.keep_only_below((1, 2, 3))
+    story.tiering.set_readable(2, False)
+    others_have_beside(story, (1, 2, 3, 4, 5))
+    lookup = story.ask((1, 2, 3, 4, 5))
+    story.finish_all()
+    assert story.figures(lookup) == (5, 5, 5, True)
+    story.release(lookup)
+    story.flush_host(avoid=(1, 2, 3, 4, 5))
+    story.tiering.set_readable(1, False)
+    lookup = story.ask((1, 2, 3, 4, 5))
+    assert not [job for job in story.jobs if isinstance(job, Read) and job.tier == 1]
+    story.finish_all()
+    assert story.figures(lookup) == (5, 5, 5, True)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_nothing_is_written_to_a_tier_that_is_out(is_asked):
+    story = out(capacities=(None, None)) if is_asked else shared(capacities=(None, None))
+    story.tiering.set_readable(2, False)
+    story.store((1, 2, 3))
+    assert not story.waiting(Copy) and not story.is_below((1,), tier=2)
+    story.tiering.set_readable(2, True)
+    story.finish_all()
+    assert story.is_below((1, 2, 3), tier=2)
+
+
 def test_too_many_searches_at_once_are_refused():
     story = shared()
     for number in range(SEARCHES_MAX + 3):

@@ -220,7 +220,7 @@ class Engine:
         self._progress_due_s = now_s
         self._is_closing = False
         self._stalls = Stalls(clock)
-        self.guards = Guards(tiering, executor, clock, self._stalls)
+        self.guards = Guards(tiering, executor, clock, self._stalls, self._taken_out)
 
     @staticmethod
     def build_tiering(
@@ -238,6 +238,7 @@ class Engine:
                 admission=NONE if tier.traits.is_read_only else admissions.get(tier.traits.name, ALL),
                 is_shared=tier.traits.is_shared,
                 names_at_once=tier.traits.names_at_once,
+                is_asked_while_out=tier.traits.is_asked_while_out,
             )
             for tier in tiers
         ]
@@ -500,6 +501,10 @@ class Engine:
         """The chunk is read no more."""
         self.tiering.end_loan(loan)
 
+    def read_by_peers(self, namespace: bytes, keys: Iterable[bytes]) -> None:
+        """Other machines have read these chunks; see :meth:`Tiering.read_by_peers`."""
+        self.tiering.read_by_peers(namespace, keys)
+
     # -- what operators do -------------------------------------------------------------------------------------
 
     def removing(
@@ -628,6 +633,12 @@ class Engine:
         if self._finished or self.tiering.wants_turn:
             return 0.0
         return max(0.0, self._progress_due_s - self.clock.monotonic()) if self.tiering.has_progress else None
+
+    def _taken_out(self, number: int) -> None:
+        """What a tier gives and says while it is out comes from another place, as fast as that is."""
+        if self.tiers[number].traits.is_asked_while_out:
+            self._throughput[number].forget()
+            self._probe_times.forget()
 
     def _keep_time(self, now_s: float) -> None:
         if now_s >= self._retry_due_s:

@@ -5,6 +5,7 @@ Owns no breaker (``tiers/wrappers/breaker.py``). Driven by the engine's step.
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,7 +36,16 @@ class Guards:
     Threads: one owner; trials run in the executor and report through ``_ended`` (appending is atomic).
     """
 
-    def __init__(self, tiering: Tiering, executor: Executor, clock: Clock, stalls: Stalls) -> None:
+    def __init__(
+        self,
+        tiering: Tiering,
+        executor: Executor,
+        clock: Clock,
+        stalls: Stalls,
+        taken_out: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Guard nothing yet; ``taken_out`` hears the number of each tier that is taken out."""
+        self._taken_out = taken_out
         self._stalls = stalls
         self._tiering = tiering
         self._executor = executor
@@ -77,6 +87,7 @@ class Guards:
         name = one.trial.traits.name
         if one.is_out:
             logger.warning("tier taken out until it answers again. tier=%s reason=%s", name, one.breaker.reason)
+            self._taken_out(one.number)
         else:
             logger.warning("tier answers again. tier=%s", name)
         self._tiering.set_readable(one.number, not one.is_out)

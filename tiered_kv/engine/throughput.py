@@ -111,6 +111,11 @@ class Throughput:
         self._add(size_bytes, seconds)
         self._first_s.add(first_s)
 
+    def forget(self) -> None:
+        """What comes from now on comes from elsewhere: nothing was measured."""
+        self._is_known = False
+        self._s_per_byte, self._first_s = Recent(), Recent()
+
     def _add(self, size_bytes: int, seconds: float) -> None:
         """A period without bytes says nothing if it is the first."""
         self._is_known = self._is_known or size_bytes > 0
@@ -144,4 +149,11 @@ class ProbeTimes:
 
     def finished(self, key: bytes, now_s: float) -> None:
         """The answer came, or none will."""
-        self._recent.add(now_s - self._started_s.pop(key))
+        started_s = self._started_s.pop(key, None)
+        if started_s is not None:
+            self._recent.add(now_s - started_s)
+
+    def forget(self) -> None:
+        """Others answer from now on: nothing was measured, and what was asked before will say nothing."""
+        self._started_s.clear()
+        self._recent = Recent()

@@ -45,6 +45,7 @@ class DoorSettings(msgspec.Struct, frozen=True):
         serve_bytes_s: None: as fast as it goes.
         server: The server's socket; None: nothing is given from host memory.
         directory: The server's.
+        tells_reads: The server is to hear what peers have read: there is a bucket, which it may not have put it into.
     """
 
     root: str | None
@@ -54,10 +55,13 @@ class DoorSettings(msgspec.Struct, frozen=True):
     serve_bytes_s: int | None
     server: str | None
     directory: str
+    tells_reads: bool
 
 
 def _memory(settings: DoorSettings) -> HostMemory | None:
-    return None if settings.server is None else HostMemory(settings.server, Path(settings.directory))
+    if settings.server is None:
+        return None
+    return HostMemory(settings.server, Path(settings.directory), tells_reads=settings.tells_reads)
 
 
 def _listen(settings: DoorSettings, memory: HostMemory | None) -> Listener:
@@ -146,6 +150,7 @@ class DoorProcess:
             config.peer_serve_bytes_s,
             None if server is None else str(server),
             str(config.server_directory()),
+            tells_reads=config.location().kind == "object",
         )
         self._closing = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None

@@ -93,12 +93,16 @@ class DoorBlobs:
             reply.head(404)
             return
         namespace, key = bytes.fromhex(found[1]), bytes.fromhex(found[2])
+        if self._give_any(namespace, key, reply) and self._memory is not None:
+            self._memory.given(namespace, key)
+
+    def _give_any(self, namespace: bytes, key: bytes, reply: Reply) -> bool:
+        """Give a blob from wherever it is; False: it was refused."""
         descriptor = self._open(namespace, key)
         if descriptor is None:
-            self._give_lent(namespace, key, reply)
-            return
+            return self._give_lent(namespace, key, reply)
         try:
-            self._give(os.fstat(descriptor).st_size, _reader_of(descriptor), reply)
+            return self._give(os.fstat(descriptor).st_size, _reader_of(descriptor), reply)
         finally:
             os.close(descriptor)
 
@@ -141,34 +145,34 @@ class DoorBlobs:
             return None
         return descriptor
 
-    def _give_lent(self, namespace: bytes, key: bytes, reply: Reply) -> None:
-        """Give a blob that is in host memory alone."""
+    def _give_lent(self, namespace: bytes, key: bytes, reply: Reply) -> bool:
+        """Give a blob that is in host memory alone; False: it was refused."""
         if self._memory is None:
             reply.head(404)
-            return
-        if not self._has_room():  # the server need not be asked
+        elif not self._has_room():  # the server need not be asked
             reply.head(503)
-            return
-        try:
-            with self._memory.lent(namespace, key) as blob:
-                if blob is None:
+        else:
+            try:
+                with self._memory.lent(namespace, key) as blob:
+                    if blob is not None:
+                        return self._give(blob.size_bytes, blob.read_into, reply)
                     reply.head(404)
-                else:
-                    self._give(blob.size_bytes, blob.read_into, reply)
-        except TierBusy:
-            reply.head(503)
+            except TierBusy:
+                reply.head(503)
+        return False
 
     def _has_room(self) -> bool:
         with self._lock:
             return self._bodies < BODIES_MAX and self._budget.has_room(time.monotonic())
 
-    def _give(self, size_bytes: int, read_into: ReadInto, reply: Reply) -> None:
+    def _give(self, size_bytes: int, read_into: ReadInto, reply: Reply) -> bool:
         with self._turn(size_bytes) as has_turn:
-            if not has_turn:
+            if has_turn:
+                reply.head(200, size_bytes)
+                _send(size_bytes, read_into, reply)
+            else:
                 reply.head(503)
-                return
-            reply.head(200, size_bytes)
-            _send(size_bytes, read_into, reply)
+        return has_turn
 
     @contextlib.contextmanager
     def _turn(self, size_bytes: int) -> Iterator[bool]:

@@ -46,6 +46,12 @@ RETRY_MAX_S: Final = 10.0
 
 RECEIVED_BYTES: Final = 64 << 10
 
+TOLD_S: Final = 1.0
+"""Between two messages about what peers have read."""
+
+TOLD_MAX: Final = 1024
+"""Chunks of one such message. What is read beyond them in that time is told when it is read again."""
+
 
 @dataclass(eq=False)
 class _Question:
@@ -89,12 +95,13 @@ class HostMemory:
     have ended: whoever holds it reads the socket to its end.
     """
 
-    def __init__(self, path: str, directory: Path) -> None:
+    def __init__(self, path: str, directory: Path, *, tells_reads: bool = False) -> None:
         """Ask nobody yet.
 
         Args:
             path: Of the socket.
             directory: The server's, where those are known who have its arena.
+            tells_reads: The server hears what was :meth:`given`.
         """
         self._path = path
         self._directory = directory
@@ -108,6 +115,9 @@ class HostMemory:
         self._ended = 0
         self._one_ended = threading.Condition(self._lock)
         self._silent_until_s = 0.0
+        self._tells_reads = tells_reads
+        self._tell_due_s = 0.0
+        self._read: dict[tuple[bytes, bytes], None] = {}  # by peers, since the server was told; guarded by the lock
 
     def count_held(self, namespace: bytes, keys: bytes) -> int:
         """How many of these chunks, 16 bytes of key each, the server has, from the first on; 0 without an answer."""
@@ -117,6 +127,13 @@ class HostMemory:
         except TierBusy:
             return 0
         return answer.count if isinstance(answer, m.Held) else 0
+
+    def given(self, namespace: bytes, key: bytes) -> None:
+        """A peer has read a chunk, wherever it came from."""
+        if self._tells_reads:
+            with self._lock:
+                if len(self._read) < TOLD_MAX:
+                    self._read[namespace, key] = None
 
     @contextlib.contextmanager
     def lent(self, namespace: bytes, key: bytes) -> Iterator[LentBlob | None]:
@@ -266,10 +283,24 @@ class HostMemory:
         watched.register(sock, select.POLLIN)
         is_there = True
         while is_there:
-            watched.poll()
+            watched.poll(1e3 * TOLD_S if self._tells_reads else None)
             with self._lock:
                 is_there = self._read_all()
+                self._tell()
         sock.close()
+
+    def _tell(self) -> None:
+        """Tell the server what was read, now and then, with the lock held."""
+        now_s = time.monotonic()
+        if not self._read or now_s < self._tell_due_s:
+            return
+        self._tell_due_s = now_s + TOLD_S
+        of: dict[bytes, list[bytes]] = {}
+        for namespace, key in self._read:
+            of.setdefault(namespace, []).append(key)
+        self._read.clear()
+        for namespace, keys in of.items():
+            self._send(m.Given(namespace, b"".join(keys)))
 
     def _joined(self) -> socket.socket:
         """Wait for the server, and have its arena."""

@@ -98,15 +98,14 @@ class Lending:
         Raises:
             ProtocolError: The question is none.
         """
-        count, rest = divmod(len(request.keys), NAME_BYTES)
-        if rest or count > NAMES_MAX or len(request.namespace) != NAME_BYTES:
+        keys = _split(request.keys)
+        if keys is None or len(request.namespace) != NAME_BYTES:
             raise ProtocolError(f"bad question. keys={len(request.keys)} namespace={len(request.namespace)}")
         now_s = self._engine.clock.monotonic()
         self._left_s = min(QUESTIONS_AT_ONCE_S, self._left_s + QUESTIONS_SHARE * (now_s - self._counted_s))
         self._counted_s = now_s
         held = 0
         if self._left_s > 0:
-            keys = (request.keys[start : start + NAME_BYTES] for start in range(0, len(request.keys), NAME_BYTES))
             begun_cpu_s = time.thread_time()  # a core that others have is not the peers' doing
             held = self._engine.held_here(request.namespace, keys)
             self._left_s -= time.thread_time() - begun_cpu_s
@@ -143,6 +142,18 @@ class Lending:
         borrowed = self._of(connection).loans.pop(repay.loan, None)
         if borrowed is not None:
             self._engine.end_loan(borrowed.loan)
+
+    def given(self, connection: Connection, given: m.Given) -> None:
+        """Peers have read chunks: a use of them, for the tier that all machines share.
+
+        Raises:
+            ProtocolError: The door has not joined, or what it names are no chunks.
+        """
+        self._of(connection)
+        keys = _split(given.keys)
+        if keys is None or len(given.namespace) != NAME_BYTES:
+            raise ProtocolError(f"bad names. keys={len(given.keys)} namespace={len(given.namespace)}")
+        self._engine.read_by_peers(given.namespace, keys)
 
     def _of(self, connection: Connection) -> _Door:
         door = self._doors.get(connection)
@@ -183,3 +194,10 @@ class Lending:
         door = self._doors.pop(connection, None)
         if door is not None:
             self._end([borrowed.loan for borrowed in door.loans.values()] + door.ending)
+
+
+def _split(keys: bytes) -> list[bytes] | None:
+    """Keys that were joined; None: they are none, or too many."""
+    if len(keys) % NAME_BYTES or len(keys) > NAMES_MAX * NAME_BYTES:
+        return None
+    return [keys[start : start + NAME_BYTES] for start in range(0, len(keys), NAME_BYTES)]

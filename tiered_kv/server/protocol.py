@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import LookupAnswer, SlotId
 
-PROTOCOL = 19
+PROTOCOL = 20
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -413,6 +413,17 @@ class Repay(Message, frozen=True):
     loan: int
 
 
+class Given(Message, frozen=True):
+    """Other machines have read these chunks through the door, from memory or from disk.
+
+    Attributes:
+        keys: 16 bytes each, joined.
+    """
+
+    namespace: bytes
+    keys: bytes
+
+
 # -- server to client ------------------------------------------------------------------------------------------
 
 
@@ -634,6 +645,7 @@ FromClient = (
     | HeldRequest
     | Borrow
     | Repay
+    | Given
 )
 FromServer = (
     Welcome

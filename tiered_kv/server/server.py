@@ -383,6 +383,7 @@ class Server:
             m.HeldRequest: Route(("door",), self._lending.count),
             m.Borrow: Route(("door",), self._lending.lend),
             m.Repay: Route(("door",), self._lending.repaid),
+            m.Given: Route(("door",), self._lending.given),
         }
 
     def _handle(self, connection: Connection, message: m.Message) -> Iterator[None] | None:

@@ -220,6 +220,7 @@ class Index:
 
     Attributes:
         readable: Per tier, whether it can be read now; what lies only in others does not count as held.
+        found_beside: Per tier that cannot, keys of what was found in another place that belongs to it: these can.
     """
 
     def __init__(self, tier_count: int, ghosts: GhostList | None = None) -> None:
@@ -236,6 +237,7 @@ class Index:
         self._nothing = (BlobState.ABSENT,) * tier_count, (0,) * tier_count
         self._shared: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self.readable = [True] * tier_count
+        self.found_beside: list[set[bytes]] = [set() for _ in range(tier_count)]
         self._ghosts = ghosts
 
     def __del__(self) -> None:
@@ -301,7 +303,7 @@ class Index:
     def source(self, entry: Entry) -> int | None:
         """The highest secondary tier that can give the chunk's bytes now; None if none can."""
         for tier, state in enumerate(entry.blobs):
-            if state is BlobState.PRESENT and self.readable[tier]:
+            if state is BlobState.PRESENT and (self.readable[tier] or entry.record.key in self.found_beside[tier]):
                 return tier
         return None
 

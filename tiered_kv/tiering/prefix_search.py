@@ -25,7 +25,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import state_records
 from tiered_kv.tiering.index import BlobState, Index
 from tiered_kv.tiering.stats import Outbox
-from tiered_kv.tiering.types import Probe
+from tiered_kv.tiering.types import Probe, TierSpec
 
 PROBES_AT_ONCE = 7
 SEARCHES_MAX = 256
@@ -36,6 +36,9 @@ STATES_ASKED_MAX = 4 * PROBES_AT_ONCE
 
 ABSENCES_MAX = 1 << 16
 """Remembered per generation."""
+
+FOUND_BESIDE_MAX = 1 << 18
+"""Chunks that are found while the tier is out, until it is back; what is beyond them counts as absent."""
 
 
 _LOST = frozenset({BlobState.DELETING, BlobState.CORRUPT, BlobState.FOREIGN})
@@ -141,10 +144,10 @@ class PrefixSearches:
     Threads: one owner, tiering.
     """
 
-    def __init__(self, tier: int, index: Index, outbox: Outbox, names_at_once: int) -> None:
-        """No search runs; ``tier`` is the number of the shared tier, whose questions may name so many blobs."""
+    def __init__(self, tier: int, spec: TierSpec, index: Index, outbox: Outbox) -> None:
+        """No search runs; ``tier`` is the number of the shared tier."""
         self.tier = tier
-        self._names_at_once = names_at_once
+        self._spec = spec
         self._index = index
         self._jobs = outbox.jobs
         self._counters = outbox.counters
@@ -160,7 +163,7 @@ class PrefixSearches:
 
         The caller calls :meth:`advance` next.
         """
-        if low >= len(keys) or not self._index.readable[self.tier] or (self._is_absent(keys[low]) and not hint):
+        if low >= len(keys) or not self._may_ask or (self._is_absent(keys[low]) and not hint):
             return None
         if self._count >= SEARCHES_MAX:
             self._counters["search_refused"] += 1
@@ -168,7 +171,7 @@ class PrefixSearches:
         self._counters["searches"] += 1
         self._count += 1
         return PrefixSearch(
-            namespace, keys, digests, low, len(keys), told=low, names_at_once=self._names_at_once, hint=hint
+            namespace, keys, digests, low, len(keys), told=low, names_at_once=self._spec.names_at_once, hint=hint
         )
 
     def begin_states(
@@ -179,7 +182,7 @@ class PrefixSearches:
         The caller calls :meth:`advance` next.
         """
         count = min(len(keys) - above, STATES_ASKED_MAX)
-        if count <= 0 or not self._index.readable[self.tier]:
+        if count <= 0 or not self._may_ask:
             return None
         if self._count >= SEARCHES_MAX:
             self._counters["search_refused"] += 1
@@ -190,7 +193,7 @@ class PrefixSearches:
 
     def advance(self, search: PrefixSearch) -> None:
         """Ask the next round's questions. Afterwards the search is done, or waits for at least one probe."""
-        if not self._index.readable[self.tier]:
+        if not self._may_ask:
             search.high = search.low
         while not search.is_done and not search.waiting:
             asked = [search.record(p) for p in search.next_positions() if self._must_ask(search, p)]
@@ -209,6 +212,8 @@ class PrefixSearches:
         Args:
             held: How many of its blobs are there, from the first on; None: it got no answer.
         """
+        if held is None and self._is_out and self._spec.is_asked_while_out:
+            held = 0  # what has no answer may be there once the tier is back; until then it is with nobody else
         if held is not None and held < len(job.records):
             self._remember_absent(job.records[held].key)  # those behind it were not looked at
         completed = []
@@ -230,6 +235,25 @@ class PrefixSearches:
         if not search.waiting:
             self._end(search)
 
+    def switched(self) -> None:
+        """The tier is out from now on, or back: neither what was found beside it nor what was not counts any more."""
+        self._index.found_beside[self.tier].clear()
+        self._absent, self._absent_before = {}, {}
+
+    def found(self, key: bytes) -> None:
+        """A search found a chunk: while the tier is out, beside it."""
+        beside = self._index.found_beside[self.tier]
+        if self._is_out and self._spec.is_asked_while_out and len(beside) < FOUND_BESIDE_MAX:
+            beside.add(key)
+
+    @property
+    def _is_out(self) -> bool:
+        return not self._index.readable[self.tier]
+
+    @property
+    def _may_ask(self) -> bool:
+        return not self._is_out or self._spec.is_asked_while_out
+
     def age_absences(self) -> None:
         """Forget what was found absent before the last call; a steady pace of calls bounds how long it counts."""
         self._absent_before, self._absent = self._absent, {}
@@ -244,7 +268,7 @@ class PrefixSearches:
         key = search.record(position).key
         entry = self._index.get(key)
         state = BlobState.ABSENT if entry is None else entry.blobs[self.tier]
-        if state is BlobState.PRESENT:
+        if state is BlobState.PRESENT and (not self._is_out or key in self._index.found_beside[self.tier]):
             search.answers[position] = True
         elif (self._is_absent(key) and not search.hint) or state in _LOST:
             search.answers[position] = False

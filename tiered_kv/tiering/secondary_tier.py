@@ -391,6 +391,7 @@ class SecondaryTier:
     def read_failed(self, entry: Entry, outcome: Outcome) -> None:
         """What a failed promotion leaves behind (rule 4)."""
         self._counters[f"read_failed_{outcome.value}"] += 1
+        self._index.found_beside[self.number].discard(entry.record.key)
         if outcome not in (Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN):
             return
         assert entry.blobs[self.number] is BlobState.PRESENT, "a blob was evicted while it was read"

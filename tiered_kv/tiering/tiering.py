@@ -329,6 +329,7 @@ class Tiering:
             for record in state_records(search.found, search.parts):
                 entry = self.index.get(record.key) or self._add(record)
                 if entry.record == record:
+                    searches.found(record.key)
                     self._tiers.sources[searches.tier].found(entry)
                 self.index.remove_if_gone(entry)
         held = self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests)
@@ -381,6 +382,7 @@ class Tiering:
             record = search.record(search.told)
             entry = self.index.get(record.key) or self._add(record)
             if entry.record == record:
+                self._tiers.searches.found(record.key)
                 self._tiers.sources[self._tiers.searches.tier].found(entry)
             if entry.record != record or not self.index.is_held(entry):
                 self.index.remove_if_gone(entry)
@@ -444,6 +446,17 @@ class Tiering:
     def end_loan(self, loan_id: int) -> None:
         """The chunk is read no more."""
         self._loans.end(loan_id)
+
+    def read_by_peers(self, namespace: bytes, keys: Iterable[bytes]) -> None:
+        """Other machines have read these chunks: they, and the prefixes before them, are worth a write below.
+
+        What they take from here they do not bring to the tier that all share.
+        """
+        known = [entry for key in keys if (entry := self.index.get(key)) is not None and not entry.tail_tokens]
+        known.sort(key=lambda entry: entry.record.chunk_index, reverse=True)  # the deepest one takes its prefix along
+        for entry in known:
+            if entry.record.namespace == namespace and not entry.uses:
+                self._tiers.want(entry)
 
     def _sealed(self, namespace: bytes, key: bytes) -> Entry | None:
         """The chunk, if host memory has a whole blob of it; a tail is none."""
@@ -783,8 +796,13 @@ class Tiering:
             tier.evict_to_capacity()
 
     def set_readable(self, tier: int, is_readable: bool) -> None:
-        """A tier stopped to answer, or does again. Until then what lies only there is not held, nothing is written."""
+        """A tier stopped to answer, or does again. Until then what lies only there is not held, nothing is written.
+
+        One that is asked while it is out has what is found then.
+        """
         self.index.readable[tier] = is_readable
+        if self._tiers.searches is not None and tier == self._tiers.searches.tier:
+            self._tiers.searches.switched()
         if is_readable:
             self.resume_writes()
 

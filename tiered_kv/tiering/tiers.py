@@ -69,7 +69,7 @@ class SecondaryTiers:
         self.sources |= {upload.tier.number: upload for upload in reversed(uploads)}
         self.searches: PrefixSearches | None = None
         if specs and specs[-1].is_shared:
-            self.searches = PrefixSearches(max(self.sources), index, outbox, specs[-1].names_at_once)
+            self.searches = PrefixSearches(max(self.sources), specs[-1], index, outbox)
         self._has_uploads = bool(uploads)
         self._opened: set[bytes] = set()
         self._recovering: deque[tuple[bytes, Iterator[Entry]]] = deque()

@@ -317,12 +317,14 @@ class TierSpec:
         admission: Name of the policy that says what is worth a write.
         is_shared: Other servers write and remove there, too, and keep it within its limits; only of the last tier.
         names_at_once: Blobs that one question to the tier may name.
+        is_asked_while_out: While it does not answer, questions still find what is in another place that belongs to it.
     """
 
     capacity_bytes: int | None = None
     admission: str = "all"
     is_shared: bool = False
     names_at_once: int = 1
+    is_asked_while_out: bool = False
 
 
 class Removal(Enum):

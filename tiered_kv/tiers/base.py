@@ -54,6 +54,8 @@ class TierTraits:
         is_read_only: Nothing is written here: every put is refused with CapacityExceeded, and tiering makes none.
         keeps_first: A put under a name that is taken leaves the blob that is there.
         names_at_once: Blobs that one question may name (``count_held``); 1: each takes a question of its own.
+        is_asked_while_out: While its breaker is open it is asked all the same, and what it then says it has can be
+            read: a part of it is somewhere else.
         reads_by_address: A get only ever copies to its buffer's addresses: other memory that is mapped there keeps a
             get that hangs from changing what was there before. Not so where pages are handed to a device or to another
             process, which fills them when it likes (O_DIRECT, FUSE with direct_io, virtiofs, 9p, RDMA).
@@ -65,6 +67,7 @@ class TierTraits:
     keeps_first: bool = False
     is_read_only: bool = False
     names_at_once: int = 1
+    is_asked_while_out: bool = False
     reads_by_address: bool = False
     flush_interval_s: float = 5.0
 

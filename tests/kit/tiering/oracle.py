@@ -78,6 +78,7 @@ class World:
         jobs: Handed out and not yet reported.
         media: Per secondary tier, by its number, what it really has. In a shared one others store and evict, too.
         credits: Per open session, empty slots its client was told of.
+        beside: Keys of what a shared tier that is out has in another place, which is asked then; None: it has none.
     """
 
     def __init__(self, tiering: Tiering, capacities: list[int | None]) -> None:
@@ -86,6 +87,7 @@ class World:
         self._capacities = dict(enumerate(capacities, HOST + 1))
         self.jobs: list[Job] = []
         self.media: dict[int, dict[bytes, Blob]] = {tier: {} for tier in self._capacities}
+        self.beside: set[bytes] | None = None
         self.spaces: dict[int, Space] = {}
         self.suspended: set[int] = set()
         self.resting: set[int] = set()
@@ -318,7 +320,7 @@ class World:
             case Grow(slab, size_bytes):
                 self._slabs_with_memory.discard(slab)
                 assert size_bytes >= self._kept.get(slab, 0), "pages are taken from a slab that a process pins"
-        if isinstance(job, Write | Copy | Probe):
+        if isinstance(job, Write | Copy) or (isinstance(job, Probe) and self.beside is None):
             assert self.tiering.index.readable[job.tier], "a tier that does not answer is asked"
         self._check_alone(job)
         self.jobs.append(job)
@@ -382,6 +384,8 @@ class World:
                     self._believed[tier].add(record.key)
 
     def _perform(self, job: Job, fault: Outcome | None) -> Outcome:
+        if isinstance(job, Read | Probe) and self._is_out(job.tier) and job.record.key not in (self.beside or ()):
+            fault = fault or Outcome.UNAVAILABLE
         if isinstance(job, Copy | Probe):
             return fault or self._perform_remotely(job)
         match job:
@@ -423,8 +427,12 @@ class World:
 
     def _held(self, job: Probe) -> int:
         """How many of a probe's blobs are there, from the first on."""
-        there = [record.key in self.media[job.tier] for record in job.records]
+        place = self.beside if self._is_out(job.tier) else self.media[job.tier]
+        there = [record.key in (place or ()) for record in job.records]
         return there.index(False) if False in there else len(there)
+
+    def _is_out(self, tier: int) -> bool:
+        return self.beside is not None and not self.tiering.index.readable[tier]
 
     def _perform_remotely(self, job: Copy | Probe) -> Outcome:
         tier, key = job.tier, job.record.key

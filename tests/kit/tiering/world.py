@@ -24,12 +24,19 @@ def tier_specs(
     *,
     is_last_shared: bool = False,
     names_at_once: int = 1,
+    is_asked_while_out: bool = False,
 ) -> list[TierSpec]:
     """The tiers of these capacities; those without a named admission take everything."""
     named = [*admissions, *[ALL] * len(capacities)]
     last = len(capacities) - 1
     return [
-        TierSpec(capacity, named[number], is_shared=is_last_shared and number == last, names_at_once=names_at_once)
+        TierSpec(
+            capacity,
+            named[number],
+            is_shared=is_last_shared and number == last,
+            names_at_once=names_at_once,
+            is_asked_while_out=is_asked_while_out,
+        )
         for number, capacity in enumerate(capacities)
     ]
 
@@ -55,12 +62,19 @@ class Story(World):
         found_behind: Sequence[Path] = (),
         is_last_shared: bool = False,
         names_at_once: int = 1,
+        is_asked_while_out: bool = False,
     ) -> None:
         """Start; ``found`` are prefixes whose last chunk is in the first secondary tier already, least used first.
 
         ``found_behind`` are those in the second.
         """
-        specs = tier_specs(capacities, self.admissions, is_last_shared=is_last_shared, names_at_once=names_at_once)
+        specs = tier_specs(
+            capacities,
+            self.admissions,
+            is_last_shared=is_last_shared,
+            names_at_once=names_at_once,
+            is_asked_while_out=is_asked_while_out,
+        )
         tiering = Tiering(host_bytes, specs, limits, eviction=self.eviction)
         super().__init__(tiering, list(capacities))
         for tier, paths in enumerate((found, found_behind), 1):

@@ -27,7 +27,7 @@ class PeersFirst(TierWrapper):
             is_promised: Whether a peer has said that it has a blob. No other is asked of peers: each could be.
         """
         super().__init__(bucket)
-        self.traits = dataclasses.replace(bucket.traits, names_at_once=NAMES_MAX)
+        self.traits = dataclasses.replace(bucket.traits, names_at_once=NAMES_MAX, is_asked_while_out=True)
         self._peers = peers
         self._is_promised = is_promised
 
