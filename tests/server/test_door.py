@@ -1,6 +1,7 @@
 """Who may hold a connection to the door, and for how long: strangers in numbers, trickles, words that are no HTTP."""
 
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import open_disk
+from tiered_kv.errors import TierUnavailable
 from tiered_kv.server.door_blobs import DoorBlobs
 from tiered_kv.server.door_listener import (
     ANSWER_S,
@@ -23,6 +25,7 @@ from tiered_kv.server.door_listener import (
     DoorConnections,
     Listener,
 )
+from tiered_kv.server.door_pace import NICE, QUICK_BYTES_S
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.object.connection import IDLE_MAX_S
 from tiered_kv.tiers.peers.fleet_key import FleetKey
@@ -189,6 +192,53 @@ def read(tier):
     buffer = bytearray(CHAIN.form.blob_bytes)
     assert tier.get_into(CHAIN.name(0), memoryview(buffer))
     return bytes(buffer)
+
+
+def test_what_a_request_needs_goes_at_the_engines_priority_and_what_is_more_gives_way(listener, clock, monkeypatch):
+    """Nobody who has shown no token does; who has given way does so again after a rest."""
+    monkeypatch.setattr("tiered_kv.server.door_pace.QUICK_BYTES", 3 * CHAIN.form.blob_bytes)
+    before, seen = os.getpriority(os.PRIO_PROCESS, 0), []
+    accepts, answer = listener._accepts, listener._answer
+
+    def own():
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) - before
+
+    def accepts_there(token):
+        seen.append(("token", own()))
+        return accepts(token)
+
+    def answer_there(question, reply):
+        seen.append(("answer", own()))
+        answer(question, reply)
+
+    monkeypatch.setattr(listener, "_accepts", accepts_there)
+    monkeypatch.setattr(listener, "_answer", answer_there)
+    with peer_of(listener) as tier:
+        for _ in range(5):
+            assert read(tier) == CHAIN.blob(0).data
+        clock.now_s += 3 * CHAIN.form.blob_bytes / QUICK_BYTES_S
+        for _ in range(2):
+            assert read(tier) == CHAIN.blob(0).data
+    answers = [nice for what, nice in seen if what == "answer"]
+    assert answers == [0, 0, 0, NICE, NICE, 0, 0]
+    assert seen[0] == ("token", NICE)
+
+
+def test_a_connection_for_which_there_is_no_quick_thread_ends(listener, monkeypatch, caplog):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if threading.current_thread().name == "tiered_kv-door-quick":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with peer_of(listener) as tier, pytest.raises(TierUnavailable):
+            read(tier)
+        assert "no thread for a connection. cause=can't start new thread" in caplog.text
+    with peer_of(listener) as tier:
+        assert read(tier) == CHAIN.blob(0).data
 
 
 def open_count(connections):

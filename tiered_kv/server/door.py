@@ -1,15 +1,15 @@
 """The door: a process beside the server that gives other machines the blobs of this machine, over HTTPS.
 
 Read only: GET of one blob whose namespace and key are named, and a POST that asks how much of a prefix is there, with
-this hour's token; everything else is refused. It gives way to the engine (nice 10). Started by the server, ends with
-it: a pipe from the server is its standard input. Here are its start and its end; who is connected is in
-``door_listener.py``, what they are answered in ``door_blobs.py``, how it comes by host memory in ``door_memory.py``.
+this hour's token; everything else is refused. Started by the server, ends with it: a pipe from the server is its
+standard input. Here are its start and its end; who is connected is in ``door_listener.py``, how it gives way to the
+engine in ``door_pace.py``, what peers are answered in ``door_blobs.py``, how it comes by host memory in
+``door_memory.py``.
 """
 
 import contextlib
 import ctypes
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 START_S: Final = 20.0
 RESTART_S: Final = 1.0
 RESTART_MAX_S: Final = 30.0
-NICE: Final = 10
 _SET_DEATH_SIGNAL: Final = 1  # PR_SET_PDEATHSIG
 
 
@@ -104,7 +103,6 @@ def _say(text: str) -> None:
 def _main() -> int:
     # Also where it was stopped: while it lives it keeps the memory of a server that is dead, and the next one waits.
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C in a terminal is for the server, which ends its door
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=DoorSettings)
     memory = _memory(settings)

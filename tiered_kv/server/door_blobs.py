@@ -195,7 +195,7 @@ def _reader_of(descriptor: int) -> ReadInto:
 
 
 def _send(size_bytes: int, read_into: ReadInto, reply: Reply) -> None:
-    piece = memoryview(bytearray(min(PIECE_BYTES, size_bytes)))
+    piece = reply.piece(min(PIECE_BYTES, size_bytes))
     offset = 0
     while offset < size_bytes:
         count = read_into(piece[: size_bytes - offset], offset)

@@ -14,9 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import h11
+
+from tiered_kv.server.door_pace import Pace, QuickThreads, give_way
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +61,26 @@ class Question:
 
 
 class Reply:
-    """The answer to one question: :meth:`head` once, then :meth:`data` until the length is reached.
+    """The answers of a connection: to each question :meth:`head` once, then :meth:`data` until the length is reached.
 
-    Threads: one, the connection's.
+    Attributes:
+        http: The connection's framing.
+        sent_bytes: Of all bodies so far.
+
+    Threads: one at a time, the connection's.
     """
 
     def __init__(self, wire: ssl.SSLSocket, http: h11.Connection) -> None:
         self._wire = wire
-        self._http = http
+        self.http = http
+        self.sent_bytes = 0
+        self._piece = memoryview(b"")
+
+    def piece(self, size_bytes: int) -> memoryview:
+        """Memory for a part of the body, the same one for each."""
+        if len(self._piece) < size_bytes:
+            self._piece = memoryview(bytearray(size_bytes))
+        return self._piece[:size_bytes]
 
     def head(self, status: int, size_bytes: int = 0, *, is_last: bool = False) -> None:
         """Begin an answer with a body of so many bytes; ``is_last``: the connection ends with it."""
@@ -77,6 +92,7 @@ class Reply:
     def data(self, part: bytes | memoryview) -> None:
         """Send a part of the body."""
         self._send(h11.Data(data=part))  # type: ignore[arg-type]  # whatever has a length passes through
+        self.sent_bytes += len(part)
 
     def end(self) -> None:
         """The body is whole.
@@ -92,7 +108,7 @@ class Reply:
         self.end()
 
     def _send(self, event: h11.Response | h11.Data | h11.EndOfMessage) -> None:
-        for part in self._http.send_with_data_passthrough(event) or ():
+        for part in self.http.send_with_data_passthrough(event) or ():
             self._wire.sendall(part)
 
 
@@ -208,6 +224,8 @@ class Listener:
         self._answer = answer
         self._monotonic = monotonic
         self._connections = DoorConnections(monotonic)
+        self._pace = Pace(monotonic)
+        self._quick = QuickThreads()
         self._is_closing = threading.Event()
         self._quiet_until_s = 0.0
 
@@ -218,6 +236,7 @@ class Listener:
     def run(self) -> None:
         """Accept until :meth:`close`, and cut off who takes too long."""
         swept_s = 0.0
+        self._quick.begin()
         while not self._is_closing.is_set():
             try:
                 plain, address = self._socket.accept()
@@ -232,6 +251,7 @@ class Listener:
             if now_s - swept_s >= SWEEP_S:
                 swept_s = now_s
                 self._connections.sweep()
+        self._quick.end()
         self._socket.close()
 
     def _begin(self, plain: socket.socket, address: str) -> None:
@@ -251,8 +271,11 @@ class Listener:
         try:
             threading.Thread(target=self._serve, args=(connection,), name="tiered_kv-door", daemon=True).start()
         except RuntimeError as exc:
-            self._complain(f"no thread for a connection. cause={exc}")
-            self._connections.end(connection)
+            self._no_thread(connection, str(exc))
+
+    def _no_thread(self, connection: DoorConnection, cause: str) -> None:
+        self._complain(f"no thread for a connection. cause={cause}")
+        self._connections.end(connection)
 
     def _complain(self, text: str) -> None:
         now_s = self._monotonic()
@@ -261,41 +284,71 @@ class Listener:
             logger.warning("%s", text)
 
     def _serve(self, connection: DoorConnection) -> None:
+        """Begin a connection, out of the engine's way: who has shown no token yet gets no more than is left."""
+        give_way()
         try:
             connection.wire.do_handshake()
-            self._talk(connection)
         except OSError as exc:  # ssl.SSLError is one
             logger.debug("a connection ended. address=%s cause=%s", connection.address, exc)
-        finally:
             self._connections.end(connection)
-
-    def _talk(self, connection: DoorConnection) -> None:
-        """Answer one question after the other."""
+            return
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
-        reply = Reply(connection.wire, http)
-        while True:
-            try:
-                found = _next_question(connection.wire, http)
-            except h11.RemoteProtocolError as exc:
-                if http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                    reply.refuse(exc.error_status_hint)
-                return
-            if found is None:
-                return
-            question, token = found
-            if not self._accepts(token):
-                reply.refuse(401)
-                return
-            if question is None:
-                reply.refuse(413)
-                return
-            self._connections.greet(connection)
-            self._answer(question, reply)
-            reply.end()
-            if http.our_state is not h11.DONE or http.their_state is not h11.DONE:
-                return
-            http.start_next_cycle()
-            self._connections.rest(connection)
+        self._talk(connection, Reply(connection.wire, http))
+
+    def _talk(self, connection: DoorConnection, reply: Reply, question: Question | None = None) -> None:
+        """Answer one question after the other, until the connection ends or another thread goes on with it.
+
+        Args:
+            question: The first one, which another thread has heard: this one goes at the engine's priority.
+        """
+        is_quick, goes_on_elsewhere = question is not None, False
+        try:
+            while True:
+                if question is None and (question := self._hear(connection, reply)) is None:
+                    return
+                if not is_quick and self._pace.may_begin():
+                    goes_on_elsewhere = True
+                    self._quick.start(
+                        partial(self._talk, connection, reply, question), partial(self._no_thread, connection)
+                    )
+                    return
+                if is_quick and not self._pace.goes_on():
+                    give_way()
+                    is_quick = False
+                before_bytes = reply.sent_bytes
+                self._answer(question, reply)
+                reply.end()
+                self._pace.sent(reply.sent_bytes - before_bytes)
+                if reply.http.our_state is not h11.DONE or reply.http.their_state is not h11.DONE:
+                    return
+                reply.http.start_next_cycle()
+                self._connections.rest(connection)
+                question = None
+        except OSError as exc:
+            logger.debug("a connection ended. address=%s cause=%s", connection.address, exc)
+        finally:
+            if not goes_on_elsewhere:
+                self._connections.end(connection)
+
+    def _hear(self, connection: DoorConnection, reply: Reply) -> Question | None:
+        """The next question of somebody who has shown a token; None: the connection is to end."""
+        try:
+            found = _next_question(connection.wire, reply.http)
+        except h11.RemoteProtocolError as exc:
+            if reply.http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                reply.refuse(exc.error_status_hint)
+            return None
+        if found is None:
+            return None
+        question, token = found
+        if not self._accepts(token):
+            reply.refuse(401)
+            return None
+        if question is None:
+            reply.refuse(413)
+            return None
+        self._connections.greet(connection)
+        return question
 
 
 def _next_question(wire: ssl.SSLSocket, http: h11.Connection) -> tuple[Question | None, str] | None:
