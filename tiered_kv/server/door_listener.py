@@ -20,6 +20,7 @@ from typing import Final
 import h11
 
 from tiered_kv.server.door_pace import Pace, QuickThreads, give_way
+from tiered_kv.tiers.object.connection import TLS_PIECE_BYTES, Tls
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +61,52 @@ class Question:
     body: bytes
 
 
+class DoorWire:
+    """A connected socket, encrypted, whose other end began it. Whoever ends it shuts the socket down.
+
+    Threads: one at a time, the connection's.
+    """
+
+    def __init__(self, connected: socket.socket, context: ssl.SSLContext) -> None:
+        """Nothing was said yet."""
+        self._socket = connected
+        self._tls = Tls(context, None, room_bytes=RECEIVED_BYTES)
+
+    def shake_hands(self) -> None:
+        """Agree on keys.
+
+        Raises:
+            OSError: They could not; ssl.SSLError is one.
+        """
+        self._tls.shake_hands(self._socket)
+
+    def recv(self, size_bytes: int) -> bytes:
+        """What has come, at least a byte; empty: the stream ended."""
+        part = bytearray(size_bytes)
+        while (count := self._tls.read_into(memoryview(part))) is None:
+            self._socket.sendall(self._tls.take())  # an answer of the protocol itself, as a rule nothing
+            self._tls.feed(self._socket.recv_into(self._tls.room))
+        return bytes(part[:count])
+
+    def sendall(self, part: bytes | memoryview) -> None:
+        with memoryview(part) as view:
+            for offset in range(0, len(view), TLS_PIECE_BYTES):
+                self._tls.write(view[offset : offset + TLS_PIECE_BYTES])
+                self._socket.sendall(self._tls.take())
+
+
 class Reply:
     """The answers of a connection: to each question :meth:`head` once, then :meth:`data` until the length is reached.
 
     Attributes:
-        http: The connection's framing.
+        wire, http: The connection and its framing.
         sent_bytes: Of all bodies so far.
 
     Threads: one at a time, the connection's.
     """
 
-    def __init__(self, wire: ssl.SSLSocket, http: h11.Connection) -> None:
-        self._wire = wire
+    def __init__(self, wire: DoorWire, http: h11.Connection) -> None:
+        self.wire = wire
         self.http = http
         self.sent_bytes = 0
         self._piece = memoryview(b"")
@@ -109,7 +144,7 @@ class Reply:
 
     def _send(self, event: h11.Response | h11.Data | h11.EndOfMessage) -> None:
         for part in self.http.send_with_data_passthrough(event) or ():
-            self._wire.sendall(part)
+            self.wire.sendall(part)
 
 
 Handler = Callable[[Question, Reply], None]
@@ -127,7 +162,7 @@ class DoorConnection:
         is_cut: It was cut off; its thread will see.
     """
 
-    wire: ssl.SSLSocket
+    wire: socket.socket
     address: str
     ends_s: float
     is_known: bool = False
@@ -137,7 +172,7 @@ class DoorConnection:
         """Have the thread that waits on it find its end."""
         self.is_cut = True
         with contextlib.suppress(OSError):  # the other side ended it just now
-            socket.socket.shutdown(self.wire, socket.SHUT_RDWR)  # SSLSocket's own forgets its TLS under the thread
+            self.wire.shutdown(socket.SHUT_RDWR)
 
 
 class DoorConnections:
@@ -152,7 +187,7 @@ class DoorConnections:
         self._lock = threading.Lock()
         self._open: dict[DoorConnection, None] = {}  # oldest first
 
-    def admit(self, wire: ssl.SSLSocket, address: str) -> DoorConnection | None:
+    def admit(self, wire: socket.socket, address: str) -> DoorConnection | None:
         """Take a new connection in, in the place of another stranger's if need be; None: there are too many."""
         with self._lock:
             if len(self._open) >= CONNECTIONS_MAX:
@@ -259,14 +294,13 @@ class Listener:
         try:
             plain.settimeout(None)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
         except OSError:  # gone already
             plain.close()
             return
-        connection = self._connections.admit(wire, address)
+        connection = self._connections.admit(plain, address)
         if connection is None:
             self._complain(f"too many connections; one more is closed. address={address} most={CONNECTIONS_MAX}")
-            wire.close()
+            plain.close()
             return
         try:
             threading.Thread(target=self._serve, args=(connection,), name="tiered_kv-door", daemon=True).start()
@@ -287,13 +321,14 @@ class Listener:
         """Begin a connection, out of the engine's way: who has shown no token yet gets no more than is left."""
         give_way()
         try:
-            connection.wire.do_handshake()
+            wire = DoorWire(connection.wire, self._context)
+            wire.shake_hands()
         except OSError as exc:  # ssl.SSLError is one
             logger.debug("a connection ended. address=%s cause=%s", connection.address, exc)
             self._connections.end(connection)
             return
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
-        self._talk(connection, Reply(connection.wire, http))
+        self._talk(connection, Reply(wire, http))
 
     def _talk(self, connection: DoorConnection, reply: Reply, question: Question | None = None) -> None:
         """Answer one question after the other, until the connection ends or another thread goes on with it.
@@ -333,7 +368,7 @@ class Listener:
     def _hear(self, connection: DoorConnection, reply: Reply) -> Question | None:
         """The next question of somebody who has shown a token; None: the connection is to end."""
         try:
-            found = _next_question(connection.wire, reply.http)
+            found = _next_question(reply.wire, reply.http)
         except h11.RemoteProtocolError as exc:
             if reply.http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 reply.refuse(exc.error_status_hint)
@@ -351,7 +386,7 @@ class Listener:
         return question
 
 
-def _next_question(wire: ssl.SSLSocket, http: h11.Connection) -> tuple[Question | None, str] | None:
+def _next_question(wire: DoorWire, http: h11.Connection) -> tuple[Question | None, str] | None:
     """The next whole request and the token it shows; None: there is no further one. No question: it is too long."""
     request: h11.Request | None = None
     token, body = "", b""

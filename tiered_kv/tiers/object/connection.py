@@ -56,16 +56,24 @@ class Place:
 class Tls:
     """One end of a TLS connection, which moves no byte itself: encrypted bytes go in and come out.
 
-    A reader pays 0.44 instead of 0.61 CPU-s per GB for it, compared with ``SSLSocket`` (0042).
+    Compared with ``SSLSocket``, which takes system calls for every record of 16 KiB, a reader pays 0.44 instead of 0.61
+    CPU-s per GB, a sender 0.41 instead of 0.60 (0042).
+
+    Attributes:
+        room: For encrypted bytes that come.
 
     Threads: one at a time.
     """
 
-    def __init__(self, context: ssl.SSLContext, host: str) -> None:
-        """Nothing was said yet; ``host`` is whom the certificate must name, where the context checks that."""
+    def __init__(self, context: ssl.SSLContext, host: str | None, *, room_bytes: int = TLS_PIECE_BYTES) -> None:
+        """Nothing was said yet.
+
+        Args:
+            host: Whom the certificate must name, where the context checks that; None: this is the server.
+        """
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._object = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
-        self.room = memoryview(bytearray(TLS_PIECE_BYTES))
+        self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
+        self.room = memoryview(bytearray(room_bytes))
 
     def shake_hands(self, connected: socket.socket) -> None:
         """Agree on keys; each wait is bounded by the socket's timeout.
