@@ -15,19 +15,22 @@ own.
            do, and while a reader takes what it gives, all of it from disk or all of it from host memory. Door, cache
            server and reader share the other core, so that what is measured is what they do to the engine, not the cores
            they take. The ratio is busy / idle. ``server`` is the CPU time of the cache server for each chunk given.
+           ``openssl`` is the same with nothing of ours at work: OpenSSL's own client reads from OpenSSL's own server on
+           the other core. What that costs the engine is the machine's: its memory, its caches.
 
 Prints two tables, then JSON. Everything is on one machine, over loopback.
 """
 
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,8 @@ LIMITS = {"disk_bytes": "2GiB", "host_bytes": "512MiB", "strict": True}
 LOGPROB_DIFFERENCE_MAX = 0.1
 BATCH, BATCH_TOKENS, ANSWER_TOKENS = 4, 300, 16
 READERS = 4
+CONTROL_BYTES = 64 << 20
+CONTROL_STARTS_S = 0.5
 CHUNK_TOKENS = 256
 
 
@@ -121,6 +126,40 @@ def is_ready(root: Path, chunks: int) -> bool:
 
 
 @contextmanager
+def openssl(directory: Path) -> Iterator[list[int]]:
+    """OpenSSL's own client reads a file from its own server again and again; the list gets the bytes of each."""
+    files = directory / "openssl"
+    if not files.exists():
+        files.mkdir()
+        (files / "file").write_bytes(os.urandom(CONTROL_BYTES))
+        made = "openssl req -x509 -newkey ed25519 -nodes -days 2 -subj /CN=control -keyout key.pem -out cert.pem"
+        subprocess.run(made.split(), cwd=files, check=True, capture_output=True)
+    port, ended, got = free_port(), threading.Event(), list[int]()
+    listen = f"openssl s_server -quiet -HTTP -accept 127.0.0.1:{port} -cert cert.pem -key key.pem -tls1_3"
+    ask = f"openssl s_client -quiet -connect 127.0.0.1:{port} -tls1_3"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+
+    def read() -> None:
+        while not ended.is_set():
+            with subprocess.Popen(ask.split(), **pipes) as client:
+                client.stdin.write(b"GET /file HTTP/1.0\r\n\r\n")
+                client.stdin.flush()
+                while not ended.is_set() and (part := client.stdout.read1(1 << 20)):
+                    got.append(len(part))
+                client.kill()
+
+    with subprocess.Popen(listen.split(), cwd=files, **pipes) as server, ThreadPoolExecutor(1) as thread:
+        time.sleep(CONTROL_STARTS_S)
+        end = thread.submit(read)
+        try:
+            yield got
+        finally:
+            ended.set()
+            end.result()
+            server.kill()
+
+
+@contextmanager
 def reader(listen: str, key: FleetKey, sizes: Mapping[BlobName, int]) -> Iterator[list[int]]:
     """Take these blobs from the door again and again; the list gets the bytes of each."""
     assert sizes, "nothing is stored"
@@ -176,7 +215,7 @@ def children(pid: int) -> list[int]:
 
 
 def measure_door(work: Path, key: Path, pairs: int, source: str) -> dict[str, Any]:
-    """Seconds of batches with an idle door and with one that gives from ``disk`` or ``memory``."""
+    """Seconds of batches with an idle door and with one that gives from ``disk`` or ``memory``; or the control."""
     engine_core, other_core = sorted(os.sched_getaffinity(0))[:2]
     root, listen = work / f"door-{source}", f"127.0.0.1:{free_port()}"
     gives = {"storage_uri": f"file://{root}", "peer_listen": listen, "peer_key_file": str(key), **LIMITS}
@@ -197,11 +236,15 @@ def measure_door(work: Path, key: Path, pairs: int, source: str) -> dict[str, An
                 for path in blob_files(root):
                     path.unlink()
             fresh = iter(prompts(2, 2 * BATCH * pairs, BATCH_TOKENS))
+
+            def taking() -> AbstractContextManager[list[int]]:
+                return openssl(work) if source == "openssl" else reader(listen, FleetKey.read(key), sizes)
+
             for number in range(pairs):
                 for state in ("idle", "busy") if number % 2 else ("busy", "idle"):
                     batch = [next(fresh) for _ in range(BATCH)]
                     before_s = cpu_s(server)
-                    with reader(listen, FleetKey.read(key), sizes) if state == "busy" else nullcontext([]) as got:
+                    with nullcontext([]) if state == "idle" else taking() as got:
                         seconds[state].append(engine.batch_s(batch, ANSWER_TOKENS))
                         given += got
                     server_s[state] += cpu_s(server) - before_s
@@ -268,7 +311,7 @@ def main() -> None:
                     }
                     for name, timed in measure_ttft(work, key, options.repeats, options.tokens).items()
                 }
-            for source in ("disk", "memory") if options.pairs else ():
+            for source in ("disk", "memory", "openssl") if options.pairs else ():
                 doors.append(measure_door(work, key, options.pairs, source))
         except BaseException:
             for log in work.glob("*.log"):

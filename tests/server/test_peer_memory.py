@@ -536,3 +536,19 @@ def test_who_asks_while_too_much_is_lent_has_the_chunk_when_another_loan_ends(bi
         memory.lent(namespace, keys[1]),
     ):
         pass
+
+
+def test_the_end_of_a_loan_is_told_with_the_next_question_or_soon_where_there_is_none(lender):
+    memory = HostMemory(read_info(lender.root).socket, lender.root)
+    threading.Thread(target=memory.run, daemon=True).start()
+    namespace, keys = lender.client.namespace.digest, lender.keys(3).keys
+    wait_for(lambda: memory.count_held(namespace, b"".join(keys)) == 3, "the door's place")
+    with memory.lent(namespace, keys[0]) as first:
+        with memory.lent(namespace, keys[1]):
+            pass
+        assert memory._repaid, "while another one is lent it waits"
+        with memory.lent(namespace, keys[2]):
+            assert not memory._repaid
+            wait_for(lambda: lent_bytes(lender) == 2 * first.size_bytes, "the second one's end")
+        wait_for(lambda: lent_bytes(lender) == first.size_bytes, "the third one's end, though nothing is asked for")
+    wait_for(lambda: lent_bytes(lender) == 0, "the loans' end")

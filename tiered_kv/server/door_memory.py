@@ -49,6 +49,9 @@ RECEIVED_BYTES: Final = 64 << 10
 TOLD_S: Final = 1.0
 """Between two messages about what peers have read."""
 
+REPAID_BYTES: Final = 256
+"""Of messages about the ends of loans that wait for the next question while other chunks are lent: some ten of them."""
+
 TOLD_MAX: Final = 1024
 """Chunks of one such message. What is read beyond them in that time is told when it is read again."""
 
@@ -113,6 +116,7 @@ class HostMemory:
         self._waiting: dict[int, _Question] = {}
         self._lent: set[int] = set()
         self._ended = 0
+        self._repaid = b""  # messages that the next one takes along: each by itself would wake the server's loop
         self._one_ended = threading.Condition(self._lock)
         self._silent_until_s = 0.0
         self._tells_reads = tells_reads
@@ -198,9 +202,12 @@ class HostMemory:
 
     def _repay(self, number: int) -> None:
         """End a loan, with the lock held; one that cannot be told of ends by the server's clock."""
-        if number in self._lent:
-            self._over(number)
-            self._send(m.Repay(number))
+        if number not in self._lent:
+            return
+        self._over(number)
+        self._repaid += m.frame(m.Repay(number))
+        if not self._lent or len(self._repaid) > REPAID_BYTES:
+            self._send()
 
     def _over(self, number: int) -> None:
         """A loan has ended, with the lock held: one of those that wait for room may have it."""
@@ -208,14 +215,14 @@ class HostMemory:
         self._ended += 1
         self._one_ended.notify()
 
-    def _send(self, message: m.Message) -> bool:
-        """Send without waiting, with the lock held; says whether the server will hear it."""
+    def _send(self, message: m.Message | None = None) -> bool:
+        """Send without waiting, with the lock held, what was repaid before; says whether the server will hear it."""
         if self._sock is None:
             return False
-        data = m.frame(message)
+        data, self._repaid = self._repaid + (b"" if message is None else m.frame(message)), b""
         try:
             sent = self._sock.send(data, socket.MSG_NOSIGNAL)
-        except BlockingIOError:  # it does not read
+        except BlockingIOError:  # it does not read; loans that it does not hear the end of end by its clock
             return False
         except OSError as exc:
             self._lose(str(exc))
@@ -283,9 +290,11 @@ class HostMemory:
         watched.register(sock, select.POLLIN)
         is_there = True
         while is_there:
-            watched.poll(1e3 * TOLD_S if self._tells_reads else None)
+            is_idle = not watched.poll(1e3 * TOLD_S)
             with self._lock:
                 is_there = self._read_all()
+                if is_idle and self._repaid:
+                    self._send()
                 self._tell()
         sock.close()
 
