@@ -137,18 +137,22 @@ def openssl(directory: Path) -> Iterator[list[int]]:
     port, ended, got = free_port(), threading.Event(), list[int]()
     listen = f"openssl s_server -quiet -HTTP -accept 127.0.0.1:{port} -cert cert.pem -key key.pem -tls1_3"
     ask = f"openssl s_client -quiet -connect 127.0.0.1:{port} -tls1_3"
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    quiet: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
     def read() -> None:
         while not ended.is_set():
-            with subprocess.Popen(ask.split(), **pipes) as client:
+            with subprocess.Popen(ask.split(), **quiet) as client:
+                assert client.stdin is not None
                 client.stdin.write(b"GET /file HTTP/1.0\r\n\r\n")
                 client.stdin.flush()
-                while not ended.is_set() and (part := client.stdout.read1(1 << 20)):
-                    got.append(len(part))
-                client.kill()
+                while client.poll() is None and not ended.wait(0.01):
+                    pass
+                if client.poll() is None:
+                    client.kill()
+                else:
+                    got.append(CONTROL_BYTES)
 
-    with subprocess.Popen(listen.split(), cwd=files, **pipes) as server, ThreadPoolExecutor(1) as thread:
+    with subprocess.Popen(listen.split(), cwd=files, **quiet) as server, ThreadPoolExecutor(1) as thread:
         time.sleep(CONTROL_STARTS_S)
         end = thread.submit(read)
         try:

@@ -218,7 +218,7 @@ def test_an_unreadable_tier_costs_a_lookup_nothing_and_its_hits_come_back():
 def out(capacities=(None,), **options):
     """A tier that is out, of which others have a part; ``beside`` says which."""
     story = Story(
-        host_bytes=160,
+        host_bytes=240,
         capacities=capacities,
         is_last_shared=True,
         names_at_once=1024,
@@ -321,6 +321,36 @@ def test_nothing_is_written_to_a_tier_that_is_out(is_asked):
     story.tiering.set_readable(2, True)
     story.finish_all()
     assert story.is_below((1, 2, 3), tier=2)
+
+
+def test_what_a_tier_did_not_give_when_nobody_waited_any_more_is_stored_by_the_next_who_computes_it():
+    story = Story(host_bytes=240, capacities=(None, None), is_last_shared=True)
+    story.others_store(SMALL, (1, 2, 3))
+    lookup = story.ask((1, 2, 3))
+    story.end_every(Probe)
+    assert story.figures(lookup)[:2] == (3, 3)
+    story.release(lookup)  # it was computed, and not stored: it is held
+    story.end(Read)
+    story.end_every(Read, fault=Outcome.UNAVAILABLE)
+    again = story.ask((1, 2, 3))
+    story.finish_all()
+    assert story.figures(again) == (1, 1, 1, True) and story.counted("read_failed_unavailable") == 2
+    story.store((1, 2, 3))
+    assert story.is_below((1, 2, 3), tier=1), "on this machine's disk from now on"
+
+
+def test_what_a_tier_did_not_give_is_asked_for_again_after_a_while():
+    story = Story(host_bytes=160, is_last_shared=True)
+    story.others_store(SMALL, (1, 2))
+    lookup = story.ask((1, 2))
+    story.end_every(Probe)
+    story.release(lookup)
+    story.end_every(Read, fault=Outcome.UNAVAILABLE)
+    for _ in range(2):
+        story.tiering.age_absences()
+    lookup = story.ask((1, 2))
+    story.finish_all()
+    assert story.figures(lookup) == (2, 2, 2, True)
 
 
 def test_too_many_searches_at_once_are_refused():

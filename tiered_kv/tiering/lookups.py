@@ -584,7 +584,13 @@ class Promotions:
             if job.tier > HOST + 1 and self._tiers.write_through is not None:
                 self._tiers.write_through.keep_promoted(entry)
         else:
-            self._tiers[job.tier].read_failed(entry, outcome)
+            # Who waited hears that it must be stored again. Who waited no longer has computed it, and took it for held. So
+            # it counts as absent, and the next one stores it: else a bucket that is slow and fails has each compute it.
+            tier = self._tiers[job.tier]
+            is_forgotten = outcome is Outcome.UNAVAILABLE and tier.is_shared and entry.lookups is None
+            if is_forgotten and self._tiers.searches is not None:
+                self._tiers.searches.count_as_absent(entry.record.key)
+            tier.read_failed(entry, outcome, is_forgotten=is_forgotten)
             self.lost(entry)
 
     def filled(self, entry: Entry) -> None:

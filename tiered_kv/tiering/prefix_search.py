@@ -215,7 +215,7 @@ class PrefixSearches:
         if held is None and self._is_out and self._spec.is_asked_while_out:
             held = 0  # what has no answer may be there once the tier is back; until then it is with nobody else
         if held is not None and held < len(job.records):
-            self._remember_absent(job.records[held].key)  # those behind it were not looked at
+            self.count_as_absent(job.records[held].key)  # those behind it were not looked at
         completed = []
         for index, record in enumerate(job.records):
             for search, position in self._probing.pop(record.key):
@@ -282,7 +282,8 @@ class PrefixSearches:
     def _is_absent(self, key: bytes) -> bool:
         return key in self._absent or key in self._absent_before
 
-    def _remember_absent(self, key: bytes) -> None:
+    def count_as_absent(self, key: bytes) -> None:
+        """The tier is not asked for a chunk for a while."""
         if len(self._absent) >= ABSENCES_MAX:
             self.age_absences()
         self._absent[key] = None

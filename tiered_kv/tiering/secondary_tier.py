@@ -388,10 +388,16 @@ class SecondaryTier:
         self.order.add(entry)
         self._stats.inserted(entry, self.number, "found")
 
-    def read_failed(self, entry: Entry, outcome: Outcome) -> None:
-        """What a failed promotion leaves behind (rule 4)."""
+    def read_failed(self, entry: Entry, outcome: Outcome, *, is_forgotten: bool = False) -> None:
+        """What a failed promotion leaves behind (rule 4).
+
+        Args:
+            is_forgotten: A tier that gave no answer is taken to have nothing under that name.
+        """
         self._counters[f"read_failed_{outcome.value}"] += 1
         self._index.found_beside[self.number].discard(entry.record.key)
+        if is_forgotten:
+            outcome = Outcome.MISSING
         if outcome not in (Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN):
             return
         assert entry.blobs[self.number] is BlobState.PRESENT, "a blob was evicted while it was read"
