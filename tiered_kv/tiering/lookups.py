@@ -584,8 +584,8 @@ class Promotions:
             if job.tier > HOST + 1 and self._tiers.write_through is not None:
                 self._tiers.write_through.keep_promoted(entry)
         else:
-            # Who waited hears that it must be stored again. Who waited no longer has computed it, and took it for held. So
-            # it counts as absent, and the next one stores it: else a bucket that is slow and fails has each compute it.
+            # Who waited hears that it must be stored again. Who does not wait any more has computed it, and took it for
+            # held: so it counts as absent, and the next one stores it, or a slow bucket that fails has each compute it.
             tier = self._tiers[job.tier]
             is_forgotten = outcome is Outcome.UNAVAILABLE and tier.is_shared and entry.lookups is None
             if is_forgotten and self._tiers.searches is not None:
