@@ -57,8 +57,8 @@ class TierTraits:
         is_asked_while_out: While its breaker is open it is asked all the same, and what it then says it has can be
             read: a part of it is somewhere else.
         reads_by_address: A get only ever copies to its buffer's addresses: other memory that is mapped there keeps a
-            get that hangs from changing what was there before. Not so where pages are handed to a device or to another
-            process, which fills them when it likes (O_DIRECT, FUSE with direct_io, virtiofs, 9p, RDMA).
+            get that hangs from changing what was there before. Not so where its pages are handed to a device or to
+            another process, which fills them when it likes (FUSE with direct_io, virtiofs, 9p, RDMA).
     """
 
     name: str
