@@ -171,9 +171,9 @@ def test_explain_says_why_a_hit_is_no_longer(disk: Place, tmp_path: Path) -> Non
     assert (enough["hit_tokens"], enough["see"]) == (5 * CHUNK, None), "as far as one could be with all that is stored"
 
     remove(disk, state(5)[1])
-    torn = explained(disk, PROMPT, tmp_path)
-    assert torn["hit_tokens"] == 2 * CHUNK and boundaries(torn) == [(5, "part"), (2, "here")]
-    assert "of the state there part 2 is missing of 3" in torn["hit_text"]
+    partial = explained(disk, PROMPT, tmp_path)
+    assert partial["hit_tokens"] == 2 * CHUNK and boundaries(partial) == [(5, "part"), (2, "here")]
+    assert "of the state there part 2 is missing of 3" in partial["hit_text"]
 
     with disk.open() as storage:
         path = storage.path(state(2)[2])
@@ -249,14 +249,14 @@ def test_a_damaged_part_is_removed_alone_and_the_rest_of_its_state_is_garbage(pl
         young = find(storage, storage.look(), MinimumAges(), time.time())
         old = find(storage, storage.look(), MinimumAges(), time.time() + HOUR_S)
     assert young.items == [], "its other parts may be under way"
-    assert {(item.kind, item.count) for item in old.items} == {("torn", 1), ("orphans", 1)}
+    assert {(item.kind, item.count) for item in old.items} == {("partial", 1), ("orphans", 1)}
     if place.directory is not None and place.is_disk:
         for name in (state(5)[0], state(5)[2]):
             os.utime(place.directory / path_of(place, name), (1e9, 1e9))
         for file in (place.directory / "index").iterdir():
             file.unlink()
         code, report = place.run("gc", "--yes")
-        assert (code, sorted(item["kind"] for item in report["items"])) == (0, ["orphans", "torn"])
+        assert (code, sorted(item["kind"] for item in report["items"])) == (0, ["orphans", "partial"])
         assert held(place, *state(5), *state(2), *MODEL.names(PROMPT)) == [False] * 3 + [True] * 9
 
 
@@ -283,16 +283,16 @@ def test_a_part_takes_its_whole_state_and_nothing_else(disk: Place) -> None:
 
 
 @pytest.mark.parametrize("chunks", range(1, 12))
-def test_freeing_bytes_leaves_no_torn_state(disk: Place, chunks: int) -> None:
+def test_freeing_bytes_leaves_no_partial_state(disk: Place, chunks: int) -> None:
     code, report = disk.run("evict", "--bytes", chunks * BLOB_BYTES, "--yes")
     content = content_of(disk)
     forest = Forest(content.blobs)
     assert code == 0 and chunks <= report["selected"] < chunks + PARTS
-    assert forest.torn_states(content.state_parts()) == [] and not forest.orphans
+    assert forest.partial_states(content.state_parts()) == [] and not forest.orphans
     assert len(content.blobs) == CHUNKS + 9 - report["selected"]
 
 
-def test_torn_states_go_first(disk: Place) -> None:
+def test_partial_states_go_first(disk: Place) -> None:
     remove(disk, state(5)[2])
     code, report = disk.run("evict", "--bytes", 1, "--yes")
     assert (code, report["selected"]) == (0, 2) and held(disk, *state(5)[:2]) == [False, False]
@@ -353,7 +353,7 @@ def test_a_prefix_is_copied_with_its_states_and_none_is_cut_by_a_limit(disk: Pla
         copied(disk, there, "cp", "--bytes", number * BLOB_BYTES)
         content = content_of(there)
         forest = Forest(content.blobs)
-        assert forest.torn_states({MODEL.namespace.digest: PARTS}) == [] and not forest.orphans
+        assert forest.partial_states({MODEL.namespace.digest: PARTS}) == [] and not forest.orphans
 
 
 def copied(source: Place, target: Place, verb: str, *more: object) -> dict[str, Any]:

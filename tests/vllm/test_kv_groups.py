@@ -108,8 +108,8 @@ def test_block_that_is_allocated_and_not_stored_forbids_the_load():
     allocated = [whole[0], [NULL_BLOCK, NULL_BLOCK, 202, 203]]
     expected = ChunkCopy(7, (BlockRun(0, (100, 101, 102, 103)), BlockRun(0, (202, 203))))
     assert found.load_copies([7], allocated, 0, (0, CHUNK), CHUNK) == (expected,)
-    torn = [whole[0], [NULL_BLOCK, NULL_BLOCK, 202, NULL_BLOCK]]
-    assert found.load_copies([7], torn, 0, (0, CHUNK), CHUNK) is None
+    with_hole = [whole[0], [NULL_BLOCK, NULL_BLOCK, 202, NULL_BLOCK]]
+    assert found.load_copies([7], with_hole, 0, (0, CHUNK), CHUNK) is None
 
 
 def test_window_leaves_the_last_token_to_be_computed():

@@ -86,7 +86,7 @@ def test_vllms_dense_layouts_are_described_and_proven_by_the_self_test(layout, a
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
-def test_layouts_that_tear_a_page_apart_are_refused(layout):
+def test_layouts_that_split_a_page_are_refused(layout):
     kv, config = registered(full(), layout)
     with pytest.raises(UnsupportedModel, match=r"not one dense run.*model\.layers\.0"):
         pages_of(kv, config, BLOCK_TOKENS)

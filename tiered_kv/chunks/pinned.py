@@ -105,7 +105,7 @@ class PinnedArena:
             if self._takes_calls(self._enter_thread):
                 self._pin_to(slab, size_bytes)
             if self.is_refused:
-                self._end_torn_window(slab)
+                self._end_partial_window(slab)
             if slab in self._foreign:
                 raise CudaError(f"host memory is registered by somebody else, and is not copied. slab={slab}")
 
@@ -176,7 +176,7 @@ class PinnedArena:
     def _pin_window(self, slab: int, end: int) -> None:
         base, parts = self._bases[slab], self._parts[slab]
         started_s = time.perf_counter()
-        self._end_torn_window(slab)
+        self._end_partial_window(slab)
         start = self._pinned_to[slab]
         stop = min(_window_end(base + start) - base, end)
         try:
@@ -198,7 +198,7 @@ class PinnedArena:
         self.pinning_s += time.perf_counter() - started_s
         self._pinned_to[slab] = stop
 
-    def _end_torn_window(self, slab: int) -> None:
+    def _end_partial_window(self, slab: int) -> None:
         """End the registration of a window that is registered in part, if the slab's last one is.
 
         The slab's memory ended within the window then, and there is more now: it serves other slots, none of which is

@@ -6,7 +6,7 @@ memory of ours and whose rest is the row itself, so a row is read into and writt
     mapped row    [ header: ours ][ payload: the engine's row, shared ]
 
 The engine uses a row again the moment it hears that a use of it is over. So a use ends early in two steps: no thread
-may begin with it any more, and where a thread reads into a mapped row, that is *torn*: other memory is mapped in its
+may begin with it any more, and where a thread reads into a mapped row, that is *revoked*: other memory is mapped in its
 place. A thread that hangs in a read then fills that, however late; reads of files copy by address (a device that reads
 around the page cache writes elsewhere), so once the mapping is replaced nothing of this process can change the row. A
 write only reads its row, and the rule is in :meth:`LentRows.check`: what was sealed after the use ended is not stored.
@@ -77,7 +77,7 @@ class _MappedRow:
     def __init__(self, fd: int, row: int, row_bytes: int, header_bytes: int) -> None:
         self.row = row
         self.header_bytes = header_bytes
-        self.is_torn = False
+        self.is_revoked = False
         self._row_bytes = row_bytes
         self._size_bytes = header_bytes + row_bytes
         # The header alone counts as memory of ours: the row's part is addresses until the row is there.
@@ -90,18 +90,18 @@ class _MappedRow:
             raise
         self.blob = memoryview((ctypes.c_ubyte * self._size_bytes).from_address(self._address)).cast("B")
 
-    def tear(self) -> None:
+    def revoke(self) -> None:
         """Put other memory in the row's place; when this returns, nobody can change the row through it."""
-        if self.is_torn:
+        if self.is_revoked:
             return
         try:
             _map(self._address + self.header_bytes, self._row_bytes, _READ_WRITE, _OWN | _MAP_FIXED | _MAP_NORESERVE)
         except TierUnavailable:
-            # A row that cannot be torn may be written when its engine uses it again. The end of this process costs
-            # misses, and tears all of them.
+            # A row that cannot be revoked may be written when its engine uses it again. The end of this process costs
+            # misses, and revokes all of them.
             logger.critical("an engine's row cannot be unmapped: the server ends", exc_info=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        self.is_torn = True
+        self.is_revoked = True
 
     def close(self) -> None:
         """Unmap it; nobody may use it any more."""
@@ -225,7 +225,7 @@ class LentRows:
                 self._open.discard(use)
                 running = self._running.get(use)
                 if running is not None and running.is_read:
-                    running.mapped.tear()
+                    running.mapped.revoke()
 
     def is_open(self, use: RowUse) -> bool:
         """Whether a use is not over."""
@@ -273,7 +273,7 @@ class LentRows:
             with self._lock:
                 self._running.pop(use.id, None)
                 # With the lock: close() comes before or after.
-                is_kept = not mapped.is_torn and not self._is_closed
+                is_kept = not mapped.is_revoked and not self._is_closed
                 surplus = _idle.put(self._number, mapped) if is_kept else [mapped]
             _close_all(surplus)
 
@@ -283,7 +283,7 @@ class LentRows:
             self._open.clear()
             for running in self._running.values():
                 if running.is_read:
-                    running.mapped.tear()
+                    running.mapped.revoke()
             if not self._is_closed:
                 self._is_closed = True
                 os.close(self._lifeline_fd)

@@ -140,10 +140,10 @@ def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
         if total > wanted.size_bytes:
             break
         limited.append(blob)
-    return _without_torn_end(forest, limited)
+    return _without_partial_state(forest, limited)
 
 
-def _without_torn_end(forest: Forest, blobs: list[StoredBlob]) -> list[StoredBlob]:
+def _without_partial_state(forest: Forest, blobs: list[StoredBlob]) -> list[StoredBlob]:
     """Less the parts of a state of which not all fit."""
     chosen = set(map(ident, blobs))
     return [

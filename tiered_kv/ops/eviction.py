@@ -200,7 +200,7 @@ def _ordered(
     forest: Forest, blobs: Sequence[StoredBlob], used: Sequence[float], state_parts: Mapping[bytes, int]
 ) -> list[StoredBlob]:
     """Of no use first, then by last use: a parent was used no earlier than its children, so it comes later."""
-    lost = {ident(blob) for blob in (*forest.unreachable(), *forest.torn_states(state_parts))}
+    lost = {ident(blob) for blob in (*forest.unreachable(), *forest.partial_states(state_parts))}
     return sorted(blobs, key=lambda blob: (ident(blob) not in lost, used[forest.row(blob)], -blob.name.chunk_index))
 
 

@@ -172,11 +172,11 @@ class Forest:
             chunks_behind=sum(not before[self.row(chunk)] for chunk in chunks),
         )
 
-    def torn_states(self, parts: Mapping[bytes, int]) -> list[StoredBlob]:
+    def partial_states(self, parts: Mapping[bytes, int]) -> list[StoredBlob]:
         """Parts of states whose last parts are missing: no request can use them.
 
         Args:
-            parts: Of a state, by namespace; of namespaces that are not in it nothing is torn.
+            parts: Of a state, by namespace; of namespaces that are not in it none is partial.
         """
         found = []
         for blob in self._at(self._tree.walk()) if parts else ():

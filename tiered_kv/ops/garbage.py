@@ -34,7 +34,7 @@ DAY_S: Final = 86400.0
 
 KINDS: Final = {
     "orphans": "chunks behind a gap: no request reaches them",
-    "torn": "parts of states whose other parts are gone: no request can use them",
+    "partial": "parts of states whose other parts are gone: no request can use them",
     "temp": "left by writes and self-tests that were cut off",
     "retired": "a namespace from before a reset: no engine opens it again",
     "private": "a namespace that one engine used since its reset, unused for long",
@@ -60,7 +60,7 @@ class GcItem(msgspec.Struct, frozen=True, kw_only=True):
     """Garbage of one kind, of one namespace where that matters.
 
     Attributes:
-        kind: ``orphans``: chunks behind a gap. ``torn``: parts of states that lack others. ``temp``: left by writes
+        kind: ``orphans``: chunks behind a gap. ``partial``: parts of states that lack others. ``temp``: left by writes
             that were cut off. ``retired``: a namespace from before a reset. ``private``: one that a single engine used
             since its reset, unused for long. ``empty``: the record and directories of a namespace without a chunk.
         namespace: Its digest; null for ``temp``.
@@ -129,7 +129,7 @@ def find(storage: Storage, content: Content, ages: MinimumAges, now_s: float) ->
     dead = _Dead(storage, content, ages, now_s).find(found)
     gone = {item.space for item in dead}
     found.items += _orphans(content, gone, found, now_s)
-    found.items += _torn(content, gone, now_s)
+    found.items += _partial(content, gone, now_s)
     found.items += _temp(content, ages, found, now_s, is_served=is_served)
     found.items += dead
     if is_served:
@@ -184,15 +184,15 @@ def _orphans(content: Content, dead: set[bytes | None], found: Garbage, now_s: f
     return list(items.values())
 
 
-def _torn(content: Content, dead: set[bytes | None], now_s: float) -> list[Item]:
+def _partial(content: Content, dead: set[bytes | None], now_s: float) -> list[Item]:
     """Parts of states that lack others, unless a part of it is young, whose others may be under way, or has a pin."""
     forest = Forest(content.blobs)
     items: dict[bytes, Item] = {}
-    for blob in forest.torn_states(content.state_parts()):
+    for blob in forest.partial_states(content.state_parts()):
         space, state = blob.name.namespace, forest.whole_state(blob)
         is_kept = any(part.pinned_until_s or part.written_s > now_s - YOUNG_S for part in state)
         if space not in dead and not is_kept:
-            items.setdefault(space, Item("torn", space)).blobs.append(blob)
+            items.setdefault(space, Item("partial", space)).blobs.append(blob)
     return list(items.values())
 
 

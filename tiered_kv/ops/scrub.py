@@ -165,7 +165,7 @@ def scrub(storage: Reader, content: Content, choice: Choice, progress: Progress 
     result.bad.sort(key=lambda bad: (order.index(bad.reason), bad.path))
     bad_paths = {bad.path for bad in result.bad}
     sound = Forest(blob for blob in everything if storage.path(blob.name) not in bad_paths)
-    useless = [*sound.unreachable(), *sound.torn_states(content.state_parts())]
+    useless = [*sound.unreachable(), *sound.partial_states(content.state_parts())]
     result.unreachable = [blob for blob in useless if choice.is_meant(blob)]
     result.seconds = time.monotonic() - start_s
     return result
@@ -259,7 +259,7 @@ class _Reader:
         reading = self._read_once(blob)
         if reading.verdict is None or not reading.verdict.reason:
             return reading
-        return self._read_once(blob)  # a blob that is being replaced, an answer that was torn
+        return self._read_once(blob)  # a blob that is being replaced, an answer that was cut off
 
     def _read_once(self, blob: StoredBlob) -> _Reading:
         usual = self._usual.get(blob.name.namespace)

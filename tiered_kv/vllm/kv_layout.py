@@ -45,8 +45,8 @@ def required_layout(vllm_config: Any) -> str | None:
     """The layout to ask vLLM for before it lays out the KV cache, or None: its own choice.
 
     vLLM calls this in the engine's core, and takes its own first choice with a warning where a backend cannot have what
-    is asked for (``resolve_kv_cache_layout``). Asked on accelerators: backends for ROCm prefer LHBNC, which tears pages
-    apart and would be refused; and where they take any layout, engines on cards with different backends share a cache.
+    is asked for (``resolve_kv_cache_layout``). Asked on accelerators: backends for ROCm prefer LHBNC, which splits
+    pages and would be refused; and where they take any layout, engines on cards with different backends share a cache.
 
     Not asked for where nothing would come of it but another name of the layout, which is part of the namespace, or a
     warning:

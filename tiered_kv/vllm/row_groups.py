@@ -217,11 +217,13 @@ def _packed_spans(groups: Iterable[tuple[int, Any]], kv_cache_config: Any, block
     groups, places = list(groups), _places(kv_cache_config)
     layers = {layer: spec for _, group in groups for layer, spec in _layers(group)}
     for tensor in kv_cache_config.kv_cache_tensors:
-        torn = [one for one in tensor.layers[1:] if one in layers and tensor.layer_stride < layers[one].page_size_bytes]
-        if torn:
+        apart = [
+            one for one in tensor.layers[1:] if one in layers and tensor.layer_stride < layers[one].page_size_bytes
+        ]
+        if apart:
             raise UnsupportedModel(
                 "several groups of layers whose heads lie apart in a block are not supported. Leave out "
-                f"VLLM_KV_CACHE_LAYOUT, or set BLHNC. layer={torn[0]} layer_stride={tensor.layer_stride}"
+                f"VLLM_KV_CACHE_LAYOUT, or set BLHNC. layer={apart[0]} layer_stride={tensor.layer_stride}"
             )
     return {
         number: _joined(

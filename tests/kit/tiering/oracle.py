@@ -40,6 +40,9 @@ from tiered_kv.tiering.types import (
     Write,
 )
 
+CHECKED_PER_STEP = 64
+"""Chunks known to tiering up to which its whole state is checked after every step."""
+
 
 class Blob(Enum):
     """What a medium has under a name."""
@@ -110,6 +113,7 @@ class World:
         self._kept: dict[int, int] = {}  # what slabs have since no page of theirs may change
         self._shrunk: set[int] = set(self.media)  # tiers that may hold too much since the start
         self._spaces_seen: list[Space] = []
+        self._unchecked_steps = 0
 
     # -- the sessions' clients ---------------------------------------------------------------------------------
 
@@ -483,8 +487,15 @@ class World:
     # -- what must always hold ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert that promises are kept and limits are respected."""
-        self.tiering.check_integrity()
+        """Assert that promises are kept and limits are respected.
+
+        Tiering's whole state takes time for every chunk it knows. With many it is looked at every few steps: what is
+        wrong in there stays wrong, and histories of few chunks meet the rest.
+        """
+        self._unchecked_steps += 1
+        if self._unchecked_steps * CHECKED_PER_STEP >= len(self.tiering.index):
+            self.tiering.check_integrity()
+            self._unchecked_steps = 0
         for asked in self.lookups.values():
             if asked.update is None:
                 continue
@@ -516,6 +527,7 @@ class World:
 
     def wind_down(self) -> None:
         """Let all faults and sessions end, and assert that nothing is left behind."""
+        self.tiering.check_integrity()
         for session in list(self.spaces):
             self.close(session)
         self.keep_memory(is_kept=False)
