@@ -9,8 +9,8 @@ rate. Sizes are in tokens, ``2M`` is two million. What is modelled and what is r
 
 - ``units``: what an infinite cache of whole units leaves to compute, with and without answers in it. A tail kept below
   a chunk counts as its own unit: chunks of 256 tokens with tails of 16 find what units of 16 find.
-- "ours, tails" keeps ends of prompts in host memory and on disk, in steps of 32 tokens (``tail_tokens``); "tails in
-  memory" not on disk.
+- "ours" keeps ends of prompts below a chunk where a next turn is likely (decisions/0048), as its defaults do; "tails of
+  all" of every turn, "tails in memory" those not on disk, "no tails" none.
 - ``systems``: for every size and system the share of what an infinite cache of chunks finds, what is computed, also for
   follow-up turns beside an unlimited prefix cache (16 tokens, answers kept), bytes written to disk per byte found below
   the GPU, and requests to the bucket per 1,000 turns. Ours keeps answers and writes them when they are asked for; "at
@@ -31,7 +31,7 @@ from typing import Any
 
 import agents_rivals as rivals
 import bench_report as report
-from agents_hierarchy import BUCKET, DISK, AgentReplay, Served, Sizes, Speeds  # beside this script
+from agents_hierarchy import BUCKET, DISK, GPU_BLOCK_TOKENS, AgentReplay, Served, Sizes, Speeds  # beside this script
 from agents_trace import Turn, computed_by_unit, read
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -39,17 +39,17 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 TRACE = report.REPOSITORY.parent / "shared" / "data" / "agent_sessions.jsonl"
 SIZES = ("500k,500k,1M", "1M,4M,16M,bucket")
 UNITS = (16, 32, 64, 128, 256)
-OURS = {
-    "ours": ("multi-queue", "all", "asked"),
-    "ours, answers at once": ("multi-queue", "all", "at once"),
-    "ours, no answers": ("multi-queue", "all", "none"),
-    "ours, LRU": ("lru", "all", "asked"),
-    "ours, second touch": ("multi-queue", "second-touch", "asked"),
-    "ours, tails": ("multi-queue", "all", "asked"),
-    "ours, tails in memory": ("multi-queue", "all", "asked"),
-    "ours, no time": ("multi-queue", "all", "asked"),
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, answers at once": {"answers": "at once"},
+    "ours, no answers": {"answers": "none"},
+    "ours, LRU": {"eviction": "lru"},
+    "ours, second touch": {"admission": "second-touch"},
+    "ours, no tails": {"tail_tokens": 0},
+    "ours, tails of all": {"tails_of_all": True},
+    "ours, tails in memory": {"tails_of_all": True, "tails_on_disk": False},
+    "ours, no time": {},
 }
-TAIL_TOKENS = 32
 NO_TIME = Speeds(1, 1e15, 1e15, (0.0, 0.0), (1e15, 1e15))
 """Every turn has ended before the next one: as the others are replayed."""
 
@@ -109,9 +109,7 @@ def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
     row: dict[str, Any] = {"sizes": sizes_text, "system": system}
     if system in OURS:
         speeds = NO_TIME if system == "ours, no time" else speeds
-        tail_tokens = TAIL_TOKENS if system.startswith("ours, tails") else 0
-        on_disk = system != "ours, tails in memory"
-        ours = AgentReplay(sizes, chunk_tokens, *OURS[system], speeds, tail_tokens, on_disk)
+        ours = AgentReplay(sizes, chunk_tokens, speeds=speeds, **{"tail_tokens": GPU_BLOCK_TOKENS} | OURS[system])
         ours.run(_turns)
         row |= _rates([(one.turn, one.found) for one in ours.served], chunk_tokens)
         below = sum(one.below_chunks for one in ours.served)
@@ -122,7 +120,7 @@ def simulate(job: tuple[str, str, int, Speeds]) -> dict[str, Any]:
             row["bucket_requests"] = round(1000 * requests / len(_turns))
         row |= {"dropped": ours.dropped, "gaps": _by_gap(ours.served)}
         if ours.tail_tokens:
-            row |= {"tails_found": ours.tails_found, "tails_most": ours.tails_most}
+            row |= {"tails_left": ours.tails_left, "tails_found": ours.tails_found, "tails_most": ours.tails_most}
             row |= {"tails_written": ours.tails_written, "tails_read": ours.tails_read}
         return row
     if system == "optimum":

@@ -8,8 +8,9 @@ of its parent's prompt. The tokens are random, the answers those that the engine
 round has one turn of every session, in one batch.
 
 ``plain`` is vLLM with a pool that never evicts: its prefix cache has all there is, answers too, in whole blocks of 32
-tokens. In the others the GPU's prefix cache is emptied before each round, so that every hit is ours. The CPU build with
-a small model in this process, the server in its own. What is on disk is counted when the server has ended, because it
+tokens. In the others the GPU's prefix cache is emptied before each round, so that every hit is ours. "ours" has the
+defaults, and each request names its session, as agents' gateways do; in "no names" none does. The CPU build with a
+small model in this process, the server in its own. What is on disk is counted when the server has ended, because it
 writes tails when it drains. Prints a table, writes build/agents_engine.json.
 """
 
@@ -43,8 +44,9 @@ FIRST_TOKENS, APPENDED_MAX, ANSWER_MAX = 512, 600, 128
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ours": {},
-    "ours, tails": {"tail_tokens": 32},
-    "ours, no answers": {"save_decode": False},
+    "ours, no names": {},
+    "ours, no tails": {"tail_tokens": 0},
+    "ours, no tails, no answers": {"tail_tokens": 0, "save_decode": False},
 }
 COLUMNS = {
     "system": "system",
@@ -53,6 +55,7 @@ COLUMNS = {
     "computed_mean": "computed, mean",
     "computed_median": "median",
     "times_plain": "x plain",
+    "tails": "tails stored",
     "chunks_written": "chunks on disk",
     "tails_written": "tails on disk",
     "answers": "answers' chunks",
@@ -100,8 +103,10 @@ def scaled(requests: Sequence[Sequence[int]]) -> list[ScaledTurn]:
 class Session:
     """A session as its client sees it: every turn's prompt and answer."""
 
-    def __init__(self, number: int, turns: Sequence[ScaledTurn]) -> None:
+    def __init__(self, number: int, turns: Sequence[ScaledTurn], *, is_named: bool) -> None:
         self.turns = turns
+        named = {"tiered_kv.session_id": f"session {number}"}
+        self.extra_args = {"kv_transfer_params": named} if is_named else None
         self.prompts: list[list[int]] = []
         self.answers: list[list[int]] = []
         self._draw = random.Random(f"session {number}")
@@ -133,7 +138,14 @@ def replay(llm: Any, sessions: Sequence[Session], *, forgets: bool) -> list[tupl
             reset_gpu_cache(llm)
         asked = [session.next_prompt() for session, _ in turns]
         wanted = [
-            SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False) for _, answer in asked
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=answer,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=session.extra_args,
+            )
+            for (session, _), (_, answer) in zip(turns, asked, strict=True)
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in asked], wanted, use_tqdm=False)
         drain(llm)
@@ -145,9 +157,16 @@ def replay(llm: Any, sessions: Sequence[Session], *, forgets: bool) -> list[tupl
     return taken
 
 
-def measure(model: Path, root: Path, connector: Mapping[str, Any] | None, scripts: Sequence[list[ScaledTurn]]) -> Any:
+def measure(
+    model: Path,
+    root: Path,
+    connector: Mapping[str, Any] | None,
+    scripts: Sequence[list[ScaledTurn]],
+    *,
+    is_named: bool,
+) -> Any:
     """One system's row, and the answers that it gave."""
-    sessions = [Session(number, turns) for number, turns in enumerate(scripts)]
+    sessions = [Session(number, turns, is_named=is_named) for number, turns in enumerate(scripts)]
     ours = None if connector is None else settings(root, host_bytes="512MiB", disk_bytes="2GiB", **connector)
     with running(
         model, ours, max_model_len=TINY.max_position, max_num_seqs=len(scripts), kv_cache_memory_bytes=1 << 30
@@ -163,6 +182,7 @@ def measure(model: Path, root: Path, connector: Mapping[str, Any] | None, script
             wait_written(root)
             told, pid = figures(root), server_pid(root)
             row |= {name: told["counters"].get(name, 0) for name in ("answers", "answers_asked")}
+            row["tails"] = told["counters"].get("tail_stored", 0)
     if ours is not None:
         end_softly(pid)  # it writes tails only now
         tails = [tail_tokens(bytes.fromhex(path.stem)) > 0 for path in blob_files(root)]
@@ -186,7 +206,8 @@ def main() -> None:
     expected: Any = None
     with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as directory:
         for number, (system, connector) in enumerate(SYSTEMS.items()):
-            row, answers = measure(model, Path(directory) / str(number), connector, scripts)
+            root, is_named = Path(directory) / str(number), system != "ours, no names"
+            row, answers = measure(model, root, connector, scripts, is_named=is_named and connector is not None)
             expected = expected or answers
             pairs = [
                 (a, b) for one, other in zip(answers, expected, strict=True) for a, b in zip(one, other, strict=True)

@@ -7,7 +7,8 @@ holds is an LRU of whole chunks; a turn whose parent is still there whole finds 
 16 tokens.
 
 With tails (decisions/0036) a turn leaves one where its answer ends; a turn that goes on from there finds and drops it.
-On disk they are where the product writes them; ``tails_on_disk`` False: never.
+By default those do that the product takes for likely to be gone on from (decisions/0048), by its own code. On disk they
+are where the product writes them; ``tails_on_disk`` False: never.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from tiered_kv.tiering.types import (
     Update,
     Write,
 )
+from tiered_kv.vllm.conversations import Conversations
 
 GPU_BLOCK_TOKENS = 16
 DISK, BUCKET = 1, 2
@@ -155,7 +157,9 @@ class AgentReplay:
             ``at once``: as prompts are; ``none``: they are not stored.
         dropped: Chunks that were not stored because no slot was free.
         tail_tokens: Unit of tails; 0: none are kept.
+        tails_of_all: Every turn leaves one, not only those that the product would take.
         tails_on_disk: Otherwise host memory loses them, as if all prompts were short.
+        tails_left: Tails that were stored.
         tails_found: Turns that a tail gave something.
         tails_most: Most tails that were in host memory at once.
         tails_written, tails_read: Tails that were written to disk and read from there.
@@ -168,10 +172,12 @@ class AgentReplay:
     answers: str = "asked"
     speeds: Speeds = field(default_factory=Speeds)
     tail_tokens: int = 0
+    tails_of_all: bool = False
     tails_on_disk: bool = True
     served: list[Served] = field(default_factory=list)
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
     dropped: int = 0
+    tails_left: int = 0
     tails_found: int = 0
     tails_most: int = 0
     tails_written: int = 0
@@ -185,6 +191,8 @@ class AgentReplay:
     _waiting: dict[int, _Waiting] = field(default_factory=dict, init=False)
     _credits: list[SlotId] = field(default_factory=list, init=False)
     _session: int = field(init=False)
+    _conversations: Conversations = field(default_factory=Conversations, init=False)
+    _asked: dict[int, Turn] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         sizes, chunk = self.sizes, self.chunk_tokens
@@ -226,6 +234,7 @@ class AgentReplay:
         heapq.heappush(self._events, (time_s, next(self._sequence), act))
 
     def _ask(self, turn: Turn) -> None:
+        self._asked[turn.number] = turn
         gpu = self._gpu.found(turn)
         start = min(gpu // self.chunk_tokens, len(turn.chunks))
         keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
@@ -312,11 +321,27 @@ class AgentReplay:
                 return [name], end if tail.slot is not None else 0
         return [], 0
 
+    def _is_likely_gone_on_from(self, turn: Turn, older: list[bytes]) -> bool:
+        """What ``vllm/request_saves.py`` asks."""
+
+        def name(chunks: int, tokens: int) -> bytes:
+            """The same of all turns that have these tokens: of the first one that had them."""
+            end, first = chunks * self.chunk_tokens + tokens, turn
+            while first.parent >= 0 and end <= first.shared:
+                first = self._asked[first.parent]
+            return b"%d %d" % (first.number, end)
+
+        keys = [chunk.to_bytes(16, "big") for chunk in turn.chunks]
+        rest = turn.tokens % self.chunk_tokens
+        return self._conversations.goes_on(keys, rest - rest % self.tail_tokens, name) or bool(older)
+
     def _leave_tail(self, turn: Turn, older: list[bytes]) -> None:
         """Keep the end of a turn, if it is worth a slot that is free; what it goes on from goes."""
+        is_kept = self._is_likely_gone_on_from(turn, older) or self.tails_of_all
         chunks, end = (turn.chunks, turn.tokens) if self.answers == "none" else (turn.answered, turn.answered_tokens)
         rest = end % self.chunk_tokens // self.tail_tokens * self.tail_tokens
-        if rest and chunks and self._credits:
+        if is_kept and rest and chunks and self._credits:
+            self.tails_left += 1
             key, parent = _tail_name(turn.number, rest), chunks[-1].to_bytes(16, "big")
             record = ChunkRecord(NAMESPACE, key, parent, len(chunks), key * 2)
             self.tiering.commit_tail(self._session, self._credits.pop(), record)

@@ -31,7 +31,7 @@ PERFORMANCE: dict[str, tuple[str, ...]] = {
 OTHERS = (
     *("cli", "disk_faults", "disk_index", "disk_io", "engines", "frozen_server", "miss_ratio", "naming"),
     *("object_faults", "object_store", "offloading", "pauses", "peer_engines", "peer_questions", "peers", "prefetch"),
-    *("rivals", "scale", "timeline", "transfer", "verification"),
+    *("rivals", "scale", "session_end", "timeline", "transfer", "verification"),
 )
 
 

@@ -172,8 +172,7 @@ def test_a_turn_finds_its_parents_tail_and_leaves_its_own(tmp_path: Path) -> Non
     path = written(tmp_path / "tails.jsonl", requests)
     found = []
     for tail_tokens in (0, 32):
-        replay = AgentReplay(Sizes(0, AMPLE, AMPLE), CHUNK, answers="none")
-        replay.tail_tokens = tail_tokens
+        replay = AgentReplay(Sizes(0, AMPLE, AMPLE), CHUNK, answers="none", tail_tokens=tail_tokens, tails_of_all=True)
         replay.run(read(path, CHUNK))
         found.append([one.found for one in replay.served])
         assert (replay.tails_found, replay.tails_most) == ((1, 1) if tail_tokens else (0, 0))
@@ -188,8 +187,21 @@ def test_a_tail_that_host_memory_lost_comes_from_disk(tmp_path: Path) -> None:
     path = written(tmp_path / "tails.jsonl", requests, *([one] for one in other))
     found = {}
     for on_disk in (True, False):
-        replay = AgentReplay(Sizes(0, 30 * CHUNK, AMPLE), CHUNK, answers="none", tail_tokens=32, tails_on_disk=on_disk)
+        replay = AgentReplay(
+            Sizes(0, 30 * CHUNK, AMPLE), CHUNK, answers="none", tail_tokens=32, tails_of_all=True, tails_on_disk=on_disk
+        )
         replay.run(read(path, CHUNK, sessions_per_hour=1e6))
         found[on_disk] = [one.found for one in replay.served if one.turn.gap_s is not None]
         assert (replay.tails_written > 0, replay.tails_read) == (on_disk, int(on_disk))
     assert found == {True: [1472], False: [1280]}
+
+
+def test_by_default_a_session_leaves_a_tail_from_its_second_turn_on(tmp_path: Path) -> None:
+    """1,849 tokens with the answer are seven chunks and 57; the first turn's end nobody expects again."""
+    requests = [[0.0, 1500, 100, -1, 0, 23], [10.0, 1800, 50, 0, 23, 28], [20.0, 2000, 50, 1, 28, 31]]
+    path = written(tmp_path / "tails.jsonl", requests)
+    for tails_of_all, found in ((False, [0, 1536, 1840]), (True, [0, 1584, 1840])):
+        replay = AgentReplay(Sizes(0, AMPLE, AMPLE), CHUNK, tail_tokens=16, tails_of_all=tails_of_all)
+        replay.run(read(path, CHUNK))
+        assert [one.found for one in replay.served] == found
+        assert replay.tails_left == 1 + tails_of_all

@@ -78,6 +78,9 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ("lookup_timeout_ms", "250", "expected a number from 1 to 60000"),
         ("lookup_timeout_ms", float("nan"), "expected a number from 1 to 60000"),
         ("lookup_timeout_ms", float("inf"), "expected a number from 1 to 60000"),
+        ("tail_tokens", "some", 'expected "auto", 0 or a whole number of tokens'),
+        ("tail_tokens", -1, 'expected "auto", 0'),
+        ("tail_tokens", True, 'expected "auto", 0'),
         ("promotion_wait_ms", "soon", 'expected "auto" or a number from 0 to 600000'),
         ("promotion_wait_ms", -1, 'expected "auto" or a number'),
         ("promotion_deadline_ms", 0, "expected a number from 1 to 600000"),
@@ -229,6 +232,10 @@ def test_settings_survive_the_way_to_another_process() -> None:
     ):
         assert Config.from_mapping(given.to_mapping()) == given
     assert config().promotion_wait_ms is None
+    assert (
+        config().tail_tokens is config(tail_tokens="auto").tail_tokens is None
+        and config(tail_tokens=0).tail_tokens == 0
+    )
     assert config(promotion_wait_ms=5).promotion_wait_ms == 5.0
 
 
@@ -388,7 +395,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
     settings = {setting.name: setting for setting in Config.settings()}
     assert [*settings, "host_bytes_default"] == [field.name for field in dataclasses.fields(Config)]
     assert all(setting.help for setting in settings.values())
-    assert settings["promotion_wait_ms"].default == "auto"
+    assert settings["promotion_wait_ms"].default == settings["tail_tokens"].default == "auto"
     assert settings["strict"].default == "false"
     assert parse_size(settings["min_free_bytes"].default) == config().min_free_bytes
 

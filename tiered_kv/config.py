@@ -96,6 +96,14 @@ def _positive_int(value: object) -> int:
     return value
 
 
+def _tail_tokens(value: object) -> int | None:
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError('expected "auto", 0 or a whole number of tokens')
+    return value
+
+
 def _eviction(value: object) -> str:
     if value not in ("multi-queue", "lru"):
         raise ValueError("expected multi-queue or lru")
@@ -299,8 +307,10 @@ class Config:
         _boolean, "keep generated tokens, too; written to disk and bucket when a prompt has them", default=True
     )
     tail_tokens: int | None = _setting(
-        _positive_int,
-        "keep prompts' ends below a chunk in host memory and on disk, in steps of so many tokens, e.g. 32",
+        _tail_tokens,
+        "keep prompts' ends below a chunk in host memory and on disk, in steps of so many tokens; 0: none; auto: in "
+        "whole blocks, of requests that name a session or go on from an earlier prompt",
+        shown="auto",
     )
     request_pin_share: float = _setting(_number(0, 0.5), "share of each tier's limit that requests may pin", 0.1)
     tag_pin_share: float = _setting(_number(0, 1), "share of what requests may pin that those of one tag may", 0.5)

@@ -128,5 +128,83 @@ def test_a_prompts_end_comes_back_from_disk_when_host_memory_has_lost_it(
         assert ask(engine, plain, "continued") == WHOLE + 3 * BLOCK_TOKENS
 
 
+def test_by_default_sessions_and_follow_ups_leave_tails_and_questions_behind_one_beginning_none(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    system, prompt = random_prompt(3800, WHOLE), random_prompt(3801, WHOLE + 70)
+    questions = [[*system, *random_prompt(3810 + number, 40 + 30 * number)] for number in range(6)]
+    with cached_engine(tiny_model, tmp_path) as engine:
+        counters = engine.scheduler_side.counters
+        for question in questions:
+            engine.ask(question, max_tokens=6)
+        first, again = (engine.ask(prompt, max_tokens=6)[0] for _ in range(2))
+        assert (first.cached_tokens, again.cached_tokens) == (0, WHOLE)
+        assert_same(again, first)
+        assert (counters["tail_offers"], figures(tmp_path)["hierarchy"]["host_tails"]) == (0, 0)
+        found = []
+        for turn in range(3):
+            (answer,) = engine.ask(prompt, max_tokens=6)
+            found.append(answer.cached_tokens)
+            prompt = [*prompt, *answer.tokens, *random_prompt(3820 + turn, 20)]
+        assert found == [WHOLE, WHOLE, WHOLE + 3 * BLOCK_TOKENS], "the second one was gone on from"
+        named = random_prompt(3830, WHOLE + 70)
+        for expected in (0, WHOLE + 2 * BLOCK_TOKENS):
+            (answer,) = engine.ask(named, max_tokens=6, session_id="run")
+            assert answer.cached_tokens == expected
+        stored = counters["tails"]
+        engine.ask(random_prompt(3840, WHOLE + 70), max_tokens=6, session_id="over", release=True)
+        assert counters["tails"] == stored, "nobody goes on from a session that is over"
+
+
+def test_edits_regenerated_answers_and_forks_of_a_session_find_what_is_predicted(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Before and after a restart of the server, with tails that have generated tokens in them."""
+    asked: dict[str, tuple[list[int], Answer]] = {}
+    engine: CachedEngine
+
+    def found(name: str, prompt: list[int]) -> int:
+        (answer,) = engine.ask(prompt, max_tokens=12)
+        asked[name] = prompt, answer
+        return answer.cached_tokens - WHOLE
+
+    def prompt_and_answer(name: str) -> list[int]:
+        prompt, answer = asked[name]
+        return [*prompt, *answer.tokens]
+
+    def edited(prompt: list[int], place: int, seed: int) -> list[int]:
+        return [*prompt[:place], *random_prompt(seed, 5), *prompt[place + 5 :], *random_prompt(seed + 1, 20)]
+
+    with cached_engine(tiny_model, tmp_path, {"tail_tokens": BLOCK_TOKENS}) as engine:
+        assert found("first", random_prompt(3900, WHOLE + 120)) == -WHOLE
+        turn = [*prompt_and_answer("first"), *random_prompt(3901, 22)]
+        assert found("turn", turn) == 128, "8 generated tokens"
+        assert found("answered again", turn) == 0, "its tail ends inside its answer"
+        answered = prompt_and_answer("turn")
+        assert found("fork behind the tail", [*answered[: WHOLE + 163], *random_prompt(3902, 9)]) == 160
+        assert found("fork in the tail", [*answered[: WHOLE + 150], *random_prompt(3903, 40)]) == 0
+        assert found("edit in the tail", edited(turn, WHOLE + 60, 3904)) == 0
+        gone_on = [*prompt_and_answer("edit in the tail"), *random_prompt(3906, 9)]
+        assert found("edit in the tail, gone on", gone_on) == 160
+        assert found("edit before the tail", edited(turn, WHOLE - 100, 3907)) == -CHUNK
+        gone_on = [*prompt_and_answer("edit before the tail"), *random_prompt(3909, 9)]
+        assert found("edit before the tail, gone on", gone_on) == 160
+        assert found("last turn", [*answered, *random_prompt(3910, 40)]) == 160
+        wait_written(tmp_path)
+        pid = server_pid(tmp_path)
+    end_softly(pid)
+    assert len(tail_files(tmp_path)) == 2, "of each chunk with tails the newest"
+    last = prompt_and_answer("last turn")
+    with cached_engine(tiny_model, tmp_path, {"tail_tokens": BLOCK_TOKENS}) as engine:
+        assert found("restart: edit in the tail", edited(last, WHOLE + 60, 3911)) == 0
+        assert found("restart: edit before the tail", edited(last, WHOLE - 100, 3913)) == -CHUNK
+        assert found("restart: fork in the tail", [*last[: WHOLE + 188], *random_prompt(3915, 5)]) == 0
+        assert found("restart: answered again", asked["last turn"][0]) == 192
+        assert found("restart: gone on", [*last, *random_prompt(3916, 5)]) == 192
+    expected = computed_alone(tiny_model, {name: prompt for name, (prompt, _) in asked.items()}, max_tokens=12)
+    for name, (_, answer) in asked.items():
+        assert_same(answer, expected[name])
+
+
 def tail_files(root: Path) -> list[Path]:
     return [path for path in blob_files(root) if tail_tokens(bytes.fromhex(path.stem))]

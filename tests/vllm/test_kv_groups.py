@@ -258,7 +258,7 @@ def test_prefix_cache_is_believed_where_every_group_can_continue():
 
 @pytest.mark.parametrize(
     ("block", "tail_tokens", "unit"),
-    [(16, 16, 16), (16, 24, 48), (16, 1, 16), (32, 16, 32), (16, 64, 0), (16, None, 0)],
+    [(16, 16, 16), (16, 24, 48), (16, 1, 16), (32, 16, 32), (16, 64, 0), (16, 0, 0), (16, None, 16), (64, None, 0)],
 )
 def test_the_unit_of_tails_is_whole_blocks_below_a_chunk(block, tail_tokens, unit):
     assert groups(None, block=block).tail_unit(tail_tokens, CHUNK, None) == unit
@@ -266,7 +266,7 @@ def test_the_unit_of_tails_is_whole_blocks_below_a_chunk(block, tail_tokens, uni
 
 def test_no_tails_where_a_part_of_a_chunk_is_not_right_by_itself():
     assert groups(None, None).tail_unit(16, CHUNK, None) == 16
-    assert groups(None, 40).tail_unit(16, CHUNK, None) == 0
+    assert groups(None, 40).tail_unit(16, CHUNK, None) == groups(None, 40).tail_unit(None, CHUNK, None) == 0
     assert groups(None).tail_unit(16, CHUNK, Drafts(drops_block=True, draft_tokens=2, drafted_len=4096)) == 0
     full = CacheGroup(0, 16, 4, 4)
     assert CacheGroups([full], (1,)).tail_unit(16, CHUNK, None) == 0, "recurrent layers"

@@ -51,12 +51,16 @@ class TailedEngine(AskedEngine):
         self.engine = SimulatedEngine(self.setup)
         self.sent = 0
 
-    def ask(self, prompt: list[int], answer: int = 3, *, forgets: bool = True) -> tuple[int, list[int]]:
+    def ask(
+        self, prompt: list[int], answer: int = 3, *, forgets: bool = True, **controls: Any
+    ) -> tuple[int, list[int]]:
         """How many tokens a prompt loads, and the prompt with its answer."""
         if forgets:
             assert self.engine.scheduler.reset_prefix_cache()
         before, self.sent = self.counters["load_tokens"], self.sent + 1
-        self.engine.add(f"r{self.sent}", prompt, parameters(answer))
+        given = parameters(answer)
+        given.extra_args = {"kv_transfer_params": {f"tiered_kv.{name}": value for name, value in controls.items()}}
+        self.engine.add(f"r{self.sent}", prompt, given)
         side = self.engine.connector._scheduler.side
         poll_until(side.client, lambda: all(one.is_answered for one in side.client.lookups.values()), "the answer")
         come_to_rest(self.engine)
@@ -89,7 +93,16 @@ class TailedEngine(AskedEngine):
 @pytest.fixture(params=["v1 sync", "v2 async"])
 def tailed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TailedEngine]:
     runner, mode = request.param.split()
-    world = TailedEngine(tmp_path / "cache", is_v2=runner == "v2", is_async=mode == "async")
+    yield from ended(TailedEngine(tmp_path / "cache", is_v2=runner == "v2", is_async=mode == "async"))
+
+
+@pytest.fixture
+def default(tmp_path: Path) -> Iterator[TailedEngine]:
+    """Which tails it keeps nobody has said."""
+    yield from ended(TailedEngine(tmp_path / "cache", extra={"tail_tokens": "auto", "save_decode": True}))
+
+
+def ended(world: TailedEngine) -> Iterator[TailedEngine]:
     try:
         yield world
         world.end()
@@ -212,6 +225,53 @@ def test_a_load_of_a_tail_alone_whose_lease_has_ended_is_computed(
     monkeypatch.setattr(client, "is_leased", lambda *_: False)
     assert tailed.ask(first + prompt(2, 12), forgets=False)[0] == 8
     assert (tailed.counters["loads_too_late"], tailed.counters["tail_loads"]) == (1, 1)
+
+
+def test_by_default_a_conversation_leaves_a_tail_from_its_second_turn_on(default: TailedEngine) -> None:
+    found, tokens = [], prompt(1, WHOLE + 6)
+    for turn in range(5):
+        loaded, tokens = default.ask([*tokens, *prompt(10 + turn, 1)], answer=3)
+        found.append(loaded)
+    assert found == [0, WHOLE, WHOLE + 12, CHUNK + WHOLE, CHUNK + WHOLE + 4]
+    assert default.counters["tails"] == 3, "one turn ended with a whole chunk"
+    wait_for(lambda: default.kept == 1, "old tails to go", deadline_s=10.0)
+
+
+def test_by_default_questions_behind_one_beginning_leave_no_tail(default: TailedEngine) -> None:
+    beginning = prompt(1, WHOLE)
+    for number in range(8):
+        default.ask([*beginning, *prompt(10 + number, 5 + 3 * number)])
+        default.ask([*prompt(50 + number, CHUNK + 5)])
+    assert default.counters["tail_offers"] == default.kept == 0
+
+
+def test_by_default_a_named_session_leaves_a_tail_until_it_is_over(default: TailedEngine) -> None:
+    first, other = prompt(1, WHOLE + 9), prompt(2, WHOLE + 9)
+    assert [default.ask(first, session_id="run")[0] for _ in range(2)] == [0, WHOLE + 8]
+    default.ask(other, session_id="over", release=True)
+    default.ask(prompt(3, WHOLE + 9), session_id="unread", skip_save=True)
+    wait_for(
+        lambda: figures(default.root)["counters"].get("session_chunks_released") == 5,
+        "its chunks to go",
+        deadline_s=10.0,
+    )
+    assert default.kept == 1, "the first one's alone"
+    assert default.ask(other)[0] == 0, "what was released is gone"
+
+
+def test_by_default_a_tail_that_was_found_is_followed_by_another_one(default: TailedEngine) -> None:
+    """A new engine has seen no conversation."""
+    _, tokens = default.ask(prompt(1, WHOLE + 6), session_id="run")
+    default.restart(server=False)
+    found, tokens = default.ask([*tokens, *prompt(2, 3)])
+    assert found == WHOLE + 8 and default.counters["tails"] == 1
+
+
+def test_no_tail_is_kept_or_found_where_none_is_wanted(tmp_path: Path) -> None:
+    for world in ended(TailedEngine(tmp_path / "cache", extra={"tail_tokens": 0})):
+        first = prompt(1, WHOLE + 9)
+        assert [world.ask(first, session_id="run")[0] for _ in range(3)] == [0, WHOLE, WHOLE]
+        assert world.counters["tail_offers"] == world.kept == 0
 
 
 def test_requests_of_one_prompt_at_once_get_right_answers(tailed: TailedEngine) -> None:

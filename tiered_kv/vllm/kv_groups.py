@@ -311,11 +311,13 @@ class CacheGroups:
     def tail_unit(self, tail_tokens: int | None, chunk_tokens: int, drafts: Drafts | None) -> int:
         """The unit of tails' lengths: whole blocks of every group, at least ``tail_tokens``. 0: no tails are kept.
 
+        Without ``tail_tokens`` a block.
+
         With a draft's KV in the blocks the last one of a hit is computed again, and of tails that would be most.
         """
-        if tail_tokens is None or drafts is not None or not self.keeps_parts:
+        if tail_tokens == 0 or drafts is not None or not self.keeps_parts:
             return 0
-        unit = lcm(self.block_tokens, tail_tokens)
+        unit = lcm(self.block_tokens, tail_tokens or 1)
         return unit if unit < chunk_tokens <= TAIL_TOKENS_MAX else 0
 
     def tail_ids(self, tables: BlockTables, chunk: int, tokens: int) -> tuple[tuple[int, ...], ...] | None:

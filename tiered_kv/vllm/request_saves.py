@@ -1,7 +1,8 @@
 """Chooses the chunks of each request that are stored.
 
-A step completes some; the rest of a request follows when it ends, and with ``tail_tokens`` its tail: what is left
-behind its last whole chunk, in whole units.
+A step completes some; the rest of a request follows when it ends, and its tail if it is kept: what is left behind its
+last whole chunk, in whole units. With ``tail_tokens`` all requests' tails are kept, without it those of requests that
+are likely to be gone on from (docs/decisions/0048-tails-by-default.md).
 
 Owns how far each request was stored, and counts every chunk that was computed and is not stored, once, with its reason,
 and so every state that vLLM offers and every tail that a request ends with.
@@ -16,6 +17,7 @@ from typing import Any
 from tiered_kv.config import Config
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.vllm.conversations import Conversations
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, BlockTables, CacheGroups
 from tiered_kv.vllm.request_lookups import RequestLookups
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 class RequestSaves:
     """Hands chunks of requests to the save queue.
 
-    Writes of each :class:`RequestState`: ``storable``, ``stored`` and ``unstored``. Holds no state of its own.
+    Writes of each :class:`RequestState`: ``storable``, ``stored`` and ``unstored``. Of its own it has where
+    conversations ended.
 
     Threads: vLLM's scheduler thread only.
     """
@@ -51,7 +54,8 @@ class RequestSaves:
         """
         self._config = config
         self._tail_unit = groups.tail_unit(config.tail_tokens, config.chunk_tokens, role.drafts)
-        if config.tail_tokens is not None and not self._tail_unit:
+        self._conversations = Conversations()
+        if config.tail_tokens and not self._tail_unit:
             logger.warning(
                 "no tails are kept. They need attention to all tokens, no draft's KV, and chunk_tokens above the least "
                 "common multiple of tail_tokens and the block size. tail_tokens=%d chunk_tokens=%d block_tokens=%d",
@@ -134,8 +138,22 @@ class RequestSaves:
             self._queue_chunks(state, end, tables, is_ending=True)
             self._leave_unstored(state, "preempted")  # by a reset of the GPU's cache, since the last step
         self._leave_unstored(state, "no_session")
-        if self._config.tail_tokens is not None:
+        if self._config.tail_tokens or (self._tail_unit and self._is_likely_gone_on_from(state)):
             self._offer_tail(state, tables)
+
+    def _is_likely_gone_on_from(self, state: RequestState) -> bool:
+        """Whether a request that ends is one of a conversation, as far as is known."""
+        chunks, rest = divmod(int(state.request.num_prompt_tokens), self._config.chunk_tokens)
+        if state.keys is None or len(state.keys.keys) < chunks or state.params.skips_save:
+            return False
+
+        def name(chunk: int, tokens: int) -> bytes | None:
+            named = self._lookups.tail_name(state, chunk, tokens)
+            return named and named[0]
+
+        goes_on = self._conversations.goes_on(state.keys.keys[:chunks], rest - rest % self._tail_unit, name)
+        is_named = bool(state.params.session) and not state.params.releases
+        return goes_on or is_named or bool(state.tails)
 
     def _offer_tail(self, state: RequestState, tables: BlockTables) -> None:
         """Queue the tail of a request that ends, if it has one behind a whole chunk."""

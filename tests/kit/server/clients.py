@@ -213,7 +213,7 @@ class SmallEngine:
         for index in range(start, len(keys.keys)):
             slot = self.take_slot()
             with self.payload(slot) as view:
-                view[:] = named_content(keys.keys[index])
+                view[:] = named_content(keys.keys[index], self.pages)
             place = self.client.namespace.digest, keys.keys[index], keys.parent(index), index, keys.digests[index]
             self.client.commit([(slot, ChunkRecord(*place))])
 
@@ -225,7 +225,7 @@ class SmallEngine:
         answer = client.lookups[lookup]
         for key, slot in zip(keys.keys, answer.slots[: answer.ready], strict=False):
             with self.payload(slot) as view:
-                assert view == named_content(key)
+                assert view == named_content(key, self.pages)
         client.release(lookup)
         return answer.ready
 
@@ -319,9 +319,9 @@ def payload_bytes(pages: Sequence[LayerPage] = PAGES) -> int:
     return sum(page.page_bytes for page in pages) * (CHUNK // BLOCK)
 
 
-def named_content(key: bytes) -> bytes:
+def named_content(key: bytes, pages: Sequence[LayerPage] = PAGES) -> bytes:
     """What the chunk with this key holds, if it is of a prompt of its own."""
-    return key * (payload_bytes() // len(key))
+    return key * (payload_bytes(pages) // len(key))
 
 
 def content(index: int, first_token: int = 0, pages: Sequence[LayerPage] = PAGES) -> bytes:

@@ -54,10 +54,13 @@ class CachedEngine:
         self.scheduler._preempt_request = noting
         return lengths
 
-    def ask(self, *prompts: list[int], max_tokens: int = 8) -> list[Answer]:
-        """Answer prompts with an empty GPU prefix cache and all earlier stores done."""
+    def ask(self, *prompts: list[int], max_tokens: int = 8, **controls: Any) -> list[Answer]:
+        """Answer prompts with an empty GPU prefix cache and all earlier stores done.
+
+        ``controls`` are parameters of these requests for the cache, without ``tiered_kv.`` before their names.
+        """
         reset_gpu_cache(self.llm)
-        answers = generate(self.llm, prompts, max_tokens=max_tokens)
+        answers = generate(self.llm, prompts, max_tokens=max_tokens, **controls)
         drain(self.llm)
         return answers
 

@@ -154,11 +154,22 @@ def random_prompt(seed: int, tokens: int, *, vocab: int = 1024) -> list[int]:
     return [source.randrange(3, vocab) for _ in range(tokens)]
 
 
-def generate(llm: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8) -> list[Answer]:
-    """Answer all prompts in one batch, greedily; one answer per prompt, in order."""
+def generate(llm: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8, **controls: Any) -> list[Answer]:
+    """Answer all prompts in one batch, greedily; one answer per prompt, in order.
+
+    ``controls`` are these requests' parameters for the cache, without ``tiered_kv.`` before their names.
+    """
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2)
+    params = {f"tiered_kv.{name}": value for name, value in controls.items()}
+    parameters = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=2,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )
     outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], parameters, use_tqdm=False)
     return [as_answer(output) for output in outputs]
 

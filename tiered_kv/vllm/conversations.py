@@ -1,0 +1,81 @@
+"""Which requests go on from an earlier one: of these a next turn is likely, of others nobody knows.
+
+A prompt's end is told by so many whole chunks, and by so many tokens behind them, whole blocks. A prompt that has an
+earlier one's end inside it goes on from there::
+
+    earlier    |--- chunk ---|--- chunk ---|-- 5 blocks --|
+    goes on    |--- chunk ---|--- chunk ---|-- 5 blocks --|- answer, new question ...
+    does not   |--- chunk ---|--- chunk ---|-- other tokens ...      a common beginning is no conversation
+
+Owns the ends of this engine's last conversations, in names of tokens and never in tokens. Must not know what is stored
+of them. Called by ``request_saves.py`` when a request is over, in vLLM's scheduler thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+CHUNKS_MAX: Final = 1 << 14
+"""Chunks behind which ends are remembered; the oldest go. 16,384 conversations are a few MiB."""
+
+ENDS_MAX: Final = 64
+"""Ends behind one chunk, as where many short questions follow one long beginning."""
+
+NO_TOKENS: Final = b""
+"""Names an end that is a chunk's."""
+
+
+class Conversations:
+    """Where conversations ended, the last ones that this engine saw.
+
+    Only its own methods write its fields. Threads: one owner.
+    """
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[bytes, dict[bytes, int]] = OrderedDict()  # tokens by name, by the chunk before
+
+    def __len__(self) -> int:
+        """Ends that are remembered."""
+        return sum(map(len, self._ends.values()))
+
+    def goes_on(self, keys: Sequence[bytes], tokens: int, name: Callable[[int, int], bytes | None]) -> bool:
+        """Whether a prompt goes on from an earlier one; from now on the conversation ends where this one does.
+
+        So what was said once, such as a document that many ask about, makes one of them a conversation, not all.
+
+        Args:
+            keys: Of the prompt's whole chunks.
+            tokens: Behind them, in whole blocks.
+            name: Names the prompt's first tokens behind so many of its chunks, so many of them; None: it has no name.
+        """
+        found = any(self._takes(keys, chunks, tokens, name) for chunks in range(len(keys), 0, -1))
+        own = name(len(keys), tokens) if keys and tokens else NO_TOKENS
+        if keys and own is not None:
+            self._remember(keys[-1], own, tokens)
+        return found
+
+    def _takes(self, keys: Sequence[bytes], chunks: int, tokens: int, name: Callable[[int, int], bytes | None]) -> bool:
+        """Forget an end behind so many chunks of a prompt, if the prompt has it and goes on."""
+        ends = self._ends.get(keys[chunks - 1])
+        if ends is None:
+            return False
+        for length in set(ends.values()):
+            if chunks == len(keys) and length >= tokens:
+                continue
+            own = name(chunks, length) if length else NO_TOKENS
+            if own in ends:
+                del ends[own]
+                if not ends:
+                    del self._ends[keys[chunks - 1]]
+                return True
+        return False
+
+    def _remember(self, chunk: bytes, name: bytes, tokens: int) -> None:
+        ends = self._ends.setdefault(chunk, {})
+        ends.pop(name, None)
+        ends[name] = tokens
+        if len(ends) > ENDS_MAX:
+            del ends[next(iter(ends))]
+        self._ends.move_to_end(chunk)
+        if len(self._ends) > CHUNKS_MAX:
+            self._ends.popitem(last=False)
