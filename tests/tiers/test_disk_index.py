@@ -25,6 +25,7 @@ from tiered_kv.tiers.disk.index import (
     IndexRow,
     PackedShard,
     Shard,
+    is_on_local_disk,
     is_on_network,
     pack_rows,
     reads_by_address,
@@ -442,3 +443,18 @@ def test_network_mounts_are_told_from_local_ones(tmp_path, path, expected):
 )
 def test_file_systems_that_may_fill_a_readers_pages_later_are_told_from_others(tmp_path, path, expected):
     assert reads_by_address(tmp_path.__class__(path), MOUNTS) is expected
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/var/cache", True),
+        ("/mnt/shared/scratch/cache", True),
+        ("/dev/shm/x", False),
+        ("/mnt/shared/cache", False),
+        ("/mnt/bucket/cache", False),
+        ("/mnt/share", False),
+    ],
+)
+def test_disks_of_this_machine_are_told_from_memory_and_networks(tmp_path, path, expected):
+    assert is_on_local_disk(tmp_path.__class__(path), MOUNTS) is expected

@@ -7,13 +7,13 @@ memory of ours and whose rest is the row itself, so a row is read into and writt
 
 The engine uses a row again the moment it hears that a use of it is over. So a use ends early in two steps: no thread
 may begin with it any more, and where a thread reads into a mapped row, that is *torn*: other memory is mapped in its
-place. A thread that hangs in a read then fills that, however late; reads of files copy by address (no O_DIRECT), so
-once the mapping is replaced nothing of this process can change the row. A write only reads its row, and the rule is
-in :meth:`LentRows.check`: what was sealed after the use ended is not stored.
+place. A thread that hangs in a read then fills that, however late; reads of files copy by address (a device that reads
+around the page cache writes elsewhere), so once the mapping is replaced nothing of this process can change the row. A
+write only reads its row, and the rule is in :meth:`LentRows.check`: what was sealed after the use ended is not stored.
 
 The region is the engine's file, which cannot be sealed against being cut. So its size is compared before each use, and
 what the kernel finds cut in the middle of a read or a write is an error of that call. (Hashing a row that is cut at
-that moment ends this process; vLLM's file has no name by then, and nobody cuts it.)
+that moment, or copying into it, ends this process; vLLM's file has no name by then, and nobody cuts it.)
 """
 
 from __future__ import annotations

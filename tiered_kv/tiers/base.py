@@ -55,8 +55,8 @@ class TierTraits:
         keeps_first: A put under a name that is taken leaves the blob that is there.
         names_at_once: Blobs that one question may name (``count_held``); 1: each takes a question of its own.
         reads_by_address: A get only ever copies to its buffer's addresses: other memory that is mapped there keeps a
-            get that hangs from changing what was there before. Not so where pages are handed to a device or to another
-            process, which fills them when it likes (O_DIRECT, FUSE with direct_io, virtiofs, 9p, RDMA).
+            get that hangs from changing what was there before. Not so where its pages are handed to a device or to
+            another process, which fills them when it likes (FUSE with direct_io, virtiofs, 9p, RDMA).
     """
 
     name: str

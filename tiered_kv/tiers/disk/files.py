@@ -5,20 +5,9 @@ names, capacity or recency. Called by ``tier.py``; the small files beside the bl
 whoever owns them. Nothing here follows a symbolic link at the end of a path, waits for a FIFO, or reads without bound:
 others may be able to write into the directory (docs/security.md).
 
-Writes go around the page cache where the file system allows it, reads go through it. Measured by benchmarks/disk_io.py
-with 4 and 16 MiB files on a virtio disk (ext4, 2 cores), worst and best of three runs::
-
-                              1 thread                 4 threads
-                         GB/s      CPU-s/GB       GB/s      CPU-s/GB
-    write O_DIRECT     1.9-3.7    0.03-0.05     2.2-3.5    0.03-0.05
-    write buffered     0.4-6.2    0.16-2.02     0.7-7.2    0.18-1.02    into memory; the disk's work comes later
-    read O_DIRECT      1.1-1.9    0.03-0.04     1.1-1.6    0.04
-    read buffered      0.7-1.9    0.21-0.48     1.2-2.2    0.20-0.29    not in the page cache
-    read buffered      1.7-9.8    0.10-0.15     5.0-11     0.12-0.17    in the page cache
-
-So a write costs a fraction of the CPU without the page cache and takes a steady time; a read is on average as fast with
-it, and several times as fast when a chunk comes back after the host tier evicted it. For the same reason nothing is
-dropped with ``POSIX_FADV_DONTNEED``: those clean pages are a second chance that the kernel takes back when it must.
+Writes go around the page cache where the file system allows it. Reads of a local disk do, too, unless the file is in
+it or comes back (``tier.py``): they read into a thread's *staging memory*, whose huge page lets the device move half a
+MiB at a time, and copy from there. Why, with figures: docs/decisions/0003.
 """
 
 import contextlib
@@ -29,6 +18,7 @@ import mmap
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +29,13 @@ from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, TierUnavailable
 READ_PIECE_BYTES = 512 << 10
 """Bytes of one read. Files are read by pieces that stay in a core's cache until they are hashed, and so small that the
 kernel's read-ahead works on the next one meanwhile: a verified read takes less than a plain read of the whole file in
-one call, which the kernel serves request by request (benchmarks/verification.py; docs/decisions/0014)."""
+one call, which the kernel serves request by request (benchmarks/verification.py; docs/decisions/0014). Reads around the
+page cache have pieces of the same size, of all that were tried the fastest."""
+
+_HUGE_PAGE_BYTES = 2 << 20
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CACHESTAT = 451
+"""The number of this system call on every architecture; Linux 6.5 and later have it."""
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -192,11 +188,13 @@ def open_to_read(path: Path | str) -> int:
     return os.open(path, _READ)
 
 
-def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
+def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], None], *, direct: bool = False) -> bool:
     """Fill ``buffer`` from the file, piece by piece; False when there is none.
 
     Args:
         on_piece: Called with the bytes read so far, after each piece.
+        direct: Read around the page cache, if the file is not in it and both it and ``buffer`` can be. The device
+            writes into memory of this thread, and the bytes get to ``buffer`` by address, as those of a plain read do.
 
     Raises:
         ChunkCorrupt: The file's size is not the buffer's.
@@ -209,20 +207,83 @@ def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], No
         found = os.fstat(descriptor).st_size
         if found != buffer.nbytes:
             raise ChunkCorrupt(f"blob has the wrong size. path={path} observed={found} expected={buffer.nbytes}")
-        _read_all(descriptor, buffer.cast("B"), path, on_piece)
+        direct = direct and not found % ALIGNMENT_BYTES and not buffer.readonly and not is_cached(descriptor, found)
+        if direct:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+        _read_all(descriptor, buffer.cast("B"), path, on_piece, _staging.memory() if direct else None)
     finally:
         os.close(descriptor)
     return True
 
 
-def _read_all(descriptor: int, buffer: memoryview, path: Path | str, on_piece: Callable[[int], None]) -> None:
+def _read_all(
+    descriptor: int, buffer: memoryview, path: Path | str, on_piece: Callable[[int], None], staging: memoryview | None
+) -> None:
+    target = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if staging else 0
+    source = ctypes.addressof(ctypes.c_char.from_buffer(staging)) if staging else 0
     offset = 0
     while offset < len(buffer):
-        count = os.preadv(descriptor, [buffer[offset : offset + READ_PIECE_BYTES]], offset)
+        piece = min(READ_PIECE_BYTES, len(buffer) - offset)
+        into = staging[:piece] if staging else buffer[offset : offset + piece]
+        count = os.preadv(descriptor, [into], offset)
         if count == 0:
             raise ChunkCorrupt(f"blob was cut while it was read. path={path} observed={offset} expected={len(buffer)}")
+        if staging:
+            ctypes.memmove(target + offset, source, count)  # without the GIL, which a slice's assignment holds
         offset += count
         on_piece(offset)
+
+
+class _Staging(threading.local):
+    """A thread's memory that files are read into around the page cache: one huge page, where the machine has them."""
+
+    _memory: memoryview | None = None
+
+    def memory(self) -> memoryview:
+        """``READ_PIECE_BYTES``, aligned; the same for all reads of this thread."""
+        if self._memory is None:
+            mapped = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            begin = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_PAGE_BYTES
+            mapped.madvise(mmap.MADV_HUGEPAGE, begin, _HUGE_PAGE_BYTES)
+            # A fork while the device writes would, on older kernels, leave its bytes in the child's copy of the page.
+            mapped.madvise(mmap.MADV_DONTFORK)
+            self._memory = memoryview(mapped)[begin : begin + READ_PIECE_BYTES]
+        return self._memory
+
+
+_staging = _Staging()
+
+
+def has_huge_pages() -> bool:
+    """Whether this machine gives a process huge pages that asks for them.
+
+    Without them staging memory is scattered pages of 4 KiB, and many devices take a request for few of them: a virtio
+    disk read 1.2 GB/s into such memory, 3.0 into a huge page, and 2.1 through the page cache.
+    """
+    try:
+        return "[never]" not in _HUGE_PAGES.read_text()
+    except OSError:  # a kernel without them
+        return False
+
+
+class _CacheRange(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_uint64), ("size_bytes", ctypes.c_uint64))
+
+
+class _CacheStat(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "evicted_lately"))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_cached(descriptor: int, size_bytes: int) -> bool:
+    """Whether all of a file is in the page cache; False where the kernel cannot tell (before Linux 6.5)."""
+    found = _CacheStat()
+    asked = ctypes.byref(_CacheRange(0, size_bytes))
+    if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(descriptor), asked, ctypes.byref(found), ctypes.c_uint(0)):
+        return False
+    return bool(found.cached * mmap.PAGESIZE >= size_bytes)
 
 
 def replace_small_file(path: Path, content: bytes, *, is_lasting: bool = False, temp_in: Path | None = None) -> None:

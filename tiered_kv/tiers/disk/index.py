@@ -79,6 +79,8 @@ _READ_BY_ADDRESS = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "t
 reader filled by somebody else: FUSE where its daemon says so (``direct_io``), virtiofs, 9p and CIFS without a cache,
 ZFS with ``direct=always``."""
 
+_LOCAL_FILE_SYSTEMS = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"))
+
 
 class IndexDamaged(Exception):
     """The database does not hold what we wrote; it is disposable."""
@@ -521,6 +523,11 @@ def is_on_network(path: Path, mounts: str) -> bool:
 def reads_by_address(path: Path, mounts: str) -> bool:
     """Whether a plain read of a file below ``path`` copies to the caller's addresses; arguments as above."""
     return file_system(path, mounts) in _READ_BY_ADDRESS
+
+
+def is_on_local_disk(path: Path, mounts: str) -> bool:
+    """Whether ``path`` lies on a file system over a device of this machine, known to us; arguments as above."""
+    return file_system(path, mounts) in _LOCAL_FILE_SYSTEMS
 
 
 def file_system(path: Path, mounts: str) -> str:

@@ -24,6 +24,7 @@ reads it gives its blocks back a moment later than its bytes.)
     _gate        _active, _closed: close() waits for calls in flight before the directory is unlocked
     _stripes     one lock per key byte mod 64: rename or unlink and their bookkeeping are one step for a name
     _index       its own lock
+    _read_lately its own lock
     _pinned      replaced as a whole by flush
 """
 
@@ -34,6 +35,7 @@ import json
 import logging
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +48,7 @@ from tiered_kv.keys.naming import relative_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.disk.files import (
     free_bytes,
+    has_huge_pages,
     make_directories,
     make_root,
     mapped_errors,
@@ -58,7 +61,7 @@ from tiered_kv.tiers.disk.files import (
     writable_by_others,
     write_file,
 )
-from tiered_kv.tiers.disk.index import DiskIndex, foreign_index, is_on_network, reads_by_address
+from tiered_kv.tiers.disk.index import DiskIndex, foreign_index, is_on_local_disk, is_on_network, reads_by_address
 from tiered_kv.tiers.disk.ledger import DiskLedger
 from tiered_kv.tiers.disk.lock import DirectoryLock
 from tiered_kv.tiers.disk.marker import claim
@@ -74,6 +77,8 @@ MIN_FREE_BYTES = 1 << 30
 MIN_METADATA_RESERVE_BYTES = 64 << 20
 MIN_BLOB_SPACE_BYTES = 1 << 20
 _STRIPES = 64
+_READ_LATELY_COUNT = 1 << 15
+"""Blobs whose reading is remembered: of 32 MiB each 1 TiB, more than a page cache holds. Up to 6 MiB of memory."""
 
 
 def metadata_reserve(capacity_bytes: int) -> int:
@@ -81,11 +86,33 @@ def metadata_reserve(capacity_bytes: int) -> int:
     return max(MIN_METADATA_RESERVE_BYTES, capacity_bytes // 100)
 
 
+class _ReadLately:
+    """The last ``_READ_LATELY_COUNT`` different blobs that were read, in the order of their first reading.
+
+    Threads: any.
+    """
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def saw(self, key: bytes) -> bool:
+        """Whether it was read before; it is remembered from now on."""
+        with self._lock:
+            if key in self._keys:
+                return True
+            self._keys[key] = None
+            if len(self._keys) > _READ_LATELY_COUNT:
+                self._keys.popitem(last=False)
+            return False
+
+
 class DiskTier(Tier):
     """Blobs in files below one directory.
 
     Attributes:
-        direct_io: Writes bypass the page cache (buffers that are not 4096-aligned never do). Reads always use it.
+        direct_io: Writes bypass the page cache (buffers that are not 4096-aligned never do).
+        direct_reads: So do reads of what is not in it and was not read lately.
         unreadable_count: Files the scan at open left out: foreign, misnamed, or broken and removed.
     """
 
@@ -106,7 +133,7 @@ class DiskTier(Tier):
             capacity_bytes: Limit of blobs, temp files and the metadata reserve together.
             min_free_bytes: Refuse writes that would leave less than this on the file system.
             metadata_reserve_bytes: Taken off the capacity first; None: ``metadata_reserve``.
-            direct_io: Whether writes use O_DIRECT; None: where a probe succeeds.
+            direct_io: Whether writes use O_DIRECT; None: where a probe succeeds. False: reads do not, either.
 
         Raises:
             ConfigError: The capacity is too small, ``direct_io`` is demanded where it does not work, or the directory
@@ -130,6 +157,7 @@ class DiskTier(Tier):
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._flushing = threading.Lock()
         self._is_flush_failing = False
+        self._read_lately = _ReadLately()
         self._pinned: frozenset[bytes] = frozenset()
         self._has_warned_of_pins = False
         self._temp_numbers = itertools.count()
@@ -144,6 +172,7 @@ class DiskTier(Tier):
                 log = SweepLog(self._root)
                 sweep_temp_files(self._root, self._tmp, owners, log)
                 self.direct_io = self._choose_direct_io(direct_io)
+                self.direct_reads = self.direct_io and has_huge_pages() and is_on_local_disk(self._root, _mounts())
                 self.traits = dataclasses.replace(self.traits, reads_by_address=reads_by_address(self._root, _mounts()))
                 self._index = self._choose_index(owners)
                 content = self._restore(owners, log)
@@ -185,8 +214,8 @@ class DiskTier(Tier):
             logger.warning("another user may write into the disk directory, and so into answers: chmod 0700. %s", place)
         used, count = self._ledger.totals()
         logger.info(
-            "disk tier open. path=%s blobs=%d used=%d limit=%d direct_io=%s",
-            self._root, count, used, self._ledger.limit_bytes, self.direct_io,
+            "disk tier open. path=%s blobs=%d used=%d limit=%d direct_io=%s direct_reads=%s",
+            self._root, count, used, self._ledger.limit_bytes, self.direct_io, self.direct_reads,
         )  # fmt: skip
         if content.unreadable_count:
             logger.warning(
@@ -278,7 +307,9 @@ class DiskTier(Tier):
         path = self._file(name)
         with self._operation(), mapped_errors("get", path):
             try:
-                found = read_file(path, buffer, on_piece)
+                # What comes back goes through the page cache: memory that nobody else wants is a second chance for it.
+                direct = self.direct_reads and not self._read_lately.saw(name.key)
+                found = read_file(path, buffer, on_piece, direct=direct)
             except ChunkCorrupt:
                 with contextlib.suppress(OSError):  # gone by now, or no file: damaged is all that can be said
                     refuse_foreign(read_head(path, PEEK_BYTES), name.namespace)
