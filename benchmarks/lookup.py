@@ -1,6 +1,6 @@
 """What a lookup costs vLLM's scheduler thread, and when its answer is there: through the connector's own hooks.
 
-    python benchmarks/lookup.py [--quick] [--runs N] [--sizes N ...] [--tokens N ...] [--keep]
+    python benchmarks/lookup.py [--quick] [--runs N] [--sizes N ...] [--tokens N ...] [--steps MS ...] [--keep]
 
 Prompts of 1k to 128k tokens in chunks of 256, against servers whose index has 10k, 100k and 1M chunks (``--quick``: the
 first two). The blobs are of 8 KiB: the index is measured, not the arena. It is filled by ``Commit`` messages, with
@@ -11,11 +11,15 @@ prompts take turns among them and among three cases:
     disk    every chunk is on disk only; read from there, warm, before the answer counts
     miss    nothing is known of it
 
+``steps`` says when ``get_num_new_matched_tokens`` is called: as an engine does, once in every step of so many
+milliseconds, whether anything has come or not, with the hooks that vLLM calls in a step that computes nothing in
+between; or (``told``) at once and then 5 ms after something has come, as every figure before 2026-11-26 was taken.
+
 ``new`` is ``on_new_request``, which hashes the prompt and sends the lookup, or has a thread hash a long one, which is
-looked up at a later call; ``first`` and ``second`` are calls of
-``get_num_new_matched_tokens``: at once, and when the answer has come; ``polls`` all calls until it is given (for the
-disk one every 5 ms, as of steps); ``end`` is what releasing takes. ``total`` is the sum of all of them, on the
-scheduler's thread, and ``cpu`` the CPU time of that thread in them. ``wall`` is the time from the request to the
+looked up at a later call; ``first`` and ``second`` are calls of ``get_num_new_matched_tokens``; ``polls`` all calls
+until the answer is given, and ``asked`` how many; ``end`` is what releasing takes. ``total`` is the sum of all of them,
+on the scheduler's thread, and ``cpu`` the CPU time of that thread in them. What the other hooks of the steps take,
+``between``, is not in it: an engine without a lookup pays for them, too. ``wall`` is the time from the request to the
 answer. ``hash`` is the roofline of the one part: token ids packed, xxh3 and sha256 per chunk, nothing else; ``ping`` of
 the other: as many bytes to another process and back as lookup and answer have. Medians, in milliseconds.
 """
@@ -30,9 +34,10 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import xxhash
@@ -51,7 +56,11 @@ SHAPE = (1, 1, 4, BLOCK)
 SLOT_BYTES = 8192  # 4 KiB of header, 256 bytes for each of 16 blocks
 CHAIN = 64
 TAG = "tenant"
-STEP_S = 0.005
+TOLD_STEP_S = 0.005
+"""From what has come to the question, where one is only asked then."""
+STEPS_MS = (0.0, 1.0, 5.0)
+"""Between two questions; 0: asked when something has come."""
+CASES = ("host", "disk", "miss")
 DISK_BYTES = 128 << 20
 LONGEST = 128 << 10
 ECHO = """
@@ -62,9 +71,10 @@ while head := far.recv(8, socket.MSG_WAITALL):
     far.sendall(bytes(int.from_bytes(head[4:], "little")))
 """
 COLUMNS = {
-    "chunks_in_index": "index", "tokens": "tokens", "case": "case", "new_ms": "new", "first_ms": "first",
-    "second_ms": "second", "polls_ms": "polls", "end_ms": "end", "total_ms": "total", "cpu_ms": "cpu",
-    "wall_ms": "wall", "hash_ms": "hash", "hash_cpu_ms": "hash cpu", "ping_ms": "ping",
+    "chunks_in_index": "index", "tokens": "tokens", "case": "case", "steps": "steps", "new_ms": "new",
+    "first_ms": "first", "second_ms": "second", "asked": "asked", "polls_ms": "polls", "end_ms": "end",
+    "total_ms": "total", "cpu_ms": "cpu", "between_ms": "between", "wall_ms": "wall", "hash_ms": "hash",
+    "hash_cpu_ms": "hash cpu", "ping_ms": "ping",
 }  # fmt: skip
 
 
@@ -163,23 +173,26 @@ def tokens_of(seed: str, count: int) -> list[int]:
     return [rng.randrange(1 << 17) for _ in range(count)]
 
 
-def ask(node: Node, name: str, case: str, prompt: list[int]) -> dict[str, float]:
-    """One request from its arrival to its end, in seconds."""
+def ask(node: Node, name: str, case: str, prompt: list[int], step_s: float = 0.0) -> dict[str, float]:
+    """One request from its arrival to its end, in seconds; asked when something has come where ``step_s`` is 0."""
     request = node.request(name, prompt)
     hooks = node.scheduler
-    node.scheduler.get_kv_connector_stats()
+    hooks.get_kv_connector_stats()
     taken: dict[str, float] = {}
     begun_s = time.perf_counter()
     cpu_s = time.thread_time()
     taken["new"] = _timed(lambda: hooks.on_new_request(request))
     taken["cpu"] = time.thread_time() - cpu_s
-    polls = []
+    polls: list[float] = []
+    between_s = 0.0
     answer: Any = None
     while answer is None:
-        if polls:
+        if polls and step_s:
+            between_s += _timed(lambda: _rest_of_a_step(hooks))
+            time.sleep(step_s)
+        elif polls:
             _until_told(node, name)
-        if len(polls) > 1:
-            time.sleep(STEP_S)
+            time.sleep(TOLD_STEP_S if len(polls) > 1 else 0)
         started_s, cpu_s = time.perf_counter(), time.thread_time()
         answer, _ = hooks.get_num_new_matched_tokens(request, 0)
         taken["cpu"] += time.thread_time() - cpu_s
@@ -188,7 +201,9 @@ def ask(node: Node, name: str, case: str, prompt: list[int]) -> dict[str, float]
     expected = 0 if case == "miss" else len(prompt) - 1
     if answer != expected:
         raise RuntimeError(f"wrong answer. case={case} tokens={len(prompt)} expected={expected} observed={answer}")
-    taken["first"], taken["polls"] = polls[0], sum(polls)
+    taken["first"], taken["polls"], taken["asked"] = polls[0], sum(polls), len(polls)
+    if step_s:
+        taken["between"] = between_s
     if len(polls) > 1:
         taken["second"] = polls[1]
     cpu_s = time.thread_time()
@@ -196,6 +211,13 @@ def ask(node: Node, name: str, case: str, prompt: list[int]) -> dict[str, float]
     taken["cpu"] += time.thread_time() - cpu_s
     taken["total"] = taken["new"] + taken["polls"] + taken["end"]
     return taken
+
+
+def _rest_of_a_step(hooks: Any) -> None:
+    """What vLLM calls besides, in a step that computes nothing."""
+    output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
+    hooks.build_connector_meta(output)
+    hooks.get_kv_connector_stats()
 
 
 def _until_told(node: Node, name: str) -> None:
@@ -245,30 +267,31 @@ class Echo:
         self._process.wait()
 
 
-def measure(nodes: list[Node], echo: Echo, lengths: list[int], runs: int) -> list[dict[str, Any]]:
-    """Rows by length, size of the index and case."""
+def measure(
+    nodes: list[Node], echo: Echo, lengths: list[int], steps_ms: Sequence[float], runs: int
+) -> list[dict[str, Any]]:
+    """Rows by length, size of the index, case and steps."""
     numbers = count()
     rows = []
     for tokens in lengths:
-        taken: dict[tuple[int, str], list[dict[str, float]]] = {}
+        taken: dict[tuple[int, str, float], list[dict[str, float]]] = {}
         rooflines: dict[str, list[float]] = {"hash": [], "hash_cpu": [], "ping": []}
         for run in range(runs + 1):  # the first is not counted
             for node in nodes:
-                for case in ("host", "disk", "miss"):
-                    sample = ask(node, f"r{next(numbers)}", case, node.prompt(case, tokens, run))
-                    if run:
-                        taken.setdefault((node.chunks, case), []).append(sample)
-                    if case == "disk":
-                        wait_for(lambda node=node: node._figure("leased_bytes") == 0, "the end of the leases")
-                        node.leave_on_disk()
+                for step_ms in steps_ms:
+                    for case, sample in _ask_all(node, tokens, numbers, step_ms):
+                        if run:
+                            taken.setdefault((node.chunks, case, step_ms), []).append(sample)
                 known = node.prompts["host"][:tokens]
                 cpu_s = time.thread_time()
                 rooflines["hash"].append(_timed(lambda known=known: hash_only(known)))
                 rooflines["hash_cpu"].append(time.thread_time() - cpu_s)
                 rooflines["ping"].append(_timed(lambda known=known: echo.ping(len(known) // CHUNK)))
-        for (chunks, case), samples in sorted(taken.items()):
-            row: dict[str, Any] = {"chunks_in_index": chunks, "tokens": tokens, "case": case, "requests": len(samples)}
-            for what in ("new", "first", "second", "polls", "end", "total", "cpu", "wall"):
+        for (chunks, case, step_ms), samples in sorted(taken.items()):
+            row: dict[str, Any] = {"chunks_in_index": chunks, "tokens": tokens, "case": case}
+            row |= {"steps": f"{step_ms:g} ms" if step_ms else "told", "requests": len(samples)}
+            row["asked"] = statistics.median(sample["asked"] for sample in samples)
+            for what in ("new", "first", "second", "polls", "end", "total", "cpu", "between", "wall"):
                 values = [1e3 * sample[what] for sample in samples if what in sample]
                 row[f"{what}_ms"] = round(statistics.median(values), 4) if values else None
                 row[f"{what}_max_ms"] = round(max(values), 4) if values else None
@@ -278,12 +301,23 @@ def measure(nodes: list[Node], echo: Echo, lengths: list[int], runs: int) -> lis
     return rows
 
 
+def _ask_all(node: Node, tokens: int, numbers: Iterator[int], step_ms: float) -> Iterator[tuple[str, dict[str, float]]]:
+    """One request of each case."""
+    for case in CASES:
+        number = next(numbers)
+        yield case, ask(node, f"r{number}", case, node.prompt(case, tokens, number), step_ms / 1e3)
+        if case == "disk":
+            wait_for(lambda: node._figure("leased_bytes") == 0, "the end of the leases")
+            node.leave_on_disk()
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--quick", action="store_true", help="without the index of 1M chunks")
     options.add_argument("--runs", type=int, default=11)
     options.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="of the index")
     options.add_argument("--tokens", type=int, nargs="+", default=[1 << 10, 4 << 10, 16 << 10, 64 << 10, LONGEST])
+    options.add_argument("--steps", type=float, nargs="+", default=STEPS_MS, help="ms; 0: when something has come")
     given = options.parse_args()
     sizes = [size for size in given.sizes if not (given.quick and size >= 1_000_000)]
     fill_s = {}
@@ -296,7 +330,7 @@ def main() -> None:
                 nodes.append(Node(Path(work) / f"index-{size}", size, max(given.tokens)))
                 fill_s[size] = round(time.monotonic() - started_s, 1)
             print("\n".join(table([], COLUMNS)), flush=True)
-            rows = measure(nodes, echo, given.tokens, given.runs)
+            rows = measure(nodes, echo, given.tokens, given.steps, given.runs)
         finally:
             echo.close()
             for node in nodes:

@@ -1,5 +1,6 @@
 """A real engine whose cache server stands still, or answers nonsense: its steps go on, and so do its requests."""
 
+import linecache
 import logging
 import math
 import os
@@ -73,6 +74,8 @@ def no_waiting() -> Iterator[Counter[str]]:
         if name in SOCKET_CALLS:
             found["looked at"] += 1
         waits = name in WAITS or (name in SOCKET_CALLS and function.__self__.gettimeout() != 0.0)
+        if name == "poll" and ".poll(0)" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            waits = False  # it only looks
         if waits and (ours := _ours(frame)):
             found[f"{name} in {ours}"] += 1
 
@@ -188,6 +191,9 @@ def garbled(source: random.Random, message: Any) -> Any:
             search_s = drawn((None, -1.0))
             answer = LookupAnswer(held, tuple(few), ready, is_done, arriving, unknown, search_s, sources, 0, True)
             return m.Updated(message.lookup, answer)
+        case m.Progressed():
+            arriving = (Arrival(1, drawn(INTEGERS), drawn((None, 0.0, -1.0, math.nan, math.inf))),)
+            return m.Progressed(message.lookup, drawn((0, 1, 2, drawn(INTEGERS))), drawn((True, False)), arriving)
         case m.Credits():
             return m.Credits(few)
         case m.Stat():

@@ -153,6 +153,8 @@ def answer(**fields: Any) -> m.Updated:
         answer(unknown=-1),
         answer(queued=-1),
         answer(arriving=(Arrival(-1, 1),)),
+        m.Progressed(1, 1, False, ()),
+        m.Progressed(1, -1, False, ()),
         m.Credits([-1]),
         m.Moved(2, True, bytes(16)),
         m.Moved(-1, True, bytes(16)),

@@ -16,7 +16,7 @@ from tiered_kv.server import sessions
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.connection import Connection
 from tiered_kv.server.worker_client import WorkerClient
-from tiered_kv.tiering.types import HOST, TierEvents
+from tiered_kv.tiering.types import HOST, LookupAnswer, TierEvents
 
 KEY = bytes(range(16))
 
@@ -94,6 +94,43 @@ def test_hits_name_the_tier_that_gave_them(root: Path, engine: Callable[..., Sma
     assert answer.sources == bytes([1, 1])
     second.client.release(lookup)
     assert second.look_up(2)[1].sources == bytes([0, 0])
+
+
+def test_slots_are_told_once_and_then_only_how_many_are_ready(
+    root: Path, engine: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler decodes the slots of a prompt once, however many parts it arrives in."""
+    first = engine("first")
+    first.store(24)
+    first.wait_hits(24)
+    wait_written(root)
+    first.close()
+    wait_ended(root)
+    second, told = engine("second"), list[m.Message]()
+    take = second.client._take
+
+    def noted(message: object) -> None:
+        assert isinstance(message, m.Message)
+        told.append(message)
+        take(message)
+
+    monkeypatch.setattr(second.client, "_take", noted)
+    lookup, answer = second.look_up(24)
+    second.check_slots(answer.slots)
+    assert (answer.ready, answer.is_done, answer.held, answer.sources) == (24, True, 24, bytes([1] * 24))
+    about = [one for one in told if isinstance(one, m.Updated | m.Progressed)]
+    assert [type(one) for one in about] == [m.Updated, *[m.Progressed] * (len(about) - 1)] and len(about) > 1
+    second.client.release(lookup)
+    lookup, again = second.look_up(24)
+    assert (again.ready, again.sources) == (24, bytes(24)), "another lookup is told whole"
+    second.client.release(lookup)
+
+
+def test_progress_keeps_all_but_what_has_arrived() -> None:
+    before = LookupAnswer(held=2, slots=(4, 5), sources=bytes(2), is_answered=True)
+    after = m.Progressed(1, 2, True, ()).after(before)
+    assert after == LookupAnswer(2, (4, 5), 2, True, sources=bytes(2), is_answered=True)
+    assert after.slots is before.slots
 
 
 def test_a_scheduler_may_ask_for_figures_and_what_was_stored_less_removed_is_there(

@@ -148,7 +148,7 @@ def test_a_request_that_ends_at_once_waits_for_no_thread(engine: SmallEngine, si
         state = side.state("aborted")
         assert state is not None and state.hashing is not None
         side.finish_request(asked, ())  # with the thread busy for ever, this would never return
-        assert state.hashing.cancelled() and not side._lookups._hashing
+        assert state.hashing.cancelled() and not side._lookups.hashing
 
 
 def test_a_short_prompt_is_looked_up_at_once(engine: SmallEngine, side: SchedulerSide) -> None:
@@ -220,7 +220,7 @@ def test_a_long_prompt_that_ends_while_its_keys_are_computed_is_stored_whole(
         )
     )
     assert sum(len(job.copies) for job in metadata.saves) == CHUNKS
-    assert not engine.client.lookups and not side._lookups._hashing
+    assert not engine.client.lookups and not side._lookups.hashing
 
 
 def test_keys_that_were_begun_under_another_namespace_are_not_used(engine: SmallEngine, side: SchedulerSide) -> None:

@@ -13,12 +13,16 @@ from tiered_kv.vllm.wait_policy import (
     PrefillRate,
     WaitPolicy,
     WaitState,
-    is_worth_waiting,
+    longest_wait_s,
 )
 
 RATE = 1000.0
 CHUNK = 256
 STEP_S = 0.001
+
+
+def is_worth_waiting(waited_s: float, wait: WaitState, rate: float) -> bool:
+    return waited_s <= longest_wait_s(wait, rate)
 
 
 @pytest.mark.parametrize(
@@ -46,20 +50,20 @@ STEP_S = 0.001
 def test_waits_while_it_pays(waited_s: float, arrived: int, missing: int, eta_s: float | None, expected: bool) -> None:
     first = (1, None if eta_s is None else min(eta_s, 0.05))
     parts = [first, (missing, eta_s)] if missing else []
-    assert is_worth_waiting(WaitState(waited_s, 0.0, arrived, parts), RATE) is expected
+    assert is_worth_waiting(waited_s, WaitState(0.0, arrived, parts), RATE) is expected
 
 
 def test_a_tier_that_is_hardly_faster_is_not_waited_for_if_its_first_chunk_takes_too_long() -> None:
-    assert is_worth_waiting(WaitState(0.04, 0.0, 0, [(250, 0.05), (1000, 0.6)]), RATE)
-    assert not is_worth_waiting(WaitState(0.00, 0.0, 0, [(250, 0.3), (1000, 0.6)]), RATE)
-    assert is_worth_waiting(WaitState(0.40, 0.0, 400, [(250, 0.3), (1000, 0.6)]), RATE), "what arrived pays for it"
+    assert is_worth_waiting(0.04, WaitState(0.0, 0, [(250, 0.05), (1000, 0.6)]), RATE)
+    assert not is_worth_waiting(0.00, WaitState(0.0, 0, [(250, 0.3), (1000, 0.6)]), RATE)
+    assert is_worth_waiting(0.40, WaitState(0.0, 400, [(250, 0.3), (1000, 0.6)]), RATE), "what arrived pays for it"
 
 
 def test_a_fast_tiers_part_is_waited_for_although_the_rest_comes_from_a_slow_one() -> None:
     """The disk has 1,000 tokens and the bucket 3,000 more, which would take longer than computing them."""
-    assert is_worth_waiting(WaitState(0.2, 0.0, 0, [(1000, 0.1), (4000, 9.0)]), RATE)
-    assert not is_worth_waiting(WaitState(0.2, 0.0, 0, [(4000, 9.0)]), RATE)
-    assert not is_worth_waiting(WaitState(0.2, 0.0, 1000, [(3000, 8.9)]), RATE), "the disk's part is here"
+    assert is_worth_waiting(0.2, WaitState(0.0, 0, [(1000, 0.1), (4000, 9.0)]), RATE)
+    assert not is_worth_waiting(0.2, WaitState(0.0, 0, [(4000, 9.0)]), RATE)
+    assert not is_worth_waiting(0.2, WaitState(0.0, 1000, [(3000, 8.9)]), RATE), "the disk's part is here"
 
 
 @pytest.mark.parametrize(
@@ -76,20 +80,21 @@ def test_a_fast_tiers_part_is_waited_for_although_the_rest_comes_from_a_slow_one
 def test_a_search_gets_the_unproven_share(
     waited_s: float, arrived: int, missing: int, search_s: float | None, expected: bool
 ) -> None:
-    wait = WaitState(waited_s, 0.0, arrived, [(missing, 0.1)], unknown_tokens=1000, search_s=search_s)
-    assert is_worth_waiting(wait, RATE) is expected
+    wait = WaitState(0.0, arrived, [(missing, 0.1)], unknown_tokens=1000, search_s=search_s)
+    assert is_worth_waiting(waited_s, wait, RATE) is expected
 
 
 def test_deadline_ends_every_wait_that_pays() -> None:
-    wait = WaitState(2.0, 0.0, 90_000, [(10_000, 0.1)])
-    assert WaitPolicy(PrefillRate(), None, 2_000).waits(wait)
-    assert not WaitPolicy(PrefillRate(), None, 1_000).waits(wait)
+    wait = WaitState(0.0, 90_000, [(10_000, 0.1)])
+    assert longest_wait_s(wait, PREFILL_TOKENS_PER_S_DEFAULT) > 2.0
+    assert WaitPolicy(PrefillRate(), None, 2_000).longest_s(wait) == 2.0
+    assert WaitPolicy(PrefillRate(), None, 1_000).longest_s(wait) == 1.0
 
 
 def test_a_fixed_wait_asks_no_measurement() -> None:
     policy = WaitPolicy(PrefillRate(), 500, 100)
-    assert policy.waits(WaitState(0.5, 0.0, 0, [(256, math.inf)]))
-    assert not policy.waits(WaitState(0.51, 0.0, 0, [(100_000, 0.1)]))
+    assert policy.longest_s(WaitState(0.0, 0, [(256, math.inf)])) == 0.5
+    assert policy.longest_s(WaitState(0.0, 0, [(100_000, 0.1)])) == 0.5
 
 
 def played(arrivals: list[float], rate: float, eta_s: float | None) -> float:
@@ -101,7 +106,7 @@ def played(arrivals: list[float], rate: float, eta_s: float | None) -> float:
         missing = CHUNK * len(arrivals) - arrived
         if arrived > before:
             before, told_s = arrived, now_s
-        if not is_worth_waiting(WaitState(now_s, told_s, arrived, [(missing, eta_s)]), rate):
+        if not is_worth_waiting(now_s, WaitState(told_s, arrived, [(missing, eta_s)]), rate):
             return now_s + missing / rate
         now_s += STEP_S
 
@@ -127,7 +132,7 @@ def test_a_true_prediction_never_costs_more_than_the_unproven_share(arrivals: li
     while True:
         arrived = CHUNK * sum(at <= now_s for at in arrivals)
         missing = CHUNK * len(arrivals) - arrived
-        if not is_worth_waiting(WaitState(now_s, now_s, arrived, [(missing, arrivals[-1] - now_s)]), rate):
+        if not is_worth_waiting(now_s, WaitState(now_s, arrived, [(missing, arrivals[-1] - now_s)]), rate):
             break
         now_s += STEP_S
     assert now_s + missing / rate <= (1 + UNPROVEN_SHARE) * computed_s + 2 * STEP_S

@@ -16,7 +16,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord, Key
 from tiered_kv.keys.row_names import ROW_NAME_BYTES_MAX
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
-from tiered_kv.tiering.types import LookupAnswer, SlotId
+from tiered_kv.tiering.types import Arrival, LookupAnswer, SlotId
 
 PROTOCOL = 20
 FRAME_BYTES_MAX = 4 << 20
@@ -490,6 +490,23 @@ class Updated(Message, frozen=True):
     answer: LookupAnswer
 
 
+class Progressed(Message, frozen=True):
+    """More of a lookup's chunks are ready; all else is as its last ``Updated`` said, slots and sources above all.
+
+    Attributes:
+        ready, is_done, arriving: As in :class:`~tiered_kv.tiering.types.LookupAnswer`.
+    """
+
+    lookup: int
+    ready: Annotated[int, msgspec.Meta(ge=0)]
+    is_done: bool
+    arriving: tuple[Arrival, ...]
+
+    def after(self, told: LookupAnswer) -> LookupAnswer:
+        """The lookup's answer now, by the one before."""
+        return msgspec.structs.replace(told, ready=self.ready, is_done=self.is_done, arriving=self.arriving)
+
+
 class Ended(Message, frozen=True):
     """A lookup's leases end: it held them unclaimed for too long, or gave way. Its slots are no longer its own.
 
@@ -653,6 +670,7 @@ FromServer = (
     | Refused
     | Ready
     | Updated
+    | Progressed
     | Ended
     | Credits
     | Rested

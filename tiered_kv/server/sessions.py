@@ -47,6 +47,7 @@ from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.quotas import Quota
 from tiered_kv.tiering.types import (
     LeaseEnd,
+    LookupAnswer,
     LookupUpdate,
     RowsEnded,
     RowUse,
@@ -101,6 +102,7 @@ class Group:
         private_epoch: That of the engine, if a reset in an earlier generation gave it one.
         granted: Slots the scheduler holds empty, per session.
         lookups: The scheduler's lookup id -> (engine session, engine lookup id).
+        told: The last answer that the scheduler was told, by the latter.
         is_watching: The scheduler is told which chunks come and go.
         quota: What the engine says that its namespace keeps and may take, if it says anything.
         slot_bytes: Size of its slots, once the geometry is known.
@@ -126,6 +128,7 @@ class Group:
     private_epoch: str = ""
     lookups: dict[int, tuple[int, int]] = field(default_factory=dict)
     client_ids: dict[tuple[int, int], int] = field(default_factory=dict)
+    told: dict[tuple[int, int], LookupAnswer] = field(default_factory=dict)
     decliners: set[Connection] = field(default_factory=set)
     declined: str = ""
     is_watching: bool = False
@@ -448,6 +451,7 @@ class Sessions:
 
     def _release(self, group: Group, lookup: tuple[int, int], *, is_asked_anew: bool = False) -> None:
         client_id = group.client_ids.pop(lookup, None)
+        group.told.pop(lookup, None)
         if client_id is not None:
             del group.lookups[client_id]
             self._engine.release(*lookup, is_asked_anew=is_asked_anew)
@@ -883,11 +887,16 @@ def tell_lookup(engine: Engine, group: Group, update: LookupUpdate) -> None:
     Raises:
         ProtocolError, ConnectionError: The session's client is lost.
     """
-    client_id = group.client_ids.get((update.session, update.lookup))
+    name = (update.session, update.lookup)
+    client_id = group.client_ids.get(name)
     if client_id is None or group.scheduler is None:
         return
     assert group.namespace is not None
-    group.scheduler.send(m.Updated(client_id, engine.timed(group.namespace.digest, update.answer)))
+    answer = engine.timed(group.namespace.digest, update.answer)
+    told, group.told[name] = group.told.get(name), answer
+    progress = m.Progressed(client_id, answer.ready, answer.is_done, answer.arriving)
+    is_progress = told is not None and progress.after(told) == answer
+    group.scheduler.send(progress if is_progress else m.Updated(client_id, answer))
 
 
 def tell_moves(connection: Connection, moves: TierEvents) -> None:

@@ -132,6 +132,7 @@ class _Outcome:
     decision: str = ""
     lookup_wait_s: float = 0.0
     promotion_wait_s: float | None = None
+    is_waiting: bool = False
 
 
 class SchedulerMeter:
@@ -163,18 +164,22 @@ class SchedulerMeter:
     # -- a request's way through the scheduler -----------------------------------------------------------------
 
     def offered(self, state: RequestState | None, matched: int | None) -> None:
-        """A request was answered ``matched`` tokens; the same question comes again until it is admitted."""
+        """A request was answered ``matched`` tokens; the same question comes again until it is admitted.
+
+        Of a wait the begin and the end have to be told, not each question in between.
+        """
         lookup = None if state is None else state.lookup
         if lookup is None or lookup.answered_s is None or lookup.generation != self._client.generation:
             return
-        answered = _Outcome(lookup_wait_s=lookup.answered_s - lookup.sent_s)
-        if lookup.given_up:
-            self._given_up(lookup, self._outcomes.pop(lookup.id, answered))
-            return
-        outcome = self._outcomes.setdefault(lookup.id, answered)
-        if matched is None:
+        outcome = self._outcomes.get(lookup.id)
+        if outcome is None:
+            outcome = self._outcomes[lookup.id] = _Outcome(lookup_wait_s=lookup.answered_s - lookup.sent_s)
+        if outcome.is_waiting or matched is None:
             outcome.promotion_wait_s = self._monotonic() - lookup.answered_s
-        else:
+            outcome.is_waiting = matched is None
+        if lookup.given_up:
+            self._given_up(lookup, self._outcomes.pop(lookup.id))
+        elif matched is not None:
             answer = self._client.lookups.get(lookup.id)
             is_whole = answer is None or not _has_more(answer)
             has_waited = outcome.promotion_wait_s is not None

@@ -5,7 +5,8 @@ the events and the warning about long prompts only read what it did::
 
     hook of the connector         1st                       2nd                      why in this order
     on_new_request                side.add_request          events.note              a request has keys only then
-    get_num_new_matched_tokens    side.matched_tokens       meter.offered            counts what vLLM is answered
+    get_num_new_matched_tokens    side.goes_on_waiting      nothing, if it does      nothing new to count
+                                  side.matched_tokens       meter.offered            counts what vLLM is answered
     update_state_after_alloc      side.allocated            meter.allocated          the load has begun by then
     build_connector_meta          side.plan_step            warning, events.note     the session may have changed; the
                                                                                      step's chunks have keys by then
@@ -105,6 +106,8 @@ class SchedulerHooks:
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded; None: ask again."""
+        if self.side.goes_on_waiting(request, computed_tokens):
+            return None  # as it was answered and counted before
         matched = self.side.matched_tokens(request, computed_tokens)
         self._meter.offered(self.side.state(request.request_id), matched)
         return matched

@@ -42,7 +42,10 @@ class RequestLookups:
     """Sends, renews and releases the lookups of requests.
 
     Writes of each :class:`RequestState`: ``keys`` (through ``update_keys``), ``lookup``, ``renewal``, ``held``,
-    ``tails`` and ``is_asked_anew``. Of its own it has vLLM's block pool, and the requests whose keys a thread computes.
+    ``tails`` and ``is_asked_anew``. Of its own it has vLLM's block pool.
+
+    Attributes:
+        hashing: Requests whose keys a thread computes, and that are not looked up yet.
 
     Threads: vLLM's scheduler thread only. One of its own computes the keys of long prompts.
     """
@@ -76,7 +79,7 @@ class RequestLookups:
         self._tail_unit = groups.tail_unit(config.tail_tokens, config.chunk_tokens, role.drafts)
         self._blocks: PagedBlocks | None = None
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="tiered_kv-keys")
-        self._hashing: deque[RequestState] = deque()
+        self.hashing: deque[RequestState] = deque()
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, which says what the GPU's prefix cache has."""
@@ -130,10 +133,10 @@ class RequestLookups:
         namespace, chunk_tokens = self._client.namespace, self._config.chunk_tokens
         if namespace and state.extras.is_accountable and state.begin_hashing(self._hasher, namespace, chunk_tokens):
             state.hashing_s = self._monotonic()
-            self._hashing.append(state)
+            self.hashing.append(state)
         is_hashing = state.is_hashing and not self._hashes_itself(state)
-        if not is_hashing and state in self._hashing:
-            self._hashing.remove(state)
+        if not is_hashing and state in self.hashing:
+            self.hashing.remove(state)
         return is_hashing
 
     def _hashes_itself(self, state: RequestState) -> bool:
@@ -148,10 +151,16 @@ class RequestLookups:
         """Whether the request's lookup is sent once its keys are computed."""
         return state.hashing is not None and state.extras.is_accountable and self._client.is_ready
 
+    def awaits_keys(self, state: RequestState, now_s: float) -> bool:
+        """Whether a request without a lookup waits for the thread that computes its keys, before all others that do."""
+        if not self.hashing or self.hashing[0] is not state or state.hashing is None or state.hashing.done():
+            return False
+        return self.sends_soon(state) and now_s - state.hashing_s <= HASHING_MAX_S
+
     def send_hashed(self) -> None:
         """Look up the requests whose keys have been computed meanwhile."""
-        while self._hashing and not self._hashing[0].is_hashing:
-            state = self._hashing.popleft()
+        while self.hashing and not self.hashing[0].is_hashing:
+            state = self.hashing.popleft()
             if state.lookup is not None or state.is_finished or state.is_loading:
                 continue
             if self._waiting_queue.is_waiting(state):
@@ -271,11 +280,16 @@ class RequestLookups:
         self.give_up(lookup)
         return 0
 
+    @property
+    def timeout_s(self) -> float:
+        """How long a first answer is waited for."""
+        return self._config.lookup_timeout_ms / 1e3
+
     def _is_overdue(self, lookup: SentLookup) -> bool:
         """Whether a first answer is waited for no longer."""
-        waited_ms = (self._monotonic() - lookup.sent_s) * 1e3
         is_lost = lookup.generation != self._client.generation
-        return is_lost or waited_ms > self._config.lookup_timeout_ms or self._client.is_silent
+        is_late = self._monotonic() - lookup.sent_s > self.timeout_s
+        return is_lost or is_late or self._client.is_silent
 
     # -- renewals ----------------------------------------------------------------------------------------------
 
@@ -353,7 +367,7 @@ class RequestLookups:
         """The request is over: release what it has, and compute nothing more for it."""
         self.drop(state)
         if state.hashing is not None and state.hashing.cancel():
-            self._hashing.remove(state)
+            self.hashing.remove(state)
 
     def close(self) -> None:
         """End the thread. Idempotent."""

@@ -81,11 +81,38 @@ class SentLookup:
     tails: tuple[Tail, ...] = ()
     counted: int = 0
 
-    def waits_s(self, answer: LookupAnswer, turn_s: float, now_s: float) -> tuple[float, float]:
-        """How long it has been waited for since the request's turn, now and when this answer came."""
+    def told(self, answer: LookupAnswer, now_s: float) -> float:
+        """When this answer came, which is the newest; the moment at which it was seen first."""
         if answer is not self.answer:
             self.answer, self.told_s = answer, now_s
-        return now_s - turn_s, self.told_s - turn_s
+        return self.told_s
+
+
+class Wait(NamedTuple):
+    """Why a request was answered "ask again", and how long the same question gets the same answer.
+
+    Until then, unless anything else of it has changed: ``SchedulerSide._goes_on_waiting`` compares.
+
+    Attributes:
+        lookup, answer, keys: Of the request, the newest then.
+        computed, tokens: What the GPU had of it, and its length.
+        turn_s: When its turn began.
+        tokens_per_s: The engine's prefill rate.
+        since_s, longest_s: It waits for so long since then.
+        limit: How many tokens could be loaded if all that is held were here. None: nothing is known of it, or more than
+            leading chunks is wanted.
+    """
+
+    lookup: SentLookup
+    answer: LookupAnswer
+    keys: PrefixKeys | None
+    computed: int
+    tokens: int
+    turn_s: float | None
+    tokens_per_s: float
+    since_s: float
+    longest_s: float
+    limit: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -100,8 +127,8 @@ class RequestState:
     ``wait_policy.py``      ``number``, ``asked_s``, ``asked_step``, ``turn_s``, ``pauses``, ``first_s``
     ``request_saves.py``    ``storable``, ``stored``, ``unstored``
     ``disaggregated.py``    ``short_since_s``, ``asked_again_s``, ``asks_again``, ``is_short``
-    ``scheduler.py``        ``offer``, ``fork``, ``loaded_tokens``, ``loading_keys``, ``loading_lookup`` (it takes
-                            ``lookup`` over), ``is_load_*``, ``is_finished``, ``is_from_before_reset``
+    ``scheduler.py``        ``wait``, ``offer``, ``fork``, ``loaded_tokens``, ``loading_keys``, ``loading_lookup`` (it
+                            takes ``lookup`` over), ``is_load_*``, ``is_finished``, ``is_from_before_reset``
     this class              ``keys``, ``namespace``, ``hashing``, ``prompt_tokens``, ``is_queued_again``
     ======================  ==========================================================================================
 
@@ -120,6 +147,7 @@ class RequestState:
         turn_s: When its turn began, which it pays for; None: it has not.
         pauses: How many turns began because vLLM had not asked for it.
         first_s: Since when it is the next to be admitted, if it waits for room.
+        wait: What it waits for, as last answered; None: it does not, or has to be looked at whole.
         offer: Tokens computed on the GPU and tokens offered beyond them, as last answered.
         fork: Where the prompt leaves what is held, if vLLM is asked to keep a state there; in tokens. 0 once admitted.
         loaded_tokens: Where the last load that was planned ends: a state there came with it.
@@ -159,6 +187,7 @@ class RequestState:
     is_asked_anew: bool = False
     held: int = 0
     tails: tuple[FoundTail, ...] = ()
+    wait: Wait | None = None
     offer: tuple[int, int] = (0, 0)
     fork: int = 0
     loaded_tokens: int = 0

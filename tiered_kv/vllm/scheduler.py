@@ -19,7 +19,7 @@ This module decides what a request is offered, plans its load, and follows it to
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiered_kv.config import Config
@@ -36,7 +36,7 @@ from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.request_params import RequestParamsReader
 from tiered_kv.vllm.request_pins import RequestPins, SessionEnd
 from tiered_kv.vllm.request_saves import RequestSaves
-from tiered_kv.vllm.requests import FoundTail, RequestState, SentLookup
+from tiered_kv.vllm.requests import FoundTail, RequestState, SentLookup, Wait
 from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveReport, StepMetadata
@@ -130,6 +130,72 @@ class SchedulerSide:
         self._waiting_queue.add(state)
         self._lookups.send_for_new(state)
 
+    def goes_on_waiting(self, request: Any, computed_tokens: int) -> bool:
+        """Whether the answer is "ask again" because it was, and nothing has changed since.
+
+        Most questions of a wait are answered so; :meth:`matched_tokens` would answer the same, by a longer way. An
+        engine of short steps asks a hundred times for what comes in a few parts, and from one step to the next the
+        processor's caches forget us: what counts is how little is touched here, functions included.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return False
+        if self._client.has_news():
+            if state.wait is None:
+                return False
+            self.poll()
+        now_s, lookup, wait = self._monotonic(), state.lookup, state.wait
+        if wait is None:
+            if lookup is not None or not self._lookups.awaits_keys(state, now_s):
+                return False
+            if not self._waiting_queue.goes_on(state, now_s):
+                return False
+            self._waiting_queue.begin_turn(state)
+            return True
+        is_same = (
+            lookup is not None
+            and lookup is wait.lookup
+            and not lookup.given_up
+            and lookup.generation == self._client.generation
+            and state.renewal is None
+            and state.keys is wait.keys
+            and state.turn_s == wait.turn_s
+            and state.prompt_tokens == request.num_prompt_tokens
+            and wait.tokens == request.num_tokens
+            and wait.computed == computed_tokens
+            and wait.tokens_per_s == self.prefill.tokens_per_s
+            and not self._client.is_silent
+            and not self._lookups.hashing
+            and state.extras.may_look_up
+        )
+        if not is_same:
+            return False
+        answer = self._client.lookups.get(wait.lookup.id)
+        if answer is wait.answer:
+            is_same = now_s - wait.since_s <= wait.longest_s
+        else:
+            is_same = answer is not None and self._awaits_rest(state, wait, answer, now_s)
+        return is_same and self._waiting_queue.goes_on(state, now_s)
+
+    def _awaits_rest(self, state: RequestState, wait: Wait, answer: LookupAnswer, now_s: float) -> bool:
+        """Whether a request waits on after more of what it waits for has arrived, and nothing else has changed."""
+        slots = answer.slots
+        if wait.limit is None or not slots or slots is not wait.answer.slots or answer.is_done or answer.is_ended:
+            return False
+        chunk_tokens, room = self._chunk_tokens, wait.limit - wait.computed
+        first = wait.lookup.start * chunk_tokens - wait.computed
+        arrived = max(0, min(first + answer.ready * chunk_tokens, room))
+        unknown = answer.unknown * chunk_tokens
+        if min(first + len(slots) * chunk_tokens, room) + unknown <= arrived:
+            return False
+        parts, chunks = [], answer.ready
+        for run in answer.arriving:
+            chunks += run.chunks
+            parts.append((min(first + chunks * chunk_tokens, room) - arrived, run.eta_s))
+        return self._awaits_more(
+            state, wait.lookup, answer, (arrived, parts, unknown), wait.computed, wait.limit, now_s
+        )
+
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded; None to be asked again at the next step.
 
@@ -149,6 +215,7 @@ class SchedulerSide:
             return 0
         self.poll()
         self._waiting_queue.asked(state)
+        state.wait = None
         self._lookups.take_renewal(state)
         lookup = state.lookup
         if lookup is None or lookup.start * self._chunk_tokens > computed_tokens:
@@ -163,10 +230,13 @@ class SchedulerSide:
         if lookup is None or lookup.given_up:
             return 0
         answer = self._lookups.answer(state, lookup)
-        if self._has_all(state, lookup, computed_tokens) and not (answer is None and self._needs_held(state)):
+        has_all = self._has_all(state, lookup, computed_tokens)
+        if has_all and not (answer is None and self._needs_held(state)):
             return 0
         if answer is None:
             matched = self._lookups.unanswered(state, lookup)
+            if matched is None and not has_all:
+                self._note_wait(state, lookup, computed_tokens, None, lookup.sent_s, self._lookups.timeout_s)
         elif answer.queued and self._wait_policy.may_wait and self._waiting_queue.is_held_up(state):
             return None
         elif self._lookups.awaits_renewal(state, lookup, answer):
@@ -176,6 +246,43 @@ class SchedulerSide:
         if matched is None:
             self._waiting_queue.hold_up_others()
         return matched
+
+    def _awaits_more(
+        self,
+        state: RequestState,
+        lookup: SentLookup,
+        answer: LookupAnswer,
+        progress: tuple[int, Sequence[tuple[int, float | None]], int],
+        computed: int,
+        limit: int | None,
+        now_s: float,
+    ) -> bool:
+        """Whether a request waits for more; then it is noted. ``progress``: arrived tokens, parts, unknown tokens."""
+        assert state.turn_s is not None, "a wait of a request that vLLM does not ask for"
+        told_s = lookup.told(answer, now_s) - state.turn_s
+        longest_s = self._wait_policy.longest_s(WaitState(told_s, *progress, answer.search_s))
+        if now_s - state.turn_s > longest_s:
+            return False
+        self._note_wait(state, lookup, computed, limit, state.turn_s, longest_s)
+        return True
+
+    def _note_wait(
+        self,
+        state: RequestState,
+        lookup: SentLookup,
+        computed: int,
+        limit: int | None,
+        since_s: float,
+        longest_s: float,
+    ) -> None:
+        """Remember how long a request waits, unless more than is compared may end that.
+
+        Where it waits for room among leases, others do; and where there are states, each question asks vLLM for one.
+        """
+        answer, request = self._client.lookups[lookup.id], state.request
+        if not answer.queued and not self._groups.states:
+            asked = (lookup, answer, state.keys, computed, request.num_tokens, state.turn_s, self.prefill.tokens_per_s)
+            state.wait = Wait(*asked, since_s, longest_s, limit)
 
     def _needs_held(self, state: RequestState) -> bool:
         """Whether the request is not admitted before it is known what is held of it.
@@ -231,7 +338,7 @@ class SchedulerSide:
         tokens = state.request.num_tokens
         limit = self._groups.loadable_tokens(held, tokens, self._chunk_tokens, self._role.drafts)
 
-        coming = self._lookups.coming_tail(state, lookup, answer)
+        coming = self._lookups.coming_tail(state, lookup, answer) if state.tails else None
 
         def beyond(slots: int) -> int:
             """Tokens behind ``computed`` that so many of the answer's slots give, or these and a tail."""
@@ -246,14 +353,16 @@ class SchedulerSide:
             self._lookups.give_up(lookup)  # vLLM goes on inside a block, from a state that only it has
             return 0
         arrived, promised = beyond(answer.ready), beyond(len(answer.slots) + (coming is not None))
-        if (tail := self._lookups.tail(state, lookup, answer)) is not None:
+        if state.tails and (tail := self._lookups.tail(state, lookup, answer)) is not None:
             arrived = max(arrived, tail.chunk * self._chunk_tokens + tail.tokens - computed)
         unknown = (answer.unknown + answer.queued) * self._chunk_tokens
         if not answer.is_done and promised + unknown > max(arrived, 0):
             parts = [(beyond(answer.ready + slots) - max(arrived, 0), eta_s) for slots, eta_s in answer.parts]
             assert state.turn_s is not None, "an offer to a request that vLLM does not ask for"
-            times = lookup.waits_s(answer, state.turn_s, self._monotonic())
-            if self._wait_policy.waits(WaitState(*times, max(arrived, 0), parts, unknown, answer.search_s)):
+            is_plain = not state.tails and not self._groups.states
+            progress = (max(arrived, 0), parts, unknown)
+            reach = limit if is_plain else None
+            if self._awaits_more(state, lookup, answer, progress, computed, reach, self._monotonic()):
                 return None
         if arrived <= 0:
             if promised + unknown > 0:

@@ -12,6 +12,7 @@ Called by the scheduler side, in vLLM's scheduler thread. Must not send anything
 """
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -116,6 +117,17 @@ class WaitingQueue:
             self.begin_turn(state)
         state.asked_s, state.asked_step = now_s, self._steps
 
+    def goes_on(self, state: RequestState, now_s: float) -> bool:
+        """vLLM asks for a request that waits on in its turn, and holds up those after it.
+
+        False, and nothing is noted: a turn may have to begin, and :meth:`asked` says it.
+        """
+        if state.turn_s is None or state.asked_step < self._steps - 1:
+            return False
+        state.asked_s, state.asked_step = now_s, self._steps
+        self._is_held_up = True
+        return True
+
     def begin_turn(self, state: RequestState) -> None:
         """From now on the request waits at its own cost."""
         state.turn_s, state.is_asked_anew = self._monotonic(), False
@@ -175,18 +187,17 @@ class PrefillRate:
 
     A step that is mostly prefill is a sample; it lasts until the next step of the same requests or their answer. Only
     its own methods write its fields. Threads: vLLM's scheduler thread only. Units: tokens per second.
+
+    Attributes:
+        tokens_per_s: The moving estimate, or the default before the first sample.
     """
 
     WEIGHT = 0.3
 
     def __init__(self) -> None:
-        self._tokens_per_s: float | None = None
+        self.tokens_per_s = PREFILL_TOKENS_PER_S_DEFAULT
+        self._is_measured = False
         self._previous: tuple[float, int, frozenset[str]] | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The moving estimate, or the default before the first sample."""
-        return self._tokens_per_s or PREFILL_TOKENS_PER_S_DEFAULT
 
     def step(self, now_s: float, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> None:
         """Note a step of vLLM at the moment it is planned.
@@ -225,17 +236,17 @@ class PrefillRate:
 
     def _sample(self, tokens: int, seconds: float) -> None:
         if seconds > 0:
-            rate, old = tokens / seconds, self._tokens_per_s
-            self._tokens_per_s = rate if old is None else old + self.WEIGHT * (rate - old)
+            rate, old = tokens / seconds, self.tokens_per_s
+            self.tokens_per_s = old + self.WEIGHT * (rate - old) if self._is_measured else rate
+            self._is_measured = True
 
 
 @dataclass(frozen=True, slots=True)
 class WaitState:
-    """The progress of one request's promotion, when vLLM asks for it.
+    """The progress of one request's promotion, by the newest answer.
 
     Attributes:
-        waited_s: Since the lookup was sent.
-        told_s: The same when the answer with ``parts`` came.
+        told_s: When that answer came, since the request's turn.
         arrived_tokens: Verified in host memory, beyond what the GPU has.
         parts: Prefixes of what is on its way behind them, shortest first, of which the first is one chunk: their
             tokens, and the predicted time until all of these are here; None without samples of a tier, ``math.inf``
@@ -244,7 +255,6 @@ class WaitState:
         search_s: What one question to that tier takes; None without samples.
     """
 
-    waited_s: float
     told_s: float
     arrived_tokens: int
     parts: Sequence[tuple[int, float | None]] = ()
@@ -271,15 +281,18 @@ class WaitPolicy:
         """Whether this engine's requests wait at all."""
         return self._fixed_s != 0
 
-    def waits(self, wait: WaitState) -> bool:
-        """Whether to answer "ask again" rather than to take what arrived."""
+    def longest_s(self, wait: WaitState) -> float:
+        """How long the request waits for more, since its turn; negative: not at all.
+
+        It is another time as soon as there is a newer answer, or the engine's prefill rate has changed.
+        """
         if self._fixed_s is not None:
-            return wait.waited_s <= self._fixed_s
-        return wait.waited_s <= self._deadline_s and is_worth_waiting(wait, self._prefill.tokens_per_s)
+            return self._fixed_s
+        return min(self._deadline_s, longest_wait_s(wait, self._prefill.tokens_per_s))
 
 
-def is_worth_waiting(wait: WaitState, tokens_per_s: float) -> bool:
-    """Whether waiting pays for one of the parts, or for chunks that a search may still find.
+def longest_wait_s(wait: WaitState, tokens_per_s: float) -> float:
+    """How long waiting pays, for one of the parts or for chunks that a search may still find; negative: not at all.
 
     What arrived has saved prefill time, so that much may be spent on a tier that is faster than prefill without a loss.
     A tier that is much faster gets twice the time it should need: it is usually right, and where it is not (a medium
@@ -288,20 +301,22 @@ def is_worth_waiting(wait: WaitState, tokens_per_s: float) -> bool:
     """
     saved_s = wait.arrived_tokens / tokens_per_s
     next_s = wait.parts[0][1] if wait.parts else None
+    longest_s = -math.inf
     for tokens, eta_s in wait.parts:
         prefill_s = tokens / tokens_per_s
         unproven_s = UNPROVEN_SHARE * prefill_s
         if eta_s is None:
-            longest_s = unproven_s  # what arrived is not spent on it
+            part_s = unproven_s  # what arrived is not spent on it
         elif eta_s > prefill_s or prefill_s <= 0:
             continue  # computing is faster
         elif eta_s <= TRUSTED_SHARE * prefill_s:
-            longest_s = saved_s + unproven_s + min(wait.told_s + 2 * eta_s, TRUSTED_SHARE * prefill_s)
+            part_s = saved_s + unproven_s + min(wait.told_s + 2 * eta_s, TRUSTED_SHARE * prefill_s)
         elif saved_s > 0 or (next_s or 0.0) <= unproven_s:
-            longest_s = saved_s + unproven_s
+            part_s = saved_s + unproven_s
         else:
             continue  # nothing would be here in the time that may be lost
-        if wait.waited_s <= longest_s:
-            return True
+        longest_s = max(longest_s, part_s)
     unproven_s = UNPROVEN_SHARE * wait.unknown_tokens / tokens_per_s
-    return wait.unknown_tokens > 0 and max(wait.waited_s, wait.search_s or 0.0) <= unproven_s
+    if wait.unknown_tokens > 0 and (wait.search_s or 0.0) <= unproven_s:
+        longest_s = max(longest_s, unproven_s)
+    return longest_s
