@@ -90,7 +90,8 @@ SLICE_S = 0.001
 """How long a step takes in what has ended; the rest is for the next one."""
 
 ENDED_MAX = 2000
-"""Jobs that have ended and were not taken in: from so many on nobody should bring more work (``Engine.is_behind``)."""
+"""Jobs that have ended and were not taken in: from so many on nobody should bring more work (``Engine.is_behind``), and
+sessions are granted no slots: what they hold is all that may yet come."""
 
 USES_MAX: Final = 1 << 18
 """Uses that wait to be told to a tier; while it hangs the oldest are forgotten."""
@@ -690,7 +691,7 @@ class Engine:
     def _submit_jobs(self) -> None:
         reads: defaultdict[int, list[Read | ReadRow]] = defaultdict(list)
         seals: list[Seal] = []
-        for job in self.tiering.take_jobs():
+        for job in self.tiering.take_jobs(grants=not self.is_behind):
             if not isinstance(job, Seal | Grow):
                 self._jobs[job.tier, _KINDS[type(job)]] += 1
             if isinstance(job, Read | ReadRow):

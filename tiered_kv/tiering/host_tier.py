@@ -508,9 +508,9 @@ class HostTier:
             "a tail is counted that is gone"
         )
         assert self.short_tail_bytes == sum(entry.slot_bytes for entry in self._short_tails), "bytes of tails drifted"
-        assert self.leased_bytes == sum(e.slot_bytes for e in entries if e.leases), "leased bytes drifted"
         assert self.leased_bytes == self.leased_by.total(), "leased bytes of sessions drifted"
-        assert self._lessees.keys() == {e.record.key for e in entries if e.leases}, "who leases what drifted"
+        leased = {entry.record.key for entry in self._index.entries() if entry.leases}
+        assert self._lessees.keys() == leased, "who leases what drifted"
         idle = [entry for entry in entries if entry.host is HostState.READY and entry.holds == 0]
         ordered = [entry for entry in self._index.entries() if entry.ordered >> HOST & 1]
         assert sum(len(order) for order in self._orders.values()) == len(ordered), "orders and chunks disagree"

@@ -453,6 +453,8 @@ class Lookups:
         lookups = self._lookups.values()
         leases: Counter[bytes] = Counter(entry.record.key for one in lookups for entry in one.entries)
         leases.update(entry.record.key for one in lookups for entry in one.tails)
+        sizes = {entry: one.session.slot_bytes for one in lookups for entry in (*one.entries, *one.tails)}
+        assert self._host.leased_bytes == sum(sizes.values()), "leased bytes drifted"
         for entry in entries:
             assert entry.leases == leases[entry.record.key], "leases do not match lookups"
             for lookup_id in entry.lookups or ():

@@ -134,12 +134,15 @@ class Tiering:
 
     # -- collected by the engine -------------------------------------------------------------------------------
 
-    def take_jobs(self) -> list[Job]:
+    def take_jobs(self, *, grants: bool = True) -> list[Job]:
         """Jobs to perform now, in order; each ends in exactly one call of the method that reports it.
 
         Also shares out what became free since the last call; updates are complete only after it.
+
+        Args:
+            grants: Whether sessions are granted empty slots, and with them what they bring work by.
         """
-        self._share_out()
+        self._share_out(grants=grants)
         jobs = list(self._outbox.jobs)
         self._outbox.jobs.clear()
         return jobs
@@ -173,7 +176,7 @@ class Tiering:
         uses, self._used = list(self._used), deque()
         return uses
 
-    def _share_out(self) -> None:
+    def _share_out(self, *, grants: bool) -> None:
         self._date_touched()
         for unfinished in self._promotions.begin_step():
             self._promote_more(unfinished)
@@ -189,7 +192,8 @@ class Tiering:
         if self._tiers.write_through is not None:
             self._tiers.write_through.refill()
         self._rows.collect()
-        self._grants.top_up(self._sessions.values())
+        if grants:
+            self._grants.top_up(self._sessions.values())
         self._host.finish_drains()
         if self._tiers.write_through is not None:
             self._tiers.write_through.tier.start_writes()  # of tails that were to be evicted in this step
