@@ -307,7 +307,8 @@ class Lookups:
             if entry.lookups is None:
                 entry.lookups = set()
             entry.lookups.add(lookup.id)
-        if not first or lookup.begun == len(lookup.entries):
+        is_first = not first and lookup.begun > 0
+        if is_first or lookup.begun == len(lookup.entries):
             self._dirty[lookup.id] = None
 
     def truncate(self, lookup: Lookup, length: int) -> None:
