@@ -91,7 +91,8 @@ SLICE_S = 0.001
 
 ENDED_MAX = 2000
 """Jobs that have ended and were not taken in: from so many on nobody should bring more work (``Engine.is_behind``), and
-sessions are granted no slots: what they hold is all that may yet come."""
+sessions are granted no slots: what they hold is all that may yet come. The same of seals that were not taken in, which may
+all end at once."""
 
 USES_MAX: Final = 1 << 18
 """Uses that wait to be told to a tier; while it hangs the oldest are forgotten."""
@@ -620,8 +621,11 @@ class Engine:
 
     @property
     def is_behind(self) -> bool:
-        """Whether more jobs have ended than :meth:`step` takes in soon: who brings work is to bring less."""
-        return len(self._finished) >= ENDED_MAX
+        """Whether more jobs have ended, or more seals are under way, than :meth:`step` takes in soon.
+
+        Who brings work is to bring less.
+        """
+        return max(len(self._finished), self.tiering.sealing_count) >= ENDED_MAX
 
     @property
     def wait_s(self) -> float | None:

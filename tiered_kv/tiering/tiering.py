@@ -166,6 +166,11 @@ class Tiering:
         return self._lookups.has_progress
 
     @property
+    def sealing_count(self) -> int:
+        """Chunks that were committed, and whose seals were not reported."""
+        return self._host.sealing_count
+
+    @property
     def wants_turn(self) -> bool:
         """Whether :meth:`take_jobs` has more to do at once: something that is done in parts."""
         parts = (self._tiers, self._grants, self._promotions)
