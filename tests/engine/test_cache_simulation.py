@@ -128,21 +128,23 @@ def without_bucket_limit(patch):
 
 
 def leases_hold_nothing(patch):
-    def lease(self, entry, slot_bytes, session, room_bytes):
-        self.leased_bytes += 0 if entry.leases else slot_bytes
-        entry.leases += 1
-        return True
+    def lease(self, entries, slot_bytes, session, room_bytes):
+        for entry in entries:
+            self.leased_bytes += 0 if entry.leases else slot_bytes
+            entry.leases += 1
+        return len(entries)
 
-    def end_lease(self, entry, slot_bytes, session):
-        entry.leases -= 1
-        self.leased_bytes -= 0 if entry.leases else slot_bytes
+    def end_leases(self, entries, slot_bytes, session):
+        for entry in entries:
+            entry.leases -= 1
+            self.leased_bytes -= 0 if entry.leases else slot_bytes
 
     patch(HostTier, "lease", lease)
-    patch(HostTier, "end_lease", end_lease)
+    patch(HostTier, "end_leases", end_leases)
 
 
 def leases_are_kept(patch):
-    patch(HostTier, "end_lease", nothing)
+    patch(HostTier, "end_leases", nothing)
 
 
 def leases_never_end(patch):

@@ -279,6 +279,7 @@ def test_what_cannot_be_deleted_is_told_to_be_there_still(monkeypatch: pytest.Mo
 def test_an_erasure_works_in_steps_of_few_chunks_and_looks_at_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the whole index in one go, nor again for each part of it."""
     monkeypatch.setattr(removal, "STEP", 4)
+    monkeypatch.setattr(removal, "REMOVED_AT_ONCE", 4)
     story = Tenants(host_bytes=20_000)
     for first in range(1, 21):
         story.store((first, 50, 51))
@@ -301,6 +302,7 @@ def test_an_erasure_works_in_steps_of_few_chunks_and_looks_at_each_once(monkeypa
 def test_what_is_asked_for_between_the_steps_of_an_erasure_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes were cancelled, and lookups queue them again: one is begun at once, the one behind it waits for that."""
     monkeypatch.setattr(removal, "STEP", 1)
+    monkeypatch.setattr(removal, "REMOVED_AT_ONCE", 1)
     story = Tenants(host_bytes=20_000)
     story.store((1, 7, 2))
     story.store((3,))

@@ -5,6 +5,7 @@ was missed (here, against what the sessions were told); what was stored less wha
 ``check_integrity``, which the oracle calls); and a session that watches knows exactly what is where.
 """
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +16,7 @@ from tests.kit.tiering.accounts import Accounts
 from tests.kit.tiering.oracle import Blob
 from tests.kit.tiering.touches import TouchedWorld
 from tests.kit.tiering.world import tier_specs
+from tiered_kv.tiering import host_tier, lookups
 from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 from tiered_kv.tiering.index import CLAIMED, BlobState, HostState
 from tiered_kv.tiering.quotas import Quota
@@ -25,6 +27,9 @@ SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=T
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 PICK = st.integers(0, 1 << 16)
 OWNERS = [b"one user's......", b"another user's.."]
+
+PARTS = [(lookups, "READ_AT_ONCE"), (lookups, "EVICTED_AT_ONCE"), (host_tier, "HELD_TAKEN_OUT_AT_ONCE")]
+"""How much of what takes slots one step does."""
 
 FAULTS: dict[type[Job], list[Outcome]] = {
     Seal: [Outcome.UNAVAILABLE],
@@ -59,8 +64,12 @@ class Histories(RuleBasedStateMachine):
         stored=st.lists(st.tuples(PICK, PATHS), max_size=8),
         tails=st.lists(st.tuples(PICK, PATHS, st.sampled_from("abcdef")), max_size=3),
         few_chunks=st.sampled_from([1, 2, 5]),
+        at_once=st.sampled_from([1, 2, 100]),
     )
-    def start(self, host_bytes, capacities, is_shared, eviction, admissions, stored, tails, few_chunks):
+    def start(self, host_bytes, capacities, is_shared, eviction, admissions, stored, tails, few_chunks, at_once):
+        self.patch = pytest.MonkeyPatch()
+        for module, name in PARTS:
+            self.patch.setattr(module, name, at_once)
         self.is_shared = is_shared and bool(capacities)
         if self.is_shared:
             capacities = [*capacities[:-1], None]
@@ -432,6 +441,8 @@ class Histories(RuleBasedStateMachine):
             self.accounts.check_answers()
 
     def teardown(self):
+        if hasattr(self, "patch"):
+            self.patch.undo()
         if hasattr(self, "world"):
             for space in SPACES:  # a share of less than a few chunks, which a server refuses, lets nobody go on
                 self.world.tiering.quotas.drop(space.namespace)

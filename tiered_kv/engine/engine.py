@@ -90,7 +90,9 @@ SLICE_S = 0.001
 """How long a step takes in what has ended; the rest is for the next one."""
 
 ENDED_MAX = 2000
-"""Jobs that have ended and were not taken in: from so many on nobody should bring more work (``Engine.is_behind``)."""
+"""Jobs that have ended and were not taken in: from so many on nobody should bring more work (``Engine.is_behind``), and
+sessions are granted no slots: what they hold is all that may yet come. The same of seals that were not taken in, which may
+all end at once."""
 
 USES_MAX: Final = 1 << 18
 """Uses that wait to be told to a tier; while it hangs the oldest are forgotten."""
@@ -624,8 +626,11 @@ class Engine:
 
     @property
     def is_behind(self) -> bool:
-        """Whether more jobs have ended than :meth:`step` takes in soon: who brings work is to bring less."""
-        return len(self._finished) >= ENDED_MAX
+        """Whether more jobs have ended, or more seals are under way, than :meth:`step` takes in soon.
+
+        Who brings work is to bring less.
+        """
+        return max(len(self._finished), self.tiering.sealing_count) >= ENDED_MAX
 
     @property
     def wait_s(self) -> float | None:
@@ -701,7 +706,7 @@ class Engine:
     def _submit_jobs(self) -> None:
         reads: defaultdict[int, list[Read | ReadRow]] = defaultdict(list)
         seals: list[Seal] = []
-        for job in self.tiering.take_jobs():
+        for job in self.tiering.take_jobs(grants=not self.is_behind):
             if not isinstance(job, Seal | Grow):
                 self._jobs[job.tier, _KINDS[type(job)]] += 1
             if isinstance(job, Read | ReadRow):

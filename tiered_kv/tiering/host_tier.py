@@ -5,14 +5,14 @@ growing and draining of slabs; must not know sessions, lookups or write queues. 
 holds of pending writes, by the tier below.
 
 A chunk is *idle* when it is ready and nothing holds it: no lease, no pending write, no loan. The orders of eviction
-contain the idle chunks and, beside them, only some that are lent, so that finding one to evict hardly walks over those
-that must stay.
+contain the idle chunks, and those that are held since they were idle: a lookup of hundreds would else take each out and
+put it back. Who looks for a chunk to evict takes out what it meets of those, so it meets each once.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from tiered_kv.tiering.eviction import EvictionOrder
@@ -28,6 +28,9 @@ LOOKED_AT_ONCE = 1024
 """Chunks that one step evicts from a slab that goes to another slot size, or looks at to find them: a millisecond. A
 slab may have 131,072 small ones."""
 
+HELD_TAKEN_OUT_AT_ONCE = 512
+"""Held chunks that one look for an idle one takes out of the order: a millisecond. More may lie in a row there."""
+
 VICTIMS_LOOKED_AT = 32
 """Idle chunks looked at for one whose going strands no chunk behind it; the order puts such chunks first."""
 
@@ -40,6 +43,7 @@ class HostTier:
         leased_by: The same by session; what several rely on counts for the one that does so longest.
         short_tail_bytes: Slots of tails that were said to be behind few chunks.
         ready_count, sealing_count: Chunks in these states.
+        is_looking: A slot was not found because so many chunks that are held came first: ask once more, in a while.
         keeps_for_write: Asked before an idle chunk is evicted for room; where it says yes it holds the chunk, until it
             is written.
         usage: Bytes of each namespace: slots with its chunks, and empty ones its sessions hold.
@@ -67,6 +71,7 @@ class HostTier:
         self._drains: dict[int, int] = {}  # slab being drained, by the slot size that waits for its memory
         self._has_new_drains = False
         self._emptying: Iterator[None] | None = None
+        self.is_looking = False
         self.keeps_for_write: Callable[[Entry], bool] = lambda _: False
         self._index = index
         self._quotas = quotas
@@ -119,6 +124,7 @@ class HostTier:
         self.slots.give(slot)
 
     def _take_idle(self, slot_bytes: int, namespace: bytes, *, only_own: bool = False) -> SlotId | None:
+        self.is_looking = False
         while (entry := self._victim(slot_bytes, namespace, only_own=only_own)) is not None:
             if self.keeps_for_write(entry):
                 continue
@@ -137,15 +143,34 @@ class HostTier:
             order = self._orders[slot_bytes, is_unwritten]
             others = [] if only_own else [order.candidates(self._is_spare)]
             for candidates in (*others, order.candidates(only=namespace)):
-                first: Entry | None = None
-                idle = (entry for entry in candidates if not entry.holds)
-                for entry in islice(idle, VICTIMS_LOOKED_AT):
-                    if BlobState.PRESENT in entry.blobs or not any(map(self._index.is_held, entry.children)):
-                        return entry
-                    first = first or entry
-                if first is not None:
-                    return first
+                held: list[Entry] = []
+                found = self._first_to_go(candidates, held)
+                for entry in held:
+                    order.remove(entry)
+                if found is not None:
+                    return found
+                if len(held) == HELD_TAKEN_OUT_AT_ONCE:
+                    self.is_looking = True
+                    return None
         return None
+
+    def _first_to_go(self, candidates: Iterator[Entry], held: list[Entry]) -> Entry | None:
+        """The chunk of an order to evict next; what it meets that is held is added to ``held``."""
+        first: Entry | None = None
+        looked_at = 0
+        for entry in candidates:
+            if entry.holds:
+                held.append(entry)
+                if len(held) == HELD_TAKEN_OUT_AT_ONCE:
+                    break
+                continue
+            if BlobState.PRESENT in entry.blobs or not any(map(self._index.is_held, entry.children)):
+                return entry
+            first = first or entry
+            looked_at += 1
+            if looked_at == VICTIMS_LOOKED_AT:
+                break
+        return first
 
     def _is_spare(self, entry: Entry) -> bool:
         return not self.usage.keeps(entry.record.namespace, entry.slot_bytes)
@@ -230,18 +255,9 @@ class HostTier:
         return list(islice(self._short_tails, VICTIMS_LOOKED_AT))
 
     def hold(self, entry: Entry) -> None:
-        """Keep the chunk in its slot until :meth:`let_go`."""
-        if entry.host is HostState.READY:
-            self._take_out(entry)
-            self._count_idle(entry, -(entry.holds == 0))
-        entry.holds += 1
-
-    def hold_in_place(self, entry: Entry) -> None:
-        """The same of a ready chunk that nobody here uses: its age and its place in the order stay what they are.
-
-        Whoever has one chunk of a prefix after the other would else have the whole of it count as used each time.
-        """
-        self._count_idle(entry, -(entry.holds == 0))
+        """Keep the chunk in its slot until :meth:`let_go`. No use of it: its age and its place in the order stay."""
+        if entry.host is HostState.READY and not entry.holds:
+            self._count_idle(entry, -1)
         entry.holds += 1
 
     def let_go(self, entry: Entry) -> None:
@@ -259,35 +275,58 @@ class HostTier:
         if was_ordered:
             self._orders[entry.slot_bytes, entry.is_unwritten].add(entry)
 
-    def lease(self, entry: Entry, slot_bytes: int, session: int, room_bytes: int) -> bool:
-        """Hold the chunk for a session's lookup; one that nobody holds yet only where there is room for it."""
-        if entry.leases == 0:
-            if slot_bytes > room_bytes:
-                return False
-            self.leased_bytes += slot_bytes
-            self.leased_by[session] += slot_bytes
-            self._lessees[entry.record.key] = {}
-        lessees = self._lessees[entry.record.key]
-        lessees[session] = lessees.get(session, 0) + 1
-        entry.leases += 1
-        self.hold(entry)
-        return True
+    def lease(self, entries: Sequence[Entry], slot_bytes: int, session: int, room_bytes: int) -> int:
+        """Hold chunks for a session's lookup, as far as there is room for those that no lookup holds yet.
 
-    def end_lease(self, entry: Entry, slot_bytes: int, session: int) -> None:
-        """End one lease of a session. Where that was its last, the chunk counts for another one that relies on it."""
-        entry.leases -= 1
-        lessees = self._lessees[entry.record.key]
-        lessees[session] -= 1
-        if not lessees[session]:
-            counted = next(iter(lessees))
-            del lessees[session]
-            if counted == session:
-                self._count_for_next(session, slot_bytes, lessees)
-        if entry.leases == 0:
-            self.leased_bytes -= slot_bytes
-            del self._lessees[entry.record.key]
-        self.let_go(entry)
-        self._index.remove_if_gone(entry)
+        Returns:
+            How many, from the first on.
+        """
+        lessees, idle = self._lessees, list[SlotId]()
+        room, new, count = room_bytes // slot_bytes, 0, 0
+        for entry in entries:
+            if not entry.leases:
+                if new >= room:
+                    break
+                new += 1
+                lessees[entry.record.key] = {session: 1}
+            else:
+                others = lessees[entry.record.key]
+                others[session] = others.get(session, 0) + 1
+            entry.leases += 1
+            if not entry.holds and entry.host is HostState.READY:
+                assert entry.slot is not None
+                idle.append(entry.slot)
+            entry.holds += 1
+            count += 1
+        if new:
+            self.leased_bytes += new * slot_bytes
+            self.leased_by[session] += new * slot_bytes
+        self._idle_in_slab.subtract(map(slab_of, idle))
+        return count
+
+    def end_leases(self, entries: Iterable[Entry], slot_bytes: int, session: int) -> None:
+        """End a lease of a session on each. Where that was its last, the chunk counts for another that relies on it."""
+        idle = list[SlotId]()
+        for entry in entries:
+            entry.leases -= 1
+            lessees = self._lessees[entry.record.key]
+            lessees[session] -= 1
+            if not lessees[session]:
+                counted = next(iter(lessees))
+                del lessees[session]
+                if counted == session:
+                    self._count_for_next(session, slot_bytes, lessees)
+            if not entry.leases:
+                self.leased_bytes -= slot_bytes
+                del self._lessees[entry.record.key]
+            entry.holds -= 1
+            if entry.host is HostState.ABSENT:
+                self._index.remove_if_gone(entry)
+            elif not entry.holds and entry.host is HostState.READY:
+                self._put_in(entry)
+                assert entry.slot is not None
+                idle.append(entry.slot)
+        self._idle_in_slab.update(map(slab_of, idle))
 
     def _count_for_next(self, session: int, slot_bytes: int, lessees: dict[int, int]) -> None:
         self.leased_by[session] -= slot_bytes
@@ -304,13 +343,17 @@ class HostTier:
                 order.record_use(namespace, keys)
 
     def _now_idle(self, entry: Entry) -> None:
-        if not entry.ordered >> HOST & 1:  # else it has kept its place
-            self._orders[entry.slot_bytes, entry.is_unwritten].add(entry)
+        self._put_in(entry)
         self._count_idle(entry, 1)
 
     def _not_idle(self, entry: Entry) -> None:
         self._take_out(entry)
         self._count_idle(entry, -1)
+
+    def _put_in(self, entry: Entry) -> None:
+        """Put a chunk into its order, unless it has kept its place there."""
+        if not entry.ordered >> HOST & 1:
+            self._orders[entry.slot_bytes, entry.is_unwritten].add(entry)
 
     def _take_out(self, entry: Entry) -> bool:
         """Take a chunk out of its order; says whether it was in one."""
@@ -465,13 +508,13 @@ class HostTier:
             "a tail is counted that is gone"
         )
         assert self.short_tail_bytes == sum(entry.slot_bytes for entry in self._short_tails), "bytes of tails drifted"
-        assert self.leased_bytes == sum(e.slot_bytes for e in entries if e.leases), "leased bytes drifted"
         assert self.leased_bytes == self.leased_by.total(), "leased bytes of sessions drifted"
-        assert self._lessees.keys() == {e.record.key for e in entries if e.leases}, "who leases what drifted"
+        leased = {entry.record.key for entry in self._index.entries() if entry.leases}
+        assert self._lessees.keys() == leased, "who leases what drifted"
         idle = [entry for entry in entries if entry.host is HostState.READY and entry.holds == 0]
         ordered = [entry for entry in self._index.entries() if entry.ordered >> HOST & 1]
         assert sum(len(order) for order in self._orders.values()) == len(ordered), "orders and chunks disagree"
-        assert all(entry.host is HostState.READY and not entry.leases for entry in ordered), "what is leased is ordered"
+        assert all(entry.host is HostState.READY for entry in ordered), "what is not ready is ordered"
         assert all(entry in self._orders[entry.slot_bytes, entry.is_unwritten] for entry in idle), (
             "an idle chunk is not ordered"
         )

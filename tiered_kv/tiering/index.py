@@ -32,6 +32,9 @@ FORGOTTEN_AT_ONCE = 4
 """Keys of a forgotten generation whose memory is given back when one more chunk goes. A generation has at least half as
 many as the one before it, so all of that are through by then."""
 
+LOOKED_UP_AT_ONCE = 64
+"""Keys of a prefix, of which most are not known for most prompts."""
+
 SHARED_MAX = 1 << 12
 """Tuples that are remembered, to be shared; sizes of blobs and counts of children could make ever more."""
 
@@ -49,6 +52,8 @@ class HostState(Enum):
     PROMOTING = "promoting"
     READY = "ready"
 
+    __hash__ = object.__hash__  # there is one of each; an enum's own hash is a call of Python's
+
 
 class BlobState(Enum):
     """Where a chunk stands in a secondary tier.
@@ -64,6 +69,8 @@ class BlobState(Enum):
     DELETING = "deleting"
     CORRUPT = "corrupt"
     FOREIGN = "foreign"
+
+    __hash__ = object.__hash__  # as above: tuples of these are looked up with each change
 
 
 CLAIMED = frozenset({BlobState.QUEUED, BlobState.WRITING, BlobState.PRESENT})
@@ -273,13 +280,14 @@ class Index:
         answers = 0
         most: int | None = None
         for number, entry in enumerate(prefix):
-            answers += entry.is_unasked and number >= counted
-            if number >= counted or not (entry.uses or entry.is_answer):
-                entry.uses += 1
-                if most is not None and entry.uses > most:
-                    entry.uses = most
-            most = entry.uses if counted else None
-            entry.is_asked_for_by(owner)
+            uses = entry.uses
+            if entry.is_answer and not uses:
+                answers += number >= counted
+            if number >= counted or not (uses or entry.is_answer):
+                entry.uses = uses = uses + 1 if most is None else min(uses + 1, most)
+            most = uses if counted else None
+            if entry.owner is not None:
+                entry.is_asked_for_by(owner)
         return answers
 
     def mark_used(self, entry: Entry) -> list[Entry]:
@@ -454,9 +462,13 @@ class Index:
 
     def prefix(self, entry: Entry) -> list[Entry]:
         """The entry and its ancestors, deepest first, as far as the index knows them."""
-        chain = [entry]
-        while (parent := self.parent(chain[-1])) is not None:
+        chain, record, get = [entry], entry.record, self._entries.get
+        while (parent := get(record.parent)) is not None:
+            above = parent.record
+            if above.chunk_index != record.chunk_index - 1 or above.namespace != record.namespace:
+                break
             chain.append(parent)
+            record = above
         return chain
 
     def with_states(self, prefix: Iterable[Entry]) -> list[Entry]:
@@ -476,14 +488,16 @@ class Index:
         An entry whose namespace or prefix digest differs belongs to another prompt (a crafted xxhash collision): a
         miss.
         """
-        run = []
-        for key, digest in zip(keys, digests, strict=True):
-            entry = self._entries.get(key)
-            if entry is None or not self.is_held(entry):
-                break
-            if entry.record.prefix_sha256 != digest or entry.record.namespace != namespace:
-                break
-            run.append(entry)
+        run: list[Entry] = []
+        for first in range(0, len(keys), LOOKED_UP_AT_ONCE):
+            last = first + LOOKED_UP_AT_ONCE
+            for entry, digest in zip(self._entries.get_all(keys[first:last]), digests[first:last], strict=True):
+                if entry is None or (entry.host is HostState.ABSENT and self.source(entry) is None):
+                    return run
+                record = entry.record
+                if record.prefix_sha256 != digest or record.namespace != namespace:
+                    return run
+                run.append(entry)
         return run
 
     def held_state(self, chunk: Entry, parts: int) -> list[Entry]:

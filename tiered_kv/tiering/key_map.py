@@ -7,7 +7,7 @@ a million keys. Keys are hashes, so the parts are about as large as each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, Generic, TypeVar
 
 PARTS: Final = 256
@@ -49,6 +49,11 @@ class KeyMap(Generic[V]):
     def get(self, key: bytes) -> V | None:
         """The value of a key, None if it has none."""
         return self._parts[key[-1]].get(key)
+
+    def get_all(self, keys: Iterable[bytes]) -> list[V | None]:
+        """The same of each of these."""
+        parts = self._parts
+        return [parts[key[-1]].get(key) for key in keys]
 
     def pop(self, key: bytes) -> V | None:
         """Take a key out; its value, None if it had none."""

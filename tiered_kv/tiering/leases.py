@@ -58,7 +58,8 @@ class Lookup:
         length: Chunks of its prefix, also those before ``start``.
         sources: Per entry, the tier it was read from; ``HOST``: it needed not be read.
         turn: When its request is admitted.
-        keys, digests: Of its prefix, while it stands in line.
+        begun: Leading ``entries`` that are in slots or on their way; the others follow in later steps.
+        keys, digests: Of its prefix, while it stands in line or is not begun with whole.
         queued: Chunks for which it stands in line.
         is_claimed: A load may be running: its leases end when it is released and not before.
         is_ending: Its session is told that its leases end.
@@ -82,6 +83,7 @@ class Lookup:
     start: int
     held: int
     entries: list[Entry]
+    begun: int = 0
     ready: int = 0
     told: int = 0
     is_cut: bool = False

@@ -45,7 +45,7 @@ class Loans:
             self.lent_bytes += size_bytes
             self._bytes_of[entry.record.namespace] += size_bytes
         self._loans_of[key] += 1
-        self._host.hold_in_place(entry)
+        self._host.hold(entry)
         self._last_id += 1
         self._lent[self._last_id] = entry
         return SlotLoan(self._last_id, entry.slot, size_bytes)

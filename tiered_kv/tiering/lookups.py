@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import Final
 
 from tiered_kv.keys.chunk_record import ChunkRecord
@@ -76,6 +76,10 @@ class LookupRequest:
     load: int = 0
 
 
+READ_AT_ONCE: Final = 128
+EVICTED_AT_ONCE: Final = 24
+"""Chunks that one step begins to read for lookups, and that are evicted for that: a millisecond of it."""
+
 TOLD_AT_ONCE: Final = 8
 """Parts of a lookup of which sessions are told as soon as they are ready."""
 
@@ -132,11 +136,11 @@ class Lookups:
         self._dirty.clear()
         told = [one for one in changed if not (one.session.is_suspended or one.is_ending)]
         for lookup in changed:
-            if not lookup.queued and lookup.search is None:
+            if not lookup.queued and lookup.search is None and lookup.begun == len(lookup.entries):
                 lookup.keys = lookup.digests = ()
             lookup.told = lookup.ready
         ends, self._ends = self._ends, []
-        return [*map(_describe, told), *ends]
+        return [*map(self._describe, told), *ends]
 
     @property
     def has_progress(self) -> bool:
@@ -202,7 +206,7 @@ class Lookups:
             if not (is_here or may_read):
                 lookup.named_tails.append(entry.record)
                 continue
-            if not self._host.lease(entry, session.slot_bytes, session.id, room_bytes):
+            if not self._host.lease([entry], session.slot_bytes, session.id, room_bytes):
                 break
             may_read &= is_here
             lookup.tails.append(entry)
@@ -214,7 +218,7 @@ class Lookups:
         lookup.tails.remove(entry)
         _wait_no_more(entry, lookup)
         self._dirty[lookup.id] = None
-        self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
+        self._host.end_leases([entry], lookup.session.slot_bytes, lookup.session.id)
 
     def prefix_found(self, lookup: Lookup, held: int) -> None:
         """So much of the prefix is held for which a lookup seeks a state."""
@@ -255,19 +259,13 @@ class Lookups:
 
     def _lease(self, lookup: Lookup, wanted: list[Entry], room_bytes: int) -> bool:
         """Lease chunks as far as there is room for new ones; says whether the room was enough."""
-        session = lookup.session
-        length = self._longest(lookup)
-        for entry in wanted:
-            if len(lookup.entries) >= length:
-                return True
-            before = self._host.leased_bytes
-            if not self._host.lease(entry, session.slot_bytes, session.id, room_bytes):
-                return False
-            room_bytes -= self._host.leased_bytes - before
-            lookup.entries.append(entry)
-            if len(lookup.entries) == 1 and not lookup.is_claimed:
-                self.line.holds(lookup)
-        return True
+        session, was_empty = lookup.session, not lookup.entries
+        wanted = wanted[: max(0, self._longest(lookup) - len(lookup.entries))]
+        count = self._host.lease(wanted, session.slot_bytes, session.id, room_bytes)
+        lookup.entries += wanted[:count]
+        if was_empty and count and not lookup.is_claimed:
+            self.line.holds(lookup)
+        return count == len(wanted)
 
     def _queue(self, lookup: Lookup) -> None:
         """Note what the lookup still waits for in line, if it does."""
@@ -298,14 +296,20 @@ class Lookups:
         self._dirty[lookup.id] = None
 
     def wait(self, lookup: Lookup) -> None:
-        """All leased chunks are in slots or on their way: count what is ready, wait for the rest."""
-        lookup.sources.extend(entry.source for entry in lookup.entries[len(lookup.sources) :])
+        """More leased chunks are in slots or on their way: count what is ready, wait for the rest.
+
+        Where these are a part of what was leased, the session is told of the first part and of the last.
+        """
+        first = len(lookup.sources)
+        lookup.sources.extend(entry.source for entry in lookup.entries[first : lookup.begun])
         self._advance(lookup)
-        for entry in (*lookup.entries[lookup.ready :], *lookup.coming_tails):
+        for entry in (*lookup.entries[max(first, lookup.ready) : lookup.begun], *lookup.coming_tails):
             if entry.lookups is None:
                 entry.lookups = set()
             entry.lookups.add(lookup.id)
-        self._dirty[lookup.id] = None
+        is_first = not first and lookup.begun > 0
+        if is_first or lookup.begun == len(lookup.entries):
+            self._dirty[lookup.id] = None
 
     def truncate(self, lookup: Lookup, length: int) -> None:
         """Give up all but the first ``length`` chunks; promotions of the others go on for the next request."""
@@ -313,10 +317,11 @@ class Lookups:
         self._queue(lookup)
         dropped = lookup.entries[length:]
         del lookup.entries[length:], lookup.sources[length:]
-        lookup.ready = min(lookup.ready, length)
+        lookup.begun, lookup.ready = min(lookup.begun, length), min(lookup.ready, length)
         for entry in dropped:
-            _wait_no_more(entry, lookup)
-            self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
+            if entry.lookups is not None:
+                _wait_no_more(entry, lookup)
+        self._host.end_leases(dropped, lookup.session.slot_bytes, lookup.session.id)
         for tail in lookup.coming_tails if dropped else ():
             self.give_up_tail(lookup, tail)
 
@@ -364,7 +369,7 @@ class Lookups:
         self.truncate(lookup, 0)
         for entry in lookup.tails:
             _wait_no_more(entry, lookup)
-            self._host.end_lease(entry, lookup.session.slot_bytes, lookup.session.id)
+        self._host.end_leases(lookup.tails, lookup.session.slot_bytes, lookup.session.id)
         self.line.released(lookup)
         del self._lookups[lookup.id]
         lookup.session.lookups.discard(lookup.id)
@@ -407,9 +412,40 @@ class Lookups:
 
     def _advance(self, lookup: Lookup) -> None:
         entries = lookup.entries
-        while lookup.ready < len(entries) and entries[lookup.ready].host is HostState.READY:
-            _wait_no_more(entries[lookup.ready], lookup)
+        while lookup.ready < lookup.begun and (entry := entries[lookup.ready]).host is HostState.READY:
+            if entry.lookups is not None:
+                _wait_no_more(entry, lookup)
             lookup.ready += 1
+
+    def _describe(self, lookup: Lookup) -> LookupUpdate:
+        """The answer now. What is leased and not begun with has no slot yet: the session waits for it as in line."""
+        begun = lookup.begun
+        slots = tuple(entry.slot for entry in lookup.entries[:begun] if entry.slot is not None)
+        assert len(slots) == begun, "a lookup wants a chunk that has no slot"
+        is_done = _is_done(lookup)
+        sources = chain(
+            (entry.source for entry in lookup.entries[lookup.ready : begun]), map(self._source, lookup.entries[begun:])
+        )
+        runs = [] if is_done else [Arrival(tier, sum(1 for _ in run)) for tier, run in groupby(sources)]
+        if begun == len(lookup.entries):
+            runs += [Arrival(tail.source, 1) for tail in lookup.coming_tails]
+        answer = LookupAnswer(
+            held=lookup.prefix_held if lookup.state_parts else lookup.held,
+            slots=slots,
+            ready=lookup.ready,
+            is_done=is_done,
+            arriving=tuple(runs if lookup.leases else lookup.runs),
+            unknown=_unknown(lookup),
+            sources=bytes(lookup.sources),
+            queued=lookup.queued + len(lookup.entries) - begun,
+            is_answered=True,
+            boundary=lookup.boundary if lookup.has_state else 0,
+            tails=(
+                *(_tail(one.record, one.slot if one.host is HostState.READY else None) for one in lookup.tails),
+                *(_tail(record, None) for record in lookup.named_tails),
+            ),
+        )
+        return LookupUpdate(lookup.session.id, lookup.id, answer)
 
     # -- tests -------------------------------------------------------------------------------------------------
 
@@ -418,6 +454,8 @@ class Lookups:
         lookups = self._lookups.values()
         leases: Counter[bytes] = Counter(entry.record.key for one in lookups for entry in one.entries)
         leases.update(entry.record.key for one in lookups for entry in one.tails)
+        sizes = {entry: one.session.slot_bytes for one in lookups for entry in (*one.entries, *one.tails)}
+        assert self._host.leased_bytes == sum(sizes.values()), "leased bytes drifted"
         for entry in entries:
             assert entry.leases == leases[entry.record.key], "leases do not match lookups"
             for lookup_id in entry.lookups or ():
@@ -427,12 +465,13 @@ class Lookups:
         for lookup in self._lookups.values():
             assert all(lookup.id in (tail.lookups or ()) for tail in lookup.coming_tails), "a tail comes unnoticed"
             states = [entry.host for entry in lookup.entries]
-            assert len(lookup.sources) == len(states), "where a chunk came from was not noted"
-            assert HostState.ABSENT not in states, "a lookup wants a chunk that has no slot"
+            assert len(lookup.sources) == lookup.begun, "where a chunk came from was not noted"
+            assert HostState.ABSENT not in states[: lookup.begun], "a lookup wants a chunk that has no slot"
+            assert lookup.begun <= len(states), "a lookup waits for chunks that it gave up"
             assert all(state is HostState.READY for state in states[: lookup.ready]), "an unverified chunk was promised"
             assert lookup.search is None or not lookup.search.is_over, "a lookup waits for a search that is over"
             assert not (lookup.is_cut and lookup.queued), "a lookup that gets no more stands in line"
-            if lookup.ready < len(states):
+            if lookup.ready < lookup.begun:
                 waiting = lookup.entries[lookup.ready]
                 assert waiting.host is not HostState.READY and lookup.id in (waiting.lookups or ()), "waits for nothing"
 
@@ -442,32 +481,6 @@ def _wait_no_more(entry: Entry, lookup: Lookup) -> None:
         entry.lookups.discard(lookup.id)
         if not entry.lookups:
             entry.lookups = None
-
-
-def _describe(lookup: Lookup) -> LookupUpdate:
-    slots = tuple(entry.slot for entry in lookup.entries if entry.slot is not None)
-    assert len(slots) == len(lookup.entries), "a lookup wants a chunk that has no slot"
-    is_done = _is_done(lookup)
-    arriving = groupby(entry.source for entry in lookup.entries[lookup.ready :])
-    runs = [] if is_done else [Arrival(tier, sum(1 for _ in run)) for tier, run in arriving]
-    runs += [Arrival(tail.source, 1) for tail in lookup.coming_tails]
-    answer = LookupAnswer(
-        held=lookup.prefix_held if lookup.state_parts else lookup.held,
-        slots=slots,
-        ready=lookup.ready,
-        is_done=is_done,
-        arriving=tuple(runs if lookup.leases else lookup.runs),
-        unknown=_unknown(lookup),
-        sources=bytes(lookup.sources),
-        queued=lookup.queued,
-        is_answered=True,
-        boundary=lookup.boundary if lookup.has_state else 0,
-        tails=(
-            *(_tail(one.record, one.slot if one.host is HostState.READY else None) for one in lookup.tails),
-            *(_tail(record, None) for record in lookup.named_tails),
-        ),
-    )
-    return LookupUpdate(lookup.session.id, lookup.id, answer)
 
 
 def _tail(record: ChunkRecord, slot: SlotId | None) -> Tail:
@@ -509,27 +522,63 @@ class Promotions:
         self._counters = outbox.counters
         self._stats = outbox.stats
         self._early: dict[int, list[Read]] = {}  # by the slab whose memory they wait for
+        self._unfinished: dict[int, Lookup] = {}  # with chunks that a next step begins with
+        self._reads_left = READ_AT_ONCE
+        self._most_evicted = EVICTED_AT_ONCE
+
+    def begin_step(self) -> list[Lookup]:
+        """A step begins, which may read and evict so much; returns the lookups of which some is left to begin with.
+
+        Those that end, or whose client is gone, are left as they are.
+        """
+        self._reads_left, self._most_evicted = READ_AT_ONCE, self._host.evicted_count + EVICTED_AT_ONCE
+        unfinished = [one for one in self._unfinished.values() if self._lookups.get(one.id) is one]
+        self._unfinished.clear()
+        for lookup in unfinished:
+            if lookup.session.is_suspended or lookup.is_ending:
+                self._lookups.truncate(lookup, lookup.begun)
+        return [one for one in unfinished if one.begun < len(one.entries)]
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether a next step has more to begin with."""
+        return bool(self._unfinished)
 
     def start(self, lookup: Lookup) -> None:
-        """Start reading what is not in host memory; takes slots that can be had now and never waits for more."""
+        """Start reading what is not in host memory; takes slots that can be had now and never waits for more.
+
+        In parts, over several steps, where that is much: thousands of chunks, for each of which another one goes.
+        """
         slot_bytes, namespace = lookup.session.slot_bytes, lookup.session.namespace
-        for position, entry in enumerate(lookup.entries):
-            if entry.host is not HostState.ABSENT:
-                continue
-            slot = self._host.take_for_load(slot_bytes, namespace)
-            if slot is None:
-                slot = self._take_from_stores(slot_bytes, namespace)
-            if slot is None:
-                self._counters["promotion_without_slot"] += 1
-                self._lookups.truncate(lookup, position)
-                return
-            self._read(entry, slot, slot_bytes)
+        for entry in islice(lookup.entries, lookup.begun, None):
+            if entry.host is HostState.ABSENT:
+                if not self._reads_left or self._host.evicted_count >= self._most_evicted:
+                    self._unfinished[lookup.id] = lookup
+                    return
+                is_held = self._index.source(entry) is not None  # else it was lost since the part before
+                slot = self._take_slot(slot_bytes, namespace) if is_held else None
+                if slot is None and self._host.is_looking:
+                    self._unfinished[lookup.id] = lookup
+                    return
+                if slot is None:
+                    self._counters["promotion_without_slot"] += is_held
+                    self._lookups.truncate(lookup, lookup.begun)
+                    return
+                self._reads_left -= 1
+                self._read(entry, slot, slot_bytes)
+            lookup.begun += 1
         for tail in [one for one in lookup.tails if one.host is HostState.ABSENT]:
             slot = self._host.take_for_load(slot_bytes, namespace)
             if slot is None:
                 self._lookups.give_up_tail(lookup, tail)
             else:
                 self._read(tail, slot, slot_bytes)
+
+    def _take_slot(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+        slot = self._host.take_for_load(slot_bytes, namespace)
+        if slot is None and not self._host.is_looking:
+            slot = self._take_from_stores(slot_bytes, namespace)
+        return slot
 
     def _read(self, entry: Entry, slot: SlotId, slot_bytes: int) -> None:
         tier = self._index.source(entry)

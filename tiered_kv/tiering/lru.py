@@ -45,9 +45,25 @@ class Lru:
     def record_use(self, prefix: Iterable[bytes]) -> None:
         """Note one use of a prefix, given from its deepest chunk to its root; unknown keys are ignored."""
         now = self._clock.tick()
-        for key in [key for key in prefix if key in self._times][::-1]:
-            self.remove(key)
-            self._put(key, now)
+        runs: list[tuple[int, dict[bytes, None]]] = []  # that were used at one time, deepest first
+        keys = list(prefix)
+        for key, time in zip(keys, self._times.get_all(keys), strict=True):
+            if time is None:
+                continue
+            if runs and runs[-1][0] == time:
+                runs[-1][1][key] = None
+            else:
+                runs.append((time, {key: None}))
+        for time, run in reversed(runs):
+            if run.keys() == self._groups.get(time, {}).keys():
+                group = self._groups.pop(time)
+                self._groups.setdefault(now, {}).update(group)
+                for key in group:
+                    self._times[key] = now
+            else:
+                for key in reversed(run):
+                    self.remove(key)
+                    self._put(key, now)
 
     def move(self, to: Lru, is_moved: Callable[[bytes], bool]) -> None:
         """Give keys to another queue of the same clock. What was used at one time goes as a whole."""

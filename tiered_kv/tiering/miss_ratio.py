@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
+import msgspec
+
 SAMPLES_MAX: Final = 1 << 15
 """Chunks that are sampled at most, 10 MB. With half as many a drawn trace of Zipf's law was missed by 1.5 points."""
 
@@ -34,7 +36,10 @@ HALVINGS_MAX: Final = 24
 DROPPED_SHARE: Final = 8
 """Of a full sample that covers the span, one part in so many goes: the chunks that were used longest ago."""
 
-MOMENTS_PER_SAMPLE: Final = 4
+DROPPED_AT_ONCE: Final = 1024
+"""Of what is to go from the sample, so many chunks go with each use of others: half a millisecond."""
+
+MOMENTS_PER_SAMPLE: Final = 2
 """Moments that are told apart before the empty ones are left out: that takes milliseconds, and must be rare."""
 
 GROUP: Final = 256
@@ -52,6 +57,16 @@ tokens, in chunks of 256."""
 
 ASKED_ANEW_MAX: Final = 1 << 12
 """Ended lookups that are expected once more."""
+
+
+class _Moment(msgspec.Struct, eq=False, gc=False):
+    """What was used at one time: the chunks that were used last then refer to it.
+
+    So its number may change without a look at any of them. The garbage collector does not know of moments (``Entry``).
+    """
+
+    number: int
+    chunk_bytes: int
 
 
 @dataclass(slots=True)
@@ -109,12 +124,13 @@ class MissRatioCurves:
         self._curves: OrderedDict[bytes, Curve] = OrderedDict()
         self._halvings = 0
         self._limit = b""  # keys below it are sampled; unused while all are
-        self._moments: dict[bytes, int] = {}  # of the last use of each sampled chunk
+        self._last_uses: dict[bytes, _Moment] = {}  # of each sampled chunk
+        self._leaving: list[bytes] = []  # of these, what is to go, if it was not used after that moment
+        self._leaving_until = 0
+        self._moments: list[_Moment | None] = []  # oldest first; None: no chunk was used last then
         moments_max = -(-samples_max * MOMENTS_PER_SAMPLE // GROUP) * GROUP
         self._left_bytes = [0] * moments_max  # by moment: of the chunks that were used last then
-        self._chunk_bytes = [0] * moments_max  # by moment: of one of them
         self._group_bytes = [0] * (moments_max // GROUP)  # by group of moments
-        self._next = 0
 
     @property
     def rate(self) -> float:
@@ -124,7 +140,7 @@ class MissRatioCurves:
     @property
     def sample_count(self) -> int:
         """Chunks that are sampled now."""
-        return len(self._moments)
+        return len(self._last_uses)
 
     def curves(self) -> dict[bytes, Curve]:
         """By namespace; what was looked up most recently comes last. The caller does not change them."""
@@ -152,30 +168,33 @@ class MissRatioCurves:
     def stored(self, namespace: bytes, key: bytes, chunk_bytes: int) -> None:
         """A chunk came. Use it if no prompt had it yet: an answer's is found by the next prompt, which has it."""
         is_sampled = not self._halvings or key < self._limit
-        if is_sampled and key not in self._moments and namespace in self._curves:
+        if is_sampled and key not in self._last_uses and namespace in self._curves:
             self._use((key,), chunk_bytes, None)
 
     def _use(self, keys: Sequence[bytes], chunk_bytes: int, curve: Curve | None) -> None:
         limit = self._limit
-        sampled = dict.fromkeys([key for key in keys if key < limit] if self._halvings else keys, self._next)
+        moment = _Moment(len(self._moments), chunk_bytes)
+        sampled = dict.fromkeys([key for key in keys if key < limit] if self._halvings else keys, moment)
         if not sampled:
             return
-        runs = [(moment, len(list(run))) for moment, run in groupby(map(self._moments.get, sampled))]
+        runs = [(before, len(list(run))) for before, run in groupby(map(self._last_uses.get, sampled))]
         if curve is not None:
             self._count(runs, chunk_bytes, curve)
-        for moment, count in runs:
-            if moment is not None:
-                self._add_bytes(moment, -count * self._chunk_bytes[moment])
-        self._chunk_bytes[self._next] = chunk_bytes
-        self._add_bytes(self._next, len(sampled) * chunk_bytes)
-        self._moments.update(sampled)
-        self._next += 1
-        while len(self._moments) > self._samples_max:
-            self._shrink()
-        if self._next == len(self._left_bytes):
-            self._rebuild(self._moments)
+        for before, count in runs:
+            if before is not None:
+                self._take_chunks(before, count)
+        self._moments.append(moment)
+        self._add_bytes(moment, len(sampled) * chunk_bytes)
+        self._last_uses.update(sampled)
+        self._drop(DROPPED_AT_ONCE)
+        while len(self._last_uses) > self._samples_max:
+            if not self._leaving:
+                self._shrink()
+            self._drop(max(DROPPED_AT_ONCE, len(self._last_uses) - self._samples_max))
+        if len(self._moments) == len(self._left_bytes):
+            self._renumber()
 
-    def _count(self, runs: Iterable[tuple[int | None, int]], chunk_bytes: int, curve: Curve) -> None:
+    def _count(self, runs: Iterable[tuple[_Moment | None, int]], chunk_bytes: int, curve: Curve) -> None:
         """Count the distances of a prompt's sampled chunks, as of before it is used::
 
         what was used since the run's moment      its chunks nearer to the root      the chunk
@@ -197,50 +216,82 @@ class MissRatioCurves:
                 count -= inside
                 distance += inside * step
 
-    def _bytes_since(self, moment: int) -> int:
+    def _bytes_since(self, moment: _Moment) -> int:
         """Sampled bytes that were used after a moment."""
-        group, newest = moment // GROUP, self._next // GROUP
+        group, newest = moment.number // GROUP, len(self._moments) // GROUP
         newer = sum(self._group_bytes[group + 1 : newest + 1])
-        return newer + sum(self._left_bytes[moment + 1 : (group + 1) * GROUP])
+        return newer + sum(self._left_bytes[moment.number + 1 : (group + 1) * GROUP])
 
-    def _add_bytes(self, moment: int, size_bytes: int) -> None:
-        self._left_bytes[moment] += size_bytes
-        self._group_bytes[moment // GROUP] += size_bytes
+    def _add_bytes(self, moment: _Moment, size_bytes: int) -> None:
+        self._left_bytes[moment.number] += size_bytes
+        self._group_bytes[moment.number // GROUP] += size_bytes
+
+    def _take_chunks(self, moment: _Moment, count: int) -> None:
+        """So many chunks were used later, or have gone."""
+        self._add_bytes(moment, -count * moment.chunk_bytes)
+        if not self._left_bytes[moment.number]:
+            self._moments[moment.number] = None
 
     def _shrink(self) -> None:
-        """The sample is full: sample half as many keys, or forget what was used longest ago if it covers the span."""
+        """The sample is full: sample half as many keys, or forget what was used longest ago if it covers the span.
+
+        What is to go does so bit by bit; until then distances come out a little too long.
+        """
         covered_bytes = sum(self._group_bytes) << self._halvings
         kept_bytes = covered_bytes - covered_bytes // DROPPED_SHARE
         if kept_bytes < self._span_bytes and self._halvings < HALVINGS_MAX:
             self._halvings += 1
             limit = self._limit = (1 << 64 - self._halvings).to_bytes(8, "big")
-            self._rebuild({key: moment for key, moment in self._moments.items() if key < limit})
+            self._leaving = [key for key in self._last_uses if key >= limit]
+            self._leaving_until = len(self._moments)
         else:
-            last = sorted(self._moments.values())[len(self._moments) // DROPPED_SHARE]
-            self._rebuild({key: moment for key, moment in self._moments.items() if moment > last})
+            last = self._leaving_until = self._last_of_the_oldest(len(self._last_uses) // DROPPED_SHARE)
+            self._leaving = [key for key, moment in self._last_uses.items() if moment.number <= last]
 
-    def _rebuild(self, kept: dict[bytes, int]) -> None:
-        """Keep only these chunks, and number their moments anew."""
-        numbers = {moment: number for number, moment in enumerate(sorted(set(kept.values())))}
-        self._chunk_bytes[: len(numbers)] = [self._chunk_bytes[moment] for moment in numbers]
-        self._moments = {key: numbers[moment] for key, moment in kept.items()}
-        self._next = len(numbers)
-        self._left_bytes = [0] * len(self._left_bytes)
-        self._group_bytes = [0] * len(self._group_bytes)
-        for moment, count in Counter(self._moments.values()).items():
-            self._add_bytes(moment, count * self._chunk_bytes[moment])
+    def _last_of_the_oldest(self, count: int) -> int:
+        """The number of the moment in which the chunk was used last that so many others were used before."""
+        for group, group_bytes in enumerate(self._group_bytes):
+            for moment in self._moments[group * GROUP : (group + 1) * GROUP] if group_bytes else ():
+                if moment is not None:
+                    count -= self._left_bytes[moment.number] // moment.chunk_bytes
+                    if count < 0:
+                        return moment.number
+        return -1
+
+    def _drop(self, count: int) -> None:
+        """Some of what is to go leaves the sample."""
+        for key in self._leaving[-count:]:
+            moment = self._last_uses[key]
+            if moment.number <= self._leaving_until:
+                del self._last_uses[key]
+                self._take_chunks(moment, 1)
+        del self._leaving[-count:]
+
+    def _renumber(self) -> None:
+        """Leave out the moments since which all of their chunks were used, or have gone."""
+        self._drop(len(self._leaving))
+        left_bytes = list(filter(None, self._left_bytes))
+        moments = [moment for moment in self._moments if moment is not None]
+        for number, moment in enumerate(moments):
+            moment.number = number
+        self._moments = [*moments]
+        left_bytes += [0] * (len(self._left_bytes) - len(left_bytes))
+        self._left_bytes = left_bytes
+        self._group_bytes = [sum(left_bytes[first : first + GROUP]) for first in range(0, len(left_bytes), GROUP)]
 
     def check_integrity(self) -> None:
         """Assert that the bytes of moments are those of the chunks."""
-        left = Counter(self._moments.values())
-        for moment in range(self._next):
-            left_bytes = left[moment] * self._chunk_bytes[moment]
-            assert self._left_bytes[moment] == left_bytes, "bytes of a moment drifted"
-        for group in range(self._next // GROUP + 1):
+        left = Counter(moment.number for moment in self._last_uses.values())
+        for number, moment in enumerate(self._moments):
+            assert moment is None or moment.number == number, "a moment has another one's number"
+            left_bytes = 0 if moment is None else left[number] * moment.chunk_bytes
+            assert self._left_bytes[number] == left_bytes, "bytes of a moment drifted"
+        assert all(self._moments[moment.number] is moment for moment in self._last_uses.values()), "a moment was left"
+        for group in range(len(self._moments) // GROUP + 1):
             group_bytes = sum(self._left_bytes[group * GROUP : (group + 1) * GROUP])
             assert self._group_bytes[group] == group_bytes, "bytes of a group drifted"
-        assert len(self._moments) <= self._samples_max, "the sample passes its limit"
-        assert self._next < len(self._left_bytes), "there is no room for one more moment"
+        assert len(self._last_uses) <= self._samples_max, "the sample passes its limit"
+        assert len(self._moments) < len(self._left_bytes), "there is no room for one more moment"
 
 
 class OpenPrompts:

@@ -109,15 +109,45 @@ class MultiQueue:
         Stores are uses, too: how often somebody asked for a chunk is counted by the index (``index.py``).
         """
         now = self._clock.tick()
-        level = 0
-        found = []
-        for key in prefix:
-            if (group := self._groups.get(key)) is not None:
-                level = max(level, self._level(key), group.level)  # no lower than the chunks behind it, now or before
-                found.append((key, level))
-        for key, level in reversed(found):
-            self.remove(key)
-            self._put(key, level, now)
+        level = top = 0
+        runs: list[tuple[_Group, int, dict[bytes, None]]] = []  # of one group and one level, deepest first
+        keys = list(prefix)
+        groups = self._groups.get_all(keys)
+        for key, group in zip(reversed(keys), reversed(groups), strict=True):
+            if group is not None:
+                top = self._level(key)  # nobody in the prefix is asked for more often than its root
+                break
+        last = None
+        for key, group in zip(keys, groups, strict=True):
+            if group is None:
+                continue
+            before = level
+            if level < top:
+                level = max(level, self._level(key))
+            level = max(level, group.level)  # no lower than the chunks behind it, now or before
+            if group is not last or level != before:
+                runs.append((group, level, {}))
+                last = group
+            runs[-1][2][key] = None
+        for group, new_level, run in reversed(runs):
+            if run.keys() == group.keys.keys():
+                self._put_all(group, new_level, now)
+            else:
+                for key in reversed(run):
+                    self.remove(key)
+                    self._put(key, new_level, now)
+
+    def _put_all(self, group: _Group, level: int, time: int) -> None:
+        """Place a whole group, which nothing is newer than, as it is: what was used together is used together again."""
+        group.older.newer, group.newer.older = group.newer, group.older
+        older = self._queues[level].older
+        if older.time == time and older is not self._queues[level]:
+            older.keys.update(group.keys)
+            for key in group.keys:
+                self._groups[key] = older
+            return
+        group.level, group.time, group.newer, group.older = level, time, older.newer, older
+        older.newer.older = older.newer = group
 
     def move(self, to: MultiQueue, is_moved: Callable[[bytes], bool]) -> None:
         """Give keys to another of the same clock, each at its place there. Takes time for all keys of both.

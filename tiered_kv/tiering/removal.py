@@ -32,7 +32,8 @@ class RemovableTier(Protocol):
 
 
 STEP: Final = 64
-"""Chunks that one step of a removal looks at."""
+REMOVED_AT_ONCE: Final = 16
+"""Chunks that one step of a removal looks at, or removes: up to 0.3 ms."""
 
 
 def removing(
@@ -64,7 +65,7 @@ def removing(
             end = tier.remove(entry, leaves_hole=leaves_holes)
             removed += end is Removal.REMOVED
             kept += end is Removal.KEPT
-        if not number % STEP:
+        if not number % REMOVED_AT_ONCE:
             yield None
     yield RemovalCount(removed, kept, 0 if wanted is None else len(wanted) - removed - kept)
 
@@ -102,7 +103,7 @@ def erasing(
         parts_before, kept = parts, 0
         staying: set[Entry] = set()
         for number, entry in enumerate(_deepest_first(found.by_depth), 1):
-            if not number % STEP:
+            if not number % REMOVED_AT_ONCE:
                 yield None
             if removed == ERASED_AT_ONCE and tier.contains(entry):
                 yield RemovalCount(removed, kept, max(found.here, 1))

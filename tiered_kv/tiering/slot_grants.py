@@ -95,6 +95,7 @@ class SlotGrants:
                     break
                 slot = self._host.take_for_store(size, name)
                 if slot is None:
+                    self.wants_turn |= self._host.is_looking
                     break
                 session.reserved.add(slot)
                 session.untold.append(slot)

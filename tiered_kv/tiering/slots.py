@@ -206,6 +206,8 @@ class SlotPool:
 
         One that kept its memory comes first, of these the largest: it costs nothing.
         """
+        if not self.keeps_memory and self.limit_bytes - self.assigned_bytes < slot_bytes:
+            return None  # asked for each slot that is taken in a full cache
         empty = sorted((i for i, s in enumerate(self._slabs) if not s.slot_count), key=lambda i: -self.memory_bytes(i))
         index = next((i for i in empty if self.memory_for(i, slot_bytes) > 0), None)
         if index is None:

@@ -129,16 +129,20 @@ class Tiering:
         self._recalls: list[SlotRecall] = []
         self._last_session = 0
         self._used: deque[ChunkRecord] = deque()
+        self._touched: dict[bytes, int] = {}  # the slot sizes of chunks whose prefixes were used, oldest use first
         self._nowhere = (BlobState.ABSENT,) * tier_count  # of a chunk that no secondary tier has or is getting
 
     # -- collected by the engine -------------------------------------------------------------------------------
 
-    def take_jobs(self) -> list[Job]:
+    def take_jobs(self, *, grants: bool = True) -> list[Job]:
         """Jobs to perform now, in order; each ends in exactly one call of the method that reports it.
 
         Also shares out what became free since the last call; updates are complete only after it.
+
+        Args:
+            grants: Whether sessions are granted empty slots, and with them what they bring work by.
         """
-        self._share_out()
+        self._share_out(grants=grants)
         jobs = list(self._outbox.jobs)
         self._outbox.jobs.clear()
         return jobs
@@ -162,16 +166,25 @@ class Tiering:
         return self._lookups.has_progress
 
     @property
+    def sealing_count(self) -> int:
+        """Chunks that were committed, and whose seals were not reported."""
+        return self._host.sealing_count
+
+    @property
     def wants_turn(self) -> bool:
         """Whether :meth:`take_jobs` has more to do at once: something that is done in parts."""
-        return self._host.is_emptying or self._tiers.wants_turn or self._grants.wants_turn
+        parts = (self._tiers, self._grants, self._promotions)
+        return self._host.is_emptying or any(part.wants_turn for part in parts)
 
     def take_uses(self) -> list[ChunkRecord]:
         """Chunks of secondary tiers used since the last call, oldest use first: what tiers persist as recency."""
         uses, self._used = list(self._used), deque()
         return uses
 
-    def _share_out(self) -> None:
+    def _share_out(self, *, grants: bool) -> None:
+        self._date_touched()
+        for unfinished in self._promotions.begin_step():
+            self._promote_more(unfinished)
         for _ in range(GO_ON_MAX):
             if (lookup := self._lookups.line.next()) is None:
                 break
@@ -184,7 +197,8 @@ class Tiering:
         if self._tiers.write_through is not None:
             self._tiers.write_through.refill()
         self._rows.collect()
-        self._grants.top_up(self._sessions.values())
+        if grants:
+            self._grants.top_up(self._sessions.values())
         self._host.finish_drains()
         if self._tiers.write_through is not None:
             self._tiers.write_through.tier.start_writes()  # of tails that were to be evicted in this step
@@ -343,6 +357,15 @@ class Tiering:
         if self.counters["host_evicted"] != evicted:  # reading some may push out others that were nowhere else
             left = next((n for n, e in enumerate(held) if not self.index.is_held(e)), len(held))
             self._lookups.lost(lookup, min(lookup.held, left))
+        self._lookups.wait(lookup)
+
+    def _promote_more(self, lookup: Lookup) -> None:
+        """The same for the next part of it. What was held behind it may be gone meanwhile."""
+        self._promotions.start(lookup)
+        leased = lookup.start + len(lookup.entries)
+        if leased < lookup.held:
+            held = len(self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests))
+            self._lookups.lost(lookup, min(lookup.held, max(held, leased)))
         self._lookups.wait(lookup)
 
     def _go_on(self, search: PrefixSearch) -> None:
@@ -651,9 +674,23 @@ class Tiering:
         return {one for end in ends if end is not None for one in self.index.prefix(end)}
 
     def touch_prefix(self, key: bytes) -> None:
-        """Note a use of a chunk and all its ancestors, after a batch of commits along one prefix."""
+        """Note a use of a chunk and all its ancestors, after commits along one prefix; :meth:`take_jobs` dates it."""
         if (entry := self.index.get(key)) is not None:
-            self._record_use(self.index.prefix(entry)[::-1], entry.slot_bytes)
+            self._touched[key] = entry.slot_bytes
+
+    def _date_touched(self) -> None:
+        """Note the uses of a step: of each prefix once, however many messages brought it piece by piece."""
+        touched, self._touched = self._touched, {}
+        prefixes = []
+        seen: set[bytes] = set()
+        for key, slot_bytes in reversed(touched.items()):
+            if key not in seen and (entry := self.index.get(key)) is not None:
+                prefix = self.index.prefix(entry)
+                prefixes.append((prefix[::-1], slot_bytes))
+                if len(touched) > 1:
+                    seen.update(one.record.key for one in prefix)
+        for prefix, slot_bytes in reversed(prefixes):
+            self._record_use(prefix, slot_bytes)
 
     def sealed(self, job: Seal, outcome: Outcome) -> None:
         """A seal ended: the chunk is ready to be loaded now, or gone."""
@@ -703,7 +740,7 @@ class Tiering:
 
     def load_rows(self, session_id: int, rows: Sequence[tuple[RowUse, bytes, bytes]], owner: bytes) -> None:
         """Read chunks, by key and digest, from this machine's tiers into lent rows."""
-        session, used = self._sessions[session_id], dict[Entry, None]()
+        session = self._sessions[session_id]
         for use, key, digest in rows:
             entry = self.index.get(key)
             names = None if entry is None else (entry.record.namespace, entry.record.prefix_sha256)
@@ -711,12 +748,8 @@ class Tiering:
                 entry = None
             if entry is not None:
                 entry.is_asked_for_by(owner)
-                parent = self.index.parent(entry)
-                if parent is not None and parent not in used:  # a load comes in parts: what is before it ages no sooner
-                    used.update(dict.fromkeys(reversed(self.index.prefix(parent))))
-                used[entry] = None
+                self._touched[key] = session.slot_bytes
             self._rows.load(entry, use)
-        self._record_use(list(used), session.slot_bytes)
 
     def load_ended(self, session_id: int, load: int) -> None:
         """All that was looked up and read for a load has ended."""

@@ -11,7 +11,7 @@ from itertools import islice
 
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
 from tiered_kv.tiering.host_tier import HostTier
-from tiered_kv.tiering.index import Entry, Index
+from tiered_kv.tiering.index import BlobState, Entry, Index
 from tiered_kv.tiering.prefix_search import PrefixSearches
 from tiered_kv.tiering.quotas import Quotas
 from tiered_kv.tiering.secondary_tier import SecondaryTier
@@ -92,9 +92,10 @@ class SecondaryTiers:
 
     def enqueue_if_used(self, prefix: Sequence[Entry]) -> None:
         """A prefix is used, given root first: a write that was dropped gets another chance."""
-        for entry in prefix:
-            for source in self.sources.values():
-                source.enqueue_if_used(entry)
+        for number, source in self.sources.items():
+            for entry in prefix:
+                if entry.blobs[number] is not BlobState.PRESENT:  # what is there is not written
+                    source.enqueue_if_used(entry)
 
     def want(self, entry: Entry) -> None:
         """A chunk will be asked for, though no lookup says so: it, its prefix and the states along it are admitted now.

@@ -285,7 +285,8 @@ class World:
         assert update.ready <= len(update.slots)
         coming_tails = 0
         if update.tails and not update.is_done:
-            coming_tails = sum(run.chunks for run in update.arriving) - (len(update.slots) - update.ready)
+            coming = sum(run.chunks for run in update.arriving) - (len(update.slots) - update.ready)
+            coming_tails = max(0, coming - update.queued)  # of which some may be leased and not begun with
             assert coming_tails in (0, 1) and coming_tails <= sum(tail.slot is None for tail in update.tails)
         has_all = update.ready == len(update.slots) and not coming_tails
         assert update.is_done == (has_all and not update.unknown and not update.queued)

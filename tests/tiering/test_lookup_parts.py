@@ -1,0 +1,143 @@
+"""A lookup that takes many slots goes in parts, over several steps: what comes between two of them is seen."""
+
+import pytest
+
+from tests.kit.tiering.world import SMALL, Path, Story, chunks_of
+from tiered_kv.tiering import host_tier, lookups
+from tiered_kv.tiering.eviction import EvictionOrder
+from tiered_kv.tiering.types import HOST, Limits, Outcome, Read, Seal
+
+LONG = (1, 2, 3, 4, 5, 6)
+AMPLE = Limits(leased_share=1.0, request_share=1.0)
+
+
+@pytest.fixture(params=["READ_AT_ONCE", "EVICTED_AT_ONCE"])
+def story(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Story:
+    """A full cache whose disk has a long prefix; a step begins with one chunk of it, or has one go for it."""
+    story = Story(host_bytes=100, limits=AMPLE, found=chunks_of(LONG))
+    for number in range(100, 110):
+        story.store((number,))
+    story.rest(story.session)  # holds no empty slot
+    monkeypatch.setattr(lookups, request.param, 1)
+    story.step()
+    assert story.tiering.usage()["host_ready_chunks"] >= 8, "there is room"
+    return story
+
+
+def begun(story: Story) -> int:
+    return len(story.waiting(Read))
+
+
+def test_its_session_is_told_of_what_is_begun_and_that_more_follows(story: Story) -> None:
+    lookup = story.lookup(story.session, LONG)
+    assert begun(story) == 0 and story.lookups[lookup].update is None
+    story.step()
+    answer = story.answer(lookup)
+    first = len(answer.slots)
+    assert 0 < first < 6 and first == begun(story)
+    assert (answer.held, answer.ready, answer.queued, answer.is_done) == (6, 0, 6 - first, False)
+    assert [(run.tier, run.chunks) for run in answer.arriving] == [(HOST + 1, 6)], "what the waiting rule judges by"
+    assert story.tiering.wants_turn
+    story.finish_all()
+    while story.tiering.wants_turn:
+        story.step()
+    story.finish_all()
+    assert story.figures(lookup) == (6, 6, 6, True)
+    assert story.answer(lookup).queued == 0 and not story.tiering.wants_turn
+
+
+def test_another_lookup_is_answered_between_two_parts(story: Story) -> None:
+    long = story.ask(LONG)
+    assert not story.answer(long).is_done and story.answer(long).queued
+    assert story.figures(story.ask((109,))) == (1, 1, 1, True)
+    story.finish_all()
+    assert story.figures(long) == (6, 6, 6, True)
+
+
+def test_one_that_is_released_between_two_parts_frees_all(story: Story) -> None:
+    lookup = story.ask(LONG)
+    assert story.answer(lookup).queued and story.tiering.usage()["leased_bytes"] == 6 * SMALL.slot_bytes
+    reads = begun(story)
+    story.release(lookup)
+    assert story.tiering.usage()["leased_bytes"] == 0
+    story.step()
+    assert begun(story) == reads and not story.tiering.wants_turn
+
+
+@pytest.mark.parametrize("end", ["close", "suspend"])
+def test_a_session_that_ends_between_two_parts_leaves_nothing(story: Story, end: str) -> None:
+    story.ask(LONG)
+    reads = begun(story)
+    story.suspend(story.session)
+    if end == "close":
+        story.close(story.session)
+    story.step()
+    assert begun(story) == reads and not story.tiering.wants_turn
+    story.wind_down()
+
+
+def test_what_is_erased_between_two_parts_is_not_promised(story: Story) -> None:
+    lookup = story.ask(LONG)
+    told = len(story.answer(lookup).slots)
+    assert told < 5
+    for path in reversed(chunks_of(LONG)[4:]):
+        story.tiering.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=False)
+    story.finish_all()
+    assert story.figures(lookup) == (4, 4, 4, True)
+    assert story.tiering.usage()["leased_bytes"] == 4 * SMALL.slot_bytes
+
+
+def test_a_read_of_another_lookup_that_fails_between_two_parts_is_made_again(story: Story) -> None:
+    long = story.ask(LONG)
+    assert story.answer(long).queued
+    for place in reversed(story.waiting(Read)):
+        story.finish(place, Outcome.UNAVAILABLE)
+    story.finish_all()
+    answer = story.answer(long)
+    assert answer.is_done and answer.ready == len(answer.slots) == 0, "it is cut where its own read failed"
+    assert story.tiering.usage()["leased_bytes"] == 0
+    story.release(long)
+    again = story.ask(LONG)
+    story.finish_all()
+    assert story.figures(again) == (6, 6, 6, True)
+
+
+def test_held_chunks_that_come_first_are_met_once_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases leave the order of eviction as it is; who looks for a chunk to evict takes out what it meets of them."""
+    monkeypatch.setattr(host_tier, "HELD_TAKEN_OUT_AT_ONCE", 2)
+    story = Story(host_bytes=100, limits=AMPLE)
+    prefix: Path = (1, 2, 3, 4, 5)
+    for path in chunks_of(prefix):
+        story.store(path)
+    order = story.tiering._host._orders[SMALL.slot_bytes, False]
+    lookup = story.ask(prefix)
+    assert len(order) == 5, "a lease takes nothing out"
+    story.flush_host()
+    assert len(order) == sum(not entry.leases for entry in order), "what is leased was met, and taken out"
+    assert story.figures(lookup) == (5, 5, 5, True)
+    assert all(story.is_in_host(path) for path in chunks_of(prefix))
+    story.release(lookup)
+    story.step()
+    assert all(story.entry(path) in order for path in chunks_of(prefix))
+    story.flush_host(avoid=prefix)
+    story.wind_down()
+
+
+def test_a_prompt_that_is_committed_chunk_by_chunk_is_dated_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(host_bytes=800)
+    dated: list[list[bytes]] = []
+    record_use = EvictionOrder.record_use
+
+    def noted(self: EvictionOrder, namespace: bytes, prefix: list[bytes]) -> None:
+        if self is story.tiering._tiers[1].order:
+            dated.append(list(prefix))
+        record_use(self, namespace, prefix)
+
+    monkeypatch.setattr(EvictionOrder, "record_use", noted)
+    for path in [*chunks_of(LONG), (8,)]:
+        assert story.commit(story.session, path)
+        story.tiering.touch_prefix(SMALL.key(path))
+    story.step()
+    assert dated == [[SMALL.key(path) for path in reversed(chunks_of(LONG))], [SMALL.key((8,))]]
+    story.end_every(Seal)
+    story.finish_all()
