@@ -82,6 +82,7 @@ def test_a_store_in_line_behind_another_of_its_prompt_waits_from_its_turn_on(
         clock.now_s += row_jobs.WRITE_WAIT_S * 3 / 4
         told.append(end)
         rows.jobs.poll()
+        assert not any(job.is_over for job in rows.jobs._jobs.values()), "rows in line were given up"
     assert rows.end(*jobs) == [[True, True]] * 3
     kept.clear()
     late = rows.begin(prompt(2, 2), [(0, 0), (1, 1)], is_load=False)

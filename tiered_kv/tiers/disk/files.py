@@ -109,7 +109,7 @@ def refuse_links(path: Path | str, below: Path | str) -> None:
     while directory != end:
         if not stat.S_ISDIR(os.lstat(directory).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "a symbolic link or a file stands in its place", directory)
-        directory = os.path.dirname(directory)
+        directory = directory[: max(directory.rindex("/"), 1)]
 
 
 def writable_by_others(directories: Iterable[Path]) -> list[str]:

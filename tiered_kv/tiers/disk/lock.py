@@ -30,7 +30,7 @@ class DirectoryLock:
             DirectoryLocked: Another process holds it; the message names the process and its socket where known.
             TierUnavailable: The lock file cannot be opened or locked.
         """
-        self._path = path = root / LOCK_FILE
+        self._path = path = os.fspath(root / LOCK_FILE)
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as exc:
