@@ -208,7 +208,7 @@ def nothing() -> Any:
 
 
 def manager_ms(keys: list[bytes]) -> float:
-    """Milliseconds that vLLM's manager takes of the scheduler's thread for such a prompt, with a tier that does nothing.
+    """Milliseconds of the scheduler's thread that vLLM's manager takes for such a prompt, with a tier of nothing.
 
     In its second step the prompt is on its way to vLLM's rows.
     """

@@ -19,8 +19,8 @@ from tiered_kv.engine.executor import NOTIFY_INTERVAL_S, Executor, Pool
 from tiered_kv.tiering.types import WriteRow
 
 WRITES_AT_ONCE: Final = 3
-"""Of one prefix. A write that hangs holds its thread, and those that wait for it theirs until the engine takes their rows
-back (``row_jobs.py``: after 2 s): the fourth is for deletions and for other prefixes."""
+"""Of one prefix. A write that hangs holds its thread, and those that wait for it theirs until the engine takes their
+rows back (``row_jobs.py``: after 2 s): the fourth is for deletions and for other prefixes."""
 
 LOOK_S: Final = 0.05
 """So often a write that waits for its parent's looks whether its row was taken back."""

@@ -482,9 +482,9 @@ class SchedulerClient:
         own_bytes = self._config.resolved_host_bytes()
         if not self.host_bytes and host_bytes < own_bytes:
             logger.warning(
-                "the cache server has host_bytes=%s; one that this engine starts has %s. Whoever started it named less, "
-                "or is a tier below vLLM's offloading: if that is too little, name host_bytes in all engines that share "
-                "the directory",
+                "the cache server has host_bytes=%s; one that this engine starts has %s. Whoever started it named "
+                "less, or is a tier below vLLM's offloading: if that is too little, name host_bytes in all engines "
+                "that share the directory",
                 size_text(host_bytes), size_text(own_bytes),
             )  # fmt: skip
         self.host_bytes = host_bytes
