@@ -12,7 +12,8 @@ back. Before a load rows are zeroed, our host memory is emptied and pages are dr
 checks none.
 
 ``thread``: time in the tier's methods on the scheduler's thread, in all steps, for a prompt of 128k tokens in rows of
-256 that is found; ``--lookups N`` measures that alone, for N prompts of small rows in turns. CPU seconds are of this
+256 that is found; ``--lookups N`` measures that alone, for N prompts of small rows in turns, and beside it a tier that
+does nothing, and what vLLM's own manager takes with that one. CPU seconds are of this
 process and of our server. The first repetition does not count. On ext4 without a journal a run within minutes of the
 last one pays for the files that were deleted then (docs/decisions/0045-lent-rows.md).
 """
@@ -127,9 +128,9 @@ class Driver:
 
         answers = [LookupResult.RETRY]
         while LookupResult.RETRY in answers:
+            self.timed(self.tier.get_finished_jobs)  # first of all in a step
             answers = self.timed(self._ask, keys, context)
             self.timed(self.tier.on_schedule_end, ScheduleEndContext((), ()))
-            self.timed(self.tier.get_finished_jobs)
             time.sleep(POLL_S)
         assert answers == [LookupResult.HIT] * len(keys), "what was stored is not found"
 
@@ -172,6 +173,63 @@ class Driver:
 
     def cpu_s(self) -> float:
         return time.process_time()
+
+
+def nothing() -> Any:
+    """A tier that does nothing: whatever it is asked for is there, whatever it is given is stored."""
+    from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+    class Nothing(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped here
+        def __init__(self) -> None:
+            super().__init__(None, memoryview(b""), "nothing")
+            self._results: list[Any] = []
+            self._is_hit = LookupResult.HIT
+
+        def on_new_request(self, _context: Any) -> Any:
+            return RequestOffloadingContext()
+
+        def lookup(self, _key: Any, _context: Any) -> Any:
+            return self._is_hit
+
+        def submit_store(self, job: Any) -> None:
+            self._results.append(JobResult(job.job_id, success=True))
+
+        submit_load = submit_store
+
+        def get_finished_jobs(self) -> list[Any]:
+            results, self._results = self._results, []
+            return results
+
+        def drain_jobs(self) -> None:
+            """There are none."""
+
+    return Nothing()
+
+
+def manager_ms(keys: list[bytes]) -> float:
+    """Milliseconds of the scheduler's thread that vLLM's manager takes for such a prompt, with a tier of nothing.
+
+    In its second step the prompt is on its way to vLLM's rows.
+    """
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+    from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+    region = SharedOffloadRegion(uuid.uuid4().hex, len(keys), None, SMALL_BYTES, SMALL_BYTES)
+    manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(len(keys), region), [nothing()])
+    context = ReqContext(uuid.uuid4().hex)
+    started_s = time.perf_counter()
+    manager.on_new_request(context)
+    for _ in range(2):
+        answers = [manager.lookup(key, context) for key in keys]
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+    manager.on_request_finished(context)
+    taken_s = time.perf_counter() - started_s
+    assert LookupResult.MISS not in answers
+    manager.shutdown()
+    region.cleanup()
+    return taken_s * 1e3
 
 
 class Ours(Driver):
@@ -300,11 +358,14 @@ def lookups(prompts: int, folder: Path) -> list[dict[str, Any]]:
     """Rows of the table for lookups alone; on a machine that others use the least says most."""
     region = Region(SMALL_BYTES, 2 * PROMPT_ROWS)
     all_drivers = list(drivers(region, folder, 2 * PROMPT_ROWS * SMALL_BYTES))
+    all_drivers.append(Driver("nothing", nothing(), folder))
     times: dict[str, list[float]] = {one.name: [] for one in all_drivers}
+    times["vLLM's manager"] = []
     for _ in range(prompts):
         keys = [os.urandom(32) + bytes(4) for _ in range(PROMPT_ROWS)]
         for driver in all_drivers:
             times[driver.name].append(prompt_ms(driver, keys))
+        times["vLLM's manager"].append(manager_ms(keys))
     for driver in all_drivers:
         driver.tier.shutdown()
     region.close()

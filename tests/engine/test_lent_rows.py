@@ -270,6 +270,17 @@ def test_a_row_that_is_taken_back_between_its_write_and_its_name_is_in_no_file(
     assert blob_files(tmp_path) == [] and temp_files(tmp_path) == [] and len(world.tiering.index) == 0
 
 
+def test_a_write_that_hangs_keeps_the_threads_of_those_behind_it_no_longer_than_their_rows_are_lent(
+    world: RowWorld, tmp_path: FilePath
+) -> None:
+    uses = written_and_waiting(world, tmp_path)
+    world.engine.end_rows(world.session, uses)
+    assert world.until(*uses) == ["bad"] * 4
+    wait_for(lambda: len(temp_files(tmp_path)) == 1, "all but the one that hangs to give up")
+    assert world.until(*world.store(((7,), 5), ((8,), 6), ((9,), 7))) == ["good"] * 3, "other prefixes go on"
+    assert len(blob_files(tmp_path)) == 3 and len(temp_files(tmp_path)) == 1
+
+
 def test_damage_is_found_before_the_engine_is_told(world: RowWorld, tmp_path: FilePath) -> None:
     world.until(*world.store(*place(*PREFIX)))
     files = [blob_path(tmp_path, BlobName.of(SPACE.record(path))) for path in PREFIX]

@@ -1,6 +1,7 @@
 """The start-up self-test: it passes on a tier that works, says why it fails on others, and leaves nothing behind."""
 
 import errno
+import os
 import threading
 
 import pytest
@@ -119,7 +120,8 @@ def test_a_server_starts_on_a_disk_that_fails_and_knows_what_it_will_hold(tmp_pa
         disk.put(chain.name(index), chain.blob(index).view())
     disk.close()
 
-    def fail(*_arguments, **_options):
+    def fail(descriptor, *_arguments, **_options):
+        os.close(descriptor)
         raise OSError(errno.EIO, "input/output error")
 
     monkeypatch.setattr("tiered_kv.tiers.disk.tier.write_file", fail)

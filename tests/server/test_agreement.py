@@ -51,12 +51,14 @@ def test_limits_that_are_left_out_are_taken_as_they_are(served: Path) -> None:
 
 
 def test_a_server_below_vllms_offloading_is_small_and_engines_of_the_connector_take_what_it_has(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     nobody_named = settings(root, host_bytes=None)
     monkeypatch.setattr("tiered_kv.config.OFFLOADING_HOST_BYTES", 16 << 20)  # as with more memory
     first = SmallEngine.start(nobody_named.below_offloading(), "below")
+    assert "the cache server has host_bytes" not in caplog.text
     other = SmallEngine.start(nobody_named, "beside", weights="other")
+    assert caplog.text.count("the cache server has host_bytes=16 MiB; one that this engine starts has") == 1
     assert first.client.host_bytes == other.client.host_bytes == 16 << 20 < nobody_named.resolved_host_bytes()
     other.store(6)
     assert other.hits(6) == 6

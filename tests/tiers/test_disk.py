@@ -40,6 +40,23 @@ def read(tier, blob):
     return bytes(buffer) if tier.get_into(blob.name, memoryview(buffer)) else None
 
 
+def test_a_put_that_waited_publishes_nothing_in_a_directory_that_another_server_has_by_then(tmp_path):
+    tier, blob = open_disk(tmp_path), CHAIN.blob(0)
+
+    def lose_the_lock():
+        (tmp_path / "server.lock").unlink()
+        (tmp_path / "server.lock").touch()
+        return True
+
+    with pytest.raises(TierUnavailable, match="its lock is not ours"):
+        tier.put_if(blob.name, blob.view(), lose_the_lock)
+    assert blob_files(tmp_path) == temp_files(tmp_path) == []
+    assert tier.usage().used_bytes == 0
+    with pytest.raises(TierUnavailable, match="its lock is not ours"):
+        tier.put(blob.name, blob.view())
+    tier.close()
+
+
 # -- capacity ---------------------------------------------------------------------------------------------------------
 
 

@@ -5,8 +5,10 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +24,8 @@ from tiered_kv.server import worker_client
 from tiered_kv.server.row_loan import server_pidfd
 from tiered_kv.server.sessions import loan_problem
 from tiered_kv.server.worker_client import pages_on_the_wire
-from tiered_kv.vllm import row_memory
-from tiered_kv.vllm.row_memory import NotShared, shared_region
+from tiered_kv.vllm import row_jobs, row_memory
+from tiered_kv.vllm.row_memory import NotShared, UseEnd, shared_region
 
 Start = Callable[..., Rows]
 
@@ -55,6 +57,41 @@ def test_a_row_that_is_told_stored_is_in_a_file_and_in_no_slot(start: Start) -> 
     seen = figures(rows.root)
     assert host_chunks(rows.root) == 0 and seen["hierarchy"]["reserved_slots"] == 0
     assert not rows.jobs._threads._threads, "a thread of the engine copied"
+
+
+def test_a_store_in_line_behind_another_of_its_prompt_waits_from_its_turn_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes 1.5 s for each row here: by a clock of the test's, which hears of the rows one by one."""
+    rows, keys = start(), prompt(1, 6)
+    fill(rows, 1)
+    clock = SimpleNamespace(now_s=time.monotonic(), sleep=time.sleep)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr(row_jobs, "time", clock)
+    take_ended, kept, told = rows.jobs.uses.take_ended, [], []
+
+    def take_told() -> list[tuple[int, int, UseEnd]]:
+        kept.extend(take_ended())
+        heard, told[:] = list(told), []
+        return heard
+
+    monkeypatch.setattr(rows.jobs.uses, "take_ended", take_told)
+    jobs = [rows.begin(keys, [(index, index) for index in (2 * n, 2 * n + 1)], is_load=False) for n in range(3)]
+    wait_for(lambda: rows.jobs.poll() or len(kept) == 6, "the server to write all")
+    for end in sorted(kept[:]):
+        clock.now_s += row_jobs.WRITE_WAIT_S * 3 / 4
+        told.append(end)
+        rows.jobs.poll()
+        assert not any(job.is_over for job in rows.jobs._jobs.values()), "rows in line were given up"
+    assert rows.end(*jobs) == [[True, True]] * 3
+    kept.clear()
+    late = rows.begin(prompt(2, 2), [(0, 0), (1, 1)], is_load=False)
+    wait_for(lambda: rows.jobs.poll() or len(kept) == 2, "the server to write these")
+    clock.now_s += row_jobs.WRITE_WAIT_S + 1
+    rows.jobs.poll()
+    assert rows.jobs._jobs[late].is_asked_back or rows.jobs._jobs[late].is_over, "nothing came since its turn"
+    told += kept
+    assert rows.end(late) == [[True, True]], "what was told too late is in files all the same"
 
 
 def test_what_is_in_the_servers_memory_comes_through_a_slot_and_the_rest_does_not(start: Start) -> None:

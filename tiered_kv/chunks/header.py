@@ -20,6 +20,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Annotated, Final, NamedTuple
 
@@ -88,11 +89,11 @@ class Field(NamedTuple):
         Raises:
             ValueError: They are not as many as the field has, or a number is negative.
         """
-        if isinstance(value, str):
-            text = value.ljust(self.width)
+        if isinstance(value, bytes):
+            text = value.hex()
         else:
-            text = value.hex() if isinstance(value, bytes) else f"{value:0{self.width}d}"
-        if len(text) != self.width or text.startswith("-"):
+            text = value.ljust(self.width) if isinstance(value, str) else f"{value:0{self.width}d}"
+        if len(text) != self.width or text[0] == "-":
             raise ValueError(f"{self.name} does not fit its field. characters={self.width} observed={text}")
         return text.encode("ascii")
 
@@ -141,7 +142,9 @@ FIELDS: Final = _lay_out(
 TABLE_OFFSET: Final = STORED_BY.offset + STORED_BY.width + len('"}')
 """Where the metadata ends and the tensor table begins, with the comma before its first name."""
 
-assert TABLE_OFFSET <= PEEK_BYTES
+_METADATA_END: Final = TABLE_OFFSET + len(",")
+
+assert _METADATA_END <= PEEK_BYTES
 
 
 def _metadata_pattern(fields: tuple[Field, ...], end: str) -> re.Pattern[bytes]:
@@ -167,6 +170,10 @@ _SEALED_SLICES = tuple(
         STORED_BY,
     )
 )
+_NO_HASH = b"0" * HEADER_XXH3.width
+"""In the place of a header's own hash while it is hashed."""
+
+_HEADER_XXH3_SLICE = HEADER_XXH3.slice
 _VERIFIED_SLICES = PREFIX_SHA256.slice, TAG.slice, STORED_BY.slice
 
 
@@ -279,15 +286,20 @@ class BlobFormat:
             raise ValueError(_difference("namespace", self._namespace.hex(), record.namespace.hex()))
         blob[self.header_bytes + self._data_bytes :] = bytes(self.payload_bytes - self._data_bytes)
         header = bytearray(self._template_of(record))
-        header[KEY.slice] = KEY.encode(record.key)
-        header[PARENT.slice] = PARENT.encode(record.parent)
-        header[CHUNK_INDEX.slice] = CHUNK_INDEX.encode(record.chunk_index)
-        header[PREFIX_SHA256.slice] = PREFIX_SHA256.encode(record.prefix_sha256)
-        header[CREATED_UNIX_S.slice] = CREATED_UNIX_S.encode(created_unix_s)
-        header[TAG.slice] = TAG.encode(record.tag)
-        header[STORED_BY.slice] = STORED_BY.encode(shared_line(record.stored_by))
-        header[PAYLOAD_XXH3.slice] = _payload_hash(blob, self.header_bytes).encode("ascii")
-        header[HEADER_XXH3.slice] = header_hash(header).encode("ascii")
+        sealed = (
+            _NO_HASH,
+            KEY.encode(record.key),
+            PARENT.encode(record.parent),
+            CHUNK_INDEX.encode(record.chunk_index),
+            PREFIX_SHA256.encode(record.prefix_sha256),
+            _payload_hash(blob, self.header_bytes).encode("ascii"),
+            CREATED_UNIX_S.encode(created_unix_s),
+            TAG.encode(record.tag),
+            STORED_BY.encode(shared_line(record.stored_by)),
+        )
+        for place, text in zip(_SEALED_SLICES, sealed, strict=True):
+            header[place] = text
+        header[_HEADER_XXH3_SLICE] = xxhash.xxh3_128_hexdigest(header).encode("ascii")
         blob[: self.header_bytes] = header
 
     def verify(
@@ -374,6 +386,12 @@ def peek(first: bytes | memoryview) -> BlobHeader:
         ChunkMismatch: Another format version.
         ChunkCorrupt: This is not the start of a blob.
     """
+    return _peek(bytes(first[:_METADATA_END]))
+
+
+@lru_cache(maxsize=64)
+def _peek(first: bytes) -> BlobHeader:
+    """The same; kept for a moment, as a put asks at its check of the name and again where its blob is accounted for."""
     frame = read_frame(first)
     _check_version(frame)
     return read_metadata(first, frame.header_bytes)
@@ -531,7 +549,7 @@ def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
 def header_hash(header: Bytes) -> str:
     """Hash a whole header, length prefix and padding included, with the digits of its own hash as zeros."""
     zeroed = bytearray(header)
-    zeroed[HEADER_XXH3.slice] = b"0" * HEADER_XXH3.width
+    zeroed[_HEADER_XXH3_SLICE] = _NO_HASH
     return xxhash.xxh3_128_hexdigest(zeroed)
 
 

@@ -97,8 +97,11 @@ all end at once."""
 USES_MAX: Final = 1 << 18
 """Uses that wait to be told to a tier; while it hangs the oldest are forgotten."""
 
+USES_TAKEN: Final = 1 << 14
+"""Of these, so many are looked through for those of the same chunks: it is told the last one alone."""
+
 USES_AT_ONCE: Final = 256
-"""Of these: a tier's threads wait for each other meanwhile."""
+"""A tier is told at once: its threads wait for each other meanwhile."""
 
 PROGRESS_INTERVAL_S = 0.02
 """Between two updates of lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
@@ -831,7 +834,11 @@ class Engine:
     def _tell_uses(self, number: int) -> None:
         uses = self._uses[number]
         while uses:
-            self.tiers[number].record_use([BlobName.of(uses.popleft()) for _ in range(min(len(uses), USES_AT_ONCE))])
+            taken = [uses.popleft() for _ in range(min(len(uses), USES_TAKEN))]
+            last = {record.key: record for record in reversed(taken)}  # a prompt's beginning comes with each part of it
+            names = [BlobName.of(record) for record in reversed(last.values())]
+            for first in range(0, len(names), USES_AT_ONCE):
+                self.tiers[number].record_use(names[first : first + USES_AT_ONCE])
 
     def _flush(self, number: int) -> None:
         try:

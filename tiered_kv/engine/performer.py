@@ -44,6 +44,9 @@ WARN_INTERVAL_S = 10.0
 them."""
 
 
+Follows = Callable[[Callable[[], bool]], bool]
+
+
 class JobResult(msgspec.Struct, frozen=True, gc=False):
     """How a job ended; not known to the garbage collector, as jobs are not.
 
@@ -93,11 +96,12 @@ class Performer:
         """Do the job; never raises."""
         return self._outcome(job, partial(self._perform, job))
 
-    def write_row(self, job: WriteRow, follows: Callable[[], bool]) -> JobResult:
+    def write_row(self, job: WriteRow, follows: Follows) -> JobResult:
         """Seal a row and put it; never raises.
 
         Args:
-            follows: Waits for the write of the chunk before it, and says whether that is in the tier.
+            follows: Waits for the write of the chunk before it as long as this one's is wanted, and says whether that
+                is in the tier.
         """
         return self._outcome(job, partial(self._write_row, job, follows))
 
@@ -184,13 +188,17 @@ class Performer:
             raise RowGone(f"the engine that lent the row has left. row={job.use.row}")
         return lent
 
-    def _write_row(self, job: WriteRow, follows: Callable[[], bool]) -> JobResult:
+    def _write_row(self, job: WriteRow, follows: Follows) -> JobResult:
         """Seal a row and put it. What was sealed while the row was lent has its own hash, whatever becomes of it."""
         form, lent, tier = self.formats[job.record.namespace], self._lent(job), self._tiers[job.tier]
         with lent.mapped(job.use, form.header_bytes, is_read=False) as blob:
             form.seal(blob, job.record, self._clock.wall())
             lent.check(job.use)
-            if not tier.put_if(BlobName.of(job.record), blob, lambda: follows() and lent.is_open(job.use)):
+
+            def is_lent() -> bool:
+                return lent.is_open(job.use)
+
+            if not tier.put_if(BlobName.of(job.record), blob, lambda: follows(is_lent) and is_lent()):
                 lent.check(job.use)
                 return _NO_PARENT
         try:

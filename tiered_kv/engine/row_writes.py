@@ -19,8 +19,11 @@ from tiered_kv.engine.executor import NOTIFY_INTERVAL_S, Executor, Pool
 from tiered_kv.tiering.types import WriteRow
 
 WRITES_AT_ONCE: Final = 3
-"""Of one prefix. A write that hangs holds its thread, and those that wait for it theirs: the others are for deletions
-and for other prefixes."""
+"""Of one prefix. A write that hangs holds its thread, and those that wait for it theirs until the engine takes their
+rows back (``row_jobs.py``: after 2 s): the fourth is for deletions and for other prefixes."""
+
+LOOK_S: Final = 0.05
+"""So often a write that waits for its parent's looks whether its row was taken back."""
 
 TURN_S: Final = 0.005
 """A task makes way for others after that long; it goes on behind them."""
@@ -57,16 +60,21 @@ class RowWrite:
         self._prefix = prefix
         self._parent = parent
 
-    def follows(self) -> bool:
+    def follows(self, is_wanted: Callable[[], bool]) -> bool:
         """Wait until the parent's write has ended; says whether it is in the tier.
 
-        To be called once. Its task has begun before this one's, so it goes on.
+        To be called once. Its task has begun before this one's, so it goes on; where it hangs in the disk the engine
+        takes its rows back, and nothing waits for it any more.
+
+        Args:
+            is_wanted: Whether the row is lent still.
         """
         parent, self._parent = self._parent, None  # a prompt's rows are no chain in memory
         if parent is None:  # it was there when this one was handed out
             return True
         with self._prefix.ended:
-            self._prefix.ended.wait_for(lambda: parent.is_stored is not None)
+            while parent.is_stored is None and is_wanted():
+                self._prefix.ended.wait(LOOK_S)
         return parent.is_stored is True
 
 
@@ -89,6 +97,7 @@ class RowWrites:
         self._clock = clock
         self._lock = threading.Lock()
         self._writes: dict[bytes, tuple[RowWrite, _Prefix]] = {}  # by their chunks' keys; the owner's
+        self._noticed_s = 0.0  # when the owner was woken last; threads may both do it
         self._reported: list[RowWrite] = []  # of these; the owner's
         self._is_closed = False
 
@@ -125,19 +134,19 @@ class RowWrites:
 
     def _run(self, prefix: _Prefix) -> None:
         """A task: writes of one prefix, in its order, until none waits or others have waited long enough."""
-        begun_s = noticed_s = self._clock.monotonic()
+        begun_s = self._clock.monotonic()
         while (write := self._next(prefix)) is not None:
             is_stored = self._perform(write)
             with self._lock:
                 write.is_stored = is_stored
                 prefix.ended.notify_all()
             now_s = self._clock.monotonic()
+            if now_s - self._noticed_s >= NOTIFY_INTERVAL_S:
+                self._noticed_s = now_s
+                self._executor.notify()
             if now_s - begun_s >= TURN_S:
                 self._submit(prefix)
-                break
-            if now_s - noticed_s >= NOTIFY_INTERVAL_S:
-                noticed_s = now_s
-                self._executor.notify()
+                return
         self._executor.notify()
 
     def _next(self, prefix: _Prefix) -> RowWrite | None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-from tiered_kv.config import Config
+from tiered_kv.config import Config, size_text
 from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
 from tiered_kv.keys.chunk_record import KEY_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import Namespace
@@ -492,13 +492,25 @@ class SchedulerClient:
         if self._is_watching:
             self.moves.append(moved)
 
+    def _note_host_bytes(self, host_bytes: int) -> None:
+        """Say once where the server has less host memory than one that this engine had started."""
+        own_bytes = self._config.resolved_host_bytes()
+        if not self.host_bytes and host_bytes < own_bytes:
+            logger.warning(
+                "the cache server has host_bytes=%s; one that this engine starts has %s. Whoever started it named "
+                "less, or is a tier below vLLM's offloading: if that is too little, name host_bytes in all engines "
+                "that share the directory",
+                size_text(host_bytes), size_text(own_bytes),
+            )  # fmt: skip
+        self.host_bytes = host_bytes
+
     def _opened(self, ready: m.Ready) -> None:
         check_ready(ready, self.world_size)
         self.namespace = Namespace.from_record(ready.record)
         epoch = str(self.namespace.fields["epoch"])
         self._private_epoch = epoch if is_private_epoch(epoch) else ""
         self.tiers, self.chunks_leased_max = tuple(ready.tiers), ready.chunks_leased_max
-        self.host_bytes = ready.host_bytes
+        self._note_host_bytes(ready.host_bytes)
         self.info = SessionInfo(self.generation, ready.slot_bytes, ready.payload_offset, tuple(ready.rank_offsets))
         if self._is_resetting and self._needs_reset:
             self._needs_reset = False

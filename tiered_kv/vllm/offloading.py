@@ -762,8 +762,8 @@ class TieredKVTier(SecondaryTierManager):
         self._step += 1
         for name in context.new_req_ids:
             self._no_longer_waits(name)
-        if self._jobs is not None:
-            self._jobs.poll()
+        if self._jobs is not None and self._jobs.is_running:
+            self._jobs.poll()  # loads of this step begin; answers to questions are taken in when the next one begins
         self._go_on_with_hints()
         is_serving = self._jobs is not None and self._jobs.is_ready
         client = None if self._jobs is None else self._jobs.client

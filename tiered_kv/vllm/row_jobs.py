@@ -54,7 +54,7 @@ SLOT_WAIT_S: Final = 2.0
 
 WRITE_WAIT_S: Final = 2.0
 WRITE_LAST_S: Final = 10.0
-"""Of rows that the server writes: how long a job waits for the next one, and for all."""
+"""Of rows that the server writes: how long a job waits for the next one, once it is their turn, and for all."""
 
 READ_BYTES_MAX: Final = 256 << 20
 READ_ROWS_MIN: Final = 8
@@ -226,6 +226,11 @@ class RowJobs:
         return self.client.is_ready and self._arena.generation == self.client.generation
 
     @property
+    def is_running(self) -> bool:
+        """Whether there is a job that is not over."""
+        return bool(self._jobs)
+
+    @property
     def namespace(self) -> Namespace | None:
         return self.client.namespace
 
@@ -357,8 +362,7 @@ class RowJobs:
             elif job.lookup is not None:
                 self._wait_for_held(job)
             elif job.is_lent:
-                now_s = time.monotonic()
-                job.is_over = not job.used or now_s > min(job.deadline_s, job.started_s + WRITE_LAST_S)
+                self._wait_for_written(job)
             else:
                 self._commit(job)
         self._give_slots()
@@ -448,6 +452,16 @@ class RowJobs:
             return
         job.deadline_s = time.monotonic() + SLOT_WAIT_S
         self._waiting.extend((job, number) for number in rest)
+
+    def _wait_for_written(self, job: _RowJob) -> None:
+        """End a store whose rows are all written, or of which none was for too long since it was their turn."""
+        now_s = time.monotonic()
+        if job.before is not None:  # it stands in line, or did until now
+            job.deadline_s = now_s + WRITE_WAIT_S
+            other, number = job.before
+            if other.id not in self._jobs or other.good[number] is not None:
+                job.before = None
+        job.is_over = not job.used or now_s > min(job.deadline_s, job.started_s + WRITE_LAST_S)
 
     def _unbroken(self, job: _RowJob, rest: list[int], held: int) -> int:
         """How many rows of a store can be found once they are stored: the chunk before each is there or on its way.

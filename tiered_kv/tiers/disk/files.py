@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiered_kv.chunks.geometry import ALIGNMENT_BYTES
+from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, align_up
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, TierUnavailable
 
 READ_PIECE_BYTES = 512 << 10
@@ -105,7 +105,7 @@ def refuse_links(path: Path | str, below: Path | str) -> None:
     while directory != end:
         if not stat.S_ISDIR(os.lstat(directory).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "a symbolic link or a file stands in its place", directory)
-        directory = os.path.dirname(directory)
+        directory = directory[: max(directory.rindex("/"), 1)]
 
 
 def writable_by_others(directories: Iterable[Path]) -> list[str]:
@@ -152,19 +152,29 @@ def is_aligned(view: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT_BYTES == 0
 
 
-def write_file(path: Path | str, blob: memoryview, *, direct: bool) -> int:
-    """Create ``path`` with the bytes of ``blob`` and return the bytes allocated for it.
+def create_file(path: Path | str, *, direct: bool) -> int:
+    """A descriptor of a new file, to write; with ``direct`` past the page cache.
+
+    Raises:
+        FileExistsError: Something has that name.
+    """
+    return os.open(path, os.O_WRONLY | _CREATE | (os.O_DIRECT if direct else 0), FILE_MODE)
+
+
+def write_file(descriptor: int, path: Path | str, blob: memoryview, *, direct: bool) -> int:
+    """Fill the new file ``path`` with the bytes of ``blob``, close it and return the bytes allocated for it.
 
     No fsync: this is a cache. After a power failure a renamed file may hold anything, and the checksums in its
     header find out; an fsync per blob would cost up to half of the throughput for nothing.
     """
-    direct = direct and is_aligned(blob)
-    descriptor = os.open(path, os.O_WRONLY | _CREATE | (os.O_DIRECT if direct else 0), FILE_MODE)
     try:
         _write_all(descriptor, blob.cast("B"), direct)
+        allocated = allocated_bytes(os.fstat(descriptor))
     finally:
         os.close(descriptor)
-    # After the close: before it, some file systems count space they preallocated and give back.
+    if allocated <= align_up(blob.nbytes):
+        return allocated
+    # Before the close some file systems count space they preallocated and give back.
     return allocated_bytes(os.stat(path, follow_symlinks=False))
 
 

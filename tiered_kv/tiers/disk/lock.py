@@ -30,7 +30,7 @@ class DirectoryLock:
             DirectoryLocked: Another process holds it; the message names the process and its socket where known.
             TierUnavailable: The lock file cannot be opened or locked.
         """
-        self._path = path = root / LOCK_FILE
+        self._path = path = os.fspath(root / LOCK_FILE)
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as exc:
@@ -42,6 +42,7 @@ class DirectoryLock:
             if exc.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise DirectoryLocked(f"another server owns the directory. {_holder(root)} path={root}") from exc
             raise TierUnavailable(f"cannot lock the directory. errno={exc.errno} path={path}") from exc
+        self._status = os.fstat(self._descriptor)  # of an open file: it stays what it is
         self._held = True
 
     def check(self) -> None:
@@ -51,7 +52,7 @@ class DirectoryLock:
             TierUnavailable: The lock file is gone or another one.
         """
         try:
-            is_ours = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._descriptor))
+            is_ours = os.path.samestat(os.stat(self._path, follow_symlinks=False), self._status)
         except OSError as exc:
             raise TierUnavailable(f"the directory or its lock is gone. errno={exc.errno} path={self._path}") from exc
         if not is_ours:

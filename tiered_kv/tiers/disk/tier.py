@@ -47,8 +47,10 @@ from tiered_kv.keys.namespace import FIRST_STORED_BY
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
 from tiered_kv.tiers.disk.files import (
+    create_file,
     free_bytes,
     has_huge_pages,
+    is_aligned,
     make_directories,
     make_root,
     mapped_errors,
@@ -236,50 +238,53 @@ class DiskTier(Tier):
 
     def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
         """The same; asks between the write of the file and its renaming."""
-        header = peek(blob[:PEEK_BYTES])
+        header, path = peek(blob[:PEEK_BYTES]), self._file(name)
         with self._operation():
             if self._ledger.is_foreign(name):
-                raise ChunkMismatch(f"a foreign file has this name. path={self._path(name)}")
+                raise ChunkMismatch(f"a foreign file has this name. path={path}")
             reserved = align_up(blob.nbytes)
             with mapped_errors("statvfs", self._root):
                 available = free_bytes(self._root) - self._min_free_bytes
             self._ledger.reserve(reserved, available)
-            temp = self._free_temp()
+            temp = ""
             try:
-                with mapped_errors("put", self._file(name)):
+                with mapped_errors("put", path):
                     self._lock.check()
-                    allocated = self._write_temp(temp, blob)
+                    is_direct = self.direct_io and is_aligned(blob)
+                    descriptor, temp = self._create_temp(direct=is_direct)
+                    allocated = write_file(descriptor, temp, blob, direct=is_direct)
                     if allocated > reserved:
                         self._ledger.reserve(allocated - reserved, available)
                         reserved = allocated
                     if not is_wanted():
                         self._abandon(temp, reserved)
                         return False
+                    self._lock.check()  # again: it may have waited for long, and the directory be another server's
                     # The reservation, not a smaller allocation: ZFS and btrfs tell the final one seconds later.
                     info = BlobInfo(header.record, reserved)
-                    self._publish(temp, info, reserved)
+                    self._publish(temp, path, info, reserved)
                     return True
             except BaseException:
                 self._abandon(temp, reserved)
                 raise
 
-    def _free_temp(self) -> str:
-        """A name in ``tmp`` that is free: what the sweep has left there is not overwritten, nor removed as ours."""
-        while os.path.lexists(temp := f"{self._tmp}/{os.getpid()}-{next(self._temp_numbers)}"):
-            pass
-        return temp
+    def _create_temp(self, *, direct: bool) -> tuple[int, str]:
+        """A new file in ``tmp``: its descriptor and its name."""
+        is_made = False
+        while True:
+            temp = f"{self._tmp}/{os.getpid()}-{next(self._temp_numbers)}"
+            try:
+                return create_file(temp, direct=direct), temp
+            except FileExistsError:  # what the sweep has left there is not overwritten, nor removed as ours
+                continue
+            except FileNotFoundError:  # somebody cleared the directory
+                if is_made:
+                    raise
+                is_made = True
+                make_directories(self._tmp, self._root)
 
-    def _write_temp(self, temp: str, blob: memoryview) -> int:
-        try:
-            return write_file(temp, blob, direct=self.direct_io)
-        except FileNotFoundError:  # somebody cleared the directory
-            make_directories(self._tmp, self._root)
-            return write_file(temp, blob, direct=self.direct_io)
-
-    def _publish(self, temp: str, info: BlobInfo, reserved_bytes: int) -> None:
-        name = info.name
-        target = self._file(name)
-        directory = os.path.dirname(target)
+    def _publish(self, temp: str, target: str, info: BlobInfo, reserved_bytes: int) -> None:
+        name, directory = info.name, target[: target.rindex("/")]
         with self._stripe(name):
             try:
                 refuse_links(directory, self._root)
@@ -290,9 +295,11 @@ class DiskTier(Tier):
             self._ledger.commit(info, reserved_bytes)
 
     def _abandon(self, temp: str, reserved_bytes: int) -> None:
+        """Remove a temp file, if one was made, and give its bytes back."""
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temp)
+            if temp:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temp)
         except OSError as exc:
             # Its bytes stay reserved, because they stay on the disk until the sweep of the next open.
             logger.warning("cannot remove a temp file. path=%s errno=%s", temp, exc.errno)
