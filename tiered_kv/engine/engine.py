@@ -91,8 +91,8 @@ SLICE_S = 0.001
 
 ENDED_MAX = 2000
 """Jobs that have ended and were not taken in: from so many on nobody should bring more work (``Engine.is_behind``), and
-sessions are granted no slots: what they hold is all that may yet come. The same of seals that were not taken in, which may
-all end at once."""
+sessions are granted no slots: what they hold is all that may yet come. The same of seals that were not taken in, which
+may all end at once."""
 
 USES_MAX: Final = 1 << 18
 """Uses that wait to be told to a tier; while it hangs the oldest are forgotten."""
