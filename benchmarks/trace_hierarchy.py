@@ -76,6 +76,7 @@ class Replay:
             self._settle()
         if held < len(keys):
             self.tiering.touch_prefix(keys[-1])
+            self._settle()  # a step's uses are dated at its end
         return held
 
     def _settle(self) -> None:

@@ -45,7 +45,7 @@ CALLS = (
     ("tiering/tiering.py:Tiering.lookup", "held_prefix"),
     ("tiering/lookups.py:Lookups.extend", "_lease"),
     ("tiering/lookups.py:Promotions.start", "take_for_load"),
-    ("tiering/lookups.py:Promotions.start", "_take_from_stores"),
+    ("tiering/lookups.py:Promotions._take_slot", "_take_from_stores"),
     ("tiering/lookups.py:Promotions.ended", "keep_promoted"),
     ("vllm/scheduler.py:SchedulerSide._matched_tokens", "_offer"),
     ("vllm/scheduler.py:SchedulerSide._matched_tokens", "unanswered"),

@@ -86,11 +86,11 @@ BREAK = {
         "truncated|blob size|checksum|hash",
         """
         publish = disk.DiskTier._publish
-        def _publish(self, temp, info, reserved_bytes):
+        def _publish(self, temp, target, info, reserved_bytes):
             with open(temp, "rb") as file:
                 whole = file.read()
             os.truncate(temp, len(whole) // 2)
-            publish(self, temp, info, reserved_bytes)
+            publish(self, temp, target, info, reserved_bytes)
             time.sleep(0.02)
             with open(self._path(info.name), "r+b") as file:
                 file.write(whole)
@@ -104,8 +104,8 @@ BREAK = {
         "said to be on disk",
         """
         publish = disk.DiskTier._publish
-        def _publish(self, temp, info, reserved_bytes):
-            publish(self, temp, info, reserved_bytes)
+        def _publish(self, temp, target, info, reserved_bytes):
+            publish(self, temp, target, info, reserved_bytes)
             if info.name.key[0] < 64 and info.name.namespace != b"tiered_kv-test-1":
                 os.unlink(self._path(info.name))
         disk.DiskTier._publish = _publish

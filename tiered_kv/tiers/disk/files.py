@@ -255,8 +255,6 @@ class _Staging(threading.local):
             mapped = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             begin = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_PAGE_BYTES
             mapped.madvise(mmap.MADV_HUGEPAGE, begin, _HUGE_PAGE_BYTES)
-            # A fork while the device writes would, on older kernels, leave its bytes in the child's copy of the page.
-            mapped.madvise(mmap.MADV_DONTFORK)
             self._memory = memoryview(mapped)[begin : begin + READ_PIECE_BYTES]
         return self._memory
 
