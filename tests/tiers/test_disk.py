@@ -546,6 +546,22 @@ def test_a_blob_cut_or_damaged_on_the_way_around_the_page_cache_is_told(tmp_path
     tier.close()
 
 
+def test_a_child_reads_after_its_parent_did(tmp_path):
+    """Memory that is kept from children would be no memory there."""
+    tier = open_on_local_disk(tmp_path)
+    first, second = fill_cold(tier, tmp_path, 2)
+    assert read(tier, first) == first.data
+    child = os.fork()
+    if child == 0:
+        try:
+            is_right = read(tier, second) == second.data
+        except BaseException:  # noqa: BLE001  # it must not go on as a second pytest
+            is_right = False
+        os._exit(0 if is_right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    tier.close()
+
+
 def test_what_was_read_is_remembered_within_a_bound(tmp_path, monkeypatch, flags_of_reads):
     monkeypatch.setattr("tiered_kv.tiers.disk.tier._READ_LATELY_COUNT", 2)
     tier = open_on_local_disk(tmp_path)
