@@ -68,7 +68,9 @@ def test_a_store_in_line_behind_another_of_its_prompt_waits_from_its_turn_on(
     clock = SimpleNamespace(now_s=time.monotonic(), sleep=time.sleep)
     clock.monotonic = lambda: clock.now_s
     monkeypatch.setattr(row_jobs, "time", clock)
-    take_ended, kept, told = rows.jobs.uses.take_ended, [], []
+    take_ended = rows.jobs.uses.take_ended
+    kept: list[tuple[int, int, UseEnd]] = []
+    told: list[tuple[int, int, UseEnd]] = []
 
     def take_told() -> list[tuple[int, int, UseEnd]]:
         kept.extend(take_ended())

@@ -285,6 +285,7 @@ class TieredKVTier(SecondaryTierManager):
         self._hits = 0
         self._step = 0
         self._resets = 0
+        self._has_polled = False  # in this step: vLLM asks for finished jobs once in each, first of all
         self._has_events = enable_kv_events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[Any] = []
         self._parts: dict[int, tuple[_TierJob, _Rows, list[bytes]]] = {}  # what runs, and vLLM's keys of its rows
@@ -703,6 +704,7 @@ class TieredKVTier(SecondaryTierManager):
         self._failed.append(JobResult(job.job_id, success=not job.keys))
 
     def get_finished_jobs(self) -> Iterable[Any]:
+        self._has_polled = True
         self._begin_stores()
         results, self._failed = self._failed, []
         for done in () if self._jobs is None else self._jobs.take_done():
@@ -762,8 +764,9 @@ class TieredKVTier(SecondaryTierManager):
         self._step += 1
         for name in context.new_req_ids:
             self._no_longer_waits(name)
-        if self._jobs is not None and self._jobs.is_running:
-            self._jobs.poll()  # loads of this step begin; answers to questions are taken in when the next one begins
+        if self._jobs is not None and (self._jobs.is_running or not self._has_polled):
+            self._jobs.poll()  # loads of this step begin; an answer to what it asked is hardly there yet
+        self._has_polled = False
         self._go_on_with_hints()
         is_serving = self._jobs is not None and self._jobs.is_ready
         client = None if self._jobs is None else self._jobs.client
