@@ -105,8 +105,6 @@ class StandIn(TieredKVTier):
         end_s = time.monotonic() + ANSWER_S
         while (answer := super().lookup(key, req_context)) is LookupResult.RETRY and time.monotonic() < end_s:
             time.sleep(0.001)
-            if self._jobs is not None:
-                self._jobs.poll()  # as vLLM's next step does, which takes what has ended as well
             TieredKVTier.on_schedule_end(self, ScheduleEndContext(new_req_ids=[], preempted_req_ids=()))
         return answer
 
