@@ -80,7 +80,7 @@ def test_only_what_is_read_faster_than_computed_is_promoted(llm: Any, root: Path
     """The rates are the engine's and the disk's own; then the engine is said to be as fast, or as slow, as none is."""
     prompt, tier = random_prompt(1, ROWS * ROW_TOKENS + 20), tier_of(llm)
     (cold,) = ask(llm, prompt)
-    assert tier.waits._prefill._tokens_per_s, "no prefill was measured"
+    assert tier.waits._prefill.tokens_per_s, "no prefill was measured"
     push_out(llm, 100)
     wait_written(root)
     with ServerLink.of_directory(root) as link:
@@ -94,10 +94,10 @@ def test_only_what_is_read_faster_than_computed_is_promoted(llm: Any, root: Path
 
     tier._metrics.count = note
     try:
-        tier.waits._prefill._tokens_per_s = 1e12
+        tier.waits._prefill.tokens_per_s = 1e12
         (computed,) = ask(llm, prompt)
         push_out(llm, 200)
-        tier.waits._prefill._tokens_per_s = 1.0
+        tier.waits._prefill.tokens_per_s = 1.0
         (loaded,) = ask(llm, prompt)
     finally:
         tier._metrics.count = count
@@ -108,7 +108,7 @@ def test_only_what_is_read_faster_than_computed_is_promoted(llm: Any, root: Path
 
 
 def test_a_sessions_end_and_hints_are_carried_out(llm: Any, root: Path) -> None:
-    tier_of(llm).waits._prefill._tokens_per_s = 1.0
+    tier_of(llm).waits._prefill.tokens_per_s = 1.0
     mine, others = random_prompt(11, ROWS * ROW_TOKENS + 5), random_prompt(12, ROWS * ROW_TOKENS + 5)
     before = files(root)
     first = say(llm, root, mine, {"session_id": "mine"})
@@ -139,18 +139,18 @@ def test_a_session_that_is_about_to_go_on_is_brought_up(llm: Any, root: Path) ->
 def test_a_sleep_that_clears_caches_is_a_reset_and_another_is_none(llm: Any, root: Path, level: int, hit: int) -> None:
     """vLLM's CPU build keeps the memory in a sleep; pausing, resetting and going on are its own."""
     tier, prompt = tier_of(llm), random_prompt(30 + level, ROWS * ROW_TOKENS + 5)
-    tier.waits._prefill._tokens_per_s = 1.0
+    tier.waits._prefill.tokens_per_s = 1.0
     first = say(llm, root, prompt)
     core = llm.llm_engine.engine_core.engine_core
     core.sleep(level)
     assert core.is_sleeping()
     core.wake_up(["scheduling"] if level == 0 else None)
     wait_for(lambda: not step(llm) and tier._jobs.is_ready, "a session")
-    tier.waits._prefill._tokens_per_s = 1.0
+    tier.waits._prefill.tokens_per_s = 1.0
     asked = say(llm, root, prompt)
-    tier.waits._prefill._tokens_per_s = 1.0
+    tier.waits._prefill.tokens_per_s = 1.0
     push_out(llm, 300 + 10 * level)
-    tier.waits._prefill._tokens_per_s = 1.0
+    tier.waits._prefill.tokens_per_s = 1.0
     again = say(llm, root, prompt)
     assert (asked.cached_tokens, again.cached_tokens) == (hit, ROWS * ROW_TOKENS)
     assert_same(asked, first)
