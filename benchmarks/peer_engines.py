@@ -40,6 +40,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 
 from end_to_end import evict, interval  # noqa: E402  # beside this script
+from peers import openssl_files  # noqa: E402
 from serving import ServedEngine, Timed, build_model_once, prompts, served, warm_up  # noqa: E402
 
 from tests.kit.ports import free_port  # noqa: E402
@@ -128,12 +129,7 @@ def is_ready(root: Path, chunks: int) -> bool:
 @contextmanager
 def openssl(directory: Path) -> Iterator[list[int]]:
     """OpenSSL's own client reads a file from its own server again and again; the list gets the bytes of each."""
-    files = directory / "openssl"
-    if not files.exists():
-        files.mkdir()
-        (files / "file").write_bytes(os.urandom(CONTROL_BYTES))
-        made = "openssl req -x509 -newkey ed25519 -nodes -days 2 -subj /CN=control -keyout key.pem -out cert.pem"
-        subprocess.run(made.split(), cwd=files, check=True, capture_output=True)
+    files = openssl_files(directory, CONTROL_BYTES)
     port, ended, got = free_port(), threading.Event(), list[int]()
     listen = f"openssl s_server -quiet -HTTP -accept 127.0.0.1:{port} -cert cert.pem -key key.pem -tls1_3"
     ask = f"openssl s_client -quiet -connect 127.0.0.1:{port} -tls1_3"

@@ -105,15 +105,21 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-def roofline(directory: Path, giving: str, taking: str) -> tuple[float, float, float]:
-    """Seconds in which OpenSSL's client reads ``ROOFLINE_BYTES`` from OpenSSL's server over the same link, and the CPU
-    seconds of both."""
+def openssl_files(directory: Path, size_bytes: int) -> Path:
+    """A folder for OpenSSL's own server: ``file``, of random bytes, with a certificate and its key; made once."""
     files = directory / "openssl"
     if not files.exists():
         files.mkdir()
-        (files / "file").write_bytes(os.urandom(ROOFLINE_BYTES))
-        made = "openssl req -x509 -newkey ed25519 -nodes -days 2 -subj /CN=roofline -keyout key.pem -out cert.pem"
+        (files / "file").write_bytes(os.urandom(size_bytes))
+        made = "openssl req -x509 -newkey ed25519 -nodes -days 2 -subj /CN=benchmark -keyout key.pem -out cert.pem"
         subprocess.run(made.split(), cwd=files, check=True, capture_output=True)
+    return files
+
+
+def roofline(directory: Path, giving: str, taking: str) -> tuple[float, float, float]:
+    """Seconds in which OpenSSL's client reads ``ROOFLINE_BYTES`` from OpenSSL's server over the same link, and the CPU
+    seconds of both."""
+    files = openssl_files(directory, ROOFLINE_BYTES)
     inside = ["ip", "netns", "exec"]
     listen = f"openssl s_server -HTTP -accept {GIVER}:{OPENSSL_PORT} -cert cert.pem -key key.pem -tls1_3"
     with subprocess.Popen(
