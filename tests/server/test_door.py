@@ -389,6 +389,12 @@ def test_what_is_refused_is_refused_in_http(listener, strangers, said, status):
         assert read(tier) == CHAIN.blob(0).data
 
 
+def test_the_head_of_an_answer_is_sent_at_once(listener, strangers):
+    wire = strangers(says_tls=True)
+    wire.sendall(asked("GET", BLOB))
+    assert wire.recv(4096).endswith(b"\r\n\r\n"), "a record and a system call for each of its lines"
+
+
 def test_what_is_no_tls_ends_its_own_connection_alone(listener, strangers):
     plain = strangers()
     plain.sendall(b"GET / HTTP/1.1\r\n\r\n")

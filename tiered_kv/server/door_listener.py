@@ -127,7 +127,9 @@ class Reply:
     def data(self, part: bytes | memoryview) -> None:
         """Send a part of the body."""
         self.pace.sends(len(part))
-        self._send(h11.Data(data=part))  # type: ignore[arg-type]  # whatever has a length passes through
+        event = h11.Data(data=part)  # type: ignore[arg-type]  # whatever has a length passes through
+        for sent in self.http.send_with_data_passthrough(event) or ():
+            self.wire.sendall(sent)
 
     def end(self) -> None:
         """The body is whole.
@@ -142,9 +144,9 @@ class Reply:
         self.head(status, is_last=True)
         self.end()
 
-    def _send(self, event: h11.Response | h11.Data | h11.EndOfMessage) -> None:
-        for part in self.http.send_with_data_passthrough(event) or ():
-            self.wire.sendall(part)
+    def _send(self, event: h11.Response | h11.EndOfMessage) -> None:
+        if text := self.http.send(event):  # in one piece, where the passing through would give each line by itself
+            self.wire.sendall(text)
 
 
 Handler = Callable[[Question, Reply], None]
