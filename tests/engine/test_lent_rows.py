@@ -326,7 +326,7 @@ def test_a_row_that_was_taken_back_is_never_written_however_late_the_read(world:
 
 @contextmanager
 def hanging_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[threading.Semaphore]:
-    """Calls on blobs' files stop after what the kernel did for each, until the block ends; the semaphore counts them."""
+    """Calls on blobs' files stop after what the kernel did for each, until the block ends; the semaphore counts."""
     real, is_in, go_on = getattr(os, name), threading.Semaphore(0), threading.Event()
 
     def hanging(descriptor: int, given: list[memoryview] | memoryview, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""First reads from disk go around the page cache: which do, and that whatever is in their way costs no byte and no read."""
+"""First reads from disk go around the page cache: which do, and that what is in their way costs no byte and no read."""
 
 import errno
 import fcntl
@@ -16,9 +16,11 @@ from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.disk import files
 from tiered_kv.tiers.disk.files import READ_PIECE_BYTES
+from tiered_kv.tiers.disk.first_reads import SLOW_BYTES_S, FirstReads
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain()
+LONG = SampleChain(payload_bytes=3 * READ_PIECE_BYTES)
 
 
 def fill(tier, count, chain=CHAIN):
@@ -69,6 +71,7 @@ def flags_of_reads(monkeypatch):
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", noted)
+    monkeypatch.setattr("tiered_kv.tiers.disk.first_reads.SLOW_BYTES_S", 0)  # a busy machine makes any disk slow
     return seen
 
 
@@ -183,7 +186,7 @@ def test_a_child_reads_after_its_parent_did(tmp_path):
 
 
 def test_what_was_read_is_remembered_within_a_bound(tmp_path, monkeypatch, flags_of_reads):
-    monkeypatch.setattr("tiered_kv.tiers.disk.tier._READ_LATELY_COUNT", 2)
+    monkeypatch.setattr("tiered_kv.tiers.disk.first_reads.READ_LATELY_COUNT", 2)
     tier = open_on_local_disk(tmp_path)
     blobs = fill_cold(tier, tmp_path, 3)
     for blob in (*blobs, blobs[2], blobs[0]):
@@ -192,9 +195,39 @@ def test_what_was_read_is_remembered_within_a_bound(tmp_path, monkeypatch, flags
     tier.close()
 
 
-# -- files that change meanwhile --------------------------------------------------------------------------------------
+# -- slow disks -------------------------------------------------------------------------------------------------------
 
-LONG = SampleChain(payload_bytes=3 * READ_PIECE_BYTES)
+
+def test_first_reads_are_slow_when_several_were_and_fast_again_when_others_are():
+    reads = FirstReads()
+    size_bytes, slow_s, fast_s = 8 << 20, 2 * (8 << 20) / SLOW_BYTES_S, (8 << 20) / SLOW_BYTES_S / 8
+    seen = []
+    for seconds in [slow_s] * 8 + [fast_s] * 12:
+        reads.took(size_bytes, seconds)
+        seen.append(reads.are_fast)
+    assert seen[0] and not seen[7] and seen[-1]
+    assert seen == [True] * seen.index(False) + [False] * seen.count(False) + [True] * (
+        20 - seen.index(False) - seen.count(False)
+    )
+    for _ in range(100):
+        reads.took(READ_PIECE_BYTES - 1, 1.0)
+    assert reads.are_fast, "opening a file takes time on any disk"
+
+
+def test_on_a_slow_disk_a_first_read_fills_the_page_cache(tmp_path, monkeypatch, flags_of_reads):
+    tier = open_on_local_disk(tmp_path)
+    monkeypatch.setattr("tiered_kv.tiers.disk.first_reads.SLOW_BYTES_S", 1 << 60)
+    blobs = fill_cold(tier, tmp_path, 4, LONG)
+    assert [read(tier, blob) for blob in blobs[:3]] == [blob.data for blob in blobs[:3]]
+    assert [resident_bytes(blob_path(tmp_path, blob.name)) for blob in blobs] == [0, *[len(blobs[1].data)] * 2, 0]
+    monkeypatch.setattr("tiered_kv.tiers.disk.first_reads.SLOW_BYTES_S", 0)
+    flags_of_reads.clear()
+    assert read(tier, blobs[3]) == blobs[3].data
+    assert all(flags_of_reads)
+    tier.close()
+
+
+# -- files that change meanwhile --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -221,9 +254,14 @@ def test_a_blob_that_is_replaced_or_removed_while_it_is_read_is_read_as_it_was(t
     newer = LONG.blob(0, version=1)
     verified = VerifiedTier(tier, {LONG.namespace: LONG.form}.get)
 
-    for blob, change in ((replaced, lambda: tier.put(newer.name, slot_of(newer.data))), (removed, lambda: tier.delete(removed.name))):
+    for blob, change in (
+        (replaced, lambda: tier.put(newer.name, slot_of(newer.data))),
+        (removed, lambda: tier.delete(removed.name)),
+    ):
         buffer, changes = bytearray(len(blob.data)), [change]
-        assert tier.get_into_by_pieces(blob.name, memoryview(buffer), lambda _, changes=changes: changes and changes.pop()())
+        assert tier.get_into_by_pieces(
+            blob.name, memoryview(buffer), lambda _, changes=changes: changes and changes.pop()()
+        )
         assert bytes(buffer) == blob.data and not changes
     assert all(flags_of_reads)
     assert read(tier, removed) is None

@@ -460,7 +460,9 @@ def test_disks_of_this_machine_are_told_from_memory_and_networks(tmp_path, path,
     assert is_on_local_disk(tmp_path.__class__(path), MOUNTS) is expected
 
 
-@pytest.mark.parametrize("name", ["d\u00e4t\u00e4", "da ta", "a\\b", "tab\tline\n", "page\x0cnext\x85line\u2028", "not utf-8 \udcff"])
+@pytest.mark.parametrize(
+    "name", ["d\u00e4t\u00e4", "da ta", "a\\b", "tab\tline\n", "page\x0cnext\x85line\u2028", "not utf-8 \udcff"]
+)
 def test_a_mount_point_may_have_any_name(tmp_path, name):
     written = "".join(f"\\{ord(one):03o}" if one in " \t\n\\" else one for one in name)
     mounts = f"/dev/vda / ext4 rw 0 0\nserver:/x /mnt/{written} nfs4 rw 0 0\n"

@@ -83,7 +83,7 @@ ZFS with ``direct=always``."""
 _LOCAL_FILE_SYSTEMS = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"))
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")
-"""How the kernel writes spaces and other separators in a mount point, and nothing else: names are bytes, as they are."""
+"""How the kernel writes spaces and the like in a mount point; all else is there as it is."""
 
 
 class IndexDamaged(Exception):
