@@ -178,10 +178,15 @@ def parse_address(text: str) -> tuple[str, int]:
     Raises:
         ValueError: It is none.
     """
-    parts = urlsplit(f"//{text}")
-    if parts.hostname is None or parts.port is None or parts.path or "@" in text or text != parts.netloc:
-        raise ValueError("expected HOST:PORT such as 0.0.0.0:7460")
-    return parts.hostname, parts.port
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+        is_plain = text == parts.netloc and "@" not in text
+    except ValueError:  # its own words say less
+        host, port, is_plain = None, None, False
+    if host is None or port is None or not is_plain:
+        raise ValueError("expected HOST:PORT such as 0.0.0.0:7460, a port up to 65535")
+    return host, port
 
 
 def is_peer_address(text: str) -> bool:
