@@ -535,7 +535,8 @@ class Config:
         """
         values = {f.name: getattr(self, f.name) for f in self._fields()}
         values["host_bytes"] = self.host_bytes or self.host_bytes_default
-        values["promotion_wait_ms"] = "auto" if self.promotion_wait_ms is None else self.promotion_wait_ms
+        for name in ("promotion_wait_ms", "tail_tokens"):
+            values[name] = "auto" if values[name] is None else values[name]
         return {k: str(v) if isinstance(v, Path) else v for k, v in values.items() if v is not None}
 
     def describe(self) -> dict[str, object]:
