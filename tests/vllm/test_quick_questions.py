@@ -410,6 +410,8 @@ class Play:
     def _ask(self, number: int) -> None:
         heard = [one.ask(number, self.gpu[number]) for one in self.engines]
         assert heard[0] == heard[1], "an early answer is not that of the whole look"
+        if not self._state(number).may_read:
+            self._each(lambda one: one.side.poll())  # the whole look did not: sooner or later is no other answer
         tokens = heard[0]
         if tokens is not None and self.source.random() < 0.6:
             if tokens and self.source.random() < 0.5:
