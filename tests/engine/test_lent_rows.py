@@ -371,6 +371,9 @@ def test_what_the_device_brings_late_gets_into_no_row_that_was_taken_back(
 def test_a_write_that_hangs_in_the_middle_of_its_bytes_stores_nothing_of_what_its_row_holds_later(
     world: RowWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath
 ) -> None:
+    world.disk.late = BlobName.of(
+        SPACE.record((9, 9))
+    )  # so that the disk itself asks, behind the bytes; nobody writes it
     with hanging_calls(monkeypatch, "pwrite") as is_in:
         uses = world.store((PREFIX[0], 0))
         world.step()
