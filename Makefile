@@ -57,14 +57,20 @@ format: setup  ## put the code in the one format
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
+WITH_CHARTS = $(PYTHON) -c "import matplotlib" 2>/dev/null \
+	|| $(PYTHON) -m pip install --quiet --constraint requirements/constraints.txt matplotlib
+
 bench: s3-packages  ## the benchmarks of docs/performance.md, about 15 minutes; SECTIONS="host_path lookup" for some; KEEP=1
-	@$(PYTHON) -c "import matplotlib" 2>/dev/null \
-		|| $(PYTHON) -m pip install --quiet --constraint requirements/constraints.txt matplotlib
+	@$(WITH_CHARTS)
 	$(PYTHON) scripts/bench.py $(if $(KEEP),--keep) $(SECTIONS)
 
 bench-rivals: s3-packages  ## ours beside LMCache (fetches 1 GB, once), vLLM's OffloadingConnector and ExampleConnector, and plain vLLM, in turns; ARGS="--repeats 5 --keep"
 	@VENV=$(VENV) scripts/rivals
 	$(PYTHON) benchmarks/rivals.py $(ARGS)
+ifneq (,$(findstring --keep,$(ARGS)))
+	@$(WITH_CHARTS)
+	$(PYTHON) benchmarks/charts.py rivals_e
+endif
 
 simulate: setup  ## the cache's engine in virtual time under faults drawn from seeds: SEEDS=10000 FIRST=0
 	$(PYTHON) scripts/simulate.py --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)

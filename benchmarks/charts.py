@@ -15,7 +15,7 @@ from typing import Any
 from bench_report import FIGURES, REPOSITORY, Row
 
 TARGET = REPOSITORY / "docs" / "charts"
-COLOURS = ("#1f5a91", "#d9822b", "#5a9e4b", "#8c8c8c")
+COLOURS = ("#1f5a91", "#d9822b", "#5a9e4b", "#8c8c8c", "#8a5aa5")
 
 Draw = Callable[[Any, Any], None]
 
@@ -87,6 +87,24 @@ def end_to_end(results: Mapping[str, Any], figure: Any) -> None:
     axes.set_title("A real vLLM on CPU: median, least and most")
 
 
+def rivals_e(rows: Sequence[Row], figure: Any) -> None:
+    """Time to the first token beside rivals, where the prefix is in memory or on disk; one bar per system."""
+    cases = {"memory": "memory (plain vLLM: its prefix cache)", "disk": "cold disk"}
+    shown = [row for row in rows if row["case"] in cases]
+    systems = list(dict.fromkeys(row["system"] for row in shown))
+    axes, width = figure.add_subplot(), 0.8 / len(systems)
+    for place, system in enumerate(systems):
+        bars = [row for row in shown if row["system"] == system]
+        at = [list(cases).index(row["case"]) + (place - (len(systems) - 1) / 2) * width for row in bars]
+        spread = [[row["ms"] - row["least"] for row in bars], [row["most"] - row["ms"] for row in bars]]
+        colour = COLOURS[place % len(COLOURS)]
+        axes.bar(at, [row["ms"] for row in bars], width, yerr=spread, capsize=3, label=system, color=colour)
+    axes.set_xticks(range(len(cases)), list(cases.values()))
+    axes.set_ylabel("ms to the first token")
+    axes.set_title("A real vLLM on CPU, 2,048 tokens (256 MiB) found: median, least and most")
+    axes.legend(fontsize=8)
+
+
 def never_slower(rows: Sequence[Row], figure: Any) -> None:
     """TTFT relative to recomputing over the medium's bandwidth, one line per latency."""
     tiers = list(dict.fromkeys(row["tier"] for row in rows))
@@ -146,6 +164,7 @@ CHARTS: dict[str, Draw] = {
     "disk_path": disk_path,
     "lookup": lookup,
     "end_to_end": end_to_end,
+    "rivals_e": rivals_e,
     "never_slower": never_slower,
     "trace": trace,
 }

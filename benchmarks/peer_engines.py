@@ -91,10 +91,11 @@ def measure_ttft(work: Path, key: Path, repeats: int, tokens: int) -> dict[str, 
                 if len(taken["bucket"]) == wanted:
                     break
                 evict(work / "a", "host")
+                soon = {name: stored_chunks(work / name) + tokens // CHUNK_TOKENS for name in "ac"}
                 for engine in (one, third):
                     engine.ttft(prompt)
                     engine.forget()
-                if not all(is_ready(work / name, tokens // CHUNK_TOKENS) for name in "ac"):
+                if not all(is_stored(work / name, chunks) for name, chunks in soon.items()):
                     print("a turn is left out: on a busy machine a prompt is not always stored whole", flush=True)
                     continue
                 taken["computed"].append(computed := other.ttft(prompt, skip_load=True, skip_save=True))
@@ -117,10 +118,15 @@ def answer_anew(engine: ServedEngine, prompt: list[int], root: Path) -> Timed:
     return engine.ttft(prompt)
 
 
-def is_ready(root: Path, chunks: int) -> bool:
-    """Whether a machine soon has so many chunks in memory."""
+def stored_chunks(root: Path) -> int:
+    """How many chunks that nobody had a machine has taken, and sealed."""
+    return int(figures(root)["flows"][0]["stored"].get("new", 0))
+
+
+def is_stored(root: Path, chunks: int) -> bool:
+    """Whether a machine soon has taken so many: an engine stores after its answer."""
     try:
-        wait_for(lambda: figures(root)["hierarchy"]["host_ready_chunks"] >= chunks, "the seals", deadline_s=10.0)
+        wait_for(lambda: stored_chunks(root) >= chunks, "the seals", deadline_s=10.0)
     except TimeoutError:
         return False
     return True

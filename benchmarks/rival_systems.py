@@ -37,6 +37,7 @@ from serving import ServedEngine, ours  # noqa: E402
 from tests.kit.ports import free_port  # noqa: E402
 from tests.kit.server.probe import server_pid  # noqa: E402
 from tiered_kv.config import Config  # noqa: E402
+from tiered_kv.ops.doctor_server import left_regions  # noqa: E402
 
 LMCACHE_PYTHON = REPOSITORY / ".cache" / "lmcache" / "bin" / "python"
 LMCACHE_ENGINE = "lmcache engine_driven"
@@ -184,8 +185,15 @@ def _open_native(stack: ExitStack, work: Path, name: str, start: Start[Engine], 
         "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
     }
     here = {"PYTHONPATH": str(REPOSITORY)}
+    stack.callback(_remove_left_regions)
     engine = _started(stack, start(name, _transfer("OffloadingConnector", extra), environment=here))
     return System(name, engine, folder, empty_memory=engine.forget_connectors, wait_stored=lambda: until_still(folder))
+
+
+def _remove_left_regions() -> None:
+    """Host memory of engines that ended otherwise than vLLM expects: of two runs nothing is left for a third."""
+    for place in left_regions():
+        place.unlink()
 
 
 def _open_example(stack: ExitStack, work: Path, name: str, start: Start[Engine], _: Setup) -> System[Engine]:

@@ -29,7 +29,7 @@ ROUNDS = 400
 
 HEAD = """# Pictures of the command line
 
-Made by `python scripts/cli_pictures.py`; what the verbs do is told in [operations.md](operations.md).
+Made by `python scripts/cli_pictures.py`; what the verbs do is told in [command-line.md](command-line.md).
 """
 
 

@@ -237,6 +237,7 @@ def test_settings_survive_the_way_to_another_process() -> None:
         and config(tail_tokens=0).tail_tokens == 0
     )
     assert config(promotion_wait_ms=5).promotion_wait_ms == 5.0
+    assert {config().describe()[name] for name in ("promotion_wait_ms", "tail_tokens")} == {"auto"}
 
 
 BUCKET = "s3://bucket/prefix"

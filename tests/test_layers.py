@@ -4,6 +4,7 @@ A file ends where a concept ends and a function takes what it needs: neither has
 """
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,49 @@ def test_every_module_says_what_it_owns(repository: Path) -> None:
     modules = [m for m in (repository / "tiered_kv").rglob("*.py") if m.read_text().strip()]
     silent = [str(m.relative_to(repository)) for m in modules if ast.get_docstring(ast.parse(m.read_text())) is None]
     assert silent == []
+
+
+NAMED = re.compile(r"``([\w/]+\.py)``")
+
+
+def named_files(text: str | None) -> list[str]:
+    """Files of ours that a docstring names; vLLM's begin with ``v1/``."""
+    return [name for name in NAMED.findall(text or "") if not name.startswith("v1/")]
+
+
+def named_callers(text: str | None) -> list[str]:
+    """Files of which a docstring says that they call the module."""
+    said = re.search(r"Called by (.*?)(?:\.\s|\.$|;|: )", (text or "").replace("\n", " "))
+    return named_files(said[1]) if said else []
+
+
+def test_files_that_a_module_names_are_there_and_its_callers_import_it(repository: Path) -> None:
+    package = repository / "tiered_kv"
+    trees = {module: ast.parse(module.read_text()) for module in sorted(package.rglob("*.py"))}
+    imported = {
+        module: {
+            name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        }
+        for module, tree in trees.items()
+    }
+    wrong, callers = [], 0
+    for module, tree in trees.items():
+        text = ast.get_docstring(tree)
+        name = ".".join(module.relative_to(repository).with_suffix("").parts)
+        wrong += [(name, one) for one in named_files(text) if not any(m.match(one) for m in trees)]
+        using = [other for other in trees if name in imported[other]]
+        for one in named_callers(text):
+            callers += 1
+            wrong += [(name, "is not imported by", one)] if not any(other.match(one) for other in using) else []
+    assert callers > 30
+    assert wrong == []
+
+
+def test_a_caller_that_is_named_is_read() -> None:
+    assert named_callers("Owns x (``a.py``). Called by ``b.py`` and\n``c/d.py``. Not ``e.py``.") == ["b.py", "c/d.py"]
 
 
 def test_the_size_check_notices() -> None:

@@ -127,7 +127,8 @@ one.close()
 wait_ended(root / "a" / "cache")
 uri = f"file://{root}/a/cache"
 for words in (["verify", uri], ["gc", uri, "--yes"], ["doctor", uri], ["stat", uri]):
-    assert run(*words).exit_code in (0, 4), words
+    done = run(*words)
+    assert done.exit_code in (0, 4), (words, done.output)
 key = one.keys(4).keys[0].hex()
 assert run("export", uri, key, f"{root}/exported.safetensors").exit_code == 0
 (root / "shared").mkdir(0o700)

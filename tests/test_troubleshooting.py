@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_docs import anchors
 from tiered_kv.ops.findings import NO_HITS, SECTIONS, TROUBLESHOOTING, ok, warning
 
 OF_CHECKS = {"disk content", "object content", "disk test", "object test", "O_DIRECT"}
@@ -16,12 +17,6 @@ OF_CHECKS = {"disk content", "object content", "disk test", "object test", "O_DI
 @pytest.fixture(scope="module")
 def page(repository: Path) -> str:
     return (repository / TROUBLESHOOTING).read_text()
-
-
-def anchors(text: str) -> set[str]:
-    """The anchors that GitHub makes of a document's headings."""
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_reference_of_a_verb_leads_to_a_heading(page: str) -> None:
@@ -44,20 +39,6 @@ def test_every_check_of_doctor_has_a_section(repository: Path) -> None:
 def test_only_what_has_to_be_done_refers_to_a_section() -> None:
     assert ok("room", "enough").see == ""
     assert warning("room", "little").see == f"{TROUBLESHOOTING}#disk-full"
-
-
-@pytest.mark.parametrize(
-    "name", ["troubleshooting", "sizing", "quickstart-gpu", "migration", "operations", "reliability", "metrics"]
-)
-def test_links_lead_to_headings(repository: Path, name: str) -> None:
-    document = repository / "docs" / f"{name}.md"
-    links = re.findall(r"\]\(([^):]*)\)", document.read_text())
-    for link in links:
-        path, _, anchor = link.partition("#")
-        target = document.parent / path if path else document
-        assert target.exists(), link
-        if anchor:
-            assert anchor in anchors(target.read_text()), link
 
 
 def texts(tree: ast.AST) -> Iterator[str]:

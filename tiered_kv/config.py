@@ -178,10 +178,15 @@ def parse_address(text: str) -> tuple[str, int]:
     Raises:
         ValueError: It is none.
     """
-    parts = urlsplit(f"//{text}")
-    if parts.hostname is None or parts.port is None or parts.path or "@" in text or text != parts.netloc:
-        raise ValueError("expected HOST:PORT such as 0.0.0.0:7460")
-    return parts.hostname, parts.port
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+        is_plain = text == parts.netloc and "@" not in text
+    except ValueError:  # its own words say less
+        host, port, is_plain = None, None, False
+    if host is None or port is None or not is_plain:
+        raise ValueError("expected HOST:PORT such as 0.0.0.0:7460, a port up to 65535")
+    return host, port
 
 
 def is_peer_address(text: str) -> bool:
@@ -530,7 +535,8 @@ class Config:
         """
         values = {f.name: getattr(self, f.name) for f in self._fields()}
         values["host_bytes"] = self.host_bytes or self.host_bytes_default
-        values["promotion_wait_ms"] = "auto" if self.promotion_wait_ms is None else self.promotion_wait_ms
+        for name in ("promotion_wait_ms", "tail_tokens"):
+            values[name] = "auto" if values[name] is None else values[name]
         return {k: str(v) if isinstance(v, Path) else v for k, v in values.items() if v is not None}
 
     def describe(self) -> dict[str, object]:

@@ -1,13 +1,15 @@
 """`tiered-kv doctor` on directories and on the real S3 server: what works, what would not, and that nothing is left."""
 
 import json
+import mmap
 import os
 import socket
 import stat
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tiered_kv.config import Config
 from tiered_kv.fleet.layout import MemberReport, Term, lease_path
 from tiered_kv.fleet.recency import BASE_MAGIC, LOG_MAGIC
 from tiered_kv.ops import doctor_object
+from tiered_kv.ops.doctor_server import SHARED_MEMORY, left_regions
 from tiered_kv.ops.object_storage import ObjectStorage
 from tiered_kv.ops.open import open_storage
 from tiered_kv.server.directory import ServerInfo, read_info
@@ -774,3 +777,21 @@ def test_without_mooncake_s_package_its_name_is_told(doctor: Doctor, monkeypatch
 def test_what_must_list_refuses_a_mooncake_pool(verb: str) -> None:
     result = CliRunner().invoke(app, [verb, "mooncake://127.0.0.1:1/x"])
     assert result.exit_code == 2 and "nobody can list what is in one" in result.stderr
+
+
+def test_regions_that_killed_engines_left_are_named_and_those_in_use_are_not(doctor, tmp_path):
+    ours = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "storage_uri": f"file://{tmp_path}"}
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "secondary_tiers": [ours]}
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    left, used = (SHARED_MEMORY / f"vllm_offload_{uuid.uuid4().hex}.mmap" for _ in range(2))
+    with ExitStack() as undo:
+        for place in (left, used):
+            undo.callback(place.unlink)
+            place.write_bytes(bytes(1 << 20))
+        with used.open("r+b") as file:
+            undo.enter_context(mmap.mmap(file.fileno(), 0))
+        report = doctor("--config", json.dumps(connector), *SMALL)
+        (text,) = [f["text"] for f in report["findings"] if "regions" in f["text"]]
+        assert left.name in text and used.name not in text
+        assert not [f for f in doctor(f"file://{tmp_path}", *SMALL)["findings"] if "regions" in f["text"]]
+    assert left not in left_regions()

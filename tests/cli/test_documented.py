@@ -23,7 +23,7 @@ from tests.kit.server.probe import socket_of
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tiered_kv.ops.open import open_storage
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "operations.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "command-line.md"
 DIRECTORY, BUCKET, SOCKET = "/var/cache/tiered_kv", "s3://my-bucket/kv", "unix:///run/tiered_kv.sock"
 DIGITS = re.compile(r"(?<![0-9a-z/.:_-])[0-9a-f]{4,32}(?![0-9a-z/.:_-])")
 NUMBERS = ("--tokens", "--prompts", "--max-model-len", "--chunk-tokens", "--tp")
@@ -34,8 +34,8 @@ ENDLESS = ("serve", "top")
 TOOL = "python -m tools.kv_size"
 
 
-GUIDES = ("sizing", "quickstart-gpu", "migration", "troubleshooting")
-"""Pages beside operations.md whose commands are run, too."""
+GUIDES = ("operations", "sizing", "quickstart-gpu", "migration", "troubleshooting")
+"""Pages beside command-line.md whose commands are run, too."""
 
 
 def commands(text: str) -> list[str]:
@@ -46,7 +46,7 @@ def commands(text: str) -> list[str]:
     return found
 
 
-COMMANDS = commands(PAGE.read_text().partition("## The command line")[2])
+COMMANDS = commands(PAGE.read_text())
 OF_GUIDES = [c for name in GUIDES for c in commands(PAGE.with_name(f"{name}.md").read_text())]
 
 
@@ -57,7 +57,7 @@ def test_every_verb_has_an_example_and_a_section() -> None:
     verbs = re.findall(r"^\s*│?\s+([a-z]+)\s{2,}", shown.stdout[shown.stdout.index("ommands") :], flags=re.MULTILINE)
     assert {"ls", "verify", "evict", "explain", "doctor"} <= set(verbs)
     assert set(verbs) <= {command.split()[1] for command in COMMANDS}
-    sections = re.findall(r"^### (\w+)", PAGE.read_text(), flags=re.MULTILINE)
+    sections = re.findall(r"^## (\w+)", PAGE.read_text(), flags=re.MULTILINE)
     assert set(verbs) - {"unpin"} <= set(sections)
 
 

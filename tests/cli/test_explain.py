@@ -293,7 +293,7 @@ def test_after_a_reset_the_epoch_in_force_is_explained(place: Place, explain, ki
         assert report["hit_chunks"] == 0
         (epoch,) = other_of(report, old)["differs"]
         assert (epoch["field"], epoch["here"], epoch["there"]) == ("epoch", f"{kind}-1", f"{kind}-0")
-        assert epoch["meaning"] == "reset_cache retired the epoch of the other one"
+        assert epoch["meaning"] == "a reset retired the epoch of the other one"
 
 
 @ON_DISK

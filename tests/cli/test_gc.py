@@ -38,7 +38,7 @@ def base_model(place: Place, number: int) -> Model:
 
 
 def retire(place: Place, model: Model) -> None:
-    """What ``reset_cache`` leaves: an epoch in force that is higher by one."""
+    """What a reset leaves: an epoch in force that is higher by one."""
     digest = Model(epoch="", weights=model.weights).namespace.digest
     if place.is_disk:
         assert place.directory is not None

@@ -351,7 +351,7 @@ def test_tree_draws_lines_in_a_pipe(disk: Tier) -> None:
     lines = run("tree", disk.uri, "--namespace", SPACE).stdout.splitlines()
     assert lines[0] == f"{SPACE}  hf:0123456789ab bfloat16"
     assert re.fullmatch(rf"├── {names[0].key.hex()}  4 chunks, 128 tokens, 32 KiB, used \d+s ago, 1 pinned", lines[1])
-    assert lines[2] == "└── hang in the air: 2 chunks, 16 KiB; their parents are gone"
+    assert lines[2] == "└── orphans: 2 chunks, 16 KiB; their parents are gone"
 
 
 def test_tree_branches_in_plain_lines(disk: Tier) -> None:
@@ -490,7 +490,7 @@ def test_inspect_says_when_a_chunk_hangs_in_the_air(disk: Tier) -> None:
         storage.remove([blob for blob in storage.look().blobs if blob.name == names[1]])
     found = report("inspect", disk.uri, names[3].key.hex())
     assert (found["is_reachable"], found["chain"]) == (False, [names[2].key.hex()])
-    assert "2 of 3 missing: it hangs in the air" in run("inspect", disk.uri, names[3].key.hex()).stdout
+    assert "2 of 3 missing: it is an orphan" in run("inspect", disk.uri, names[3].key.hex()).stdout
 
 
 def test_a_key_that_is_not_there(disk: Tier, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`tiered-kv serve --metrics-port`: what a real scrape shows is what docs/operations.md lists."""
+"""`tiered-kv serve --metrics-port`: what a real scrape shows is what docs/metrics.md lists."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def url_of(line: str) -> str:
 
 def documented(repository: Path) -> dict[str, set[str]]:
     """Names of metrics with their labels, from the table."""
-    page = (repository / "docs" / "operations.md").read_text()
+    page = (repository / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(tiered_kv_\w+)(?:\{([a-z, ]+)\})?` \|", page, flags=re.MULTILINE)
     assert len(rows) == len({name for name, _ in rows}), "a metric is listed twice"
     return {name: set(labels.split(", ")) - {""} for name, labels in rows}

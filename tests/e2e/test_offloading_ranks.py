@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.cores]
 
 ROWS = 3
 HIT = ROWS * ROW_TOKENS
-PROMPTS = [random_prompt(9_100 + n, HIT + 20) for n in range(3)]
+PROMPTS = [random_prompt(9_100 + n, HIT + 20) for n in range(2)]
 
 
 def on_two_ranks(model: Path, root: Path, place: dict[str, Any], log: Path, *prompts: list[int]) -> list[Answer]:
@@ -56,26 +56,30 @@ def on_one_rank(model: Path, place: dict[str, Any], *prompts: list[int]) -> list
 @only_in_proofs
 @pytest.mark.timeout(900)
 def test_canonical_rows_of_two_ranks_are_found_by_one_and_those_of_one_by_two(tiny_model: Path, tmp_path: Path) -> None:
+    """One engine of two ranks between two of one: its four processes take nearly all of the time to start."""
     root = tmp_path / "cache"
     with running(tiny_model) as llm:
         plain = generate(llm, PROMPTS, max_tokens=MAX_TOKENS)
+    place = {"storage_uri": f"file://{root}", "host_bytes": None}
     with operator_server(root) as server:
-        place = {"storage_uri": f"file://{root}", "host_bytes": None, "server": server}
-        cold = on_two_ranks(tiny_model, root, place, tmp_path / "two.log", *PROMPTS[:2])
+        cold = on_one_rank(tiny_model, place | {"server": server}, PROMPTS[0])
+        wait_written(root)
+        assert len(blob_files(root)) == ROWS
+    with operator_server(root) as server:
+        found = on_two_ranks(tiny_model, root, place | {"server": server}, tmp_path / "two.log", *PROMPTS)
         wait_written(root)
         assert figures(root)["hierarchy"]["host_ready_chunks"] == 0, "rows went through slots"
+        first_counters = figures(root)["counters"]
     with operator_server(root) as server:
-        place |= {"server": server}
-        found = on_one_rank(tiny_model, place, *PROMPTS)
+        again = on_one_rank(tiny_model, place | {"server": server}, *PROMPTS)
         wait_written(root)
-        assert len(blob_files(root)) == 3 * ROWS and len({blob.parts[-3] for blob in blob_files(root)}) == 1
-        again = on_two_ranks(tiny_model, root, place, tmp_path / "again.log", *PROMPTS)
         counters = figures(root)["counters"]
+    assert len(blob_files(root)) == 2 * ROWS and len({blob.parts[-3] for blob in blob_files(root)}) == 1
 
-    assert [one.cached_tokens for one in cold] == [0, 0]
-    assert [one.cached_tokens for one in found] == [HIT, HIT, 0]
-    assert [one.cached_tokens for one in again] == [HIT] * 3
+    assert [one.cached_tokens for one in cold] == [0]
+    assert [one.cached_tokens for one in found] == [HIT, 0]
+    assert [one.cached_tokens for one in again] == [HIT] * 2
     for ours in (cold, found, again):
         for one, theirs in zip(ours, plain, strict=False):
             assert_same(one, theirs)
-    assert not counters.get("read_failed_corrupt")
+    assert not first_counters.get("read_failed_corrupt") and not counters.get("read_failed_corrupt")

@@ -540,3 +540,26 @@ def test_a_session_opens_while_its_disk_hangs():
     finally:
         may_go_on.set()
         world.close()
+
+
+def test_a_loop_that_is_behind_because_a_pool_hangs_sleeps_and_grants_slots_afterwards(memory, monkeypatch):
+    """A seal that waits behind reads that hang: until it ends no slots are granted, and nothing turns for that."""
+    monkeypatch.setattr("tiered_kv.tiering.slot_grants.EVICTED_AT_ONCE", 1)
+    world = EngineWorld(memory, host_bytes=64 * BLOB_BYTES)
+    session = started(world)
+    for number in range(80):
+        world.store(session, (number,))
+    other = world.open()
+    assert world.engine.wait_s == 0, "the cache is full: a session that comes gets its slots in parts"
+    monkeypatch.setattr("tiered_kv.engine.engine.ENDED_MAX", 1)
+    assert world.commit(session, (900,))
+    for _ in range(3):
+        world.step()
+    assert world.engine.is_behind and world.engine.wait_s is None
+    had = len(world.clients[other].credits)
+    world.settle()
+    while world.engine.wait_s == 0:
+        world.settle()
+    assert len(world.clients[other].credits) > had
+    assert world.loaded(session, (900,)) == 1
+    world.close()

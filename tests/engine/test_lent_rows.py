@@ -324,6 +324,73 @@ def test_a_row_that_was_taken_back_is_never_written_however_late_the_read(world:
     assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
 
 
+@contextmanager
+def hanging_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[threading.Semaphore]:
+    """Calls on blobs' files stop after what the kernel did for each, until the block ends; the semaphore counts."""
+    real, is_in, go_on = getattr(os, name), threading.Semaphore(0), threading.Event()
+
+    def hanging(descriptor: int, given: list[memoryview] | memoryview, offset: int) -> int:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        is_blob = path.endswith(".safetensors") or f"/tmp/{os.getpid()}-" in path  # read, or written
+        part = given if name == "preadv" else given[:4096]  # of a write the rest follows
+        count = int(real(descriptor, part, offset))
+        if is_blob and not go_on.is_set():
+            is_in.release()
+            assert go_on.wait(DEADLINE_S)
+        return count
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, hanging)
+        try:
+            yield is_in
+        finally:
+            go_on.set()
+
+
+def test_what_the_device_brings_late_gets_into_no_row_that_was_taken_back(
+    world: RowWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, with reads of files: around the page cache they are copied into the row when they have ended."""
+    world.until(*world.store(*place(*PREFIX)))
+    with hanging_calls(monkeypatch, "preadv") as is_in:
+        uses = world.load(*place(*PREFIX[:2], first=10))
+        world.step()
+        for _ in uses:
+            assert is_in.acquire(timeout=DEADLINE_S)
+        world.engine.end_rows(world.session, uses)
+        for row in (10, 11):
+            world.fill(row, b"\x55" * ROW_BYTES)
+        assert world.until(*uses) == ["bad"] * 2
+    while world.engine.jobs(1)["get"]:
+        world.step()
+    assert [world.row(row) for row in (10, 11)] == [b"\x55" * ROW_BYTES] * 2
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+    assert [world.row(10 + number) for number in range(4)] == list(map(world.content, PREFIX))
+
+
+def test_a_write_that_hangs_in_the_middle_of_its_bytes_stores_nothing_of_what_its_row_holds_later(
+    world: RowWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath
+) -> None:
+    with hanging_calls(monkeypatch, "pwrite") as is_in:
+        uses = world.store((PREFIX[0], 0))
+        world.step()
+        assert is_in.acquire(timeout=DEADLINE_S)
+        world.engine.end_rows(world.session, uses)
+        assert world.until(*uses) == ["bad"]
+        again = world.store(((7,), 0))  # another chunk lies in the row, and is written from there at the same time
+        world.step()
+        assert is_in.acquire(timeout=DEADLINE_S)
+    assert world.until(*again) == ["good"]
+    while world.tiering.pending_writes:
+        world.step()
+    assert blob_files(tmp_path) == [blob_path(tmp_path, BlobName.of(SPACE.record((7,))))] and not temp_files(tmp_path)
+    assert world.until(*world.load(((7,), 10), (PREFIX[0], 11))) == ["good", "bad"]
+    assert world.row(10) == world.content((7,))
+    assert world.until(*world.store(*place(*PREFIX))) == ["good"] * 4
+    assert world.until(*world.load(*place(*PREFIX, first=10))) == ["good"] * 4
+    assert [world.row(10 + number) for number in range(4)] == list(map(world.content, PREFIX))
+
+
 def test_what_was_sealed_after_a_row_was_taken_back_is_in_no_file(world: RowWorld, tmp_path: FilePath) -> None:
     world.disk.hangs_writes = True
     uses = world.store(*place(*PREFIX))

@@ -49,9 +49,9 @@ def mount(tmp_path):
     """Mounts a new file system in memory; skips where that is not allowed."""
     mounted = []
 
-    def mount_new(options, kind="tmpfs"):
-        point = tmp_path / "mounted"
-        point.mkdir()
+    def mount_new(options, kind="tmpfs", point=None):
+        point = point or tmp_path / "mounted"
+        point.mkdir(exist_ok=True)
         if os.geteuid() != 0 or shutil.which("mount") is None:
             pytest.skip("mounting needs root and mount(8)")
         done = subprocess.run(["mount", "-t", kind, "-o", options, "none", point], check=False, capture_output=True)
@@ -156,6 +156,23 @@ def test_a_file_size_limit_refuses_the_put(tmp_path, direct_io, limit):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     nothing_is_left(tmp_path, tier)
+    tier.close()
+
+
+def test_a_blob_below_a_mount_that_refuses_o_direct_is_read_all_the_same(mount, tmp_path):
+    """The probe at open asks the directory, and a part of it may lie elsewhere."""
+    root = tmp_path / "disk"
+    tier, blob = open_disk(root), CHAIN.blob(0)
+    if not tier.direct_reads:
+        pytest.skip("needs a local disk with O_DIRECT, and huge pages: TMPDIR lies elsewhere")
+    tier.put(blob.name, slot_of(blob.data))
+    path = blob_path(root, blob.name)
+    mount("mode=0700", "ramfs", path.parent)
+    path.write_bytes(blob.data[:4096])
+    os.truncate(path, len(blob.data))  # the rest is no page of anything
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.open(path, os.O_RDONLY | os.O_DIRECT)
+    assert read(tier, blob.name) == path.read_bytes()
     tier.close()
 
 

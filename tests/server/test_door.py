@@ -1,6 +1,7 @@
 """Who may hold a connection to the door, and for how long: strangers in numbers, trickles, words that are no HTTP."""
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -12,7 +13,7 @@ import pytest
 from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.errors import TierUnavailable
-from tiered_kv.server.door_blobs import DoorBlobs
+from tiered_kv.server.door_blobs import PIECE_BYTES, DoorBlobs
 from tiered_kv.server.door_listener import (
     ANSWER_S,
     BODY_BYTES_MAX,
@@ -224,6 +225,66 @@ def test_what_a_request_needs_goes_at_the_engines_priority_and_what_is_more_give
     assert seen[0] == ("token", NICE)
 
 
+def own_niceness(before):
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) - before
+
+
+def test_a_long_answer_gives_way_in_its_middle(listener, clock, monkeypatch):
+    """Else as many as are sent at once go quickly to their ends, whatever they hold."""
+    monkeypatch.setattr("tiered_kv.server.door_pace.QUICK_BYTES", CHAIN.form.blob_bytes // 2)
+    before, seen, preadv = os.getpriority(os.PRIO_PROCESS, 0), [], os.preadv
+
+    def noted(*asked):
+        seen.append(own_niceness(before))
+        return preadv(*asked)
+
+    with peer_of(listener) as tier, monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", noted)
+        assert read(tier) == CHAIN.blob(0).data
+    assert seen[0] == 0 and seen[-1] == NICE and seen == sorted(seen)
+
+
+def test_answers_that_are_broken_off_count_as_what_was_sent(listener, monkeypatch):
+    monkeypatch.setattr("tiered_kv.server.door_pace.QUICK_BYTES", 6 * PIECE_BYTES)
+    for _ in range(6):
+        with socket.socket() as plain:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the answer cannot be sent to its end
+            plain.settimeout(20)
+            plain.connect(("127.0.0.1", listener.port))
+            with KEY.client_context().wrap_socket(plain) as wire:
+                wire.sendall(asked("GET", BLOB))
+                assert wire.recv(1024).startswith(b"HTTP/1.1 200 ")
+    wait_for(lambda: not listener._connections._open, "the threads' ends")
+    assert not listener._pace.goes_on()
+
+
+def test_where_a_sandbox_lets_nobody_give_way_the_door_serves_and_says_so(listener, monkeypatch, caplog):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("tiered_kv.server.door_pace.QUICK_BYTES", CHAIN.form.blob_bytes // 2)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with peer_of(listener) as tier:
+        for _ in range(3):
+            assert read(tier) == CHAIN.blob(0).data
+    assert caplog.text.count("may not lower its own") == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_connection_that_cannot_begin_leaves_nothing(listener, strangers, monkeypatch):
+    """Whatever the reason: the door takes only so many connections in."""
+
+    def refuse(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tiered_kv.server.door_listener.DoorWire", refuse)
+        assert strangers().recv(1) == b""
+    wait_for(lambda: not listener._connections._open, "its end")
+    with peer_of(listener) as tier:
+        assert read(tier) == CHAIN.blob(0).data
+
+
 def test_a_connection_for_which_there_is_no_quick_thread_ends(listener, monkeypatch, caplog):
     start = threading.Thread.start
 
@@ -326,6 +387,12 @@ def test_what_is_refused_is_refused_in_http(listener, strangers, said, status):
     assert wire.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
     with peer_of(listener) as tier:
         assert read(tier) == CHAIN.blob(0).data
+
+
+def test_the_head_of_an_answer_is_sent_at_once(listener, strangers):
+    wire = strangers(says_tls=True)
+    wire.sendall(asked("GET", BLOB))
+    assert wire.recv(4096).endswith(b"\r\n\r\n"), "a record and a system call for each of its lines"
 
 
 def test_what_is_no_tls_ends_its_own_connection_alone(listener, strangers):

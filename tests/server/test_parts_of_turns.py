@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tiered_kv.server import protocol as m
 from tiered_kv.server import server as loop
 from tiered_kv.server.compose import serve
 from tiered_kv.server.connect import read_message
-from tiered_kv.server.sessions import COMMITTED_AT_ONCE
+from tiered_kv.server.sessions import COMMITTED_AT_ONCE, Sessions
 from tiered_kv.server.stats import FigureSource
 from tiered_kv.tiering.lookups import Promotions
 from tiered_kv.tiering.write_through import WRITES_MAX
@@ -255,6 +256,25 @@ def noting(method: Callable[..., Any], name: str, events: list[str]) -> Callable
         return method(*args, **options)
 
     return noted
+
+
+def test_leases_that_are_over_at_once_end_in_parts(held: HeldServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.server.sessions.END_S", 0.0)
+    events: list[str] = []
+    monkeypatch.setattr(Engine, "release", noting(Engine.release, "release", events))
+    monkeypatch.setattr(Sessions, "end_leases", noting(Sessions.end_leases, "turn", events))
+    config = settings(held.root, host_bytes=128 << 20, lease_s=1.0)
+    one = SmallEngine.start(config, "one")
+    one.store(CHUNKS)
+    one.wait_hits(CHUNKS)
+    keys = one.keys(CHUNKS)
+    lookups = [one.client.lookup(keys.keys, keys.digests) for _ in range(8)]
+    events.clear()
+    poll_until(one.client, lambda: all(one.client.lookups[number].is_ended for number in lookups), "the ends")
+    wait_for(lambda: figures(held.root)["hierarchy"]["leased_bytes"] == 0, "the leases")
+    assert events.count("release") == len(lookups)
+    assert all("turn" in pair for pair in pairwise(events)), "a turn ended the leases of several lookups"
+    one.close()
 
 
 def test_a_loop_that_is_behind_is_brought_no_more_than_it_has_granted(

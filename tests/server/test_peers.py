@@ -344,7 +344,9 @@ def test_what_other_machines_ask_for_reaches_a_bucket_of_second_touches(tmp_path
         ({"peers": ["https://b:1"], "peer_key_file": "/key", "peer_url": "https://b:1"}, "peer_url is for peer_listen"),
         ({"peer_listen": "b:1", "peer_key_file": "/key", "peer_url": "b:1"}, "setting peer_url: expected a URL"),
         ({"peer_listen": "7460", "peer_key_file": "/key"}, "setting peer_listen: expected HOST:PORT"),
-        ({"peer_listen": "host:99999", "peer_key_file": "/key"}, "setting peer_listen: "),
+        ({"peer_listen": "host:99999", "peer_key_file": "/key"}, "setting peer_listen: expected HOST:PORT"),
+        ({"peer_listen": "host:http", "peer_key_file": "/key"}, "setting peer_listen: expected HOST:PORT"),
+        ({"peer_listen": "[::", "peer_key_file": "/key"}, "setting peer_listen: expected HOST:PORT"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(given, what):

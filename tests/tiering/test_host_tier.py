@@ -231,3 +231,30 @@ def test_a_lease_does_not_cost_a_chunk_its_uses():
         story.store((1,))
     leased.release(leased.ask((1,)))  # out of the order of eviction and in again
     assert stores_until_gone(leased, (1,)) > 1.5 * stores_until_gone(other, (1,))
+
+
+def test_a_slot_is_not_looked_for_through_a_whole_slab_that_is_drained(monkeypatch: pytest.MonkeyPatch):
+    """The oldest chunks lie in one slab. While one of them is held it waits, and who wants a slot meets the others."""
+    monkeypatch.setattr(host_tier, "EVICTED_AT_ONCE", 2)
+    story = full_of_small_chunks(space_bytes=80 * SIZE)
+    numbers = [number for number in range(500) if story.is_in_host((number,))]
+    lookups = [story.ask((number,)) for number in numbers[::3]]  # one of every slab at least
+    story.open(LARGE)
+    story.tiering.take_jobs()
+    draining = [n for n in numbers if story.tiering.slots.is_draining(story.entry((n,)).slot)]
+    assert len(draining) > 4
+    host, most, slots = story.tiering._host, 0, []
+    for _ in range(2 * len(numbers)):
+        before = host.evicted_count
+        slot = host.take_for_store(SIZE, SMALL.namespace)
+        most = max(most, host.evicted_count - before)
+        if slot is not None:
+            slots.append(slot)
+        elif not host.is_looking:
+            break
+    assert most == 2
+    for slot in slots:
+        host.give(slot)
+    for lookup in lookups:
+        story.release(lookup)
+    story.finish_all()

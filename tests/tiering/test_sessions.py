@@ -192,6 +192,56 @@ def test_slots_of_a_full_cache_are_granted_in_parts(monkeypatch):
     assert not granted(story.tiering, other) and not story.tiering.take_jobs(), "nothing is left, and nothing spins"
 
 
+def test_a_step_that_grants_nothing_leaves_nothing_of_it_to_do_at_once(monkeypatch):
+    """An engine may be behind for as long as a medium hangs: its loop must not turn for nothing meanwhile."""
+    monkeypatch.setattr("tiered_kv.tiering.slot_grants.EVICTED_AT_ONCE", 2)
+    story = Story(host_bytes=2000, limits=Limits(credit_share=0.5))
+    for number in range(200):
+        story.store((number,))
+    other = story.tiering.open_session(SMALL.namespace, SMALL.slot_bytes)
+    story.tiering.take_jobs()
+    assert story.tiering.wants_turn
+    story.tiering.take_jobs(grants=False)
+    assert not story.tiering.wants_turn
+    had = len(granted(story.tiering, other))
+    while story.tiering.take_jobs() or story.tiering.wants_turn:
+        pass
+    assert len(granted(story.tiering, other)) > 4 > had, "grants go on with the next step that makes some"
+
+
+def test_leases_of_a_session_that_is_closed_end_in_parts_and_its_lookups_are_counted(monkeypatch):
+    """A thousand requests that leased one long prefix: ending all at once would stand still for half a second."""
+    monkeypatch.setattr("tiered_kv.tiering.tiering.LEASES_ENDED_AT_ONCE", 2)
+    story = Story(host_bytes=800)
+    story.store((1, 2, 3))
+    other = story.open(SMALL)
+    lookups = [story.ask((1, 2, 3), session=other) for _ in range(4)]
+    story.close(other)
+    left = [story.tiering.usage()["lookups"]]
+    while story.tiering.wants_turn:
+        assert story.tiering.usage()["leased_bytes"] == 3 * SMALL.slot_bytes, "what others of it lease stays leased"
+        story.step()
+        left.append(story.tiering.usage()["lookups"])
+    assert left == [3, 2, 1, 0] and story.tiering.usage()["leased_bytes"] == 0
+    assert story.tiering.hit_stats.take()[SMALL.namespace].lookups == len(lookups)
+    story.wind_down()
+
+
+def test_leases_that_are_over_at_once_are_told_so_in_parts(monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiering.leases.ENDED_AT_ONCE_MAX", 2)
+    story = Story(host_bytes=800)
+    story.store((1, 2, 3))
+    for session in story.tiering._sessions.values():
+        session.lease_s = 1.0
+    lookups = [story.ask((1, 2, 3)) for _ in range(5)]
+    for now_s in (0.0, 2.0, 2.0, 2.0, 2.0):
+        story.tiering.expire_leases(now_s)
+        before = len(story.ended)
+        story.step()
+        assert len(story.ended) - before <= 2
+    assert story.ended == lookups and story.tiering.usage()["leased_bytes"] == 0
+
+
 def test_what_was_deferred_is_queued_in_parts(monkeypatch):
     """A disk that is back after an hour has room for tens of thousands of chunks at once."""
     monkeypatch.setattr("tiered_kv.tiering.write_through.REFILLED_AT_ONCE", 3)

@@ -16,7 +16,7 @@ from tests.kit.tiering.accounts import Accounts
 from tests.kit.tiering.oracle import Blob
 from tests.kit.tiering.touches import TouchedWorld
 from tests.kit.tiering.world import tier_specs
-from tiered_kv.tiering import host_tier, lookups
+from tiered_kv.tiering import host_tier, lookups, slot_grants, write_through
 from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 from tiered_kv.tiering.index import CLAIMED, BlobState, HostState
 from tiered_kv.tiering.quotas import Quota
@@ -28,8 +28,15 @@ PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 PICK = st.integers(0, 1 << 16)
 OWNERS = [b"one user's......", b"another user's.."]
 
-PARTS = [(lookups, "READ_AT_ONCE"), (lookups, "EVICTED_AT_ONCE"), (host_tier, "HELD_TAKEN_OUT_AT_ONCE")]
-"""How much of what takes slots one step does."""
+PARTS = [
+    (lookups, "READ_AT_ONCE"),
+    (lookups, "EVICTED_AT_ONCE"),
+    (host_tier, "HELD_TAKEN_OUT_AT_ONCE"),
+    (host_tier, "EVICTED_AT_ONCE"),
+    (slot_grants, "EVICTED_AT_ONCE"),
+    (write_through, "REFILLED_AT_ONCE"),
+]
+"""How much of what goes in parts one step does."""
 
 FAULTS: dict[type[Job], list[Outcome]] = {
     Seal: [Outcome.UNAVAILABLE],
@@ -84,6 +91,7 @@ class Histories(RuleBasedStateMachine):
             self.world.tiering.restored(tier)
         self.accounts = Accounts(self.world)
         self.loans = {}
+        self.now_s = 0.0
         self.world.open(SPACES[0])
         self.world.step()
 
@@ -103,10 +111,32 @@ class Histories(RuleBasedStateMachine):
         if len(self.world.spaces) < 4:
             self.world.open(space)
 
-    @rule(pick=PICK, path=PATHS, start=st.integers(0, 7), wants_tails=st.booleans())
-    def lookup(self, pick, path, start, wants_tails):
+    @rule(pick=PICK, path=PATHS, start=st.integers(0, 7), turn=st.integers(0, 3), wants_tails=st.booleans())
+    def lookup(self, pick, path, start, turn, wants_tails):
         if (session := self.session(pick)) is not None:
-            self.world.lookup(session, path, start, wants_tails=wants_tails)
+            self.world.lookup(session, path, start, (0, turn), wants_tails=wants_tails)
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.world.lookups)
+    def claim(self, pick):
+        """A load of what is ready begins: its leases end when it is released and not before."""
+        lookup = sorted(self.world.lookups)[pick % len(self.world.lookups)]
+        if self.world.lookups[lookup].session not in self.world.suspended:
+            self.world.claim(lookup)
+
+    @rule()
+    def leases_are_held_for_too_long(self):
+        for session in self.world.tiering._sessions.values():
+            session.lease_s = 1.0
+        for _ in range(2):  # they are dated, and over
+            self.now_s += 2.0
+            self.world.tiering.expire_leases(self.now_s)
+
+    @rule()
+    def a_loop_that_is_behind_grants_nothing(self):
+        for job in self.world.tiering.take_jobs(grants=False):
+            self.world._begin(job)
+        assert not self.world.tiering._grants.wants_turn
 
     @rule(pick=PICK)
     @precondition(lambda self: self.world.lookups)

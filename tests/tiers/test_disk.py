@@ -1,13 +1,10 @@
 """What the disk tier promises beyond the contract: bytes, modes, names, ownership, the scan at open."""
 
-import fcntl
 import json
 import mmap
 import os
 import stat
-import subprocess
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -410,165 +407,6 @@ def test_a_blob_of_several_pieces_is_read_in_order_and_checked_while_it_comes(tm
             verified.get_into(blob.name, memoryview(buffer))
     path.write_bytes(blob.data)
     assert verified.get_into(blob.name, memoryview(buffer))
-    tier.close()
-
-
-def resident_bytes(path):
-    """What of a file is in the page cache, as util-linux counts it."""
-    command = ["fincore", "--bytes", "--noheadings", "--output", "RES", str(path)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def open_on_local_disk(root):
-    tier = open_disk(root)
-    if not tier.direct_reads:
-        tier.close()
-        pytest.skip("needs a local disk with O_DIRECT, and huge pages: TMPDIR lies elsewhere")
-    return tier
-
-
-def fill_cold(tier, root, count, chain=CHAIN):
-    """As a server does, from aligned memory: what is written leaves nothing in the page cache."""
-    blobs = [chain.blob(index) for index in range(count)]
-    for blob in blobs:
-        memory = mmap.mmap(-1, len(blob.data))
-        memory.write(blob.data)
-        tier.put(blob.name, memoryview(memory))
-        assert resident_bytes(blob_path(root, blob.name)) == 0
-    return blobs
-
-
-@pytest.fixture
-def flags_of_reads(monkeypatch):
-    """Of every ``preadv`` of a blob's file: whether it went around the page cache."""
-    real, seen = os.preadv, []
-
-    def noted(descriptor, buffers, offset):
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):  # not the probe at open
-            seen.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", noted)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "payload_bytes", [4096, READ_PIECE_BYTES - 4096, READ_PIECE_BYTES, 3 * READ_PIECE_BYTES + 8192]
-)
-def test_a_first_read_leaves_the_page_cache_alone_and_what_comes_back_fills_it(tmp_path, flags_of_reads, payload_bytes):
-    chain = SampleChain(payload_bytes=payload_bytes)
-    tier = open_on_local_disk(tmp_path)
-    blobs = fill_cold(tier, tmp_path, 3, chain)
-    path = blob_path(tmp_path, blobs[0].name)
-    assert [read(tier, blob) for blob in blobs] == [blob.data for blob in blobs]
-    assert resident_bytes(path) == 0
-    assert all(flags_of_reads)
-    flags_of_reads.clear()
-    assert read(tier, blobs[0]) == blobs[0].data
-    assert resident_bytes(path) == len(blobs[0].data)
-    assert not any(flags_of_reads)
-    assert read(tier, blobs[0]) == blobs[0].data
-    assert resident_bytes(blob_path(tmp_path, blobs[1].name)) == 0
-    tier.close()
-
-
-def test_what_is_in_the_page_cache_is_read_from_there_the_first_time_too(tmp_path, flags_of_reads):
-    chain = SampleChain(payload_bytes=2 * READ_PIECE_BYTES)
-    tier = open_on_local_disk(tmp_path)
-    whole, part = fill_cold(tier, tmp_path, 2, chain)
-    blob_path(tmp_path, whole.name).read_bytes()
-    with blob_path(tmp_path, part.name).open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
-        file.read(4096)
-    assert 0 < resident_bytes(blob_path(tmp_path, part.name)) < len(part.data)
-    assert read(tier, whole) == whole.data
-    assert not any(flags_of_reads)
-    flags_of_reads.clear()
-    assert read(tier, part) == part.data
-    assert all(flags_of_reads)
-    tier.close()
-
-
-@pytest.mark.parametrize("lacking", ["has_huge_pages", "is_on_local_disk", "supports_direct_io"])
-def test_where_reads_cannot_be_direct_they_use_the_page_cache(tmp_path, monkeypatch, flags_of_reads, lacking):
-    monkeypatch.setattr(f"tiered_kv.tiers.disk.tier.{lacking}", lambda *_: False)
-    tier = open_disk(tmp_path)
-    blob = fill(tier, 1)[0]
-    assert not tier.direct_reads
-    assert read(tier, blob) == blob.data
-    assert flags_of_reads
-    assert not any(flags_of_reads)
-    tier.close()
-
-
-def test_a_buffer_that_no_device_could_write_into_is_filled_from_staging_memory(tmp_path, flags_of_reads):
-    tier = open_on_local_disk(tmp_path)
-    blob = fill_cold(tier, tmp_path, 1, SampleChain(payload_bytes=READ_PIECE_BYTES + 4096))[0]
-    memory = bytearray(len(blob.data) + 1)
-    assert tier.get_into(blob.name, memoryview(memory)[1:])
-    assert bytes(memory) == b"\0" + blob.data
-    assert all(flags_of_reads)
-    tier.close()
-
-
-def test_threads_that_read_around_the_page_cache_at_once_do_not_mix_their_bytes(tmp_path, flags_of_reads):
-    chain = SampleChain(payload_bytes=3 * READ_PIECE_BYTES)
-    tier = open_on_local_disk(tmp_path)
-    blobs = fill_cold(tier, tmp_path, 8, chain)
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda blob: read(tier, blob), blobs)) == [blob.data for blob in blobs]
-    assert all(flags_of_reads)
-    tier.close()
-
-
-def test_a_blob_cut_or_damaged_on_the_way_around_the_page_cache_is_told(tmp_path, flags_of_reads):
-    chain = SampleChain(payload_bytes=2 * READ_PIECE_BYTES)
-    tier = open_on_local_disk(tmp_path)
-    cut, flipped_blob, odd = fill_cold(tier, tmp_path, 3, chain)
-    os.truncate(blob_path(tmp_path, cut.name), READ_PIECE_BYTES)
-    with blob_path(tmp_path, flipped_blob.name).open("r+b") as file:
-        file.seek(READ_PIECE_BYTES + 5000)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    os.truncate(blob_path(tmp_path, odd.name), len(odd.data) + 1)
-    verified = VerifiedTier(tier, {chain.namespace: chain.form}.get)
-    buffer = memoryview(bytearray(len(cut.data)))
-    with pytest.raises(ChunkCorrupt):
-        tier.get_into(cut.name, buffer)
-    with pytest.raises(ChunkCorrupt):
-        verified.get_into(flipped_blob.name, buffer)
-    assert flags_of_reads[0]
-    with pytest.raises(ChunkCorrupt, match="wrong size"):
-        tier.get_into(odd.name, buffer)
-    tier.close()
-
-
-def test_a_child_reads_after_its_parent_did(tmp_path):
-    """Memory that is kept from children would be no memory there."""
-    tier = open_on_local_disk(tmp_path)
-    first, second = fill_cold(tier, tmp_path, 2)
-    assert read(tier, first) == first.data
-    child = os.fork()
-    if child == 0:
-        try:
-            is_right = read(tier, second) == second.data
-        except BaseException:  # noqa: BLE001  # it must not go on as a second pytest
-            is_right = False
-        os._exit(0 if is_right else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    tier.close()
-
-
-def test_what_was_read_is_remembered_within_a_bound(tmp_path, monkeypatch, flags_of_reads):
-    monkeypatch.setattr("tiered_kv.tiers.disk.tier._READ_LATELY_COUNT", 2)
-    tier = open_on_local_disk(tmp_path)
-    blobs = fill_cold(tier, tmp_path, 3)
-    for blob in (*blobs, blobs[2], blobs[0]):
-        assert read(tier, blob) == blob.data
-    assert flags_of_reads == [True, True, True, False, True]
     tier.close()
 
 

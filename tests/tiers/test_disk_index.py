@@ -458,3 +458,13 @@ def test_file_systems_that_may_fill_a_readers_pages_later_are_told_from_others(t
 )
 def test_disks_of_this_machine_are_told_from_memory_and_networks(tmp_path, path, expected):
     assert is_on_local_disk(tmp_path.__class__(path), MOUNTS) is expected
+
+
+@pytest.mark.parametrize(
+    "name", ["d\u00e4t\u00e4", "da ta", "a\\b", "tab\tline\n", "page\x0cnext\x85line\u2028", "not utf-8 \udcff"]
+)
+def test_a_mount_point_may_have_any_name(tmp_path, name):
+    written = "".join(f"\\{ord(one):03o}" if one in " \t\n\\" else one for one in name)
+    mounts = f"/dev/vda / ext4 rw 0 0\nserver:/x /mnt/{written} nfs4 rw 0 0\n"
+    path = tmp_path.__class__(f"/mnt/{name}/cache")
+    assert is_on_network(path, mounts) and not is_on_local_disk(path, mounts)

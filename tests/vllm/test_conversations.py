@@ -74,12 +74,14 @@ def test_prompts_below_a_chunk_and_without_names_are_left_alone(seen: Seen) -> N
 
 
 def test_what_is_remembered_is_bounded(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "CHUNKS_MAX", 3)
-    monkeypatch.setattr(conversations, "ENDS_MAX", 4)
+    monkeypatch.setattr(conversations, "ENDS_MAX", 12)
+    monkeypatch.setattr(conversations, "ENDS_BEHIND_MAX", 4)
     for number in range(9):
         seen.goes_on(f"{number} is a chunk")
         seen.goes_on(f"{SYSTEM}of all: {number}")
-    assert len(seen.known) <= 3 * 4
+        remembered = sum(map(len, seen.known._ends.values()))
+        assert len(seen.known) == remembered <= 12
+    assert remembered >= 12 - 4
     assert not seen.goes_on("0 is a chunk, gone on from")
     assert seen.goes_on("8 is a chunk, gone on from")
 
@@ -97,3 +99,29 @@ def test_of_recorded_requests_those_that_begin_a_conversation_or_ask_once_go_on_
         going_on, asked_once = going_on + goes_on, asked_once + is_first
         ends.add(tuple(prompt))
     assert (going_on, asked_once) == (138, 854)
+
+
+def test_many_ends_behind_many_chunks_are_bounded_together(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "ENDS_MAX", 100)
+    for number in range(1000):
+        seen.goes_on(f"chunk {number % 50:02d}end {number}")
+        assert len(seen.known) == sum(map(len, seen.known._ends.values())) <= 100
+    assert seen.goes_on("chunk 49end 999, gone on from")
+
+
+def test_a_sessions_name_is_believed_until_too_few_of_its_requests_were_gone_on_from(seen: Seen) -> None:
+    known = seen.known
+    assert [known.believes(b"app", goes_on=False) for _ in range(7)] == [True] * 4 + [False] * 3
+    assert known.believes(b"run", goes_on=False), "another session's is"
+    assert known.believes(b"app", goes_on=True), "what goes on is"
+    assert [known.believes(b"app", goes_on=False) for _ in range(2)] == [True, False]
+    assert [known.believes(b"run", goes_on=bool(turn % 2)) for turn in range(40)] == [True] * 40
+
+
+def test_names_of_sessions_are_bounded(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "SESSIONS_MAX", 3)
+    for number in range(9):
+        for _ in range(5):
+            seen.known.believes(b"%d" % number, goes_on=False)
+    assert len(seen.known._in_vain) == 3
+    assert not seen.known.believes(b"8", goes_on=False) and seen.known.believes(b"0", goes_on=False)

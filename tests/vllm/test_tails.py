@@ -52,7 +52,7 @@ class TailedEngine(AskedEngine):
         self.sent = 0
 
     def ask(
-        self, prompt: list[int], answer: int = 3, *, forgets: bool = True, **controls: Any
+        self, prompt: list[int], answer: int = 3, *, forgets: bool = True, salt: str | None = None, **controls: Any
     ) -> tuple[int, list[int]]:
         """How many tokens a prompt loads, and the prompt with its answer."""
         if forgets:
@@ -60,7 +60,7 @@ class TailedEngine(AskedEngine):
         before, self.sent = self.counters["load_tokens"], self.sent + 1
         given = parameters(answer)
         given.extra_args = {"kv_transfer_params": {f"tiered_kv.{name}": value for name, value in controls.items()}}
-        self.engine.add(f"r{self.sent}", prompt, given)
+        self.engine.add(f"r{self.sent}", prompt, given, cache_salt=salt)
         side = self.engine.connector._scheduler.side
         poll_until(side.client, lambda: all(one.is_answered for one in side.client.lookups.values()), "the answer")
         come_to_rest(self.engine)
@@ -265,6 +265,31 @@ def test_by_default_a_tail_that_was_found_is_followed_by_another_one(default: Ta
     default.restart(server=False)
     found, tokens = default.ask([*tokens, *prompt(2, 3)])
     assert found == WHOLE + 8 and default.counters["tails"] == 1
+
+
+def test_by_default_an_application_that_gives_all_requests_one_name_leaves_few_tails(default: TailedEngine) -> None:
+    """And the conversations among them leave theirs, from the second turn on."""
+    for number in range(10):
+        default.ask(prompt(100 + number, WHOLE + 9), session_id="application")
+    assert default.counters["tail_offers"] == default.counters["tails"] == 4
+    _, first = default.ask(prompt(200, WHOLE + 6), session_id="application")
+    _, second = default.ask([*first, *prompt(201, 1)], session_id="application")
+    assert default.counters["tails"] == 5
+    assert default.ask([*second, *prompt(202, 7)], session_id="application")[0] == WHOLE + 12
+    assert default.ask(prompt(203, WHOLE + 9), session_id="another one")[0] == 0
+    assert default.counters["tails"] == 7
+
+
+def test_by_default_nobody_goes_on_from_a_prompt_under_another_salt(default: TailedEngine) -> None:
+    """Whether another tenant has sent a prompt no tail tells, and no tail of another tenant is found."""
+    first = prompt(1, WHOLE + 8)
+    gone_on = [*first, *prompt(2, 4)]
+    default.ask(first, 1, salt="a", session_id="run")
+    assert default.counters["tails"] == 1
+    assert [default.ask(gone_on, 1, salt=salt)[0] for salt in ("b", None)] == [0, 0]
+    assert default.counters["tails"] == default.counters["tail_offers"] == 1
+    assert default.ask(gone_on, 1, salt="a")[0] == WHOLE + 8
+    assert default.counters["tails"] == 2
 
 
 def test_no_tail_is_kept_or_found_where_none_is_wanted(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ def evict(
     keeps what it is using at the moment, and goes on; what was removed is computed again when it is asked for.
 
     --stored-by also takes what others stored behind a chunk that is meant: it was computed from what was loaded. What
-    engines have loaded by now they keep, and store more behind it: operations.md says in which order to do what after
-    a bad version.
+    engines have loaded by now they keep, and store more behind it: docs/operations.md says in which order to do what
+    after a bad version.
 
     --server acts on what a running server holds: its disk tier, where pins count, and its host memory, where they do
     not. It goes with --namespace, --key, --tag, --stored-by or --all.

@@ -44,7 +44,7 @@ def explain(
 
     Every full chunk of the prompt is here, or the reason why not is named: not stored, removed, damaged, or the prompt
     diverges from others at this chunk. Where another namespace of the tier has the prompt, it is named with the fields
-    of the identity in which it differs, such as text_config.rope_theta, max_model_len or the epoch that a reset_cache
+    of the identity in which it differs, such as text_config.rope_theta, max_model_len or the epoch that a reset
     retired.
 
     Of a model with recurrent layers a hit ends where a state of theirs is here, too; with a draft that has KV of its
@@ -100,7 +100,7 @@ def _show(report: ExplainReport, used_s: float) -> None:
         return
     print(f"namespace {report.namespace} ({report.chosen_by}; {_used(used_s)})")
     if report.is_retired:
-        print("          retired: its epoch is over (reset_cache), so no engine that starts now uses it")
+        print("          retired: its epoch is over (a reset), so no engine that starts now uses it")
     prompt, hit = counted(report.prompt_tokens, "token"), counted(report.hit_chunks, "chunk")
     print(f"prompt    {prompt}: {counted(report.prompt_chunks, 'chunk')} of {report.chunk_tokens}")
     print(f"hit       {hit}, {report.hit_tokens} of {prompt}")

@@ -251,7 +251,7 @@ def _tokens_text(report: InspectReport) -> str | int:
 
 def _place(report: InspectReport) -> list[tuple[str, object]]:
     missing = report.chunk_index - len(report.chain)
-    chain = "complete" if report.is_reachable else f"{missing} of {report.chunk_index} missing: it hangs in the air"
+    chain = "complete" if report.is_reachable else f"{missing} of {report.chunk_index} missing: it is an orphan"
     return [
         ("index", report.chunk_index),
         ("parent", report.parent or "none: the first of its prefix"),

@@ -34,7 +34,7 @@ def tree(
     Chunks that follow each other without a branch are one line: the key of the first, how many there are, their tokens
     and size, when they were last used, and how many states of recurrent layers are stored along them. Where prompts
     part, the line says how many ways the prefix continues. The most recently used come first. Pins are marked. Chunks
-    whose parent is gone hang in the air: no request can reach them.
+    whose parent is gone are orphans: no request can reach them.
     """
     with exit_codes():
         now_s = time.time()
@@ -72,7 +72,7 @@ def _lines(found: TreeNamespace, now_s: float) -> Iterator[tuple[int, str]]:
         yield 0, f"{left}: --limit 0 shows them"
     if found.hanging_chunks:
         hanging = f"{counted(found.hanging_chunks, 'chunk')}, {size_text(found.hanging_bytes)}"
-        yield 0, f"hang in the air: {hanging}; their parents are gone"
+        yield 0, f"orphans: {hanging}; their parents are gone"
 
 
 def _text(run: TreeRun, now_s: float) -> str:

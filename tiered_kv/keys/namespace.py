@@ -52,7 +52,7 @@ REQUIRED_FIELDS: Final = (
     "vllm_version",  # minor version of vLLM, "0.32"; None where versions share
     "kv_encoding",  # what the bytes of a page mean where name and shape do not say it: per layer kind, the ISA, fp8
     "settings",  # every other setting of the engine that may change KV, by its name in vLLM's configuration
-    "epoch",  # what reset_cache() changes
+    "epoch",  # what a reset changes
 )
 """Fields that every record has; what is unknown or does not apply is ``None``, never left out. More are allowed."""
 

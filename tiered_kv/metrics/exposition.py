@@ -1,6 +1,6 @@
 """A server's figures as Prometheus metrics, under the names of ``names.py``.
 
-docs/operations.md explains each metric; a test compares it with a scrape. ``server/http.py`` answers scrapes.
+docs/metrics.md explains each metric; a test compares it with a scrape. ``server/http.py`` answers scrapes.
 """
 
 from collections.abc import Callable, Iterator

@@ -22,7 +22,14 @@ from tiered_kv.ops.doctor_disk import capacity_bytes, check_disk, check_marker
 from tiered_kv.ops.doctor_mooncake import check_pool
 from tiered_kv.ops.doctor_object import check_object
 from tiered_kv.ops.doctor_peers import check_peers
-from tiered_kv.ops.doctor_server import Running, check_descriptors, check_memory, check_socket, find_running
+from tiered_kv.ops.doctor_server import (
+    Running,
+    check_descriptors,
+    check_memory,
+    check_regions,
+    check_socket,
+    find_running,
+)
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, ok, warning
 from tiered_kv.ops.object_storage import ObjectStorage
 from tiered_kv.ops.report import Report
@@ -122,7 +129,7 @@ def examine(
         return
     if is_tier:
         config = config.below_offloading(chunk_bytes or 0)
-        result.findings += check_host_default(config)
+        result.findings += [*check_host_default(config), *check_regions()]
     refusals = check_marker(config.disk_root())
     result.findings[start:start] = refusals  # before everything else: nothing would be started there
     running = find_running(config)

@@ -24,6 +24,10 @@ DESCRIPTORS_LEAST: Final = 512
 MEMORY_SHARE: Final = 0.6
 """Of the memory limit, above which little is left for engines on the same machine."""
 
+SHARED_MEMORY: Final = Path("/dev/shm")
+REGIONS: Final = "vllm_offload_*.mmap"
+"""Of vLLM's own offloading: host memory of one engine each."""
+
 
 @dataclass(slots=True)
 class Running:
@@ -52,6 +56,35 @@ def check_memory(config: Config, running: Running) -> list[DoctorFinding]:
         hint = "free some, or set host_bytes lower; the server takes memory as it needs it and does with what it gets"
         return [warning("memory", f"{text}, of which {size_text(available)} are free now", hint)]
     return [ok("memory", text)]
+
+
+def check_regions() -> list[DoctorFinding]:
+    """Whether engines that were killed left host memory behind, which another engine would want."""
+    if not (left := left_regions()):
+        return []
+    size = size_text(sum(place.stat().st_blocks * 512 for place in left))
+    text = f"{size} of memory lie in regions that no process here has mapped: {', '.join(map(str, left))}"
+    return [warning("memory", text, "engines of vLLM that were killed left them; remove what no container uses")]
+
+
+def left_regions(directory: Path = SHARED_MEMORY) -> list[Path]:
+    """Regions of vLLM's offloading that are this user's and that no process which can be seen has mapped.
+
+    vLLM's ``TieringOffloadingSpec`` (0.32) removes the file of its region, of ``cpu_bytes_to_use``, when its worker
+    ends well, and only then. We remove none: it is not ours, and a process in another container may have it.
+    """
+    mapped = _mapped_files()
+    places = [place for place in sorted(directory.glob(REGIONS)) if str(place) not in mapped]
+    return [place for place in places if place.stat().st_uid == os.geteuid()]
+
+
+def _mapped_files() -> set[str]:
+    """Files that processes have mapped, of those that we may look at; our own user's are among them."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            found.update(fields[5] for line in maps.read_text().splitlines() if len(fields := line.split(None, 5)) == 6)
+    return found
 
 
 def _available_bytes() -> int | None:

@@ -114,7 +114,7 @@ class OtherNamespace(msgspec.Struct, frozen=True, kw_only=True):
         chunks: Leading chunks of the prompt that are stored there.
         tokens: The same in tokens.
         used_s: When any chunk of it was used last.
-        is_retired: Whether ``reset_cache`` retired its epoch, as far as the tier knows.
+        is_retired: Whether a reset retired its epoch, as far as the tier knows.
         differs: What keeps an engine of the explained namespace from using it; at most 50 fields.
     """
 
@@ -133,7 +133,7 @@ class ExplainReport(Report, frozen=True, kw_only=True):
         uri: The tier.
         namespace: The namespace that is explained; null where no namespace has a record that can be read.
         chosen_by: Why this one, in words.
-        is_retired: Whether ``reset_cache`` retired its epoch, as far as the tier knows; null without a namespace.
+        is_retired: Whether a reset retired its epoch, as far as the tier knows; null without a namespace.
         prompt_tokens: Tokens in the file.
         chunk_tokens: Tokens of a chunk.
         prompt_chunks: Full chunks of the prompt.
@@ -187,7 +187,7 @@ class Candidate:
     Attributes:
         hits: Leading chunks of the prompt that are stored.
         used_s: When any of its chunks was used last; 0 if it has none.
-        is_retired: No engine that starts now uses it: ``reset_cache`` retired its epoch, as far as this tier knows, or
+        is_retired: No engine that starts now uses it: a reset retired its epoch, as far as this tier knows, or
             it is the private one of an engine that was reset.
     """
 
@@ -679,8 +679,8 @@ def _meaning(path: str, other: Candidate, chosen: Candidate) -> str:
     """What a difference in this field means, for fields that surprise; else empty."""
     if path == "epoch":
         if other.is_retired:
-            return "reset_cache retired the epoch of the other one"
-        return "reset_cache retired the epoch of this one" if chosen.is_retired else "before or after a reset_cache"
+            return "a reset retired the epoch of the other one"
+        return "a reset retired the epoch of this one" if chosen.is_retired else "before or after a reset"
     return _MEANINGS.get(re.split(r"[.\[]", path, maxsplit=1)[0], "")
 
 

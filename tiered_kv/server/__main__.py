@@ -1,6 +1,6 @@
 """The server process: settings from standard input, readiness to standard output.
 
-``python -m tiered_kv.server`` is what a client starts when it finds no server (``spawn.py``): it detaches, serves, and
+``python -m tiered_kv.server`` is what a client starts when it finds no server (``connect.py``): it detaches, serves and
 ends with its last client. ``tiered-kv serve`` calls :func:`tiered_kv.server.compose.serve` in the foreground instead.
 
 It answers one line: ``ready``, ``locked <who>`` or ``error <why>``.

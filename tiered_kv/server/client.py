@@ -143,6 +143,7 @@ class SchedulerClient:
         self._next_lookup = 1
         self._sock: socket.socket | None = None
         self._news = select.poll()  # of the socket: whether there is anything to read
+        self._is_readable = False  # it said so, and nothing was read since
         self._reader = m.FrameReader(m.FromServer)
         self._outbox = bytearray()
         self._joined: deque[tuple[int, socket.socket]] = deque()
@@ -394,7 +395,10 @@ class SchedulerClient:
 
     def has_news(self) -> bool:
         """Whether :meth:`poll` has anything to do: in an open session a system call says that nothing has come."""
-        return self._sock is None or self.info is None or bool(self._outbox or self._news.poll(0))
+        if self._sock is None or self.info is None or self._outbox:
+            return True
+        self._is_readable = self._is_readable or bool(self._news.poll(0))
+        return self._is_readable
 
     def poll(self) -> None:
         """Take in what the server sent, send what waits. Never blocks."""
@@ -429,9 +433,10 @@ class SchedulerClient:
         """Read before writing: why the server hung up stands in what it sent last."""
         self._is_read_out = False
         for _ in range(READS_MAX):
-            if not self._news.poll(0):  # cheaper than a read that fails
+            if not self._is_readable and not self._news.poll(0):  # cheaper than a read that fails
                 self._is_read_out = True
                 return
+            self._is_readable = False
             data = sock.recv(READ_BYTES)
             if not data:
                 raise ConnectionResetError("the server closed the connection")
@@ -609,6 +614,7 @@ class SchedulerClient:
                 sock.close()
                 continue
             self._sock, self._news = sock, select.poll()
+            self._is_readable = False
             self._news.register(sock, select.POLLIN)
             self._give_up_s = time.monotonic() + self._patience_s
             self.refusal = None

@@ -1,8 +1,8 @@
 """What the door answers: a blob of this machine, and how much of a prefix is there.
 
 Read only, and nothing is listed: who asks names namespace and keys. What is on disk it reads by itself, so the server's
-loop has no part in it; the server is asked for what is not, and lends it from host memory. Called by the connections'
-threads (``door_listener.py``).
+loop has no part in it; the server is asked for what is not, and lends it from host memory. Handed by ``door.py`` to the
+connections' threads (``door_listener.py``).
 """
 
 import contextlib

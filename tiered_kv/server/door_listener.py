@@ -19,7 +19,7 @@ from typing import Final
 
 import h11
 
-from tiered_kv.server.door_pace import Pace, QuickThreads, give_way
+from tiered_kv.server.door_pace import OwnPace, Pace, QuickThreads, give_way
 from tiered_kv.tiers.object.connection import TLS_PIECE_BYTES, Tls
 
 logger = logging.getLogger(__name__)
@@ -100,15 +100,15 @@ class Reply:
 
     Attributes:
         wire, http: The connection and its framing.
-        sent_bytes: Of all bodies so far.
+        pace: Of the thread that answers.
 
     Threads: one at a time, the connection's.
     """
 
-    def __init__(self, wire: DoorWire, http: h11.Connection) -> None:
+    def __init__(self, wire: DoorWire, http: h11.Connection, pace: OwnPace) -> None:
         self.wire = wire
         self.http = http
-        self.sent_bytes = 0
+        self.pace = pace
         self._piece = memoryview(b"")
 
     def piece(self, size_bytes: int) -> memoryview:
@@ -126,8 +126,10 @@ class Reply:
 
     def data(self, part: bytes | memoryview) -> None:
         """Send a part of the body."""
-        self._send(h11.Data(data=part))  # type: ignore[arg-type]  # whatever has a length passes through
-        self.sent_bytes += len(part)
+        self.pace.sends(len(part))
+        event = h11.Data(data=part)  # type: ignore[arg-type]  # whatever has a length passes through
+        for sent in self.http.send_with_data_passthrough(event) or ():
+            self.wire.sendall(sent)
 
     def end(self) -> None:
         """The body is whole.
@@ -142,9 +144,9 @@ class Reply:
         self.head(status, is_last=True)
         self.end()
 
-    def _send(self, event: h11.Response | h11.Data | h11.EndOfMessage) -> None:
-        for part in self.http.send_with_data_passthrough(event) or ():
-            self.wire.sendall(part)
+    def _send(self, event: h11.Response | h11.EndOfMessage) -> None:
+        if text := self.http.send(event):  # in one piece, where the passing through would give each line by itself
+            self.wire.sendall(text)
 
 
 Handler = Callable[[Question, Reply], None]
@@ -319,16 +321,19 @@ class Listener:
 
     def _serve(self, connection: DoorConnection) -> None:
         """Begin a connection, out of the engine's way: who has shown no token yet gets no more than is left."""
-        give_way()
+        if not give_way():
+            self._complain("connections go at the engine's priority, always: this process may not lower its own")
         try:
             wire = DoorWire(connection.wire, self._context)
             wire.shake_hands()
-        except OSError as exc:  # ssl.SSLError is one
-            logger.debug("a connection ended. address=%s cause=%s", connection.address, exc)
+        except BaseException as exc:
             self._connections.end(connection)
+            if not isinstance(exc, OSError):  # ssl.SSLError is one
+                raise
+            logger.debug("a connection ended. address=%s cause=%s", connection.address, exc)
             return
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
-        self._talk(connection, Reply(wire, http))
+        self._talk(connection, Reply(wire, http, OwnPace(self._pace, is_quick=False)))
 
     def _talk(self, connection: DoorConnection, reply: Reply, question: Question | None = None) -> None:
         """Answer one question after the other, until the connection ends or another thread goes on with it.
@@ -336,24 +341,22 @@ class Listener:
         Args:
             question: The first one, which another thread has heard: this one goes at the engine's priority.
         """
-        is_quick, goes_on_elsewhere = question is not None, False
+        if question is not None:
+            reply.pace = OwnPace(self._pace, is_quick=True)
+        goes_on_elsewhere = False
         try:
             while True:
                 if question is None and (question := self._hear(connection, reply)) is None:
                     return
-                if not is_quick and self._pace.may_begin():
+                if not reply.pace.is_quick and self._pace.may_begin():
                     goes_on_elsewhere = True
                     self._quick.start(
                         partial(self._talk, connection, reply, question), partial(self._no_thread, connection)
                     )
                     return
-                if is_quick and not self._pace.goes_on():
-                    give_way()
-                    is_quick = False
-                before_bytes = reply.sent_bytes
+                reply.pace.look()
                 self._answer(question, reply)
                 reply.end()
-                self._pace.sent(reply.sent_bytes - before_bytes)
                 if reply.http.our_state is not h11.DONE or reply.http.their_state is not h11.DONE:
                     return
                 reply.http.start_next_cycle()

@@ -39,7 +39,7 @@ class Pace:
         self._then_s = monotonic()
 
     def sent(self, size_bytes: int) -> None:
-        """So much was sent, at whatever priority."""
+        """So much is sent, at whatever priority."""
         with self._lock:
             self._bytes = min(QUICK_BYTES, self._left() + size_bytes)
             self._then_s = self._monotonic()
@@ -56,6 +56,31 @@ class Pace:
 
     def _left(self) -> float:
         return max(0.0, self._bytes - QUICK_BYTES_S * (self._monotonic() - self._then_s))
+
+
+class OwnPace:
+    """One thread's part in it: gives way for good once too much goes quickly.
+
+    Attributes:
+        is_quick: It goes at the engine's priority still.
+
+    Threads: its own.
+    """
+
+    def __init__(self, pace: Pace, *, is_quick: bool) -> None:
+        self.is_quick = is_quick
+        self._pace = pace
+
+    def look(self) -> None:
+        """Give way if it is time."""
+        if self.is_quick and not self._pace.goes_on():
+            give_way()  # where that is refused, it was said when the connection began
+            self.is_quick = False
+
+    def sends(self, size_bytes: int) -> None:
+        """So much is sent next. Counted before, or who breaks off each answer would have all of them quickly."""
+        self.look()
+        self._pace.sent(size_bytes)
 
 
 class QuickThreads:
@@ -89,7 +114,11 @@ class QuickThreads:
                 refused(str(exc))
 
 
-def give_way() -> None:
-    """Lower the calling thread's priority below the process's, for good."""
+def give_way() -> bool:
+    """Lower the calling thread's priority below the process's, for good; False: a sandbox refuses."""
     nice = min(NICE_MAX, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE)
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    except PermissionError:
+        return False
+    return True

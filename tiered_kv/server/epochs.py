@@ -1,4 +1,4 @@
-"""Epochs: how ``reset_cache`` makes old KV unreachable without touching a byte of it.
+"""Epochs: how a reset makes old KV unreachable without touching a byte of it.
 
 The base epoch of a namespace is a number. A reset raises it durably, so every later start uses a fresh epoch, and gives
 the calling engine a random private epoch that nobody else, nor its own restart, adopts. The number lies in the disk

@@ -97,6 +97,7 @@ class HostTier:
 
     def take_for_store(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
         """A free slot, else that of an idle chunk; none is evicted while memory is on its way."""
+        self.is_looking = False
         if self.usage.excess_bytes(namespace, slot_bytes) > 0:
             return self._take_idle(slot_bytes, namespace, only_own=True)
         slot = self.slots.take(slot_bytes)
@@ -107,6 +108,7 @@ class HostTier:
 
     def take_for_load(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
         """A free slot, else one of memory that is on its way (the read follows it), else that of an idle chunk."""
+        self.is_looking = False
         if self.usage.excess_bytes(namespace, slot_bytes) > 0:
             return self._take_idle(slot_bytes, namespace, only_own=True)
         slot = self.slots.take(slot_bytes)
@@ -124,14 +126,17 @@ class HostTier:
         self.slots.give(slot)
 
     def _take_idle(self, slot_bytes: int, namespace: bytes, *, only_own: bool = False) -> SlotId | None:
-        self.is_looking = False
-        while (entry := self._victim(slot_bytes, namespace, only_own=only_own)) is not None:
+        for _ in range(EVICTED_AT_ONCE):
+            entry = self._victim(slot_bytes, namespace, only_own=only_own)
+            if entry is None:
+                return None
             if self.keeps_for_write(entry):
                 continue
             slot = self.evict(entry)
             if not self.slots.is_draining(slot):
                 return slot
             self.slots.give(slot)
+        self.is_looking = True
         return None
 
     def _victim(self, slot_bytes: int, namespace: bytes, *, only_own: bool) -> Entry | None:

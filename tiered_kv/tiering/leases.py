@@ -43,7 +43,7 @@ OVERFLOW = 1.5
 """Of the limit, what all leases may take where claims hold more than a share: the rest of host memory is for stores."""
 
 ENDED_AT_ONCE_MAX = 64
-"""Lookups that give way for one lookup in one step."""
+"""Lookups that give way for one lookup in one step, and that are told in one step to end because they are overdue."""
 
 
 @dataclass(slots=True)
@@ -345,7 +345,7 @@ class LeaseQueue:
             self._claimed += Counter()
 
     def overdue(self, now_s: float) -> list[Lookup]:
-        """Lookups that have held leases for too long; call it now and then, with a clock that never goes back."""
+        """Some lookups that have held leases for too long; call it now and then, with a clock that never goes back."""
         for lookup in self._undated:
             heapq.heappush(self._due, (now_s + lookup.session.lease_s, lookup.id, lookup))
         self._undated.clear()
@@ -353,7 +353,7 @@ class LeaseQueue:
             self._due = [one for one in self._due if one[1] in self._holding.get(one[2].session.id, ())]
             heapq.heapify(self._due)
         found: list[Lookup] = []
-        while self._due and self._due[0][0] < now_s:
+        while self._due and self._due[0][0] < now_s and len(found) < ENDED_AT_ONCE_MAX:
             lookup = heapq.heappop(self._due)[2]
             if lookup.id in self._holding.get(lookup.session.id, ()) and not lookup.session.is_suspended:
                 found.append(lookup)

@@ -7,7 +7,7 @@ Owns leases on behalf of lookups. Must not decide what is promoted or from where
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from typing import Final
@@ -118,6 +118,9 @@ class Lookups:
 
     def __len__(self) -> int:
         return len(self._lookups)
+
+    def __iter__(self) -> Iterator[Lookup]:
+        return iter(self._lookups.values())
 
     def get(self, lookup_id: int) -> Lookup | None:
         return self._lookups.get(lookup_id)
@@ -253,6 +256,8 @@ class Lookups:
 
     @staticmethod
     def _now_held(lookup: Lookup, held: int) -> None:
+        if held < lookup.held:
+            lookup.search = None  # whatever it finds lies behind what is lost
         lookup.held = held
         if held < lookup.boundary:
             lookup.prefix_held = min(lookup.prefix_held, held)
@@ -522,22 +527,37 @@ class Promotions:
         self._counters = outbox.counters
         self._stats = outbox.stats
         self._early: dict[int, list[Read]] = {}  # by the slab whose memory they wait for
-        self._unfinished: dict[int, Lookup] = {}  # with chunks that a next step begins with
+        self._unfinished: dict[int, dict[int, Lookup]] = {}  # by session: with chunks that a next step begins with
         self._reads_left = READ_AT_ONCE
         self._most_evicted = EVICTED_AT_ONCE
 
-    def begin_step(self) -> list[Lookup]:
-        """A step begins, which may read and evict so much; returns the lookups of which some is left to begin with.
+    def begin_step(self) -> Iterator[Lookup]:
+        """A step begins, which may read and evict so much; gives lookups of which some is left until that is used up.
 
+        Of a session the one that began first; the sessions take turns, or one long lookup would hold up all engines.
         Those that end, or whose client is gone, are left as they are.
         """
         self._reads_left, self._most_evicted = READ_AT_ONCE, self._host.evicted_count + EVICTED_AT_ONCE
-        unfinished = [one for one in self._unfinished.values() if self._lookups.get(one.id) is one]
-        self._unfinished.clear()
-        for lookup in unfinished:
-            if lookup.session.is_suspended or lookup.is_ending:
-                self._lookups.truncate(lookup, lookup.begun)
-        return [one for one in unfinished if one.begun < len(one.entries)]
+        sessions = list(self._unfinished)
+        if sessions:
+            self._unfinished[sessions[0]] = self._unfinished.pop(sessions[0])
+        for session in list(self._unfinished):
+            unfinished = self._unfinished[session]
+            for lookup in list(unfinished.values()):
+                if self._is_used_up:
+                    return
+                if lookup.session.is_suspended or lookup.is_ending:
+                    self._lookups.truncate(lookup, lookup.begun)
+                if lookup.begun < len(lookup.entries):
+                    yield lookup
+                if lookup.begun == len(lookup.entries):
+                    del unfinished[lookup.id]
+            if not unfinished:
+                del self._unfinished[session]
+
+    @property
+    def _is_used_up(self) -> bool:
+        return not self._reads_left or self._host.evicted_count >= self._most_evicted
 
     @property
     def wants_turn(self) -> bool:
@@ -552,13 +572,14 @@ class Promotions:
         slot_bytes, namespace = lookup.session.slot_bytes, lookup.session.namespace
         for entry in islice(lookup.entries, lookup.begun, None):
             if entry.host is HostState.ABSENT:
-                if not self._reads_left or self._host.evicted_count >= self._most_evicted:
-                    self._unfinished[lookup.id] = lookup
+                if self._is_used_up:
+                    self._goes_on(lookup)
                     return
                 is_held = self._index.source(entry) is not None  # else it was lost since the part before
                 slot = self._take_slot(slot_bytes, namespace) if is_held else None
-                if slot is None and self._host.is_looking:
-                    self._unfinished[lookup.id] = lookup
+                if is_held and slot is None and self._host.is_looking:
+                    self._reads_left = 0
+                    self._goes_on(lookup)
                     return
                 if slot is None:
                     self._counters["promotion_without_slot"] += is_held
@@ -568,11 +589,16 @@ class Promotions:
                 self._read(entry, slot, slot_bytes)
             lookup.begun += 1
         for tail in [one for one in lookup.tails if one.host is HostState.ABSENT]:
-            slot = self._host.take_for_load(slot_bytes, namespace)
+            is_held = self._index.source(tail) is not None
+            slot = self._host.take_for_load(slot_bytes, namespace) if is_held else None
             if slot is None:
                 self._lookups.give_up_tail(lookup, tail)
             else:
                 self._read(tail, slot, slot_bytes)
+
+    def _goes_on(self, lookup: Lookup) -> None:
+        """The next step begins with more of it."""
+        self._unfinished.setdefault(lookup.session.id, {})[lookup.id] = lookup
 
     def _take_slot(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
         slot = self._host.take_for_load(slot_bytes, namespace)
@@ -653,3 +679,10 @@ class Promotions:
         self._lookups.chunk_failed(entry)
         self._host.give(self._host.vacate(entry))
         self._index.remove_if_gone(entry)
+
+    def check_integrity(self) -> None:
+        """Assert that nothing which is leased is forgotten, and that no session waits without a lookup."""
+        for lookup in self._lookups:
+            is_begun = lookup.begun == len(lookup.entries)
+            assert is_begun or lookup.id in self._unfinished.get(lookup.session.id, ()), "a lookup was not begun whole"
+        assert all(self._unfinished.values()), "a session without lookups goes on"

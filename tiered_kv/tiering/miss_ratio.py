@@ -13,7 +13,7 @@ What is special about prefixes:
   with the bytes that are left of each, and a lookup asks for one sum per run of chunks of one moment, not per chunk.
 
 All namespaces share one stack, as they share the tiers, and each has its own histogram of distances. Pure: no I/O, no
-clock, nothing drawn. Called by ``tiering.py`` and ``lookups.py``.
+clock, nothing drawn. Called by ``tiering.py``.
 """
 
 from __future__ import annotations

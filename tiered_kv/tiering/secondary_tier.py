@@ -485,8 +485,11 @@ class SecondaryTier:
 
     def set_pinned(self, keys: Iterable[bytes]) -> None:
         """Keep these chunks, the prefixes before them and the states along these from eviction, and no others."""
-        pins = filter(None, map(self._index.get, keys))
-        kept = {entry for pin in pins for entry in self._index.prefix(pin)}
+        kept: set[Entry] = set()
+        for pin in map(self._index.get, keys):
+            while pin is not None and pin not in kept:  # of what is kept, all before it is
+                kept.add(pin)
+                pin = self._index.parent(pin)
         self._pinned = {entry.record.key for entry in self._index.with_states(kept)}
 
     def is_pinned(self, entry: Entry) -> bool:

@@ -69,6 +69,9 @@ CURVE_SPAN = 4
 GO_ON_MAX = 8
 """Lookups of those that wait for room that go on in one step, a millisecond of it for long prefixes."""
 
+LEASES_ENDED_AT_ONCE = 1024
+"""Leases of sessions that are over that end in one step, or all of one lookup: a millisecond of it."""
+
 
 class Tiering:
     """Where every chunk is and what moves next.
@@ -119,6 +122,7 @@ class Tiering:
         self._grants = SlotGrants(self._host, self.limits.credit_share)
         self._loans = Loans(self._host)
         self._sessions: dict[int, Session] = {}
+        self._closed: dict[int, Session] = {}  # with lookups that have not ended
         self.hit_stats = HitStats()
         self._lookups = Lookups(self._host, self._outbox, self.hit_stats, self.limits, self.index.source)
         self._promotions = Promotions(self.index, self._host, self._tiers, self._lookups, self._outbox)
@@ -174,7 +178,7 @@ class Tiering:
     def wants_turn(self) -> bool:
         """Whether :meth:`take_jobs` has more to do at once: something that is done in parts."""
         parts = (self._tiers, self._grants, self._promotions)
-        return self._host.is_emptying or any(part.wants_turn for part in parts)
+        return bool(self._closed) or self._host.is_emptying or any(part.wants_turn for part in parts)
 
     def take_uses(self) -> list[ChunkRecord]:
         """Chunks of secondary tiers used since the last call, oldest use first: what tiers persist as recency."""
@@ -182,6 +186,7 @@ class Tiering:
         return uses
 
     def _share_out(self, *, grants: bool) -> None:
+        self._end_lookups()
         self._date_touched()
         for unfinished in self._promotions.begin_step():
             self._promote_more(unfinished)
@@ -197,8 +202,7 @@ class Tiering:
         if self._tiers.write_through is not None:
             self._tiers.write_through.refill()
         self._rows.collect()
-        if grants:
-            self._grants.top_up(self._sessions.values())
+        self._grants.top_up(self._sessions.values() if grants else ())
         self._host.finish_drains()
         if self._tiers.write_through is not None:
             self._tiers.write_through.tier.start_writes()  # of tails that were to be evicted in this step
@@ -230,14 +234,27 @@ class Tiering:
         self._grants.take_back(session, untold)
 
     def close_session(self, session_id: int) -> None:
-        """No process touches the session's slots any more: take everything back."""
+        """No process touches the session's slots any more: take everything back, many leases in parts."""
         session = self._sessions.pop(session_id)
+        session.is_suspended = True
         self.stats.unwatch(session_id)
-        for lookup_id in sorted(session.lookups):
-            self.release(session_id, lookup_id)
         self._grants.take_back(session, list(session.reserved))
         self._host.remove_user(session.slot_bytes)
-        self.hit_stats.session_ended(session_id)
+        self._closed[session_id] = session
+        self._end_lookups()
+
+    def _end_lookups(self) -> None:
+        """Go on with ending those of closed sessions: a thousand requests may have leased one long prefix each."""
+        leases = 0
+        while self._closed and leases < LEASES_ENDED_AT_ONCE:
+            session = next(iter(self._closed.values()))
+            lookup = self._lookups.get(min(session.lookups, default=0))
+            if lookup is not None:
+                leases += 1 + len(lookup.entries)
+                self.release(session.id, lookup.id)
+            if not session.lookups:
+                del self._closed[session.id]
+                self.hit_stats.session_ended(session.id)
 
     # -- lookups -----------------------------------------------------------------------------------------------
 
@@ -360,10 +377,10 @@ class Tiering:
         self._lookups.wait(lookup)
 
     def _promote_more(self, lookup: Lookup) -> None:
-        """The same for the next part of it. What was held behind it may be gone meanwhile."""
+        """The same for the next part of it. What was held behind it may be gone meanwhile: the last part says so."""
         self._promotions.start(lookup)
         leased = lookup.start + len(lookup.entries)
-        if leased < lookup.held:
+        if leased < lookup.held and lookup.begun == len(lookup.entries):
             held = len(self.index.held_prefix(lookup.session.namespace, lookup.keys, lookup.digests))
             self._lookups.lost(lookup, min(lookup.held, max(held, leased)))
         self._lookups.wait(lookup)
@@ -925,11 +942,12 @@ class Tiering:
             assert entry.holds == entry.leases + pending + self._loans.count_of(entry), (
                 "holds do not match leases, writes and loans"
             )
-            assert not entry.is_gone, "an entry nobody holds"
+            assert entry.leases or not entry.is_gone, "an entry nobody holds"
         self.index.check_integrity()
         self.miss_ratio.check_integrity()
         self._host.check_integrity(reserved)
         self._lookups.check_integrity(entries)
+        self._promotions.check_integrity()
         self._loans.check_integrity()
         self._tiers.check_integrity()
         self._rows.check_integrity()

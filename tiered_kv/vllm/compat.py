@@ -106,9 +106,7 @@ STATES: Final = "recurrent layers"
 SLEEP: Final = "sleep mode"
 OFFLOADING: Final = "a tier of ours below vLLM's offloading"
 EVENTS: Final = "KV events"
-LAYOUT: Final = (
-    "the KV layout of an accelerator: vLLM chooses, and pages that are lie apart are served without the cache"
-)
+LAYOUT: Final = "the KV layout of an accelerator: vLLM chooses, and pages that lie apart are served without the cache"
 
 _MARK: Final = "_tiered_kv_wrapped"
 

@@ -151,18 +151,25 @@ class RequestSaves:
             named = self._lookups.tail_name(state, chunk, tokens)
             return named and named[0]
 
-        goes_on = self._conversations.goes_on(state.keys.keys[:chunks], rest - rest % self._tail_unit, name)
-        is_named = bool(state.params.session) and not state.params.releases
-        return goes_on or is_named or bool(state.tails)
+        has_gone_on = self._conversations.goes_on(state.keys.keys[:chunks], rest - rest % self._tail_unit, name)
+        goes_on, session = has_gone_on or bool(state.tails), state.params.session
+        _, length = self._tail_of(state)
+        if session and (goes_on or (length and not state.params.releases)):
+            return self._conversations.believes(session, goes_on=goes_on)
+        return goes_on
+
+    def _tail_of(self, state: RequestState) -> tuple[int, int]:
+        """Whole chunks of a request that ends, and the tokens of its tail behind them; 0: it has none."""
+        tokens = self._storable_tokens(state, state.request.num_computed_tokens)
+        chunks, rest = divmod(tokens, self._config.chunk_tokens)
+        return chunks, rest - rest % (self._tail_unit or self._groups.block_tokens) if chunks else 0
 
     def _offer_tail(self, state: RequestState, tables: BlockTables) -> None:
         """Queue the tail of a request that ends, if it has one behind a whole chunk."""
         if state.params.skips_save:
             return
-        tokens = self._storable_tokens(state, state.request.num_computed_tokens)
-        chunks, rest = divmod(tokens, self._config.chunk_tokens)
-        length = rest - rest % (self._tail_unit or self._groups.block_tokens)
-        if not length or not chunks:
+        chunks, length = self._tail_of(state)
+        if not length:
             return
         self._counters["tail_offers"] += 1
         if (end := self._queue_tail(state, tables, chunks, length)) is not None:

@@ -91,7 +91,7 @@ class SentLookup:
 class Wait(NamedTuple):
     """Why a request was answered "ask again", and how long the same question gets the same answer.
 
-    Until then, unless anything else of it has changed: ``SchedulerSide._goes_on_waiting`` compares.
+    Until then, unless anything else of it has changed: ``SchedulerSide.goes_on_waiting`` compares.
 
     Attributes:
         lookup, answer, keys: Of the request, the newest then.

@@ -146,7 +146,7 @@ class SchedulerSide:
             self.poll()
         now_s, lookup, wait = self._monotonic(), state.lookup, state.wait
         if wait is None:
-            if lookup is not None or not self._lookups.awaits_keys(state, now_s):
+            if lookup is not None or not self._lookups.awaits_keys(state, now_s) or not state.may_read:
                 return False
             if not self._waiting_queue.goes_on(state, now_s):
                 return False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.server.clients import SmallEngine, hello, settings
-from tests.kit.server.probe import figures, server_pid, wait_for
+from tests.kit.server.probe import figures, lock_holder, server_pid, wait_for
 from tests.kit.server.processes import end_server, is_alive
 from tests.kit.server.traffic import EngineTraffic, Habits, payload_of, turn_until
 from tests.kit.storage.disk_probe import blob_files, du_bytes
@@ -40,19 +40,6 @@ ROOMY_SHARE = 0.6
 ROOM = {"full": 4 << 20, "roomy": 96 << 20, "bucket": 4 << 20}
 """Room for blobs. ``full``: the disk evicts all the time. ``roomy``: it never does, so whatever the server said is on
 disk must be there. ``bucket``: a full disk in front of an object store, so that uploads are under way, too."""
-
-
-def lock_holder(root: Path) -> int | None:
-    """The process that holds a directory's lock, as the kernel knows it."""
-    try:
-        inode = (root / "server.lock").stat().st_ino
-    except FileNotFoundError:
-        return None
-    for line in Path("/proc/locks").read_text().splitlines():
-        parts = line.split()
-        if parts[1] == "FLOCK" and int(parts[5].rpartition(":")[2]) == inode:
-            return int(parts[4])
-    return None
 
 
 def temp_count(directory: Path) -> int:

@@ -74,6 +74,19 @@ def wait_written(root: Path) -> None:
     wait_for(lambda: figures(root)["pending_writes"] == 0, "pending writes")
 
 
+def lock_holder(root: Path) -> int | None:
+    """The process that holds a directory's lock, as the kernel knows it."""
+    try:
+        inode = (root / "server.lock").stat().st_ino
+    except FileNotFoundError:
+        return None
+    for line in Path("/proc/locks").read_text().splitlines():
+        parts = line.split()
+        if parts[1] == "FLOCK" and int(parts[5].rpartition(":")[2]) == inode:
+            return int(parts[4])
+    return None
+
+
 def wait_ended(root: Path) -> None:
-    """Until the directory's server has drained and ended by itself."""
-    wait_for(lambda: read_info(root) is None, "the server's end")
+    """Until the directory's server has drained and ended by itself, and the directory is anybody's."""
+    wait_for(lambda: read_info(root) is None and lock_holder(root) is None, "the server's end")

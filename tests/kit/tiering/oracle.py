@@ -43,6 +43,9 @@ from tiered_kv.tiering.types import (
 CHECKED_PER_STEP = 64
 """Chunks known to tiering up to which its whole state is checked after every step."""
 
+IDLE_STEPS_MAX = 2000
+"""Steps in a row without a job, in each of which tiering says that it has more to do at once."""
+
 
 class Blob(Enum):
     """What a medium has under a name."""
@@ -480,10 +483,16 @@ class World:
             self.media[tier][key] = blob
 
     def finish_all(self) -> None:
-        """End all jobs, and those that follow, without faults."""
+        """End all jobs, and those that follow, without faults, and what goes in parts."""
         self.step()
-        while self.jobs:
-            self.finish(0)
+        idle_steps = 0
+        while self.jobs or self.tiering.wants_turn:
+            idle_steps = 0 if self.jobs else idle_steps + 1
+            assert idle_steps < IDLE_STEPS_MAX, "the loop turns for nothing"
+            if self.jobs:
+                self.finish(0)
+            else:
+                self.step()
 
     # -- what must always hold ---------------------------------------------------------------------------------
 

@@ -56,6 +56,9 @@ PACE = Timing(
 TICK_S = 0.5
 """How often the server's loop turns when nobody wakes it."""
 
+BUSY_STEPS_MAX = 2000
+"""Turns of the loop in a row of which each says that there is more to do at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -114,6 +117,7 @@ class Node:
         self.frozen_until_s = 0.0
         self._is_woken = False
         self._steps = 0
+        self._busy_steps = 0
 
     @property
     def engine(self) -> Engine:
@@ -312,9 +316,18 @@ class Node:
                     self.wake()
         self._steps += 1
         self._check_leases()
+        self._go_on()
         self._note_pins()
         if self._steps % 8 == 0:
             self.check_acknowledged()
+
+    def _go_on(self) -> None:
+        """The loop turns at once while the engine says that there is more to do, which ends."""
+        has_more = self.engine.wait_s == 0
+        self._busy_steps = self._busy_steps + 1 if has_more else 0
+        assert self._busy_steps < BUSY_STEPS_MAX, "the loop turns for nothing"
+        if has_more:
+            self.wake()
 
     def _lease_ends(self, lookup: int) -> None:
         """The client reads it at once, or a moment later; until then its slots stay as they are."""

@@ -12,10 +12,24 @@ from tests.sim.cache.faults import RATES
 from tests.sim.cache.media import Speed
 from tests.sim.cache.node import Machine
 from tests.sim.cache.oracle import NAMES
+from tiered_kv.engine import engine
+from tiered_kv.tiering import host_tier, lookups, slot_grants, write_through
 from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 
 BLOB_MAX = BLOB_BYTES + 4096
 """Of the largest geometry."""
+
+PARTS = (
+    (lookups, "READ_AT_ONCE"),
+    (lookups, "EVICTED_AT_ONCE"),
+    (host_tier, "HELD_TAKEN_OUT_AT_ONCE"),
+    (host_tier, "EVICTED_AT_ONCE"),
+    (slot_grants, "EVICTED_AT_ONCE"),
+    (write_through, "REFILLED_AT_ONCE"),
+    (engine, "ENDED_MAX"),
+    (engine, "SLICE_S"),
+)
+"""What bounds a step."""
 
 DISK_SPEEDS = (Speed(5e-5, 1e9), Speed(1e-3, 2e7), Speed(8e-3, 1e6), Speed(3e-2, 2e5))
 BUCKET_SPEEDS = (Speed(2e-3, 1e8), Speed(2e-2, 5e6), Speed(0.15, 5e5), Speed(0.4, 1e5))
@@ -59,7 +73,11 @@ class Mishap:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a seed fixes but the order of events."""
+    """Everything a seed fixes but the order of events.
+
+    Attributes:
+        parts: How much of what goes in parts one step does, by `PARTS`; none: as much as the product does.
+    """
 
     seed: int
     machines: tuple[Machine, ...]
@@ -72,6 +90,7 @@ class Plan:
     asks: tuple[Ask, ...] = ()
     windows: tuple[Window, ...] = ()
     mishaps: tuple[Mishap, ...] = field(default=())
+    parts: tuple[float, ...] = ()
 
     def lines(self) -> list[str]:
         """The plan, to be read."""
@@ -87,7 +106,8 @@ class Plan:
         )
         windows = [f"fault: {w.begin_s:.2f}..{w.end_s:.2f} node{w.node} {w.medium} {w.kind}" for w in self.windows]
         mishaps = [f"mishap: {m.at_s:.2f} node{m.node} {m.what} {m.pick}" for m in self.mishaps]
-        return [*head, asks, *windows, *mishaps]
+        parts = [f"parts: {self.parts}"] if self.parts else []
+        return [*head, *parts, asks, *windows, *mishaps]
 
 
 def draw_plan(seed: int) -> Plan:
@@ -124,7 +144,15 @@ def draw_plan(seed: int) -> Plan:
         asks=_answered(answers, _asks(draw, active_s, len(clients), 50 if is_storm else draw.choice([8, 16, 30]))),
         windows=_windows(draw, active_s, nodes, [*["disk"] * has_disk, *["bucket"] * has_bucket]),
         mishaps=_mishaps(draw, active_s, nodes),
+        parts=_parts(random.Random(f"parts {seed}")),
     )
+
+
+def _parts(draw: random.Random) -> tuple[float, ...]:
+    """A prompt of a schedule has six chunks at most: so that all of this meets all else, a step does one or a few."""
+    if draw.random() < 0.4:
+        return ()
+    return (*(draw.choice([1, 1, 2, 4, 100]) for _ in PARTS[:-1]), draw.choice([0.0, 0.001]))
 
 
 def _shares(draw: random.Random) -> dict[str, tuple[float, float]]:

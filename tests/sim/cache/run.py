@@ -19,7 +19,7 @@ from tests.sim.cache.media import Bucket, Disk
 from tests.sim.cache.mishaps import Mishaps
 from tests.sim.cache.node import Node
 from tests.sim.cache.oracle import Asked, prefix
-from tests.sim.cache.plan import Ask, Plan, Window, draw_plan
+from tests.sim.cache.plan import PARTS, Ask, Plan, Window, draw_plan
 from tests.sim.virtual_time import Hub, PromiseBroken
 from tiered_kv.engine import self_test
 from tiered_kv.tiering.index import Entry
@@ -54,7 +54,7 @@ class Result:
 
 
 @contextlib.contextmanager
-def determined(seed: int) -> Iterator[None]:
+def determined(plan: Plan) -> Iterator[None]:
     """Take from the product what would differ between two runs of a seed, and what only costs time.
 
     Sets of entries are walked in the order of their hash, which is an address; a self-test draws its key from the
@@ -62,16 +62,19 @@ def determined(seed: int) -> Iterator[None]:
     """
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
-    draw = random.Random(seed)
+    draw = random.Random(plan.seed)
     levels = {"tiered_kv": logging.ERROR, "tiered_kv.server": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in levels}
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     with (
+        contextlib.ExitStack() as patches,
         mock.patch.object(Entry, "__hash__", lambda entry: int.from_bytes(entry.record.key[:7], "big")),
         mock.patch.object(self_test, "TEST_BYTES", 4096),
         mock.patch.object(self_test, "os", SimpleNamespace(urandom=draw.randbytes)),
     ):
+        for (module, name), value in zip(PARTS, plan.parts, strict=False):
+            patches.enter_context(mock.patch.object(module, name, value))
         try:
             yield
         finally:
@@ -87,7 +90,7 @@ def simulate(seed: int) -> Result:
         SimulationFailed: A check failed.
     """
     plan = draw_plan(seed)
-    with determined(seed):
+    with determined(plan):
         simulation = Simulation(plan)
         try:
             return simulation.run()

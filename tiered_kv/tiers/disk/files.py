@@ -189,8 +189,7 @@ def _write_all(descriptor: int, blob: memoryview, direct: bool) -> None:
             # A file size limit or a nearly full disk can cut a write off the alignment. Going on through the page
             # cache either works or yields the errno that says what is wrong.
             direct = False
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            _go_through(descriptor)
 
 
 def open_to_read(path: Path | str) -> int:
@@ -218,12 +217,29 @@ def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], No
         if found != buffer.nbytes:
             raise ChunkCorrupt(f"blob has the wrong size. path={path} observed={found} expected={buffer.nbytes}")
         direct = direct and not found % ALIGNMENT_BYTES and not buffer.readonly and not is_cached(descriptor, found)
-        if direct:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
-        _read_all(descriptor, buffer.cast("B"), path, on_piece, _staging.memory() if direct else None)
+        staging = _staging.memory() if direct else None
+        if staging is not None and not _go_around(descriptor):
+            staging = None
+        _read_all(descriptor, buffer.cast("B"), path, on_piece, staging)
     finally:
         os.close(descriptor)
     return True
+
+
+def _go_around(descriptor: int) -> bool:
+    """Have reads of a file go around the page cache; False: its file system, which is not the probe's, refuses."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _go_through(descriptor: int) -> None:
+    """Have reads and writes of a file go through the page cache."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def _read_all(
@@ -235,7 +251,14 @@ def _read_all(
     while offset < len(buffer):
         piece = min(READ_PIECE_BYTES, len(buffer) - offset)
         into = staging[:piece] if staging else buffer[offset : offset + piece]
-        count = os.preadv(descriptor, [into], offset)
+        try:
+            count = os.preadv(descriptor, [into], offset)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL or staging is None:
+                raise
+            _go_through(descriptor)  # as a write does: it either works or yields the errno that says what is wrong
+            staging = None
+            continue
         if count == 0:
             raise ChunkCorrupt(f"blob was cut while it was read. path={path} observed={offset} expected={len(buffer)}")
         if staging:
@@ -245,16 +268,19 @@ def _read_all(
 
 
 class _Staging(threading.local):
-    """A thread's memory that files are read into around the page cache: one huge page, where the machine has them."""
+    """A thread's memory for reads around the page cache: one huge page."""
 
     _memory: memoryview | None = None
 
-    def memory(self) -> memoryview:
-        """``READ_PIECE_BYTES``, aligned; the same for all reads of this thread."""
+    def memory(self) -> memoryview | None:
+        """``READ_PIECE_BYTES``, aligned; the same for all reads of this thread. None: there is none to be had now."""
         if self._memory is None:
-            mapped = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            begin = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_PAGE_BYTES
-            mapped.madvise(mmap.MADV_HUGEPAGE, begin, _HUGE_PAGE_BYTES)
+            try:
+                mapped = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                begin = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_PAGE_BYTES
+                mapped.madvise(mmap.MADV_HUGEPAGE, begin, _HUGE_PAGE_BYTES)
+            except OSError:  # of memory or of mappings; the page cache needs neither, and the disk is well
+                return None
             self._memory = memoryview(mapped)[begin : begin + READ_PIECE_BYTES]
         return self._memory
 

@@ -25,6 +25,7 @@ there. Nor is there one where ``index/`` holds what we do not write (:func:`fore
 import contextlib
 import logging
 import os
+import re
 import sqlite3
 import stat
 import struct
@@ -80,6 +81,9 @@ reader filled by somebody else: FUSE where its daemon says so (``direct_io``), v
 ZFS with ``direct=always``."""
 
 _LOCAL_FILE_SYSTEMS = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs"))
+
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+"""How the kernel writes spaces and the like in a mount point; all else is there as it is."""
 
 
 class IndexDamaged(Exception):
@@ -533,11 +537,11 @@ def is_on_local_disk(path: Path, mounts: str) -> bool:
 def file_system(path: Path, mounts: str) -> str:
     """The type of the file system that ``path`` lies on; arguments as above."""
     best, kind = -1, ""
-    for line in mounts.splitlines():
+    for line in mounts.split("\n"):  # a name may hold what else ends a line of text
         fields = line.split(" ")
         if len(fields) < 3:
             continue
-        point = Path(fields[1].encode().decode("unicode_escape"))  # spaces are written \040
+        point = Path(_ESCAPE.sub(lambda found: chr(int(found[1], 8)), fields[1]))
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), fields[2]
     return kind

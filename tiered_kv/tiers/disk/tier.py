@@ -24,7 +24,7 @@ reads it gives its blocks back a moment later than its bytes.)
     _gate        _active, _closed: close() waits for calls in flight before the directory is unlocked
     _stripes     one lock per key byte mod 64: rename or unlink and their bookkeeping are one step for a name
     _index       its own lock
-    _read_lately its own lock
+    _first_reads its own lock
     _pinned      replaced as a whole by flush
 """
 
@@ -35,7 +35,7 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +63,7 @@ from tiered_kv.tiers.disk.files import (
     writable_by_others,
     write_file,
 )
+from tiered_kv.tiers.disk.first_reads import FirstReads
 from tiered_kv.tiers.disk.index import DiskIndex, foreign_index, is_on_local_disk, is_on_network, reads_by_address
 from tiered_kv.tiers.disk.ledger import DiskLedger
 from tiered_kv.tiers.disk.lock import DirectoryLock
@@ -79,8 +80,6 @@ MIN_FREE_BYTES = 1 << 30
 MIN_METADATA_RESERVE_BYTES = 64 << 20
 MIN_BLOB_SPACE_BYTES = 1 << 20
 _STRIPES = 64
-_READ_LATELY_COUNT = 1 << 15
-"""Blobs whose reading is remembered: of 32 MiB each 1 TiB, more than a page cache holds. Up to 6 MiB of memory."""
 
 
 def metadata_reserve(capacity_bytes: int) -> int:
@@ -88,33 +87,12 @@ def metadata_reserve(capacity_bytes: int) -> int:
     return max(MIN_METADATA_RESERVE_BYTES, capacity_bytes // 100)
 
 
-class _ReadLately:
-    """The last ``_READ_LATELY_COUNT`` different blobs that were read, in the order of their first reading.
-
-    Threads: any.
-    """
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def saw(self, key: bytes) -> bool:
-        """Whether it was read before; it is remembered from now on."""
-        with self._lock:
-            if key in self._keys:
-                return True
-            self._keys[key] = None
-            if len(self._keys) > _READ_LATELY_COUNT:
-                self._keys.popitem(last=False)
-            return False
-
-
 class DiskTier(Tier):
     """Blobs in files below one directory.
 
     Attributes:
         direct_io: Writes bypass the page cache (buffers that are not 4096-aligned never do).
-        direct_reads: So do reads of what is not in it and was not read lately.
+        direct_reads: So do reads of what is not in it and was not read lately, while the disk is fast.
         unreadable_count: Files the scan at open left out: foreign, misnamed, or broken and removed.
     """
 
@@ -159,7 +137,7 @@ class DiskTier(Tier):
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._flushing = threading.Lock()
         self._is_flush_failing = False
-        self._read_lately = _ReadLately()
+        self._first_reads = FirstReads()
         self._pinned: frozenset[bytes] = frozenset()
         self._has_warned_of_pins = False
         self._temp_numbers = itertools.count()
@@ -314,9 +292,10 @@ class DiskTier(Tier):
         path = self._file(name)
         with self._operation(), mapped_errors("get", path):
             try:
-                # What comes back goes through the page cache: memory that nobody else wants is a second chance for it.
-                direct = self.direct_reads and not self._read_lately.saw(name.key)
-                found = read_file(path, buffer, on_piece, direct=direct)
+                is_first, begun_s = self.direct_reads and self._first_reads.begins(name.key), time.monotonic()
+                found = read_file(path, buffer, on_piece, direct=is_first and self._first_reads.are_fast)
+                if is_first and found:
+                    self._first_reads.took(buffer.nbytes, time.monotonic() - begun_s)
             except ChunkCorrupt:
                 with contextlib.suppress(OSError):  # gone by now, or no file: damaged is all that can be said
                     refuse_foreign(read_head(path, PEEK_BYTES), name.namespace)

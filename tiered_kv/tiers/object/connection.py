@@ -1,7 +1,7 @@
 """Kept-alive HTTP connections whose every wait ends with a deadline, straight to and from the caller's memory.
 
-Owns sockets and the pool of those that are idle. Knows nothing of S3: what is asked and what an answer means is the
-business of ``thread_bodies.py``, its only caller.
+Owns sockets and the pool of those that are idle. Knows nothing of S3 and of peers: what is asked and what an answer
+means is the business of ``thread_bodies.py`` and ``peers/peer.py``, its callers; the door uses :class:`Tls` alone.
 
 What is not obvious: on plain TCP one system call moves a whole body (``MSG_WAITALL``, and a blocking send), bounded by
 the kernel's own timeouts. Python's timeouts would poll before each of some hundred pieces and ask for the GIL after it,

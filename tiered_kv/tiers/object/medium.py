@@ -1,7 +1,8 @@
 """The operations of an object store, and how a call keeps its deadline.
 
-Owns the protocol ``Medium`` and what its implementations share (``s3.py``, ``fsspec.py``, ``shared_directory.py``).
-They raise whatever their client raises: ``ObjectStore``, their only caller, turns that into words.
+Owns the protocol ``Medium`` and what its implementations share (``s3.py``, ``google.py``, ``azure.py``, ``memory.py``,
+``shared_directory.py``). They raise whatever their client raises: ``ObjectStore``, their only caller, turns that into
+words.
 """
 
 import asyncio

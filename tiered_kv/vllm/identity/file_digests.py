@@ -1,6 +1,6 @@
 """Digests of weight and adapter files, and stamps that differ once a file changed.
 
-Owns stamps and digests. Must not decide the use of a digest: ``weights.py`` names models by them, ``adapters.py``
+Owns stamps and digests. Must not decide the use of a digest: ``model_files.py`` names models by them, ``adapters.py``
 LoRA adapters. Called in workers while vLLM starts, and by the scheduler's side for adapters.
 
 Files up to ``full_bytes`` in all are hashed completely. Of more, these are hashed: names, sizes, the complete

@@ -2,7 +2,7 @@
 
 Neither can be asked for later: a link may have turned and a file may have been replaced by then. So vLLM's loaders are
 wrapped, once per process, before any model is loaded (``plugin.py``); the wrappers note stamps and change nothing.
-``weights.py`` and ``adapters.py`` accept only what was noted here, so a loader that this module does not know, or a
+``model_files.py`` and ``adapters.py`` accept only what was noted here, so a loader that this module does not know, or a
 vLLM that renames what is wrapped, costs hits and never a wrong byte. ``compat.py`` names what is wrapped.
 
 Threads: vLLM loads models and adapters in a worker's main thread, and these notes are read there.
