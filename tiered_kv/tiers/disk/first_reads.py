@@ -15,7 +15,7 @@ READ_LATELY_COUNT: Final = 1 << 15
 """Blobs whose reading is remembered: of 32 MiB each 1 TiB, more than a page cache holds. Up to 6 MiB of memory."""
 
 SLOW_BYTES_S: Final = 128 << 20
-"""Of one read, beside three others: a disk of half a GB/s. To read again from a slower one takes longer than to keep."""
+"""Of one read, beside three others: a disk of half a GB/s. Reading again from a slower one costs more than keeping."""
 
 _REMEMBERED: Final = 8
 """First reads over which their speed is an average, the last ones counting most."""
