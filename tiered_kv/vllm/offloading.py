@@ -285,8 +285,7 @@ class TieredKVTier(SecondaryTierManager):
         self._refusal = "no worker has said yet what this engine serves"
         self._requests: dict[str, _Request] = {}  # those that wait and have hits
         self._hits = 0
-        self._step = 0
-        self._resets = 0
+        self._step = self._resets = 0
         self._has_polled = False  # in this step: vLLM asks for finished jobs once in each, first of all
         self._has_events = enable_kv_events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[Any] = []
