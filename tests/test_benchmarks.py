@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.kit.vllm.cached_engine import LOGPROB_TOLERANCE
+
 pytestmark = pytest.mark.vllm
 
 
@@ -57,7 +59,10 @@ def test_copies_are_timed_beside_their_roofline(run, tmp_path):
 
 
 def test_scaled_sessions_run_on_a_real_engine_and_answers_save_what_they_should(run):
-    plain, ours, unnamed, no_tails, without = run("agents_engine", "--sessions", "2", "--turns", "3")
+    """All that is loaded is right, as far as the model can tell: with wrong KV it would choose other tokens."""
+    ours_all = ("ours", "ours, no names", "ours, no tails", "ours, no tails, no answers")
+    taken = ("--sessions", "2", "--turns", "3", "--systems", "plain, KV zeroed", *ours_all)
+    plain, zeroed, ours, unnamed, no_tails, without = run("agents_engine", *taken)
     assert {row["follow_ups"] for row in (plain, ours, unnamed, no_tails, without)} == {4}
     assert plain["prompt_mean"] == ours["prompt_mean"] == without["prompt_mean"]
     computed = [row["computed_mean"] for row in (plain, ours, unnamed, no_tails, without)]
@@ -66,6 +71,10 @@ def test_scaled_sessions_run_on_a_real_engine_and_answers_save_what_they_should(
     assert ours["chunks_written"] == no_tails["chunks_written"] > 0
     assert ours["tails"] > unnamed["tails"] > no_tails["tails"] == without["tails"] == no_tails["tails_written"] == 0
     assert 0 < ours["tails_written"] <= 2
+    for row in (ours, unnamed, no_tails, without):
+        assert row["apart_most"] <= LOGPROB_TOLERANCE and row["lead_most"] <= LOGPROB_TOLERANCE
+    assert zeroed["computed_mean"] == plain["computed_mean"], "the hits are those of plain"
+    assert zeroed["apart_mean"] > LOGPROB_TOLERANCE and zeroed["lead_most"] > LOGPROB_TOLERANCE
 
 
 def draws(name: str, folder: Path) -> None:

@@ -267,9 +267,10 @@ def test_leases_that_are_over_at_once_end_in_parts(held: HeldServer, monkeypatch
     one = SmallEngine.start(config, "one")
     one.store(CHUNKS)
     one.wait_hits(CHUNKS)
+    wait_for(lambda: figures(held.root)["hierarchy"]["leased_bytes"] == 0, "the lookups before")
     keys = one.keys(CHUNKS)
-    lookups = [one.client.lookup(keys.keys, keys.digests) for _ in range(8)]
     events.clear()
+    lookups = [one.client.lookup(keys.keys, keys.digests) for _ in range(8)]
     poll_until(one.client, lambda: all(one.client.lookups[number].is_ended for number in lookups), "the ends")
     wait_for(lambda: figures(held.root)["hierarchy"]["leased_bytes"] == 0, "the leases")
     assert events.count("release") == len(lookups)

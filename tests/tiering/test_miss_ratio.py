@@ -154,6 +154,39 @@ def test_what_is_stored_is_found_by_the_next_prompt_and_is_not_asked_for() -> No
     assert (curve.chunks, curve.found_share(2)) == (4, 0.5)
 
 
+def test_what_is_stored_piece_by_piece_takes_few_moments_and_a_prompt_between_begins_another() -> None:
+    curves = MissRatioCurves(AMPLE)
+    curves.looked_up(ONE, [key(0)], 10)
+    for number in range(1, 1 + 4 * miss_ratio.STORED_TOGETHER):
+        curves.stored(ONE, key(number), 10)
+    assert len(curves._moments) == 1 + 4
+    curves.stored(ONE, key(1000), 10)
+    curves.looked_up(ONE, [key(1001)], 10)
+    curves.stored(ONE, key(1002), 10)
+    curves.stored(ONE, key(1003), 20)
+    curves.check_integrity()
+    assert len(curves._moments) == 1 + 4 + 4, "one of another size, or behind a use, was dated with others"
+
+
+def test_what_is_to_leave_the_sample_goes_on_leaving_while_moments_are_numbered_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(miss_ratio, "DROPPED_AT_ONCE", 1)
+    curves = MissRatioCurves(AMPLE, samples_max=256)
+    renumbered = 0
+    for number in range(6000):
+        before, leaving = len(curves._moments), len(curves._leaving)
+        curves.looked_up(ONE, [key(number), key(number // 2), key(number // 3)], 10)
+        if len(curves._moments) < before:
+            renumbered += 1
+            assert len(curves._leaving) >= leaving - 5 or not curves._leaving, "all of it left at once"
+            curves.check_integrity()
+    curves.check_integrity()
+    assert renumbered > 2 and curves.sample_count <= 256
+    gone = [one for one in curves._last_uses if one >= curves._limit]
+    assert set(gone) <= set(curves._leaving), "something stays that is not sampled any more"
+
+
 def test_old_prompts_fade(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miss_ratio, "COUNTED_MAX", 1000)
     curves = MissRatioCurves(AMPLE)

@@ -16,6 +16,7 @@ from tests.kit.counts import seed
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import kill_server, stopped_server
 from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, WAIT_S, Rows, fill, prompt
+from tiered_kv.server import protocol as m
 from tiered_kv.vllm import row_jobs
 from tiered_kv.vllm.row_jobs import PIECE_ROWS
 
@@ -248,6 +249,23 @@ def test_after_a_reset_nothing_older_is_held(start: Start) -> None:
     assert rows.end(99) == [[False]], "names of before the reset"
     assert rows.held(keys) == 0
     assert rows.store(keys) == [True] * 5 and rows.held(keys) == 5
+
+
+def test_an_answer_ends_its_question(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server keeps nothing for it any more, and its client says nothing of it."""
+    rows, keys = start(), prompt(19, 6)
+    fill(rows, 19)
+    assert rows.store(keys[:4]) == [True] * 4
+    before = figures(rows.root)["tokens"]["lookups"]
+    find = rows.jobs.find(rows.names(keys))
+    assert find is not None
+    wait_for(lambda: figures(rows.root)["tokens"]["lookups"] == before + 1, "the end of the question")
+    sent: list[m.Message] = []
+    send = rows.jobs.client._send
+    monkeypatch.setattr(rows.jobs.client, "_send", lambda message, **how: sent.append(message) or send(message, **how))
+    wait_for(lambda: rows.jobs.poll() or rows.jobs.answer(find, 1.0) is not None, "the answer")
+    assert find.held == 4 and not rows.jobs.client.lookups
+    assert not any(isinstance(message, m.Release) for message in sent)
 
 
 def test_random_lives_give_right_rows_and_leave_nothing_behind(start: Start) -> None:

@@ -102,7 +102,8 @@ class SchedulerClient:
 
     Attributes:
         lookups: Lookups that were sent and not released, with what is known of them.
-        ended: Lookups that were released, for whoever counts them; lookups of a lost session are not among them.
+        ended: Lookups that were released, for whoever counts them; neither questions nor lookups of a lost session are
+            among them.
         moves: What the server told of chunks that came and went.
         tiers: Names of the server's tiers, from host memory downwards.
         chunks_leased_max: Most chunks that one lookup of the session may hold.
@@ -133,7 +134,7 @@ class SchedulerClient:
         self.rows_ended: deque[m.RowsEnded] = deque()
         self.is_silent = False
         self._is_read_out = False
-        self._asked: dict[int, tuple[Sequence[bytes], int, int]] = {}
+        self._asked: dict[int, tuple[Sequence[bytes], int, int, bool]] = {}
         self.dropped_sends = 0
         self._credits: deque[SlotId] = deque()
         self._taken: set[SlotId] = set()
@@ -237,7 +238,7 @@ class SchedulerClient:
             return None
         self._next_lookup += 1
         self.lookups[wanted.lookup] = LookupAnswer()
-        self._asked[wanted.lookup] = (keys, wanted.start, wanted.state_parts)
+        self._asked[wanted.lookup] = (keys, wanted.start, wanted.state_parts, wanted.leases)
         return wanted.lookup
 
     def claim(self, lookup: int) -> None:
@@ -260,8 +261,11 @@ class SchedulerClient:
         Lookups of a lost session are forgotten already.
         """
         if (answer := self.lookups.pop(lookup, None)) is not None:
-            keys, start, parts = self._asked.pop(lookup)
-            self.ended.append(EndedLookup(lookup, self.generation, keys, start, answer, is_asked_anew, parts))
+            keys, start, parts, leases = self._asked.pop(lookup)
+            if leases:
+                self.ended.append(EndedLookup(lookup, self.generation, keys, start, answer, is_asked_anew, parts))
+            elif answer.is_done:
+                return  # the answer to a question has ended it
             self._send(m.Release(lookup, is_asked_anew), may_drop=False)
 
     def waited_in_vain(self) -> None:
@@ -548,8 +552,10 @@ class SchedulerClient:
             if not may_drop:
                 self._lose(exc)
             return False
-        self._outbox += data
         try:
+            if not self._outbox:  # hardly ever does anything wait: no copy of what is sent at once
+                data = data[self._try_send(data) :]
+            self._outbox += data
             self._flush()
         except OSError as exc:
             self._lose(exc)
@@ -560,13 +566,16 @@ class SchedulerClient:
         return True
 
     def _flush(self) -> None:
+        while self._outbox and (sent := self._try_send(self._outbox)):
+            del self._outbox[:sent]
+
+    def _try_send(self, data: bytes | bytearray) -> int:
+        """How many bytes the socket took."""
         assert self._sock is not None
         try:
-            while self._outbox:
-                sent = self._sock.send(self._outbox, socket.MSG_NOSIGNAL)
-                del self._outbox[:sent]
+            return self._sock.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            return
+            return 0
 
     # -- joining -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Final
 import h11
 
 from tiered_kv.server.door_pace import OwnPace, Pace, QuickThreads, give_way
-from tiered_kv.tiers.object.connection import TLS_PIECE_BYTES, Tls
+from tiered_kv.tiers.tls import TLS_PIECE_BYTES, Tls
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import Arrival, LookupAnswer, SlotId
 
-PROTOCOL = 20
+PROTOCOL = 21
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -154,7 +154,7 @@ class Lookup(Message, frozen=True):
         session: Name of the user's session that asks (``keys/tags.py``); empty: of none.
         hint: Where a shared tier is to look first, as its medium names places: the URL of a peer. Unknown ones are
             ignored.
-        leases: Otherwise it is a question: nothing is leased nor promoted.
+        leases: Otherwise it is a question: nothing is leased nor promoted, and an answer that ``is_done`` ends it.
         names: Of rows (``keys/row_names.py``), in place of keys and digests.
         counted: Leading chunks that an earlier lookup of the same request found, or that it has computed before it was
             preempted: asking again is no second use.

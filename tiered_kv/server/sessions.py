@@ -107,7 +107,8 @@ class Group:
         private_epoch: That of the engine, if a reset in an earlier generation gave it one.
         granted: Slots the scheduler holds empty, per session.
         lookups: The scheduler's lookup id -> (engine session, engine lookup id).
-        told: The last answer that the scheduler was told, by the latter.
+        questions: Of the latter, those that end with their answer.
+        told: The last answer that the scheduler was told, by engine session and lookup.
         is_watching: The scheduler is told which chunks come and go.
         quota: What the engine says that its namespace keeps and may take, if it says anything.
         slot_bytes: Size of its slots, once the geometry is known.
@@ -133,6 +134,7 @@ class Group:
     private_epoch: str = ""
     lookups: dict[int, tuple[int, int]] = field(default_factory=dict)
     client_ids: dict[tuple[int, int], int] = field(default_factory=dict)
+    questions: set[tuple[int, int]] = field(default_factory=set)
     told: dict[tuple[int, int], LookupAnswer] = field(default_factory=dict)
     decliners: set[Connection] = field(default_factory=set)
     declined: str = ""
@@ -440,6 +442,8 @@ class Sessions:
         engine_id = self._engine.lookup(session, wish)
         group.lookups[lookup.lookup] = (session, engine_id)
         group.client_ids[session, engine_id] = lookup.lookup
+        if not lookup.leases:
+            group.questions.add((session, engine_id))
 
     def claim(self, connection: Connection, claim: m.Claim) -> None:
         """A load begins; the leases of an unknown id have ended."""
@@ -457,6 +461,7 @@ class Sessions:
     def _release(self, group: Group, lookup: tuple[int, int], *, is_asked_anew: bool = False) -> None:
         client_id = group.client_ids.pop(lookup, None)
         group.told.pop(lookup, None)
+        group.questions.discard(lookup)
         if client_id is not None:
             del group.lookups[client_id]
             self._engine.release(*lookup, is_asked_anew=is_asked_anew)
@@ -728,8 +733,10 @@ class Sessions:
                     group.row_uses.pop(number, None)
                 group.scheduler.send(m.RowsEnded(list(good), list(bad), list(elsewhere)))
                 self._close_drained(group)
-            case LookupUpdate():
+            case LookupUpdate(session, lookup, answer):
                 tell_lookup(self._engine, group, update)
+                if answer.is_done and (session, lookup) in group.questions:
+                    self._release(group, (session, lookup))  # its client does not say so
             case LeaseEnd(session, lookup) if (session, lookup) in group.client_ids:
                 group.ending.append((session, lookup))
                 group.scheduler.send(m.Ended(group.client_ids[session, lookup]))

@@ -42,6 +42,10 @@ DROPPED_AT_ONCE: Final = 1024
 MOMENTS_PER_SAMPLE: Final = 2
 """Moments that are told apart before the empty ones are left out: that takes milliseconds, and must be rare."""
 
+STORED_TOGETHER: Final = 16
+"""Chunks that came one after the other, with no use between them, and count as used at one moment: as many as the
+server takes in at once of a message. With a moment for each, stores alone would fill the list of moments."""
+
 GROUP: Final = 256
 """Moments whose bytes are also kept as one sum."""
 
@@ -128,6 +132,8 @@ class MissRatioCurves:
         self._leaving: list[bytes] = []  # of these, what is to go, if it was not used after that moment
         self._leaving_until = 0
         self._moments: list[_Moment | None] = []  # oldest first; None: no chunk was used last then
+        self._stores: _Moment | None = None  # of what was stored last
+        self._stores_left = 0  # chunks that may still join it
         moments_max = -(-samples_max * MOMENTS_PER_SAMPLE // GROUP) * GROUP
         self._left_bytes = [0] * moments_max  # by moment: of the chunks that were used last then
         self._group_bytes = [0] * (moments_max // GROUP)  # by group of moments
@@ -168,8 +174,17 @@ class MissRatioCurves:
     def stored(self, namespace: bytes, key: bytes, chunk_bytes: int) -> None:
         """A chunk came. Use it if no prompt had it yet: an answer's is found by the next prompt, which has it."""
         is_sampled = not self._halvings or key < self._limit
-        if is_sampled and key not in self._last_uses and namespace in self._curves:
+        if not is_sampled or key in self._last_uses or namespace not in self._curves:
+            return
+        newest = self._moments[-1] if self._moments else None
+        if newest is not None and newest is self._stores and newest.chunk_bytes == chunk_bytes and self._stores_left:
+            self._stores_left -= 1
+            self._last_uses[key] = newest
+            self._add_bytes(newest, chunk_bytes)
+            self._keep_size()
+        else:
             self._use((key,), chunk_bytes, None)
+            self._stores, self._stores_left = self._moments[-1], STORED_TOGETHER - 1
 
     def _use(self, keys: Sequence[bytes], chunk_bytes: int, curve: Curve | None) -> None:
         limit = self._limit
@@ -186,13 +201,16 @@ class MissRatioCurves:
         self._moments.append(moment)
         self._add_bytes(moment, len(sampled) * chunk_bytes)
         self._last_uses.update(sampled)
+        self._keep_size()
+        if len(self._moments) == len(self._left_bytes):
+            self._renumber()
+
+    def _keep_size(self) -> None:
         self._drop(DROPPED_AT_ONCE)
         while len(self._last_uses) > self._samples_max:
             if not self._leaving:
                 self._shrink()
             self._drop(max(DROPPED_AT_ONCE, len(self._last_uses) - self._samples_max))
-        if len(self._moments) == len(self._left_bytes):
-            self._renumber()
 
     def _count(self, runs: Iterable[tuple[_Moment | None, int]], chunk_bytes: int, curve: Curve) -> None:
         """Count the distances of a prompt's sampled chunks, as of before it is used::
@@ -269,7 +287,8 @@ class MissRatioCurves:
 
     def _renumber(self) -> None:
         """Leave out the moments since which all of their chunks were used, or have gone."""
-        self._drop(len(self._leaving))
+        until = self._leaving_until + 1
+        self._leaving_until = sum(moment is not None for moment in self._moments[:until]) - 1
         left_bytes = list(filter(None, self._left_bytes))
         moments = [moment for moment in self._moments if moment is not None]
         for number, moment in enumerate(moments):

@@ -166,6 +166,7 @@ class _Request:
         is_open: Rows of full attention may be promoted.
         adapter: The LoRA adapter that it has.
         is_left_alone: Nobody knows which one it has.
+        prefix: All of its rows, where they are those of one prefix: of full attention, in one group.
         may_look_up: Whether ranks hold that adapter, as of ``step``.
         was_closed: They would have been, and so vLLM has asked for windows and states since.
         is_waiting: For one of these vLLM was told to ask again, since the step began.
@@ -187,6 +188,7 @@ class _Request:
     adapter: Adapter | None = None
     is_left_alone: bool = False
     may_look_up: bool = True
+    prefix: _Rows | None = None
 
     def of(self, key: bytes) -> _Rows | None:
         return self.rows.get(int.from_bytes(key[-GROUP_BYTES:], "big"))
@@ -283,8 +285,7 @@ class TieredKVTier(SecondaryTierManager):
         self._refusal = "no worker has said yet what this engine serves"
         self._requests: dict[str, _Request] = {}  # those that wait and have hits
         self._hits = 0
-        self._step = 0
-        self._resets = 0
+        self._step = self._resets = 0
         self._has_polled = False  # in this step: vLLM asks for finished jobs once in each, first of all
         self._has_events = enable_kv_events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[Any] = []
@@ -310,6 +311,7 @@ class TieredKVTier(SecondaryTierManager):
         self._asking: Any = None  # vLLM's context that it asked with last, and its hits: it asks for each by itself
         self._asking_hits: set[bytes] = set()
         self._is_hit = LookupResult.HIT  # reading it from the class takes as long as the rest of a hit
+        self._ends: list[int] = []
 
     @property
     def settings(self) -> Config:
@@ -356,7 +358,9 @@ class TieredKVTier(SecondaryTierManager):
     def on_new_request(self, req_context: "ReqContext") -> Any:
         self._no_longer_waits(req_context.req_id)  # ids of requests may come again
         request = _Request(self._resets, {one.number: _Rows(one) for one in self._groups})
-        request.is_open = not request.forgetting
+        if len(self._groups) == 1 and self._groups[0].window_rows is None:
+            (request.prefix,) = request.rows.values()
+        request.is_open = request.prefix is not None or not request.forgetting
         request.params = self._read_params(req_context)
         if self.adapters is not None:
             self._take_adapter(self.adapters, request, req_context.req_id)
@@ -446,7 +450,7 @@ class TieredKVTier(SecondaryTierManager):
         if not request.is_open:
             request.was_closed = True
             return self._again(request, rows)
-        return self._take_hit(request, rows, place, req_context.req_id)
+        return self._take_hit(request, rows, place, req_context)
 
     def _again(self, request: _Request, rows: _Rows) -> Any:
         """Have vLLM ask again in its next step, but not for ever."""
@@ -462,16 +466,19 @@ class TieredKVTier(SecondaryTierManager):
             request.again_s = now_s
         return now_s - request.again_s > max(SEARCH_S, self._config.lookup_timeout_ms / 1e3) + ROOM_S
 
-    def _take_hit(self, request: _Request, rows: _Rows, place: int, name: str) -> Any:
+    def _take_hit(self, request: _Request, rows: _Rows, place: int, req_context: "ReqContext") -> Any:
         """Answer for a row that is held, and of a prefix those behind it, within the limit of all that wait."""
         held = place + 1 if rows.forgets else min(rows.held or 0, self._useful(request, rows))
         room = min(held - place, self._hits_max - self._hits)
         if room > 0:
             before = len(request.hits)
-            request.hits.update(rows.theirs[place : place + room])
+            if room == len(key_positions(req_context)):  # all of them: a set is made faster of a dictionary
+                request.hits = self._asking_hits = set(key_positions(req_context))
+            else:
+                request.hits.update(rows.theirs[place : place + room])
             self._hits += len(request.hits) - before  # chunks behind it may have been counted
             request.waits_s = request.again_s = None
-            self._requests[name] = request
+            self._requests[req_context.req_id] = request
             return self._is_hit
         now_s = time.monotonic()
         if request.waits_s is None:
@@ -567,7 +574,7 @@ class TieredKVTier(SecondaryTierManager):
         if not found:
             return LookupResult.MISS
         rows.found_end = max(rows.found_end, end or 0)
-        return self._take_hit(request, rows, rows.places[key], req_context.req_id)
+        return self._take_hit(request, rows, rows.places[key], req_context)
 
     def _useful(self, request: _Request, rows: _Rows) -> int:
         """Leading rows of full attention that a hit may have, by what was found of windows and states.
@@ -598,11 +605,10 @@ class TieredKVTier(SecondaryTierManager):
         if len(positions) == request.seen:
             return
         ends = list(islice(positions.values(), request.seen, None))
-        if len(request.rows) == 1:  # in one go, as hundreds of keys come with a prompt
-            (rows,) = request.rows.values()
-            tokens, first = rows.group.tokens, len(rows.theirs) + 1
-            if not rows.forgets and ends == list(range(first * tokens, (first + len(ends)) * tokens, tokens)):
-                rows.theirs.extend(islice(positions, request.seen, None))
+        if request.prefix is not None and not request.prefix.is_named:  # in one go: hundreds come with a prompt
+            theirs = request.prefix.theirs
+            if ends == self._whole_ends(len(theirs), len(ends)):
+                theirs.extend(islice(positions, request.seen, None))
                 request.seen = len(positions)
                 return
         for key, end in zip(islice(positions, request.seen, None), ends, strict=True):
@@ -610,6 +616,14 @@ class TieredKVTier(SecondaryTierManager):
             if of_key is not None and not of_key.forgets and end == (len(of_key.theirs) + 1) * of_key.group.tokens:
                 of_key.theirs.append(key)
         request.seen = len(positions)
+
+    def _whole_ends(self, first: int, count: int) -> list[int]:
+        """Where rows end, in tokens, of a model whose layers are one group; made once, as numbers take time to make."""
+        tokens = self._groups[0].tokens
+        known = self._ends
+        if len(known) < first + count:
+            known.extend(range((len(known) + 1) * tokens, (first + count + 1) * tokens, tokens))
+        return known[first : first + count]
 
     def _tell_refusal(self) -> None:
         if self._refusal and not self._is_told:
@@ -705,7 +719,8 @@ class TieredKVTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[Any]:
         self._has_polled = True
-        self._begin_stores()
+        if self._stores:
+            self._begin_stores()
         results, self._failed = self._failed, []
         for done in () if self._jobs is None else self._jobs.take_done():
             job, rows, keys = self._parts.pop(done.job)
@@ -787,10 +802,12 @@ class TieredKVTier(SecondaryTierManager):
 
     def _go_on_with_hints(self) -> None:
         """Once in a step: what requests that are over, and whose jobs are, want the server to know."""
-        for counter, outcome in (("control_refused", "refused"), ("hints_unknown", "unknown")):
-            self._metrics.count(HINTS, self._said.pop(counter, 0), outcome)
+        if self._said:
+            self._metrics.count(HINTS, self._said["control_refused"], "refused")
+            self._metrics.count(HINTS, self._said["hints_unknown"], "unknown")
+            self._said.clear()
         jobs, hints = self._jobs, self._hints
-        if jobs is None or hints is None:
+        if jobs is None or hints is None or not (self._ended or hints.is_waiting or hints.outcomes):
             return
         for _ in range(len(self._ended)):
             request = self._ended.popleft()

@@ -346,7 +346,16 @@ class RowJobs:
         """Take in what the server and the copies said, and go on."""
         self.client.poll()
         self.client.ended.clear()  # for whoever counts lookups: vLLM counts ours
-        self._arena.want(self.client.generation)
+        is_mapped = self._arena.generation == self.client.generation
+        if not is_mapped:
+            self._arena.want(self.client.generation)
+        if self._jobs or not is_mapped:
+            self._go_on()
+        if not self._jobs and not self.client.lookups:
+            self.client.rest()  # vLLM may stop to step now
+
+    def _go_on(self) -> None:
+        """Go on with all jobs."""
         while self._ended:
             self._copy_ended(*self._ended.popleft())
         for number, place, end in self.uses.take_ended():
@@ -368,8 +377,6 @@ class RowJobs:
         self._give_slots()
         for job in [job for job in self._jobs.values() if job.is_over and not (job.running or job.used)]:
             self._finish(job)
-        if not self._jobs and not self.client.lookups:
-            self.client.rest()  # vLLM may stop to step now
 
     def drain(self) -> None:
         """End all jobs: running copies are waited for, everything else ends badly. Blocks for the time of a copy."""
