@@ -243,6 +243,23 @@ def test_a_write_that_finds_the_slot_damaged_evicts_the_chunk():
     assert story.figures(story.ask((1,))) == (0, 0, 0, True)
 
 
+def test_a_chunk_whose_slot_was_found_damaged_is_promised_to_nobody_while_somebody_uses_it():
+    story = Story()
+    story.commit_prefix((1, 2))
+    story.end(Seal, (1,))
+    story.end(Seal, (1, 2))
+    relies = story.ask((1, 2))
+    assert story.figures(relies) == (2, 2, 2, True)
+    story.end(Write, fault=Outcome.CORRUPT)
+    assert story.is_in_host((1,)), "its slot is read from"
+    assert story.figures(story.ask((1, 2))) == (0, 0, 0, True)
+    assert story.tiering.held_here(SMALL.namespace, [SMALL.key((1,))]) == 0
+    story.release(relies)
+    story.step()
+    assert not story.is_in_host((1,))
+    story.finish_all()
+
+
 # -- stores that give way to loads -------------------------------------------------------------------------------------
 
 

@@ -228,6 +228,8 @@ class Index:
     Attributes:
         readable: Per tier, whether it can be read now; what lies only in others does not count as held.
         found_beside: Per tier that cannot, keys of what was found in another place that belongs to it: these can.
+        damaged: Chunks in host memory whose bytes are not what was sealed, and that somebody still uses: they count as
+            held nowhere, whatever a tier has, until their slots are free.
     """
 
     def __init__(self, tier_count: int, ghosts: GhostList | None = None) -> None:
@@ -245,6 +247,7 @@ class Index:
         self._shared: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self.readable = [True] * tier_count
         self.found_beside: list[set[bytes]] = [set() for _ in range(tier_count)]
+        self.damaged: set[Entry] = set()
         self._ghosts = ghosts
 
     def __del__(self) -> None:
@@ -322,6 +325,8 @@ class Index:
 
     def is_held(self, entry: Entry) -> bool:
         """Whether some tier that can be read has the bytes, or is just getting them from us."""
+        if entry in self.damaged:
+            return False
         return entry.host is not HostState.ABSENT or self.source(entry) is not None
 
     def parent(self, entry: Entry) -> Entry | None:
@@ -495,7 +500,7 @@ class Index:
                 if entry is None or (entry.host is HostState.ABSENT and self.source(entry) is None):
                     return run
                 record = entry.record
-                if record.prefix_sha256 != digest or record.namespace != namespace:
+                if record.prefix_sha256 != digest or record.namespace != namespace or entry in self.damaged:
                     return run
                 run.append(entry)
         return run

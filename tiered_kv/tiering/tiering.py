@@ -146,6 +146,8 @@ class Tiering:
         Args:
             grants: Whether sessions are granted empty slots, and with them what they bring work by.
         """
+        if self.index.damaged:
+            self._evict_damaged()
         self._share_out(grants=grants)
         jobs = list(self._outbox.jobs)
         self._outbox.jobs.clear()
@@ -503,7 +505,7 @@ class Tiering:
         entry = self.index.get(key)
         if entry is None or entry.record.namespace != namespace or entry.host is not HostState.READY:
             return None
-        return None if entry.tail_tokens else entry
+        return None if entry.tail_tokens or entry in self.index.damaged else entry
 
     # -- stores ------------------------------------------------------------------------------------------------
 
@@ -814,8 +816,13 @@ class Tiering:
         """A write to a secondary tier ended."""
         entry = self._entry(job.record)
         self._tiers[job.tier].written(entry, outcome)
-        is_idle = entry.host is HostState.READY and entry.holds == 0
-        if outcome is Outcome.CORRUPT and is_idle:  # not what was sealed: somebody wrote into the slot
+        if outcome is Outcome.CORRUPT and entry.host is HostState.READY:  # not what was sealed: somebody wrote there
+            self.index.damaged.add(entry)
+            self._evict_damaged()
+
+    def _evict_damaged(self) -> None:
+        """Of what was found damaged, what nobody uses any more."""
+        for entry in [one for one in self.index.damaged if not one.holds]:
             self._host.give(self._host.evict(entry, "damaged"))
 
     def copied(self, job: Copy, outcome: Outcome) -> None:
