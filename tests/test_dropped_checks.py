@@ -22,6 +22,7 @@ DISK = ("tiers/test_disk.py::namespace", "tiers/test_disk.py::broken_header")
 HELD = (
     *(f"tiering/test_lookups.py::{about}" for about in ("prefix_is", "same_key", "another_namespace")),
     "tiering/test_failures.py::cannot_be_deleted",
+    "tiering/test_stores.py::promised_to_nobody",
 )
 HELD_STATES = tuple(f"tiering/test_states.py::{about}" for about in ("state_anew", "same_key", "cannot_be_read"))
 """Whole, these files take thirty times as long."""
