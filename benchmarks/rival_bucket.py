@@ -91,8 +91,10 @@ class InBucket:
         known = self._objects()
         stored = engine.store(seed, PROMPT_TOKENS, helpers)
         if self._new is None:
-            until_still(self._objects)
-            self._new = self._since(known)
+            end_s = time.monotonic() + DEADLINE_S
+            while self._new is None or (self._new[1] < BYTES and time.monotonic() < end_s):
+                until_still(self._objects)  # LMCache may rest for longer before its first puts have all begun
+                self._new = self._since(known)
             if self._new[1] < BYTES:
                 raise RuntimeError(
                     f"not all is in the bucket. system={system.name} expected={BYTES} observed={self._new}"
