@@ -14,9 +14,9 @@ from tests.kit.counts import count
 from tests.kit.spaces import Space
 from tests.kit.tiering.accounts import Accounts
 from tests.kit.tiering.oracle import Blob
+from tests.kit.tiering.parts import PARTS
 from tests.kit.tiering.touches import TouchedWorld
 from tests.kit.tiering.world import tier_specs
-from tiered_kv.tiering import host_tier, lookups, slot_grants, write_through
 from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 from tiered_kv.tiering.index import CLAIMED, BlobState, HostState
 from tiered_kv.tiering.quotas import Quota
@@ -27,16 +27,6 @@ SPACES = [Space(b"A" * 16, 10, is_tagged=True), Space(b"B" * 16, 15, is_tagged=T
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 PICK = st.integers(0, 1 << 16)
 OWNERS = [b"one user's......", b"another user's.."]
-
-PARTS = [
-    (lookups, "READ_AT_ONCE"),
-    (lookups, "EVICTED_AT_ONCE"),
-    (host_tier, "HELD_TAKEN_OUT_AT_ONCE"),
-    (host_tier, "EVICTED_AT_ONCE"),
-    (slot_grants, "EVICTED_AT_ONCE"),
-    (write_through, "REFILLED_AT_ONCE"),
-]
-"""How much of what goes in parts one step does."""
 
 FAULTS: dict[type[Job], list[Outcome]] = {
     Seal: [Outcome.UNAVAILABLE],

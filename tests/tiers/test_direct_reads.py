@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.kit.storage.disk_probe import blob_path, open_disk, slot_of
+from tests.kit.storage.disk_probe import CHAIN, blob_path, fill, open_disk, read, slot_of
 from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.disk import files
@@ -19,20 +19,7 @@ from tiered_kv.tiers.disk.files import READ_PIECE_BYTES
 from tiered_kv.tiers.disk.first_reads import SLOW_BYTES_S, FirstReads
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
-CHAIN = SampleChain()
 LONG = SampleChain(payload_bytes=3 * READ_PIECE_BYTES)
-
-
-def fill(tier, count, chain=CHAIN):
-    blobs = [chain.blob(index) for index in range(count)]
-    for blob in blobs:
-        tier.put(blob.name, blob.view())
-    return blobs
-
-
-def read(tier, blob):
-    buffer = bytearray(len(blob.data))
-    return bytes(buffer) if tier.get_into(blob.name, memoryview(buffer)) else None
 
 
 def resident_bytes(path):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tests.kit.storage.disk_probe import blob_files, blob_path, du_bytes, open_disk, temp_files
+from tests.kit.storage.disk_probe import CHAIN, blob_files, blob_path, du_bytes, fill, open_disk, read, temp_files
 from tiered_kv.errors import (
     CapacityExceeded,
     ChunkCorrupt,
@@ -21,20 +21,6 @@ from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk.files import READ_PIECE_BYTES, is_aligned
 from tiered_kv.tiers.disk.tier import DiskTier, metadata_reserve
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
-
-CHAIN = SampleChain()
-
-
-def fill(tier, count, chain=CHAIN):
-    blobs = [chain.blob(index) for index in range(count)]
-    for blob in blobs:
-        tier.put(blob.name, blob.view())
-    return blobs
-
-
-def read(tier, blob):
-    buffer = bytearray(len(blob.data))
-    return bytes(buffer) if tier.get_into(blob.name, memoryview(buffer)) else None
 
 
 def test_a_put_that_waited_publishes_nothing_in_a_directory_that_another_server_has_by_then(tmp_path):

@@ -146,8 +146,7 @@ class Tiering:
         Args:
             grants: Whether sessions are granted empty slots, and with them what they bring work by.
         """
-        if self.index.damaged:
-            self._evict_damaged()
+        self._evict_damaged()
         self._share_out(grants=grants)
         jobs = list(self._outbox.jobs)
         self._outbox.jobs.clear()
@@ -818,7 +817,6 @@ class Tiering:
         self._tiers[job.tier].written(entry, outcome)
         if outcome is Outcome.CORRUPT and entry.host is HostState.READY:  # not what was sealed: somebody wrote there
             self.index.damaged.add(entry)
-            self._evict_damaged()
 
     def _evict_damaged(self) -> None:
         """Of what was found damaged, what nobody uses any more."""

@@ -5,10 +5,12 @@ import os
 from pathlib import Path
 
 from tiered_kv.keys.naming import relative_path
-from tiered_kv.tiers.base import BlobName
+from tiered_kv.testing.blobs import SampleBlob, SampleChain
+from tiered_kv.tiers.base import BlobName, Tier
 from tiered_kv.tiers.disk.tier import DiskTier
 
 RESERVE_BYTES = 1 << 20
+CHAIN = SampleChain()
 
 
 def open_disk(root: Path, limit_bytes: int = 16 << 20, **options: int | bool | None) -> DiskTier:
@@ -21,6 +23,20 @@ def open_disk(root: Path, limit_bytes: int = 16 << 20, **options: int | bool | N
         metadata_reserve_bytes=reserve,
         direct_io=options.pop("direct_io", None),  # type: ignore[arg-type]
     )
+
+
+def fill(tier: Tier, count: int, chain: SampleChain = CHAIN) -> list[SampleBlob]:
+    """Put the first blobs of a chain."""
+    blobs = [chain.blob(index) for index in range(count)]
+    for blob in blobs:
+        tier.put(blob.name, blob.view())
+    return blobs
+
+
+def read(tier: Tier, blob: SampleBlob) -> bytes | None:
+    """What the tier gives for a blob; None if it has none."""
+    buffer = bytearray(len(blob.data))
+    return bytes(buffer) if tier.get_into(blob.name, memoryview(buffer)) else None
 
 
 def slot_of(data: bytes) -> memoryview:

@@ -7,25 +7,20 @@ import random
 from dataclasses import dataclass, field, replace
 
 from tests.kit.engine_world import BLOB_BYTES, Path
+from tests.kit.tiering.parts import PARTS as TIERING_PARTS
 from tests.sim.cache.clients import Manners
 from tests.sim.cache.faults import RATES
 from tests.sim.cache.media import Speed
 from tests.sim.cache.node import Machine
 from tests.sim.cache.oracle import NAMES
 from tiered_kv.engine import engine
-from tiered_kv.tiering import host_tier, lookups, slot_grants, write_through
 from tiered_kv.tiering.admission import ALL, SECOND_TOUCH
 
 BLOB_MAX = BLOB_BYTES + 4096
 """Of the largest geometry."""
 
 PARTS = (
-    (lookups, "READ_AT_ONCE"),
-    (lookups, "EVICTED_AT_ONCE"),
-    (host_tier, "HELD_TAKEN_OUT_AT_ONCE"),
-    (host_tier, "EVICTED_AT_ONCE"),
-    (slot_grants, "EVICTED_AT_ONCE"),
-    (write_through, "REFILLED_AT_ONCE"),
+    *TIERING_PARTS,
     (engine, "ENDED_MAX"),
     (engine, "SLICE_S"),
 )
