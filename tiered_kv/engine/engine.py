@@ -86,7 +86,7 @@ RETRY_INTERVAL_S = 30.0
 RESUME_INTERVAL_S = 1.0
 """How long writes to a shared tier pause after one found no room or no answer."""
 
-SLICE_S = 0.0007
+SLICE_S = 0.0004
 """How long a step takes in what has ended; the rest is for the next one."""
 
 ENDED_MAX = 2000

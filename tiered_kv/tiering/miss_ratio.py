@@ -43,8 +43,8 @@ MOMENTS_PER_SAMPLE: Final = 2
 """Moments that are told apart before the empty ones are left out: that takes milliseconds, and must be rare."""
 
 STORED_TOGETHER: Final = 16
-"""Chunks that came one after the other, with no use between them, and count as used at one moment: as many as the
-server takes in at once of a message. With a moment for each, stores alone would fill the list of moments."""
+"""Chunks that came one after the other, with no use between them, and count as used at one moment: two of the
+parts in which the server takes a message in. With a moment for each, stores alone would fill the list of moments."""
 
 GROUP: Final = 256
 """Moments whose bytes are also kept as one sum."""
