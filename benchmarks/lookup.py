@@ -84,6 +84,7 @@ class Node(BareEngine):
     Attributes:
         settings: The cache's.
         prompts: The longest prompt of the cases ``host`` and ``disk``; shorter ones are its beginnings.
+        found: Chunks that its index had from the start, of the directory.
     """
 
     def __init__(self, root: Path, chunks: int, longest: int = LONGEST, most_chunks: int = 0, **bucket: object) -> None:
@@ -96,13 +97,15 @@ class Node(BareEngine):
         super().__init__(root, given | more, SHAPE)
         self.chunks = chunks
         self.open(blocks=64)
+        self.found = self._figure("chunks")
         self.prompts = {case: tokens_of(f"{case} {chunks}", longest) for case in ("host", "disk")}
         for tokens in self.prompts.values():
             self.store(tokens)
         wait_for(lambda: figures(self.root)["tiers"][0]["pending_writes"] == 0, "the disk")
         self.leave_on_disk()
-        self.grow(chunks - self._figure("chunks"), chunks)
-        wait_for(lambda: self._figure("host_ready_chunks") + 512 >= self._figure("chunks"), "the last seals")
+        self.grow(chunks + self.found - self._figure("chunks"), chunks)
+        seals = "the last seals"
+        wait_for(lambda: self._figure("host_ready_chunks") + 512 >= self._figure("chunks") - self.found, seals)
 
     def _figure(self, name: str) -> int:
         return int(figures(self.root)["hierarchy"][name])

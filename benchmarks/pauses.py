@@ -1,6 +1,6 @@
 """How long a server's loop stands still: a client that asks something small every millisecond, while others work it.
 
-    python benchmarks/pauses.py [--chunks N] [--seconds N] [--minutes N] [--keep]
+    python benchmarks/pauses.py [--chunks N] [--found N] [--seconds N] [--minutes N] [--keep]
 
 A server whose index has so many chunks (as of ``lookup.py``, blobs of 8 KiB), and a client in a process of its own that
 asks for something that takes no time, waits for the answer, and asks again. What it waits beyond what an idle server
@@ -8,7 +8,10 @@ takes is a pause of the loop, or of the machine. The server has a directory and,
 (scripts/s3_service.py), a bucket behind a proxy. One phase after the other, with ``--minutes`` in rounds until the time
 is up:
 
-    fill      the index grows to ``--chunks``
+With ``--found`` the server starts on a directory of so many blobs, and its index has those beside ``--chunks``: a large
+index where memory is scarce. A chunk in host memory takes 8 KiB of it, one that is found 4 KiB of the disk.
+
+    fill      the index grows by ``--chunks``, what it found at start not counted
     idle      nothing else happens
     lookups   prompts of 128k tokens from host memory and of nothing, one after the other
     growth    the index grows by a tenth
@@ -17,8 +20,8 @@ is up:
     reset     ``reset_prefix_cache``: a private epoch
     hanging   the same while the bucket takes requests and answers none, and until it answers again
 
-    restart   once, at the end: another server starts on a directory of so many blobs (of ``cli.py``, 4 KiB each of the
-              disk) and is asked from the moment it can be. How long it took to start is told apart: until then there
+    restart   once, at the end: another server starts on a directory of ``--chunks`` blobs (of ``cli.py``, 4 KiB each of
+              the disk) and is asked from the moment it can be. How long it took to start is told apart: until then there
               is nobody to ask.
 
 Milliseconds, per phase: how many answers, their median, the 99th of a hundred, the 99.9th, and the longest. Then the
@@ -61,6 +64,9 @@ from tiered_kv.server.directory import read_info  # noqa: E402
 EVERY_S = 0.001
 HANGING_S = 25.0
 """For two deadlines of an operation, 10 s each, and what comes after them."""
+
+LARGE_DISK = {"disk_bytes": 1 << 40, "min_free_bytes": 1 << 20}
+"""Settings of a server that has such a directory."""
 
 PROGRAM = str(Path(sys.executable).with_name("tiered-kv"))
 FIRST = 4096
@@ -235,9 +241,11 @@ def run_round(
     node: Node, phases: Phases, root: Path, chunks: int, seconds: float, number: int, proxy: FaultProxy | None
 ) -> int:
     """One phase after the other; returns what a chunk takes of the server's own memory, in bytes."""
+    if not node.client.wait_ready(60):  # after a reset while the bucket hung
+        raise RuntimeError(f"no session. {node.client.refusal}")
     before, known = own_bytes(node.server_pid), node.known_chunks()
     node.store(node.prompts["host"])
-    node.grow(chunks - node.known_chunks(), f"fill {number}")
+    node.grow(chunks + node.found - node.known_chunks(), f"fill {number}")
     phases.ended("fill")
     chunk_bytes = round((own_bytes(node.server_pid) - before) / (chunks - known))
     time.sleep(seconds)
@@ -267,18 +275,17 @@ def run_round(
     return chunk_bytes
 
 
-def run_restart(phases: Phases, root: Path, chunks: int, seconds: float) -> float:
-    """A server starts on a directory of so many blobs; returns after how many seconds it could be asked."""
+def make_found(root: Path, chunks: int) -> None:
+    """A directory of so many blobs, with the index that a server leaves."""
     root.mkdir(parents=True)
     make_directory(root, chunks)
-    subprocess.run([sys.executable, "-c", USE, str(root)], check=True)  # leaves the index that a server leaves
-    given = {
-        "host_bytes": 256 << 20,
-        "disk_bytes": 1 << 40,
-        "min_free_bytes": 1 << 20,
-        "chunk_tokens": CHUNK,
-        "drain_s": 0.0,
-    }
+    subprocess.run([sys.executable, "-c", USE, str(root)], check=True)
+
+
+def run_restart(phases: Phases, root: Path, chunks: int, seconds: float) -> float:
+    """A server starts on a directory of so many blobs; returns after how many seconds it could be asked."""
+    make_found(root, chunks)
+    given = {"host_bytes": 256 << 20, "chunk_tokens": CHUNK, "drain_s": 0.0} | LARGE_DISK
     settings = {"storage_uri": root.as_uri()} | given
     phases.ask(root, settings)
     started_s = time.monotonic()
@@ -302,6 +309,7 @@ def run_restart(phases: Phases, root: Path, chunks: int, seconds: float) -> floa
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--chunks", type=int, default=1_000_000)
+    options.add_argument("--found", type=int, default=0, help="chunks that the index has from the start, of the disk")
     options.add_argument("--seconds", type=float, default=20.0, help="of idle, and of lookups")
     options.add_argument("--minutes", type=float, default=0.0, help="rounds of all phases are begun for so long")
     options.add_argument("--be", choices=("ask", "sleep"), help="be one of the processes that take samples")
@@ -311,10 +319,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="tkv-", ignore_cleanup_errors=True) as work, ExitStack() as at_end:
         root = Path(work) / "cache"
-        proxy, bucket = open_proxied_bucket(root, at_end)
+        proxy, more = open_proxied_bucket(root, at_end)
+        if given.found:
+            make_found(root, given.found)
+            more |= LARGE_DISK
         phases = Phases(root)
         at_end.callback(phases.close)
-        node = Node(root, FIRST, LONGEST, int(1.15 * given.chunks), **bucket)
+        node = Node(root, FIRST, LONGEST, int(1.15 * given.chunks), **more)
         try:
             phases.ask(root, node.settings)
             print("\n".join(table([], COLUMNS)), flush=True)
@@ -336,6 +347,7 @@ def main() -> None:
     facts = machine(
         "pauses",
         chunks=given.chunks,
+        found=given.found,
         blob_bytes=SLOT_BYTES,
         chunk_tokens=CHUNK,
         rounds=rounds,
