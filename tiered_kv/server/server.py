@@ -56,8 +56,9 @@ FINAL_READS_MAX = 64
 
 HEAR_S = 0.0004
 """How long a turn of the loop takes in what clients said; the rest is for the next one. With the engine's ``SLICE_S`` a
-turn of a server that fills takes 1.3 ms of CPU, and who asks waits for two at most. Threads that seal small blobs hold
-the interpreter half of the time, so both take twice as long: with 0.7 ms each one answer in a hundred took above 5 ms."""
+turn of a server that fills takes 1.3 ms of CPU, and who asks waits for two at most. Threads that seal small blobs
+hold the interpreter half of the time, so a turn may take twice that: with 0.7 ms each one answer in a hundred took more
+than 5 ms."""
 
 REASON_CHARS_MAX = 2000
 _ROLES = ("scheduler", "worker", "cache", "admin", "door")

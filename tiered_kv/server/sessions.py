@@ -76,7 +76,7 @@ END_S = 0.001
 are over at once, too."""
 
 COMMITTED_AT_ONCE = 8
-"""Chunks or lent rows of one message that one step takes in: 0.1 to 0.2 ms of the 0.4 that all clients have in a turn."""
+"""Chunks or lent rows of one message that one step takes in: 0.1 to 0.2 ms of the 0.4 that clients have in a turn."""
 
 KEYS_MAX = m.FRAME_BYTES_MAX // (2 * KEY_BYTES)
 """Keys of one message, within what a frame may hold."""
