@@ -21,8 +21,8 @@ index where memory is scarce. A chunk in host memory takes 8 KiB of it, one that
     hanging   the same while the bucket takes requests and answers none, and until it answers again
 
     restart   once, at the end: another server starts on a directory of ``--chunks`` blobs (of ``cli.py``, 4 KiB each of
-              the disk) and is asked from the moment it can be. How long it took to start is told apart: until then there
-              is nobody to ask.
+              the disk) and is asked from the moment it can be. How long it took to start is told apart: until then
+              there is nobody to ask.
 
 Milliseconds, per phase: how many answers, their median, the 99th of a hundred, the 99.9th, and the longest. Then the
 99.9th and the longest without the time in which the loop's thread, or the client's, could have run and had no core, as
