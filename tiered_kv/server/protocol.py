@@ -510,6 +510,9 @@ class Progressed(Message, frozen=True):
 class Ended(Message, frozen=True):
     """A lookup's leases end: it held them unclaimed for too long, or gave way. Its slots are no longer its own.
 
+    Or one of its slots was found damaged: nothing that was read of them counts. Where a load was begun they stay its
+    own until it is released.
+
     The server uses none of them before all of this message is in the client's socket. So a client that has read its
     socket to the end, after its last byte was copied, knows whether the slots were still leased.
     """

@@ -737,8 +737,9 @@ class Sessions:
                 tell_lookup(self._engine, group, update)
                 if answer.is_done and (session, lookup) in group.questions:
                     self._release(group, (session, lookup))  # its client does not say so
-            case LeaseEnd(session, lookup) if (session, lookup) in group.client_ids:
-                group.ending.append((session, lookup))
+            case LeaseEnd(session, lookup, is_claimed) if (session, lookup) in group.client_ids:
+                if not is_claimed:
+                    group.ending.append((session, lookup))
                 group.scheduler.send(m.Ended(group.client_ids[session, lookup]))
             case TierEvents(session) if session == current and group.is_ready:
                 tell_moves(group.scheduler, update)

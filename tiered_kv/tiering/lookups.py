@@ -355,6 +355,24 @@ class Lookups:
             self.line.ends(lookup)
             self._ends.append(LeaseEnd(lookup.session.id, lookup.id))
 
+    def damaged(self, entry: Entry) -> None:
+        """The bytes in a chunk's slot are not what was sealed: whoever was promised them hears that they do not count.
+
+        The leases end, but for those of running loads: whoever claimed them may read for long, and must find the slots
+        as they were.
+        """
+        if not entry.leases:
+            return
+        relying = [
+            one
+            for one in self._lookups.values()
+            if not (one.is_ending or one.session.is_suspended) and (entry in one.entries or entry in one.tails)
+        ]
+        claimed = [one for one in relying if one.is_claimed]
+        self._counters["lease_damaged"] += len(claimed)
+        self._ends += [LeaseEnd(one.session.id, one.id, is_claimed=True) for one in claimed]
+        self.end_leases([one for one in relying if not one.is_claimed], "lease_damaged")
+
     def close(self, lookup: Lookup, *, is_asked_anew: bool = False) -> None:
         """End the lookup and its leases; only now is it known what it got.
 

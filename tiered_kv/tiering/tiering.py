@@ -817,6 +817,7 @@ class Tiering:
         self._tiers[job.tier].written(entry, outcome)
         if outcome is Outcome.CORRUPT and entry.host is HostState.READY:  # not what was sealed: somebody wrote there
             self.index.damaged.add(entry)
+            self._lookups.damaged(entry)
 
     def _evict_damaged(self) -> None:
         """Of what was found damaged, what nobody uses any more."""

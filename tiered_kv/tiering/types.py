@@ -245,10 +245,15 @@ class LeaseEnd:
 
     Its slots stay as they are until :meth:`~tiered_kv.tiering.tiering.Tiering.release`: whoever passes this on
     calls that, once the session is sure to read this before anything it could read in those slots later.
+
+    Attributes:
+        is_claimed: A load may be running, of bytes that are known to be damaged now: nothing of it counts. Its session
+            releases it, as it would have.
     """
 
     session: int
     lookup: int
+    is_claimed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
