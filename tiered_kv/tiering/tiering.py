@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import state_records
@@ -71,6 +72,9 @@ GO_ON_MAX = 8
 
 LEASES_ENDED_AT_ONCE = 1024
 """Leases of sessions that are over that end in one step, or all of one lookup: a millisecond of it."""
+
+LEASES_OF_A_LOOKUP = 8
+"""As many leases cost what a lookup costs beside its own."""
 
 
 class Tiering:
@@ -246,13 +250,16 @@ class Tiering:
 
     def _end_lookups(self) -> None:
         """Go on with ending those of closed sessions: a thousand requests may have leased one long prefix each."""
-        leases = 0
-        while self._closed and leases < LEASES_ENDED_AT_ONCE:
+        left = LEASES_ENDED_AT_ONCE
+        while self._closed and left > 0:
             session = next(iter(self._closed.values()))
-            lookup = self._lookups.get(min(session.lookups, default=0))
-            if lookup is not None:
-                leases += 1 + len(lookup.entries)
-                self.release(session.id, lookup.id)
+            for lookup_id in list(islice(session.lookups, 1 + left // LEASES_OF_A_LOOKUP)):
+                lookup = self._lookups.get(lookup_id)
+                assert lookup is not None, "a session has a lookup that is over"
+                left -= LEASES_OF_A_LOOKUP + len(lookup.entries)
+                self.release(session.id, lookup_id)
+                if left <= 0:
+                    break
             if not session.lookups:
                 del self._closed[session.id]
                 self.hit_stats.session_ended(session.id)
