@@ -8,6 +8,7 @@ import pytest
 from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, EngineWorld, geometry
 from tests.kit.samples.formats import sample_namespace
 from tests.kit.server.probe import wait_for
+from tests.kit.step_executor import StepExecutor
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.engine.engine import (
     NOTIFY_INTERVAL_S,
@@ -16,7 +17,7 @@ from tiered_kv.engine.engine import (
     SLOW_READ_S,
     SMALL_READERS,
 )
-from tiered_kv.engine.executor import StepExecutor, ThreadExecutor
+from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
