@@ -219,7 +219,7 @@ def test_one_whose_chunks_are_lost_while_it_looks_for_room_ends(monkeypatch: pyt
     story.step()
     lookup = story.lookup(story.session, LONG)
     first = sum(story.is_in_host(path) for path in chunks_of(LONG))
-    assert first < 6 and story.tiering.wants_turn and story.tiering._host.is_looking, "it did not meet what is held"
+    assert first < 6 and story.tiering._promotions.wants_turn, "it did not meet what is held"
     for path in reversed(chunks_of(LONG)[first:]):
         story.tiering.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=True)
     go_on(story)

@@ -14,7 +14,7 @@ from typing import Final
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.tail_keys import tail_tokens
-from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.host_tier import HostTier, NoSlot
 from tiered_kv.tiering.index import SHARED, Entry, HostState, Index
 from tiered_kv.tiering.leases import LeaseQueue, Lookup
 from tiered_kv.tiering.slot_grants import Session
@@ -594,12 +594,12 @@ class Promotions:
                     self._goes_on(lookup)
                     return
                 is_held = self._index.source(entry) is not None  # else it was lost since the part before
-                slot = self._take_slot(slot_bytes, namespace) if is_held else None
-                if is_held and slot is None and self._host.is_looking:
+                slot = self._take_slot(slot_bytes, namespace) if is_held else NoSlot.NONE
+                if slot is NoSlot.LOOKING:
                     self._reads_left = 0
                     self._goes_on(lookup)
                     return
-                if slot is None:
+                if isinstance(slot, NoSlot):
                     self._counters["promotion_without_slot"] += is_held
                     self._lookups.truncate(lookup, lookup.begun)
                     return
@@ -608,8 +608,8 @@ class Promotions:
             lookup.begun += 1
         for tail in [one for one in lookup.tails if one.host is HostState.ABSENT]:
             is_held = self._index.source(tail) is not None
-            slot = self._host.take_for_load(slot_bytes, namespace) if is_held else None
-            if slot is None:
+            slot = self._host.take_for_load(slot_bytes, namespace) if is_held else NoSlot.NONE
+            if isinstance(slot, NoSlot):
                 self._lookups.give_up_tail(lookup, tail)
             else:
                 self._read(tail, slot, slot_bytes)
@@ -618,11 +618,9 @@ class Promotions:
         """The next step begins with more of it."""
         self._unfinished.setdefault(lookup.session.id, {})[lookup.id] = lookup
 
-    def _take_slot(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+    def _take_slot(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
         slot = self._host.take_for_load(slot_bytes, namespace)
-        if slot is None and not self._host.is_looking:
-            slot = self._take_from_stores(slot_bytes, namespace)
-        return slot
+        return self._take_from_stores(slot_bytes, namespace) if slot is NoSlot.NONE else slot
 
     def _read(self, entry: Entry, slot: SlotId, slot_bytes: int) -> None:
         tier = self._index.source(entry)
@@ -635,7 +633,7 @@ class Promotions:
         else:
             self._early.setdefault(slab_of(slot), []).append(job)
 
-    def _take_from_stores(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+    def _take_from_stores(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
         """The slot of a chunk that waits for its write: under pressure stores are dropped first, loads never.
 
         What others keep stays, and who is at its maximum gives its own.
@@ -657,7 +655,7 @@ class Promotions:
             if not self._host.slots.is_draining(slot):
                 return slot
             self._host.give(slot)
-        return None
+        return NoSlot.NONE
 
     def memory_came(self, slab: int, succeeded: bool) -> None:
         """A slab has its memory, or the machine refused it: go on with the reads that wait for it, or give them up."""
