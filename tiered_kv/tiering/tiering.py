@@ -746,7 +746,8 @@ class Tiering:
                 self.counters["store_collision"] += 1
                 self._rows.stored_already(use, is_good=False)
                 continue
-            if entry is not None and (is_stored(entry, record, HOST + 1) or entry in write_through.rows):
+            is_good = entry is not None and entry not in self.index.damaged and is_stored(entry, record, HOST + 1)
+            if entry is not None and (is_good or entry in write_through.rows):
                 self.counters["store_duplicate"] += 1
                 entry.is_asked_for_by(SHARED)
                 self.stats.republish(entry, self.index.tiers_with(entry))
