@@ -282,6 +282,27 @@ def test_who_was_promised_a_chunk_hears_that_its_slot_was_found_damaged():
     story.finish_all()
 
 
+def test_of_damage_whoever_waits_hears_and_a_lost_client_does_not():
+    story = Story()
+    story.commit_prefix((1,))
+    story.commit_prefix((2,))
+    story.end_every(Seal)
+    lost = story.open(SMALL)
+    waits = [story.ask((1,)), story.ask((2,))]
+    loads = story.ask((1,), session=lost)
+    story.claim(loads)
+    story.ask((2,), session=lost)
+    story.suspend(lost)
+    for write in [story.tiering.written] * 2:
+        write(story.jobs.pop(story.waiting(Write)[0]), Outcome.CORRUPT)
+    story.step()
+    assert story.ended == waits and not story.worthless and story.counted("lease_damaged") == 2
+    assert story.is_in_host((1,)) and story.is_in_host((2,)), "a process may still read them"
+    story.close(lost)
+    story.step()
+    assert not story.is_in_host((1,)) and not story.is_in_host((2,))
+
+
 def test_who_was_promised_a_tail_hears_that_its_slot_was_found_damaged():
     story = Story(limits=Limits(few_chunks=1))
     story.store((1, 2))

@@ -264,6 +264,7 @@ class World:
                 case LeaseEnd(session, lookup, is_claimed):
                     assert is_claimed == (lookup in self.claimed), "the leases of a running load end"
                     if is_claimed:
+                        assert session not in self.suspended, "a lost client was told something"
                         self.worthless.add(lookup)
                     else:
                         self._end_lease(session, lookup)
