@@ -104,7 +104,7 @@ USES_AT_ONCE: Final = 256
 """A tier is told at once: its threads wait for each other meanwhile."""
 
 PROGRESS_INTERVAL_S = 0.02
-"""Between two updates of lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
+"""Between two updates of followed lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
 
 ABSENT_S = 10.0
 """How long, at most, a chunk counts as absent from a shared tier after a probe did not find it."""
@@ -374,6 +374,10 @@ class Engine:
     def claim(self, session: int, lookup: int) -> None:
         """A load begins of what is ready: the leases stay until :meth:`release`."""
         self.tiering.claim(session, lookup)
+
+    def follow(self, session: int, lookup: int) -> None:
+        """Have the session told at the next :meth:`step` how much of a lookup is ready, and of parts from then on."""
+        self.tiering.follow(session, lookup)
 
     def release(self, session: int, lookup: int, *, is_asked_anew: bool = False) -> None:
         """End a lookup and its leases; see :meth:`Tiering.release`."""
