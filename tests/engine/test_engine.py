@@ -10,6 +10,7 @@ from tests.kit.samples.formats import sample_namespace
 from tests.kit.server.probe import wait_for
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.engine.engine import (
+    DATES_INTERVAL_S,
     NOTIFY_INTERVAL_S,
     PROGRESS_INTERVAL_S,
     RETRY_INTERVAL_S,
@@ -56,6 +57,23 @@ def test_a_prefix_that_left_host_memory_comes_back_from_the_tier(world, memory):
         world.store(session, (number, 1))
     assert len(memory.names) == 40 and world.tiering.usage()["host_ready_chunks"] < 40
     assert [world.loaded(session, (number, 1)) for number in range(20)] == [2] * 20
+
+
+def test_a_prefix_that_comes_piece_by_piece_is_not_walked_for_each_piece(world, monkeypatch):
+    session = started(world)
+    walks, prefix = [], world.tiering.index.prefix
+    monkeypatch.setattr(world.tiering.index, "prefix", lambda entry: walks.append(entry) or prefix(entry))
+    world.clock.advance(DATES_INTERVAL_S)
+    path = tuple(range(6))
+    for end in range(1, len(path) + 1):
+        world.store(session, path[:end])
+        world.engine.touch_prefix(SPACES["small"].key(path[:end]))
+        world.step()
+    assert len(walks) <= 1
+    world.clock.advance(DATES_INTERVAL_S)
+    world.step()
+    assert [one.record.chunk_index for one in walks[-1:]] == [len(path) - 1], "the whole of it is dated in the end"
+    assert world.loaded(session, path) == len(path)
 
 
 LONG = tuple(range(24))

@@ -1,5 +1,6 @@
 """Threads that run tasks: both pools, priorities, notifications, and the end."""
 
+import os
 import select
 import threading
 
@@ -34,6 +35,28 @@ def test_a_task_runs_in_a_thread_of_its_pool_and_wakes_the_owner(executor):
     assert names == [f"tiered_kv-{pool.value}-0" for pool in Pool]
     assert select.select([executor.fileno()], [], [], 0)[0] == []
     executor.drain_notifications()
+
+
+def test_many_reports_wake_the_owner_once_and_one_after_that_again(executor):
+    for _ in range(2):
+        for _ in range(3):
+            executor.notify()
+        wait(executor)
+        assert select.select([executor.fileno()], [], [], 0)[0] == []
+
+
+def test_a_report_in_the_middle_of_a_look_does_not_silence_those_behind_it(executor, monkeypatch):
+    real = os.eventfd_read
+
+    def read(descriptor):
+        executor.notify()
+        return real(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "eventfd_read", read)
+        executor.drain_notifications()
+    executor.notify()
+    wait(executor)
 
 
 def test_lower_numbers_go_first_and_equal_ones_in_order(executor):

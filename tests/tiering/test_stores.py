@@ -3,7 +3,7 @@
 import pytest
 
 from tests.kit.tiering.oracle import Blob
-from tests.kit.tiering.world import LARGE, SMALL, Story, chunks_of
+from tests.kit.tiering.world import LARGE, LEVELS, SMALL, Story, chunks_of
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.types import Delete, Grow, Limits, Outcome, Read, Seal, Write
 from tiered_kv.tiering.write_through import WRITES_MAX
@@ -362,3 +362,16 @@ def test_a_chunk_that_was_stored_over_a_bad_blob_and_left_is_written_once_it_is_
     assert story.figures(lookup) == (1, 1, 1, True) and story.is_below((1,))
     story.release(lookup)
     assert not story.entry((1,)).holds and story.tiering.pending_writes == 0
+
+
+def test_a_prefix_that_is_not_dated_yet_is_evicted_from_its_end(monkeypatch):
+    story = Story()
+    monkeypatch.setattr(story.tiering, "_date_touched", lambda: None)
+    story.store((0,))
+    story.store(PREFIX)
+    held = []
+    for number in range(LEVELS * story.tiering.slots.slot_count_max(SMALL.slot_bytes)):
+        story.store((1000 + number,))
+        held.append([story.is_in_host(chunk) for chunk in chunks_of(PREFIX)])
+        assert held[-1] == sorted(held[-1], reverse=True)
+    assert sum(held[0]) == 4 and not any(held[-1])

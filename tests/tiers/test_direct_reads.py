@@ -82,6 +82,15 @@ def test_a_first_read_leaves_the_page_cache_alone_and_what_comes_back_fills_it(t
     tier.close()
 
 
+@pytest.mark.parametrize(("payload_pieces", "reads"), [(2, 1), (3, 2), (8, 7)])
+def test_the_last_piece_is_long_rather_than_one_more(tmp_path, flags_of_reads, payload_pieces, reads):
+    tier = open_on_local_disk(tmp_path)
+    (blob,) = fill_cold(tier, tmp_path, 1, SampleChain(payload_bytes=payload_pieces * READ_PIECE_BYTES))
+    assert read(tier, blob) == blob.data
+    assert flags_of_reads == [True] * reads
+    tier.close()
+
+
 def test_what_is_in_the_page_cache_is_read_from_there_the_first_time_too(tmp_path, flags_of_reads):
     chain = SampleChain(payload_bytes=2 * READ_PIECE_BYTES)
     tier = open_on_local_disk(tmp_path)

@@ -80,6 +80,66 @@ def test_a_put_that_would_leave_too_little_free_space_is_refused(tmp_path):
     tier.close()
 
 
+def test_what_is_written_meanwhile_is_taken_off_the_last_look_at_free_space(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.LOOK_AGE_S", 1e9)
+    tier = open_disk(tmp_path)
+    size = fill(tier, 1) and tier.usage().used_bytes
+    looks = []
+    monkeypatch.setattr(
+        "tiered_kv.tiers.disk.tier.free_bytes", lambda _: looks.append(1) or (5 * size if len(looks) == 1 else 0)
+    )
+    tier._room = -1e9, 0
+    blobs = [CHAIN.blob(number) for number in range(1, 9)]
+    for blob in blobs[:5]:
+        tier.put(blob.name, memoryview(blob.data))
+    assert len(looks) == 1
+    with pytest.raises(CapacityExceeded, match="file system is too full"):
+        tier.put(blobs[5].name, memoryview(blobs[5].data))
+    tier.close()
+
+
+def test_that_there_is_no_room_is_not_said_by_an_old_look(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.LOOK_AGE_S", 1e9)
+    tier = open_disk(tmp_path)
+    free = [0]
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.free_bytes", lambda _: free[0])
+    tier._room = -1e9, 0
+    with pytest.raises(CapacityExceeded):
+        fill(tier, 1)
+    free[0] = 1 << 30
+    fill(tier, 1)
+    tier.close()
+
+
+def test_a_directory_that_is_replaced_by_a_link_after_a_look_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.LOOK_AGE_S", 1e9)
+    root, elsewhere = tmp_path / "d", tmp_path / "elsewhere"
+    tier = open_disk(root)
+    (blob,) = fill(tier, 1)
+    path = blob_path(root, blob.name)
+    path.parent.rename(elsewhere)
+    path.parent.symlink_to(elsewhere)
+    before = sorted(elsewhere.iterdir())
+    with pytest.raises(TierUnavailable, match="ENOTDIR"):
+        tier.put(blob.name, memoryview(blob.data))
+    assert sorted(elsewhere.iterdir()) == before
+    tier.close()
+
+
+def test_a_directory_that_is_replaced_after_a_look_at_its_lock_gets_no_blob(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.LOOK_AGE_S", 1e9)
+    root = tmp_path / "d"
+    tier = open_disk(root)
+    (blob,) = fill(tier, 1)
+    root.rename(tmp_path / "away")
+    other = open_disk(root)
+    with pytest.raises(TierUnavailable, match="was replaced"):
+        tier.put(blob.name, memoryview(blob.data))
+    assert blob_files(root) == temp_files(root) == []
+    other.close()
+    tier.close()
+
+
 def test_a_capacity_that_shrank_refuses_puts_until_room_is_made(tmp_path):
     tier = open_disk(tmp_path, 4 << 20)
     blobs = fill(tier, 200)

@@ -96,6 +96,20 @@ def test_a_store_in_line_behind_another_of_its_prompt_waits_from_its_turn_on(
     assert rows.end(late) == [[True, True]], "what was told too late is in files all the same"
 
 
+def test_rows_are_asked_for_in_few_messages(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, keys = start(), prompt(1, 40)
+    before = fill(rows, 1)
+    rows.store(keys)
+    rows.jobs._read_max = 16  # at once
+    load, asked = rows.jobs.uses.load, list[int]()
+    monkeypatch.setattr(
+        rows.jobs.uses, "load", lambda job, of, session: asked.append(len(of)) or load(job, of, session)
+    )
+    assert rows.load(keys, into=100) == [True] * 40
+    assert np.array_equal(rows.memory[100:140], before[:40])
+    assert sum(asked) == 40 and all(count >= 4 for count in asked[:-1])
+
+
 def test_what_is_in_the_servers_memory_comes_through_a_slot_and_the_rest_does_not(start: Start) -> None:
     rows, keys = start(), prompt(2, 30)
     before = fill(rows, 2)

@@ -106,6 +106,9 @@ USES_AT_ONCE: Final = 256
 PROGRESS_INTERVAL_S = 0.02
 """Between two updates of followed lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
 
+DATES_INTERVAL_S: Final = 0.05
+"""Between two times that prefixes are dated which come piece by piece: each takes as long as the prefix is."""
+
 ABSENT_S = 10.0
 """How long, at most, a chunk counts as absent from a shared tier after a probe did not find it."""
 
@@ -222,7 +225,7 @@ class Engine:
         self._retry_due_s = now_s + RETRY_INTERVAL_S
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
-        self._progress_due_s = now_s
+        self._progress_due_s = self._dates_due_s = now_s
         self._is_closing = False
         self._stalls = Stalls(clock)
         self.guards = Guards(tiering, executor, clock, self._stalls, self._taken_out)
@@ -713,7 +716,10 @@ class Engine:
     def _submit_jobs(self) -> None:
         reads: defaultdict[int, list[Read | ReadRow]] = defaultdict(list)
         seals: list[Seal] = []
-        for job in self.tiering.take_jobs(grants=not self.is_behind):
+        now_s = self.clock.monotonic()
+        if dates := now_s >= self._dates_due_s:
+            self._dates_due_s = now_s + DATES_INTERVAL_S
+        for job in self.tiering.take_jobs(grants=not self.is_behind, dates=dates):
             if not isinstance(job, Seal | Grow):
                 self._jobs[job.tier, _KINDS[type(job)]] += 1
             if isinstance(job, Read | ReadRow):

@@ -65,6 +65,7 @@ class ThreadExecutor:
         """Start the threads; pools that are not named have none and take no tasks. None: ``LOCAL_THREADS``."""
         counts = LOCAL_THREADS if threads is None else threads
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_notified = False
         self._order = itertools.count()
         self._is_closed = False
         self._queues: dict[Pool, queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]]] = {
@@ -83,7 +84,9 @@ class ThreadExecutor:
         self._queues[pool].put((priority, next(self._order), task))
 
     def notify(self) -> None:
-        os.eventfd_write(self._event, 1)
+        if not self._is_notified:
+            self._is_notified = True
+            os.eventfd_write(self._event, 1)
 
     def fileno(self) -> int:
         return self._event
@@ -91,6 +94,8 @@ class ThreadExecutor:
     def drain_notifications(self) -> None:
         with contextlib.suppress(BlockingIOError):  # nobody reported since the last call
             os.eventfd_read(self._event)
+        # Behind the read, which would take away what the next one writes, and before the owner looks at what there is.
+        self._is_notified = False
 
     def close(self) -> None:
         if self._is_closed:

@@ -138,15 +138,19 @@ class Tiering:
 
     # -- collected by the engine -------------------------------------------------------------------------------
 
-    def take_jobs(self, *, grants: bool = True) -> list[Job]:
+    def take_jobs(self, *, grants: bool = True, dates: bool = True) -> list[Job]:
         """Jobs to perform now, in order; each ends in exactly one call of the method that reports it.
 
         Also shares out what became free since the last call; updates are complete only after it.
 
         Args:
             grants: Whether sessions are granted empty slots, and with them what they bring work by.
+            dates: Whether prefixes that were touched are dated now, each from its end to its root. Until then a new
+                chunk is as old as the one before it.
         """
         self._evict_damaged()
+        if dates:
+            self._date_touched()
         self._share_out(grants=grants)
         jobs = list(self._outbox.jobs)
         self._outbox.jobs.clear()
@@ -188,7 +192,6 @@ class Tiering:
 
     def _share_out(self, *, grants: bool) -> None:
         self._end_lookups()
-        self._date_touched()
         for unfinished in self._promotions.begin_step():
             self._promote_more(unfinished)
         for _ in range(GO_ON_MAX):
@@ -702,7 +705,7 @@ class Tiering:
             self._touched[key] = entry.slot_bytes
 
     def _date_touched(self) -> None:
-        """Note the uses of a step: of each prefix once, however many messages brought it piece by piece."""
+        """Note uses since the last call: of each prefix once, however many messages brought it piece by piece."""
         touched, self._touched = self._touched, {}
         prefixes = []
         seen: set[bytes] = set()

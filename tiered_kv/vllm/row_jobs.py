@@ -522,9 +522,10 @@ class RowJobs:
 
     def _lend(self, job: _RowJob) -> None:
         """Have the server read what it may read at once."""
-        count = min(len(job.places) - job.lent, self._read_max - self.uses.reading)
-        if count <= 0:
-            return
+        rest, room = len(job.places) - job.lent, self._read_max - self.uses.reading
+        if not rest or room < min(rest, self._read_max // 4):
+            return  # some of them at a time: each message is a turn of the server's loop
+        count = min(rest, room)
         places = [(number, *job.places[number]) for number in range(job.lent, job.lent + count)]
         rows = [(number, row, job.names.names[index]) for number, index, row in places]
         job.lent += count

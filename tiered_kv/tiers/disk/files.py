@@ -32,6 +32,10 @@ kernel's read-ahead works on the next one meanwhile: a verified read takes less 
 one call, which the kernel serves request by request (benchmarks/verification.py; docs/decisions/0014). Reads around the
 page cache have pieces of the same size, of all that were tried the fastest."""
 
+READ_LAST_BYTES = READ_PIECE_BYTES * 5 // 2
+"""Around the page cache the last piece, or the only one, is up to so long: each waits for the disk, and then for the
+interpreter's lock."""
+
 _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CACHESTAT = 451
@@ -208,17 +212,17 @@ def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], No
     Raises:
         ChunkCorrupt: The file's size is not the buffer's.
     """
+    staging = _staging.memory() if direct and not buffer.nbytes % ALIGNMENT_BYTES and not buffer.readonly else None
     try:
-        descriptor = open_to_read(path)
+        descriptor, staging = _open_around(path, staging) if staging is not None else (open_to_read(path), None)
     except FileNotFoundError:
         return False
     try:
         found = os.fstat(descriptor).st_size
         if found != buffer.nbytes:
             raise ChunkCorrupt(f"blob has the wrong size. path={path} observed={found} expected={buffer.nbytes}")
-        direct = direct and not found % ALIGNMENT_BYTES and not buffer.readonly and not is_cached(descriptor, found)
-        staging = _staging.memory() if direct else None
-        if staging is not None and not _go_around(descriptor):
+        if staging is not None and is_cached(descriptor, found):
+            _go_through(descriptor)
             staging = None
         _read_all(descriptor, buffer.cast("B"), path, on_piece, staging)
     finally:
@@ -226,15 +230,14 @@ def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], No
     return True
 
 
-def _go_around(descriptor: int) -> bool:
-    """Have reads of a file go around the page cache; False: its file system, which is not the probe's, refuses."""
+def _open_around(path: Path | str, staging: memoryview) -> tuple[int, memoryview | None]:
+    """Open a file whose reads go around the page cache; None where its file system, not the probe's, refuses."""
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+        return os.open(path, _READ | os.O_DIRECT), staging
     except OSError as exc:
         if exc.errno != errno.EINVAL:
             raise
-        return False
-    return True
+        return open_to_read(path), None
 
 
 def _go_through(descriptor: int) -> None:
@@ -249,7 +252,8 @@ def _read_all(
     source = ctypes.addressof(ctypes.c_char.from_buffer(staging)) if staging else 0
     offset = 0
     while offset < len(buffer):
-        piece = min(READ_PIECE_BYTES, len(buffer) - offset)
+        rest = len(buffer) - offset
+        piece = rest if staging and rest <= READ_LAST_BYTES else min(READ_PIECE_BYTES, rest)
         into = staging[:piece] if staging else buffer[offset : offset + piece]
         try:
             count = os.preadv(descriptor, [into], offset)
@@ -273,7 +277,7 @@ class _Staging(threading.local):
     _memory: memoryview | None = None
 
     def memory(self) -> memoryview | None:
-        """``READ_PIECE_BYTES``, aligned; the same for all reads of this thread. None: there is none to be had now."""
+        """``READ_LAST_BYTES``, aligned; the same for all reads of this thread. None: there is none to be had now."""
         if self._memory is None:
             try:
                 mapped = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -281,7 +285,7 @@ class _Staging(threading.local):
                 mapped.madvise(mmap.MADV_HUGEPAGE, begin, _HUGE_PAGE_BYTES)
             except OSError:  # of memory or of mappings; the page cache needs neither, and the disk is well
                 return None
-            self._memory = memoryview(mapped)[begin : begin + READ_PIECE_BYTES]
+            self._memory = memoryview(mapped)[begin : begin + READ_LAST_BYTES]
         return self._memory
 
 
@@ -308,14 +312,15 @@ class _CacheStat(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "evicted_lately"))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+# It asks the kernel's memory only: that takes a microsecond, and to get the interpreter's lock back much longer.
+_syscall = ctypes.PyDLL(None).syscall
 
 
 def is_cached(descriptor: int, size_bytes: int) -> bool:
     """Whether all of a file is in the page cache; False where the kernel cannot tell (before Linux 6.5)."""
     found = _CacheStat()
     asked = ctypes.byref(_CacheRange(0, size_bytes))
-    if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(descriptor), asked, ctypes.byref(found), ctypes.c_uint(0)):
+    if _syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(descriptor), asked, ctypes.byref(found), ctypes.c_uint(0)):
         return False
     return bool(found.cached * mmap.PAGESIZE >= size_bytes)
 

@@ -50,12 +50,17 @@ class DiskLedger:
             self._used = foreign_bytes + sum(row.size_bytes for row in rows)
             self._next_seq = max((row.use_seq for row in rows), default=0) + 1
 
+    @property
+    def used_bytes(self) -> int:
+        """What blobs and foreign files take, without writes in flight."""
+        return self._used
+
     def reserve(self, size_bytes: int, free_bytes: int) -> None:
         """Set bytes aside for a write that is about to start.
 
         Args:
             size_bytes: Bytes the write will allocate.
-            free_bytes: What the file system may still give away, measured now.
+            free_bytes: What the file system may still give away.
 
         Raises:
             CapacityExceeded: The limit or the file system's free space does not allow them.

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 
 from tiered_kv.errors import DirectoryLocked, TierUnavailable
@@ -44,19 +45,27 @@ class DirectoryLock:
             raise TierUnavailable(f"cannot lock the directory. errno={exc.errno} path={path}") from exc
         self._status = os.fstat(self._descriptor)  # of an open file: it stays what it is
         self._held = True
+        self._checked_s = 0.0
 
-    def check(self) -> None:
+    def check(self, age_s: float = 0.0) -> None:
         """Make sure that the directory is still the locked one: who removes it removes the lock, and may be followed.
+
+        Args:
+            age_s: So old a look, of any thread, may be.
 
         Raises:
             TierUnavailable: The lock file is gone or another one.
         """
+        now_s = time.monotonic()
+        if now_s - self._checked_s < age_s:
+            return
         try:
             is_ours = os.path.samestat(os.stat(self._path, follow_symlinks=False), self._status)
         except OSError as exc:
             raise TierUnavailable(f"the directory or its lock is gone. errno={exc.errno} path={self._path}") from exc
         if not is_ours:
             raise TierUnavailable(f"the directory was replaced; its lock is not ours. path={self._path}")
+        self._checked_s = now_s
 
     def release(self) -> None:
         """Give the directory back. Idempotent."""

@@ -26,6 +26,7 @@ reads it gives its blocks back a moment later than its bytes.)
     _index       its own lock
     _first_reads its own lock
     _pinned      replaced as a whole by flush
+    _room        replaced as a whole, as is _linkless_s: looks of any thread, good for ``LOOK_AGE_S``
 """
 
 import contextlib
@@ -33,16 +34,18 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from tiered_kv.chunks.geometry import align_up
 from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
-from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, Closed, ConfigError, TierUnavailable
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import FIRST_STORED_BY
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
@@ -76,6 +79,9 @@ logger = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 1 << 30
 """Left on the file system for everybody else, unless the caller says otherwise."""
+
+LOOK_AGE_S: Final = 0.01
+"""So old a look may be at what hardly changes between two writes: each costs a turn of the interpreter's lock."""
 
 MIN_METADATA_RESERVE_BYTES = 64 << 20
 MIN_BLOB_SPACE_BYTES = 1 << 20
@@ -141,6 +147,8 @@ class DiskTier(Tier):
         self._pinned: frozenset[bytes] = frozenset()
         self._has_warned_of_pins = False
         self._temp_numbers = itertools.count()
+        self._room = -math.inf, 0  # when the file system was looked at, and what it and blobs had together
+        self._linkless_s: dict[str, float] = {}  # the last directory above others that was looked at, and when
         with mapped_errors("open", self._root):
             make_root(self._root)
             owners = claim(self._root)
@@ -221,18 +229,16 @@ class DiskTier(Tier):
             if self._ledger.is_foreign(name):
                 raise ChunkMismatch(f"a foreign file has this name. path={path}")
             reserved = align_up(blob.nbytes)
-            with mapped_errors("statvfs", self._root):
-                available = free_bytes(self._root) - self._min_free_bytes
-            self._ledger.reserve(reserved, available)
+            self._reserve(reserved)
             temp = ""
             try:
                 with mapped_errors("put", path):
-                    self._lock.check()
+                    self._lock.check(LOOK_AGE_S)
                     is_direct = self.direct_io and is_aligned(blob)
                     descriptor, temp = self._create_temp(direct=is_direct)
                     allocated = write_file(descriptor, temp, blob, direct=is_direct)
                     if allocated > reserved:
-                        self._ledger.reserve(allocated - reserved, available)
+                        self._reserve(allocated - reserved)
                         reserved = allocated
                     if not is_wanted():
                         self._abandon(temp, reserved)
@@ -245,6 +251,19 @@ class DiskTier(Tier):
             except BaseException:
                 self._abandon(temp, reserved)
                 raise
+
+    def _reserve(self, size_bytes: int) -> None:
+        """Set bytes aside for a write; that there are none is not said by an old look at the file system."""
+        looked_s, room_bytes = self._room
+        if time.monotonic() - looked_s < LOOK_AGE_S:
+            with contextlib.suppress(CapacityExceeded):
+                self._ledger.reserve(size_bytes, room_bytes - self._ledger.used_bytes)
+                return
+        used_bytes = self._ledger.used_bytes
+        with mapped_errors("statvfs", self._root):
+            free = free_bytes(self._root) - self._min_free_bytes
+        self._room = time.monotonic(), free + used_bytes
+        self._ledger.reserve(size_bytes, free)
 
     def _create_temp(self, *, direct: bool) -> tuple[int, str]:
         """A new file in ``tmp``: its descriptor and its name."""
@@ -265,12 +284,20 @@ class DiskTier(Tier):
         name, directory = info.name, target[: target.rindex("/")]
         with self._stripe(name):
             try:
-                refuse_links(directory, self._root)
+                self._refuse_links(directory)
                 os.replace(temp, target)
             except FileNotFoundError:  # the first blob of its directory
                 make_directories(Path(directory), self._root)
                 os.replace(temp, target)
             self._ledger.commit(info, reserved_bytes)
+
+    def _refuse_links(self, directory: str) -> None:
+        """As :func:`files.refuse_links`; of what is above the directory an old look will do."""
+        above, now_s = directory[: directory.rindex("/")], time.monotonic()
+        refuse_links(directory, above)
+        if now_s - self._linkless_s.get(above, -math.inf) >= LOOK_AGE_S:
+            refuse_links(above, self._root)
+            self._linkless_s = {above: now_s}
 
     def _abandon(self, temp: str, reserved_bytes: int) -> None:
         """Remove a temp file, if one was made, and give its bytes back."""
