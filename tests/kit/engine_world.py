@@ -145,9 +145,9 @@ class EngineWorld:
         self.tiering.commit(session, slot, record)
         return True
 
-    def lookup(self, session: int, path: Path, start: int = 0) -> int:
+    def lookup(self, session: int, path: Path, start: int = 0, *, is_followed: bool = True) -> int:
         keys, digests = self.clients[session].space.prefix(path)
-        lookup = self.tiering.lookup(session, LookupRequest(keys, digests, start))
+        lookup = self.tiering.lookup(session, LookupRequest(keys, digests, start, is_followed=is_followed))
         self.lookups[lookup] = Asked(session, path, start)
         return lookup
 

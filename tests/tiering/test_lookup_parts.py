@@ -36,6 +36,7 @@ def test_its_session_is_told_of_what_is_begun_and_that_more_follows(story: Story
     first = len(answer.slots)
     assert 0 < first < 6 and first == begun(story)
     assert (answer.held, answer.ready, answer.queued, answer.is_done) == (6, 0, 6 - first, False)
+    assert answer.unbegun == 6 - first and not answer.in_line, "it waits for nobody"
     assert [(run.tier, run.chunks) for run in answer.arriving] == [(HOST + 1, 6)], "what the waiting rule judges by"
     assert story.tiering.wants_turn
     story.finish_all()

@@ -454,6 +454,7 @@ class Sessions:
             leases=lookup.leases,
             counted=lookup.counted,
             load=lookup.load,
+            is_followed=lookup.is_followed,
         )
         engine_id = self._engine.lookup(session, wish)
         group.lookups[lookup.lookup] = (session, engine_id)
@@ -464,6 +465,12 @@ class Sessions:
         found = self.owned(connection).lookups.get(claim.lookup)
         if found is not None:
             self._engine.claim(*found)
+
+    def follow(self, connection: Connection, follow: m.Follow) -> None:
+        """Tell how much of a lookup is ready, and of parts from now on; the end of an unknown id was told."""
+        found = self.owned(connection).lookups.get(follow.lookup)
+        if found is not None:
+            self._engine.follow(*found)
 
     def release(self, connection: Connection, release: m.Release) -> None:
         """End a lookup; an unknown id was released before."""

@@ -58,6 +58,8 @@ class LookupRequest:
             request that waits for long is looked up anew every second. One that was preempted has had all of it, its
             own answer, too.
         load: The load that it is a part of (``HitStats``); 0: it is counted by itself.
+        is_followed: Its session is told of parts as they are ready. Otherwise of what it finds, of what changes that,
+            and of the end, until it begins to follow it.
     """
 
     keys: Sequence[bytes]
@@ -74,6 +76,7 @@ class LookupRequest:
     leases: bool = True
     counted: int = 0
     load: int = 0
+    is_followed: bool = True
 
 
 READ_AT_ONCE: Final = 128
@@ -81,7 +84,7 @@ EVICTED_AT_ONCE: Final = 24
 """Chunks that one step begins to read for lookups, and that are evicted for that: a millisecond of it."""
 
 TOLD_AT_ONCE: Final = 8
-"""Parts of a lookup of which sessions are told as soon as they are ready."""
+"""Parts of a lookup of which sessions that follow it are told as soon as they are ready."""
 
 
 class Lookups:
@@ -145,6 +148,11 @@ class Lookups:
         ends, self._ends = self._ends, []
         return [*map(self._describe, told), *ends]
 
+    def follow(self, lookup: Lookup) -> None:
+        """Its session is told with the next updates, also if nothing is new, and from now on of parts."""
+        lookup.is_followed = True
+        self._dirty[lookup.id] = None
+
     @property
     def has_progress(self) -> bool:
         """Whether progress was left for a later call."""
@@ -158,7 +166,7 @@ class Lookups:
         lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
         lookup.keys, lookup.digests, lookup.state_parts = wish.keys, wish.digests, wish.state_parts
         lookup.owner, lookup.leases, lookup.counted = wish.owner, wish.leases, wish.counted
-        lookup.load = wish.load
+        lookup.load, lookup.is_followed = wish.load, wish.is_followed
         lookup.is_cut = not wish.leases
         if wish.is_claimed:
             lookup.is_claimed = True
@@ -303,7 +311,8 @@ class Lookups:
     def wait(self, lookup: Lookup) -> None:
         """More leased chunks are in slots or on their way: count what is ready, wait for the rest.
 
-        Where these are a part of what was leased, the session is told of the first part and of the last.
+        Where these are a part of what was leased, the session is told of the first part, and of the last one if it
+        follows the lookup, or if nothing of it has to be waited for.
         """
         first = len(lookup.sources)
         lookup.sources.extend(entry.source for entry in lookup.entries[first : lookup.begun])
@@ -313,7 +322,8 @@ class Lookups:
                 entry.lookups = set()
             entry.lookups.add(lookup.id)
         is_first = not first and lookup.begun > 0
-        if is_first or lookup.begun == len(lookup.entries):
+        is_last = lookup.begun == len(lookup.entries) and (lookup.is_followed or _is_done(lookup))
+        if is_first or is_last:
             self._dirty[lookup.id] = None
 
     def truncate(self, lookup: Lookup, length: int) -> None:
@@ -402,8 +412,9 @@ class Lookups:
     def chunk_ready(self, entry: Entry) -> None:
         """The chunk's bytes are verified.
 
-        A session is told at once of every eighth of a lookup and of its end, and of what is between them when progress
-        is taken: an update describes all chunks, and one for each would take time that grows with their square.
+        A session is told at once of the end of a lookup. If it follows it, also of every eighth, and of what is between
+        them when progress is taken: an update describes all chunks, and one for each would take time that grows with
+        their square.
         """
         for lookup_id in list(entry.lookups or ()):
             lookup = self._lookups[lookup_id]
@@ -415,8 +426,10 @@ class Lookups:
             self._advance(lookup)
             if lookup.ready != before:
                 is_much = TOLD_AT_ONCE * (lookup.ready - lookup.told) >= len(lookup.entries)
-                told = self._dirty if is_much or _is_done(lookup) else self._progress
-                told[lookup_id] = None
+                if _is_done(lookup) or (is_much and lookup.is_followed):
+                    self._dirty[lookup_id] = None
+                elif lookup.is_followed:
+                    self._progress[lookup_id] = None
 
     def chunk_failed(self, entry: Entry) -> None:
         """The chunk's bytes will not come: shorten every lookup that waits for them."""
@@ -467,6 +480,7 @@ class Lookups:
                 *(_tail(one.record, one.slot if one.host is HostState.READY else None) for one in lookup.tails),
                 *(_tail(record, None) for record in lookup.named_tails),
             ),
+            unbegun=len(lookup.entries) - begun,
         )
         return LookupUpdate(lookup.session.id, lookup.id, answer)
 

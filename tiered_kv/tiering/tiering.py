@@ -448,6 +448,11 @@ class Tiering:
         if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
             self._lookups.claim(lookup)
 
+    def follow(self, session_id: int, lookup_id: int) -> None:
+        """Have the session told how much of a lookup is ready, and of parts from now on. Unknown ids are ignored."""
+        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
+            self._lookups.follow(lookup)
+
     def release(self, session_id: int, lookup_id: int, *, is_asked_anew: bool = False) -> None:
         """End a lookup and its leases. Unknown ids are ignored: the session may have been told late.
 

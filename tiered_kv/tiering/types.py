@@ -207,6 +207,8 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
             or it is not known yet.
         tails: What is held of the chunk behind ``held``, if the lookup wants it: of prompts that went on in various
             ways. Of use only if all slots are ready; where ``held`` has changed since, none has the digest any more.
+        unbegun: Of ``queued``, those that are leased already: they get their slots in the next steps, whatever others
+            do.
     """
 
     held: Count = 0
@@ -222,6 +224,12 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     is_ended: bool = False
     boundary: Count = 0
     tails: tuple[Tail, ...] = ()
+    unbegun: Count = 0
+
+    @property
+    def in_line(self) -> int:
+        """Chunks that wait for others to release theirs."""
+        return self.queued - self.unbegun
 
     @property
     def parts(self) -> list[tuple[int, float | None]]:
