@@ -16,6 +16,7 @@ from tests.kit.server.object_nodes import object_figures, s3_place, wait_uploade
 from tests.kit.server.probe import figures, wait_ended, wait_for
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import Answer, close_llm, generate, make_llm, random_prompt, running
+from tiered_kv.vllm import request_lookups
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -151,3 +152,40 @@ def test_the_same_bucket_is_waited_for_where_the_operator_says_so(
         proxy.set()
     assert_same(patient, plain[0])
     assert patient.cached_tokens == CHUNKS * CHUNK
+
+
+def test_a_wait_that_ends_takes_all_that_has_come_by_then(
+    tiny_model: Path,
+    tmp_path: Path,
+    s3: S3,
+    proxy: FaultProxy,
+    plain: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first chunks come from disk, the others drip out of a bucket; of parts nobody tells who does not ask."""
+    monkeypatch.setattr(request_lookups, "FOLLOWED_CHUNKS", 0)
+    near_chunks, prefix = 5, s3.new_prefix()
+    near = s3_place(s3, prefix)
+    for name, prompt in ("b", PROMPTS[0][: near_chunks * CHUNK + 1]), ("a", PROMPTS[0]):
+        there = {"storage_uri": near.uri, "storage_options": near.options, "disk_path": str(tmp_path / name)}
+        with cached_engine(tiny_model, tmp_path / name, there) as other:
+            other.ask(prompt, max_tokens=1)
+            wait_uploaded(tmp_path / name)
+        wait_ended(tmp_path / name)
+
+    far = s3_place(s3, prefix, proxy.url)
+    storage = {"storage_uri": far.uri, "storage_options": far.options, "disk_path": str(tmp_path / "b")}
+    more = {"storage_timeout_s": 60, "promotion_wait_ms": 3000}
+    with cached_engine(tiny_model, tmp_path / "b", storage | more) as engine:
+        proxy.set(DRIPPING)
+        followed: list[int] = []
+        follow = engine.scheduler_side._client.follow
+        monkeypatch.setattr(
+            engine.scheduler_side._client, "follow", lambda lookup: (followed.append(lookup), follow(lookup))
+        )
+        (answer,) = engine.ask(PROMPTS[0], max_tokens=MAX_TOKENS)
+        counters = dict(engine.scheduler_side.counters)
+        proxy.set()
+    assert_same(answer, plain[0])
+    assert answer.cached_tokens == near_chunks * CHUNK == counters["load_tokens"]
+    assert len(followed) == 1

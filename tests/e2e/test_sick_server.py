@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.kit.counts import count, seed
@@ -190,6 +191,7 @@ def garbled(source: random.Random, message: Any) -> Any:
             is_done, unknown = source.random() < 0.7, drawn((0, 3))
             search_s = drawn((None, -1.0))
             answer = LookupAnswer(held, tuple(few), ready, is_done, arriving, unknown, search_s, sources, 0, True)
+            answer = msgspec.structs.replace(answer, queued=drawn((0, 2)), unbegun=drawn((0, 0, 2)))
             return m.Updated(message.lookup, answer)
         case m.Progressed():
             arriving = (Arrival(1, drawn(INTEGERS), drawn((None, 0.0, -1.0, math.nan, math.inf))),)

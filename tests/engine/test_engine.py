@@ -8,6 +8,7 @@ import pytest
 from tests.kit.engine_world import BLOB_BYTES, GEOMETRIES, NAMESPACES, SPACES, EngineWorld, geometry
 from tests.kit.samples.formats import sample_namespace
 from tests.kit.server.probe import wait_for
+from tests.kit.step_executor import StepExecutor
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.engine.engine import (
     DATES_INTERVAL_S,
@@ -17,7 +18,7 @@ from tiered_kv.engine.engine import (
     SLOW_READ_S,
     SMALL_READERS,
 )
-from tiered_kv.engine.executor import StepExecutor, ThreadExecutor
+from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
@@ -79,8 +80,7 @@ def test_a_prefix_that_comes_piece_by_piece_is_not_walked_for_each_piece(world, 
 LONG = tuple(range(24))
 
 
-@pytest.fixture
-def promoting(memory, monkeypatch):
+def promotion(memory, monkeypatch, *, is_followed):
     """A lookup of 24 chunks that are on the tier alone; each read is a task."""
     monkeypatch.setattr("tiered_kv.engine.engine.SMALL_READERS", len(LONG))
     monkeypatch.setattr("tiered_kv.engine.engine.READERS", len(LONG))
@@ -90,17 +90,20 @@ def promoting(memory, monkeypatch):
     for number in range(100, 140):
         world.store(session, (number, 1))
     assert world.tiering.usage()["host_ready_chunks"] < len(LONG) + 80
-    lookup = world.lookup(session, LONG)
+    lookup = world.lookup(session, LONG, is_followed=is_followed)
     world.step()
     assert world.lookups[lookup].update.ready == 0
+    return world, lookup
+
+
+@pytest.fixture
+def promoting(memory, monkeypatch):
+    world, lookup = promotion(memory, monkeypatch, is_followed=True)
     yield world, world.lookups[lookup]
     world.close()
 
 
-def test_of_chunks_that_arrive_one_after_the_other_sessions_are_told_in_eighths_and_of_the_end(promoting):
-    """An answer describes all chunks of its lookup: one per chunk would grow with the square of their number."""
-    world, asked = promoting
-    world.clock.advance(-PROGRESS_INTERVAL_S)  # the first progress is not due either
+def told_while_all_runs(world, asked):
     told = []
     is_run = True
     while is_run:
@@ -108,8 +111,49 @@ def test_of_chunks_that_arrive_one_after_the_other_sessions_are_told_in_eighths_
         is_run = world.run_one()
         if world.seen[LookupUpdate] > before:
             told.append(asked.update.ready)
-    assert told == list(range(3, 25, 3))
+    return told
+
+
+def test_of_chunks_that_arrive_one_after_the_other_sessions_are_told_in_eighths_and_of_the_end(promoting):
+    """An answer describes all chunks of its lookup: one per chunk would grow with the square of their number."""
+    world, asked = promoting
+    world.clock.advance(-PROGRESS_INTERVAL_S)  # the first progress is not due either
+    assert told_while_all_runs(world, asked) == list(range(3, 25, 3))
     assert asked.update.is_done and world.engine.wait_s is None
+
+
+def test_of_a_lookup_that_is_not_followed_sessions_are_told_what_comes_and_when_all_is_here(memory, monkeypatch):
+    world, lookup = promotion(memory, monkeypatch, is_followed=False)
+    asked = world.lookups[lookup]
+    world.clock.advance(10 * PROGRESS_INTERVAL_S)
+    assert sum(run.chunks for run in asked.update.arriving) == len(asked.update.slots) == 24
+    assert told_while_all_runs(world, asked) == [24]
+    assert asked.update.is_done and world.engine.wait_s is None
+    world.close()
+
+
+def test_who_begins_to_follow_a_lookup_is_told_at_once_and_then_of_parts(memory, monkeypatch):
+    """Also where nothing is new: whoever asks waits for an answer."""
+    world, lookup = promotion(memory, monkeypatch, is_followed=False)
+    asked = world.lookups[lookup]
+    for _ in range(5):
+        world.run_one()
+    assert asked.update.ready == 0 and world.engine.wait_s is None
+    world.engine.follow(asked.session, lookup)
+    world.step()
+    assert asked.update.ready == 5
+    before = world.seen[LookupUpdate]
+    world.engine.follow(asked.session, lookup)
+    world.step()
+    assert world.seen[LookupUpdate] == before + 1 and asked.update.ready == 5
+    told = told_while_all_runs(world, asked)
+    assert len(told) >= 6 and told == sorted(told) and told[-1] == 24
+    world.engine.follow(asked.session + 1, lookup)  # another's
+    world.engine.follow(asked.session, lookup + 1)  # or none
+    before = world.seen[LookupUpdate]
+    world.step()
+    assert world.seen[LookupUpdate] == before
+    world.close()
 
 
 def test_progress_is_told_when_its_time_has_come_though_nothing_else_happens(promoting):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.kit.counts import count, seed
 from tests.kit.engine_world import BLOB_BYTES, EngineWorld, payload_of
+from tests.kit.step_executor import StepExecutor
 from tests.kit.storage.disk_probe import blob_files, du_bytes, open_disk, temp_files
 from tiered_kv.chunks.header import PEEK_BYTES, peek
 from tiered_kv.keys.tail_keys import tail_tokens
@@ -260,8 +261,6 @@ def killed_before(step: int, life: Callable[[], None]) -> bool:
 
 
 def _count_steps(left: int) -> None:
-    from tiered_kv.engine.executor import StepExecutor
-
     def counted(call: Callable[..., object]) -> Callable[..., object]:
         def wrapper(*given: object, **named: object) -> object:
             nonlocal left

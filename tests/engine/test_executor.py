@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from tests.kit.fake_clock import FakeClock
-from tiered_kv.engine.executor import Pool, StepExecutor, ThreadExecutor
+from tests.kit.step_executor import StepExecutor
+from tiered_kv.engine.executor import Pool, ThreadExecutor
 
 
 @pytest.fixture

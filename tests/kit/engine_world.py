@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from tests.kit.fake_clock import FakeClock
 from tests.kit.samples.formats import sample_namespace
 from tests.kit.spaces import Space
+from tests.kit.step_executor import StepExecutor
 from tiered_kv.chunks.arena import Arena, create_slabs
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.engine import Engine
-from tiered_kv.engine.executor import Executor, StepExecutor
+from tiered_kv.engine.executor import Executor
 from tiered_kv.engine.self_test import self_test_format
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE, Namespace
 from tiered_kv.metrics.recorder import Recorder
@@ -144,9 +145,9 @@ class EngineWorld:
         self.tiering.commit(session, slot, record)
         return True
 
-    def lookup(self, session: int, path: Path, start: int = 0) -> int:
+    def lookup(self, session: int, path: Path, start: int = 0, *, is_followed: bool = True) -> int:
         keys, digests = self.clients[session].space.prefix(path)
-        lookup = self.tiering.lookup(session, LookupRequest(keys, digests, start))
+        lookup = self.tiering.lookup(session, LookupRequest(keys, digests, start, is_followed=is_followed))
         self.lookups[lookup] = Asked(session, path, start)
         return lookup
 

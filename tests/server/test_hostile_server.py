@@ -152,6 +152,7 @@ def answer(**fields: Any) -> m.Updated:
         answer(slots=(7,), ready=-1, sources=b"\0"),
         answer(unknown=-1),
         answer(queued=-1),
+        answer(queued=1, unbegun=2),
         answer(arriving=(Arrival(-1, 1),)),
         m.Progressed(1, 1, False, ()),
         m.Progressed(1, -1, False, ()),

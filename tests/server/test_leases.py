@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.server.clients import SmallEngine, poll_until
+from tests.kit.server.clients import SmallEngine, content, poll_until
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
 
 CHUNKS = 3
 SLOT_BYTES = 36 << 10
@@ -108,3 +109,36 @@ def test_an_engine_that_does_not_read_keeps_its_slots_until_it_does(
 
     poll_until(one.client, lambda: one.client.lookups[lookups[0]].is_ended, "the end of a lease")
     wait_for(lambda: leased_bytes(root) == 0, "leases to end", deadline_s=60)
+
+
+def test_whoever_was_promised_chunks_hears_that_one_is_damaged_and_finds_its_slots_as_they_were(
+    root: Path, engine: Callable[..., SmallEngine]
+) -> None:
+    """Its write to disk finds it out, here once it is asked for: until then the chunk stays in host memory alone."""
+    one = engine("reads", disk_admission="second-touch", **LIMITS)
+    client = one.client
+    one.store(CHUNKS)
+    keys = one.keys(CHUNKS)
+    loads, waits = [
+        client.lookup(keys.keys, keys.digests, is_claimed=is_claimed, may_search=False) for is_claimed in (True, False)
+    ]
+    assert loads is not None and waits is not None
+    poll_until(client, lambda: all(client.lookups[each].ready == CHUNKS for each in (loads, waits)), "all chunks")
+    slots = client.lookups[loads].slots
+    assert client.info is not None
+    slab, index = divmod(slots[1], SLOTS_PER_SLAB_MAX)
+    with one.worker.arena.view(slab, index * client.info.slot_bytes, client.info.payload_offset) as header:
+        header[:] = bytes(len(header))  # somebody wrote past the end of another slot
+
+    client.release(client.lookup(keys.keys, keys.digests) or 0)
+
+    poll_until(client, lambda: all(client.lookups[each].is_ended for each in (loads, waits)), "the word of it")
+    assert not client.is_leased(loads, client.generation), "what was read of it would count"
+    assert figures(root)["counters"]["lease_damaged"] == 2
+    assert leased_bytes(root) == CHUNKS * SLOT_BYTES, "a running load may still read"
+    with one.payload(slots[2]) as view:
+        assert view == content(2)
+    client.release(loads)
+    wait_for(lambda: one.hits(CHUNKS) == 1, "the damaged chunk to go")
+    one.store(CHUNKS, start=1)
+    one.wait_hits(CHUNKS)

@@ -17,6 +17,7 @@ MESSAGES = [
     m.Decline("no"),
     m.Lookup(1, 0, bytes(32), bytes(64)),
     m.Lookup(2, 1, b"", b"", leases=False, names=[bytes(36), bytes(20)]),
+    m.Follow(1),
     m.Release(1),
     m.Commit(
         [

@@ -1,6 +1,6 @@
 """Sessions: who must come before one opens, what is refused and with which reason, what a reset does in every state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.connect import read_message
+from tiered_kv.server.sessions import Group, GroupLookup
 from tiered_kv.server.worker_client import WorkerClient, decline
 
 EngineStarter = Callable[..., SmallEngine]
@@ -264,6 +265,25 @@ def test_slots_and_leases_from_before_a_reset_stay_held_until_given_back(engine:
     one.client.release(lookup)
     one.client.give_back([slot])
     wait_for(lambda: figures(root)["hierarchy"]["sessions"] == 1, "the old session's end")
+
+
+def test_a_release_behind_a_reset_looks_for_others_of_the_old_session_no_further_than_the_first() -> None:
+    """An engine whose weights change has ten thousand requests in its queue, and releases the lookups of all."""
+    looked_at = 0
+
+    class Counted(dict[tuple[int, int], GroupLookup]):
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            nonlocal looked_at
+            for item in super().__iter__():
+                looked_at += 1
+                yield item
+
+    group = Group("e", 0, sessions=[1, 2], granted={1: set(), 2: set()})
+    group.by_engine = Counted({(1, number): GroupLookup(number, is_question=False) for number in range(1000)})
+    while group.by_engine:
+        assert not group.is_drained(1)
+        group.by_engine.pop((1, 1000 - len(group.by_engine)))
+    assert group.is_drained(1) and looked_at == 1000
 
 
 def test_a_slot_filled_before_a_reset_is_not_committed_after_it(engine: EngineStarter) -> None:

@@ -126,6 +126,41 @@ def test_slots_are_told_once_and_then_only_how_many_are_ready(
     second.client.release(lookup)
 
 
+def test_a_lookup_that_is_not_followed_is_told_of_twice(
+    root: Path, engine: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes, and that all is here; and once more for whoever begins to follow it then."""
+    first = engine("first")
+    first.store(24)
+    first.wait_hits(24)
+    wait_written(root)
+    first.close()
+    wait_ended(root)
+    second = engine("second")
+    keys, told = second.keys(24), list[LookupAnswer]()
+    note = second.client._note
+
+    def noted(number: int, answer: LookupAnswer) -> None:
+        note(number, answer)
+        if answer.is_answered:
+            told.append(answer)
+
+    monkeypatch.setattr(second.client, "_note", noted)
+    lookup = second.client.lookup(keys.keys, keys.digests, is_followed=False)
+    assert lookup is not None
+    poll_until(second.client, lambda: told[-1:] and told[-1].is_done, "the end")
+    coming, here = told
+    assert (coming.held, coming.is_done, sum(run.chunks for run in coming.arriving)) == (24, False, 24 - coming.ready)
+    assert (here.ready, here.is_done, here.sources) == (24, True, bytes([1] * 24))
+    second.check_slots(here.slots)
+    second.client.follow(lookup)
+    poll_until(second.client, lambda: len(told) == 3, "the answer")
+    assert told[2] == here
+    second.client.release(lookup)
+    second.client.follow(lookup)  # crosses its end
+    assert second.hits(24) == 24
+
+
 def test_progress_keeps_all_but_what_has_arrived() -> None:
     before = LookupAnswer(held=2, slots=(4, 5), sources=bytes(2), is_answered=True)
     after = m.Progressed(1, 2, True, ()).after(before)

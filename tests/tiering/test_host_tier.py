@@ -248,10 +248,10 @@ def test_a_slot_is_not_looked_for_through_a_whole_slab_that_is_drained(monkeypat
         before = host.evicted_count
         slot = host.take_for_store(SIZE, SMALL.namespace)
         most = max(most, host.evicted_count - before)
-        if slot is not None:
-            slots.append(slot)
-        elif not host.is_looking:
+        if slot is host_tier.NoSlot.NONE:
             break
+        if slot is not host_tier.NoSlot.LOOKING:
+            slots.append(slot)
     assert most == 2
     for slot in slots:
         host.give(slot)

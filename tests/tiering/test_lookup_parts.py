@@ -36,6 +36,7 @@ def test_its_session_is_told_of_what_is_begun_and_that_more_follows(story: Story
     first = len(answer.slots)
     assert 0 < first < 6 and first == begun(story)
     assert (answer.held, answer.ready, answer.queued, answer.is_done) == (6, 0, 6 - first, False)
+    assert answer.unbegun == 6 - first and not answer.in_line, "it waits for nobody"
     assert [(run.tier, run.chunks) for run in answer.arriving] == [(HOST + 1, 6)], "what the waiting rule judges by"
     assert story.tiering.wants_turn
     story.finish_all()
@@ -219,7 +220,7 @@ def test_one_whose_chunks_are_lost_while_it_looks_for_room_ends(monkeypatch: pyt
     story.step()
     lookup = story.lookup(story.session, LONG)
     first = sum(story.is_in_host(path) for path in chunks_of(LONG))
-    assert first < 6 and story.tiering.wants_turn and story.tiering._host.is_looking, "it did not meet what is held"
+    assert first < 6 and story.tiering._promotions.wants_turn, "it did not meet what is held"
     for path in reversed(chunks_of(LONG)[first:]):
         story.tiering.remove(HOST + 1, SMALL.namespace, [SMALL.key(path)], leaves_holes=True)
     go_on(story)

@@ -8,6 +8,7 @@ import pytest
 from tests.kit.counts import count, seed
 from tests.kit.tiering.world import SMALL, Path, chunks_of, tier_specs
 from tiered_kv.tiering.index import BlobState
+from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import (
     Delete,
@@ -233,6 +234,25 @@ def test_a_slot_with_the_chunk_of_a_row_is_no_second_write() -> None:
     rows.end_every(WriteRow)
     assert rows.told(uses) == ["good"] and rows.tiering.counters["written"] == 1
     assert rows.told(rows.load((1,))) == ["elsewhere"]
+
+
+def test_a_row_is_written_while_somebody_still_reads_a_slot_that_was_found_damaged() -> None:
+    rows = Rows()
+    rows.commit((1,))
+    rows.end_every(Seal)
+    name = SMALL.record((1,))
+    lookup = rows.tiering.lookup(rows.session, LookupRequest([name.key], [name.prefix_sha256], is_claimed=True))
+    rows.end_every(Write, outcome=Outcome.CORRUPT)
+    assert rows.tiering.index.get(name.key).slot is not None, "it is read from"
+    uses = rows.store((1,))
+    assert rows.told(uses) == [None] and rows.waiting(WriteRow)
+    rows.end_every(WriteRow)
+    assert rows.told(uses) == ["good"] and rows.is_below((1,))
+    rows.tiering.release(rows.session, lookup)
+    rows.step()
+    loads = rows.load((1,))
+    rows.end_every(ReadRow)
+    assert rows.told(loads) == ["good"]
 
 
 def test_a_row_that_is_taken_back_is_told_at_once_and_its_job_ends_unheard() -> None:

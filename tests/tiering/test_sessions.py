@@ -227,6 +227,29 @@ def test_leases_of_a_session_that_is_closed_end_in_parts_and_its_lookups_are_cou
     story.wind_down()
 
 
+def test_each_lookup_of_a_session_that_is_closed_is_looked_at_once():
+    """Its engine had ten thousand requests in its queue: who looks for the first of them each time stands still."""
+
+    class Counted(set):  # type: ignore[type-arg]
+        seen = 0
+
+        def __iter__(self):
+            for item in super().__iter__():
+                self.seen += 1
+                yield item
+
+    story = Story()
+    other = story.open(SMALL)
+    lookups = [story.tiering.lookup(other, LookupRequest([], [])) for _ in range(2000)]
+    counted = story.tiering._sessions[other].lookups = Counted(lookups)
+    story.close(other)
+    parts = 1
+    while story.tiering.wants_turn:
+        story.tiering.take_jobs()
+        parts += 1
+    assert not counted and parts > 10 and counted.seen < 2 * len(lookups)
+
+
 def test_leases_that_are_over_at_once_are_told_so_in_parts(monkeypatch):
     monkeypatch.setattr("tiered_kv.tiering.leases.ENDED_AT_ONCE_MAX", 2)
     story = Story(host_bytes=800)

@@ -250,6 +250,7 @@ def test_a_chunk_whose_slot_was_found_damaged_is_promised_to_nobody_while_somebo
     story.end(Seal, (1, 2))
     relies = story.ask((1, 2))
     assert story.figures(relies) == (2, 2, 2, True)
+    story.claim(relies)
     story.end(Write, fault=Outcome.CORRUPT)
     assert story.is_in_host((1,)), "its slot is read from"
     assert story.figures(story.ask((1, 2))) == (0, 0, 0, True)
@@ -257,6 +258,63 @@ def test_a_chunk_whose_slot_was_found_damaged_is_promised_to_nobody_while_somebo
     story.release(relies)
     story.step()
     assert not story.is_in_host((1,))
+    story.finish_all()
+
+
+def test_who_was_promised_a_chunk_hears_that_its_slot_was_found_damaged():
+    """A load of it is worth nothing from then on; what was claimed keeps its slots until it is released."""
+    story = Story()
+    story.commit_prefix((1, 2))
+    story.end(Seal, (1,))
+    story.end(Seal, (1, 2))
+    story.commit_prefix((7,))
+    story.end(Seal, (7,))
+    waits, loads, other = story.ask((1, 2)), story.ask((1, 2)), story.ask((7,))
+    story.claim(loads)
+    story.end(Write, (1,), fault=Outcome.CORRUPT)
+    assert story.ended == [waits] and story.worthless == {loads} and story.counted("lease_damaged") == 2
+    assert story.is_in_host((1,)), "its slot is read from"
+    assert story.figures(story.ask((1, 2))) == (0, 0, 0, True)
+    story.release(loads)
+    story.step()
+    assert not story.is_in_host((1,)) and story.is_in_host((1, 2))
+    story.release(other)
+    story.finish_all()
+
+
+def test_of_damage_whoever_waits_hears_and_a_lost_client_does_not():
+    story = Story()
+    story.commit_prefix((1,))
+    story.commit_prefix((2,))
+    story.end_every(Seal)
+    lost = story.open(SMALL)
+    waits = [story.ask((1,)), story.ask((2,))]
+    loads = story.ask((1,), session=lost)
+    story.claim(loads)
+    story.ask((2,), session=lost)
+    story.suspend(lost)
+    for write in [story.tiering.written] * 2:
+        write(story.jobs.pop(story.waiting(Write)[0]), Outcome.CORRUPT)
+    story.step()
+    assert story.ended == waits and not story.worthless and story.counted("lease_damaged") == 2
+    assert story.is_in_host((1,)) and story.is_in_host((2,)), "a process may still read them"
+    story.close(lost)
+    story.step()
+    assert not story.is_in_host((1,)) and not story.is_in_host((2,))
+
+
+def test_who_was_promised_a_tail_hears_that_its_slot_was_found_damaged():
+    story = Story(limits=Limits(few_chunks=1))
+    story.store((1, 2))
+    assert story.commit_tail(story.session, (1, 2), "end")
+    story.step()
+    story.tiering.save_tails()
+    lookup = story.lookup(story.session, (1, 2), wants_tails=True)
+    story.step()
+    assert [tail.slot is None for tail in story.answer(lookup).tails] == [False]
+    story.end(Write, fault=Outcome.CORRUPT)
+    assert story.ended == [lookup]
+    assert not story.answer(story.ask((1, 2))).tails
     story.finish_all()
 
 

@@ -268,15 +268,23 @@ class Histories(RuleBasedStateMachine):
 
     @rule(space=st.sampled_from(SPACES), path=PATHS, owner=st.sampled_from(OWNERS), is_whole=st.booleans())
     def release_what_a_users_session_has(self, space, path, owner, is_whole):
-        """Nothing goes that another one asked for or that is in use; what only leaves memory is held below."""
+        """Nothing goes that another one asked for or that is in use; what only leaves memory is held below.
+
+        A tail goes with the chunk that it continues, whoever stored it.
+        """
         tiering, index = self.world.tiering, self.world.tiering.index
+
+        def is_own(entry):
+            chunk = index.parent(entry) if entry.tail_tokens else entry
+            return entry.owner == owner or (chunk is not None and chunk.owner == owner)
+
         held = [entry for entry in index.entries() if index.is_held(entry)]
         is_moving = (HostState.SEALING, HostState.PROMOTING)
         staying = [
             entry
             for entry in held
             if not is_whole
-            or entry.owner != owner
+            or not is_own(entry)
             or entry.leases
             or BlobState.WRITING in entry.blobs
             or entry.host in is_moving

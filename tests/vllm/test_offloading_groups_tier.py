@@ -180,7 +180,7 @@ def test_nobody_is_told_to_ask_again_for_ever(engine: Engine) -> None:
     store(engine, 2, 1)
     context = engine.request(2)
     assert engine.look(context, key(FULL, 0)) == ["RETRY"]
-    engine.tier._request(context).again_s = -1e6
+    engine.tier._request(context).again_since_s = -1e6
     assert engine.look(context, key(STATE, 1)) == ["MISS"]
 
 

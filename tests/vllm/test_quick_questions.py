@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.tiering.types import Arrival, LookupAnswer, Tail
-from tiered_kv.vllm import requests
+from tiered_kv.vllm import request_lookups, requests
 from tiered_kv.vllm.engine_metrics import SchedulerMeter
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.hooks import SchedulerHooks
@@ -59,6 +60,7 @@ GROUPS = {
 }
 CHUNKS = 8
 REQUESTS = 3
+NOT_COMPARED = ("wait", "step_s", "request", "extras")
 LONG = 3 * CHUNK
 """Keys of longer prompts another thread computes, where the test says so."""
 
@@ -139,7 +141,7 @@ class Engine:
     ) -> None:
         config = cache_settings(root, **more)
         self.kinds, self.adapter = kinds, adapter
-        self.client = SchedulerClient(config, "e", 1)
+        self.client = SchedulerClient(config, "e", 1, monotonic=clock.monotonic)
         self.server: socket.socket | None = None
         self.said = bytearray()
         role = EngineRole(may_load=True, may_store=True, has_prefix_caching=False, is_by_priority=is_by_priority)
@@ -273,7 +275,7 @@ class Engine:
         for one in self.asked:
             state = self.side.state(one.request_id)
             assert state is not None
-            fields = [field for field in requests.RequestState.__slots__ if field not in ("wait", "request", "extras")]
+            fields = [field for field in requests.RequestState.__slots__ if field not in NOT_COMPARED]
             kept = {name: getattr(state, name) for name in fields if name not in ("keys", "hashing")}
             names = state.keys.keys if state.keys else None
             shown.append((kept, names, state.is_hashing, state.extras.reason))
@@ -292,9 +294,10 @@ class Engine:
 
 
 @contextlib.contextmanager
-def twins(clock: FakeClock, **more: Any) -> Iterator[tuple[Engine, Engine]]:
+def twins(clock: FakeClock, followed_chunks: int = 0, **more: Any) -> Iterator[tuple[Engine, Engine]]:
     with tempfile.TemporaryDirectory() as work, pytest.MonkeyPatch.context() as patched:
         patched.setattr(SchedulerClient, "_start_joining", lambda self, delay_s: None)
+        patched.setattr(request_lookups, "FOLLOWED_CHUNKS", followed_chunks)
         both = [Engine(Path(work), clock, is_quick=is_quick, **more) for is_quick in (True, False)]
         try:
             yield both[0], both[1]
@@ -313,6 +316,7 @@ def drawn_twins(source: random.Random, clock: FakeClock, **more: Any) -> Iterato
         patched.setattr(requests, "YIELD_S", 0.0)
         patched.setattr("tiered_kv.vllm.request_lookups.ThreadPoolExecutor", lambda *_, **__: LateHasher())
         given = {"groups": source.choice(sorted(GROUPS)), "is_by_priority": source.random() < 0.5}
+        given["followed_chunks"] = source.choice((0, 0, CHUNKS))
         with twins(clock, kinds=kinds, adapter=adapter_in(Path(work)), **given, **more) as both:
             yield both
 
@@ -337,6 +341,7 @@ def drawn_answer(source: random.Random, tails: tuple[Tail, ...] = (), parts: int
         part = source.randrange(1, left + 1)
         runs.append(Arrival(source.randrange(1, 3), part, source.choice(ETAS)))
         left -= part
+    queued = source.choice((0, 0, 0, 0, held - count))
     return LookupAnswer(
         held=held,
         slots=tuple(range(count)),
@@ -346,10 +351,11 @@ def drawn_answer(source: random.Random, tails: tuple[Tail, ...] = (), parts: int
         unknown=unknown,
         search_s=source.choice((None, 0.0, 0.001, 0.1)),
         sources=bytes(source.randrange(3) for _ in range(count)),
-        queued=source.choice((0, 0, 0, 0, held - count)),
+        queued=queued,
         is_answered=source.random() < 0.95,
         boundary=min(held, max(0, count - parts)) if parts else 0,
         tails=tails,
+        unbegun=source.choice((0, queued, source.randrange(queued + 1))),
     )
 
 
@@ -566,7 +572,9 @@ def test_requests_of_all_kinds_are_answered_early_and_everything_happens_to_them
 
 
 def test_most_questions_of_a_wait_end_early() -> None:
-    """Also those that find more of what is waited for; not the first that finds anything, nor the last."""
+    """But for the first that finds what is held, the one before the end of the wait is near, each that finds more, and
+    the last.
+    """
     clock = FakeClock()
     with twins(clock, promotion_wait_ms=30_000) as (quick, _):
         for number in range(50):
@@ -575,15 +583,102 @@ def test_most_questions_of_a_wait_end_early() -> None:
         lookup = next(iter(quick.client.lookups))
         told = LookupAnswer(CHUNKS, tuple(range(CHUNKS)), sources=bytes(CHUNKS), is_answered=True)
         quick.tell(m.Updated(lookup, told))
+        for _ in range(1000):
+            clock.advance(0.02)
+            assert quick.ask(0) is None
+        assert quick.quick.total() == 49 + 999 and b"Follow" not in quick.hear()
+        clock.advance(9.95)
+        assert quick.ask(0) is None and b"Follow" in quick.hear()
+        assert quick.quick.total() == 49 + 999
         for ready in range(1, CHUNKS):
-            for _ in range(10):
-                clock.advance(0.001)
-                assert quick.ask(0) is None
             quick.tell(m.Progressed(lookup, ready, False, (Arrival(1, CHUNKS - ready, 0.1),)))
-        assert quick.quick.total() == 49 + 10 * (CHUNKS - 1) - 1
+            for _ in range(10):
+                assert quick.ask(0) is None
+        assert quick.quick.total() == 49 + 999 + 9 * (CHUNKS - 1)
         quick.tell(m.Progressed(lookup, CHUNKS, True, ()))
         assert quick.ask(0) == CHUNKS * CHUNK
-        assert quick.quick.total() == 49 + 10 * (CHUNKS - 1) - 1
+        assert quick.quick.total() == 49 + 999 + 9 * (CHUNKS - 1)
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_wait_ends_when_its_bound_says_so_with_all_that_is_here_by_then(is_heard: bool) -> None:
+    """Before it ends the server is asked what is ready; one that does not answer keeps nobody for long."""
+    clock = FakeClock()
+    with twins(clock, promotion_wait_ms=400) as both:
+        lookup = next(iter(both[0].client.lookups))
+        slots = tuple(range(CHUNKS))
+        comes = (Arrival(1, CHUNKS, 0.1),)
+        for one in both:
+            one.tell(m.Updated(lookup, LookupAnswer(CHUNKS, slots, 0, False, comes, 0, None, bytes(CHUNKS), 0, True)))
+        began_s, asked_s, answer = clock.monotonic(), 0.0, None
+        while answer is None:
+            heard = [one.ask(0) for one in both]
+            assert heard[0] == heard[1] and [one.step() for one in both]
+            assert both[0].hear() == both[1].hear()
+            answer = heard[0]
+            if not asked_s and b"Follow" in both[0].hear():
+                asked_s = clock.monotonic() - began_s
+                for one in both if is_heard else ():
+                    one.tell(m.Progressed(lookup, 5, False, (Arrival(1, CHUNKS - 5, 0.1),)))
+            clock.advance(0.005)
+        waited_s = clock.monotonic() - began_s - 0.005
+        assert answer == (5 * CHUNK if is_heard else 0)
+        assert 0.37 <= asked_s <= 0.4 < waited_s <= (0.41 if is_heard else 0.45)
+        assert both[0].hear().count(b"Follow") == 1
+
+
+def test_what_was_told_long_before_a_turn_is_asked_for_anew_before_the_request_goes_on_without_it() -> None:
+    """Told of a slow tier at first; by the request's turn most is here, and the rest comes soon."""
+    clock = FakeClock()
+    with twins(clock) as both:
+        lookup = next(iter(both[0].client.lookups))
+        slow = LookupAnswer(CHUNKS, tuple(range(CHUNKS)), 0, False, (Arrival(1, CHUNKS, 30.0),), 0, None, bytes(CHUNKS))
+        for one in both:
+            one.tell(m.Updated(lookup, msgspec.structs.replace(slow, is_answered=True)))
+            one.side.poll()
+        clock.advance(5.0)
+        assert [one.ask(0) for one in both] == [None, None]
+        assert all(one.hear().count(b"Follow") == 1 for one in both)
+        for one in both:
+            one.tell(m.Progressed(lookup, CHUNKS - 1, False, (Arrival(1, 1, 30.0),)))
+        clock.advance(0.001)
+        assert [one.ask(0) for one in both] == [(CHUNKS - 1) * CHUNK] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "is_followed"),
+    [({}, False), ({"followed_chunks": CHUNKS - 1}, False), ({"followed_chunks": CHUNKS}, True),
+     ({"promotion_wait_ms": 0}, True)],
+)  # fmt: skip
+def test_short_lookups_and_those_that_nothing_is_waited_for_are_followed_from_their_beginning(
+    given: dict[str, Any], is_followed: bool
+) -> None:
+    with twins(FakeClock(), **given) as both:
+        sent = list(m.FrameReader(m.FromClient).feed(both[0].hear()))
+        assert [one.is_followed for one in sent if isinstance(one, m.Lookup)] == [is_followed] * REQUESTS
+
+
+def test_a_short_wait_is_followed_from_its_first_answer_on() -> None:
+    """An eighth has come within it and says that the tier is fast: the rest is waited for."""
+    clock = FakeClock()
+    with twins(clock) as both:
+        lookup = next(iter(both[0].client.lookups))
+        unmeasured = LookupAnswer(
+            CHUNKS, tuple(range(CHUNKS)), 0, False, (Arrival(1, CHUNKS),), sources=bytes(CHUNKS), is_answered=True
+        )
+        for one in both:
+            one.side.prefill._sample(20 * CHUNKS * CHUNK, 1.0)  # 50 ms to compute all, 2.5 of which may be waited
+            one.tell(m.Updated(lookup, unmeasured))
+        assert [one.ask(0) for one in both] == [None, None]
+        assert all(one.hear().count(b"Follow") == 1 for one in both)
+        for one in both:
+            one.tell(m.Progressed(lookup, 1, False, (Arrival(1, CHUNKS - 1, 0.006),)))
+        for _ in range(8):
+            clock.advance(0.001)
+            assert [one.ask(0) for one in both] == [None, None]
+        for one in both:
+            one.tell(m.Progressed(lookup, CHUNKS, True, ()))
+        assert [one.ask(0) for one in both] == [CHUNKS * CHUNK] * 2
 
 
 def test_questions_end_early_while_another_thread_computes_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,7 +723,10 @@ def test_a_request_whose_adapter_has_changed_waits_for_no_keys(tmp_path: Path, m
         assert [one.ask(0) for one in engines] == [0, 0]
 
 
-def test_the_socket_is_asked_once_before_what_has_come_and_once_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_is_asked_once_where_nothing_has_come_and_read_to_its_end_where_something_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not about the request that waits is taken in, and the answer comes early."""
     with twins(FakeClock(), promotion_wait_ms=30_000) as (quick, _):
         lookup = next(iter(quick.client.lookups))
         quick.tell(
@@ -638,8 +736,11 @@ def test_the_socket_is_asked_once_before_what_has_come_and_once_behind_it(monkey
         news, asked = quick.client._news, list[int]()
         monkeypatch.setattr(quick.client, "_news", SimpleNamespace(poll=lambda ms: asked.append(ms) or news.poll(ms)))
         assert quick.ask(0) is None and len(asked) == 1, "nothing has come"
-        quick.tell(m.Progressed(lookup, 2, False, (Arrival(1, CHUNKS - 2, 0.1),)))
         before = quick.quick.total()
+        quick.tell(m.Credits([7]))
         assert quick.ask(0) is None and len(asked) == 3
-        assert quick.quick.total() == before + 1
+        assert quick.quick.total() == before + 1 and quick.client.credit_count == 1
+        quick.tell(m.Progressed(lookup, 2, False, (Arrival(1, CHUNKS - 2, 0.1),)))
+        assert quick.ask(0) is None
+        assert quick.quick.total() == before + 1, "it is looked at whole"
         assert quick.client.lookups[lookup].ready == 2 and quick.client.is_leased(lookup, quick.client.generation)

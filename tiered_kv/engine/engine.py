@@ -104,7 +104,7 @@ USES_AT_ONCE: Final = 256
 """A tier is told at once: its threads wait for each other meanwhile."""
 
 PROGRESS_INTERVAL_S = 0.02
-"""Between two updates of lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
+"""Between two updates of followed lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
 
 DATES_INTERVAL_S: Final = 0.05
 """Between two times that prefixes are dated which come piece by piece: each takes as long as the prefix is."""
@@ -377,6 +377,10 @@ class Engine:
     def claim(self, session: int, lookup: int) -> None:
         """A load begins of what is ready: the leases stay until :meth:`release`."""
         self.tiering.claim(session, lookup)
+
+    def follow(self, session: int, lookup: int) -> None:
+        """Have the session told at the next :meth:`step` how much of a lookup is ready, and of parts from then on."""
+        self.tiering.follow(session, lookup)
 
     def release(self, session: int, lookup: int, *, is_asked_anew: bool = False) -> None:
         """End a lookup and its leases; see :meth:`Tiering.release`."""

@@ -13,7 +13,6 @@ import logging
 import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Final, Protocol
@@ -118,41 +117,3 @@ class ThreadExecutor:
                 task()
             except Exception:  # a dead thread would hang every later job
                 logger.exception("a task raised; it should have reported an outcome")
-
-
-class StepExecutor:
-    """No threads: tasks run when a test says so, in an order the test picks.
-
-    ``step(choose)`` runs one waiting task: ``choose(n)`` returns which of the ``n`` waiting ones, e.g. a seeded
-    ``random.Random.randrange`` or a Hypothesis draw.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: deque[Callable[[], None]] = deque()
-
-    def submit(self, pool: Pool, priority: int, task: Callable[[], None]) -> None:
-        del pool, priority
-        self.waiting.append(task)
-
-    def step(self, choose: Callable[[int], int] = lambda _count: 0) -> bool:
-        """Run one task; False when none waits."""
-        if not self.waiting:
-            return False
-        index = choose(len(self.waiting))
-        self.waiting.rotate(-index)
-        task = self.waiting.popleft()
-        self.waiting.rotate(index)
-        task()
-        return True
-
-    def notify(self) -> None:
-        """Nobody sleeps."""
-
-    def fileno(self) -> int:
-        return -1
-
-    def drain_notifications(self) -> None:
-        """Nothing to drain."""
-
-    def close(self) -> None:
-        self.waiting.clear()

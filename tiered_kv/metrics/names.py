@@ -334,6 +334,7 @@ _SERVER_EVENTS: Final = (
     EventName("hints_without_engine", _EVENTS),
     EventName("host_evicted", ShownIn.EVICTED_CHUNKS),
     EventName("lease_cap_reached", _EVENTS),
+    EventName("lease_damaged", _EVENTS),
     EventName("lease_expired", _EVENTS),
     EventName("lease_gave_way", _EVENTS),
     EventName("line_full", _EVENTS),

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
@@ -102,6 +102,7 @@ class SchedulerClient:
 
     Attributes:
         lookups: Lookups that were sent and not released, with what is known of them.
+        told_s: Of each of those, when that came, or when it was sent.
         ended: Lookups that were released, for whoever counts them; neither questions nor lookups of a lost session are
             among them.
         moves: What the server told of chunks that came and went.
@@ -114,8 +115,17 @@ class SchedulerClient:
         rows_ended: What the server told of uses of lent rows, for whoever began them to take away.
     """
 
-    def __init__(self, config: Config, engine_id: str, world_size: int, *, is_watching: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine_id: str,
+        world_size: int,
+        *,
+        is_watching: bool = False,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Begin to join; with ``is_watching`` the session is told which chunks come and go, in ``moves``."""
+        self._monotonic = monotonic
         self._config = config
         self._engine_id = engine_id
         self.world_size = world_size
@@ -125,6 +135,7 @@ class SchedulerClient:
         self.namespace: Namespace | None = None
         self.info: SessionInfo | None = None
         self.lookups: dict[int, LookupAnswer] = {}
+        self.told_s: dict[int, float] = {}
         self.ended: deque[EndedLookup] = deque(maxlen=ENDED_MAX)
         self.moves: deque[m.Moved] = deque(maxlen=MOVES_MAX)
         self.tiers: tuple[str, ...] = ()
@@ -191,6 +202,7 @@ class SchedulerClient:
         session: bytes = b"",
         hint: str = "",
         counted: int = 0,
+        is_followed: bool = True,
     ) -> int | None:
         """Start a lookup whose answer appears in ``lookups``; chunks before ``start`` are not wanted.
 
@@ -199,15 +211,20 @@ class SchedulerClient:
         Where nothing may be searched in a shared tier, the keys may be any part of a prefix. With ``wants_tails`` the
         answer has the tails behind what is held. ``session`` is the name of the user's session that asks, if it is
         one's, ``hint`` the peer that is asked first. ``counted`` are the leading chunks that an earlier lookup of the
-        same request found, and thereby used, or that it has computed before it was preempted.
+        same request found, and thereby used, or that it has computed before it was preempted. Where it is not followed
+        the server tells of what it finds and of the end, of parts only from :meth:`follow` on.
         """
         names = b"".join(keys), b"".join(digests)
         number = self._next_lookup
         wanted = m.Lookup(
             number, start, *names, turn, is_claimed, state_parts, may_search, wants_tails, session, hint,
-            counted=counted,
+            counted=counted, is_followed=is_followed,
         )  # fmt: skip
         return self._look_up(wanted, keys)
+
+    def follow(self, lookup: int) -> None:
+        """Have the server tell how much of a lookup is ready, and from then on of parts as they are."""
+        self._send(m.Follow(lookup), may_drop=False)
 
     def look_up_rows(
         self,
@@ -237,7 +254,7 @@ class SchedulerClient:
         if not self.is_ready or not self._send(wanted):
             return None
         self._next_lookup += 1
-        self.lookups[wanted.lookup] = LookupAnswer()
+        self._note(wanted.lookup, LookupAnswer())
         self._asked[wanted.lookup] = (keys, wanted.start, wanted.state_parts, wanted.leases)
         return wanted.lookup
 
@@ -262,6 +279,7 @@ class SchedulerClient:
         """
         if (answer := self.lookups.pop(lookup, None)) is not None:
             keys, start, parts, leases = self._asked.pop(lookup)
+            del self.told_s[lookup]
             if leases:
                 self.ended.append(EndedLookup(lookup, self.generation, keys, start, answer, is_asked_anew, parts))
             elif answer.is_done:
@@ -455,15 +473,15 @@ class SchedulerClient:
                 if told is not None and not told.is_ended:
                     answer = message.after(told)
                     _check_answer(answer)
-                    self.lookups[lookup] = answer
+                    self._note(lookup, answer)
             case m.Updated(lookup, answer):
                 _check_answer(answer)
                 if lookup in self.lookups and not self.lookups[lookup].is_ended:
-                    self.lookups[lookup] = answer
+                    self._note(lookup, answer)
             case m.Ended(lookup):
                 if lookup in self.lookups:
                     held = self.lookups[lookup].held
-                    self.lookups[lookup] = LookupAnswer(held=held, is_done=True, is_answered=True, is_ended=True)
+                    self._note(lookup, LookupAnswer(held=held, is_done=True, is_answered=True, is_ended=True))
             case m.Moved():
                 check_moved(message, len(self.tiers))
                 self._note_moves(message)
@@ -494,6 +512,9 @@ class SchedulerClient:
                 raise error
             case _:
                 raise ProtocolError(f"unexpected message. type={type(message).__name__}")
+
+    def _note(self, lookup: int, answer: LookupAnswer) -> None:
+        self.lookups[lookup], self.told_s[lookup] = answer, self._monotonic()
 
     def _note_moves(self, moved: m.Moved) -> None:
         if len(moved.keys) > MOVES_BYTES_MAX // MOVES_MAX and sum(len(x.keys) for x in self.moves) > MOVES_BYTES_MAX:
@@ -630,6 +651,7 @@ class SchedulerClient:
         self._taken.clear()
         self._rests_unanswered = 0
         self.lookups.clear()
+        self.told_s.clear()
         self._asked.clear()
         self.moves.clear()
         self.rows_ended.clear()
@@ -685,10 +707,12 @@ def _check_answer(answer: LookupAnswer) -> None:
     Raises:
         ProtocolError: It is not so.
     """
-    if not answer.ready <= len(answer.slots) == len(answer.sources) or answer.boundary > answer.held:
+    is_whole = answer.ready <= len(answer.slots) == len(answer.sources) and answer.unbegun <= answer.queued
+    if not is_whole or answer.boundary > answer.held:
         raise ProtocolError(
             f"an impossible answer to a lookup. slots={len(answer.slots)} ready={answer.ready} "
-            f"sources={len(answer.sources)} boundary={answer.boundary} held={answer.held}"
+            f"sources={len(answer.sources)} boundary={answer.boundary} held={answer.held} queued={answer.queued} "
+            f"unbegun={answer.unbegun}"
         )
 
 

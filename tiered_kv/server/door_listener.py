@@ -20,7 +20,7 @@ from typing import Final
 import h11
 
 from tiered_kv.server.door_pace import OwnPace, Pace, QuickThreads, give_way
-from tiered_kv.tiers.tls import TLS_PIECE_BYTES, Tls
+from tiered_kv.tiers.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +83,12 @@ class DoorWire:
     def recv(self, size_bytes: int) -> bytes:
         """What has come, at least a byte; empty: the stream ended."""
         part = bytearray(size_bytes)
-        while (count := self._tls.read_into(memoryview(part))) is None:
-            self._socket.sendall(self._tls.take())  # an answer of the protocol itself, as a rule nothing
-            self._tls.feed(self._socket.recv_into(self._tls.room))
+        count = self._tls.recv_into(memoryview(part), self._socket.recv_into, self._socket.sendall)
         return bytes(part[:count])
 
     def sendall(self, part: bytes | memoryview) -> None:
         with memoryview(part) as view:
-            for offset in range(0, len(view), TLS_PIECE_BYTES):
-                self._tls.write(view[offset : offset + TLS_PIECE_BYTES])
-                self._socket.sendall(self._tls.take())
+            self._tls.sendall(view, self._socket.sendall)
 
 
 class Reply:

@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import Arrival, LookupAnswer, SlotId
 
-PROTOCOL = 21
+PROTOCOL = 22
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -159,6 +159,8 @@ class Lookup(Message, frozen=True):
         counted: Leading chunks that an earlier lookup of the same request found, or that it has computed before it was
             preempted: asking again is no second use.
         load: Number of the load that this is a part of, for counting; 0: it is counted by itself.
+        is_followed: Tell of parts as they are ready. Otherwise of what is found, of what changes that, and of the end,
+            until ``Follow`` is said.
     """
 
     lookup: int
@@ -176,6 +178,13 @@ class Lookup(Message, frozen=True):
     names: list[RowName] = []
     counted: Annotated[int, msgspec.Meta(ge=0, le=SIZE_MAX)] = 0
     load: RowNumber = 0
+    is_followed: bool = True
+
+
+class Follow(Message, frozen=True):
+    """Tell at once how much of a lookup is ready, and from now on of parts as they are; nothing, if it has ended."""
+
+    lookup: int
 
 
 class Claim(Message, frozen=True):
@@ -510,6 +519,9 @@ class Progressed(Message, frozen=True):
 class Ended(Message, frozen=True):
     """A lookup's leases end: it held them unclaimed for too long, or gave way. Its slots are no longer its own.
 
+    Or one of its slots was found damaged: nothing that was read of them counts. Where a load was begun they stay its
+    own until it is released.
+
     The server uses none of them before all of this message is in the client's socket. So a client that has read its
     socket to the end, after its last byte was copied, knows whether the slots were still leased.
     """
@@ -636,6 +648,7 @@ FromClient = (
     | Decline
     | JoinScheduler
     | Lookup
+    | Follow
     | Claim
     | Release
     | Commit

@@ -368,6 +368,7 @@ class Server:
             m.JoinScheduler: Route(_SCHEDULERS, sessions.join_scheduler),
             m.Lookup: Route(_SCHEDULERS, sessions.lookup),
             m.Claim: Route(_SCHEDULERS, sessions.claim),
+            m.Follow: Route(_SCHEDULERS, sessions.follow),
             m.Release: Route(_SCHEDULERS, sessions.release),
             m.Commit: Route(_SCHEDULERS, sessions.commit),
             m.CommitTail: Route(_SCHEDULERS, sessions.commit_tail),

@@ -98,6 +98,21 @@ class GroupWorker:
 
 
 @dataclass(slots=True)
+class GroupLookup:
+    """A lookup that the scheduler has not released.
+
+    Attributes:
+        client_id: Its number for the scheduler.
+        is_question: It ends with its answer.
+        told: The last answer that the scheduler was told.
+    """
+
+    client_id: int
+    is_question: bool
+    told: LookupAnswer | None = None
+
+
+@dataclass(slots=True)
 class Group:
     """One generation of one engine.
 
@@ -107,8 +122,7 @@ class Group:
         private_epoch: That of the engine, if a reset in an earlier generation gave it one.
         granted: Slots the scheduler holds empty, per session.
         lookups: The scheduler's lookup id -> (engine session, engine lookup id).
-        questions: Of the latter, those that end with their answer.
-        told: The last answer that the scheduler was told, by engine session and lookup.
+        by_engine: What is known of each, by the latter.
         is_watching: The scheduler is told which chunks come and go.
         quota: What the engine says that its namespace keeps and may take, if it says anything.
         slot_bytes: Size of its slots, once the geometry is known.
@@ -133,9 +147,7 @@ class Group:
     base_digest: bytes = b""
     private_epoch: str = ""
     lookups: dict[int, tuple[int, int]] = field(default_factory=dict)
-    client_ids: dict[tuple[int, int], int] = field(default_factory=dict)
-    questions: set[tuple[int, int]] = field(default_factory=set)
-    told: dict[tuple[int, int], LookupAnswer] = field(default_factory=dict)
+    by_engine: dict[tuple[int, int], GroupLookup] = field(default_factory=dict)
     decliners: set[Connection] = field(default_factory=set)
     declined: str = ""
     is_watching: bool = False
@@ -188,9 +200,13 @@ class Group:
         )
 
     def is_drained(self, session: int) -> bool:
-        """Whether the scheduler holds no slot and no lookup of a session any more, and knows of all rows' ends."""
-        owners = (*(owner for owner, _ in self.lookups.values()), *(use.session for use in self.row_uses.values()))
-        return not self.granted[session] and session not in owners
+        """Whether the scheduler holds no slot and no lookup of a session any more, and knows of all rows' ends.
+
+        Asked at each release behind a reset: what is of the session from before it comes first in both.
+        """
+        if self.granted[session] or any(owner == session for owner, _ in self.by_engine):
+            return False
+        return all(use.session != session for use in self.row_uses.values())
 
 
 class Sessions:
@@ -438,18 +454,23 @@ class Sessions:
             leases=lookup.leases,
             counted=lookup.counted,
             load=lookup.load,
+            is_followed=lookup.is_followed,
         )
         engine_id = self._engine.lookup(session, wish)
         group.lookups[lookup.lookup] = (session, engine_id)
-        group.client_ids[session, engine_id] = lookup.lookup
-        if not lookup.leases:
-            group.questions.add((session, engine_id))
+        group.by_engine[session, engine_id] = GroupLookup(lookup.lookup, is_question=not lookup.leases)
 
     def claim(self, connection: Connection, claim: m.Claim) -> None:
         """A load begins; the leases of an unknown id have ended."""
         found = self.owned(connection).lookups.get(claim.lookup)
         if found is not None:
             self._engine.claim(*found)
+
+    def follow(self, connection: Connection, follow: m.Follow) -> None:
+        """Tell how much of a lookup is ready, and of parts from now on; the end of an unknown id was told."""
+        found = self.owned(connection).lookups.get(follow.lookup)
+        if found is not None:
+            self._engine.follow(*found)
 
     def release(self, connection: Connection, release: m.Release) -> None:
         """End a lookup; an unknown id was released before."""
@@ -458,13 +479,11 @@ class Sessions:
         if found is not None:
             self._release(group, found, is_asked_anew=release.is_asked_anew)
 
-    def _release(self, group: Group, lookup: tuple[int, int], *, is_asked_anew: bool = False) -> None:
-        client_id = group.client_ids.pop(lookup, None)
-        group.told.pop(lookup, None)
-        group.questions.discard(lookup)
-        if client_id is not None:
-            del group.lookups[client_id]
-            self._engine.release(*lookup, is_asked_anew=is_asked_anew)
+    def _release(self, group: Group, engine_id: tuple[int, int], *, is_asked_anew: bool = False) -> None:
+        lookup = group.by_engine.pop(engine_id, None)
+        if lookup is not None:
+            del group.lookups[lookup.client_id]
+            self._engine.release(*engine_id, is_asked_anew=is_asked_anew)
             self._close_drained(group)
 
     def end_leases(self) -> bool:
@@ -733,13 +752,15 @@ class Sessions:
                     group.row_uses.pop(number, None)
                 group.scheduler.send(m.RowsEnded(list(good), list(bad), list(elsewhere)))
                 self._close_drained(group)
-            case LookupUpdate(session, lookup, answer):
-                tell_lookup(self._engine, group, update)
-                if answer.is_done and (session, lookup) in group.questions:
+            case LookupUpdate(session, lookup, answer) if (session, lookup) in group.by_engine:
+                told = group.by_engine[session, lookup]
+                tell_lookup(self._engine, group, told, answer)
+                if answer.is_done and told.is_question:
                     self._release(group, (session, lookup))  # its client does not say so
-            case LeaseEnd(session, lookup) if (session, lookup) in group.client_ids:
-                group.ending.append((session, lookup))
-                group.scheduler.send(m.Ended(group.client_ids[session, lookup]))
+            case LeaseEnd(session, lookup, is_claimed) if (session, lookup) in group.by_engine:
+                if not is_claimed:
+                    group.ending.append((session, lookup))
+                group.scheduler.send(m.Ended(group.by_engine[session, lookup].client_id))
             case TierEvents(session) if session == current and group.is_ready:
                 tell_moves(group.scheduler, update)
 
@@ -904,22 +925,18 @@ def ready_message(engine: Engine, group: Group, blob_format: BlobFormat) -> m.Re
     )
 
 
-def tell_lookup(engine: Engine, group: Group, update: LookupUpdate) -> None:
-    """Pass on what is known of a lookup now, unless it was released.
+def tell_lookup(engine: Engine, group: Group, lookup: GroupLookup, untimed: LookupAnswer) -> None:
+    """Pass on what is known of a lookup now.
 
     Raises:
         ProtocolError, ConnectionError: The session's client is lost.
     """
-    name = (update.session, update.lookup)
-    client_id = group.client_ids.get(name)
-    if client_id is None or group.scheduler is None:
-        return
-    assert group.namespace is not None
-    answer = engine.timed(group.namespace.digest, update.answer)
-    told, group.told[name] = group.told.get(name), answer
-    progress = m.Progressed(client_id, answer.ready, answer.is_done, answer.arriving)
+    assert group.namespace is not None and group.scheduler is not None
+    answer = engine.timed(group.namespace.digest, untimed)
+    told, lookup.told = lookup.told, answer
+    progress = m.Progressed(lookup.client_id, answer.ready, answer.is_done, answer.arriving)
     is_progress = told is not None and progress.after(told) == answer
-    group.scheduler.send(progress if is_progress else m.Updated(client_id, answer))
+    group.scheduler.send(progress if is_progress else m.Updated(lookup.client_id, answer))
 
 
 def tell_moves(connection: Connection, moves: TierEvents) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from itertools import islice
 
 from tiered_kv.tiering.eviction import EvictionOrder
@@ -35,6 +36,15 @@ VICTIMS_LOOKED_AT = 32
 """Idle chunks looked at for one whose going strands no chunk behind it; the order puts such chunks first."""
 
 
+class NoSlot(Enum):
+    """Why there is no slot for somebody."""
+
+    NONE = "none"
+    """None can be had now."""
+    LOOKING = "looking"
+    """So many chunks that are held, or in slabs that are drained, came first: ask once more, in a while."""
+
+
 class HostTier:
     """Slots and the chunks in them.
 
@@ -43,7 +53,6 @@ class HostTier:
         leased_by: The same by session; what several rely on counts for the one that does so longest.
         short_tail_bytes: Slots of tails that were said to be behind few chunks.
         ready_count, sealing_count: Chunks in these states.
-        is_looking: A slot was not found because so many chunks that are held came first: ask once more, in a while.
         keeps_for_write: Asked before an idle chunk is evicted for room; where it says yes it holds the chunk, until it
             is written.
         usage: Bytes of each namespace: slots with its chunks, and empty ones its sessions hold.
@@ -71,7 +80,6 @@ class HostTier:
         self._drains: dict[int, int] = {}  # slab being drained, by the slot size that waits for its memory
         self._has_new_drains = False
         self._emptying: Iterator[None] | None = None
-        self.is_looking = False
         self.keeps_for_write: Callable[[Entry], bool] = lambda _: False
         self._index = index
         self._quotas = quotas
@@ -95,20 +103,18 @@ class HostTier:
 
     # -- slots -------------------------------------------------------------------------------------------------
 
-    def take_for_store(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+    def take_for_store(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
         """A free slot, else that of an idle chunk; none is evicted while memory is on its way."""
-        self.is_looking = False
         if self.usage.excess_bytes(namespace, slot_bytes) > 0:
             return self._take_idle(slot_bytes, namespace, only_own=True)
         slot = self.slots.take(slot_bytes)
         is_growing = self._grow_ahead(slot_bytes)
-        if slot is None and not is_growing:
-            slot = self._take_idle(slot_bytes, namespace)
-        return slot
+        if slot is not None:
+            return slot
+        return NoSlot.NONE if is_growing else self._take_idle(slot_bytes, namespace)
 
-    def take_for_load(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+    def take_for_load(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
         """A free slot, else one of memory that is on its way (the read follows it), else that of an idle chunk."""
-        self.is_looking = False
         if self.usage.excess_bytes(namespace, slot_bytes) > 0:
             return self._take_idle(slot_bytes, namespace, only_own=True)
         slot = self.slots.take(slot_bytes)
@@ -117,29 +123,26 @@ class HostTier:
             slot = self.slots.take_early(slot_bytes)
         if slot is None and self._grow(slot_bytes):
             slot = self.slots.take_early(slot_bytes)
-        if slot is None:
-            slot = self._take_idle(slot_bytes, namespace)
-        return slot
+        return self._take_idle(slot_bytes, namespace) if slot is None else slot
 
     def give(self, slot: SlotId) -> None:
         """Return a slot that no chunk lies in."""
         self.slots.give(slot)
 
-    def _take_idle(self, slot_bytes: int, namespace: bytes, *, only_own: bool = False) -> SlotId | None:
+    def _take_idle(self, slot_bytes: int, namespace: bytes, *, only_own: bool = False) -> SlotId | NoSlot:
         for _ in range(EVICTED_AT_ONCE):
             entry = self._victim(slot_bytes, namespace, only_own=only_own)
-            if entry is None:
-                return None
+            if isinstance(entry, NoSlot):
+                return entry
             if self.keeps_for_write(entry):
                 continue
             slot = self.evict(entry)
             if not self.slots.is_draining(slot):
                 return slot
             self.slots.give(slot)
-        self.is_looking = True
-        return None
+        return NoSlot.LOOKING
 
-    def _victim(self, slot_bytes: int, namespace: bytes, *, only_own: bool) -> Entry | None:
+    def _victim(self, slot_bytes: int, namespace: bytes, *, only_own: bool) -> Entry | NoSlot:
         """The idle chunk to evict next: the first whose children lose nothing by it, else simply the first.
 
         The namespace that needs the slot gives one of its own where all the others are at their minima.
@@ -155,9 +158,8 @@ class HostTier:
                 if found is not None:
                     return found
                 if len(held) == HELD_TAKEN_OUT_AT_ONCE:
-                    self.is_looking = True
-                    return None
-        return None
+                    return NoSlot.LOOKING
+        return NoSlot.NONE
 
     def _first_to_go(self, candidates: Iterator[Entry], held: list[Entry]) -> Entry | None:
         """The chunk of an order to evict next; what it meets that is held is added to ``held``."""

@@ -76,6 +76,7 @@ class Lookup:
         runs: Of a question, from which tiers what is held from ``start`` on would come.
         counted: Leading chunks whose use by this request an earlier lookup has counted, or that it has had itself.
         load: The load that it is a part of, for counting; 0: of none.
+        is_followed: Its session is told of parts as they are ready.
     """
 
     id: int
@@ -107,6 +108,7 @@ class Lookup:
     runs: list[Arrival] = field(default_factory=list)
     counted: int = 0
     load: int = 0
+    is_followed: bool = True
 
     @property
     def coming_tails(self) -> list[Entry]:

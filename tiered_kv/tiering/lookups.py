@@ -14,7 +14,7 @@ from typing import Final
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.tail_keys import tail_tokens
-from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.host_tier import HostTier, NoSlot
 from tiered_kv.tiering.index import SHARED, Entry, HostState, Index
 from tiered_kv.tiering.leases import LeaseQueue, Lookup
 from tiered_kv.tiering.slot_grants import Session
@@ -58,6 +58,8 @@ class LookupRequest:
             request that waits for long is looked up anew every second. One that was preempted has had all of it, its
             own answer, too.
         load: The load that it is a part of (``HitStats``); 0: it is counted by itself.
+        is_followed: Its session is told of parts as they are ready. Otherwise of what it finds, of what changes that,
+            and of the end, until it begins to follow it.
     """
 
     keys: Sequence[bytes]
@@ -74,6 +76,7 @@ class LookupRequest:
     leases: bool = True
     counted: int = 0
     load: int = 0
+    is_followed: bool = True
 
 
 READ_AT_ONCE: Final = 128
@@ -81,7 +84,7 @@ EVICTED_AT_ONCE: Final = 24
 """Chunks that one step begins to read for lookups, and that are evicted for that: a millisecond of it."""
 
 TOLD_AT_ONCE: Final = 8
-"""Parts of a lookup of which sessions are told as soon as they are ready."""
+"""Parts of a lookup of which sessions that follow it are told as soon as they are ready."""
 
 
 class Lookups:
@@ -145,6 +148,11 @@ class Lookups:
         ends, self._ends = self._ends, []
         return [*map(self._describe, told), *ends]
 
+    def follow(self, lookup: Lookup) -> None:
+        """Its session is told with the next updates, also if nothing is new, and from now on of parts."""
+        lookup.is_followed = True
+        self._dirty[lookup.id] = None
+
     @property
     def has_progress(self) -> bool:
         """Whether progress was left for a later call."""
@@ -158,7 +166,7 @@ class Lookups:
         lookup = Lookup(self._last_id, session, wish.start, 0, [], length=len(wish.keys), turn=wish.turn)
         lookup.keys, lookup.digests, lookup.state_parts = wish.keys, wish.digests, wish.state_parts
         lookup.owner, lookup.leases, lookup.counted = wish.owner, wish.leases, wish.counted
-        lookup.load = wish.load
+        lookup.load, lookup.is_followed = wish.load, wish.is_followed
         lookup.is_cut = not wish.leases
         if wish.is_claimed:
             lookup.is_claimed = True
@@ -303,7 +311,8 @@ class Lookups:
     def wait(self, lookup: Lookup) -> None:
         """More leased chunks are in slots or on their way: count what is ready, wait for the rest.
 
-        Where these are a part of what was leased, the session is told of the first part and of the last.
+        Where these are a part of what was leased, the session is told of the first part, and of the last one if it
+        follows the lookup, or if nothing of it has to be waited for.
         """
         first = len(lookup.sources)
         lookup.sources.extend(entry.source for entry in lookup.entries[first : lookup.begun])
@@ -313,7 +322,8 @@ class Lookups:
                 entry.lookups = set()
             entry.lookups.add(lookup.id)
         is_first = not first and lookup.begun > 0
-        if is_first or lookup.begun == len(lookup.entries):
+        is_last = lookup.begun == len(lookup.entries) and (lookup.is_followed or _is_done(lookup))
+        if is_first or is_last:
             self._dirty[lookup.id] = None
 
     def truncate(self, lookup: Lookup, length: int) -> None:
@@ -355,6 +365,24 @@ class Lookups:
             self.line.ends(lookup)
             self._ends.append(LeaseEnd(lookup.session.id, lookup.id))
 
+    def damaged(self, entry: Entry) -> None:
+        """The bytes in a chunk's slot are not what was sealed: whoever was promised them hears that they do not count.
+
+        The leases end, but for those of running loads: whoever claimed them may read for long, and must find the slots
+        as they were.
+        """
+        if not entry.leases:
+            return
+        relying = [
+            one
+            for one in self._lookups.values()
+            if not (one.is_ending or one.session.is_suspended) and (entry in one.entries or entry in one.tails)
+        ]
+        claimed = [one for one in relying if one.is_claimed]
+        self._counters["lease_damaged"] += len(claimed)
+        self._ends += [LeaseEnd(one.session.id, one.id, is_claimed=True) for one in claimed]
+        self.end_leases([one for one in relying if not one.is_claimed], "lease_damaged")
+
     def close(self, lookup: Lookup, *, is_asked_anew: bool = False) -> None:
         """End the lookup and its leases; only now is it known what it got.
 
@@ -384,8 +412,9 @@ class Lookups:
     def chunk_ready(self, entry: Entry) -> None:
         """The chunk's bytes are verified.
 
-        A session is told at once of every eighth of a lookup and of its end, and of what is between them when progress
-        is taken: an update describes all chunks, and one for each would take time that grows with their square.
+        A session is told at once of the end of a lookup. If it follows it, also of every eighth, and of what is between
+        them when progress is taken: an update describes all chunks, and one for each would take time that grows with
+        their square.
         """
         for lookup_id in list(entry.lookups or ()):
             lookup = self._lookups[lookup_id]
@@ -397,8 +426,10 @@ class Lookups:
             self._advance(lookup)
             if lookup.ready != before:
                 is_much = TOLD_AT_ONCE * (lookup.ready - lookup.told) >= len(lookup.entries)
-                told = self._dirty if is_much or _is_done(lookup) else self._progress
-                told[lookup_id] = None
+                if _is_done(lookup) or (is_much and lookup.is_followed):
+                    self._dirty[lookup_id] = None
+                elif lookup.is_followed:
+                    self._progress[lookup_id] = None
 
     def chunk_failed(self, entry: Entry) -> None:
         """The chunk's bytes will not come: shorten every lookup that waits for them."""
@@ -449,6 +480,7 @@ class Lookups:
                 *(_tail(one.record, one.slot if one.host is HostState.READY else None) for one in lookup.tails),
                 *(_tail(record, None) for record in lookup.named_tails),
             ),
+            unbegun=len(lookup.entries) - begun,
         )
         return LookupUpdate(lookup.session.id, lookup.id, answer)
 
@@ -576,12 +608,12 @@ class Promotions:
                     self._goes_on(lookup)
                     return
                 is_held = self._index.source(entry) is not None  # else it was lost since the part before
-                slot = self._take_slot(slot_bytes, namespace) if is_held else None
-                if is_held and slot is None and self._host.is_looking:
+                slot = self._take_slot(slot_bytes, namespace) if is_held else NoSlot.NONE
+                if slot is NoSlot.LOOKING:
                     self._reads_left = 0
                     self._goes_on(lookup)
                     return
-                if slot is None:
+                if isinstance(slot, NoSlot):
                     self._counters["promotion_without_slot"] += is_held
                     self._lookups.truncate(lookup, lookup.begun)
                     return
@@ -590,8 +622,8 @@ class Promotions:
             lookup.begun += 1
         for tail in [one for one in lookup.tails if one.host is HostState.ABSENT]:
             is_held = self._index.source(tail) is not None
-            slot = self._host.take_for_load(slot_bytes, namespace) if is_held else None
-            if slot is None:
+            slot = self._host.take_for_load(slot_bytes, namespace) if is_held else NoSlot.NONE
+            if isinstance(slot, NoSlot):
                 self._lookups.give_up_tail(lookup, tail)
             else:
                 self._read(tail, slot, slot_bytes)
@@ -600,11 +632,9 @@ class Promotions:
         """The next step begins with more of it."""
         self._unfinished.setdefault(lookup.session.id, {})[lookup.id] = lookup
 
-    def _take_slot(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+    def _take_slot(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
         slot = self._host.take_for_load(slot_bytes, namespace)
-        if slot is None and not self._host.is_looking:
-            slot = self._take_from_stores(slot_bytes, namespace)
-        return slot
+        return self._take_from_stores(slot_bytes, namespace) if slot is NoSlot.NONE else slot
 
     def _read(self, entry: Entry, slot: SlotId, slot_bytes: int) -> None:
         tier = self._index.source(entry)
@@ -617,7 +647,7 @@ class Promotions:
         else:
             self._early.setdefault(slab_of(slot), []).append(job)
 
-    def _take_from_stores(self, slot_bytes: int, namespace: bytes) -> SlotId | None:
+    def _take_from_stores(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
         """The slot of a chunk that waits for its write: under pressure stores are dropped first, loads never.
 
         What others keep stays, and who is at its maximum gives its own.
@@ -639,7 +669,7 @@ class Promotions:
             if not self._host.slots.is_draining(slot):
                 return slot
             self._host.give(slot)
-        return None
+        return NoSlot.NONE
 
     def memory_came(self, slab: int, succeeded: bool) -> None:
         """A slab has its memory, or the machine refused it: go on with the reads that wait for it, or give them up."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from tiered_kv.tiering.host_tier import HostTier
+from tiered_kv.tiering.host_tier import HostTier, NoSlot
 from tiered_kv.tiering.types import SlotGrant, SlotId, SlotRecall
 
 CREDITS_MAX = 256
@@ -94,8 +94,8 @@ class SlotGrants:
                 if self.reserved_bytes + size > factor * cap or held[name] + size > factor * own_cap:
                     break
                 slot = self._host.take_for_store(size, name)
-                if slot is None:
-                    self.wants_turn |= self._host.is_looking
+                if isinstance(slot, NoSlot):
+                    self.wants_turn |= slot is NoSlot.LOOKING
                     break
                 session.reserved.add(slot)
                 session.untold.append(slot)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.state_keys import state_records
@@ -71,6 +72,9 @@ GO_ON_MAX = 8
 
 LEASES_ENDED_AT_ONCE = 1024
 """Leases of sessions that are over that end in one step, or all of one lookup: a millisecond of it."""
+
+LEASES_OF_A_LOOKUP = 8
+"""As many leases cost what a lookup costs beside its own."""
 
 
 class Tiering:
@@ -249,13 +253,16 @@ class Tiering:
 
     def _end_lookups(self) -> None:
         """Go on with ending those of closed sessions: a thousand requests may have leased one long prefix each."""
-        leases = 0
-        while self._closed and leases < LEASES_ENDED_AT_ONCE:
+        left = LEASES_ENDED_AT_ONCE
+        while self._closed and left > 0:
             session = next(iter(self._closed.values()))
-            lookup = self._lookups.get(min(session.lookups, default=0))
-            if lookup is not None:
-                leases += 1 + len(lookup.entries)
-                self.release(session.id, lookup.id)
+            for lookup_id in list(islice(session.lookups, 1 + left // LEASES_OF_A_LOOKUP)):
+                lookup = self._lookups.get(lookup_id)
+                assert lookup is not None, "a session has a lookup that is over"
+                left -= LEASES_OF_A_LOOKUP + len(lookup.entries)
+                self.release(session.id, lookup_id)
+                if left <= 0:
+                    break
             if not session.lookups:
                 del self._closed[session.id]
                 self.hit_stats.session_ended(session.id)
@@ -440,6 +447,11 @@ class Tiering:
         """A load begins of what is ready: the leases stay until ``release``. Too late once their end was told."""
         if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
             self._lookups.claim(lookup)
+
+    def follow(self, session_id: int, lookup_id: int) -> None:
+        """Have the session told how much of a lookup is ready, and of parts from now on. Unknown ids are ignored."""
+        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
+            self._lookups.follow(lookup)
 
     def release(self, session_id: int, lookup_id: int, *, is_asked_anew: bool = False) -> None:
         """End a lookup and its leases. Unknown ids are ignored: the session may have been told late.
@@ -742,7 +754,8 @@ class Tiering:
                 self.counters["store_collision"] += 1
                 self._rows.stored_already(use, is_good=False)
                 continue
-            if entry is not None and (is_stored(entry, record, HOST + 1) or entry in write_through.rows):
+            is_good = entry is not None and entry not in self.index.damaged and is_stored(entry, record, HOST + 1)
+            if entry is not None and (is_good or entry in write_through.rows):
                 self.counters["store_duplicate"] += 1
                 entry.is_asked_for_by(SHARED)
                 self.stats.republish(entry, self.index.tiers_with(entry))
@@ -820,6 +833,7 @@ class Tiering:
         self._tiers[job.tier].written(entry, outcome)
         if outcome is Outcome.CORRUPT and entry.host is HostState.READY:  # not what was sealed: somebody wrote there
             self.index.damaged.add(entry)
+            self._lookups.damaged(entry)
 
     def _evict_damaged(self) -> None:
         """Of what was found damaged, what nobody uses any more."""

@@ -207,6 +207,8 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
             or it is not known yet.
         tails: What is held of the chunk behind ``held``, if the lookup wants it: of prompts that went on in various
             ways. Of use only if all slots are ready; where ``held`` has changed since, none has the digest any more.
+        unbegun: Of ``queued``, those that are leased already: they get their slots in the next steps, whatever others
+            do.
     """
 
     held: Count = 0
@@ -222,6 +224,12 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     is_ended: bool = False
     boundary: Count = 0
     tails: tuple[Tail, ...] = ()
+    unbegun: Count = 0
+
+    @property
+    def in_line(self) -> int:
+        """Chunks that wait for others to release theirs."""
+        return self.queued - self.unbegun
 
     @property
     def parts(self) -> list[tuple[int, float | None]]:
@@ -245,10 +253,15 @@ class LeaseEnd:
 
     Its slots stay as they are until :meth:`~tiered_kv.tiering.tiering.Tiering.release`: whoever passes this on
     calls that, once the session is sure to read this before anything it could read in those slots later.
+
+    Attributes:
+        is_claimed: A load may be running, of bytes that are known to be damaged now: nothing of it counts. Its session
+            releases it, as it would have.
     """
 
     session: int
     lookup: int
+    is_claimed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,23 @@ HTTP. Called by ``tiers/object/connection.py`` and ``server/door_listener.py``.
 import contextlib
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Any, Final
 
 TLS_PIECE_BYTES: Final = 256 << 10
 """Bytes that are encrypted before they are sent, and of records that one system call brings."""
 
+Send = Callable[[bytes], object]
+"""Sends all of it."""
+
+Receive = Callable[[memoryview], int]
+"""Reads what has come, at least a byte; 0: the stream ended."""
+
 
 class Tls:
-    """One end of a TLS connection, which moves no byte itself: encrypted bytes go in and come out.
+    """One end of a TLS connection; whoever has the socket says how bytes are sent and received.
 
     Compared with ``SSLSocket`` a reader pays 0.44 instead of 0.61 CPU-s per GB, a sender 0.41 instead of 0.60 (0042).
-
-    Attributes:
-        room: For encrypted bytes that come.
 
     Threads: one at a time.
     """
@@ -32,7 +36,7 @@ class Tls:
         """
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
-        self.room = memoryview(bytearray(room_bytes))
+        self._room = memoryview(bytearray(room_bytes))
 
     def shake_hands(self, connected: socket.socket) -> None:
         """Agree on keys; each wait is bounded by the socket's timeout.
@@ -44,25 +48,32 @@ class Tls:
             try:
                 self._object.do_handshake()
             except ssl.SSLWantReadError:
-                connected.sendall(self.take())
+                connected.sendall(self._outgoing.read())
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    connected.sendall(self.take())  # the alert, which tells the other side why
+                    connected.sendall(self._outgoing.read())  # the alert, which tells the other side why
                 raise
             else:
-                connected.sendall(self.take())
+                connected.sendall(self._outgoing.read())
                 return
-            self.feed(connected.recv_into(self.room))
+            self._take_in(connected.recv_into)
 
-    def feed(self, count: int) -> None:
-        """So many bytes came into ``room``; 0: the stream ended."""
+    def _take_in(self, receive: Receive) -> None:
+        count = receive(self._room)
         if count:
-            self._incoming.write(self.room[:count])
+            self._incoming.write(self._room[:count])
         else:
             self._incoming.write_eof()
 
-    def read_into(self, view: memoryview) -> int | None:
-        """Decrypt what was fed; 0: the stream ended. None: more has to be fed first."""
+    def recv_into(self, view: memoryview, receive: Receive, send: Send) -> int:
+        """Read what has come, at least a byte; 0: the stream ended."""
+        while (count := self._read_into(view)) is None:
+            send(self._outgoing.read())  # an answer of the protocol itself, as a rule nothing
+            self._take_in(receive)
+        return count
+
+    def _read_into(self, view: memoryview) -> int | None:
+        """Decrypt what came; 0: the stream ended. None: more has to come first."""
         done = 0
         try:
             while done < len(view):
@@ -77,16 +88,15 @@ class Tls:
             pass
         return done
 
-    def write(self, part: memoryview) -> None:
-        """Encrypt; :meth:`take` gives the records."""
-        self._object.write(part)
-
-    def take(self) -> bytes:
-        """What has to be sent now."""
-        return self._outgoing.read()
+    def sendall(self, data: memoryview, send: Send) -> None:
+        """Encrypt and send, piece by piece."""
+        for offset in range(0, len(data), TLS_PIECE_BYTES):
+            with data[offset : offset + TLS_PIECE_BYTES] as part:  # released here, as above
+                self._object.write(part)
+            send(self._outgoing.read())
 
     def is_quiet(self) -> bool:
-        """Whether nothing is left of what was fed but words of the protocol itself."""
+        """Whether nothing is left of what came but words of the protocol itself."""
         try:
             self._object.read(1)
         except ssl.SSLWantReadError:

@@ -161,7 +161,7 @@ class _Request:
         rows: By the group's number.
         seen: Keys of vLLM's context that were looked at.
         hits: vLLM's keys of chunks that are answered as hits, while it waits.
-        waits_s: Since when it waits for room among vLLM's rows.
+        waits_since_s: Since when it waits for room among vLLM's rows.
         step: The last one in which anything of it was looked up.
         is_open: Rows of full attention may be promoted.
         adapter: The LoRA adapter that it has.
@@ -170,7 +170,7 @@ class _Request:
         may_look_up: Whether ranks hold that adapter, as of ``step``.
         was_closed: They would have been, and so vLLM has asked for windows and states since.
         is_waiting: For one of these vLLM was told to ask again, since the step began.
-        again_s: Since when vLLM was told nothing but to ask again.
+        again_since_s: Since when vLLM was told nothing but to ask again.
     """
 
     resets: int
@@ -179,12 +179,12 @@ class _Request:
     running: int = 0
     seen: int = 0
     hits: set[bytes] = field(default_factory=set)
-    waits_s: float | None = None
+    waits_since_s: float | None = None
     step: int = -1
     is_open: bool = False
     was_closed: bool = False
     is_waiting: bool = False
-    again_s: float | None = None
+    again_since_s: float | None = None
     adapter: Adapter | None = None
     is_left_alone: bool = False
     may_look_up: bool = True
@@ -462,9 +462,9 @@ class TieredKVTier(SecondaryTierManager):
 
     def _is_late(self, request: _Request) -> bool:
         now_s = time.monotonic()
-        if request.again_s is None:
-            request.again_s = now_s
-        return now_s - request.again_s > max(SEARCH_S, self._config.lookup_timeout_ms / 1e3) + ROOM_S
+        if request.again_since_s is None:
+            request.again_since_s = now_s
+        return now_s - request.again_since_s > max(SEARCH_S, self._config.lookup_timeout_ms / 1e3) + ROOM_S
 
     def _take_hit(self, request: _Request, rows: _Rows, place: int, req_context: "ReqContext") -> Any:
         """Answer for a row that is held, and of a prefix those behind it, within the limit of all that wait."""
@@ -477,13 +477,13 @@ class TieredKVTier(SecondaryTierManager):
             else:
                 request.hits.update(rows.theirs[place : place + room])
             self._hits += len(request.hits) - before  # chunks behind it may have been counted
-            request.waits_s = request.again_s = None
+            request.waits_since_s = request.again_since_s = None
             self._requests[req_context.req_id] = request
             return self._is_hit
         now_s = time.monotonic()
-        if request.waits_s is None:
-            request.waits_s = now_s
-        if self._hits > len(request.hits) and now_s - request.waits_s < ROOM_S:
+        if request.waits_since_s is None:
+            request.waits_since_s = now_s
+        if self._hits > len(request.hits) and now_s - request.waits_since_s < ROOM_S:
             return self._again(request, rows)  # another request goes first
         self._cut(request, rows, [rows.theirs[place]])
         self._metrics.count(NOT_LOADED, 1, "no_room")

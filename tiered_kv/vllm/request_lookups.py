@@ -34,6 +34,10 @@ from tiered_kv.vllm.wait_policy import FRESH_S, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
+FOLLOWED_CHUNKS: Final = 64
+"""Of so few chunks the server tells part by part: they may be waited for by milliseconds. Of more it is asked to where
+a wait comes to its end: each message costs the scheduler's thread 0.1 to 0.2 ms."""
+
 HASHING_MAX_S: Final = 0.05
 """A request that vLLM asks for does not wait longer for its keys, which long prompts before it may hold up."""
 
@@ -192,6 +196,8 @@ class RequestLookups:
         if state.was_preempted:
             counted = len(names)  # its own answer is among them, and no prompt has that yet
         turn = self._waiting_queue.turn_of(state)
+        is_short = len(names) - start <= FOLLOWED_CHUNKS
+        is_followed = is_short or self._config.promotion_wait_ms == 0  # where all that is here at its turn counts
         lookup_id = self._client.lookup(
             names,
             digests,
@@ -202,12 +208,19 @@ class RequestLookups:
             session=state.params.session,
             hint=state.params.peer,
             counted=counted,
+            is_followed=is_followed,
         )
         if lookup_id is None:
             self._counters["lookup_not_sent"] += 1
             return None
         asked = len(names) if parts else None
-        return SentLookup(lookup_id, self._client.generation, start, self._monotonic(), asked, counted=counted)
+        sent = (lookup_id, self._client.generation, start, self._monotonic(), asked)
+        return SentLookup(*sent, counted=counted, is_followed=is_followed)
+
+    def follow(self, lookup: SentLookup, answer: LookupAnswer) -> None:
+        """Have the server tell what is ready now, beyond this answer, and of more as it comes."""
+        lookup.is_followed, lookup.followed, lookup.followed_s = True, answer, self._monotonic()
+        self._client.follow(lookup.id)
 
     # -- answers -----------------------------------------------------------------------------------------------
 

@@ -64,7 +64,8 @@ class SentLookup:
         counted: Leading chunks whose use by the request lookups before it have counted, or that it has had itself.
         given_up: The request was answered without it; it only shows which chunks need not be stored.
         is_counted: Its outcome was counted.
-        answer, told_s: The newest answer, and when it came.
+        is_followed: The server tells of parts of it as they are ready.
+        followed_s, followed: Since when, and what was known then, if it does not so from the beginning.
         tails: Of the newest answer, those of other requests, too.
     """
 
@@ -76,16 +77,11 @@ class SentLookup:
     answered_s: float | None = None
     given_up: bool = False
     is_counted: bool = False
-    answer: LookupAnswer | None = None
-    told_s: float = 0.0
+    is_followed: bool = False
+    followed_s: float | None = None
+    followed: LookupAnswer | None = None
     tails: tuple[Tail, ...] = ()
     counted: int = 0
-
-    def told(self, answer: LookupAnswer, now_s: float) -> float:
-        """When this answer came, which is the newest; the moment at which it was seen first."""
-        if answer is not self.answer:
-            self.answer, self.told_s = answer, now_s
-        return self.told_s
 
 
 class Wait(NamedTuple):
@@ -98,9 +94,8 @@ class Wait(NamedTuple):
         computed, tokens: What the GPU had of it, and its length.
         turn_s: When its turn began.
         tokens_per_s: The engine's prefill rate.
-        since_s, longest_s: It waits for so long since then.
-        limit: How many tokens could be loaded if all that is held were here. None: nothing is known of it, or more than
-            leading chunks is wanted.
+        until_s: It waits so long.
+        looks_ahead: Not if the next question may come later than that.
     """
 
     lookup: SentLookup
@@ -110,9 +105,8 @@ class Wait(NamedTuple):
     tokens: int
     turn_s: float | None
     tokens_per_s: float
-    since_s: float
-    longest_s: float
-    limit: int | None
+    until_s: float
+    looks_ahead: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +118,7 @@ class RequestState:
     ======================  ==========================================================================================
     ``request_lookups.py``  ``lookup``, ``renewal``, ``held``, ``tails``, ``hashing_s``, ``is_asked_anew`` (the waiting
                             queue clears it)
-    ``wait_policy.py``      ``number``, ``asked_s``, ``asked_step``, ``turn_s``, ``pauses``, ``first_s``
+    ``wait_policy.py``      ``number``, ``asked_s``, ``asked_step``, ``step_s``, ``turn_s``, ``pauses``, ``first_s``
     ``request_saves.py``    ``storable``, ``stored``, ``unstored``
     ``disaggregated.py``    ``short_since_s``, ``asked_again_s``, ``asks_again``, ``is_short``
     ``scheduler.py``        ``wait``, ``offer``, ``fork``, ``loaded_tokens``, ``loading_keys``, ``loading_lookup`` (it
@@ -144,6 +138,7 @@ class RequestState:
         is_asked_anew: In this turn its lookup was made anew, and is not again.
         number: Of its arrival.
         asked_s, asked_step: When vLLM asked for it last, and in which step.
+        step_s: How long before that it had asked in the same turn; 0: it had not.
         turn_s: When its turn began, which it pays for; None: it has not.
         pauses: How many turns began because vLLM had not asked for it.
         first_s: Since when it is the next to be admitted, if it waits for room.
@@ -182,6 +177,7 @@ class RequestState:
     asked_s: float = 0.0
     turn_s: float | None = None
     asked_step: int = 0
+    step_s: float = 0.0
     pauses: int = 0
     first_s: float | None = None
     is_asked_anew: bool = False

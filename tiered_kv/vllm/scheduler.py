@@ -41,7 +41,7 @@ from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveReport, StepMetadata
 from tiered_kv.vllm.undrafted import UndraftedBlocks
-from tiered_kv.vllm.wait_policy import PrefillRate, WaitingQueue, WaitPolicy, WaitState
+from tiered_kv.vllm.wait_policy import PROGRESS_S, REPLY_MAX_S, PrefillRate, WaitingQueue, WaitPolicy, WaitState
 
 logger = logging.getLogger(__name__)
 
@@ -137,26 +137,22 @@ class SchedulerSide:
         engine of short steps asks a hundred times for what comes in a few parts, and from one step to the next the
         processor's caches forget us: what counts is how little is touched here, functions included.
         """
-        state = self._requests.get(request.request_id)
+        state, client = self._requests.get(request.request_id), self._client
         if state is None:
             return False
-        if self._client.has_news():
+        if client.has_news():
             if state.wait is None:
                 return False
             self.poll()
-        now_s, lookup, wait = self._monotonic(), state.lookup, state.wait
+        now_s, wait, lookup = self._monotonic(), state.wait, state.lookup
         if wait is None:
-            if lookup is not None or not self._lookups.awaits_keys(state, now_s) or not state.may_read:
-                return False
-            if not self._waiting_queue.goes_on(state, now_s):
-                return False
-            self._waiting_queue.begin_turn(state)
-            return True
-        is_same = (
-            lookup is not None
-            and lookup is wait.lookup
+            return lookup is None and self._goes_on_hashing(state, now_s)
+        return (
+            lookup is wait.lookup
+            and client.lookups.get(lookup.id) is wait.answer
+            and now_s + (now_s - state.asked_s if wait.looks_ahead else 0.0) <= wait.until_s
             and not lookup.given_up
-            and lookup.generation == self._client.generation
+            and lookup.generation == client.generation
             and state.renewal is None
             and state.keys is wait.keys
             and state.turn_s == wait.turn_s
@@ -164,37 +160,20 @@ class SchedulerSide:
             and wait.tokens == request.num_tokens
             and wait.computed == computed_tokens
             and wait.tokens_per_s == self.prefill.tokens_per_s
-            and not self._client.is_silent
+            and not client.is_silent
             and not self._lookups.hashing
             and state.extras.may_look_up
+            and self._waiting_queue.goes_on(state, now_s)
         )
-        if not is_same:
-            return False
-        answer = self._client.lookups.get(wait.lookup.id)
-        if answer is wait.answer:
-            is_same = now_s - wait.since_s <= wait.longest_s
-        else:
-            is_same = answer is not None and self._awaits_rest(state, wait, answer, now_s)
-        return is_same and self._waiting_queue.goes_on(state, now_s)
 
-    def _awaits_rest(self, state: RequestState, wait: Wait, answer: LookupAnswer, now_s: float) -> bool:
-        """Whether a request waits on after more of what it waits for has arrived, and nothing else has changed."""
-        slots = answer.slots
-        if wait.limit is None or not slots or slots is not wait.answer.slots or answer.is_done or answer.is_ended:
+    def _goes_on_hashing(self, state: RequestState, now_s: float) -> bool:
+        """The same of a request whose keys are being computed."""
+        if not self._lookups.awaits_keys(state, now_s) or not state.may_read:
             return False
-        chunk_tokens, room = self._chunk_tokens, wait.limit - wait.computed
-        first = wait.lookup.start * chunk_tokens - wait.computed
-        arrived = max(0, min(first + answer.ready * chunk_tokens, room))
-        unknown = answer.unknown * chunk_tokens
-        if min(first + len(slots) * chunk_tokens, room) + unknown <= arrived:
+        if not self._waiting_queue.goes_on(state, now_s):
             return False
-        parts, chunks = [], answer.ready
-        for run in answer.arriving:
-            chunks += run.chunks
-            parts.append((min(first + chunks * chunk_tokens, room) - arrived, run.eta_s))
-        return self._awaits_more(
-            state, wait.lookup, answer, (arrived, parts, unknown), wait.computed, wait.limit, now_s
-        )
+        self._waiting_queue.begin_turn(state)
+        return True
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded; None to be asked again at the next step.
@@ -236,8 +215,8 @@ class SchedulerSide:
         if answer is None:
             matched = self._lookups.unanswered(state, lookup)
             if matched is None and not has_all:
-                self._note_wait(state, lookup, computed_tokens, None, lookup.sent_s, self._lookups.timeout_s)
-        elif answer.queued and self._wait_policy.may_wait and self._waiting_queue.is_held_up(state):
+                self._note_wait(state, lookup, computed_tokens, lookup.sent_s + self._lookups.timeout_s)
+        elif answer.in_line and self._wait_policy.may_wait and self._waiting_queue.is_held_up(state):
             return None
         elif self._lookups.awaits_renewal(state, lookup, answer):
             matched = None
@@ -254,35 +233,42 @@ class SchedulerSide:
         answer: LookupAnswer,
         progress: tuple[int, Sequence[tuple[int, float | None]], int],
         computed: int,
-        limit: int | None,
-        now_s: float,
     ) -> bool:
-        """Whether a request waits for more; then it is noted. ``progress``: arrived tokens, parts, unknown tokens."""
+        """Whether a request waits for more; then it is noted. ``progress``: arrived tokens, parts, unknown tokens.
+
+        Of parts of many chunks the server tells only from when the end of the wait is near: most end before, by all
+        being here. Without that the request would go on without what has come since; so it does not before it has an
+        answer, unless what it knows is new.
+        """
         assert state.turn_s is not None, "a wait of a request that vLLM does not ask for"
-        told_s = lookup.told(answer, now_s) - state.turn_s
-        longest_s = self._wait_policy.longest_s(WaitState(told_s, *progress, answer.search_s))
-        if now_s - state.turn_s > longest_s:
+        now_s, told_s = self._monotonic(), self._client.told_s[lookup.id]
+        wait = WaitState(told_s - state.turn_s, *progress, answer.search_s)
+        until_s = state.turn_s + self._wait_policy.longest_s(wait)
+        if not lookup.is_followed:
+            if now_s > until_s and now_s <= told_s + PROGRESS_S:
+                return False
+            if now_s + state.step_s <= until_s - PROGRESS_S:
+                self._note_wait(state, lookup, computed, until_s - PROGRESS_S, looks_ahead=True)
+                return True
+            self._lookups.follow(lookup, answer)
+        if lookup.followed_s is not None and answer is lookup.followed:
+            until_s = max(until_s, lookup.followed_s + REPLY_MAX_S)
+        if now_s > until_s:
             return False
-        self._note_wait(state, lookup, computed, limit, state.turn_s, longest_s)
+        self._note_wait(state, lookup, computed, until_s)
         return True
 
     def _note_wait(
-        self,
-        state: RequestState,
-        lookup: SentLookup,
-        computed: int,
-        limit: int | None,
-        since_s: float,
-        longest_s: float,
+        self, state: RequestState, lookup: SentLookup, computed: int, until_s: float, *, looks_ahead: bool = False
     ) -> None:
         """Remember how long a request waits, unless more than is compared may end that.
 
         Where it waits for room among leases, others do; and where there are states, each question asks vLLM for one.
         """
         answer, request = self._client.lookups[lookup.id], state.request
-        if not answer.queued and not self._groups.states:
+        if not answer.in_line and not self._groups.states:
             asked = (lookup, answer, state.keys, computed, request.num_tokens, state.turn_s, self.prefill.tokens_per_s)
-            state.wait = Wait(*asked, since_s, longest_s, limit)
+            state.wait = Wait(*asked, until_s, looks_ahead)
 
     def _needs_held(self, state: RequestState) -> bool:
         """Whether the request is not admitted before it is known what is held of it.
@@ -359,10 +345,7 @@ class SchedulerSide:
         if not answer.is_done and promised + unknown > max(arrived, 0):
             parts = [(beyond(answer.ready + slots) - max(arrived, 0), eta_s) for slots, eta_s in answer.parts]
             assert state.turn_s is not None, "an offer to a request that vLLM does not ask for"
-            is_plain = not state.tails and not self._groups.states
-            progress = (max(arrived, 0), parts, unknown)
-            reach = limit if is_plain else None
-            if self._awaits_more(state, lookup, answer, progress, computed, reach, self._monotonic()):
+            if self._awaits_more(state, lookup, answer, (max(arrived, 0), parts, unknown), computed):
                 return None
         if arrived <= 0:
             if promised + unknown > 0:

@@ -33,6 +33,13 @@ FRESH_S: Final = 1.0
 TURNS_MAX: Final = 8
 """Turns of a request that vLLM asks for again and again after pauses; the last one does not end by a pause."""
 
+PROGRESS_S: Final = 0.02
+"""Parts that are ready are told of so often at least, once a lookup is followed: what is known of it when its wait ends
+is older by no more. It is followed as long before that."""
+
+REPLY_MAX_S: Final = 0.05
+"""A wait that ends is prolonged by no more than this for a server that was asked what is ready."""
+
 UNPROVEN_SHARE = 0.05
 """Of the time the missing prefill would take: what may be lost on chunks from a tier of unknown speed, or one that is
 hardly faster than prefill."""
@@ -49,8 +56,9 @@ MOSTLY = 0.8
 class WaitingQueue:
     """The requests that vLLM has not admitted yet, in its order.
 
-    Writes of each :class:`~tiered_kv.vllm.requests.RequestState`: ``number``, ``asked_s``, ``asked_step``, ``turn_s``,
-    ``pauses``, ``first_s``, and ``is_asked_anew`` at the begin of a turn. Only its own methods write its fields.
+    Writes of each :class:`~tiered_kv.vllm.requests.RequestState`: ``number``, ``asked_s``, ``asked_step``, ``step_s``,
+    ``turn_s``, ``pauses``, ``first_s``, and ``is_asked_anew`` at the begin of a turn. Only its own methods write its
+    fields.
 
     Threads: vLLM's scheduler thread only. Units: seconds.
     """
@@ -109,7 +117,9 @@ class WaitingQueue:
         each question, and a turn that has just begun has cost nothing yet.
         """
         now_s = self._monotonic()
-        was_left_out = state.asked_step < self._steps - 1 and now_s - state.asked_s > FRESH_S
+        is_left_out = state.asked_step < self._steps - 1
+        state.step_s = 0.0 if is_left_out or state.turn_s is None else now_s - state.asked_s
+        was_left_out = is_left_out and now_s - state.asked_s > FRESH_S
         if state.turn_s is None:
             self.begin_turn(state)
         elif was_left_out and state.pauses < TURNS_MAX - 1:
@@ -124,6 +134,7 @@ class WaitingQueue:
         """
         if state.turn_s is None or state.asked_step < self._steps - 1:
             return False
+        state.step_s = now_s - state.asked_s
         state.asked_s, state.asked_step = now_s, self._steps
         self._is_held_up = True
         return True

@@ -101,6 +101,7 @@ class World:
         self.lookups: dict[int, Asked] = {}
         self.claimed: set[int] = set()
         self.ended: list[int] = []  # lookups whose leases ended although nobody released them
+        self.worthless: set[int] = set()  # claimed ones of which nothing that was read counts
         self.gave_way: list[Asked] = []  # what these had asked for
         self.moves: list[TierEvents] = []  # what watching sessions were told
         self._contents: dict[SlotId, bytes] = {}  # sealed bytes, as the key they belong to
@@ -260,8 +261,13 @@ class World:
                     for slot in [slot for slot in slots if slot in self.credits[session]]:
                         self.credits[session].remove(slot)
                         self.tiering.give_back(session, slot)
-                case LeaseEnd(session, lookup):
-                    self._end_lease(session, lookup)
+                case LeaseEnd(session, lookup, is_claimed):
+                    assert is_claimed == (lookup in self.claimed), "the leases of a running load end"
+                    if is_claimed:
+                        assert session not in self.suspended, "a lost client was told something"
+                        self.worthless.add(lookup)
+                    else:
+                        self._end_lease(session, lookup)
                 case TierEvents():
                     self.moves.append(update)
         self.check()
@@ -269,7 +275,6 @@ class World:
     def _end_lease(self, session: int, lookup: int) -> None:
         """A client that reads: it forgets the lookup, and the leases are back."""
         assert session not in self.suspended, "a lost client was told something"
-        assert lookup not in self.claimed, "the leases of a running load end"
         if lookup in self.lookups:
             self.gave_way.append(self.lookups[lookup])
             self.release(lookup)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tiered_kv.tiers.object.medium import CallRunner, Deadline
-from tiered_kv.tiers.tls import TLS_PIECE_BYTES, Tls
+from tiered_kv.tiers.tls import Tls
 
 IDLE_MAX_S: Final = 15.0
 """A connection that lay idle for longer is not used again: load balancers and firewalls forget without a word."""
@@ -83,11 +83,8 @@ class Wire:
         with memoryview(data) as view:  # every view is released here, also those of an error's traceback
             if self._tls is None:
                 self._transmit(view)
-                return
-            for offset in range(0, len(view), TLS_PIECE_BYTES):
-                with view[offset : offset + TLS_PIECE_BYTES] as part:
-                    self._tls.write(part)
-                self._transmit(self._tls.take())
+            else:
+                self._tls.sendall(view, self._transmit)
 
     def _transmit(self, data: bytes | memoryview) -> None:
         offset = 0
@@ -104,10 +101,7 @@ class Wire:
         """Read what has come, at least a byte; 0: the stream ended."""
         if self._tls is None:
             return self._receive(view, flags)
-        while (count := self._tls.read_into(view)) is None:
-            self._transmit(self._tls.take())  # an answer of the protocol itself, as a rule nothing
-            self._tls.feed(self._receive(self._tls.room))
-        return count
+        return self._tls.recv_into(view, self._receive, self._transmit)
 
     def _receive(self, view: memoryview, flags: int = 0) -> int:
         self._arm(socket.SO_RCVTIMEO)
