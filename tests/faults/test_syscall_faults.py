@@ -22,6 +22,12 @@ TRIED = count("SYSCALLS", 60)
 FILLING = [(1000 + number,) for number in range(90)]
 
 
+@pytest.fixture(autouse=True)
+def looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no clock: which calls there are must not hang upon how fast the run is."""
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.LOOK_AGE_S", 0.0)
+
+
 @pytest.fixture(scope="module")
 def nearly_full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which every further store evicts."""

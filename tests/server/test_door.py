@@ -270,9 +270,10 @@ def test_where_a_sandbox_lets_nobody_give_way_the_door_serves_and_says_so(listen
     assert caplog.text.count("may not lower its own") == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_connection_that_cannot_begin_leaves_nothing(listener, strangers, monkeypatch):
     """Whatever the reason: the door takes only so many connections in."""
+    ends = []
+    monkeypatch.setattr(threading, "excepthook", lambda end: ends.append(end.exc_type))
 
     def refuse(*_):
         raise MemoryError
@@ -281,6 +282,7 @@ def test_a_connection_that_cannot_begin_leaves_nothing(listener, strangers, monk
         patched.setattr("tiered_kv.server.door_listener.DoorWire", refuse)
         assert strangers().recv(1) == b""
     wait_for(lambda: not listener._connections._open, "its end")
+    wait_for(lambda: ends == [MemoryError], "the end of its thread")
     with peer_of(listener) as tier:
         assert read(tier) == CHAIN.blob(0).data
 

@@ -157,6 +157,7 @@ def test_two_engines_share(start: Start) -> None:
     one, other, keys = start(), start(), prompt(9, 20)
     before = fill(one, 9)
     assert one.store(keys) == [True] * 20
+    wait_for(lambda: figures(one.root)["hierarchy"]["chunks"] == 20, "the server to take all of them in")
     assert other.load(keys, into=7) == [True] * 20
     assert np.array_equal(other.memory[7:27], before[:20])
 
