@@ -13,7 +13,6 @@ from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.engine.engine import (
     DATES_INTERVAL_S,
     NOTIFY_INTERVAL_S,
-    PROGRESS_INTERVAL_S,
     RETRY_INTERVAL_S,
     SLOW_READ_S,
     SMALL_READERS,
@@ -23,7 +22,7 @@ from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
 from tiered_kv.tiering.lookups import LookupRequest
-from tiered_kv.tiering.types import Arrival, Limits, LookupAnswer, LookupUpdate, Seal
+from tiered_kv.tiering.types import PROGRESS_INTERVAL_S, Arrival, Limits, LookupAnswer, LookupUpdate, Seal
 from tiered_kv.tiers.base import BlobName
 
 

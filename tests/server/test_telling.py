@@ -77,6 +77,22 @@ def test_after_a_reset_the_new_namespace_is_told_of(root: Path) -> None:
     mine.close()
 
 
+def after_a_restart(root: Path, engine: Callable[..., SmallEngine], first: SmallEngine) -> SmallEngine:
+    """Another engine, with a server that has on disk what the first one stored."""
+    wait_written(root)
+    first.close()
+    wait_ended(root)
+    return engine("second")
+
+
+def on_disk(root: Path, engine: Callable[..., SmallEngine], count: int) -> SmallEngine:
+    """An engine whose server finds so many chunks of a prompt on disk."""
+    first = engine("first")
+    first.store(count)
+    first.wait_hits(count)
+    return after_a_restart(root, engine, first)
+
+
 def test_hits_name_the_tier_that_gave_them(root: Path, engine: Callable[..., SmallEngine]) -> None:
     first = engine("first")
     first.store(2)
@@ -86,10 +102,7 @@ def test_hits_name_the_tier_that_gave_them(root: Path, engine: Callable[..., Sma
     first.client.release(lookup)
     ended = first.client.ended.pop()
     assert (ended.asked, ended.answer.ready, ended.start) == (3, 2, 0)
-    wait_written(root)
-    first.close()
-    wait_ended(root)
-    second = engine("second")
+    second = after_a_restart(root, engine, first)
     lookup, answer = second.look_up(2)
     assert answer.sources == bytes([1, 1])
     second.client.release(lookup)
@@ -100,13 +113,7 @@ def test_slots_are_told_once_and_then_only_how_many_are_ready(
     root: Path, engine: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler decodes the slots of a prompt once, however many parts it arrives in."""
-    first = engine("first")
-    first.store(24)
-    first.wait_hits(24)
-    wait_written(root)
-    first.close()
-    wait_ended(root)
-    second, told = engine("second"), list[m.Message]()
+    second, told = on_disk(root, engine, 24), list[m.Message]()
     take = second.client._take
 
     def noted(message: object) -> None:
@@ -130,13 +137,7 @@ def test_a_lookup_that_is_not_followed_is_told_of_twice(
     root: Path, engine: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes, and that all is here; and once more for whoever begins to follow it then."""
-    first = engine("first")
-    first.store(24)
-    first.wait_hits(24)
-    wait_written(root)
-    first.close()
-    wait_ended(root)
-    second = engine("second")
+    second = on_disk(root, engine, 24)
     keys, told = second.keys(24), list[LookupAnswer]()
     note = second.client._note
 

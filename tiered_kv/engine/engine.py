@@ -53,6 +53,7 @@ from tiered_kv.tiering.stats import TierStats
 from tiered_kv.tiering.tiering import Tiering
 from tiered_kv.tiering.types import (
     HOST,
+    PROGRESS_INTERVAL_S,
     Arrival,
     Copy,
     Delete,
@@ -102,9 +103,6 @@ USES_TAKEN: Final = 1 << 14
 
 USES_AT_ONCE: Final = 256
 """A tier is told at once: its threads wait for each other meanwhile."""
-
-PROGRESS_INTERVAL_S = 0.02
-"""Between two updates of followed lookups whose chunks arrive one after the other (``Lookups.chunk_ready``)."""
 
 DATES_INTERVAL_S: Final = 0.05
 """Between two times that prefixes are dated which come piece by piece: each takes as long as the prefix is."""

@@ -445,12 +445,12 @@ class Tiering:
 
     def claim(self, session_id: int, lookup_id: int) -> None:
         """A load begins of what is ready: the leases stay until ``release``. Too late once their end was told."""
-        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
+        if (lookup := self._own_lookup(session_id, lookup_id)) is not None:
             self._lookups.claim(lookup)
 
     def follow(self, session_id: int, lookup_id: int) -> None:
         """Have the session told how much of a lookup is ready, and of parts from now on. Unknown ids are ignored."""
-        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
+        if (lookup := self._own_lookup(session_id, lookup_id)) is not None:
             self._lookups.follow(lookup)
 
     def release(self, session_id: int, lookup_id: int, *, is_asked_anew: bool = False) -> None:
@@ -458,10 +458,15 @@ class Tiering:
 
         One that another lookup of the same request replaces (``is_asked_anew``) is not counted.
         """
-        if (lookup := self._lookups.get(lookup_id)) is not None and lookup.session.id == session_id:
+        if (lookup := self._own_lookup(session_id, lookup_id)) is not None:
             self._lookups.close(lookup, is_asked_anew=is_asked_anew)
             if lookup.end:
                 self._open_prompts.ends(lookup.end, is_asked_anew=is_asked_anew)
+
+    def _own_lookup(self, session_id: int, lookup_id: int) -> Lookup | None:
+        """A lookup of a session; None: it has no such one any more."""
+        lookup = self._lookups.get(lookup_id)
+        return lookup if lookup is not None and lookup.session.id == session_id else None
 
     def expire_leases(self, now_s: float) -> None:
         """End leases that were held unclaimed for too long. Call it at every step, with a clock that only goes on."""

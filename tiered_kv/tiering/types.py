@@ -19,6 +19,10 @@ HOST: Final = 0
 """The number of the host tier. The secondary tiers are 1, 2, ... from the highest to the lowest, here and wherever else
 a tier has a number: in the engine, on the wire and in figures."""
 
+PROGRESS_INTERVAL_S: Final = 0.02
+"""Sessions are told so often of lookups that they follow, whose chunks arrive one after the other
+(``Lookups.chunk_ready``): what one knows as its wait ends is older by no more, if it began to follow as long before."""
+
 SlotId = int
 """Place of one blob in the arena: slab number and index in the slab (see ``slots.py``)."""
 

@@ -60,9 +60,8 @@ class Conversations:
             tokens: Behind them, in whole blocks.
             name: Names the prompt's first tokens behind so many of its chunks, so many of them; None: it has no name.
         """
-        ends = [
-            keys.index(key) + 1 for key in self._ends.keys() & keys
-        ]  # one look at many chunks, of which few are ends
+        # One look at many chunks, of which few are ends.
+        ends = [keys.index(key) + 1 for key in self._ends.keys() & keys]
         found = any(self._takes(keys, chunks, tokens, name) for chunks in sorted(ends, reverse=True))
         own = name(len(keys), tokens) if keys and tokens else NO_TOKENS
         if keys and own is not None:

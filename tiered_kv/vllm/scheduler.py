@@ -24,7 +24,7 @@ from typing import Any
 
 from tiered_kv.config import Config
 from tiered_kv.server.client import SchedulerClient
-from tiered_kv.tiering.types import LookupAnswer
+from tiered_kv.tiering.types import PROGRESS_INTERVAL_S, LookupAnswer
 from tiered_kv.vllm.compat import PagedBlocks, RequestStatus, ask_for_state
 from tiered_kv.vllm.disaggregated import DisaggregatedPrefill
 from tiered_kv.vllm.engine_role import EngineRole
@@ -41,7 +41,7 @@ from tiered_kv.vllm.resets import wait_until_durable
 from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveReport, StepMetadata
 from tiered_kv.vllm.undrafted import UndraftedBlocks
-from tiered_kv.vllm.wait_policy import PROGRESS_S, REPLY_MAX_S, PrefillRate, WaitingQueue, WaitPolicy, WaitState
+from tiered_kv.vllm.wait_policy import REPLY_MAX_S, PrefillRate, WaitingQueue, WaitPolicy, WaitState
 
 logger = logging.getLogger(__name__)
 
@@ -245,10 +245,10 @@ class SchedulerSide:
         wait = WaitState(told_s - state.turn_s, *progress, answer.search_s)
         until_s = state.turn_s + self._wait_policy.longest_s(wait)
         if not lookup.is_followed:
-            if now_s > until_s and now_s <= told_s + PROGRESS_S:
+            if now_s > until_s and now_s <= told_s + PROGRESS_INTERVAL_S:
                 return False
-            if now_s + state.step_s <= until_s - PROGRESS_S:
-                self._note_wait(state, lookup, computed, until_s - PROGRESS_S, looks_ahead=True)
+            if now_s + state.step_s <= until_s - PROGRESS_INTERVAL_S:
+                self._note_wait(state, lookup, computed, until_s - PROGRESS_INTERVAL_S, looks_ahead=True)
                 return True
             self._lookups.follow(lookup, answer)
         if lookup.followed_s is not None and answer is lookup.followed:

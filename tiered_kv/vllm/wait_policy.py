@@ -33,10 +33,6 @@ FRESH_S: Final = 1.0
 TURNS_MAX: Final = 8
 """Turns of a request that vLLM asks for again and again after pauses; the last one does not end by a pause."""
 
-PROGRESS_S: Final = 0.02
-"""Parts that are ready are told of so often at least, once a lookup is followed: what is known of it when its wait ends
-is older by no more. It is followed as long before that."""
-
 REPLY_MAX_S: Final = 0.05
 """A wait that ends is prolonged by no more than this for a server that was asked what is ready."""
 

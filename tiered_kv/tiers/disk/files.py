@@ -214,7 +214,9 @@ def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], No
     """
     staging = _staging.memory() if direct and not buffer.nbytes % ALIGNMENT_BYTES and not buffer.readonly else None
     try:
-        descriptor, staging = _open_around(path, staging) if staging is not None else (open_to_read(path), None)
+        descriptor = None if staging is None else _open_around(path)
+        if descriptor is None:
+            descriptor, staging = open_to_read(path), None
     except FileNotFoundError:
         return False
     try:
@@ -230,14 +232,14 @@ def read_file(path: Path | str, buffer: memoryview, on_piece: Callable[[int], No
     return True
 
 
-def _open_around(path: Path | str, staging: memoryview) -> tuple[int, memoryview | None]:
-    """Open a file whose reads go around the page cache; None where its file system, not the probe's, refuses."""
+def _open_around(path: Path | str) -> int | None:
+    """As :func:`open_to_read`, around the page cache; None where its file system, which is not the probe's, refuses."""
     try:
-        return os.open(path, _READ | os.O_DIRECT), staging
+        return os.open(path, _READ | os.O_DIRECT)
     except OSError as exc:
         if exc.errno != errno.EINVAL:
             raise
-        return open_to_read(path), None
+        return None
 
 
 def _go_through(descriptor: int) -> None:

@@ -26,7 +26,7 @@ reads it gives its blocks back a moment later than its bytes.)
     _index       its own lock
     _first_reads its own lock
     _pinned      replaced as a whole by flush
-    _room        replaced as a whole, as is _linkless_s: looks of any thread, good for ``LOOK_AGE_S``
+    _room        replaced as a whole, as is _linkless: looks of any thread, good for ``LOOK_AGE_S``
 """
 
 import contextlib
@@ -148,7 +148,7 @@ class DiskTier(Tier):
         self._has_warned_of_pins = False
         self._temp_numbers = itertools.count()
         self._room = -math.inf, 0  # when the file system was looked at, and what it and blobs had together
-        self._linkless_s: dict[str, float] = {}  # the last directory above others that was looked at, and when
+        self._linkless = "", -math.inf  # the directory above others that was looked at last, and when
         with mapped_errors("open", self._root):
             make_root(self._root)
             owners = claim(self._root)
@@ -295,9 +295,10 @@ class DiskTier(Tier):
         """As :func:`files.refuse_links`; of what is above the directory an old look will do."""
         above, now_s = directory[: directory.rindex("/")], time.monotonic()
         refuse_links(directory, above)
-        if now_s - self._linkless_s.get(above, -math.inf) >= LOOK_AGE_S:
+        looked_at, looked_s = self._linkless
+        if looked_at != above or now_s - looked_s >= LOOK_AGE_S:
             refuse_links(above, self._root)
-            self._linkless_s = {above: now_s}
+            self._linkless = above, now_s
 
     def _abandon(self, temp: str, reserved_bytes: int) -> None:
         """Remove a temp file, if one was made, and give its bytes back."""
