@@ -627,6 +627,30 @@ def test_a_wait_ends_when_its_bound_says_so_with_all_that_is_here_by_then(is_hea
         assert both[0].hear().count(b"Follow") == 1
 
 
+def test_a_server_that_dies_as_it_is_asked_what_is_ready_costs_the_request_its_hit_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its socket was read to the end just before: that it is gone is seen by what is sent."""
+    clock = FakeClock()
+    with twins(clock, promotion_wait_ms=10) as both:
+        lookup = next(iter(both[0].client.lookups))
+        told = LookupAnswer(CHUNKS, tuple(range(CHUNKS)), sources=bytes(CHUNKS), is_answered=True)
+        for one in both:
+            one.tell(m.Updated(lookup, told))
+            monkeypatch.setattr(one.client, "follow", partial(_dies_and_follows, one, one.client.follow))
+        for one in both:
+            assert one.ask(0) is None
+            assert one.client.generation == 1 and not one.client.lookups
+            assert one.ask(0) == 0
+            assert one.side.counters["lookup_session_lost"] == 1
+
+
+def _dies_and_follows(engine: Engine, follow: Callable[[int], None], lookup: int) -> None:
+    assert engine.server is not None
+    engine.server.close()
+    follow(lookup)
+
+
 def test_what_was_told_long_before_a_turn_is_asked_for_anew_before_the_request_goes_on_without_it() -> None:
     """Told of a slow tier at first; by the request's turn most is here, and the rest comes soon."""
     clock = FakeClock()

@@ -263,10 +263,11 @@ class SchedulerSide:
     ) -> None:
         """Remember how long a request waits, unless more than is compared may end that.
 
-        Where it waits for room among leases, others do; and where there are states, each question asks vLLM for one.
+        Where it waits for room among leases, others do; and where there are states, each question asks vLLM for one. A
+        session that was lost as the server was asked what is ready has no answer any more, as the next question finds.
         """
-        answer, request = self._client.lookups[lookup.id], state.request
-        if not answer.in_line and not self._groups.states:
+        answer, request = self._client.lookups.get(lookup.id), state.request
+        if answer is not None and not answer.in_line and not self._groups.states:
             asked = (lookup, answer, state.keys, computed, request.num_tokens, state.turn_s, self.prefill.tokens_per_s)
             state.wait = Wait(*asked, until_s, looks_ahead)
 
