@@ -110,6 +110,28 @@ def test_rows_are_asked_for_in_few_messages(start: Start, monkeypatch: pytest.Mo
     assert sum(asked) == 40 and all(count >= 4 for count in asked[:-1])
 
 
+def test_a_load_of_many_rows_is_not_kept_waiting_by_small_ones_behind_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, keys = start(), prompt(1, 40)
+    before = fill(rows, 1)
+    rows.store(keys)
+    rows.jobs._read_max = 16
+    rows.jobs.uses.reading += 15  # for others: one row could be asked for
+    load, asked = rows.jobs.uses.load, list[int]()
+    monkeypatch.setattr(rows.jobs.uses, "load", lambda job, of, session: asked.append(job) or load(job, of, session))
+    large = rows.begin(keys, [(index, 100 + index) for index in range(40)], is_load=True)
+    small = [rows.begin(keys, [(0, 200 + number)], is_load=True) for number in range(5)]
+    rows.jobs.poll()
+    rows.jobs.poll()
+    assert not asked
+    rows.jobs.uses.reading -= 15
+    assert rows.end(large, *small) == [[True] * 40, *[[True]] * 5]
+    assert asked[-5:] == small and set(asked[:-5]) == {large}
+    assert np.array_equal(rows.memory[100:140], before[:40])
+    assert all(np.array_equal(rows.memory[200 + number], before[0]) for number in range(5))
+
+
 def test_what_is_in_the_servers_memory_comes_through_a_slot_and_the_rest_does_not(start: Start) -> None:
     rows, keys = start(), prompt(2, 30)
     before = fill(rows, 2)

@@ -207,6 +207,7 @@ class RowJobs:
         self.client.rest()  # until something is looked up or stored
         self.uses = RowUses(self.client)
         self._read_max = max(READ_ROWS_MIN, READ_BYTES_MAX // rows.shape[1])
+        self._is_in_line = False  # while all jobs go on: a load waits for room among what is read, and all behind it
         self._arena = ArenaKeeper(config, engine_id, join, _lending(rows, self.uses))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tiered_kv-rows")
         self._ended: deque[tuple[_RowJob, int, bool, _RowPiece | None]] = deque()
@@ -360,6 +361,7 @@ class RowJobs:
             self._copy_ended(*self._ended.popleft())
         for number, place, end in self.uses.take_ended():
             self._use_ended(self._jobs[number], place, end)
+        self._is_in_line = False
         for job in list(self._jobs.values()):
             job.is_over |= job.generation != self.client.generation
             if job.is_over:
@@ -523,8 +525,11 @@ class RowJobs:
     def _lend(self, job: _RowJob) -> None:
         """Have the server read what it may read at once."""
         rest, room = len(job.places) - job.lent, self._read_max - self.uses.reading
-        if not rest or room < min(rest, self._read_max // 4):
-            return  # some of them at a time: each message is a turn of the server's loop
+        if not rest or self._is_in_line:
+            return
+        if room < min(rest, self._read_max // 4):  # some of them at a time: each message is a turn of the server's loop
+            self._is_in_line = True  # or small loads that came later would take each room that comes
+            return
         count = min(rest, room)
         places = [(number, *job.places[number]) for number in range(job.lent, job.lent + count)]
         rows = [(number, row, job.names.names[index]) for number, index, row in places]
