@@ -248,6 +248,10 @@ def test_a_row_is_written_while_somebody_still_reads_a_slot_that_was_found_damag
     assert rows.told(uses) == [None] and rows.waiting(WriteRow)
     rows.end_every(WriteRow)
     assert rows.told(uses) == ["good"] and rows.is_below((1,))
+    admitted = rows.tiering.tier_usage(1).admitted_chunks
+    assert rows.told(rows.store((1,))) == ["good"] and not rows.waiting(WriteRow)
+    assert rows.tiering.counters["store_duplicate"] == 1 and not rows.tiering.counters["row_dropped_not_now"]
+    assert rows.tiering.tier_usage(1).admitted_chunks == admitted
     rows.tiering.release(rows.session, lookup)
     rows.step()
     loads = rows.load((1,))

@@ -176,7 +176,12 @@ class RowTransfers:
             assert entry is None or rows.get(entry) == use or use in self._waiting.get(entry, ())
 
 
-def is_stored(entry: Entry, record: ChunkRecord, tier: int) -> bool:
-    """Whether a chunk need not be written: it is in host memory or the tier, or on its way there."""
+def is_stored(entry: Entry, record: ChunkRecord, tier: int, *, is_damaged: bool) -> bool:
+    """Whether a chunk need not be written: it is in host memory or the tier, or on its way there.
+
+    Where its slot was found damaged neither that nor what is written from there counts.
+    """
+    if is_damaged:
+        return entry.record == record and entry.blobs[tier] is BlobState.PRESENT
     moving = (BlobState.PRESENT, BlobState.QUEUED, BlobState.WRITING)
     return entry.record == record and (entry.host is not HostState.ABSENT or entry.blobs[tier] in moving)

@@ -759,8 +759,10 @@ class Tiering:
                 self.counters["store_collision"] += 1
                 self._rows.stored_already(use, is_good=False)
                 continue
-            is_good = entry is not None and entry not in self.index.damaged and is_stored(entry, record, HOST + 1)
-            if entry is not None and (is_good or entry in write_through.rows):
+            is_damaged = entry in self.index.damaged
+            if entry is not None and (
+                entry in write_through.rows or is_stored(entry, record, HOST + 1, is_damaged=is_damaged)
+            ):
                 self.counters["store_duplicate"] += 1
                 entry.is_asked_for_by(SHARED)
                 self.stats.republish(entry, self.index.tiers_with(entry))
