@@ -101,10 +101,17 @@ class Histories(RuleBasedStateMachine):
         if len(self.world.spaces) < 4:
             self.world.open(space)
 
-    @rule(pick=PICK, path=PATHS, start=st.integers(0, 7), turn=st.integers(0, 3), wants_tails=st.booleans())
-    def lookup(self, pick, path, start, turn, wants_tails):
+    @rule(
+        pick=PICK,
+        path=PATHS,
+        start=st.integers(0, 7),
+        turn=st.integers(0, 3),
+        wants_tails=st.booleans(),
+        is_followed=st.booleans(),
+    )
+    def lookup(self, pick, path, start, turn, wants_tails, is_followed):
         if (session := self.session(pick)) is not None:
-            self.world.lookup(session, path, start, (0, turn), wants_tails=wants_tails)
+            self.world.lookup(session, path, start, (0, turn), wants_tails=wants_tails, is_followed=is_followed)
 
     @rule(pick=PICK)
     @precondition(lambda self: self.world.lookups)
@@ -114,6 +121,18 @@ class Histories(RuleBasedStateMachine):
         if self.world.lookups[lookup].session not in self.world.suspended:
             self.world.claim(lookup)
 
+    @rule(pick=PICK)
+    @precondition(lambda self: any(not one.update.is_done for one in self.world.lookups.values()))
+    def follow(self, pick):
+        """Whoever asks how much is ready hears it, and of parts from then on."""
+        waiting = sorted(number for number, one in self.world.lookups.items() if not one.update.is_done)
+        asked = self.world.lookups[waiting[pick % len(waiting)]]
+        if asked.session not in self.world.suspended:
+            before = asked.update
+            self.world.tiering.follow(asked.session, waiting[pick % len(waiting)])
+            self.world.step()
+            assert asked.update is not before or asked not in self.world.lookups.values()
+
     @rule()
     def leases_are_held_for_too_long(self):
         for session in self.world.tiering._sessions.values():
@@ -121,6 +140,10 @@ class Histories(RuleBasedStateMachine):
         for _ in range(2):  # they are dated, and over
             self.now_s += 2.0
             self.world.tiering.expire_leases(self.now_s)
+
+    @rule()
+    def prefixes_are_dated_now_and_then(self):
+        self.world.dates = not self.world.dates
 
     @rule()
     def a_loop_that_is_behind_grants_nothing(self):

@@ -85,6 +85,7 @@ class World:
         media: Per secondary tier, by its number, what it really has. In a shared one others store and evict, too.
         credits: Per open session, empty slots its client was told of.
         beside: Keys of what a shared tier that is out has in another place, which is asked then; None: it has none.
+        dates: Whether steps date what was used.
     """
 
     def __init__(self, tiering: Tiering, capacities: list[int | None]) -> None:
@@ -94,6 +95,7 @@ class World:
         self.jobs: list[Job] = []
         self.media: dict[int, dict[bytes, Blob]] = {tier: {} for tier in self._capacities}
         self.beside: set[bytes] | None = None
+        self.dates = True
         self.spaces: dict[int, Space] = {}
         self.suspended: set[int] = set()
         self.resting: set[int] = set()
@@ -151,11 +153,12 @@ class World:
         hint: str = "",
         leases: bool = True,
         counted: int = 0,
+        is_followed: bool = True,
     ) -> int:
         keys, digests = self.spaces[session].prefix(path)
         wish = LookupRequest(
             keys, digests, start, turn, state_parts=state_parts, owner=owner, wants_tails=wants_tails, hint=hint,
-            leases=leases, counted=counted,
+            leases=leases, counted=counted, is_followed=is_followed,
         )  # fmt: skip
         lookup = self.tiering.lookup(session, wish)
         self.lookups[lookup] = Asked(session, keys, start, state_parts, path=path)
@@ -241,7 +244,7 @@ class World:
 
     def step(self) -> None:
         """Collect jobs and updates, and check everything."""
-        jobs = self.tiering.take_jobs()
+        jobs = self.tiering.take_jobs(dates=self.dates)
         updates = self.tiering.take_updates()
         for job in jobs:
             self._begin(job)
@@ -498,6 +501,16 @@ class World:
                 self.finish(0)
             else:
                 self.step()
+        for number, asked in self.lookups.items():
+            if asked.session not in self.suspended and number not in self.worthless:
+                assert asked.update is not None
+                assert asked.update.is_done or self._waits(number), "the end of a lookup was not told"
+
+    def _waits(self, number: int) -> bool:
+        """Whether a lookup waits for others' leases or for an answer that nobody gives."""
+        lookup = self.tiering._lookups.get(number)
+        assert lookup is not None
+        return bool(lookup.queued or lookup.search is not None)
 
     # -- what must always hold ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ chunk, or of one behind it, must have come before a write.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from tests.kit.spaces import Space
 from tests.kit.tiering.oracle import World
@@ -47,27 +48,12 @@ class TouchedWorld(World):
         start: int = 0,
         turn: tuple[int, int] = (0, 0),
         *,
-        state_parts: int = 0,
-        wants_tails: bool = False,
-        owner: bytes = b"",
-        hint: str = "",
-        leases: bool = True,
         counted: int = 0,
+        **more: Any,
     ) -> int:
         for depth in range(counted, len(path)):
             self._touch(self.spaces[session], path[: depth + 1])
-        return super().lookup(
-            session,
-            path,
-            start,
-            turn,
-            state_parts=state_parts,
-            wants_tails=wants_tails,
-            owner=owner,
-            hint=hint,
-            leases=leases,
-            counted=counted,
-        )
+        return super().lookup(session, path, start, turn, counted=counted, **more)
 
     def commit(self, session: int, path: tuple[int, ...], *, is_answer: bool = False) -> bool:
         space = self.spaces[session]
