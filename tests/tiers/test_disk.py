@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import shutil
 import stat
 import threading
 
@@ -138,6 +139,22 @@ def test_a_directory_that_is_replaced_after_a_look_at_its_lock_gets_no_blob(tmp_
     assert blob_files(root) == temp_files(root) == []
     other.close()
     tier.close()
+
+
+def test_a_directory_that_is_removed_after_a_look_at_its_lock_is_not_made_anew(tmp_path, monkeypatch):
+    """Or the next server would find a directory that is neither empty nor ours, and refuse it."""
+    monkeypatch.setattr("tiered_kv.tiers.disk.tier.LOOK_AGE_S", 1e9)
+    root = tmp_path / "d"
+    tier = open_disk(root)
+    (blob,) = fill(tier, 1)
+    shutil.rmtree(root)
+    with pytest.raises(TierUnavailable, match="is gone"):
+        tier.put(blob.name, memoryview(blob.data))
+    assert not root.exists()
+    tier.close()
+    next_tier = open_disk(root)
+    fill(next_tier, 1)
+    next_tier.close()
 
 
 def test_a_capacity_that_shrank_refuses_puts_until_room_is_made(tmp_path):

@@ -277,6 +277,7 @@ class DiskTier(Tier):
             except FileNotFoundError:  # somebody cleared the directory
                 if is_made:
                     raise
+                self._lock.check()  # or removed it: made anew it would be a directory of nobody, which servers refuse
                 is_made = True
                 make_directories(self._tmp, self._root)
 
