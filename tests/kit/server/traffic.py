@@ -24,6 +24,10 @@ from tiered_kv.tiering.types import LookupAnswer
 PATIENCE_S = 1.0
 """A request goes on with what is ready after so long; one whose answer has not even come goes on without it."""
 
+FOLLOWED_AFTER_S = 0.1
+"""Half of the requests whose lookups are not followed from the beginning do so after this long on average; the others
+hear of what comes and of the end."""
+
 REJOIN_S = 0.05
 PIN_S = 10.0
 DOCUMENT_CHUNKS = 6
@@ -98,11 +102,12 @@ class Habits:
 
 @dataclass(slots=True)
 class _Request:
-    """A prompt under way; ``held_until_s`` is None until its chunks were offered."""
+    """A prompt under way; ``held_until_s`` is None until its chunks were offered, ``follow_s`` once it is followed."""
 
     keys: PrefixKeys
     lookup: int
     asked_s: float
+    follow_s: float | None = None
     held_until_s: float | None = None
     answer: LookupAnswer = field(default_factory=LookupAnswer)
 
@@ -114,7 +119,8 @@ class EngineTraffic:
 
     Attributes:
         counts: ``requests``, ``asked_chunks``, ``hit_chunks``, ``stored_chunks``, ``compared_bytes``,
-            ``wrong_chunks``, ``sessions`` (opened), ``impatient`` (answers not waited for), ``failed_joins``.
+            ``wrong_chunks``, ``sessions`` (opened), ``impatient`` (answers not waited for), ``followed``
+            (lookups, from the middle on), ``failed_joins``.
         durable, gone: With ``is_watching``: keys that are in the disk tier, and that left it, as the server said last.
         asked: With ``is_watching``: every prompt that was offered for storing, by the key of its last chunk.
         is_asking: Whether new requests begin; what is under way goes on.
@@ -201,11 +207,14 @@ class EngineTraffic:
         assert client.namespace is not None
         keys = PrefixKeys(client.namespace, CHUNK)
         keys.extend(self._habits.prompts.draw(self._draw))
-        lookup = client.lookup(keys.keys, keys.digests)
+        is_followed, is_patient = self._draw.random() < 0.5, self._draw.random() < 0.5
+        lookup = client.lookup(keys.keys, keys.digests, is_followed=is_followed)
         if lookup is not None:
             self.counts["requests"] += 1
             self.counts["asked_chunks"] += len(keys.keys)
-            self._requests.append(_Request(keys, lookup, now_s))
+            waits = is_followed or is_patient
+            follow_s = None if waits else now_s + FOLLOWED_AFTER_S * 2 * self._draw.random()
+            self._requests.append(_Request(keys, lookup, now_s, follow_s))
 
     def _goes_on(self, request: _Request, now_s: float) -> bool:
         """Advance a request; False when it has ended."""
@@ -216,6 +225,10 @@ class EngineTraffic:
         if request.held_until_s is None:
             is_here = answer.is_answered and answer.is_done
             if not is_here and now_s - request.asked_s < PATIENCE_S:
+                if request.follow_s is not None and now_s > request.follow_s:
+                    request.follow_s = None
+                    self.counts["followed"] += 1
+                    client.follow(request.lookup)
                 return True
             self.counts["impatient"] += not is_here
             request.answer = answer
