@@ -754,16 +754,14 @@ class Engine:
         self.executor.notify()
 
     def _write_row(self, write: RowWrite) -> bool:
-        with self._stalls.running(write.job.tier):
-            result = self._performer.write_row(write.job, write.follows)
+        result = self._stalls.run(write.job.tier, self._performer.write_row, write.job, write.follows)
         self._finished.append((write.job, result))
         return result.outcome is Outcome.OK
 
     def _perform(self, job: Job) -> JobResult:
         if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client with deadlines
             return self._performer.perform(job)
-        with self._stalls.running(job.tier):
-            return self._performer.perform(job)
+        return self._stalls.run(job.tier, self._performer.perform, job)
 
     def _report(self, job: Job, ended: JobResult) -> None:
         outcome = ended.outcome
