@@ -33,6 +33,8 @@ CHECKED = {
     "a header": (header, "_whole_header", BLOBS),
     "a header's hash": (header, "check_header_hash", BLOBS),
     "a format version": (header, "_check_version", BLOBS),
+    "a blob of another version, size or namespace": (header.BlobFormat, "_refuse", BLOBS),
+    "a header's fields": (header, "_match_metadata", BLOBS),
     "a payload": (header, "_check_payload", BLOBS),
     "a blob of any namespace": (header, "check_blob", BLOBS),
     "a blob of another size": (tier, "refuse_foreign", DISK),

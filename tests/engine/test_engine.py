@@ -1,7 +1,6 @@
 """The engine around tiering: sessions, what a restart finds, estimates, and the end."""
 
 import threading
-from collections import Counter
 
 import pytest
 
@@ -10,14 +9,9 @@ from tests.kit.samples.formats import sample_namespace
 from tests.kit.server.probe import wait_for
 from tests.kit.step_executor import StepExecutor
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
-from tiered_kv.engine.engine import (
-    DATES_INTERVAL_S,
-    NOTIFY_INTERVAL_S,
-    RETRY_INTERVAL_S,
-    SLOW_READ_S,
-    SMALL_READERS,
-)
-from tiered_kv.engine.executor import ThreadExecutor
+from tiered_kv.engine.engine import DATES_INTERVAL_S, RETRY_INTERVAL_S
+from tiered_kv.engine.executor import NOTIFY_INTERVAL_S, ThreadExecutor
+from tiered_kv.engine.shared_jobs import READERS, SLOW_READ_S, SLOW_READS, SMALL_READERS, SharedJobs
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
@@ -77,6 +71,11 @@ def test_a_prefix_that_comes_piece_by_piece_is_not_walked_for_each_piece(world, 
 
 
 LONG = tuple(range(24))
+
+
+def sharing(tasks):
+    """Those of these tasks that share jobs."""
+    return [one for one in tasks if isinstance(getattr(getattr(one, "func", None), "__self__", None), SharedJobs)]
 
 
 def promotion(memory, monkeypatch, *, is_followed):
@@ -206,8 +205,7 @@ def test_few_tasks_read_small_blobs_and_one_that_waits_for_its_medium_has_anothe
 
     class CountingExecutor(StepExecutor):
         def submit(self, pool, priority, task):
-            if getattr(task, "func", None) == world.engine._run_all:
-                sharing.append(task.args[0])  # kept, so that no other one gets its id
+            submitted.append(task)
             super().submit(pool, priority, task)
 
     medium = Medium()
@@ -215,10 +213,64 @@ def test_few_tasks_read_small_blobs_and_one_that_waits_for_its_medium_has_anothe
     world.store(started(world), LONG)
     world.close()
     medium.reopen(None)
-    sharing = []
+    submitted = []
     world = EngineWorld(medium, host_bytes=80 * BLOB_BYTES, executor=CountingExecutor())
     assert world.loaded(started(world), LONG) == len(LONG)
-    assert set(Counter(map(id, sharing)).values()) == {tasks}
+    assert len(sharing(submitted)) == tasks
+    world.close()
+
+
+def restarted_with_long(tier, monkeypatch, **engine):
+    """A world that has a prefix on its tier alone, and begins to read a part of it per step."""
+    monkeypatch.setattr("tiered_kv.tiering.lookups.READ_AT_ONCE", READERS + 1)
+    first = EngineWorld(tier, host_bytes=80 * BLOB_BYTES)
+    first.store(started(first), LONG)
+    first.close()
+    tier.reopen(None)
+    return EngineWorld(tier, host_bytes=80 * BLOB_BYTES, **engine)
+
+
+def test_reads_that_come_in_several_steps_are_shared_by_as_few_tasks(memory, monkeypatch):
+    world = restarted_with_long(memory, monkeypatch)
+    session = started(world)
+    lookup = world.lookup(session, LONG)
+    while world.engine.jobs(1)["get"] < len(LONG):
+        others = [n for n, task in enumerate(world.executor.waiting) if not sharing([task])]  # memory for the slots
+        assert others or world.engine.wait_s == 0.0
+        world.run_one(lambda _, others=others: others[0]) if others else world.step()
+    assert len(sharing(world.executor.waiting)) == SMALL_READERS
+    world.settle()
+    assert world.lookups[lookup].update.ready == len(LONG)
+    world.release(lookup)
+    world.close()
+
+
+def test_tasks_whose_reads_hang_leave_those_of_later_steps_to_others(memory, monkeypatch):
+    """As many hang as share the reads of small blobs: others are begun for what comes then."""
+    release = threading.Event()
+    hanging = threading.Semaphore(0)
+
+    class HangingTier(MemoryTier):
+        def get_into(self, name, buffer):
+            if name.chunk_index < SMALL_READERS:
+                hanging.release()
+                release.wait(60)
+            return super().get_into(name, buffer)
+
+    world = restarted_with_long(HangingTier(), monkeypatch, executor=ThreadExecutor())
+    session = world.open()
+    lookup = world.lookup(session, LONG)
+    try:
+        for _ in range(SMALL_READERS):
+            wait_for(lambda: world.step() or hanging.acquire(blocking=False), "a read that hangs")
+        world.clock.advance(2 * SLOW_READS * SLOW_READ_S)
+        left = lambda: world.engine.jobs(1)["get"]  # noqa: E731
+        wait_for(lambda: world.step() or (world.engine.wait_s != 0.0 and left() == SMALL_READERS), "all other reads")
+    finally:
+        release.set()
+    wait_for(lambda: world.step() or world.lookups[lookup].update.is_done, "those that hung")
+    assert world.lookups[lookup].update.ready == len(LONG)
+    world.release(lookup)
     world.close()
 
 
@@ -240,7 +292,7 @@ def test_few_tasks_seal_many_chunks_and_make_way_for_reads(memory, monkeypatch):
     paths = [(number,) for number in range(1, 21)]
     assert all(world.commit(session, path) for path in paths)
     world.step()
-    assert sum(task.func == world.engine._run_all for task in world.executor.waiting) == SMALL_READERS
+    assert len(sharing(world.executor.waiting)) == SMALL_READERS
     world.run_one(lambda count: count - 1)
     assert performed == [Seal], "the others make way"
     assert world.loaded(session, (0,)) == 1

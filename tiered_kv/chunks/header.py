@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, NoReturn
 
 import msgspec
 import xxhash
@@ -31,7 +31,7 @@ from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, DTYPE_BYTES, ChunkGeometr
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION
-from tiered_kv.keys.state_keys import is_state
+from tiered_kv.keys.state_keys import is_state, next_key
 from tiered_kv.keys.stored_by import STORED_BY_CHARS_MAX, shared_line
 from tiered_kv.keys.tags import shared_tag
 from tiered_kv.keys.tail_keys import tail_tokens
@@ -148,7 +148,7 @@ assert _METADATA_END <= PEEK_BYTES
 
 
 def _metadata_pattern(fields: tuple[Field, ...], end: str) -> re.Pattern[bytes]:
-    members = ",".join(f'"{f.name}":"({f.digits})"' for f in fields)
+    members = ",".join(f'"{f.name}":"(?P<{f.name}>{f.digits})"' for f in fields)
     return re.compile((re.escape('{"__metadata__":{') + members + end).encode("ascii"))
 
 
@@ -156,8 +156,8 @@ _FRAME = _metadata_pattern((FORMAT, HEADER_XXH3), ",")
 _METADATA = _metadata_pattern(FIELDS, re.escape("},"))
 _FRAME_END = HEADER_XXH3.offset + HEADER_XXH3.width + len('",')
 
-_SEALED_SLICES = tuple(
-    field.slice
+_SEALED = tuple(
+    (field.slice, field.blank.encode("ascii"))
     for field in (
         HEADER_XXH3,
         KEY,
@@ -174,6 +174,8 @@ _NO_HASH = b"0" * HEADER_XXH3.width
 """In the place of a header's own hash while it is hashed."""
 
 _HEADER_XXH3_SLICE = HEADER_XXH3.slice
+_OURS = NAMESPACE.slice
+_VERSION_END = FORMAT.offset + FORMAT.width
 _VERIFIED_SLICES = PREFIX_SHA256.slice, TAG.slice, STORED_BY.slice
 
 
@@ -285,7 +287,7 @@ class BlobFormat:
         if record.namespace != self._namespace:
             raise ValueError(_difference("namespace", self._namespace.hex(), record.namespace.hex()))
         blob[self.header_bytes + self._data_bytes :] = bytes(self.payload_bytes - self._data_bytes)
-        header = bytearray(self._template_of(record))
+        header = bytearray(self._template_of(record.key, record.parent))
         sealed = (
             _NO_HASH,
             KEY.encode(record.key),
@@ -297,7 +299,7 @@ class BlobFormat:
             TAG.encode(record.tag),
             STORED_BY.encode(shared_line(record.stored_by)),
         )
-        for place, text in zip(_SEALED_SLICES, sealed, strict=True):
+        for (place, _), text in zip(_SEALED, sealed, strict=True):
             header[place] = text
         header[_HEADER_XXH3_SLICE] = xxhash.xxh3_128_hexdigest(header).encode("ascii")
         blob[: self.header_bytes] = header
@@ -315,31 +317,43 @@ class BlobFormat:
             ChunkMismatch: A well-formed blob of another namespace or format version.
             ChunkCorrupt: Anything else; the message says which field, expected and observed.
         """
-        header, metadata = _whole_header(blob)
-        found = metadata.record
-        if found.namespace != self._namespace:
-            raise ChunkMismatch(_difference("namespace", self._namespace.hex(), found.namespace.hex()))
+        header = bytes(blob[: self.header_bytes])
+        template = self._template
+        is_ours = header[:_VERSION_END] == template[:_VERSION_END] and header[_OURS] == template[_OURS]
+        if len(blob) != self.blob_bytes or not is_ours:
+            self._refuse(blob)
+        check_header_hash(header)
+        found = _match_metadata(header)
+        _stored_by(found)
+        if (observed := found[KEY.name]) != KEY.encode(key):
+            raise ChunkCorrupt(_difference("key", key.hex(), text_of(observed)))
+        if prefix_sha256 is not None and (observed := found[PREFIX_SHA256.name]) != PREFIX_SHA256.encode(prefix_sha256):
+            raise ChunkCorrupt(_difference("prefix_sha256", prefix_sha256.hex(), text_of(observed)))
+        _check_constant_part(header, self._template_of(key, bytes.fromhex(found[PARENT.name].decode("ascii"))))
+        payload_xxh3 = hasher() if hasher else _payload_hash(blob, self.header_bytes)
+        _check_payload(found[PAYLOAD_XXH3.name].decode("ascii"), payload_xxh3, key)
+
+    def _refuse(self, blob: memoryview) -> NoReturn:
+        """Say what is wrong with a blob that has not the size, the version or the namespace of this format's."""
+        _, metadata = _whole_header(blob)
+        if metadata.record.namespace != self._namespace:
+            raise ChunkMismatch(_difference("namespace", self._namespace.hex(), metadata.record.namespace.hex()))
         if len(blob) != self.blob_bytes:
             raise ChunkCorrupt(_difference("blob size", self.blob_bytes, len(blob)))
-        _check_constant_part(header, self._template_of(found))
-        if found.key != key:
-            raise ChunkCorrupt(_difference("key", key.hex(), found.key.hex()))
-        if prefix_sha256 is not None and found.prefix_sha256 != prefix_sha256:
-            raise ChunkCorrupt(_difference("prefix_sha256", prefix_sha256.hex(), found.prefix_sha256.hex()))
-        _check_payload(metadata, hasher() if hasher else _payload_hash(blob, self.header_bytes))
+        raise ChunkCorrupt(_difference("header length", self.header_bytes, metadata.header_bytes))
 
-    def _template_of(self, record: ChunkRecord) -> bytes:
-        if tokens := tail_tokens(record.key):
+    def _template_of(self, key: bytes, parent: bytes) -> bytes:
+        if tokens := tail_tokens(key):
             template = bytearray(self._template)
             template[TOKEN_COUNT.slice] = TOKEN_COUNT.encode(tokens)
             return bytes(template)
-        return self._state_template if is_state(record) else self._template
+        return self._state_template if key == next_key(parent) else self._template
 
 
 def _check_constant_part(header: bytes, template: bytes) -> None:
     constant = bytearray(header)
-    for place in _SEALED_SLICES:
-        constant[place] = template[place]
+    for place, blank in _SEALED:
+        constant[place] = blank
     if constant != template:
         at = next((i for i, (x, y) in enumerate(zip(constant, template, strict=False)) if x != y), len(template))
         expected, observed = text_of(template[at : at + 32]), text_of(constant[at : at + 32])
@@ -451,7 +465,8 @@ def check_blob(blob: memoryview) -> ParsedHeader:
     parsed = read_header(blob)
     if len(blob) != parsed.blob_bytes:
         raise ChunkCorrupt(_difference("blob size", parsed.blob_bytes, len(blob)))
-    _check_payload(parsed.header, _payload_hash(blob, parsed.header.header_bytes))
+    header = parsed.header
+    _check_payload(header.payload_xxh3.hex(), _payload_hash(blob, header.header_bytes), header.record.key)
     return parsed
 
 
@@ -471,11 +486,9 @@ def _check_version(frame: Frame) -> None:
         raise ChunkMismatch(_difference("format version", FORMAT_VERSION, frame.format_version))
 
 
-def _check_payload(metadata: BlobHeader, observed: str) -> None:
-    if observed != metadata.payload_xxh3.hex():
-        raise ChunkCorrupt(
-            f"{_difference('payload_xxh3', metadata.payload_xxh3.hex(), observed)} key={metadata.record.key.hex()}"
-        )
+def _check_payload(expected: str, observed: str, key: bytes) -> None:
+    if observed != expected:
+        raise ChunkCorrupt(f"{_difference('payload_xxh3', expected, observed)} key={key.hex()}")
 
 
 def _payload_hash(blob: memoryview, header_bytes: int) -> str:
@@ -517,16 +530,10 @@ def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
     Raises:
         ChunkCorrupt: A field or what stands between the fields is not as a seal writes it.
     """
-    found = _METADATA.match(data, LENGTH_BYTES)
-    if found is None:
-        raise ChunkCorrupt(_first_bad_field(data))
-    (version, _, namespace, key, parent, chunk_index, token_count, prefix_sha256, payload_xxh3, created, tag, line) = (
+    found = _match_metadata(data)
+    (version, _, namespace, key, parent, chunk_index, token_count, prefix_sha256, payload_xxh3, created, tag, _) = (
         text.decode("ascii") for text in found.groups()
     )
-    try:
-        stored_by = shared_line(line.rstrip(" "))
-    except ValueError as exc:
-        raise ChunkCorrupt(f"{STORED_BY.name} is not well-formed: {exc}") from exc
     record = ChunkRecord(
         namespace=bytes.fromhex(namespace),
         key=bytes.fromhex(key),
@@ -534,7 +541,7 @@ def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
         chunk_index=int(chunk_index),
         prefix_sha256=bytes.fromhex(prefix_sha256),
         tag=shared_tag(bytes.fromhex(tag)),
-        stored_by=stored_by,
+        stored_by=_stored_by(found),
     )
     return BlobHeader(
         record=record,
@@ -544,6 +551,20 @@ def read_metadata(data: Bytes, header_bytes: int) -> BlobHeader:
         created_unix_s=int(created),
         header_bytes=header_bytes,
     )
+
+
+def _match_metadata(data: Bytes) -> re.Match[bytes]:
+    found = _METADATA.match(data, LENGTH_BYTES)
+    if found is None:
+        raise ChunkCorrupt(_first_bad_field(data))
+    return found
+
+
+def _stored_by(found: re.Match[bytes]) -> str:
+    try:
+        return shared_line(found[STORED_BY.name].decode("ascii").rstrip(" "))
+    except ValueError as exc:
+        raise ChunkCorrupt(f"{STORED_BY.name} is not well-formed: {exc}") from exc
 
 
 def header_hash(header: Bytes) -> str:

@@ -30,13 +30,14 @@ from tiered_kv.chunks.arena import SLAB_BYTES, Arena
 from tiered_kv.chunks.geometry import ChunkGeometry
 from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.engine.clock import Clock
-from tiered_kv.engine.executor import LOCAL_THREADS, NOTIFY_INTERVAL_S, Executor, Pool
+from tiered_kv.engine.executor import Executor, Pool
 from tiered_kv.engine.guards import Guards
 from tiered_kv.engine.lent_rows import LentRows
 from tiered_kv.engine.performer import JobResult, Performer
 from tiered_kv.engine.row_writes import RowWrite, RowWrites
 from tiered_kv.engine.self_test import SelfTest
 from tiered_kv.engine.served import Totals
+from tiered_kv.engine.shared_jobs import READERS, SMALL_BYTES, SMALL_READERS, SharedJob, SharedJobs
 from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import ProbeTimes, Throughput
 from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
@@ -112,19 +113,6 @@ ABSENT_S = 10.0
 
 MINIMUM_SLOTS = 4
 """Chunks the arena must hold at least: one to load, one to store, and one of each in flight."""
-
-READERS: Final = 2 * LOCAL_THREADS[Pool.LOAD]
-"""Tasks that share many reads of a local tier, or many seals."""
-
-SMALL_BYTES: Final = 256 << 10
-SMALL_READERS: Final = 2
-"""As many tasks begin to read or seal blobs of up to so many bytes. Those of a quick disk are work for the interpreter,
-not for the disk, and threads that want its lock at once hold each other up: 512 blobs of 36 KiB from the page cache
-take two threads 41 ms and four 58 (benchmarks/rival_lookups.py)."""
-
-SLOW_READ_S: Final = 0.001
-SLOW_READS: Final = 8
-"""A task whose first reads took this long each, so many of them, waits for the disk, and has another task help."""
 
 _POOL: dict[type, tuple[Pool, int]] = {
     Read: (Pool.LOAD, 0),
@@ -209,6 +197,7 @@ class Engine:
         self.clock = clock
         self._performer = Performer(self.tiers, arena, clock, formats)
         self._row_writes = RowWrites(executor, _POOL[WriteRow][1], self._write_row, clock)
+        self._shared: dict[tuple[int, bool], SharedJobs] = {}  # by tier, HOST for seals, and whether blobs are small
         self._throughput = {number: Throughput() for number in self.tiers}
         self._probe_times = ProbeTimes()
         self._geometries: dict[bytes, ChunkGeometry] = {}
@@ -224,7 +213,6 @@ class Engine:
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
         self._progress_due_s = self._dates_due_s = now_s
-        self._is_closing = False
         self._stalls = Stalls(clock)
         self.guards = Guards(tiering, executor, clock, self._stalls, self._taken_out)
 
@@ -737,62 +725,43 @@ class Engine:
             pool, priority = (_REMOTE_POOL if is_remote else _POOL)[type(job)]
             self.executor.submit(pool, priority, partial(self._run, job))
         self._row_writes.all_added()
-        for jobs in reads.values():
-            self._submit_many(jobs)
+        for number, jobs in reads.items():
+            self._share(number, jobs)
         if seals:
-            self._submit_many(seals)
+            self._share(HOST, seals)
+        for shared in self._shared.values():
+            shared.begin_tasks()
 
-    def _submit_many(self, jobs: Sequence[Read | ReadRow] | Sequence[Seal]) -> None:
-        """Hand reads of a local tier, or seals, to threads. A few tasks share many: each that is handed over wakes a
-        thread, which the loop then shares the interpreter with, and 256 of them took it 2 to 5 ms.
-
-        What a task has not begun another one takes, so that a read that hangs keeps nothing but itself.
-        """
-        pool, priority = _POOL[type(jobs[0])]
+    def _share(self, tier: int, jobs: Sequence[SharedJob]) -> None:
+        """Hand reads of a local tier, or seals, to threads: each a task, or many to a few tasks that share them."""
+        turn = _POOL[type(jobs[0])]
         if len(jobs) <= READERS:
             for job in jobs:
-                self.executor.submit(pool, priority, partial(self._run, job))
+                self.executor.submit(*turn, partial(self._run, job))
             return
-        shared = deque[Read | ReadRow | Seal](jobs)
-        for _ in range(READERS if self._blob_bytes(jobs[0]) > SMALL_BYTES else SMALL_READERS):
-            self.executor.submit(pool, priority, partial(self._run_all, shared))
+        is_small = self._blob_bytes(jobs[0]) <= SMALL_BYTES
+        if (shared := self._shared.get((tier, is_small))) is None:
+            tasks = SMALL_READERS if is_small else READERS
+            shared = SharedJobs(self.executor, turn, self._end, self.clock, tasks)
+            self._shared[tier, is_small] = shared
+        shared.add(jobs)
 
-    def _run_all(self, jobs: deque[Read | ReadRow | Seal]) -> None:
-        begun_s = noticed_s = self.clock.monotonic()
-        reads = 0
-        while jobs and not self._is_closing:
-            try:
-                job = jobs.popleft()
-            except IndexError:  # another task took the last one
-                break
-            self._finished.append((job, self._perform(job)))
-            now_s, reads = self.clock.monotonic(), reads + 1
-            if isinstance(job, Seal):
-                if now_s - begun_s >= NOTIFY_INTERVAL_S:
-                    self.executor.submit(*_POOL[Seal], partial(self._run_all, jobs))
-                    break
-            elif reads == SLOW_READS and now_s - begun_s > SLOW_READS * SLOW_READ_S:
-                self.executor.submit(*_POOL[Read], partial(self._run_all, jobs))
-            if now_s - noticed_s >= NOTIFY_INTERVAL_S:
-                noticed_s = now_s
-                self.executor.notify()
-        self.executor.notify()
+    def _end(self, job: Job) -> None:
+        self._finished.append((job, self._perform(job)))
 
     def _run(self, job: Job) -> None:
-        self._finished.append((job, self._perform(job)))
+        self._end(job)
         self.executor.notify()
 
     def _write_row(self, write: RowWrite) -> bool:
-        with self._stalls.running(write.job.tier):
-            result = self._performer.write_row(write.job, write.follows)
+        result = self._stalls.run(write.job.tier, self._performer.write_row, write.job, write.follows)
         self._finished.append((write.job, result))
         return result.outcome is Outcome.OK
 
     def _perform(self, job: Job) -> JobResult:
         if isinstance(job, Seal | Grow) or self.tiers[job.tier].traits.is_shared:  # memory, or a client with deadlines
             return self._performer.perform(job)
-        with self._stalls.running(job.tier):
-            return self._performer.perform(job)
+        return self._stalls.run(job.tier, self._performer.perform, job)
 
     def _report(self, job: Job, ended: JobResult) -> None:
         outcome = ended.outcome
@@ -860,8 +829,9 @@ class Engine:
 
     def close(self) -> None:
         """End the threads and close tiers and arena, all of them. What was not written yet is lost; drain first."""
-        self._is_closing = True
         self._row_writes.close()
+        for shared in self._shared.values():
+            shared.close()
         with ExitStack() as closing:
             closing.callback(self.arena.close)
             for tier in self.tiers.values():

@@ -5,10 +5,13 @@ be ended, only left alone: its thread and its slot come back when the medium doe
 """
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from tiered_kv.engine.clock import Clock
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 STALL_S = 10.0
 """A local operation that runs for longer has no answer to be waited for: blobs are read and written in milliseconds."""
@@ -25,13 +28,12 @@ class Stalls:
         self._numbers = itertools.count()
         self._running: dict[int, tuple[int, float]] = {}
 
-    @contextmanager
-    def running(self, tier: int) -> Iterator[None]:
-        """An operation, from its start to its end."""
+    def run(self, tier: int, operation: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Perform an operation, which counts from its start to its end."""
         number = next(self._numbers)
         self._running[number] = (tier, self._clock.monotonic())
         try:
-            yield
+            return operation(*args, **kwargs)
         finally:
             self._running.pop(number, None)
 

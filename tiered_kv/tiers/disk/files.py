@@ -19,8 +19,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, align_up
@@ -49,25 +48,32 @@ _CREATE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-@contextmanager
-def mapped_errors(operation: str, path: Path | str) -> Iterator[None]:
+class mapped_errors:  # noqa: N801 - a context, named as those of contextlib
     """Turn what the operating system raises into the error tree, naming operation, path and errno.
+
+    No generator: around each read of a small blob that would take as long as a system call.
 
     Raises:
         CapacityExceeded: The file system, a quota or a file size limit is reached.
         TierUnavailable: Anything else went wrong.
     """
-    try:
-        yield
-    except TierUnavailable:  # an OSError too; mapped already, further down
-        raise
-    except OSError as exc:
-        code = errno.errorcode.get(exc.errno or 0, str(exc.errno))
+
+    __slots__ = ("_operation", "_path")
+
+    def __init__(self, operation: str, path: Path | str) -> None:
+        self._operation = operation
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, exc: BaseException | None, _traceback: object) -> None:
+        if not isinstance(exc, OSError) or isinstance(exc, TierUnavailable):  # an OSError, too; mapped already
+            return
+        said = f"operation={self._operation} errno={errno.errorcode.get(exc.errno or 0, exc.errno)} path={self._path}"
         if exc.errno in _NO_ROOM:
-            raise CapacityExceeded(
-                f"no room on the file system. operation={operation} errno={code} path={path}"
-            ) from exc
-        raise TierUnavailable(f"disk operation failed. operation={operation} errno={code} path={path}") from exc
+            raise CapacityExceeded(f"no room on the file system. {said}") from exc
+        raise TierUnavailable(f"disk operation failed. {said}") from exc
 
 
 def make_root(path: Path) -> None:
@@ -316,13 +322,13 @@ class _CacheStat(ctypes.Structure):
 
 # It asks the kernel's memory only: that takes a microsecond, and to get the interpreter's lock back much longer.
 _syscall = ctypes.PyDLL(None).syscall
+_syscall.argtypes = ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint
 
 
 def is_cached(descriptor: int, size_bytes: int) -> bool:
     """Whether all of a file is in the page cache; False where the kernel cannot tell (before Linux 6.5)."""
     found = _CacheStat()
-    asked = ctypes.byref(_CacheRange(0, size_bytes))
-    if _syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(descriptor), asked, ctypes.byref(found), ctypes.c_uint(0)):
+    if _syscall(_CACHESTAT, descriptor, ctypes.byref(_CacheRange(0, size_bytes)), ctypes.byref(found), 0):
         return False
     return bool(found.cached * mmap.PAGESIZE >= size_bytes)
 

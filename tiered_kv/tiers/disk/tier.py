@@ -21,7 +21,7 @@ reads it gives its blocks back a moment later than its bytes.)
 
     field        guarded by
     _ledger      its own lock: rows, bytes, recency
-    _gate        _active, _closed: close() waits for calls in flight before the directory is unlocked
+    _calls       its own lock: close() waits for calls in flight before the directory is unlocked
     _stripes     one lock per key byte mod 64: rename or unlink and their bookkeeping are one step for a name
     _index       its own lock
     _first_reads its own lock
@@ -39,16 +39,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from tiered_kv.chunks.geometry import align_up
 from tiered_kv.chunks.header import PEEK_BYTES, peek, refuse_foreign
-from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, ConfigError, TierUnavailable
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import FIRST_STORED_BY
 from tiered_kv.keys.naming import relative_path
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierTraits, Usage
+from tiered_kv.tiers.disk.calls import Calls
 from tiered_kv.tiers.disk.files import (
     create_file,
     free_bytes,
@@ -137,9 +137,7 @@ class DiskTier(Tier):
         self._blobs, self._tmp = self._root / "blobs", self._root / "tmp"
         self._min_free_bytes = min_free_bytes
         self._ledger = DiskLedger(capacity_bytes - reserve)
-        self._gate = threading.Condition()
-        self._active = 0
-        self._closed = False
+        self._calls = Calls(root)
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._flushing = threading.Lock()
         self._is_flush_failing = False
@@ -225,7 +223,7 @@ class DiskTier(Tier):
     def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
         """The same; asks between the write of the file and its renaming."""
         header, path = peek(blob[:PEEK_BYTES]), self._file(name)
-        with self._operation():
+        with self._calls:
             if self._ledger.is_foreign(name):
                 raise ChunkMismatch(f"a foreign file has this name. path={path}")
             reserved = align_up(blob.nbytes)
@@ -319,7 +317,7 @@ class DiskTier(Tier):
 
     def get_into_by_pieces(self, name: BlobName, buffer: memoryview, on_piece: Callable[[int], None]) -> bool:
         path = self._file(name)
-        with self._operation(), mapped_errors("get", path):
+        with self._calls, mapped_errors("get", path):
             try:
                 is_first, begun_s = self.direct_reads and self._first_reads.begins(name.key), time.monotonic()
                 found = read_file(path, buffer, on_piece, direct=is_first and self._first_reads.are_fast)
@@ -336,7 +334,7 @@ class DiskTier(Tier):
     def contains(self, name: BlobName) -> bool:
         """Ask the directory, not the ledger: a vanished file is a miss."""
         path = self._file(name)
-        with self._operation(), mapped_errors("contains", path):
+        with self._calls, mapped_errors("contains", path):
             try:
                 os.stat(path, follow_symlinks=False)
             except FileNotFoundError:
@@ -352,7 +350,7 @@ class DiskTier(Tier):
     def delete(self, name: BlobName) -> bool:
         """Remove the blob; a foreign file under its name is not one and stays."""
         path = self._path(name)
-        with self._operation(), mapped_errors("delete", path), self._stripe(name):
+        with self._calls, mapped_errors("delete", path), self._stripe(name):
             if self._ledger.is_foreign(name):
                 return False
             try:
@@ -366,23 +364,23 @@ class DiskTier(Tier):
 
     def scan(self) -> Iterator[BlobInfo]:
         """Yield a snapshot of the blobs, least recently used first; those of unknown recency come first."""
-        with self._operation():
+        with self._calls:
             return self._ledger.snapshot()
 
     def usage(self) -> Usage:
         """Allocated bytes of blobs, of foreign files and of writes in flight; capacity without the metadata reserve."""
-        with self._operation():
+        with self._calls:
             used, count = self._ledger.totals()
             return Usage(used, self._ledger.limit_bytes, count)
 
     def record_use(self, names: Iterable[BlobName]) -> None:
         """Note uses in memory; ``flush`` persists them."""
-        with self._operation():
+        with self._calls:
             self._ledger.touch(list(names))
 
     def flush(self) -> None:
         """Write the index rows that changed, read the pins. A failure is logged once and tried again next time."""
-        with self._operation():
+        with self._calls:
             self._write_index()
             self._read_pins()
 
@@ -419,7 +417,7 @@ class DiskTier(Tier):
     def describe(self, namespace: bytes, record: bytes) -> None:
         """Write ``namespace.json`` unless it already says the same."""
         path = self._blobs / namespace.hex() / NAMESPACE_FILE
-        with self._operation(), mapped_errors("describe", path):
+        with self._calls, mapped_errors("describe", path):
             self._lock.check()
             make_directories(path.parent, self._root)
             if not _says_the_same(path, record):
@@ -428,11 +426,8 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         """Wait for calls in flight, persist the index and unlock the directory. Idempotent."""
-        with self._gate:
-            if self._closed:
-                return
-            self._closed = True
-            self._gate.wait_for(lambda: self._active == 0)
+        if not self._calls.close():
+            return
         try:
             self._write_index()
         finally:
@@ -449,20 +444,6 @@ class DiskTier(Tier):
 
     def _stripe(self, name: BlobName) -> threading.Lock:
         return self._stripes[name.key[0] % _STRIPES]
-
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        with self._gate:
-            if self._closed:
-                raise Closed(f"the disk tier is closed. path={self._root}")
-            self._active += 1
-        try:
-            yield
-        finally:
-            with self._gate:
-                self._active -= 1
-                if not self._active:
-                    self._gate.notify_all()
 
 
 def _mounts() -> str:

@@ -8,8 +8,7 @@ first and for longer after each trial that fails; a trial is a whole self-test p
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from tiered_kv.errors import TierBusy, TierUnavailable
@@ -115,6 +114,32 @@ class Breaker:
         self._trial_due_s = self._monotonic() + self._open_s
 
 
+class _GuardedCall:
+    """A call that passed, as a context: what the breaker is told when it ends.
+
+    Raises:
+        TierUnavailable: The breaker is open; on entry.
+    """
+
+    __slots__ = ("_breaker", "_is_answer", "_operation")
+
+    def __init__(self, breaker: Breaker, operation: str, *, is_answer: bool) -> None:
+        """Take the parts; ``is_answer``: a call that raises nothing was answered by the medium."""
+        self._breaker = breaker
+        self._operation = operation
+        self._is_answer = is_answer
+
+    def __enter__(self) -> None:
+        self._breaker.check()
+
+    def __exit__(self, _: object, exc: BaseException | None, _traceback: object) -> None:
+        if exc is None:
+            if self._is_answer:
+                self._breaker.succeeded(self._operation)
+        elif isinstance(exc, TierUnavailable) and not isinstance(exc, TierBusy):
+            self._breaker.failed(self._operation, str(exc))
+
+
 class GuardedTier(TierWrapper):
     """Passes calls on while the breaker is closed, and tells it how they ended.
 
@@ -127,29 +152,15 @@ class GuardedTier(TierWrapper):
         super().__init__(inner)
         self._breaker = breaker
 
-    @contextmanager
-    def _call(self, operation: str) -> Iterator[None]:
-        with self._try(operation):
-            yield
-        self._breaker.succeeded(operation)
-
-    @contextmanager
-    def _try(self, operation: str) -> Iterator[None]:
-        self._breaker.check()
-        try:
-            yield
-        except TierBusy:
-            raise
-        except TierUnavailable as exc:
-            self._breaker.failed(operation, str(exc))
-            raise
+    def _call(self, operation: str) -> "_GuardedCall":
+        return _GuardedCall(self._breaker, operation, is_answer=True)
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         with self._call("put"):
             self.inner.put(name, blob)
 
     def put_if(self, name: BlobName, blob: memoryview, is_wanted: Callable[[], bool]) -> bool:
-        with self._try("put"):
+        with _GuardedCall(self._breaker, "put", is_answer=False):
             is_stored = self.inner.put_if(name, blob, is_wanted)
         if is_stored:  # what was not wanted says nothing: those behind a put that fails always end so
             self._breaker.succeeded("put")

@@ -5,7 +5,7 @@ verification and re-reads are part of the time it tells.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from typing import Self
 
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
 from tiered_kv.tiers.base import BlobInfo, BlobName, Tier, TierWrapper
@@ -22,13 +22,28 @@ _OUTCOMES: dict[type[BaseException], str] = {
 }
 
 
-class _Call:
-    """One call in progress: what to report when it returns."""
+class _TimedCall:
+    """One call in progress, as a context: what to report when it returns."""
 
-    def __init__(self) -> None:
+    __slots__ = ("_clock", "_operation", "_record", "_start_s", "moved_bytes", "outcome", "waited_s")
+
+    def __init__(self, record: Record, clock: Callable[[], float], operation: str) -> None:
+        self._record = record
+        self._clock = clock
+        self._operation = operation
         self.moved_bytes = 0
         self.outcome = "ok"
         self.waited_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._start_s = self._clock()
+        return self
+
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        if raised is not None:
+            self.outcome, self.moved_bytes = _OUTCOMES.get(raised, "error"), 0
+        seconds = self._clock() - self._start_s - self.waited_s
+        self._record(self._operation, seconds, self.moved_bytes, self.outcome)
 
     def found(self, found: bool, moved_bytes: int = 0) -> bool:
         """Note a yes-or-no answer and pass it on."""
@@ -49,16 +64,8 @@ class MeteredTier(TierWrapper):
         self._record = record
         self._clock = clock
 
-    @contextmanager
-    def _timed(self, operation: str) -> Iterator[_Call]:
-        call, start = _Call(), self._clock()
-        try:
-            yield call
-        except BaseException as exc:
-            call.outcome, call.moved_bytes = _OUTCOMES.get(type(exc), "error"), 0
-            raise
-        finally:
-            self._record(operation, self._clock() - start - call.waited_s, call.moved_bytes, call.outcome)
+    def _timed(self, operation: str) -> _TimedCall:
+        return _TimedCall(self._record, self._clock, operation)
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         with self._timed("put") as call:
