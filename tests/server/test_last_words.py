@@ -9,6 +9,7 @@ import pytest
 from tests.kit.server.clients import SmallEngine, content, settings
 from tests.kit.server.probe import server_pid, wait_for, wait_written
 from tests.kit.server.processes import is_alive, stopped_server
+from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.keys.chunk_record import ChunkRecord
 
 CHUNKS, LAST, LOOKUPS = 300, 20, 12
@@ -56,3 +57,18 @@ def test_commits_behind_much_else_are_kept(root: Path, end: str) -> None:
         wait_for(lambda: files(root) == before + LAST, "the last chunks")
         anchor.close()
     assert files(root) == before + LAST
+
+
+def test_a_prompt_that_was_stored_last_is_evicted_from_its_end_after_a_restart(root: Path) -> None:
+    one = SmallEngine.start(settings(root), "e")
+    one.store(1, 500_000)
+    wait_written(root)  # slots are granted by then
+    one.store(LAST, LAST_TOKEN)
+    pid, keys = server_pid(root), one.keys(LAST, LAST_TOKEN).keys
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: not is_alive(pid), "the server's end")
+    one.close()
+    tier = open_disk(root, 1 << 30)
+    order = [info.record.chunk_index for info in tier.scan() if info.record.key in keys]
+    tier.close()
+    assert order == list(reversed(range(LAST)))

@@ -597,7 +597,8 @@ class Tiering:
         self._tails.drop(self._sessions[session_id].namespace, keys)
 
     def save_tails(self) -> None:
-        """The server ends: write the tails that are worth it to this machine's first tier."""
+        """The server ends: date what was used last, and write the tails that are worth it to the first tier."""
+        self._date_touched()
         self._tails.save_all()
 
     def give_back(self, session_id: int, slot: SlotId) -> None:
