@@ -10,8 +10,8 @@ from tests.kit.server.probe import wait_for
 from tests.kit.step_executor import StepExecutor
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.engine.engine import DATES_INTERVAL_S, RETRY_INTERVAL_S
-from tiered_kv.engine.executor import NOTIFY_INTERVAL_S, ThreadExecutor
-from tiered_kv.engine.shared_jobs import READERS, SLOW_READ_S, SLOW_READS, SMALL_READERS, SharedJobs
+from tiered_kv.engine.executor import LOCAL_THREADS, NOTIFY_INTERVAL_S, Pool, ThreadExecutor
+from tiered_kv.engine.shared_jobs import BYTES_PER_READER, LOOK_READS, READERS, SLOW_READ_S, SharedJobs, tasks_for
 from tiered_kv.errors import CapacityExceeded, ConfigError, TierUnavailable
 from tiered_kv.testing.faults import Fault, FaultyTier, at
 from tiered_kv.testing.memory import MemoryTier
@@ -80,7 +80,6 @@ def sharing(tasks):
 
 def promotion(memory, monkeypatch, *, is_followed):
     """A lookup of 24 chunks that are on the tier alone; each read is a task."""
-    monkeypatch.setattr("tiered_kv.engine.engine.SMALL_READERS", len(LONG))
     monkeypatch.setattr("tiered_kv.engine.engine.READERS", len(LONG))
     world = EngineWorld(memory, host_bytes=80 * BLOB_BYTES)
     session = started(world)
@@ -170,11 +169,12 @@ def test_progress_is_told_when_its_time_has_come_though_nothing_else_happens(pro
 
 def test_a_read_that_hangs_keeps_no_other_one(memory):
     """A few tasks share many reads; what one of them has not begun another one takes."""
-    release = threading.Event()
+    release, started_to_hang = threading.Event(), threading.Event()
 
     class HangingTier(MemoryTier):
         def get_into(self, name, buffer):
             if name.chunk_index == 1:
+                started_to_hang.set()
                 release.wait(60)
             return super().get_into(name, buffer)
 
@@ -187,6 +187,8 @@ def test_a_read_that_hangs_keeps_no_other_one(memory):
     session = world.open()
     lookup = world.lookup(session, LONG)
     try:
+        wait_for(lambda: world.step() or started_to_hang.is_set(), "the read that hangs")
+        world.clock.advance(2 * LOOK_READS * SLOW_READ_S)
         wait_for(lambda: world.step() or world.engine.jobs(1)["get"] == 1, "all reads but the one that hangs")
     finally:
         release.set()
@@ -196,11 +198,23 @@ def test_a_read_that_hangs_keeps_no_other_one(memory):
     world.close()
 
 
-@pytest.mark.parametrize(("read_s", "tasks"), [(0.0, SMALL_READERS), (2 * SLOW_READ_S, SMALL_READERS + 1)])
-def test_few_tasks_read_small_blobs_and_one_that_waits_for_its_medium_has_another_help(read_s, tasks):
+@pytest.mark.parametrize(
+    ("read_s", "blocks", "tasks"),
+    [
+        pytest.param(0.0, 0, 1, id="memory"),
+        pytest.param(0.0, 1, 2, id="disk"),
+        pytest.param(2 * SLOW_READ_S, 0, 2, id="slow"),
+    ],
+)
+def test_one_task_reads_small_blobs_and_has_another_help_where_it_waits_for_its_medium(
+    monkeypatch, read_s, blocks, tasks
+):
     class Medium(MemoryTier):
+        blocks_read = 0
+
         def get_into(self, name, buffer):
             world.clock.advance(read_s)
+            self.blocks_read += blocks
             return super().get_into(name, buffer)
 
     class CountingExecutor(StepExecutor):
@@ -213,11 +227,16 @@ def test_few_tasks_read_small_blobs_and_one_that_waits_for_its_medium_has_anothe
     world.store(started(world), LONG)
     world.close()
     medium.reopen(None)
+    monkeypatch.setattr("tiered_kv.engine.shared_jobs._blocks_read", lambda: medium.blocks_read)
     submitted = []
     world = EngineWorld(medium, host_bytes=80 * BLOB_BYTES, executor=CountingExecutor())
     assert world.loaded(started(world), LONG) == len(LONG)
     assert len(sharing(submitted)) == tasks
     world.close()
+
+
+def test_larger_blobs_have_more_tasks():
+    assert [tasks_for(n * BYTES_PER_READER) for n in (0, 1, 2, READERS, 2 * READERS)] == [1, 1, 2, READERS, READERS]
 
 
 def restarted_with_long(tier, monkeypatch, **engine):
@@ -238,21 +257,22 @@ def test_reads_that_come_in_several_steps_are_shared_by_as_few_tasks(memory, mon
         others = [n for n, task in enumerate(world.executor.waiting) if not sharing([task])]  # memory for the slots
         assert others or world.engine.wait_s == 0.0
         world.run_one(lambda _, others=others: others[0]) if others else world.step()
-    assert len(sharing(world.executor.waiting)) == SMALL_READERS
+    assert len(sharing(world.executor.waiting)) == 1
     world.settle()
     assert world.lookups[lookup].update.ready == len(LONG)
     world.release(lookup)
     world.close()
 
 
-def test_tasks_whose_reads_hang_leave_those_of_later_steps_to_others(memory, monkeypatch):
-    """As many hang as share the reads of small blobs: others are begun for what comes then."""
+def test_a_task_whose_read_hangs_leaves_those_of_later_steps_to_others(memory, monkeypatch):
+    """Those that are begun then hang, too, until each of the pool's threads but one does."""
     release = threading.Event()
     hanging = threading.Semaphore(0)
+    hang = LOCAL_THREADS[Pool.LOAD] - 1
 
     class HangingTier(MemoryTier):
         def get_into(self, name, buffer):
-            if name.chunk_index < SMALL_READERS:
+            if name.chunk_index < hang:
                 hanging.release()
                 release.wait(60)
             return super().get_into(name, buffer)
@@ -261,11 +281,10 @@ def test_tasks_whose_reads_hang_leave_those_of_later_steps_to_others(memory, mon
     session = world.open()
     lookup = world.lookup(session, LONG)
     try:
-        for _ in range(SMALL_READERS):
+        for _ in range(hang):
             wait_for(lambda: world.step() or hanging.acquire(blocking=False), "a read that hangs")
-        world.clock.advance(2 * SLOW_READS * SLOW_READ_S)
-        left = lambda: world.engine.jobs(1)["get"]  # noqa: E731
-        wait_for(lambda: world.step() or (world.engine.wait_s != 0.0 and left() == SMALL_READERS), "all other reads")
+            world.clock.advance(2 * LOOK_READS * SLOW_READ_S)
+        wait_for(lambda: world.step() or world.engine.jobs(1)["get"] == hang, "all other reads")
     finally:
         release.set()
     wait_for(lambda: world.step() or world.lookups[lookup].update.is_done, "those that hung")
@@ -292,7 +311,7 @@ def test_few_tasks_seal_many_chunks_and_make_way_for_reads(memory, monkeypatch):
     paths = [(number,) for number in range(1, 21)]
     assert all(world.commit(session, path) for path in paths)
     world.step()
-    assert len(sharing(world.executor.waiting)) == SMALL_READERS
+    assert len(sharing(world.executor.waiting)) == 1
     world.run_one(lambda count: count - 1)
     assert performed == [Seal], "the others make way"
     assert world.loaded(session, (0,)) == 1

@@ -37,7 +37,7 @@ from tiered_kv.engine.performer import JobResult, Performer
 from tiered_kv.engine.row_writes import RowWrite, RowWrites
 from tiered_kv.engine.self_test import SelfTest
 from tiered_kv.engine.served import Totals
-from tiered_kv.engine.shared_jobs import READERS, SMALL_BYTES, SMALL_READERS, SharedJob, SharedJobs
+from tiered_kv.engine.shared_jobs import READERS, SharedJob, SharedJobs, tasks_for
 from tiered_kv.engine.stalls import Stalls
 from tiered_kv.engine.throughput import ProbeTimes, Throughput
 from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
@@ -197,7 +197,7 @@ class Engine:
         self.clock = clock
         self._performer = Performer(self.tiers, arena, clock, formats)
         self._row_writes = RowWrites(executor, _POOL[WriteRow][1], self._write_row, clock)
-        self._shared: dict[tuple[int, bool], SharedJobs] = {}  # by tier, HOST for seals, and whether blobs are small
+        self._shared: dict[tuple[int, int], SharedJobs] = {}  # by tier, HOST for seals, and number of tasks
         self._throughput = {number: Throughput() for number in self.tiers}
         self._probe_times = ProbeTimes()
         self._geometries: dict[bytes, ChunkGeometry] = {}
@@ -739,12 +739,10 @@ class Engine:
             for job in jobs:
                 self.executor.submit(*turn, partial(self._run, job))
             return
-        is_small = self._blob_bytes(jobs[0]) <= SMALL_BYTES
-        if (shared := self._shared.get((tier, is_small))) is None:
-            tasks = SMALL_READERS if is_small else READERS
-            shared = SharedJobs(self.executor, turn, self._end, self.clock, tasks)
-            self._shared[tier, is_small] = shared
-        shared.add(jobs)
+        tasks = tasks_for(self._blob_bytes(jobs[0]))
+        if (tier, tasks) not in self._shared:
+            self._shared[tier, tasks] = SharedJobs(self.executor, turn, self._end, self.clock, tasks)
+        self._shared[tier, tasks].add(jobs)
 
     def _end(self, job: Job) -> None:
         self._finished.append((job, self._perform(job)))

@@ -8,6 +8,7 @@ Called by ``engine.py``.
 """
 
 import itertools
+import resource
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,22 +21,29 @@ from tiered_kv.tiering.types import Read, ReadRow, Seal
 READERS: Final = 2 * LOCAL_THREADS[Pool.LOAD]
 """Tasks that share jobs, at most."""
 
-SMALL_BYTES: Final = 256 << 10
-SMALL_READERS: Final = 2
-"""As many tasks begin to read or seal blobs of up to so many bytes, however many steps bring them. Those of a quick
-disk are work for the interpreter, not for the disk, and threads that want its lock at once hold each other up: 512
-blobs of 36 KiB from the page cache take two threads 60 ms and four 90 (benchmarks/rival_lookups.py)."""
+BYTES_PER_READER: Final = 128 << 10
+"""A task more for each of these that a blob has, however many steps bring jobs. Reading from memory, or sealing, a blob
+of 36 KiB is work for the interpreter, and threads that want its lock at once hold each other up: 512 of them from the
+page cache take one thread 21 ms, two 23, three 35 to 70, and the owner's is one of these."""
+
+LOOK_READS: Final = 8
+"""After each so many reads a task looks whether they waited for the medium: then others help, and wait beside it."""
 
 SLOW_READ_S: Final = 0.001
-SLOW_READS: Final = 8
-"""A task whose first reads took this long each, so many of them, waits for the disk, and has another task help. One
-whose read takes as long as so many counts for nothing while it does."""
+SLOW_LOOKS: Final = 2
+"""Reads that wait for a slow medium take longer, at so many looks one after the other. A task whose read takes as long
+as those of a whole look counts for nothing while it does."""
 
 SharedJob = Read | ReadRow | Seal
 
 
+def tasks_for(blob_bytes: int) -> int:
+    """How many tasks take jobs of blobs of this size at once, while no medium is waited for."""
+    return min(max(1, blob_bytes // BYTES_PER_READER), READERS)
+
+
 class SharedJobs:
-    """Jobs of one pool and priority, and of one size of blob.
+    """Jobs of one pool and priority, of blobs of about one size.
 
     Threads: the owner adds; tasks run in the pool's threads. Single operations of a deque and a dict are atomic.
     """
@@ -48,7 +56,7 @@ class SharedJobs:
         Args:
             turn: The tasks' pool and their priority in it.
             perform: Performs a job and notes how it ended. Never raises.
-            tasks: As many take jobs at once, and more only where the medium is slow.
+            tasks: As many take jobs at once (:func:`tasks_for`), and more where they wait for the medium.
         """
         self._executor = executor
         self._turn = turn
@@ -68,7 +76,7 @@ class SharedJobs:
         """Have tasks for what stands in line: to be called after each addition, and now and then while reads hang."""
         if not self._jobs:
             return
-        late_s = self._clock.monotonic() - SLOW_READS * SLOW_READ_S
+        late_s = self._clock.monotonic() - LOOK_READS * SLOW_READ_S
         busy = sum(begun_s is None or begun_s >= late_s for begun_s in list(self._begun_s.values()))
         for _ in range(min(self._tasks, len(self._jobs)) - busy):
             self._begin_task()
@@ -85,6 +93,7 @@ class SharedJobs:
     def _run(self, number: int) -> None:
         """A task: jobs until there are none. Seals make way for reads of the same pool now and then."""
         begun_s = noticed_s = now_s = self._clock.monotonic()
+        medium = _Medium(now_s)
         count = 0
         while self._jobs and not self._is_closed:
             self._begun_s[number] = now_s
@@ -97,7 +106,7 @@ class SharedJobs:
             if isinstance(job, Seal):
                 if now_s - begun_s >= NOTIFY_INTERVAL_S:
                     break
-            elif count == SLOW_READS and now_s - begun_s > SLOW_READS * SLOW_READ_S:
+            elif count % LOOK_READS == 0 and medium.wants_help(now_s, len(self._begun_s)):
                 self._begin_task()
             if now_s - noticed_s >= NOTIFY_INTERVAL_S:
                 noticed_s = now_s
@@ -106,3 +115,32 @@ class SharedJobs:
         if self._jobs and not self._is_closed:  # a seal's task made way, or jobs came after the last look
             self.begin_tasks()
         self._executor.notify()
+
+
+class _Medium:
+    """Whether the last reads of a thread waited for what they read from."""
+
+    __slots__ = ("_looked_s", "_read_blocks", "_slow_looks")
+
+    def __init__(self, now_s: float) -> None:
+        self._looked_s = now_s
+        self._read_blocks = _blocks_read()
+        self._slow_looks = 0
+
+    def wants_help(self, now_s: float, tasks: int) -> bool:
+        """Whether another task should read beside those that do, after ``LOOK_READS`` more.
+
+        Two, where a disk of this machine was read from. More only where reads are slow twice in a row: once, they may
+        have waited for the interpreter, while the owner had it.
+        """
+        is_slow, self._looked_s = now_s - self._looked_s > LOOK_READS * SLOW_READ_S, now_s
+        read_before, self._read_blocks = self._read_blocks, _blocks_read()
+        self._slow_looks = self._slow_looks + 1 if is_slow else 0
+        if self._slow_looks == SLOW_LOOKS:
+            self._slow_looks = 0
+            return tasks < READERS
+        return tasks == 1 and self._read_blocks > read_before
+
+
+def _blocks_read() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
