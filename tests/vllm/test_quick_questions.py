@@ -398,9 +398,8 @@ class Play:
         for _ in range(steps):
             for _ in range(source.randrange(3)):
                 self._happen()
-            for number in range(REQUESTS):
-                if number not in self.loading and source.random() < 0.8:
-                    self._ask(number)
+            for number in source.sample(range(REQUESTS), REQUESTS):
+                self._ask_often(number, source.choice((0, 1, 1, 1, 6)))
             if source.random() < 0.7:
                 assert quick.step() == whole.step()
             self.check()
@@ -412,6 +411,18 @@ class Play:
         assert quick.side.counters == whole.side.counters
         assert quick.hear() == whole.hear()
         assert quick.stats() == whole.stats()
+
+    def _ask_often(self, number: int, times: int) -> None:
+        """Steps that compute nothing, for a request that waits, and now and then something else in between."""
+        for asked in range(times):
+            if number in self.loading:
+                return
+            self._ask(number)
+            if asked and self.source.random() < 0.3:
+                self._happen()
+            if asked and self.source.random() < 0.5:
+                self._each(lambda one: one.step())
+                self.clock.advance(self.source.choice((0.0, 0.001, 0.11)))
 
     def _ask(self, number: int) -> None:
         heard = [one.ask(number, self.gpu[number]) for one in self.engines]
