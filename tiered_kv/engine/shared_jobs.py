@@ -27,8 +27,8 @@ of 36 KiB is work for the interpreter, and threads that want its lock at once ho
 page cache take one thread 21 ms, two 23, three 35 to 70, and the owner's is one of these."""
 
 SMALL_NOTIFY_INTERVAL_S: Final = 0.006
-"""Where one task reads, it says so often that something has ended: each time the owner takes the interpreter from it. With
-``NOTIFY_INTERVAL_S`` the answer for 512 blobs of 36 KiB took 48 and 55 ms, so 46 and 52."""
+"""Where one task reads, it says so often that something has ended: each time the owner takes the interpreter from it.
+With ``NOTIFY_INTERVAL_S`` the answer for 512 blobs of 36 KiB took 48 and 55 ms, so 46 and 52."""
 
 LOOK_READS: Final = 8
 """After each so many reads a task looks whether they waited for the medium: then others help, and wait beside it."""
