@@ -198,14 +198,7 @@ def test_a_read_that_hangs_keeps_no_other_one(memory):
     world.close()
 
 
-@pytest.mark.parametrize(
-    ("read_s", "blocks", "tasks"),
-    [
-        pytest.param(0.0, 0, 1, id="memory"),
-        pytest.param(0.0, 1, 2, id="disk"),
-        pytest.param(2 * SLOW_READ_S, 0, 2, id="slow"),
-    ],
-)
+@pytest.mark.parametrize(("read_s", "blocks", "tasks"), [(0.0, 0, 1), (0.0, 1, 2), (2 * SLOW_READ_S, 0, 2)])
 def test_one_task_reads_small_blobs_and_has_another_help_where_it_waits_for_its_medium(
     monkeypatch, read_s, blocks, tasks
 ):
