@@ -20,7 +20,6 @@ from tests.kit.storage.disk_probe import blob_files, blob_path, open_disk, temp_
 from tiered_kv.engine import lent_rows
 from tiered_kv.engine.executor import ThreadExecutor
 from tiered_kv.engine.lent_rows import LentRows, RowGone
-from tiered_kv.engine.row_writes import WRITES_AT_ONCE
 from tiered_kv.errors import ConfigError, TierUnavailable
 from tiered_kv.tiering.types import RowsEnded, RowUse, WriteRow
 from tiered_kv.tiers.base import BlobName, TierWrapper
@@ -204,17 +203,24 @@ def test_children_are_written_behind_their_parents_and_not_without(world: RowWor
     assert world.until(*uses) == ["good"] * 4
 
 
+@pytest.fixture
+def three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows of a prefix than it has are written beside each other."""
+    monkeypatch.setattr("tiered_kv.engine.row_writes.WRITES_AT_ONCE", len(PREFIX) - 1)
+
+
 def written_and_waiting(world: RowWorld, root: FilePath) -> list[RowUse]:
-    """Rows of one prefix, the first of which is just not in the disk yet, and others behind it."""
+    """Rows of one prefix, the first of which is just not in the disk yet; of those behind it all but one have files."""
     world.disk.late = BlobName.of(SPACE.record(PREFIX[0]))
     uses = world.store(*place(*PREFIX))
     world.step()
     assert world.disk.is_in.acquire(timeout=DEADLINE_S)
-    wait_for(lambda: len(temp_files(root)) == WRITES_AT_ONCE, "the next row to be written beside it")
+    wait_for(lambda: len(temp_files(root)) == len(PREFIX) - 1, "the next row to be written beside it")
     assert blob_files(root) == [] and not world.ends
     return uses
 
 
+@pytest.mark.usefixtures("three_at_once")
 def test_rows_of_a_prefix_are_written_beside_each_other_and_appear_one_behind_the_other(
     world: RowWorld, tmp_path: FilePath
 ) -> None:
@@ -225,6 +231,7 @@ def test_rows_of_a_prefix_are_written_beside_each_other_and_appear_one_behind_th
     assert [world.row(10 + number) for number in range(4)] == list(map(world.content, PREFIX))
 
 
+@pytest.mark.usefixtures("three_at_once")
 def test_a_row_that_was_written_beside_one_that_failed_is_not_there(world: RowWorld, tmp_path: FilePath) -> None:
     uses = written_and_waiting(world, tmp_path)
     world.disk.fails = True
@@ -256,6 +263,7 @@ def test_a_row_that_is_handed_out_while_the_end_of_its_parents_write_waits_to_be
     assert [world.row(10 + number) for number in range(4)] == list(map(world.content, PREFIX))
 
 
+@pytest.mark.usefixtures("three_at_once")
 def test_a_row_that_is_taken_back_between_its_write_and_its_name_is_in_no_file(
     world: RowWorld, tmp_path: FilePath
 ) -> None:
@@ -270,6 +278,7 @@ def test_a_row_that_is_taken_back_between_its_write_and_its_name_is_in_no_file(
     assert blob_files(tmp_path) == [] and temp_files(tmp_path) == [] and len(world.tiering.index) == 0
 
 
+@pytest.mark.usefixtures("three_at_once")
 def test_a_write_that_hangs_keeps_the_threads_of_those_behind_it_no_longer_than_their_rows_are_lent(
     world: RowWorld, tmp_path: FilePath
 ) -> None:

@@ -33,7 +33,7 @@ class Pool(Enum):
 NOTIFY_INTERVAL_S: Final = 0.002
 """A task that does one job after the other says so often that something has ended; seals make way for reads then."""
 
-LOCAL_THREADS: Mapping[Pool, int] = {Pool.LOAD: 4, Pool.STORE: 4, Pool.UPKEEP: 4}
+LOCAL_THREADS: Mapping[Pool, int] = {Pool.LOAD: 4, Pool.STORE: 8, Pool.UPKEEP: 4}
 """Of an engine without a shared tier. A local disk that hangs takes up to three of UPKEEP: a flush, a trial, a look at
 ``server.json``; what keeps a bucket's grants alive must not wait behind them."""
 
