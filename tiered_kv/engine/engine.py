@@ -5,7 +5,7 @@ except :meth:`Engine.start` (scans) and :meth:`Engine.close`.
 
     field                                         owner
     tiering, guards, _throughput, _probe_times,
-    _geometries, _served, _jobs                   the caller of ``step``
+    _geometries, _served, _jobs, _shared          the caller of ``step``
     tiers, arena                                  executor threads; the owner asks for usage and notes recency
     _finished                                     appended by executor threads, emptied by the owner (both are atomic)
     _flushing                                     a tier's number is added by the owner, removed by the flushing thread

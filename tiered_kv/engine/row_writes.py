@@ -19,9 +19,10 @@ from tiered_kv.engine.executor import NOTIFY_INTERVAL_S, Executor, Pool
 from tiered_kv.tiering.types import WriteRow
 
 WRITES_AT_ONCE: Final = 6
-"""Of one prefix: a virtual disk wrote 1.4 to 1.7 GB/s by two or three at once, 2 to 3 by eight, and more than six of ours
-hold each other up at the interpreter's lock. A write that hangs holds its thread, and those that wait for it theirs until
-the engine takes their rows back (``row_jobs.py``: after 2 s): two threads are left for deletions and for other prefixes."""
+"""Of one prefix: a virtual disk wrote 1.4 to 1.7 GB/s by two or three at once, 2 to 3 by eight, and more than six of
+ours hold each other up at the interpreter's lock. A write that hangs holds its thread, and those that wait for it
+theirs until the engine takes their rows back (``row_jobs.py``: after 2 s): two threads are left for deletions and for
+other prefixes."""
 
 LOOK_S: Final = 0.05
 """So often a write that waits for its parent's looks whether its row was taken back."""

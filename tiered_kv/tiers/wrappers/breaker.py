@@ -152,7 +152,7 @@ class GuardedTier(TierWrapper):
         super().__init__(inner)
         self._breaker = breaker
 
-    def _call(self, operation: str) -> "_GuardedCall":
+    def _call(self, operation: str) -> _GuardedCall:
         return _GuardedCall(self._breaker, operation, is_answer=True)
 
     def put(self, name: BlobName, blob: memoryview) -> None:
