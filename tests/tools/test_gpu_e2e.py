@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from tools.gpu_e2e import modes, runner
-from tools.gpu_e2e.modes import CPU, CUDA, MODES, ROLES, SCENARIOS, Mode
+from tools.gpu_e2e.modes import CPU, CUDA, EAGER, MODES, ROLES, SCENARIOS, Mode
 from tools.gpu_proof.runner import source_digest
 
 
@@ -118,6 +120,7 @@ def test_a_mode_that_is_right_on_these_sources_is_not_run_again(
     ran: list[str] = []
     monkeypatch.setattr(runner, "probe", lambda: machine)
     monkeypatch.setattr(runner, "run_mode", lambda mode, *_: ran.append(mode.name) or dict(right))
+    monkeypatch.setattr(runner, "_build_model", lambda _, folder: folder)
     out = tmp_path / "e2e.json"
     kept = right | {"source": source_digest(runner.SOURCES), "on": machine} | changes
     out.write_text(json.dumps({"modes": {"cpu-eager": kept}}))
@@ -144,6 +147,8 @@ def test_the_modes_cover_what_was_never_run() -> None:
     assert {option.get("kv_cache_dtype") for option in options} == {None, "fp8"}
     assert {mode.environment.get("VLLM_USE_V2_MODEL_RUNNER") for mode in on_gpu} == {None, "0", "1"}
     assert len({mode.name for mode in MODES}) == len(MODES)
+    first = ["eager", "graphs", "fp8-graphs", "triton-graphs", "flash-v2-graphs"]
+    assert [mode.name for mode in on_gpu][: len(first)] == first
 
 
 def test_prompts_share_the_document_and_nothing_else() -> None:
@@ -154,15 +159,105 @@ def test_prompts_share_the_document_and_nothing_else() -> None:
     assert max(one) < scenario.vocabulary and modes.connector(Path("/x"), CPU)["strict"]
 
 
+def test_a_mode_that_begins_too_late_is_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "probe", lambda: {"platform": "cpu", "gpu": "none"})
+    monkeypatch.setattr(runner, "_build_model", lambda _, folder: folder)
+    assert runner.main(["--out", str(tmp_path / "e2e.json"), "--budget-s", "-1"]) == 1
+    said = capsys.readouterr().out
+    assert "cpu-eager: no time left; run again" in said and "not reached" in said
+
+
+def test_a_model_that_cannot_be_built_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "probe", lambda: {"platform": "cpu", "gpu": "none"})
+    (tmp_path / "models").write_text("a file")
+    assert runner.main(["--out", str(tmp_path / "e2e.json"), "--model-dir", str(tmp_path / "models")]) == 2
+    said = capsys.readouterr().err
+    assert "the model cannot be built in" in said and "Not a directory" in said and "Nothing was run." in said
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_so_many_modes_at_once_is_a_whole_number(capsys: pytest.CaptureFixture[str], count: str) -> None:
+    with pytest.raises(SystemExit):
+        runner.main([f"--at-once={count}"])
+    assert f"a whole number from 1 on is expected, not {count!r}" in capsys.readouterr().err
+
+
+def test_a_commit_that_is_given_is_the_record_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "git", lambda *_: None)
+    found = runner.summary({}, {}, CUDA, "abc")
+    assert found["commit"] == "abc" and not found["is_dirty"]
+    assert runner.summary({}, {}, CUDA)["commit"] is None
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from tools.gpu_e2e import __main__, runner
+from tools.gpu_e2e.modes import CPU, Mode
+folder = Path(sys.argv[1])
+runner.FILES, runner.ENGINE = folder / "files", "sleeper"
+runner.MODES = (Mode("one", CPU), Mode("two", CPU), Mode("three", CPU))
+runner.probe = lambda: {"platform": "cpu", "gpu": "none"}
+runner._build_model = lambda *_: folder
+sys.exit(__main__.run(["--at-once", "2", "--out", str(folder / "e2e.json")]))
+"""
+
+SLEEPER = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as an engine that is busy in a kernel
+print("pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all_engines_and_starts_no_other(
+    repository: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    paths = os.pathsep.join((str(repository), str(tmp_path)))
+    process = subprocess.Popen(
+        (sys.executable, "-c", INTERRUPTED, str(tmp_path)),
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    logs = [tmp_path / "files" / name / "plain.log" for name in ("one", "two")]
+    while process.poll() is None and not all(log.is_file() and log.read_text().endswith("\n") for log in logs):
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate(timeout=30)[0]
+    assert process.returncode == runner.INTERRUPTED, said
+    assert "one begins" in said and "two begins" in said and "three" not in said and "Traceback" not in said
+    for log in logs:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(log.read_text().split()[1]), 0)
+    assert not (tmp_path / "files" / "three").exists()
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_the_cpu_mode_is_right_from_end_to_end(repository: Path, tmp_path: Path) -> None:
+def test_the_cpu_mode_is_right_from_end_to_end_also_beside_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "FILES", tmp_path / "files")
+    monkeypatch.setattr(runner, "MODES", (Mode("one", CPU, EAGER), Mode("two", CPU, EAGER)))
     out = tmp_path / "e2e.json"
-    ended = run(repository, "--out", str(out), "cpu-eager")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    mode = json.loads(out.read_text())["modes"]["cpu-eager"]
-    assert mode["verdict"] == "right" and [found["name"] for found in mode["phases"]] == list(NAMES)
-    assert mode["engine"]["kv_layout"] == "LBHNC"
+    status = runner.main(["--at-once", "2", "--out", str(out), "--model-dir", str(tmp_path / "models")])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    lines = [line.partition(" after ")[0] for line in said.splitlines()]
+    assert {*lines[:2]} == {"gpu-e2e: one begins", "gpu-e2e: two begins"}
+    assert {*lines[2:4]} == {"gpu-e2e: one: right", "gpu-e2e: two: right"}
+    for name, mode in json.loads(out.read_text())["modes"].items():
+        assert mode["verdict"] == "right" and [found["name"] for found in mode["phases"]] == list(NAMES), name
+        assert mode["engine"]["kv_layout"] == "LBHNC"
 
 
 LIBRARIES = (

@@ -1,6 +1,8 @@
 """``python3 -m tools.gpu_e2e``: see ``runner.py``."""
 
+import signal
 import sys
+from collections.abc import Sequence
 
 try:
     from tools.gpu_e2e.runner import main
@@ -12,4 +14,12 @@ except ImportError as exc:
     )
     sys.exit(2)
 
-sys.exit(main())
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run it so that a SIGTERM, as ``timeout`` sends, ends all engines as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

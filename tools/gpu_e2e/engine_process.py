@@ -15,7 +15,6 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2] / "demo"))
 from engine import Answer, Engine
 
-from tiered_kv.testing import model as models
 from tools.gpu_e2e.modes import FIRST, MODULE_PATH, PLAIN, SECOND, Scenario
 
 MARGIN_MIN = 0.2
@@ -36,7 +35,6 @@ def main() -> None:
 
 def _plain(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
     """Plain vLLM: two questions whose answers rounding cannot turn, their answers and their KV."""
-    models.build_model(Path(job["model"]), shape=getattr(models, scenario.model))
     engine = _start(job, scenario)
     answers: dict[int, Answer] = {}
     for question in _promising(engine, scenario):

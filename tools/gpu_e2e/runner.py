@@ -1,7 +1,9 @@
 """Starts the engines of each mode, judges what they answered, keeps it and shows it.
 
 Must not import vLLM itself. Each engine is a process of its own, and the cache's server has ended before the next one
-starts, so that what it holds is on disk. The verdict of a mode is ``right`` or ``wrong`` by the demo's checks
+starts, so that what it holds is on disk. With ``--at-once`` modes run beside each other, each in a thread that starts its
+engines and waits for them; they share the model's directory, and the main thread alone writes the record. The verdict of
+a mode is ``right`` or ``wrong`` by the demo's checks
 (``demo/report.py``), ``failed`` where an engine did not start or end. The record is ``build/gpu_e2e.json``, and of a
 whole right run of a clean commit on a GPU ``docs/proofs/gpu_e2e.json``. Resumable, and with exit codes, as
 ``gpu-proof``.
@@ -13,8 +15,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +43,18 @@ from tools.gpu_e2e.modes import (
     Scenario,
     connector,
 )
-from tools.gpu_proof.runner import GOOD, RIGHT, WRONG, CannotRunError, check_names, git, keep, source_digest, write
+from tools.gpu_proof.runner import (
+    GOOD,
+    LATE,
+    RIGHT,
+    WRONG,
+    CannotRunError,
+    check_names,
+    git,
+    keep,
+    source_digest,
+    write,
+)
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FILES: Final = ROOT / "build" / "gpu_e2e"
@@ -54,6 +69,15 @@ FAILED: Final = "failed"
 ENGINE_LIMIT_S: Final = 500.0
 SERVER_END_LIMIT_S: Final = 60.0
 LOG_TAIL_LINES: Final = 12
+INTERRUPTED: Final = 130
+"""The exit code that shells give a process that Ctrl-C ended."""
+
+BUILD: Final = """
+import sys
+from pathlib import Path
+from tiered_kv.testing import model
+model.build_model(Path(sys.argv[1]), shape=getattr(model, sys.argv[2]))
+"""
 
 PROBE: Final = """
 import json, sys
@@ -89,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.out.is_file():
         kept = json.loads(asked.out.read_text())
     stands = {"source": source_digest(SOURCES), "on": machine}
+    to_run = []
     for mode in wanted:
         have = kept["modes"].get(mode.name, {})
         if (
@@ -97,18 +122,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             and all(have[key] == value for key, value in stands.items())
         ):
             print(f"gpu-e2e: {mode.name} is right on these sources already, skipped", flush=True)
-            continue
-        print(f"gpu-e2e: {mode.name} ...", flush=True)
-        kept["modes"][mode.name] = run_mode(mode, scenario, asked.model_dir) | stands
-        write(asked.out, kept | summary(kept["modes"], machine, device))
-    whole = kept | summary(kept["modes"], machine, device)
+        else:
+            to_run.append(mode)
+    try:
+        for name, record in _ended(to_run, scenario, asked):
+            kept["modes"][name] = record | stands
+            write(asked.out, kept | summary(kept["modes"], machine, device, asked.commit))
+    except CannotRunError as exc:
+        print(f"gpu-e2e: {exc}. Nothing was run.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gpu-e2e: interrupted; the modes that had ended are kept", file=sys.stderr)
+        return INTERRUPTED
+    whole = kept | summary(kept["modes"], machine, device, asked.commit)
     print("\n".join(table(kept["modes"], wanted)))
     print(
         f"gpu-e2e: the whole record is {os.path.relpath(asked.out, ROOT)}, logs are in {os.path.relpath(FILES, ROOT)}"
     )
     if device == CUDA:
         print(f"gpu-e2e: {keep(whole, 'gpu_e2e')}")
-    return 0 if all(kept["modes"][mode.name]["verdict"] in GOOD for mode in wanted) else 1
+    return 0 if all(kept["modes"].get(mode.name, {}).get("verdict") in GOOD for mode in wanted) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,8 +150,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=list(SCENARIOS), help="what is built and asked; demo, on a CPU tiny")
     parser.add_argument("--model-dir", type=Path, default=ROOT / "build" / "models", help="where it is built")
     parser.add_argument("--force", action="store_true", help="also what was right on these sources already")
+    parser.add_argument("--at-once", type=_count, default=1, metavar="N", help="so many modes beside each other; 1")
+    parser.add_argument("--budget-s", type=float, default=7200.0, help="begin no mode after so many seconds")
+    parser.add_argument("--commit", help="the commit of these files, where git cannot be asked")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_e2e.json", help="where the record goes")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on is expected, not {text!r}")
+    return int(text)
 
 
 def probe() -> dict[str, Any]:
@@ -141,7 +183,104 @@ def _paths() -> str:
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
-def run_mode(mode: Mode, scenario: Scenario, models: Path) -> dict[str, Any]:
+class _Engines:
+    """The engine processes that run now, of all modes.
+
+    Threads: all; ``_lock`` guards both fields.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_ended = False
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> str:
+        """Run one to its end or its limit; why that did not work, or nothing."""
+        with self._lock, open(log, "wb") as output:
+            if self._is_ended:
+                return "not started: interrupted"
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            self._running.add(process)
+        try:
+            status = process.wait(ENGINE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return f"the engine did not end within {ENGINE_LIMIT_S:g} s"
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        return f"the engine ended with status {status}" if status else ""
+
+    def end(self) -> None:
+        """Kill all, and start no other one. Each one's cache server ends with its last client."""
+        with self._lock:
+            self._is_ended = True
+            for process in self._running:
+                process.kill()
+
+
+def _ended(
+    modes: Sequence[Mode], scenario: Scenario, asked: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run modes, at most ``asked.at_once`` beside each other and in their order; each one's record when it has ended.
+
+    Raises:
+        CannotRunError: The model cannot be built.
+        KeyboardInterrupt: Ctrl-C; no engine is left then.
+    """
+    if not modes:
+        return
+    end_s = time.monotonic() + asked.budget_s
+    model = _build_model(scenario, asked.model_dir)
+    engines = _Engines()
+
+    def run(mode: Mode) -> dict[str, Any] | None:
+        if time.monotonic() > end_s:
+            print(f"gpu-e2e: {mode.name}: no time left; run again, what is done is kept", flush=True)
+            return None
+        print(f"gpu-e2e: {mode.name} begins", flush=True)
+        return run_mode(mode, scenario, model, engines)
+
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        running = {pool.submit(run, mode): mode.name for mode in modes}
+        try:
+            for future in as_completed(running):
+                if (record := future.result()) is None:
+                    continue
+                name = running[future]
+                print(f"gpu-e2e: {name}: {record['verdict']} after {record['duration_s']:.0f} s", flush=True)
+                yield name, record
+        finally:
+            # Nothing is left to do here unless this ends early: Ctrl-C, or a defect of ours.
+            pool.shutdown(wait=False, cancel_futures=True)
+            engines.end()
+
+
+def _build_model(scenario: Scenario, models: Path) -> Path:
+    """Build what all engines read, before any of them starts.
+
+    Raises:
+        CannotRunError: That did not work.
+    """
+    path = models / f"gpu-e2e-{scenario.model.lower()}"
+    command = [sys.executable, "-c", BUILD, str(path), scenario.model]
+    environment = os.environ | {"PYTHONPATH": _paths()}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        said = (ran.stderr.strip() or f"status {ran.returncode}").splitlines()
+        raise CannotRunError(f"the model cannot be built in {models}: {said[-1]}")
+    return path
+
+
+def run_mode(mode: Mode, scenario: Scenario, model: Path, engines: _Engines) -> dict[str, Any]:
     """Run the three engines of a mode; its record, whatever became of them."""
     files = FILES / mode.name
     shutil.rmtree(files, ignore_errors=True)
@@ -150,8 +289,8 @@ def run_mode(mode: Mode, scenario: Scenario, models: Path) -> dict[str, Any]:
     record: dict[str, Any] = {"verdict": FAILED, "broken": [], "phases": []}
     results: dict[str, dict[str, Any]] = {}
     for role in ROLES:
-        job = _job(mode, scenario, role, files, models, results)
-        if why := _run_engine(mode, role, job, files):
+        job = _job(mode, scenario, role, files, model, results)
+        if why := _run_engine(mode, role, job, files, engines):
             record["broken"] = [f"{role}: {why}", *_tail(files / f"{role}.log")]
             break
         results[role] = json.loads(Path(job["result"]).read_text())
@@ -179,13 +318,13 @@ def judged(phases: Sequence[Mapping[str, Any]], scenario: Scenario) -> dict[str,
 
 
 def _job(
-    mode: Mode, scenario: Scenario, role: str, files: Path, models: Path, results: Mapping[str, Mapping[str, Any]]
+    mode: Mode, scenario: Scenario, role: str, files: Path, model: Path, results: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     cache = files / "cache"
     job: dict[str, Any] = {
         "role": role,
         "scenario": asdict(scenario),
-        "model": str(models / f"gpu-e2e-{scenario.model.lower()}"),
+        "model": str(model),
         "options": OPTIONS | dict(DEVICE_OPTIONS[mode.device]) | dict(mode.options),
         "connector": None if role == PLAIN else connector(cache, mode.device),
         "cache": str(cache),
@@ -198,28 +337,17 @@ def _job(
     return job
 
 
-def _run_engine(mode: Mode, role: str, job: Mapping[str, Any], files: Path) -> str:
+def _run_engine(mode: Mode, role: str, job: Mapping[str, Any], files: Path, engines: _Engines) -> str:
     """Run one engine to its end, and its cache server; why that did not work, or nothing."""
     path = files / f"{role}.job.json"
     path.write_text(json.dumps(job, indent=1))
-    own = ENVIRONMENT | dict(DEVICE_ENVIRONMENT[mode.device]) | dict(mode.environment) | {"PYTHONPATH": _paths()}
-    with open(files / f"{role}.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", ENGINE, str(path)],
-            cwd=ROOT,
-            env=os.environ | own,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            status = process.wait(ENGINE_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return f"the engine did not end within {ENGINE_LIMIT_S:g} s"
-    if status or not Path(job["result"]).is_file():
-        return f"the engine ended with status {status}"
+    # What vLLM compiles is kept for a mode's next engines alone: modes beside each other would write the same files.
+    own = {"PYTHONPATH": _paths(), "VLLM_CACHE_ROOT": str(files / "compiled")}
+    environment = ENVIRONMENT | dict(DEVICE_ENVIRONMENT[mode.device]) | dict(mode.environment) | own
+    if why := engines.run([sys.executable, "-m", ENGINE, str(path)], environment, files / f"{role}.log"):
+        return why
+    if not Path(job["result"]).is_file():
+        return "the engine ended with status 0 and no result"
     return "" if role == PLAIN else _wait_for_server_end(Path(job["cache"]))
 
 
@@ -240,12 +368,14 @@ def _tail(log: Path) -> list[str]:
     return [f"| {line}" for line in log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]]
 
 
-def summary(modes: Mapping[str, Any], machine: Mapping[str, Any], device: str) -> dict[str, Any]:
+def summary(
+    modes: Mapping[str, Any], machine: Mapping[str, Any], device: str, commit: str | None = None
+) -> dict[str, Any]:
     """What is said about all modes together."""
     wanted = {mode.name for mode in MODES if mode.device == device}
     fresh = all(mode["source"] == source_digest(SOURCES) for mode in modes.values())
     return {
-        "commit": git("rev-parse", "HEAD"),
+        "commit": commit or git("rev-parse", "HEAD"),
         "is_dirty": bool(git("status", "--porcelain", "--", *SOURCES)),
         "is_whole": wanted == set(modes) and fresh,
         "exit_code": 0 if all(mode["verdict"] == RIGHT for mode in modes.values()) else 1,
@@ -255,11 +385,11 @@ def summary(modes: Mapping[str, Any], machine: Mapping[str, Any], device: str) -
 
 def table(modes: Mapping[str, Any], wanted: Sequence[Mode]) -> list[str]:
     """The modes for people."""
-    lines = ["", f"{'mode':<22}{'verdict':<9}{'seconds':>7}  {'KV layout':<11}{'TTFT cold, host, disk':<26}", "-" * 80]
+    lines = ["", f"{'mode':<22}{'verdict':<13}{'seconds':>7}  {'KV layout':<11}{'TTFT cold, host, disk':<26}", "-" * 84]
     for mode in wanted:
-        have = modes[mode.name]
+        have = modes.get(mode.name, {"verdict": LATE, "duration_s": 0, "phases": [], "broken": ["run again"]})
         times = " / ".join(f"{phase['ttft_s']:.3f}" for phase in have["phases"][:3])
         layout = have.get("engine", {}).get("kv_layout") or "?"
-        lines.append(f"{mode.name:<22}{have['verdict']:<9}{have['duration_s']:>7.1f}  {layout:<11}{times}")
+        lines.append(f"{mode.name:<22}{have['verdict']:<13}{have['duration_s']:>7.1f}  {layout:<11}{times}")
         lines += [f"{'':<22}{line}" for line in have["broken"]]
     return [*lines, ""]
