@@ -1,4 +1,4 @@
-"""``make gpu-e2e``: a real vLLM behind the cache, one mode after the other, with a verdict for each.
+"""``make gpu-e2e``: a real vLLM behind the cache, mode by mode, with a verdict for each.
 
 A mode is a way to run vLLM: eager or with CUDA graphs, an attention backend, a dtype of the KV, a model runner. In each
 three engines are started one after the other (``engine_process.py``): plain vLLM; one that computes a prompt and

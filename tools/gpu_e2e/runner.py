@@ -1,12 +1,11 @@
 """Starts the engines of each mode, judges what they answered, keeps it and shows it.
 
 Must not import vLLM itself. Each engine is a process of its own, and the cache's server has ended before the next one
-starts, so that what it holds is on disk. With ``--at-once`` modes run beside each other, each in a thread that starts its
-engines and waits for them; they share the model's directory, and the main thread alone writes the record. The verdict of
-a mode is ``right`` or ``wrong`` by the demo's checks
-(``demo/report.py``), ``failed`` where an engine did not start or end. The record is ``build/gpu_e2e.json``, and of a
-whole right run of a clean commit on a GPU ``docs/proofs/gpu_e2e.json``. Resumable, and with exit codes, as
-``gpu-proof``.
+starts, so that what it holds is on disk. With ``--at-once`` modes run beside each other, each in a thread that starts
+its engines and waits for them; they share the model's directory, and the main thread alone writes the record. The
+verdict of a mode is ``right`` or ``wrong`` by the demo's checks (``demo/report.py``), ``failed`` where an engine did
+not start or end. The record is ``build/gpu_e2e.json``, and of a whole right run of a clean commit on a GPU
+``docs/proofs/gpu_e2e.json``. Resumable, and with exit codes, as ``gpu-proof``; 130 after Ctrl-C or SIGTERM.
 """
 
 import argparse
