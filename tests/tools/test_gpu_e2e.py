@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.counts import only_in_proofs
 from tools.gpu_e2e import modes, runner
 from tools.gpu_e2e.modes import CPU, CUDA, EAGER, MODES, ROLES, SCENARIOS, Mode
 from tools.gpu_proof.runner import source_digest
@@ -243,20 +244,23 @@ def test_an_interrupt_ends_all_engines_and_starts_no_other(
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", [("one",), pytest.param(("one", "two"), marks=only_in_proofs)], ids=len)
 def test_the_cpu_mode_is_right_from_end_to_end_also_beside_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runner, "FILES", tmp_path / "files")
-    monkeypatch.setattr(runner, "MODES", (Mode("one", CPU, EAGER), Mode("two", CPU, EAGER)))
+    monkeypatch.setattr(runner, "MODES", tuple(Mode(name, CPU, EAGER) for name in names))
     out = tmp_path / "e2e.json"
     status = runner.main(["--at-once", "2", "--out", str(out), "--model-dir", str(tmp_path / "models")])
     said = capsys.readouterr().out
     assert status == 0, said
     lines = [line.partition(" after ")[0] for line in said.splitlines()]
-    assert {*lines[:2]} == {"gpu-e2e: one begins", "gpu-e2e: two begins"}
-    assert {*lines[2:4]} == {"gpu-e2e: one: right", "gpu-e2e: two: right"}
-    for name, mode in json.loads(out.read_text())["modes"].items():
-        assert mode["verdict"] == "right" and [found["name"] for found in mode["phases"]] == list(NAMES), name
+    assert {*lines[: len(names)]} == {f"gpu-e2e: {name} begins" for name in names}
+    assert {*lines[len(names) : 2 * len(names)]} == {f"gpu-e2e: {name}: right" for name in names}
+    ended = json.loads(out.read_text())["modes"]
+    assert set(ended) == set(names)
+    for mode in ended.values():
+        assert mode["verdict"] == "right" and [found["name"] for found in mode["phases"]] == list(NAMES)
         assert mode["engine"]["kv_layout"] == "LBHNC"
 
 
