@@ -72,6 +72,7 @@ class Run:
 
     Attributes:
         failure: Why it did not end well, or nothing.
+        ran_s: From its job to its end.
     """
 
     role: str
@@ -79,6 +80,7 @@ class Run:
     log: Path
     samples_file: Path
     failure: str = ""
+    ran_s: float = 0.0
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -123,7 +125,10 @@ def _refusal(tokens: int, repeats: int, shape: ModelShape, host_bytes: int) -> s
     most = min(shape.max_position - 1_024, int(0.9 * host_bytes / shape.kv_bytes_per_token / (max(repeats, 1) + 2)))
     if repeats >= 1 and 512 <= tokens <= most:
         return ""
-    return f"expected a repeat or more, and 512 to {most} tokens for that. observed={repeats}, {tokens}"
+    return (
+        "expected a repeat or more and 512 tokens or more, and no more of both than the model and host memory take. "
+        f"tokens_max_at_these_repeats={most} observed: tokens={tokens} repeats={repeats}"
+    )
 
 
 def _start(work: Path, device: str, role: str) -> Run:
@@ -212,6 +217,7 @@ def _finish_run(run: Run, job: Mapping[str, Any], end_s: float) -> None:
     except subprocess.TimeoutExpired:
         _end(run.process)
         run.failure = "ended: the budget is used"
+    run.ran_s = round(time.monotonic() - end_s + left_s, 1)
     lines = run.samples_file.read_text().splitlines(keepends=True)
     run.samples = [json.loads(line) for line in lines if line.endswith("\n")]
     if run.process.returncode and not run.failure and not any("failed" in sample for sample in run.samples):
@@ -288,7 +294,8 @@ def _facts(runs: Sequence[Run]) -> dict[str, Any]:
     engines = {}
     for run in runs:
         facts = {key: value for key, value in _one(run, "facts").items() if key != "phase"}
-        engines[run.role] = facts | {"start_s": _one(run, "start").get("seconds"), "link": _one(run, "link")}
+        seconds = {f"{phase}_s": round(_one(run, phase).get("seconds", 0.0), 2) for phase in ("start", "warm-up")}
+        engines[run.role] = facts | seconds | {"ran_s": run.ran_s, "link_gb_per_s": _one(run, "link").get("gb_per_s")}
     return {"engines": engines}
 
 
