@@ -29,7 +29,7 @@ PERFORMANCE: dict[str, tuple[str, ...]] = {
 """What docs/performance.md shows, with arguments meant to keep all of it under 15 minutes."""
 
 OTHERS = (
-    *("cli", "disk_faults", "disk_index", "disk_io", "engines", "frozen_server", "miss_ratio", "naming"),
+    *("cli", "disk_faults", "disk_index", "disk_io", "engines", "frozen_server", "gpu_engine", "miss_ratio", "naming"),
     *("object_faults", "object_store", "offloading", "pauses", "peer_engines", "peer_questions", "peers", "prefetch"),
     *("rivals", "scale", "session_end", "timeline", "transfer", "verification"),
 )

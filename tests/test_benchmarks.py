@@ -77,6 +77,54 @@ def test_scaled_sessions_run_on_a_real_engine_and_answers_save_what_they_should(
     assert zeroed["apart_mean"] > LOGPROB_TOLERANCE and zeroed["lead_most"] > LOGPROB_TOLERANCE
 
 
+@pytest.mark.timeout(240)  # three engines, one after the other, and two cores that others may use
+def test_a_gpu_s_engines_find_what_they_computed_byte_for_byte(run):
+    arguments = ("--shape", "tiny", "--tokens", "1100", "--repeats", "1", "--budget-s", "200")
+    rows = run("gpu_engine", *arguments, "--systems", "ours", "ours again", "native")
+    assert [row for row in rows if row["verdict"] != "right"] == []
+    found = {(row["system"], row["phase"]): row["cached_tokens"] for row in rows if "ttft_ms" in row}
+    assert found == {
+        ("ours", "computed"): 0,
+        ("ours", "prefix cache"): 1024,
+        ("ours", "host memory"): 1024,
+        ("ours again", "disk"): 1024,
+        ("ours again", "prefix cache"): 1024,
+        ("native", "computed"): 0,
+        ("native", "prefix cache"): 1024,
+        ("native", "host memory"): 1024,
+    }
+    hits = [row for row in rows if "more_ms" in row]
+    assert [row["loaded_mib"] for row in hits] == [2.0] * 3
+    assert all(row["gaps"] > 100 for row in rows if row["phase"].startswith("decode"))
+
+
+def test_an_engine_that_is_out_of_time_is_a_row_that_says_so(run):
+    """It had not even started: the imports take longer."""
+    rows = run(
+        "gpu_engine", "--shape", "tiny", "--tokens", "600", "--systems", "ours again", "plain", "--budget-s", "3.1"
+    )
+    told = [(row["system"], row["verdict"], row["message"]) for row in rows]
+    assert told[0] == ("ours again", "failed", "not begun: ours computed nothing that could be found")
+    assert told[1] in [("plain", "failed", f"{what}: the budget is used") for what in ("ended", "not begun")]
+
+
+def test_a_block_with_other_bytes_or_a_hit_that_is_none_is_wrong(run):
+    import gpu_engine_process as process  # type: ignore[import-not-found]  # the fixture knows where
+
+    def wrong(phase: str, cached: int, digests: list[str], computed: list[str] | None) -> Any:
+        return process.wrong_of(phase, process.Answer([1], cached, 0.1, None, digests), 1100, 128, computed)
+
+    computed = [str(number) for number in range(8)]
+    assert not wrong("computed", 0, computed, []) and not wrong("disk", 1024, computed, computed)
+    assert "where none can be" in wrong("computed", 128, computed, [])
+    assert "only 7 blocks" in wrong("computed", 0, computed[:7], [])
+    assert "one content" in wrong("computed", 0, ["0"] * 8, [])
+    assert "not 1024 to 1099" in wrong("disk", 0, computed, computed)
+    assert "1 of 8 blocks differ" in wrong("disk", 1024, [*computed[:7], "x"], computed)
+    assert "8 blocks 0 and 8" in wrong("disk", 1024, computed, [])
+    assert not wrong("prefix cache", 1024, [], None) and wrong("prefix cache", 896, [], None)
+
+
 def draws(name: str, folder: Path) -> None:
     """The chart of what was just measured can be drawn."""
     pytest.importorskip("matplotlib")

@@ -281,6 +281,56 @@ def test_small_chunks_share_a_slice():
         assert rank.slot(5).numpy().tobytes() == rank.pools[0].read((1, 2, 3, 9))
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_a_few_bytes_the_other_way_lie_between_the_copies_of_two_slices(monkeypatch, direction, direct):
+    """On an H100 a stream that always has a copy ready kept the copy engine from the model's for 40 ms."""
+    ids = (4, 5, 8, 9)
+    with simulated_gpu() as machine:
+        rank = Rank(plan(direct_bytes=1 if direct else 1 << 40), machine, machine.device())
+        lane, order = rank.engine._lanes[direction], []
+        few = lane.few_bytes if direction == "save" else lane.few_bytes_host
+        access = machine.detector.access
+
+        def noted(actor, ranges, what):
+            if actor == lane.copies.actor:
+                written = [one.low for one in ranges if one.is_write]
+                order.append("few" if written == [few.data_ptr()] else "slice")
+            access(actor, ranges, what)
+
+        monkeypatch.setattr(machine.detector, "access", noted)
+        job = rank.paged.begin(direction, rank.paged.mark())
+        if direction == "save":
+            rank.paged.gather((ids,), rank.view(0), job)
+        else:
+            rank.paged.scatter(rank.view(0), ((0, ids),), job)
+        job.launch()
+        job.wait()
+    slices = "".join(one[0] for one in order).split("f")
+    assert slices.pop() == "", "nothing behind the last"
+    assert len(slices) == lane.turns > 1
+    assert all(slices), "each slice has copies"
+
+
+def test_row_numbers_of_a_load_do_not_wait_for_the_slices_behind_it(monkeypatch):
+    """They cross the link as the slices do, so they are queued with theirs, in front."""
+    with simulated_gpu() as machine:
+        rank = Rank(plan(), machine, machine.device())
+        lane, streams = rank.engine._lanes["load"], []
+        send = device_copy._Slice.send_rows
+
+        def sent(taken):
+            streams.append(machine.detector.stream)
+            send(taken)
+
+        monkeypatch.setattr(device_copy._Slice, "send_rows", sent)
+        job = rank.paged.begin("load", rank.paged.mark())
+        rank.paged.scatter(rank.view(0), ((0, (4, 5, 8, 9)),), job)
+        job.launch()
+        job.wait()
+    assert set(streams) == {lane.copies.actor} and len(streams) == lane.turns
+
+
 def test_a_slice_takes_no_more_row_numbers_than_it_has_room_for(monkeypatch):
     monkeypatch.setattr(device_copy, "INDEX_ROWS", 5)
     assert races_of(plan(slice_bytes=1 << 16)) == []
@@ -324,6 +374,26 @@ def test_no_copy_touches_two_windows_of_host_memory(monkeypatch, direct):
     spans += zip(cut.host.tolist(), cut.sizes.tolist(), strict=True)
     assert all(start // 96 == (start + size - 1) // 96 for start, size in spans)
     assert sum(size for _, size in spans) == 2 * piece.size_bytes
+
+
+def test_loads_go_directly_from_smaller_fragments_on_than_saves():
+    """Beside a prefill a staged copy waits for multiprocessors; a save has the time."""
+    ids, shape = (4, 5, 8, 9), ((Shape("LBHNC", 1, 1, 1, 64 << 10, "U8"),),)
+    with simulated_gpu() as machine:
+        rank = Rank(plan(shape, direct_bytes=None, slice_bytes=1 << 20), machine, machine.device())
+        assert all(run.may_be_direct for run in rank.paged.groups[0]._copier.runs)
+        direct = {}
+        for direction in ("save", "load"):
+            job = rank.paged.begin(direction, rank.paged.mark())
+            if direction == "save":
+                rank.paged.gather((ids,), rank.view(0), job)
+            else:
+                rank.paged.scatter(rank.view(0), ((0, ids),), job)
+            direct[direction] = {piece.is_direct for piece in job._pending}
+            job.launch()
+            job.wait()
+        assert rank.slot(0).numpy().tobytes() == rank.pools[0].read(ids)
+    assert direct == {"save": {False}, "load": {True}}
 
 
 def test_the_fragments_of_a_direct_piece_are_looked_for_once(monkeypatch):
@@ -401,7 +471,7 @@ def test_memory_is_the_same_for_every_model_and_said_in_the_log(caplog):
         engine = CopyEngine(machine.device())
     assert engine.memory_bytes == 2 * 3 * ((16 << 20) + 8 * (1 << 16)) == 99 << 20
     assert "copies use 99 MiB of memory on cuda:1: 3 slices of 16 MiB and row numbers, each way" in caplog.text
-    assert "direct=from 65536 bytes" in caplog.text
+    assert "direct=loads from 65536 bytes, saves from 262144 bytes" in caplog.text
 
 
 def test_states_and_groups_share_the_memory_of_their_rank():

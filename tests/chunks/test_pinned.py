@@ -10,7 +10,7 @@ import pytest
 from tests.kit.fake_cuda import FakeCuda
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena, create_slabs
 from tiered_kv.chunks.cuda import CudaError
-from tiered_kv.chunks.pinned import WINDOW_BYTES, PinnedArena, windows
+from tiered_kv.chunks.pinned import PIN_REST, WINDOW_BYTES, PinnedArena, windows
 
 PAGE = 4096
 DEVICE = 3
@@ -83,8 +83,10 @@ def test_ahead_of_need_only_whole_windows_are_registered(
     arena.allocate(1, first - PAGE)
     assert not pinned.pin_some()
     arena.allocate(1, first + WINDOW_BYTES + PAGE)
+    assert pinned.rest_s == 0
     assert pinned.pin_some() and fake_cuda.is_registered(base, first, DEVICE)
     assert pinned.pinned_bytes == first
+    assert pinned.rest_s == PIN_REST * pinned.pinning_s > 0
     assert pinned.pin_some() and not pinned.pin_some()
     assert pinned.pinned_bytes == first + WINDOW_BYTES
     pinned.pin_slab(1)

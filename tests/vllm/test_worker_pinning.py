@@ -1,5 +1,6 @@
 """A worker with a fake driver: what it registers when, and that every way out ends that before it unmaps."""
 
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from tests.kit.server.clients import settings, worker_part
 from tests.kit.server.probe import figures, wait_for
 from tests.kit.server.processes import kill_server
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena
+from tiered_kv.server import worker_client
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.vllm import worker as worker_module
@@ -170,6 +172,38 @@ def test_nothing_is_registered_ahead_between_the_tensors_and_the_first_step(
     assert asked == [] and not world.client.pins_ahead
     world.side.follow(world.step())
     wait_for(lambda: bool(asked), "the thread that waits for the server")
+
+
+def test_the_thread_that_pins_ahead_rests_after_each_window(
+    start: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a rest it held the driver's lock beside every decode step."""
+    rests_s = [0.05, 0.06, 0.07]
+    rests_ms: list[int] = []
+
+    def pin_a_window(pinned: Any) -> bool:
+        if not rests_s:
+            return False
+        pinned.rest_s = rests_s.pop(0)
+        return True
+
+    class Poll:
+        def __init__(self) -> None:
+            self._poll = select.poll()
+
+        def register(self, *what: Any) -> None:
+            self._poll.register(*what)
+
+        def poll(self, rest_ms: int) -> Any:
+            rests_ms.append(rest_ms)
+            return self._poll.poll(rest_ms)
+
+    monkeypatch.setattr(worker_module.PinnedArena, "pin_some", pin_a_window)
+    monkeypatch.setattr(worker_client, "select", SimpleNamespace(poll=Poll, POLLIN=select.POLLIN))
+    world = start()
+    world.side.follow(world.step())
+    wait_for(lambda: not rests_s and rests_ms[-1] == worker_client.POPULATE_EVERY_MS, "the windows")
+    assert [rest for rest in rests_ms if rest not in (0, worker_client.POPULATE_EVERY_MS)] == [50, 60, 70]
 
 
 def test_a_server_that_is_killed_leaves_no_registration(start: Callable[..., World]) -> None:

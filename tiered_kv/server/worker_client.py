@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -59,6 +60,7 @@ class WorkerClient:
         self.pinned: PinnedArena | None = None
         self.pins_ahead = False
         self._told = m.Pinned(0, 0.0)
+        self._rest_ms = 0
         self._lock_fd = -1
         self._leaving = threading.Lock()
         deadline_s = time.monotonic() + config.start_timeout_s
@@ -128,11 +130,13 @@ class WorkerClient:
             if self._lock_fd < 0:
                 return  # left before this thread came to run
             watched.register(self._sock, select.POLLIN)  # the server has nothing more to say: this is its end
-        while not watched.poll(0 if self._populate_some() else POPULATE_EVERY_MS):
+        while not watched.poll(self._rest_ms if self._populate_some() else POPULATE_EVERY_MS):
             if self._lock_fd < 0:
                 return  # left meanwhile: the number of the socket may be another file's by now
 
     def _populate_some(self) -> bool:
+        """Map or pin one part; says whether there may be more, after ``_rest_ms``."""
+        self._rest_ms = 0
         with self._leaving:
             if self._lock_fd < 0:
                 return False
@@ -141,6 +145,7 @@ class WorkerClient:
             if self.pinned is None:
                 return False
             if self.pins_ahead and self.pinned.pin_some():
+                self._rest_ms = math.ceil(1e3 * self.pinned.rest_s)
                 return True
             self._tell_pinned(self.pinned)
             return False

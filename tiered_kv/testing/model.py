@@ -76,6 +76,20 @@ DEMO = ModelShape(
 )
 """Big enough that recomputing a prompt of 3,000 tokens is felt on a laptop: for the demo."""
 
+LLAMA_8B = ModelShape(
+    layers=32,
+    hidden=4096,
+    intermediate=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=32000,
+    weight_std=0.02,
+    head_std=0.02,
+    max_position=40960,
+)
+"""What a GPU is bought for, 15 GB: for timings with vLLM's own dummy weights (``describe_model``), never built."""
+
 
 def build_model(path: Path, *, seed: int = 0, shape: ModelShape = TINY) -> Path:
     """Write the model into the directory ``path`` unless the same one is there already; returns ``path``.
@@ -88,13 +102,22 @@ def build_model(path: Path, *, seed: int = 0, shape: ModelShape = TINY) -> Path:
         return path
     path.mkdir(parents=True, exist_ok=True)
     stamp_file.unlink(missing_ok=True)
+    describe_model(path, shape)
+    _write_weights(path / "model.safetensors", _weights(seed, shape))
+    _replace(stamp_file, stamp)
+    return path
+
+
+def describe_model(path: Path, shape: ModelShape) -> None:
+    """Write all of a model but its weights into the directory ``path``, for vLLM's ``load_format="dummy"``.
+
+    Enough to time an engine and to compare the bytes of its KV; what it answers depends on nothing.
+    """
+    path.mkdir(parents=True, exist_ok=True)
     _write(path / "config.json", _config(shape))
     _write(path / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False})
     _write(path / "tokenizer.json", _tokenizer(shape))
     _write(path / "tokenizer_config.json", _tokenizer_config(shape))
-    _write_weights(path / "model.safetensors", _weights(seed, shape))
-    _replace(stamp_file, stamp)
-    return path
 
 
 def _config(shape: ModelShape) -> dict[str, object]:

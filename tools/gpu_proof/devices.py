@@ -191,6 +191,14 @@ class _LeakyEvent:
             self.inner.synchronize()
 
 
+class _WithoutBatch(CudaDevice):
+    """As a worker uses it where the driver has no batched copies; all else that CUDA has is there."""
+
+    @property
+    def copy_batch(self) -> CopyBatch | None:
+        return None
+
+
 def cuda_device(device: torch.device, *, has_batch: bool = True) -> CudaDevice:
     """The GPU as a worker uses it; without ``has_batch`` everything is staged."""
-    return CudaDevice(device, Cuda.loaded() if has_batch else None)
+    return (CudaDevice if has_batch else _WithoutBatch)(device, Cuda.loaded())

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from tiered_kv.chunks.device import TorchDevice
-from tiered_kv.chunks.device_copy import DIRECT_BYTES, RING_SLICES, SLICE_BYTES, CopyEngine
+from tiered_kv.chunks.device_copy import RING_SLICES, SLICE_BYTES, CopyEngine
 from tiered_kv.chunks.pinned import WINDOW_BYTES
 from tiered_kv.chunks.transfer import CopyJob, RankKV
 from tools.gpu_proof.host_memory import GIB, MIB, HostMemory
@@ -76,7 +76,7 @@ class World:
         self, way: str, *, slice_bytes: int = SLICE_BYTES, ring_slices: int = RING_SLICES, device: Any = None
     ) -> RankKV:
         """A rank that copies it: ``staged``, ``direct`` or as a worker chooses (``chosen``)."""
-        least = {"staged": STAGED_ONLY, "direct": DIRECT_ALWAYS, "chosen": DIRECT_BYTES}[way]
+        least = {"staged": STAGED_ONLY, "direct": DIRECT_ALWAYS, "chosen": None}[way]
         used: TorchDevice = device or self.proof.engine_device(has_batch=way != "staged")
         size = max(64 << 10, int(slice_bytes / 256)) if self.proof.is_dry else slice_bytes
         made = CopyEngine(used, slice_bytes=size, ring_slices=ring_slices, direct_bytes=least)

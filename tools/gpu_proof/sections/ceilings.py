@@ -10,6 +10,8 @@ from tools.gpu_proof.section import Proof, gigabytes_per_s
 
 PIECES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB, 32 * MIB)
 PIECES_MAX = 2048
+STREAMS = 32
+"""As many as torch's pool has: each engine takes the next ones."""
 
 
 def run(proof: Proof) -> None:
@@ -28,6 +30,7 @@ def run(proof: Proof) -> None:
             best = {"load": max(best["load"], load), "save": max(best["save"], save)}
         if name == "pinned":
             _by_size(proof, host, device, size)
+            _by_stream(proof, host, device, size // 8)
         del host
         memory.close()
     proof.headline = "this machine's memory, and no link"
@@ -95,3 +98,19 @@ def _by_size(proof: Proof, host: Any, device: Any, size: int) -> None:
 
             row[side] = gigabytes_per_s(count * piece, proof.median_s(copy, 3))
         proof.note(copies_of_kib=piece >> 10, count=count, **row)
+
+
+def _by_stream(proof: Proof, host: Any, device: Any, size: int) -> None:
+    """Whether all streams get the same of the link."""
+    kit = proof.engine_device(has_batch=False)
+    streams = [kit.stream(for_kernels=False) for _ in range(STREAMS)]
+    for side, (to, of) in {"load": (device, host), "save": (host, device)}.items():
+        rates = []
+        for stream in streams:
+
+            def copy(to: Any = to, of: Any = of, stream: Any = stream) -> None:
+                with kit.on(stream):
+                    to[:size].copy_(of[:size], non_blocking=True)
+
+            rates.append(round(gigabytes_per_s(size, proof.median_s(copy, 3)), 1))
+        proof.note(streams=STREAMS, side=side, least=min(rates), most=max(rates), each=rates)

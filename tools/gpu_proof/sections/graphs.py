@@ -64,6 +64,7 @@ def _capture_beside(proof: Proof, action: Callable[[], None]) -> tuple[str, str]
     """What became of the captures, and the other thread's first error."""
     stop, errors = threading.Event(), []
     start = torch.eye(512, device=proof.device)
+    _warm_up(start)
 
     def other() -> None:
         try:
@@ -92,3 +93,13 @@ def _capture_beside(proof: Proof, action: Callable[[], None]) -> tuple[str, str]
     stop.set()
     thread.join()
     return result, errors[0] if errors else ""
+
+
+def _warm_up(matrix: torch.Tensor) -> None:
+    """Multiply once beside the stream that captures: cuBLAS takes its memory then, which no capture allows."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        matrix @ matrix
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()

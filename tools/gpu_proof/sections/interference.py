@@ -1,6 +1,9 @@
-"""What copies and pinning cost a model that decodes: a graph of memory-bound products with small copies in and out.
+"""What copies and pinning cost a model, and a model copies.
 
-Needs a GPU. What a copy is charged with is the whole difference of a step; a real decode step hides some of it.
+One model decodes: a graph of memory-bound products with small copies in and out. One prefills: products that take every
+multiprocessor, of which the copies need some.
+
+Needs a GPU. What a copy is charged with is the whole difference of a step; a real step hides some of it.
 """
 
 import threading
@@ -10,20 +13,61 @@ from typing import Any
 
 import torch
 
+from tiered_kv.chunks.device_copy import RING_SLICES, SLICE_BYTES
+from tiered_kv.chunks.pinned import PIN_REST, WINDOW_BYTES
 from tools.gpu_proof.host_memory import GIB, MIB, HostMemory
 from tools.gpu_proof.section import Proof, gigabytes_per_s, percentiles
 from tools.gpu_proof.shapes import REAL
-from tools.gpu_proof.world import World, world
+from tools.gpu_proof.world import WAYS, World, world
 
 LAYERS, WIDTH, BATCH, REPEATS = 48, 8192, 64, 4
 STEPS, STEPS_ALONE = 80, 120
-ENGINES = (("staged", 16 * MIB, 3), ("staged", 4 * MIB, 3), ("direct", 16 * MIB, 3))
+ENGINES = (("staged", SLICE_BYTES, RING_SLICES), ("staged", 4 * MIB, 3), ("direct", SLICE_BYTES, RING_SLICES))
+"""The first is what workers have."""
 SHAPES = (REAL[0], REAL[4], REAL[9])
-PIN_STEPS_MIB = (1024, 64)
-PINNED = 4
+PREFILL_SHAPES = (REAL[0], REAL[3])
+PREFILL_WIDTH, PREFILL_PRODUCTS, PREFILL_STEPS = 8192, 12, 30
+PINNED, PINNING_STEPS = 4, 20
+PINNING = {
+    "all at once": (GIB, 0),
+    "windows": (WINDOW_BYTES, 0),
+    "windows and rests, as a worker": (WINDOW_BYTES, PIN_REST),
+}
+"""Bytes registered by one call, and for how many times as long the thread then rests."""
 
 
-class _Decode:
+class _Steps:
+    """What is timed: ``step`` ends when the GPU has done it."""
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def steps(self, count: int) -> dict[str, float]:
+        """Milliseconds of so many."""
+        took = []
+        for _ in range(count):
+            started_s = time.perf_counter()
+            self.step()
+            took.append((time.perf_counter() - started_s) * 1e3)
+        return {f"{name}_ms": value for name, value in percentiles(took).items()}
+
+
+class _Prefill(_Steps):
+    """One step: products bound by arithmetic."""
+
+    def __init__(self, device: torch.device) -> None:
+        shape = (PREFILL_WIDTH, PREFILL_WIDTH)
+        self._state, self._weights = (torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.01 for _ in range(2))
+
+    def step(self) -> None:
+        for _ in range(PREFILL_PRODUCTS):
+            self._state @ self._weights
+        ended = torch.cuda.Event(blocking=True)
+        ended.record()
+        ended.synchronize()
+
+
+class _Decode(_Steps):
     """One step: inputs up, a graph, sampled ids down on a side stream, and the host waits for them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -54,14 +98,6 @@ class _Decode:
             sampled.record(self._side)
         sampled.synchronize()
 
-    def steps(self, count: int) -> dict[str, float]:
-        took = []
-        for _ in range(count):
-            started_s = time.perf_counter()
-            self.step()
-            took.append((time.perf_counter() - started_s) * 1e3)
-        return {f"{name}_ms": value for name, value in percentiles(took).items()}
-
 
 def run(proof: Proof) -> None:
     """Measure it."""
@@ -77,13 +113,23 @@ def run(proof: Proof) -> None:
         _beside_pinning(proof, decode, alone)
         for shape in SHAPES:
             with world(proof, shape, pool_bytes=4 * GIB) as made:
-                for way, size, ring in ENGINES:
-                    slowest = max(slowest, _beside_copies(proof, decode, alone, made, way, size, ring))
+                for engine in ENGINES:
+                    slower = _beside_copies(proof, decode, alone, made, *engine)
+                    slowest = max(slowest, slower if engine == ENGINES[0] else 0.0)
+        del decode
+        prefill = _Prefill(proof.device)
+        prefill.steps(5)
+        alone = prefill.steps(PREFILL_STEPS)
+        proof.note(beside="nothing, prefill", **alone)
+        for shape in PREFILL_SHAPES:
+            with world(proof, shape, pool_bytes=4 * GIB) as made:
+                for way in WAYS:
+                    _beside_copies(proof, prefill, alone, made, way, SLICE_BYTES, RING_SLICES, "prefill, ")
     proof.headline = f"a decode step is at most {slowest:.1f} % slower beside copies at the rate they reach"
 
 
 def _beside_copies(
-    proof: Proof, decode: _Decode, alone: dict[str, float], made: World, way: str, size: int, ring: int
+    proof: Proof, model: _Steps, alone: dict[str, float], made: World, way: str, size: int, ring: int, of: str = ""
 ) -> float:
     rank = made.engine(way, slice_bytes=size, ring_slices=ring)
     slowest = 0.0
@@ -96,11 +142,11 @@ def _beside_copies(
 
         with _beside(copy, rank.copying) as moved:
             started_s, before = time.perf_counter(), moved[0]
-            steps = decode.steps(STEPS)
+            steps = model.steps(STEPS if not of else PREFILL_STEPS)
             rate = gigabytes_per_s(moved[0] - before, time.perf_counter() - started_s)
         slower = _slower(steps, alone)
         slowest = max(slowest, slower)
-        name = f"{made.shape.name}, {way}, {size >> 20} MiB x {ring}, {side}"
+        name = f"{of}{made.shape.name}, {way}, {size >> 20} MiB x {ring}, {side}"
         proof.note(beside=name, gb_per_s=rate, slower_percent=slower, **steps)
     return slowest
 
@@ -109,24 +155,33 @@ def _beside_pinning(proof: Proof, decode: _Decode, alone: dict[str, float]) -> N
     """One lock of the driver, one of the process's memory map: what a step notices of pinning in the background."""
     cuda = proof.cuda()
     assert cuda is not None
-    memories = [HostMemory(GIB) for _ in range(PINNED)]
-    for step_mib in PIN_STEPS_MIB:
-        step = step_mib * MIB
+    for name, (size, rest) in PINNING.items():
+        memories = [HostMemory(GIB) for _ in range(PINNED)]
+        parts = [part for memory in memories for part in memory.windows(size)]
+        done: list[int] = []
+        stop = threading.Event()
 
-        def pin(step: int = step) -> int:
-            for memory in memories:
-                for at in range(0, GIB, step):
-                    cuda.register(memory.address + at, step)
-                    time.sleep(1e-3)
-                for at in range(0, GIB, step):
-                    cuda.unregister(memory.address + at)
-            return GIB * PINNED
+        def pin(parts: Any = parts, done: Any = done, stop: Any = stop, rest: int = rest) -> None:
+            with proof.engine_device(has_batch=True).copying():
+                while parts and not stop.is_set():
+                    address, part_bytes = parts.pop(0)
+                    started_s = time.perf_counter()
+                    cuda.register(address, part_bytes)
+                    done.append(address)
+                    stop.wait(rest * (time.perf_counter() - started_s))
 
-        with _beside(pin, lambda: proof.engine_device(has_batch=True).copying()):
-            steps = decode.steps(STEPS)
-        proof.note(beside=f"pinning in steps of {step_mib} MiB", slower_percent=_slower(steps, alone), **steps)
-    for memory in memories:
-        memory.close()
+        # Once, as a worker does: what is pinned again and again disturbs by its unpinning.
+        thread = threading.Thread(target=pin)
+        thread.start()
+        steps = decode.steps(PINNING_STEPS)
+        stop.set()
+        thread.join()
+        slower, registered = _slower(steps, alone), len(done) * size / GIB
+        proof.note(beside=f"pinning: {name}", registered_gib=registered, slower_percent=slower, **steps)
+        for address in done:
+            cuda.unregister(address)
+        for memory in memories:
+            memory.close()
 
 
 def _slower(steps: dict[str, float], alone: dict[str, float]) -> float:
