@@ -95,6 +95,7 @@ class CudaDevice(TorchDevice):
         """Take the calls that torch does not have; None: do without them."""
         super().__init__(device)
         self.cuda = cuda
+        self._index: Final = 0 if device.index is None else device.index
         self._has_batch = cuda is not None and cuda.has_batch and _takes_host_pointers(cuda, device)
 
     @property
@@ -108,8 +109,7 @@ class CudaDevice(TorchDevice):
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
-        return context
+        return _OnStream(stream, self._index)
 
     def event(self) -> Any:
         return torch.cuda.Event(blocking=True)
@@ -130,6 +130,23 @@ class CudaDevice(TorchDevice):
         assert self.cuda is not None
         order = ORDER_STREAM if is_written_by_stream else ORDER_ANY
         self.cuda.copy_batch(destinations, sources, sizes, stream.cuda_stream, order)
+
+
+class _OnStream:
+    """As ``torch.cuda.stream`` on the thread's own device: that looks for the device four times, 80 us for a slice."""
+
+    __slots__ = ("_before", "_index", "_stream")
+
+    def __init__(self, stream: Any, index: int) -> None:
+        self._stream, self._index = stream, index
+
+    def __enter__(self) -> Any:
+        self._before = torch.cuda.current_stream(self._index)
+        torch.cuda.set_stream(self._stream)
+        return self._stream
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._before)
 
 
 def _takes_host_pointers(cuda: Cuda, device: torch.device) -> bool:

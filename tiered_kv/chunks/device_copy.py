@@ -147,13 +147,13 @@ class _Piece:
     def spans(self) -> list[tuple[int, int]]:
         """Where the rows lie in ``slot``: first byte and size of each run of consecutive ones, within a window."""
         size, address = self.run.row_bytes, self.slot.ctypes.data
-        if self.places[-1] - self.places[0] + 1 == len(self.places):
-            starts, counts = np.zeros(1, dtype=np.intp), np.array([len(self.places)])
-        else:
-            starts, counts = _joined(self.places[1:] == self.places[:-1] + 1)
+        first, count = int(self.places[0]), len(self.places)
+        if int(self.places[-1]) - first + 1 == count:
+            return _within_windows(address, first * size, count * size)
+        starts, counts = _joined(self.places[1:] == self.places[:-1] + 1)
         spans = []
-        for place, count in zip((self.places[starts] * size).tolist(), (counts * size).tolist(), strict=True):
-            spans += [(place + part.start, part.stop - part.start) for part in windows(address + place, count)]
+        for start, length in zip((self.places[starts] * size).tolist(), (counts * size).tolist(), strict=True):
+            spans += _within_windows(address, start, length)
         return spans
 
     def fragments(self) -> Fragments:
@@ -171,6 +171,11 @@ class _Piece:
             self.slot.ctypes.data + self.places[starts].astype(np.int64) * size,
             counts.astype(np.int64) * size,
         )
+
+
+def _within_windows(address: int, start: int, size: int) -> list[tuple[int, int]]:
+    """Cut bytes of a slot that lies at an address: first byte and size of each part within a window."""
+    return [(start + part.start, part.stop - part.start) for part in windows(address + start, size)]
 
 
 def _joined(follows: npt.NDArray[np.bool_]) -> tuple[Rows, Rows]:

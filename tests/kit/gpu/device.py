@@ -65,11 +65,11 @@ class SimulatedEvent:
         return True
 
 
-class _Model:
-    """The model's stream, as ``current_stream`` gives it."""
+class _Current:
+    """A thread's stream, as ``current_stream`` gives it."""
 
-    def __init__(self, detector: RaceDetector) -> None:
-        self.actor = detector.model_stream
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
 
 
 class SimulatedGpu:
@@ -112,13 +112,14 @@ class SimulatedGpu:
         self.blocking_events += blocking
         return SimulatedEvent(self)
 
-    def current_stream(self, device: torch.device) -> Any:
-        assert device == GPU
-        assert self.detector.stream == self.detector.model_stream
-        return _Model(self.detector)
+    def current_stream(self, device: torch.device | int) -> Any:
+        """The thread's; for a mark, which names the device, it has to be the model's."""
+        assert device in (GPU, GPU.index)
+        assert device != GPU or self.detector.stream == self.detector.model_stream
+        return _Current(self.detector.stream)
 
-    def stream(self, stream: SimulatedStream) -> SimulatedStream:
-        return stream
+    def set_stream(self, stream: Any) -> None:
+        self.detector.set_stream(stream.actor)
 
     def set_device(self, device: torch.device) -> None:
         assert device == GPU

@@ -156,14 +156,19 @@ class RaceDetector:
         stream: Actor = getattr(self._thread, "stream", self.model_stream)
         return stream
 
+    def set_stream(self, stream: Actor) -> None:
+        """Make a stream the current one of this thread."""
+        self._thread.stream = stream
+
     @contextmanager
     def on_stream(self, stream: Actor) -> Iterator[None]:
-        """Make a stream the current one of this thread."""
-        before, self._thread.stream = self.stream, stream
+        """The same for the length of a block."""
+        before = self.stream
+        self.set_stream(stream)
         try:
             yield
         finally:
-            self._thread.stream = before
+            self.set_stream(before)
 
     def clock_of(self, actor: Actor) -> Clock:
         """A copy of what an actor knows, after one more step of its own: what others may get to know of it."""
