@@ -28,6 +28,8 @@ SHAPES = (REAL[0], REAL[4], REAL[9])
 PREFILL_SHAPES = (REAL[0], REAL[3])
 PREFILL_WIDTH, PREFILL_PRODUCTS, PREFILL_STEPS = 8192, 12, 30
 PINNED, PINNING_STEPS = 4, 20
+BUSY_S, STEP_S = (0.0, 3e-3, 10e-3), 10e-3
+"""For how much of each 10 ms the model's thread keeps the interpreter: a copy thread asks for it ten times per slice."""
 PINNING = {
     "all at once": (GIB, 0),
     "windows": (WINDOW_BYTES, 0),
@@ -125,6 +127,9 @@ def run(proof: Proof) -> None:
             with world(proof, shape, pool_bytes=4 * GIB) as made:
                 for way in WAYS:
                     _beside_copies(proof, prefill, alone, made, way, SLICE_BYTES, RING_SLICES, "prefill, ")
+        with world(proof, REAL[0], pool_bytes=4 * GIB) as made:
+            for busy_s in BUSY_S:
+                _beside_an_interpreter(proof, made, busy_s)
     proof.headline = f"a decode step is at most {slowest:.1f} % slower beside copies at the rate they reach"
 
 
@@ -182,6 +187,28 @@ def _beside_pinning(proof: Proof, decode: _Decode, alone: dict[str, float]) -> N
             cuda.unregister(address)
         for memory in memories:
             memory.close()
+
+
+def _beside_an_interpreter(proof: Proof, made: World, busy_s: float) -> None:
+    """What copies get of the link while another thread of their process runs Python, as a model runner does."""
+    rank = made.engine("chosen")
+    stop = threading.Event()
+
+    def run_python() -> None:
+        while not stop.is_set():
+            end_s = time.perf_counter() + busy_s
+            while time.perf_counter() < end_s:
+                pass
+            time.sleep(STEP_S - busy_s)
+
+    thread = threading.Thread(target=run_python)
+    thread.start()
+    with rank.copying():
+        save = gigabytes_per_s(made.nbytes, proof.median_s(lambda: made.save(rank).wait(), 3))
+        load = gigabytes_per_s(made.nbytes, proof.median_s(lambda: made.load(rank).wait(), 3))
+    stop.set()
+    thread.join()
+    proof.note(beside=f"an interpreter that is busy for {busy_s * 1e3:g} of {STEP_S * 1e3:g} ms", save=save, load=load)
 
 
 def _slower(steps: dict[str, float], alone: dict[str, float]) -> float:
