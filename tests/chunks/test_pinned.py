@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.fake_cuda import FakeCuda
+from tiered_kv.chunks import pinned as pinned_module
 from tiered_kv.chunks.arena import SLAB_BYTES, Arena, create_slabs
 from tiered_kv.chunks.cuda import CudaError
 from tiered_kv.chunks.pinned import PIN_REST, WINDOW_BYTES, PinnedArena, windows
@@ -91,6 +92,14 @@ def test_ahead_of_need_only_whole_windows_are_registered(
     assert pinned.pinned_bytes == first + WINDOW_BYTES
     pinned.pin_slab(1)
     assert fake_cuda.is_registered(base, first + WINDOW_BYTES + PAGE)
+
+
+def test_a_rest_is_bounded_however_long_the_driver_took(
+    arena: Arena, pinned: PinnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_module, "PIN_REST", 1e12)
+    arena.allocate(1, 2 * WINDOW_BYTES)
+    assert pinned.pin_some() and pinned.rest_s == pinned_module.PIN_REST_MAX_S
 
 
 def test_the_first_and_the_ahead_may_meet_in_one_slab(arena: Arena, pinned: PinnedArena, fake_cuda: FakeCuda) -> None:

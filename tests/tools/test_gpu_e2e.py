@@ -9,6 +9,7 @@ import tarfile
 import time
 import tomllib
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,11 @@ def test_an_engine_that_does_not_start_fails_its_mode_and_the_next_one_runs(
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_run"), [({}, False), ({"source": "other"}, True), ({"verdict": "wrong"}, True)]
+    ("changes", "is_run"),
+    [({}, False), ({"source": "other"}, True), ({"verdict": "wrong"}, True), ({"scenario": {"model": "DEMO"}}, True)],
 )
 def test_a_mode_that_is_right_on_these_sources_is_not_run_again(
-    changes: dict[str, str], is_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], is_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = {"platform": "cpu", "gpu": "none"}
     right = {"verdict": "right", "broken": [], "phases": [], "duration_s": 1.0, "options": {}}
@@ -123,7 +125,8 @@ def test_a_mode_that_is_right_on_these_sources_is_not_run_again(
     monkeypatch.setattr(runner, "run_mode", lambda mode, *_: ran.append(mode.name) or dict(right))
     monkeypatch.setattr(runner, "_build_model", lambda _, folder: folder)
     out = tmp_path / "e2e.json"
-    kept = right | {"source": source_digest(runner.SOURCES), "on": machine} | changes
+    scenario = asdict(SCENARIOS["tiny"])
+    kept = right | {"source": source_digest(runner.SOURCES), "on": machine, "scenario": scenario} | changes
     out.write_text(json.dumps({"modes": {"cpu-eager": kept}}))
     assert runner.main(["--out", str(out)]) == 0
     assert bool(ran) is is_run
@@ -196,6 +199,7 @@ def test_a_commit_that_is_given_is_the_record_s(monkeypatch: pytest.MonkeyPatch)
 
 INTERRUPTED = """
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from tools.gpu_e2e import __main__, runner
 from tools.gpu_e2e.modes import CPU, Mode
@@ -209,6 +213,7 @@ sys.exit(__main__.run(["--at-once", "2", "--out", str(folder / "e2e.json")]))
 
 SLEEPER = """
 import os, signal, sys, time
+from dataclasses import asdict
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as an engine that is busy in a kernel
 print("pid", os.getpid(), flush=True)

@@ -206,6 +206,30 @@ def test_the_thread_that_pins_ahead_rests_after_each_window(
     assert [rest for rest in rests_ms if rest not in (0, worker_client.POPULATE_EVERY_MS)] == [50, 60, 70]
 
 
+def test_a_rest_keeps_no_memory_from_being_mapped_and_ends_with_the_server(
+    start: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as long as the driver makes it."""
+    asked: list[float] = []
+
+    def pin_a_window(pinned: Any) -> bool:
+        pinned.rest_s = 1_000.0
+        asked.append(time.monotonic())
+        return True
+
+    monkeypatch.setattr(worker_module.PinnedArena, "pin_some", pin_a_window)
+    world = start()
+    world.load()
+    wait_for(lambda: bool(asked), "the rest to begin")
+    arena = world.client.arena
+    slab = len(arena.slab_fds) - 1
+    arena.allocate(slab, 1 << 20)
+    wait_for(lambda: arena._populated[slab] == 1 << 20, "what came during the rest to be mapped")
+    assert len(asked) == 1
+    kill_server(world.root)
+    wait_for(lambda: is_clean(world), "the watching thread to unmap")
+
+
 def test_a_server_that_is_killed_leaves_no_registration(start: Callable[..., World]) -> None:
     world = start()
     world.load()

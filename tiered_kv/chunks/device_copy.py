@@ -7,13 +7,15 @@ A copy engine of the GPU moves long runs fast, and pages are short. So pages pas
 time: pieces of as many chunks as fit, whatever their size. Each direction has a ring of slices and two streams::
 
     save   kernels:  wait mark | gather -> staging[i] | record gathered       gather of i + 1 runs under the copy of i
-           copies:   wait gathered | staging[i] -> slots | record free[i]
-    load   copies:   slots -> staging[i] | record arrived                     needs no mark: staging is ours
+           copies:   few bytes | wait gathered | staging[i] -> slots | record free[i]
+    load   copies:   few bytes | slots -> staging[i] | record arrived         needs no mark: staging is ours
            kernels:  wait mark | wait arrived | staging[i] -> pages | record free[i]
 
 staging[i] and its row numbers are used again when the host has seen free[i]. That bounds what is queued, and the
 memory: ``RING_SLICES`` slices per direction for any model. A *mark* is an event on the model's stream; what the model
-queued XX
+queued before it is done before a copy reads or writes pages. The few bytes go the other way, and let the model's own
+copies in between two slices (``let_others_in``). Behind the last event of a job nothing touches memory of the engine.
+
 A storage is a grid of equal rows (``transfer.py``), and torch's indexed copies move them. Layers of different page
 sizes share a grid of smaller rows. Where each piece of a chunk that is one run of bytes on both sides has at least
 ``DIRECT_BYTES`` of its direction, they go without staging and without a kernel by one call of the driver.
@@ -254,12 +256,13 @@ class _Lane:
         return taken
 
     def let_others_in(self) -> None:
-        """Queue a few bytes the other way on the current stream, which is that of copies, behind a slice.
+        """Queue a few bytes the other way on the current stream, which is that of copies, in front of a slice.
 
         A GPU's copy engine serves one stream for as long as that has a copy ready: without this the few bytes of a
         model's sampled tokens waited for the end of the job (40 ms behind 2 GiB on an H100). It turns to other streams
         while this one waits for another engine: that of the other direction. Not for a kernel, which waits for a
-        multiprocessor beside a prefill (9 GB/s were left of 31).
+        multiprocessor beside a prefill (9 GB/s were left of 31). In front, because a slice's event is behind them then:
+        when a job has ended, vLLM's sleep may unmap this memory.
         """
         if self.direction == "save":
             self.few_bytes.copy_(self.few_bytes_host, non_blocking=True)
@@ -287,7 +290,7 @@ class CopyEngine:
         ring_slices: int = RING_SLICES,
         direct_bytes: int | None = None,
     ) -> None:
-        """Allocate the staging memory; it does not depend on the model.
+        """Allocate the staging memory; it does not depend on the model. Blocks until the model's stream has got here.
 
         Args:
             direct_bytes: For both directions, in place of ``DIRECT_BYTES``.
@@ -307,6 +310,8 @@ class CopyEngine:
                 "load": self._lane("load", ring_slices),
                 "save": self._lane("save", ring_slices),
             }
+            # Memory that was free may be what the model's stream still works on. Other streams do not wait for that.
+            device.current_stream().synchronize()
         except (RuntimeError, NotImplementedError) as exc:
             raise UnsupportedModel(f"no staging memory or streams for copies. device={device.device}: {exc}") from exc
         logger.info(
@@ -480,12 +485,12 @@ class DeviceJob:
                 torch.index_select(run.grid, 0, rows, out=staged)
             gathered.record(lane.kernels)
         with device.on(lane.copies):
+            lane.let_others_in()
             lane.copies.wait_event(gathered)  # which is behind the mark, as direct copies have to be
             for ours, staged in _staged(taken, arranged):
                 ours.copy_(staged, non_blocking=True)
             self._copy_directly(pieces)
             free.record(lane.copies)
-            lane.let_others_in()
         taken.free = free
 
     def _load(self, taken: _Slice, pieces: Sequence[_Piece]) -> None:
@@ -494,6 +499,7 @@ class DeviceJob:
         arranged = _arranged(pieces)
         calls = taken.number(arranged)
         with device.on(lane.copies):
+            lane.let_others_in()
             taken.send_rows()  # by the stream of kernels they would wait for the slices behind this one
             for ours, staged in _staged(taken, arranged):
                 staged.copy_(ours, non_blocking=True)
@@ -501,7 +507,6 @@ class DeviceJob:
                 lane.copies.wait_event(self._mark)
                 self._copy_directly(pieces)
             arrived.record(lane.copies)
-            lane.let_others_in()
         with device.on(lane.kernels):
             lane.kernels.wait_event(self._mark)
             lane.kernels.wait_event(arrived)

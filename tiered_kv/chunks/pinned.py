@@ -30,6 +30,9 @@ PIN_REST: Final = 20
 """Who pins ahead rests this many times as long as a window took. Beside an H100's decode steps: without a rest they
 took 6 to 48 % longer, with one of 10 times 3 %, with one of 30 no more."""
 
+PIN_REST_MAX_S: Final = 5.0
+"""The most: a window that took longer than 0.25 s waited for something, which says nothing of the next one."""
+
 
 def windows(address: int, size_bytes: int) -> list[slice]:
     """Cut a range of host memory, by its address, into parts that one copy may touch."""
@@ -128,7 +131,7 @@ class PinnedArena:
                     if self._takes_calls(self._enter_thread):
                         before_s = self.pinning_s
                         self._pin_to(slab, end)
-                        self.rest_s = PIN_REST * (self.pinning_s - before_s)
+                        self.rest_s = min(PIN_REST * (self.pinning_s - before_s), PIN_REST_MAX_S)
                         return True
         return False
 

@@ -61,6 +61,7 @@ class WorkerClient:
         self.pins_ahead = False
         self._told = m.Pinned(0, 0.0)
         self._rest_ms = 0
+        self._pins_from_s = 0.0
         self._lock_fd = -1
         self._leaving = threading.Lock()
         deadline_s = time.monotonic() + config.start_timeout_s
@@ -144,11 +145,20 @@ class WorkerClient:
                 return True
             if self.pinned is None:
                 return False
-            if self.pins_ahead and self.pinned.pin_some():
-                self._rest_ms = math.ceil(1e3 * self.pinned.rest_s)
+            if self.pins_ahead and self._pin_some(self.pinned):
                 return True
             self._tell_pinned(self.pinned)
             return False
+
+    def _pin_some(self, pinned: PinnedArena) -> bool:
+        """Pin a window, or go on resting after the one before: memory that comes meanwhile is mapped all the same."""
+        if time.monotonic() >= self._pins_from_s:
+            if not pinned.pin_some():
+                return False
+            self._pins_from_s = time.monotonic() + pinned.rest_s
+        left_s = max(0.0, self._pins_from_s - time.monotonic())
+        self._rest_ms = min(math.ceil(1e3 * left_s), POPULATE_EVERY_MS)
+        return True
 
     def _tell_pinned(self, pinned: PinnedArena) -> None:
         """Say what is pinned by now, if that has changed; later where the server does not read."""

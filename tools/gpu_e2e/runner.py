@@ -117,14 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept: dict[str, Any] = {"modes": {}}
     if asked.out.is_file():
         kept = json.loads(asked.out.read_text())
-    stands = {"source": source_digest(SOURCES), "on": machine}
+    stands = {"source": source_digest(SOURCES), "on": machine, "scenario": asdict(scenario)}
     to_run = []
     for mode in wanted:
         have = kept["modes"].get(mode.name, {})
         if (
             not asked.force
             and have.get("verdict") == RIGHT
-            and all(have[key] == value for key, value in stands.items())
+            and all(have.get(key) == value for key, value in stands.items())
         ):
             print(f"gpu-e2e: {mode.name} is right on these sources already, skipped", flush=True)
         else:
@@ -337,7 +337,6 @@ def run_mode(mode: Mode, scenario: Scenario, model: Path, engines: _Engines) -> 
     return record | {
         "options": dict(mode.options),
         "environment": dict(mode.environment),
-        "scenario": asdict(scenario),
         "started": started.isoformat(timespec="seconds"),
         "duration_s": round(time.monotonic() - began_s, 1),
     }

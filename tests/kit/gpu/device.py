@@ -68,8 +68,11 @@ class SimulatedEvent:
 class _Current:
     """A thread's stream, as ``current_stream`` gives it."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    def __init__(self, detector: RaceDetector) -> None:
+        self._detector, self.actor = detector, detector.stream
+
+    def synchronize(self) -> None:
+        self._detector.learn(self._detector.me, self._detector.clock_of(self.actor))
 
 
 class SimulatedGpu:
@@ -89,6 +92,7 @@ class SimulatedGpu:
         self.prepared: list[str] = []
         self.pinned_fails = False
         self.has_batch = True
+        self._allocated: list[torch.Tensor] = []
 
     # -- torch -------------------------------------------------------------------------------------------------
 
@@ -116,7 +120,7 @@ class SimulatedGpu:
         """The thread's; for a mark, which names the device, it has to be the model's."""
         assert device in (GPU, GPU.index)
         assert device != GPU or self.detector.stream == self.detector.model_stream
-        return _Current(self.detector.stream)
+        return _Current(self.detector)
 
     def set_stream(self, stream: Any) -> None:
         self.detector.set_stream(stream.actor)
@@ -136,7 +140,19 @@ class SimulatedGpu:
         else:
             assert device == GPU
             self.detector.device_memory(memory)
+            self._allocated.append(memory)
+            # torch's allocator hands out what this stream may still have to do with; who uses it elsewhere waits.
+            self._note(self.detector.stream, memory, "what the memory was before")
         return memory
+
+    def unmap(self) -> None:
+        """Take back what was given out, as vLLM's sleep does: by the host, which waits for nothing."""
+        for memory in self._allocated:
+            self._note(self.detector.me, memory, "unmapping")
+
+    def _note(self, actor: Any, memory: torch.Tensor, what: str) -> None:
+        low = memory.data_ptr()
+        self.detector.access(actor, [Range(low, low + memory.nbytes, True)], what)
 
     # -- the driver --------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ PREFILL_SHAPES = (REAL[0], REAL[3])
 PREFILL_WIDTH, PREFILL_PRODUCTS, PREFILL_STEPS = 8192, 12, 30
 PINNED, PINNING_STEPS = 4, 20
 BUSY_S, STEP_S = (0.0, 3e-3, 10e-3), 10e-3
-"""For how much of each 10 ms the model's thread keeps the interpreter: a copy thread asks for it ten times per slice."""
+"""For how much of each 10 ms the model's thread keeps the interpreter: a copy thread asks for it ten times a slice."""
 PINNING = {
     "all at once": (GIB, 0),
     "windows": (WINDOW_BYTES, 0),
