@@ -277,68 +277,128 @@ LIBRARIES = (
 
 
 def pack(repository: Path, tmp_path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run scripts/pack-vllm with a pip that downloads nothing and notes what it was asked for."""
-    python = tmp_path / "bin" / "python3"
-    python.parent.mkdir(exist_ok=True)
-    python.write_text(
-        f'#!/bin/sh\nif [ "$2" = pip ]; then echo "$@" >{tmp_path}/asked; else exec {sys.executable} "$@"; fi\n'
-    )
-    python.chmod(0o755)
-    environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    """Run scripts/pack-vllm with real pip, whose only index is the folder ``index``."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path / "index"),
+    }
     command = (repository / "scripts" / "pack-vllm", *arguments)
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def wheel(path: Path, *names: str) -> Path:
+def wheel(path: Path, *names: str, requires: tuple[str, ...] = (), extras: tuple[str, ...] = ()) -> Path:
+    """A wheel that pip takes, with these files."""
+    path.parent.mkdir(exist_ok=True)
+    package, version = path.name.split("-")[:2]
+    metadata = [f"Metadata-Version: 2.4\nName: {package}\nVersion: {version}"]
+    metadata += [f"Provides-Extra: {extra}" for extra in extras] + [f"Requires-Dist: {text}" for text in requires]
+    files = {name: name for name in names} | {
+        f"{package}-{version}.dist-info/METADATA": "\n".join([*metadata, ""]),
+        f"{package}-{version}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{package}-{version}.dist-info/RECORD": "",
+    }
     with zipfile.ZipFile(path, "w") as archive:
-        for name in names:
-            archive.writestr(name, name)
+        for name, text in files.items():
+            archive.writestr(name, text)
     return path
 
 
-def test_vllm_is_packed_in_two_folders_without_what_is_not_needed(repository: Path, tmp_path: Path) -> None:
+def piplist(repository: Path, path: Path, *lines: str) -> Path:
+    """What a machine has that lacks nothing of ours but msgspec, its lines joined."""
+    ours = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {text.partition(">")[0] for text in ours} - {"msgspec", "s3fs", "botocore"}
+    path.write_text(";".join(["Package Version", "------- -------", *lines, *(f"{name} 9999" for name in names)]))
+    return path
+
+
+def test_vllm_is_packed_with_what_the_machine_lacks_and_nothing_else(repository: Path, tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    wheel(index / "msgspec-1.0-py3-none-any.whl")
+    wheel(index / "alpha-1.0-py3-none-any.whl")
+    # It asks for what the machine has in another version, and for what is left out.
+    wheel(index / "alpha-2.0-py3-none-any.whl", requires=("beta[more]", "numpy<2", "torch==9", "tilelang"))
+    wheel(index / "alpha-3.0-py3-none-any.whl")
+    needs = ('gamma; extra == "more"', 'delta; extra == "other"', 'delta; python_version < "3.12"')
+    wheel(index / "beta-1.0-py3-none-any.whl", requires=needs, extras=("more", "other"))
+    wheel(index / "gamma-1.0-cp312-cp312-manylinux_2_28_x86_64.whl")
     made = wheel(
-        tmp_path / "vllm.whl", *LIBRARIES, "vllm/__init__.py", "vllm/_moe_C.abi3.so", "vllm-0.dist-info/METADATA"
+        tmp_path / "vllm-0.32.0-py3-none-any.whl",
+        *(*LIBRARIES, "vllm/__init__.py", "vllm/_moe_C.abi3.so"),
+        requires=("alpha<3,>=1", "Tokenizers>=0.5", 'delta; sys_platform == "win32"', "torch==10"),
     )
-    ended = pack(repository, tmp_path, str(made), str(tmp_path / "out"), "msgspec")
+    has = piplist(repository, tmp_path / "list", "numpy 2.5.2", "torch 2.11.0", "tokenizers 0.23.2")
+    ended = pack(repository, tmp_path, str(made), str(tmp_path / "out"), str(has))
     assert ended.returncode == 0, ended.stderr
     packed = {}
     for archive in sorted((tmp_path / "out").rglob("*.tar.xz")):
         with tarfile.open(archive) as tar:
             packed[str(archive.relative_to(tmp_path / "out"))] = {n.removeprefix("./") for n in tar.getnames()}
+    info = {f"vllm-0.32.0.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")}
     assert packed == {
         "one/flash_attention.tar.xz": set(LIBRARIES[:2]),
-        "one/python.tar.xz": {"vllm/__init__.py", "vllm-0.dist-info/METADATA"},
+        "one/python.tar.xz": {"vllm/__init__.py", *info},
         "two/operators.tar.xz": {LIBRARIES[2]},
     }
-    assert (tmp_path / "asked").read_text().endswith(" msgspec\n")
+    wheels = {path.name.rpartition("-py3")[0] or path.name for path in (tmp_path / "out" / "one").glob("*.whl")}
+    assert wheels == {"msgspec-1.0", "alpha-2.0", "beta-1.0", "gamma-1.0-cp312-cp312-manylinux_2_28_x86_64.whl"}
+    said = ended.stderr.splitlines()
+    assert "the machine's is taken: numpy: alpha asks for <2, the machine has 2.5.2" in said
+    assert "the machine's is taken: torch: vllm asks for ==10, the machine has 2.11.0" in said
+    assert any(line.startswith("left out, the machine has none: tilelang: ") for line in said)
+    assert not any("tokenizers" in line or "delta" in line for line in said)
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
-    [((), "no such wheel"), (("vllm/__init__.py",), "another version lays its libraries out otherwise")],
+    ("vllm", "listed", "says"),
+    [
+        (None, "pip 24.0", "no such file"),
+        (("vllm/__init__.py",), "pip 24.0", "another version lays its libraries out otherwise"),
+        (LIBRARIES, "bash: pip: not found", "lines of `pip list` are expected"),
+        (LIBRARIES, "torch 2.11.0", "pip finds no versions that all requirements take"),
+    ],
+    ids=["no wheel", "another wheel", "no list", "not in the index"],
 )
-def test_a_wheel_that_cannot_be_packed_is_said(
-    repository: Path, tmp_path: Path, names: tuple[str, ...], says: str
+def test_what_cannot_be_packed_is_said(
+    repository: Path, tmp_path: Path, vllm: tuple[str, ...] | None, listed: str, says: str
 ) -> None:
-    path = tmp_path / "vllm.whl"
-    if names:
-        wheel(path, *names)
-    ended = pack(repository, tmp_path, str(path), str(tmp_path / "out"))
-    assert ended.returncode == 1 and says in ended.stderr
+    path = tmp_path / "vllm-0.32.0-py3-none-any.whl"
+    if vllm is not None:
+        wheel(path, *vllm)
+    (tmp_path / "index").mkdir()
+    (tmp_path / "list").write_text(listed)
+    ended = pack(repository, tmp_path, str(path), str(tmp_path / "out"), str(tmp_path / "list"))
+    assert ended.returncode == 1 and says in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_packing_without_arguments_shows_the_usage(repository: Path, tmp_path: Path) -> None:
     ended = pack(repository, tmp_path)
-    assert ended.returncode == 1 and ended.stderr.startswith("usage: scripts/pack-vllm WHEEL DEST")
+    assert ended.returncode == 1 and ended.stderr.startswith("usage: scripts/pack-vllm WHEEL DEST PIPLIST")
 
 
-def test_what_is_packed_beside_vllm_includes_all_that_the_cache_needs(repository: Path) -> None:
-    """But what the machine has for its models, and what only a bucket needs."""
-    needed = {
-        requirement.partition(">")[0]
-        for requirement in tomllib.loads((repository / "pyproject.toml").read_text())["project"]["dependencies"]
-    }
-    text = (repository / "scripts" / "pack-vllm").read_text()
-    packed = set(text[text.index("packages=(\n") : text.index("\n)\n")].split())
-    assert needed - packed == {"safetensors", "fsspec", "packaging", "s3fs", "botocore"}
+def test_the_check_says_what_ended_the_engine_not_what_was_written_behind_it() -> None:
+    log = """[rank0]:   File "vllm/utils.py", line 7, in <module>
+[rank0]: ModuleNotFoundError: No module named 'compressed_tensors'
+[rank0]:[W1126 18:49:25.520969597 ProcessGroupNCCL.cpp:1575] Warning: an Error may follow
+torch.OutOfMemoryError: CUDA out of memory
+gpu-e2e: no Error of its own"""
+    assert [bool(runner.RAISED.match(line)) for line in log.splitlines()] == [False, True, False, True, False]
+
+
+@only_in_proofs
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_the_check_starts_an_engine_and_names_what_one_lacks(repository: Path, tmp_path: Path) -> None:
+    """A package that vLLM imports when it loads a model: its own import, and the platform, do not miss it."""
+    models = ("--model-dir", str(tmp_path / "models"))
+    there = run(repository, "--check", *models)
+    assert there.returncode == 0 and "the modes can be run" in there.stdout, there.stdout + there.stderr
+    package = tmp_path / "late" / "compressed_tensors"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ModuleNotFoundError('not here: compressed_tensors')")
+    (tmp_path / "late" / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(package.parent)!r})")
+    missing = run(repository, "--check", *models, PYTHONPATH=f"{package.parent}{os.pathsep}{repository}")
+    assert missing.returncode == 2, missing.stdout + missing.stderr
+    (sentence,) = missing.stderr.splitlines()
+    assert "no engine can run here" in sentence and "not here: compressed_tensors" in sentence

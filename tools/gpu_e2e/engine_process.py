@@ -4,6 +4,7 @@ Writes what it saw where the job says. Its standard output is vLLM's log. Asks a
 the demo's own engine (``demo/engine.py``), which knows vLLM's insides.
 """
 
+import importlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2] / "demo"))
 from engine import Answer, Engine
 
-from tools.gpu_e2e.modes import FIRST, MODULE_PATH, PLAIN, SECOND, Scenario
+from tools.gpu_e2e.modes import CHECK, FIRST, MODULE_PATH, MODULES, PLAIN, SECOND, Scenario
 
 MARGIN_MIN = 0.2
 """Tokens are compared only where the best leads the second by this in plain vLLM: rounding can turn a smaller lead."""
@@ -29,8 +30,34 @@ def main() -> None:
     """Run the role of the job."""
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     scenario = Scenario(**job["scenario"])
-    roles = {PLAIN: _plain, FIRST: _first, SECOND: _second}
+    roles = {CHECK: _check, PLAIN: _plain, FIRST: _first, SECOND: _second}
     Path(job["result"]).write_text(json.dumps(roles[job["role"]](job, scenario)))
+
+
+def _check(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
+    """Import what the engines of all modes import, those modules too that vLLM imports late; then one token.
+
+    Raises:
+        ImportError: Something is missing; all that is, not the first alone.
+    """
+    missing = dict.fromkeys(why for module in MODULES if (why := _why_not_imported(module)))
+    if missing:
+        raise ImportError("; ".join(missing))
+    engine = Engine(Path(job["model"]), job["options"], None, MODULE_PATH)
+    engine.ask(scenario.prompt(0), 1)
+    engine.close()
+    return {}
+
+
+def _why_not_imported(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except ImportError as exc:
+        # Another release lays vLLM's modules out otherwise; its engine will say what it lacks.
+        if module.startswith("vllm.") and exc.name and module.startswith(exc.name):
+            return ""
+        return str(exc)
+    return ""
 
 
 def _plain(job: dict[str, Any], scenario: Scenario) -> dict[str, Any]:

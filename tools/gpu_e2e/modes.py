@@ -8,11 +8,31 @@ from typing import Any, Final
 
 PLAIN, FIRST, SECOND = "plain", "first", "second"
 ROLES: Final = (PLAIN, FIRST, SECOND)
+CHECK: Final = "check"
+"""The role of an engine that is started before all modes, to see whether one can be."""
 
 CUDA, CPU = "cuda", "cpu"
 
 MODULE_PATH: Final = "tiered_kv.vllm"
 """The connector by its module, so that the package needs not be installed."""
+
+MODULES: Final = (
+    "tiered_kv.vllm",
+    "vllm.compilation.backends",
+    "vllm.compilation.cuda_graph",
+    "vllm.compilation.passes.pass_manager",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.model_loader.dummy_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.attention.backends.triton_attn",
+    "vllm.v1.structured_output",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_model_runner",
+)
+"""What the engines of the modes, and of ``benchmarks/gpu_engine.py``, import late, each for itself."""
 
 
 @dataclass(frozen=True)

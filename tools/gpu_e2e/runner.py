@@ -11,6 +11,7 @@ not start or end. The record is ``build/gpu_e2e.json``, and of a whole right run
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typing import Any, Final
 from tiered_kv.errors import DirectoryLocked
 from tiered_kv.tiers.disk.lock import DirectoryLock
 from tools.gpu_e2e.modes import (
+    CHECK,
     CPU,
     CUDA,
     DEVICE_ENVIRONMENT,
@@ -68,6 +70,8 @@ FAILED: Final = "failed"
 ENGINE_LIMIT_S: Final = 500.0
 SERVER_END_LIMIT_S: Final = 60.0
 LOG_TAIL_LINES: Final = 12
+RAISED: Final = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b")
+"""The last line of a traceback, as torch writes it in a process of a group."""
 INTERRUPTED: Final = 130
 """The exit code that shells give a process that Ctrl-C ended."""
 
@@ -108,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     wanted = [mode for mode in MODES if mode.name in (asked.modes or known)]
     scenario = SCENARIOS[asked.model or ("demo" if device == CUDA else "tiny")]
+    if asked.check:
+        return _check(wanted[0], scenario, asked.model_dir)
     kept: dict[str, Any] = {"modes": {}}
     if asked.out.is_file():
         kept = json.loads(asked.out.read_text())
@@ -143,11 +149,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(kept["modes"].get(mode.name, {}).get("verdict") in GOOD for mode in wanted) else 1
 
 
+def _check(mode: Mode, scenario: Scenario, models: Path) -> int:
+    """Start one plain engine of a mode for one token, after all that the modes import; say what is missing."""
+    files = FILES / CHECK
+    shutil.rmtree(files, ignore_errors=True)
+    files.mkdir(parents=True)
+    began_s = time.monotonic()
+    engines = _Engines()
+    try:
+        job = _job(mode, scenario, PLAIN, files, _build_model(scenario, models), {}) | {"role": CHECK}
+        why = _run_engine(mode, PLAIN, job, files, engines)
+    except CannotRunError as exc:
+        why = str(exc)
+    except KeyboardInterrupt:
+        print(f"gpu-e2e: the check was interrupted; its log is in {os.path.relpath(files, ROOT)}", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        engines.end()
+    if why:
+        log = files / f"{PLAIN}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        # vLLM and torch still write behind the traceback of what ended the engine.
+        said = next((line for line in reversed(lines) if RAISED.match(line)), "")
+        print(f"gpu-e2e: no engine can run here: {why}{said and ': ' + said}. Log: {log}", file=sys.stderr)
+        return 2
+    print(f"gpu-e2e: an engine answered after {time.monotonic() - began_s:.0f} s; the modes can be run")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu-e2e", description="A real vLLM behind the cache, mode by mode.")
     parser.add_argument("modes", nargs="*", metavar="MODE", help=", ".join(mode.name for mode in MODES))
     parser.add_argument("--model", choices=list(SCENARIOS), help="what is built and asked; demo, on a CPU tiny")
     parser.add_argument("--model-dir", type=Path, default=ROOT / "build" / "models", help="where it is built")
+    parser.add_argument("--check", action="store_true", help="start one engine, say whether that works, and end")
     parser.add_argument("--force", action="store_true", help="also what was right on these sources already")
     parser.add_argument("--at-once", type=_count, default=1, metavar="N", help="so many modes beside each other; 1")
     parser.add_argument("--budget-s", type=float, default=7200.0, help="begin no mode after so many seconds")
