@@ -27,12 +27,13 @@ writes build/rivals_ROW.json. What is unfair stands in docs/performance.md.
 
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -258,25 +259,29 @@ def run(options: Any, work: Path, show: Show) -> None:
     """The rows that were asked for, each shown when it is there; those that need an S3 server come last."""
     repeats, named, mode = options.repeats, options.systems, options.mode
     if "a" in options.rows:
-        rows = rival_copies.host(_folder(work, "a"), repeats, named)
+        with _folder(work, "a") as folder:
+            rows = rival_copies.host(folder, repeats, named)
         show("a", rival_copies.HOST_COLUMNS, rows, rival_copies.HOST_NOTES)
     if "b" in options.rows:
-        rows = rival_copies.disk(_folder(work, "b"), repeats, named, mode)
+        with _folder(work, "b") as folder:
+            rows = rival_copies.disk(folder, repeats, named, mode)
         show("b", rival_copies.DISK_COLUMNS, rows, ())
     if "d" in options.rows:
-        rows = rival_lookups.measure(_folder(work, "d"), repeats, named, mode)
+        with _folder(work, "d") as folder:
+            rows = rival_lookups.measure(folder, repeats, named, mode)
         show("d", rival_lookups.COLUMNS, rows, rival_lookups.NOTES)
     if set(ENGINE_ROWS) & set(options.rows):
         _run_engines(options, work, show)
     if "c" in options.rows:
-        rows = rival_bucket.measure(_folder(work, "c"), repeats, named, mode)
+        with _folder(work, "c") as folder:
+            rows = rival_bucket.measure(folder, repeats, named, mode)
         show("c", rival_bucket.COLUMNS, rows, rival_bucket.NOTES)
     if "h" in options.rows:
         names = [name for name in ("plain", *rival_bucket.SYSTEMS) if name in named]
-        with ExitStack() as stack:
+        with _folder(work, "h") as folder, ExitStack() as stack:
             stored = (repeats + 1) * len(names) * options.tokens * KV8B.kv_bytes_per_token
             setup = Setup(lmcache_mode=mode, buckets=rival_bucket.open_buckets(stack, stored))
-            systems = open_engines(stack, _folder(work, "h"), names, setup)
+            systems = open_engines(stack, folder, names, setup)
             show("h", FIRST_TOKENS, first_tokens(systems, repeats, options.tokens), rival_bucket.NOTES)
 
 
@@ -292,10 +297,13 @@ def _run_engines(options: Any, work: Path, show: Show) -> None:
             show("g", FOOTPRINT, footprint(systems, options.tokens), NOTES)
 
 
-def _folder(work: Path, row: str) -> Path:
+@contextmanager
+def _folder(work: Path, row: str) -> Iterator[Path]:
+    """A row's own, gone when the row is done: rivals' files have no limit. After an error it stays, for its logs."""
     folder = work / row
     folder.mkdir()
-    return folder
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
