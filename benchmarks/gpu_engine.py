@@ -40,10 +40,10 @@ sys.path[:0] = [str(REPOSITORY)]
 import torch  # noqa: E402
 from bench_report import finish, machine, parser, table  # noqa: E402  # beside this script
 
-from tiered_kv.errors import DirectoryLocked  # noqa: E402
 from tiered_kv.testing.model import LLAMA_8B, TINY, ModelShape, describe_model  # noqa: E402
-from tiered_kv.tiers.disk.lock import DirectoryLock  # noqa: E402
 from tools.gpu_e2e.modes import CPU, CUDA, DEVICE_ENVIRONMENT, ENVIRONMENT, OPTIONS, connector  # noqa: E402
+from tools.gpu_e2e.runner import wait_for_server_end  # noqa: E402
+from tools.gpu_proof.runner import python_path  # noqa: E402
 
 SHAPES = {"llama-8b": LLAMA_8B, "tiny": TINY}
 HOST_BYTES = {CUDA: 16 << 30, CPU: 512 << 20}
@@ -106,8 +106,9 @@ def main() -> int:
             for number, run in enumerate(runs):
                 job = _job(work, device, shape, run, runs[:number], given.tokens, given.repeats)
                 _finish_run(run, job, end_s)
-                if run.role in (OURS, AGAIN):
-                    run.failure = run.failure or _wait_for_server_end(work / "cache", end_s)
+                if run.role in (OURS, AGAIN) and (work / "cache").is_dir():
+                    limit_s = min(END_LIMIT_S, end_s - time.monotonic())
+                    run.failure = run.failure or wait_for_server_end(work / "cache", limit_s)
                 rows += (new := _rows(run))
                 print("\n".join(table(new, COLUMNS)[2:]), flush=True)
                 if run.failure or any("failed" in sample for sample in run.samples):
@@ -134,8 +135,7 @@ def _refusal(tokens: int, repeats: int, shape: ModelShape, host_bytes: int) -> s
 def _start(work: Path, device: str, role: str) -> Run:
     """Start a process, which imports and then waits for its job."""
     name = role.replace(" ", "-")
-    paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH", ""))))
-    environment = ENVIRONMENT | dict(DEVICE_ENVIRONMENT[device]) | {"PYTHONPATH": paths}
+    environment = ENVIRONMENT | dict(DEVICE_ENVIRONMENT[device]) | {"PYTHONPATH": python_path()}
     samples = work / f"{name}.jsonl"
     samples.touch()
     log = work / f"{name}.log"
@@ -231,20 +231,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(BrokenPipeError):  # what it did not read any more
         if process.stdin is not None:
             process.stdin.close()
-
-
-def _wait_for_server_end(cache: Path, end_s: float) -> str:
-    """Wait until no server owns the directory: what it held is on disk then. Why it still does, or nothing."""
-    until_s = min(end_s, time.monotonic() + END_LIMIT_S)
-    while cache.is_dir():
-        try:
-            DirectoryLock(cache).release()
-            break
-        except DirectoryLocked as exc:
-            if time.monotonic() > until_s:
-                return f"the cache's server does not end: {exc}"
-        time.sleep(0.05)
-    return ""
 
 
 def _rows(run: Run) -> list[dict[str, Any]]:

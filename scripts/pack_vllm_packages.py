@@ -11,7 +11,6 @@ Usage: python scripts/pack_vllm_packages.py WHEEL PIPLIST
 With --target: what pip is told about the machine, a word per line.
 """
 
-import email
 import json
 import re
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any, Final
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from vllm_requirements import declared  # beside this script
 
 LEFT_OUT: Final = {
     "torch": "the machine's, with its triton: vLLM's operators are built for torch's stable interface of 2.11",
@@ -93,14 +93,9 @@ def machine_packages(text: str) -> dict[str, str]:
 
 def roots(wheel: Path, pyproject: Path) -> list[tuple[str, Requirement]]:
     """What the wheel and we ask for, each with who asks."""
-    with zipfile.ZipFile(wheel) as archive:
-        name = next((name for name in archive.namelist() if name.endswith(".dist-info/METADATA")), None)
-        if name is None:
-            raise ValueError(f"{wheel.name} has no METADATA: a wheel of vLLM is expected")
-        metadata = email.message_from_bytes(archive.read(name))
     ours = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
-    theirs = metadata.get_all("Requires-Dist") or []
-    return [("vllm", Requirement(text)) for text in theirs] + [("tiered_kv", Requirement(text)) for text in ours]
+    theirs = declared(wheel)
+    return [("vllm", one) for one in theirs] + [("tiered_kv", Requirement(text)) for text in ours]
 
 
 class Packages:

@@ -16,6 +16,7 @@ import importlib.metadata
 import sys
 import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -40,13 +41,23 @@ def requirements(wheel: str) -> list[str]:
 
 def required(wheel: str) -> Iterator[Requirement]:
     """What the wheel asks for on this machine."""
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
-    for text in metadata.get_all("Requires-Dist") or []:
-        requirement = Requirement(text)
+    for requirement in declared(wheel):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield requirement
+
+
+def declared(wheel: str | Path) -> list[Requirement]:
+    """What a wheel asks for, on any machine.
+
+    Raises:
+        ValueError: It has no metadata.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        name = next((name for name in archive.namelist() if name.endswith(".dist-info/METADATA")), None)
+        if name is None:
+            raise ValueError(f"{Path(wheel).name} has no METADATA: a wheel of vLLM is expected")
+        metadata = email.message_from_bytes(archive.read(name))
+    return [Requirement(text) for text in metadata.get_all("Requires-Dist") or []]
 
 
 def installed() -> list[str]:

@@ -290,13 +290,19 @@ def test_small_chunks_share_a_slice():
         assert rank.slot(5).numpy().tobytes() == rank.pools[0].read((1, 2, 3, 9))
 
 
-def one_job(rank, direction, ids):
-    """Save the blocks ``ids`` or load them, to the end."""
+def begun(rank, direction, ids):
+    """A job that saves the blocks ``ids`` into slot 0, or loads them from there, before its launch."""
     job = rank.paged.begin(direction, rank.paged.mark())
     if direction == "save":
         rank.paged.gather((ids,), rank.view(0), job)
     else:
         rank.paged.scatter(rank.view(0), ((0, ids),), job)
+    return job
+
+
+def one_job(rank, direction, ids):
+    """The same to its end."""
+    job = begun(rank, direction, ids)
     job.launch()
     job.wait()
 
@@ -406,11 +412,7 @@ def test_loads_go_directly_from_smaller_fragments_on_than_saves():
         assert all(run.may_be_direct for run in rank.paged.groups[0]._copier.runs)
         direct = {}
         for direction in ("save", "load"):
-            job = rank.paged.begin(direction, rank.paged.mark())
-            if direction == "save":
-                rank.paged.gather((ids,), rank.view(0), job)
-            else:
-                rank.paged.scatter(rank.view(0), ((0, ids),), job)
+            job = begun(rank, direction, ids)
             direct[direction] = {piece.is_direct for piece in job._pending}
             job.launch()
             job.wait()
@@ -445,13 +447,7 @@ def test_a_batched_copy_that_is_refused_is_staged_and_so_is_all_behind_it(monkey
     with simulated_gpu() as machine:
         rank = Rank(plan(direct_bytes=256), machine, machine.device())
         for _ in range(2):
-            job = rank.paged.begin(direction, rank.paged.mark())
-            if direction == "save":
-                rank.paged.gather((ids,), rank.view(0), job)
-            else:
-                rank.paged.scatter(rank.view(0), ((0, ids),), job)
-            job.launch()
-            job.wait()
+            one_job(rank, direction, ids)
             assert rank.slot(0).numpy().tobytes() == rank.pools[0].read(ids)
     assert len(calls) == 1 and caplog.text.count("batched copies were refused") == 1
 

@@ -95,8 +95,8 @@ class CudaDevice(TorchDevice):
         """Take the calls that torch does not have; None: do without them."""
         super().__init__(device)
         self.cuda = cuda
-        self._index: Final = 0 if device.index is None else device.index
-        self._has_batch = cuda is not None and cuda.has_batch and _takes_host_pointers(cuda, device)
+        self._index: Final = device.index or 0
+        self._has_batch = cuda is not None and cuda.has_batch and _takes_host_pointers(cuda, self._index)
 
     @property
     def copy_batch(self) -> CopyBatch | None:
@@ -149,9 +149,9 @@ class _OnStream:
         torch.cuda.set_stream(self._before)
 
 
-def _takes_host_pointers(cuda: Cuda, device: torch.device) -> bool:
+def _takes_host_pointers(cuda: Cuda, index: int) -> bool:
     try:
-        return cuda.takes_host_pointers(device.index or 0)
+        return cuda.takes_host_pointers(index)
     except CudaError as exc:
         logger.warning("no batched copies: the device does not say whether it takes host addresses. %s", exc)
         return False

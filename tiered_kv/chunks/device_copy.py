@@ -89,13 +89,8 @@ class RowRun:
     block: Rows
     offset_bytes: int
     may_be_direct: bool
-    places: Rows = field(init=False)
-    same_step: int | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "places", np.arange(len(self.first), dtype=np.intp))
-        is_same = bool((self.step == self.step[0]).all())
-        object.__setattr__(self, "same_step", int(self.step[0]) if is_same else None)
+    places: Rows
+    same_step: int | None
 
     @property
     def size_bytes(self) -> int:
@@ -607,6 +602,7 @@ def _row_run(
         first.append(np.tile((layer.offset_bytes - origin) // row_bytes + np.arange(page_rows, dtype=np.intp), blocks))
         step.append(np.full(blocks * page_rows, layer.block_stride_bytes // row_bytes, dtype=np.intp))
         block.append(np.repeat(np.arange(blocks, dtype=np.intp), page_rows))
+    strides = {layer.block_stride_bytes for layer in layers}
     smallest = [
         layer.page.page_bytes * (blocks if layer.page.page_bytes == layer.block_stride_bytes else 1) for layer in layers
     ]
@@ -618,4 +614,6 @@ def _row_run(
         block=np.concatenate(block),
         offset_bytes=offset_bytes,
         may_be_direct=engine.device.copy_batch is not None and min(smallest) >= min(engine.direct_bytes.values()),
+        places=np.arange(sum(map(len, first)), dtype=np.intp),
+        same_step=strides.pop() // row_bytes if len(strides) == 1 else None,
     )

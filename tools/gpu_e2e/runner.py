@@ -53,6 +53,7 @@ from tools.gpu_proof.runner import (
     check_names,
     git,
     keep,
+    python_path,
     source_digest,
     write,
 )
@@ -203,7 +204,7 @@ def probe() -> dict[str, Any]:
     Raises:
         CannotRunError: There is none; in one sentence.
     """
-    environment = os.environ | {"PYTHONPATH": _paths()}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     ran = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment, check=False)
     if ran.returncode:
         said = (ran.stderr.strip() or f"vLLM's import ended with status {ran.returncode}").splitlines()
@@ -211,10 +212,6 @@ def probe() -> dict[str, Any]:
     line = next(line for line in ran.stdout.splitlines() if line.startswith("PROBE"))
     found: dict[str, Any] = json.loads(line.removeprefix("PROBE"))
     return found
-
-
-def _paths() -> str:
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 class _Engines:
@@ -306,7 +303,7 @@ def _build_model(scenario: Scenario, models: Path) -> Path:
     """
     path = models / f"gpu-e2e-{scenario.model.lower()}"
     command = [sys.executable, "-c", BUILD, str(path), scenario.model]
-    environment = os.environ | {"PYTHONPATH": _paths()}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:
         said = (ran.stderr.strip() or f"status {ran.returncode}").splitlines()
@@ -375,18 +372,18 @@ def _run_engine(mode: Mode, role: str, job: Mapping[str, Any], files: Path, engi
     path = files / f"{role}.job.json"
     path.write_text(json.dumps(job, indent=1))
     # What vLLM compiles is kept for a mode's next engines alone: modes beside each other would write the same files.
-    own = {"PYTHONPATH": _paths(), "VLLM_CACHE_ROOT": str(files / "compiled")}
+    own = {"PYTHONPATH": python_path(), "VLLM_CACHE_ROOT": str(files / "compiled")}
     environment = ENVIRONMENT | dict(DEVICE_ENVIRONMENT[mode.device]) | dict(mode.environment) | own
     if why := engines.run([sys.executable, "-m", ENGINE, str(path)], environment, files / f"{role}.log"):
         return why
     if not Path(job["result"]).is_file():
         return "the engine ended with status 0 and no result"
-    return "" if role == PLAIN else _wait_for_server_end(Path(job["cache"]))
+    return "" if role == PLAIN else wait_for_server_end(Path(job["cache"]))
 
 
-def _wait_for_server_end(cache: Path) -> str:
-    """Wait until no server owns the directory: what it held is on disk then."""
-    end_s = time.monotonic() + SERVER_END_LIMIT_S
+def wait_for_server_end(cache: Path, limit_s: float = SERVER_END_LIMIT_S) -> str:
+    """Wait until no server owns the directory: what it held is on disk then. Why it still does, or nothing."""
+    end_s = time.monotonic() + limit_s
     while True:
         try:
             DirectoryLock(cache).release()

@@ -182,11 +182,12 @@ def run_one(
     record.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "tools.gpu_proof", "--section", section.name, "--record", str(record)]
     command += ["--dry"] * is_dry + ["--quick"] * is_quick
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     started, began_s = datetime.now(UTC), time.monotonic()
     limit_s = max(LIMIT_MIN_S, min(section.limit_s, end_s - began_s + 30))
     try:
-        ran = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, timeout=limit_s, check=False)
+        ran = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()}, timeout=limit_s, check=False
+        )
         ended = f"ended with status {ran.returncode} and no record"
     except subprocess.TimeoutExpired:
         ended = f"hung: ended after {limit_s:.0f} s"
@@ -201,6 +202,11 @@ def run_one(
         "is_quick": is_quick,
         "on": {key: machine[key] for key in ("gpu", "torch")},
     }
+
+
+def python_path() -> str:
+    """PYTHONPATH for a process of its own: this repository before what is there."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 def is_proven(have: Mapping[str, Any], machine: Mapping[str, Any], *, is_quick: bool) -> bool:

@@ -9,6 +9,7 @@ Needs a GPU. What a copy is charged with is the whole difference of a step; a re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ ENGINES = (("staged", SLICE_BYTES, RING_SLICES), ("staged", 4 * MIB, 3), ("direc
 SHAPES = (REAL[0], REAL[4], REAL[9])
 PREFILL_SHAPES = (REAL[0], REAL[3])
 PREFILL_WIDTH, PREFILL_PRODUCTS, PREFILL_STEPS = 8192, 12, 30
-PINNED, PINNING_STEPS = 4, 20
+PINNED, PINNING_STEPS = 6, 20
 BUSY_S, STEP_S = (0.0, 3e-3, 10e-3), 10e-3
 """For how much of each 10 ms the model's thread keeps the interpreter: a copy thread asks for it ten times a slice."""
 PINNING = {
@@ -162,27 +163,25 @@ def _beside_pinning(proof: Proof, decode: _Decode, alone: dict[str, float]) -> N
     assert cuda is not None
     for name, (size, rest) in PINNING.items():
         memories = [HostMemory(GIB) for _ in range(PINNED)]
-        parts = [part for memory in memories for part in memory.windows(size)]
+        left = [part for memory in memories for part in memory.windows(size)]
         done: list[int] = []
-        stop = threading.Event()
 
-        def pin(parts: Any = parts, done: Any = done, stop: Any = stop, rest: int = rest) -> None:
-            with proof.engine_device(has_batch=True).copying():
-                while parts and not stop.is_set():
-                    address, part_bytes = parts.pop(0)
-                    started_s = time.perf_counter()
-                    cuda.register(address, part_bytes)
-                    done.append(address)
-                    stop.wait(rest * (time.perf_counter() - started_s))
+        def pin(left: Any = left, done: Any = done, rest: int = rest) -> int:
+            if not left:
+                time.sleep(1e-3)
+                return 0
+            address, part_bytes = left.pop(0)
+            started_s = time.perf_counter()
+            cuda.register(address, part_bytes)
+            done.append(address)
+            time.sleep(rest * (time.perf_counter() - started_s))
+            return int(part_bytes)
 
         # Once, as a worker does: what is pinned again and again disturbs by its unpinning.
-        thread = threading.Thread(target=pin)
-        thread.start()
-        steps = decode.steps(PINNING_STEPS)
-        stop.set()
-        thread.join()
-        slower, registered = _slower(steps, alone), len(done) * size / GIB
-        proof.note(beside=f"pinning: {name}", registered_gib=registered, slower_percent=slower, **steps)
+        with _beside(pin, lambda: proof.engine_device(has_batch=True).copying()) as moved:
+            steps = decode.steps(PINNING_STEPS)
+        slower = _slower(steps, alone)
+        proof.note(beside=f"pinning: {name}", registered_gib=moved[0] / GIB, slower_percent=slower, **steps)
         for address in done:
             cuda.unregister(address)
         for memory in memories:
@@ -192,22 +191,17 @@ def _beside_pinning(proof: Proof, decode: _Decode, alone: dict[str, float]) -> N
 def _beside_an_interpreter(proof: Proof, made: World, busy_s: float) -> None:
     """What copies get of the link while another thread of their process runs Python, as a model runner does."""
     rank = made.engine("chosen")
-    stop = threading.Event()
 
-    def run_python() -> None:
-        while not stop.is_set():
-            end_s = time.perf_counter() + busy_s
-            while time.perf_counter() < end_s:
-                pass
-            time.sleep(STEP_S - busy_s)
+    def run_python() -> int:
+        end_s = time.perf_counter() + busy_s
+        while time.perf_counter() < end_s:
+            pass
+        time.sleep(STEP_S - busy_s)
+        return 0
 
-    thread = threading.Thread(target=run_python)
-    thread.start()
-    with rank.copying():
+    with _beside(run_python, nullcontext), rank.copying():
         save = gigabytes_per_s(made.nbytes, proof.median_s(lambda: made.save(rank).wait(), 3))
         load = gigabytes_per_s(made.nbytes, proof.median_s(lambda: made.load(rank).wait(), 3))
-    stop.set()
-    thread.join()
     proof.note(beside=f"an interpreter that is busy for {busy_s * 1e3:g} of {STEP_S * 1e3:g} ms", save=save, load=load)
 
 
