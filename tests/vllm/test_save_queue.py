@@ -12,6 +12,7 @@ from tiered_kv.config import Config
 from tiered_kv.keys.namespace import REQUIRED_FIELDS, Namespace
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.tags import NO_TAG, tag_digest
+from tiered_kv.tiering.tails import TAILS_MAX
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
 from tiered_kv.vllm.save_queue import COPY_SOON_S, QUEUED_MAX_S, SaveQueue
 from tiered_kv.vllm.step import BlockRun, SaveReport
@@ -421,6 +422,19 @@ def test_a_tail_is_remembered_until_something_continues_it() -> None:
     queue_tail(world, keys, ids)
     world.saves.session_lost()
     assert world.saves.tails_behind(keys.parent(2)) == {}
+
+
+def test_of_many_tails_behind_one_chunk_the_newest_are_remembered() -> None:
+    """Many conversations leave a common beginning; the server lets go of the older ones' tails, too."""
+    world = World(pinned_share=1.0)
+    keys, ids = world.prompt(3)
+    names = [number.to_bytes(16, "big") for number in range(3 * TAILS_MAX)]
+    for key in [*names, names[-2]]:
+        world.server.credits.append(0)
+        world.saves.queue_tail(keys, (ids,), 2, TAIL, (key, bytes(32)), NO_TAG, ())
+        (job,) = world.saves.start_jobs()
+        world.saves.finished(SaveReport({job.job_id: 1}))
+    assert list(world.saves.tails_behind(keys.parent(2))) == [*names[-TAILS_MAX:-2], names[-1], names[-2]]
 
 
 def test_a_tail_waits_for_a_slot_only_where_few_do() -> None:

@@ -22,6 +22,7 @@ from tests.sim.vllm.checks import leaks, server_leaks
 from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tests.sim.vllm.families import BLOCK_TOKENS
 from tests.sim.vllm.scenario import Plan, run_scenario
+from tiered_kv.tiering.tails import TAILS_MAX
 from tiered_kv.vllm.request_lookups import RequestLookups
 from tiered_kv.vllm.requests import FoundTail
 
@@ -184,6 +185,17 @@ def test_turns_that_come_before_they_are_answered_leave_one_tail(tailed: TailedE
         assert sum(map(len, side.saves._tails.values())) <= 1
     wait_for(lambda: tailed.kept <= 1, "old tails to go", deadline_s=10.0)
     assert tailed.counters["tails"] >= 2
+
+
+def test_of_many_conversations_with_one_beginning_an_engine_remembers_as_many_tails_as_are_kept(
+    tailed: TailedEngine,
+) -> None:
+    saves = tailed.engine.connector._scheduler.side.saves
+    beginning = prompt(1, WHOLE)
+    for number in range(3 * TAILS_MAX):
+        tailed.ask([*beginning, *prompt(10 + number, 5)])
+    assert tailed.counters["tails"] == 3 * TAILS_MAX
+    assert sum(map(len, saves._tails.values())) == tailed.kept == TAILS_MAX
 
 
 def test_a_tail_of_generated_tokens_is_found_by_the_next_turn(tmp_path: Path) -> None:

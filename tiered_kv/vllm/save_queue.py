@@ -29,6 +29,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.state_keys import state_records
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.tiering.tails import TAILS_MAX
 from tiered_kv.tiering.types import SlotId
 from tiered_kv.vllm.compat import PagedBlocks
 from tiered_kv.vllm.kv_groups import BlockTables, CacheGroups
@@ -234,13 +235,21 @@ class SaveQueue:
             return "tail_dropped_not_storable"
         record = ChunkRecord(namespace.digest, key, keys.parent(chunks), chunks, digest, tag)
         self._pin(_Chunk(record, ids, self._monotonic(), is_answer=False, tail_tokens=tokens, older_tails=older_tails))
-        self._tails.setdefault(record.parent, {})[key] = tokens
-        while len(self._tails) > TAIL_PARENTS_MAX:
-            self._tails.popitem(last=False)
+        self._remember_tail(record.parent, key, tokens)
         return None
 
+    def _remember_tail(self, parent: bytes, key: bytes, tokens: int) -> None:
+        """Remember the newest tails behind a chunk: of more the server keeps none."""
+        tails = self._tails.setdefault(parent, {})
+        tails.pop(key, None)
+        tails[key] = tokens
+        if len(tails) > TAILS_MAX:
+            del tails[next(iter(tails))]
+        while len(self._tails) > TAIL_PARENTS_MAX:
+            self._tails.popitem(last=False)
+
     def tails_behind(self, key: bytes) -> Mapping[bytes, int]:
-        """Tails that were queued here behind a chunk and not continued since, with their tokens; some may be gone."""
+        """The newest tails queued here behind a chunk and not continued since, with their tokens; some may be gone."""
         return self._tails.get(key, {})
 
     def queue_state(
