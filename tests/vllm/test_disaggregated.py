@@ -1,11 +1,19 @@
 """Disaggregated prefill: what a producer tells, and how long a consumer waits for it."""
 
+import logging
+import random
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.kit.server.probe import figures
+from tests.kit.server.processes import end_server
+from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
+from tests.sim.vllm.checks import leaks, server_leaks
+from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tiered_kv.config import Config
 from tiered_kv.keys.tags import tag_digest
 from tiered_kv.vllm.disaggregated import ASK_AGAIN_S, DisaggregatedPrefill
@@ -29,10 +37,11 @@ class Client:
 
     def __init__(self) -> None:
         self.released: list[int] = []
+        self.lookups: dict[int, Any] = {}
         self.is_ready = True
         self.generation = 0
 
-    def release(self, lookup_id: int) -> None:
+    def release(self, lookup_id: int, *, is_asked_anew: bool = False) -> None:
         self.released.append(lookup_id)
 
 
@@ -204,3 +213,38 @@ def test_nothing_is_awaited_that_could_not_be_loaded(change: str):
     world.state.is_load_failed = change == "failed"
     world.client.is_ready = change != "no session"
     assert world.prefill.matched(world.state, 0, 0) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", [0, 2])
+def test_a_request_that_waits_for_a_handover_in_vain_counts_as_one_lookup(held: int, tmp_path: Path):
+    """However often it looked for the rest."""
+    logging.disable(logging.ERROR)
+    root, source = tmp_path / "cache", random.Random(1)
+    engine = SimulatedEngine(Setup(connector=settings(root) | {"promotion_wait_ms": 200}, pool_blocks=64))
+    try:
+        prompt = random_tokens(source, 5 * 8 + 3)
+        if held:
+            engine.add("stores", prompt[: held * 8], parameters(1))
+            come_to_rest(engine)
+            assert engine.scheduler.reset_prefix_cache()
+        before = Counter(flat(figures(root)["tokens"]))
+        awaits = parameters(1)
+        awaits.extra_args = {"kv_transfer_params": {"tiered_kv.stored_tokens": 5 * 8}}
+        engine.add("awaits", prompt, awaits)
+        come_to_rest(engine)
+        side = engine.connector._scheduler.side
+        assert side.counters["handovers_short"] == 1 and side.counters["lookups"] - bool(held) > 2
+        told = Counter(flat(figures(root)["tokens"]))
+        told.subtract(before)
+        counted = {name: told[name] for name in ("lookups", "prompt_chunks", "asked_chunks", "hit_chunks")}
+        assert counted == {"lookups": 1, "prompt_chunks": 5, "asked_chunks": 5, "hit_chunks": held}
+        assert engine.findings.wrong == [] and leaks(engine) == [] and server_leaks(engine, root) == []
+    finally:
+        engine.close()
+        end_server(root)
+        logging.disable(logging.NOTSET)
+
+
+def flat(told: dict[str, Any]) -> dict[str, int]:
+    return {name: value for name, value in told.items() if isinstance(value, int)}

@@ -34,7 +34,8 @@ from tiered_kv.vllm.wait_policy import PrefillRate
 ASK_AGAIN_S: Final = 0.01
 """Between the first two lookups for what is not there yet; twice as long after each. A producer's chunks are committed
 one step after its answer, so an honest promise is found by the first few; and a client may claim anything, so no claim
-costs the server more lookups than the wait has doublings (10 in 10 s)."""
+costs the server more lookups than the wait has doublings (10 in 10 s), and a renewal between two that are far apart.
+All of them count as one."""
 
 
 class DisaggregatedPrefill:
@@ -88,31 +89,43 @@ class DisaggregatedPrefill:
 
     def matched(self, state: RequestState, computed_tokens: int, matched: int | None) -> int | None:
         """Answer vLLM where ``matched`` tokens beyond ``computed_tokens`` are held and more may be promised."""
-        if matched is None or not state.params.stored_tokens:
-            return matched
-        if state.is_load_failed or not state.may_read or not self._client.is_ready:
-            return matched  # what is promised could not be loaded
-        chunk_tokens = self._config.chunk_tokens
-        promised = min(state.params.stored_tokens, state.request.num_prompt_tokens) // chunk_tokens * chunk_tokens
-        # Not all that is held may be loaded; waiting for the rest would be in vain.
-        tokens = state.request.num_tokens
-        loadable = self._groups.loadable_tokens(promised, tokens, chunk_tokens, self._drafts)
-        missing = loadable - computed_tokens - matched
-        if missing <= 0:
+        if matched is None or (missing := self._missing(state, computed_tokens, matched)) <= 0:
             return matched
         now_s = self._monotonic()
         if state.short_since_s is None:
             state.short_since_s = now_s
             self._counters["handovers_awaited"] += 1
-        if state.is_short or now_s - state.short_since_s > self._longest_s(missing):
+        if not self._goes_on_waiting(state, missing, now_s):
             self._counters["handovers_short"] += not state.is_short
             state.is_short = True
             return matched
         if not state.asks_again or now_s - state.asked_again_s >= ASK_AGAIN_S * 2 ** (state.asks_again - 1):
             state.asked_again_s = now_s
             state.asks_again += 1
-            self._lookups.drop(state)  # the next question sends a new one
+            self._lookups.ask_anew(state)  # the next question sends a new one
         return None
+
+    def awaits(self, state: RequestState, computed_tokens: int, matched: int) -> bool:
+        """Whether :meth:`matched` would answer "ask again" now."""
+        missing = self._missing(state, computed_tokens, matched)
+        return missing > 0 and self._goes_on_waiting(state, missing, self._monotonic())
+
+    def _missing(self, state: RequestState, computed_tokens: int, matched: int) -> int:
+        """Tokens that are promised and could be loaded, beyond those that are held."""
+        if not state.params.stored_tokens:
+            return 0
+        if state.is_load_failed or not state.may_read or not self._client.is_ready:
+            return 0  # what is promised could not be loaded
+        chunk_tokens = self._config.chunk_tokens
+        promised = min(state.params.stored_tokens, state.request.num_prompt_tokens) // chunk_tokens * chunk_tokens
+        # Not all that is held may be loaded; waiting for the rest would be in vain.
+        tokens = state.request.num_tokens
+        loadable = self._groups.loadable_tokens(promised, tokens, chunk_tokens, self._drafts)
+        return loadable - computed_tokens - matched
+
+    def _goes_on_waiting(self, state: RequestState, missing_tokens: int, now_s: float) -> bool:
+        since_s = now_s if state.short_since_s is None else state.short_since_s
+        return not state.is_short and now_s - since_s <= self._longest_s(missing_tokens)
 
     def _longest_s(self, missing_tokens: int) -> float:
         """As long as computing them would take: what was promised is stored but for a rare drop."""

@@ -45,8 +45,8 @@ HASHING_MAX_S: Final = 0.05
 class RequestLookups:
     """Sends, renews and releases the lookups of requests.
 
-    Writes of each :class:`RequestState`: ``keys`` (through ``update_keys``), ``lookup``, ``renewal``, ``held``,
-    ``tails`` and ``is_asked_anew``. Of its own it has vLLM's block pool.
+    Writes of each :class:`RequestState`: ``keys`` (through ``update_keys``), ``lookup``, ``renewal``, ``counted``,
+    ``held``, ``tails`` and ``is_asked_anew``. Of its own it has vLLM's block pool.
 
     Attributes:
         hashing: Requests whose keys a thread computes, and that are not looked up yet.
@@ -124,7 +124,7 @@ class RequestLookups:
         """
         if self._is_hashing(state):
             return None
-        state.lookup = self._sent(state, start)
+        state.lookup = self._sent(state, start, state.counted)
         self._counters["lookups"] += state.lookup is not None
         return state.lookup
 
@@ -348,10 +348,23 @@ class RequestLookups:
 
     def _renew(self, state: RequestState, lookup: SentLookup, answer: LookupAnswer) -> bool:
         """Look the request up again from where it was; what is leased stays so until the answer is here."""
-        found = answer.boundary if self._groups.states else answer.held
-        state.renewal = self._sent(state, lookup.start, max(lookup.counted, found))
+        state.renewal = self._sent(state, lookup.start, self._counted(lookup, answer))
         self._counters["lookup_renewed"] += state.renewal is not None
         return state.renewal is not None
+
+    def _counted(self, lookup: SentLookup, answer: LookupAnswer) -> int:
+        """Leading chunks whose use by the request has counted, with this lookup and those before it."""
+        return max(lookup.counted, answer.boundary if self._groups.states else answer.held)
+
+    def ask_anew(self, state: RequestState) -> None:
+        """Release what the request has; the next question sends a new lookup, and of all that one counts."""
+        lookup = state.lookup
+        if lookup is not None and lookup.generation == self._client.generation:
+            if (answer := self._client.lookups.get(lookup.id)) is not None:
+                state.counted = self._counted(lookup, answer)
+            self._client.release(lookup.id, is_asked_anew=True)
+        state.lookup = None
+        self.drop_renewal(state)
 
     # -- ending ------------------------------------------------------------------------------------------------
 

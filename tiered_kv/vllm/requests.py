@@ -116,8 +116,8 @@ class RequestState:
     Every field is written in vLLM's scheduler thread, by one part of the scheduler side:
 
     ======================  ==========================================================================================
-    ``request_lookups.py``  ``lookup``, ``renewal``, ``held``, ``tails``, ``hashing_s``, ``is_asked_anew`` (the waiting
-                            queue clears it)
+    ``request_lookups.py``  ``lookup``, ``renewal``, ``counted``, ``held``, ``tails``, ``hashing_s``, ``is_asked_anew``
+                            (the waiting queue clears it)
     ``wait_policy.py``      ``number``, ``asked_s``, ``asked_step``, ``step_s``, ``turn_s``, ``pauses``, ``first_s``
     ``request_saves.py``    ``storable``, ``stored``, ``unstored``
     ``disaggregated.py``    ``short_since_s``, ``asked_again_s``, ``asks_again``, ``is_short``
@@ -133,6 +133,7 @@ class RequestState:
         prompt_tokens: Length of its prompt when that was read last; only a streaming session's grows.
         lookup: What the server was asked; with its leases until it is released.
         renewal: The lookup that replaces ``lookup`` once it is answered; until then both hold their leases.
+        counted: Leading chunks whose use by it counted with a lookup that another one has replaced.
         held: Leading chunks that the hierarchy holds, by the last answer.
         tails: What it holds of the chunk behind them, the longest last.
         is_asked_anew: In this turn its lookup was made anew, and is not again.
@@ -181,6 +182,7 @@ class RequestState:
     pauses: int = 0
     first_s: float | None = None
     is_asked_anew: bool = False
+    counted: int = 0
     held: int = 0
     tails: tuple[FoundTail, ...] = ()
     wait: Wait | None = None

@@ -198,7 +198,7 @@ class SchedulerSide:
         self._lookups.take_renewal(state)
         lookup = state.lookup
         if lookup is None or lookup.start * self._chunk_tokens > computed_tokens:
-            self._lookups.drop(state)  # the GPU evicted what it had when the lookup was sent
+            self._lookups.ask_anew(state)  # the GPU evicted what it had when the lookup was sent
             lookup = self._lookups.send(state, computed_tokens // self._chunk_tokens)
             self._waiting_queue.begin_turn(state)
         if lookup is not None and self._groups.states:
@@ -349,6 +349,8 @@ class SchedulerSide:
             if self._awaits_more(state, lookup, answer, (max(arrived, 0), parts, unknown), computed):
                 return None
         if arrived <= 0:
+            if self._disaggregated.awaits(state, computed, 0):
+                return 0  # it is asked anew; a lookup that was given up counts
             if promised + unknown > 0:
                 self.counters["promotion_not_awaited"] += 1
             self._lookups.give_up(lookup)
