@@ -1,10 +1,16 @@
 """A reset waits for the server, in vLLM's scheduler thread: no longer than it takes to know that it is dead or hung."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.kit.server.processes import end_server
+from tests.sim.vllm.asking import come_to_rest, parameters, settings
+from tests.sim.vllm.engine import Setup, SimulatedEngine
+from tiered_kv.vllm.identity import loader_watch
 from tiered_kv.vllm.resets import wait_until_durable
 
 pytestmark = pytest.mark.vllm
@@ -78,3 +84,55 @@ def test_an_engine_without_a_session_does_not_wait(caplog: pytest.LogCaptureFixt
     session.info = None
     assert session.wait() == 0
     assert "not durable" in caplog.text
+
+
+# -- an engine in the caller's process, which is stepped by `generate` alone -------------------------------------------
+
+
+class OneProcess:
+    """A simulated engine whose scheduler side has found the worker's side in its process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.engine = SimulatedEngine(Setup(connector=settings(root) | {"tail_tokens": 0}, pool_blocks=64))
+        self.hooks, self.worker = self.engine.connector._scheduler, self.engine.workers[0].connector._worker
+        self.hooks.bind_block_pool(self.engine.scheduler.kv_cache_manager.block_pool, lambda: self.worker)
+
+    def generate(self, prompt: list[int], **controls: Any) -> None:
+        """Step until the answer is complete, and no further."""
+        given = parameters(1)
+        given.extra_args = {"kv_transfer_params": {f"tiered_kv.{name}": value for name, value in controls.items()}}
+        self.engine.add(f"r{len(self.engine.answers)}", prompt, given)
+        while self.engine.unfinished():
+            self.engine.step()
+        assert self.hooks.side.saves.has_work, "the last step has copies"
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[OneProcess]:
+    made = OneProcess(tmp_path / "cache")
+    yield made
+    made.engine.close()
+    end_server(made.root)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_was_loaded_before_a_reset_is_reported(
+    one_process: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`add_lora` loads it between two steps; it is told once."""
+    monkeypatch.setattr(loader_watch, "_adapter_loads", {})
+    one_process.worker._adapters_told = 0
+    one_process.generate(list(range(40)))
+    loader_watch._note_adapter(7, "its files")
+    assert one_process.engine.scheduler.reset_prefix_cache()
+    one_process.generate(list(range(100, 140)))
+    come_to_rest(one_process.engine)
+    assert one_process.hooks.side._adapters._held == {7: {0: "its files"}}
+
+
+@pytest.mark.slow
+def test_what_the_last_request_of_an_engine_asks_for_is_told_at_its_end(one_process: OneProcess) -> None:
+    one_process.generate(list(range(40)), pin_ttl_s=60)
+    one_process.worker.close()
+    assert one_process.hooks.side.counters["pins_sent"] == 1

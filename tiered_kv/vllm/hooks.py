@@ -92,8 +92,10 @@ class SchedulerHooks:
         """
         self.side.bind_block_pool(block_pool)
         if (worker := find_worker()) is not None:
-            worker.before_leaving = partial(commit_last, self.side.saves, worker, self._client)
-        before_emptying(block_pool, lambda: let_go_of_blocks(self.side.saves, find_worker()))
+            worker.before_leaving = partial(
+                commit_last, self.side.saves, worker, self._client, self.side.saves_finished
+            )
+        before_emptying(block_pool, lambda: let_go_of_blocks(self.side.saves, find_worker(), self.side.saves_finished))
         if self._events is not None:
             before_emptying(block_pool, self._events.publish_again)
 

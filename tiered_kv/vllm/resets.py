@@ -13,6 +13,7 @@ from typing import Final
 
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.save_queue import SaveQueue
+from tiered_kv.vllm.step import SaveReport
 from tiered_kv.vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -24,14 +25,18 @@ COMMITTED_S: Final = 1.0
 """How long the end of an engine waits until the server has taken its last commits: milliseconds, unless it hangs."""
 
 
-def let_go_of_blocks(stores: SaveQueue, worker: WorkerSide | None) -> None:
+TakeReport = Callable[[SaveReport], None]
+"""Takes a worker's report as if a step had brought it (``SchedulerSide.saves_finished``)."""
+
+
+def let_go_of_blocks(stores: SaveQueue, worker: WorkerSide | None, take_report: TakeReport) -> None:
     """End pins: finish the copies of a worker in this process, and drop the rest if only that is in the way."""
     if worker is not None and stores.has_work:
-        _finish_saves(stores, worker)
+        _finish_saves(worker, take_report)
     stores.let_go()
 
 
-def commit_last(stores: SaveQueue, worker: WorkerSide, client: SchedulerClient) -> None:
+def commit_last(stores: SaveQueue, worker: WorkerSide, client: SchedulerClient, take_report: TakeReport) -> None:
     """Commit the last step's copies of an engine that ends: no later step will report them.
 
     With its first worker the session ends, and no commit counts after it. So the server is asked for something that it
@@ -39,7 +44,7 @@ def commit_last(stores: SaveQueue, worker: WorkerSide, client: SchedulerClient) 
     """
     if not stores.has_work:
         return
-    _finish_saves(stores, worker)
+    _finish_saves(worker, take_report)
     client.figures = None
     until_s = time.monotonic() + COMMITTED_S
     if client.ask_figures():
@@ -48,11 +53,11 @@ def commit_last(stores: SaveQueue, worker: WorkerSide, client: SchedulerClient) 
             client.poll()
 
 
-def _finish_saves(stores: SaveQueue, worker: WorkerSide) -> None:
-    """Wait for the copies of a worker in this process, and take their reports."""
+def _finish_saves(worker: WorkerSide, take_report: TakeReport) -> None:
+    """Wait for the copies of a worker in this process, and take its report, whatever else it says: it says it once."""
     worker.finish_copies()
     if (report := worker.take_finished_saves()) is not None:
-        stores.finished(report)
+        take_report(report)
 
 
 def wait_until_durable(
