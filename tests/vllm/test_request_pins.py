@@ -1,12 +1,18 @@
 """When a request's pin is told to the server, and of which chunk."""
 
+import random
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.server.processes import end_server
+from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens, settings
+from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tiered_kv.keys.tags import NO_TAG
+from tiered_kv.vllm import save_queue
 from tiered_kv.vllm.request_pins import WAITING_MAX, RequestPins, SessionEnd
 
 pytestmark = pytest.mark.vllm
@@ -138,3 +144,30 @@ def test_a_session_ends_also_where_nothing_of_its_last_request_is_held() -> None
     around.pins().want_state(KEYS, 5, SessionEnd(b"run", NO_TAG, ("release",)))
     around.pins().prefetch(b"run", NO_TAG)
     assert around.counters["session_states_dropped"] == 1 and around.counters["hints_dropped"] == 2
+
+
+@pytest.mark.slow
+def test_what_waits_is_told_when_its_chunks_are_dropped_for_want_of_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy ends then, and the engine may be idle from there on."""
+    monkeypatch.setattr(save_queue, "QUEUED_MAX_S", 0.1)
+    root, source = tmp_path / "cache", random.Random(1)
+    engine = SimulatedEngine(Setup(connector=settings(root), pool_blocks=64))
+    try:
+        side, prompt = engine.connector._scheduler.side, random_tokens(source, 5 * 8 + 3)
+        engine.add("stores", prompt[: 2 * 8], parameters(1))
+        come_to_rest(engine)
+        monkeypatch.setattr(side.client, "take_slot", lambda: None)
+        ends = parameters(1)
+        ends.extra_args = {
+            "kv_transfer_params": {"tiered_kv.session_id": "s", "tiered_kv.release": True, "tiered_kv.pin_ttl_s": 60}
+        }
+        engine.add("ends", prompt, ends)
+        come_to_rest(engine)
+        assert side.counters["store_dropped_no_slot"] == 3
+        told = {name: side.counters[name] for name in ("session_states_sent", "hints_sent", "pins_sent")}
+        assert told == {"session_states_sent": 1, "hints_sent": 1, "pins_sent": 1}
+    finally:
+        engine.close()
+        end_server(root)

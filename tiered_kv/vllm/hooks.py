@@ -38,7 +38,7 @@ from tiered_kv.vllm.identity.adapters import Adapters, adapter_numerics
 from tiered_kv.vllm.kv_events import EventGroup, EventPublisher
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.load_admission import LongestPrompt
-from tiered_kv.vllm.resets import commit_last, let_go_of_blocks
+from tiered_kv.vllm.resets import commit_last
 from tiered_kv.vllm.scheduler import SchedulerSide
 from tiered_kv.vllm.step import SaveReport, StepMetadata
 from tiered_kv.vllm.worker import WorkerSide
@@ -95,7 +95,7 @@ class SchedulerHooks:
             worker.before_leaving = partial(
                 commit_last, self.side.saves, worker, self._client, self.side.saves_finished
             )
-        before_emptying(block_pool, lambda: let_go_of_blocks(self.side.saves, find_worker(), self.side.saves_finished))
+        before_emptying(block_pool, lambda: self.side.let_go_of_blocks(find_worker()))
         if self._events is not None:
             before_emptying(block_pool, self._events.publish_again)
 

@@ -37,11 +37,12 @@ from tiered_kv.vllm.request_params import RequestParamsReader
 from tiered_kv.vllm.request_pins import RequestPins, SessionEnd
 from tiered_kv.vllm.request_saves import RequestSaves
 from tiered_kv.vllm.requests import FoundTail, RequestState, SentLookup, Wait
-from tiered_kv.vllm.resets import wait_until_durable
+from tiered_kv.vllm.resets import let_go_of_blocks, wait_until_durable
 from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveReport, StepMetadata
 from tiered_kv.vllm.undrafted import UndraftedBlocks
 from tiered_kv.vllm.wait_policy import REPLY_MAX_S, PrefillRate, WaitingQueue, WaitPolicy, WaitState
+from tiered_kv.vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
 
@@ -485,6 +486,7 @@ class SchedulerSide:
         saves = self.saves.start_jobs()
         if self.saves.has_waiting and self._is_short_of_blocks(output):
             self.saves.make_room(is_standing=not output.num_scheduled_tokens)
+        self._pins.send()  # chunks that they waited for may have been dropped
         loads, self._loads = tuple(self._loads), []
         self._rest_when_idle()
         return StepMetadata(self._client.generation, self._client.info, loads, saves)
@@ -611,6 +613,11 @@ class SchedulerSide:
         self._pins.reset()
         self._client.reset()
         wait_until_durable(self._client, self.poll)
+
+    def let_go_of_blocks(self, worker: WorkerSide | None) -> None:
+        """End pins of blocks before vLLM empties its pool, with the copies of a worker in this process."""
+        let_go_of_blocks(self.saves, worker, self.saves_finished)
+        self._pins.send()
 
     @property
     def client(self) -> SchedulerClient:
