@@ -4,14 +4,18 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
 
 from tests.kit.server.clients import CHUNK, SmallEngine, poll_until, settings
-from tests.kit.server.probe import wait_ended, wait_written
+from tests.kit.server.probe import figures, wait_ended, wait_written
 from tests.kit.server.processes import end_server
+from tests.sim.vllm.asking import come_to_rest, parameters, random_tokens
+from tests.sim.vllm.asking import settings as patient
+from tests.sim.vllm.engine import Setup, SimulatedEngine
 from tiered_kv.vllm import engine_metrics as module
 from tiered_kv.vllm.engine_metrics import CopyMeter, SchedulerMeter, TieredKVStats, hit_sources
 from tiered_kv.vllm.requests import RequestState, SentLookup
@@ -260,3 +264,21 @@ def test_vllm_is_told_where_hits_came_from_in_its_own_words() -> None:
         "disk": 4,
         "external_unspecified": 5,
     }
+
+
+@pytest.mark.slow
+def test_a_request_whose_blocks_the_gpu_evicted_before_its_turn_counts_as_one_lookup(root: Path) -> None:
+    engine, tokens = SimulatedEngine(Setup(connector=patient(root), pool_blocks=64)), random_tokens(Random(1), 43)
+    try:
+        engine.add("first", tokens, parameters(1))
+        come_to_rest(engine)
+        before = figures(root)["tokens"]
+        engine.add("second", tokens, parameters(1))
+        assert engine.scheduler.reset_prefix_cache()
+        come_to_rest(engine)
+        told = figures(root)["tokens"]
+        assert engine.connector._scheduler.side.counters["lookups"] == 3
+        assert [told[name] - before[name] for name in ("lookups", "asked_chunks", "hit_chunks")] == [1, 5, 5]
+    finally:
+        engine.close()
+        end_server(root)
