@@ -126,6 +126,24 @@ def test_only_so_many_of_those_that_wait_for_room_go_on_in_one_step(monkeypatch)
     assert [story.answer(one).ready for one in waiting] == [1, 1, 1, 1]
 
 
+def test_while_more_of_those_that_wait_for_room_can_go_on_a_turn_is_wanted(monkeypatch):
+    monkeypatch.setattr(tiering, "GO_ON_MAX", 2)
+    story = story_with_six_leases()
+    paths = [(number,) for number in range(4)]
+    long = tuple(range(50, 56))
+    for path in (*paths, long):
+        story.store(path)
+    first = story.ask(long)
+    waiting = [story.ask(path) for path in paths]
+    assert not story.tiering.wants_turn, "nobody can go on"
+    story.release(first)
+    story.step()
+    assert story.tiering.wants_turn, "two went on"
+    story.step()
+    assert not story.tiering.wants_turn
+    assert [story.answer(one).ready for one in waiting] == [1, 1, 1, 1]
+
+
 def test_only_so_many_give_way_for_one_in_one_step(monkeypatch):
     monkeypatch.setattr(leases, "ENDED_AT_ONCE_MAX", 2)
     story = story_with_six_leases()

@@ -218,6 +218,11 @@ class LeaseQueue:
                 return lookup
         return None
 
+    @property
+    def wants_turn(self) -> bool:
+        """Whether somebody may go on now: more could than one step takes, or others have left the line behind them."""
+        return self.next() is not None
+
     def _sessions(self) -> list[int]:
         """Sessions that wait, who holds least first."""
         open_ones = [one for one in self._waiting if not self._first(one).session.is_suspended]

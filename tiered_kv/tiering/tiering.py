@@ -186,7 +186,7 @@ class Tiering:
     @property
     def wants_turn(self) -> bool:
         """Whether :meth:`take_jobs` has more to do at once: something that is done in parts."""
-        parts = (self._tiers, self._grants, self._promotions)
+        parts = (self._tiers, self._grants, self._promotions, self._lookups.line)
         return bool(self._closed) or self._host.is_emptying or any(part.wants_turn for part in parts)
 
     def take_uses(self) -> list[ChunkRecord]:
