@@ -572,6 +572,28 @@ def test_an_upload_that_is_put_off_after_the_disk_lost_the_chunk_is_given_up_wit
     assert all(space.key(chunk) in story.media[2] for chunk in chunks_of(path))
 
 
+@pytest.mark.parametrize("is_stored_again", [False, True])
+def test_an_upload_that_is_put_off_after_the_chunk_before_it_was_lost_waits_for_that_or_is_given_up(is_stored_again):
+    story = shared(capacities=(None, None))
+    story.commit_prefix((1, 2, 3))
+    finish_all_but_uploads(story)
+    story.end(Copy)
+    for tier in (1, 2):  # the first chunk's file is damaged, and its object was evicted by others
+        story.tiering.remove(HOST, SMALL.namespace, [SMALL.key((1,))], leaves_holes=True)
+        story.damage(tier, SMALL.key((1,)), None)
+        story.ask((1,))
+        story.end(Read)
+    if is_stored_again:
+        story.commit_prefix((1,))
+        finish_all_but_uploads(story)
+    story.end(Copy, fault=Outcome.UNAVAILABLE)
+    story.tiering.resume_writes()
+    story.finish_all()
+    assert [story.is_below(chunk, 2) for chunk in chunks_of((1, 2, 3))] == [is_stored_again] * 3
+    assert story.tiering.tier_usage(2).backlog_chunks == 0
+    assert story.counted("upload_dropped_no_parent") == (not is_stored_again)
+
+
 def test_chunks_beside_it_that_are_on_their_way_keep_none_from_the_disk():
     paths = [(1, number) for number in range(10, 15)]
     story = shared(capacities=(None, None), found_behind=[(1,), (1, 2), *paths])

@@ -185,10 +185,13 @@ class SecondaryTier:
         self._queue[entry] = None
 
     def requeue(self, entry: Entry) -> None:
-        """Queue a chunk again whose write was put back: it is the next to be written."""
+        """Queue a chunk again whose write was put back: it is the next to be written, once its parent is here."""
         self.release_bytes(entry, BlobState.QUEUED)
         self._queue[entry] = None
-        self._write_next(entry)
+        if self._may_write(entry):
+            self._write_next(entry)
+        else:
+            self.start_or_wait(entry)
 
     def newest_queued(self) -> Iterator[Entry]:
         """Queued chunks, newest first. The queue must not change while more are asked for."""

@@ -83,7 +83,11 @@ class Upload:
         self._asked_first.discard(entry)
 
     def put_back(self, entry: Entry) -> None:
-        if self.has_bytes(entry):
+        is_first = entry.record.chunk_index == 0
+        parent = self._index.parent(entry)
+        if not is_first and (parent is None or parent.blobs[self.tier.number] not in CLAIMED):
+            self._counters["upload_dropped_no_parent"] += 1  # it was lost while this one was on its way
+        elif self.has_bytes(entry):
             self.tier.requeue(entry)
             return
         self.tier.release_bytes(entry, BlobState.ABSENT)
