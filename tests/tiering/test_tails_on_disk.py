@@ -282,6 +282,29 @@ def test_a_write_that_fails_loses_it(fault: Outcome):
     story.finish_all()
 
 
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_one_whose_slot_was_found_damaged_is_written_no_more(is_claimed: bool):
+    """Neither when the server ends while a load still reads it, nor when its slot is wanted before the next step."""
+    story = stored()
+    story.evict_until_written("a")
+    lookup = story.seek()
+    if is_claimed:
+        story.claim(lookup)
+    story.finish(story.write_of("a"), Outcome.CORRUPT)
+    assert story.tail("a").leases == is_claimed
+    if is_claimed:
+        story.tiering.save_tails()
+        story.release(lookup)
+    else:
+        others = [(6000 + number,) for number in range(20)]
+        for path in others:
+            story.restore(DISK, SMALL, path)
+        for path in others:  # each is read into the slot of another one
+            story.lookup(story.session, path)
+    story.finish_all()
+    assert story.tail("a") is None and story.on_disk("a") == [] and story.counted("tail_saved") == 1
+
+
 @pytest.mark.parametrize("blob", [None, Blob.CORRUPT])
 def test_a_file_that_cannot_be_read_costs_the_tail_alone(blob: Blob | None):
     story = stored()

@@ -133,7 +133,7 @@ class Tails:
         source = self._tiers.write_through
         if source is None or entry.record.chunk_index < self._limits.few_chunks or not entry.tail_tokens:
             return False
-        if source.tier.is_shared or entry.record.key in self._superseded:
+        if source.tier.is_shared or entry.record.key in self._superseded or entry in self._index.damaged:
             return False
         parent = self._index.parent(entry)
         if parent is None or parent.blobs[source.tier.number] not in CLAIMED:
