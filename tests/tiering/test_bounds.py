@@ -7,6 +7,7 @@ import pytest
 
 from tests.kit.tiering.oracle import World
 from tests.kit.tiering.world import SMALL, Path, Story
+from tiered_kv.keys.state_keys import state_records
 from tiered_kv.tiering import leases, prefix_search, secondary_tier, tiering, tiers, write_through
 from tiered_kv.tiering.index import BlobState, Entry
 from tiered_kv.tiering.tiering import Tiering
@@ -59,6 +60,27 @@ def test_a_blob_of_a_shared_tier_is_not_forgotten_while_it_is_read_or_one_behind
     assert remembered(story, (1,), (2,), (3,), (3, 4)) == [True, True, False, False]
     story.finish_all()
     assert [story.figures(lookup) for lookup in lookups] == [(1, 1, 1, True)] * 2
+
+
+@pytest.mark.parametrize("state_parts", [0, 1])
+def test_what_a_search_has_just_found_may_be_what_is_forgotten_for_it(monkeypatch, state_parts):
+    """All else that is remembered was used a moment ago: a few prompts as long as all that is remembered."""
+    monkeypatch.setattr(secondary_tier, "HINTS_MAX", 2)
+    story = Story(is_last_shared=True)
+    others = [(2,), (3,)]
+    for path in others:
+        story.store(path)
+    story.commit_prefix((1,))  # whose state another machine has stored
+    story.end_every(Seal)
+    story.finish_all()
+    story.others_store_records([SMALL.record((4,)), *state_records(SMALL.record((1,)), 1)], SMALL.slot_bytes)
+    for path in others * 3:
+        story.release(story.ask(path))
+    forgotten = story.tiering.stats[1].removed["forgotten"]
+    lookup = story.lookup(story.session, (1,) if state_parts else (4,), state_parts=state_parts)
+    story.finish_all()
+    assert story.answer(lookup).is_done and not story.answer(lookup).slots
+    assert story.tiering.stats[1].removed["forgotten"] > forgotten
 
 
 def test_a_tier_that_is_not_shared_forgets_nothing(monkeypatch):

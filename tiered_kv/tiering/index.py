@@ -441,8 +441,8 @@ class Index:
         return self._shared.setdefault(wanted, wanted)
 
     def remove_if_gone(self, entry: Entry) -> None:
-        """Forget an entry that no tier holds any more and nobody waits for."""
-        if not entry.is_gone or entry.holds:
+        """Forget an entry that no tier holds any more and nobody waits for. Idempotent."""
+        if not entry.is_gone or entry.holds or self._entries.get(entry.record.key) is not entry:
             return
         record = entry.record
         del self._entries[record.key]
