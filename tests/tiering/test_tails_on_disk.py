@@ -109,6 +109,17 @@ def test_it_is_promoted_with_its_prefix_and_ready_once_it_is_there():
     assert story.tail("a").leases == 0 and story.on_disk("a") == ["a"], "the file stays: the next restart finds it"
 
 
+def test_it_is_used_with_its_prefix_and_goes_right_before_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Story, "eviction", "lru")
+    story = stored()
+    story.push_out()
+    story.seek()
+    order = list(story.tiering._tiers[DISK].order)
+    last = [story.entry(PROMPT[:depth]) for depth in range(len(PROMPT), 0, -1)]
+    first = order.index(story.tail("a"))
+    assert order[first : first + 1 + len(last)] == [story.tail("a"), *last]
+
+
 def test_after_a_restart_it_is_found():
     story = DiskTailStory(found=[PROMPT[: depth + 1] for depth in range(FEW_CHUNKS)])
     story.restore_tail(DISK, SMALL, PROMPT, "a")

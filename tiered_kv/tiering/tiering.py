@@ -288,11 +288,10 @@ class Tiering:
         else:  # beside a request's lookup, and maybe of the middle of a prefix
             for entry in held:
                 entry.is_asked_for_by(wish.owner)
-        self._record_use(held, session.slot_bytes)
         lookup = self._lookups.open(session, held, wish)
         if wish.wants_tails and held:
             self._lookups.offer_tails(lookup, self._tails.behind(held[-1]))
-            self._record_use(lookup.coming_tails, session.slot_bytes)
+        self._record_use([*held, *lookup.coming_tails], session.slot_bytes)  # at one time, the tail before its chunk
         if wish.may_search and wish.keys:
             self._note_prompt(lookup, wish)
         self._promote(lookup, held)
