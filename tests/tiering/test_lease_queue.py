@@ -2,11 +2,13 @@
 
 import sys
 
+import pytest
+
 from tests.kit.spaces import Space
 from tests.kit.tiering.world import SMALL, Story
 from tiered_kv.tiering.leases import ENDED_AT_ONCE_MAX
 from tiered_kv.tiering.lookups import LookupRequest
-from tiered_kv.tiering.types import Limits, LookupUpdate, Outcome, Read
+from tiered_kv.tiering.types import LeaseEnd, Limits, LookupUpdate, Outcome, Read
 
 OTHER = Space(b"other-namespace-", SMALL.slot_bytes)
 CAP = 6
@@ -198,6 +200,28 @@ def test_a_lost_clients_leases_never_end_by_the_clock():
     story.tiering.expire_leases(1e9)
     story.step()
     assert story.ended == [] and leased(story) == 3
+
+
+@pytest.mark.parametrize("was_told", [False, True])
+def test_a_lost_clients_leases_give_way_to_nobody_and_keep_nobody_from_its_share(was_told):
+    """Its processes may read them until they have exited; whoever wants room goes beyond the limit, as by claims."""
+    story = story_with_cap()
+    other = story.open(SMALL)
+    for number in (0, 1):
+        ask(story, number)
+    if was_told:  # that some are to end, a moment before it is lost
+        aborted = story.lookup(other, PATHS[4])
+        story.tiering.take_jobs()
+        assert [type(one) for one in story.tiering.take_updates()] == [LookupUpdate, LeaseEnd]
+        story.release(aborted)
+    story.suspend(story.session)
+    wanted = ask(story, 5, session=other)
+    story.step()
+    assert story.ended == [] and story.answer(wanted).ready == 3
+    assert leased(story) == CAP + CAP // 2
+    story.close(story.session)
+    story.step()
+    assert leased(story) == 3
 
 
 def test_leases_end_also_where_each_of_two_is_asked_anew_before_the_other_lets_go(monkeypatch):

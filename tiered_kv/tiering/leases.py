@@ -10,7 +10,8 @@ wants, and goes on from where it was cut when there is room::
 
 Nothing that was claimed gives way or ends by itself: a load may be running. And nobody waits for what will not come:
 the first of a session that has its share, of which nothing but its own could come back, is content with that; and a
-session that has less goes beyond the limit where claims of another one, which may be frozen, hold more than its share.
+session that has less goes beyond the limit where claims of another one, which may be frozen, or what a lost client
+leaves until its processes have exited, hold more than its share.
 
 Owns order and dates; must not touch chunks or slots, and knows no clock: it is told the time. Called by ``lookups.py``.
 docs/decisions/0025-leases-end.md.
@@ -141,6 +142,7 @@ class LeaseQueue:
         self._undated: list[Lookup] = []
         self._due: list[tuple[float, int, Lookup]] = []
         self._wanted_chunks: Counter[int] = Counter()  # by session
+        self._lost: set[int] = set()  # sessions whose client hears of nothing: what they hold ends with them
 
     # -- room --------------------------------------------------------------------------------------------------
 
@@ -168,12 +170,12 @@ class LeaseQueue:
         return min(free_bytes, self._share_bytes() - self._host.leased_by[session])
 
     def _stuck_bytes(self, session: int) -> int:
-        """What others hold beyond their shares and cannot give: all of it is claimed."""
+        """What others hold beyond their shares and cannot give: all of it is claimed, or their client is lost."""
         share_bytes = self._share_bytes()
         return sum(
             max(0, leased_bytes - share_bytes)
             for other, leased_bytes in self._host.leased_by.items()
-            if other != session and not self._holding.get(other) and not self._ending[other]
+            if other != session and (other in self._lost or not (self._holding.get(other) or self._ending[other]))
         )
 
     def _share_bytes(self) -> int:
@@ -260,7 +262,7 @@ class LeaseQueue:
     def _richest(self, share_bytes: int) -> int | None:
         """The session furthest above its share that has something to give."""
         over = [one for one, leased in self._host.leased_by.items() if leased > share_bytes]
-        giving = [one for one in over if self._holding.get(one) and not self._ending[one]]
+        giving = [one for one in over if self._holding.get(one) and not self._ending[one] and one not in self._lost]
         return max(giving, key=lambda one: self._host.leased_by[one], default=None)
 
     def _latest(self, session: int, after: Turn | None = None) -> Iterator[Lookup]:
@@ -324,6 +326,14 @@ class LeaseQueue:
         """A load may be running: it neither gives way nor ends by itself."""
         self._claimed[lookup.session.id] += 1
         self._forget(lookup)
+
+    def session_lost(self, session: int) -> None:
+        """Its client is gone, and its processes may read what it leased: nothing of that ends before it does."""
+        self._lost.add(session)
+
+    def session_ends(self, session: int) -> None:
+        """Its leases come back from now on. Also of one that was not lost."""
+        self._lost.discard(session)
 
     def _forget(self, lookup: Lookup) -> None:
         self.leave(lookup)

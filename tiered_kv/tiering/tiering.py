@@ -240,6 +240,7 @@ class Tiering:
         self.stats.unwatch(session_id)
         untold, session.untold = session.untold, []
         self._grants.take_back(session, untold)
+        self._lookups.line.session_lost(session_id)
 
     def close_session(self, session_id: int) -> None:
         """No process touches the session's slots any more: take everything back, many leases in parts."""
@@ -248,6 +249,7 @@ class Tiering:
         self.stats.unwatch(session_id)
         self._grants.take_back(session, list(session.reserved))
         self._host.remove_user(session.slot_bytes)
+        self._lookups.line.session_ends(session_id)
         self._closed[session_id] = session
         self._end_lookups()
 
