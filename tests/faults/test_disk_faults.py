@@ -1,9 +1,11 @@
 """The disk tier when the operating system says no: full, too large, read-only, in the way. Real errors, no mocks."""
 
 import contextlib
+import itertools
 import os
 import resource
 import shutil
+import sqlite3
 import subprocess
 import threading
 
@@ -109,6 +111,81 @@ def test_a_full_file_system_costs_the_index_a_warning_and_nothing_else(mount, ca
     assert tier.usage().blob_count == count
     assert [info.record.chunk_index for info in tier.scan()] == list(range(count))  # recency was written after all
     tier.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "left"), [("size=6m", 0), ("size=6m", 40 << 10), ("size=6m,nr_inodes=40", None)], ids=str
+)
+def test_a_start_on_a_full_file_system_keeps_the_order_of_use(mount, caplog, options, left):
+    root = mount(options)
+    order = stored_in_another_order(root)
+    ballast = exhausted(root, left)
+    tier = open_disk(root, 64 << 20, min_free_bytes=NO_CHECK)
+    assert [info.record.chunk_index for info in tier.scan()] == order
+    assert "disk index is only read" in caplog.text and not list(root.glob("index.damaged-*"))
+    tier.record_use([CHAIN.name(order[0])])
+    tier.flush()  # nor can it now
+    for path in ballast:
+        path.unlink()
+    tier.close()
+    tier = open_disk(root, 64 << 20, min_free_bytes=NO_CHECK)
+    assert [info.record.chunk_index for info in tier.scan()] == [*order[1:], order[0]]
+    tier.close()
+
+
+def test_an_index_that_was_cut_off_in_a_write_is_read_on_a_full_file_system(mount):
+    root = mount("size=6m")
+    order = stored_in_another_order(root)
+    database = root / "index" / "cache.db"
+    with contextlib.closing(sqlite3.connect(database)) as connection:  # as a kill in the middle of a flush leaves it
+        with connection:
+            connection.execute("UPDATE Settings SET value = value")
+        left = {path.name: path.read_bytes() for path in database.parent.iterdir()}
+    for name, content in left.items():
+        (database.parent / name).write_bytes(content)
+    assert set(left) == {"cache.db", "cache.db-wal", "cache.db-shm"}
+    exhausted(root, 0)
+    tier = open_disk(root, 64 << 20, min_free_bytes=NO_CHECK)
+    assert [info.record.chunk_index for info in tier.scan()] == order
+    tier.close()
+
+
+def test_a_damaged_index_is_moved_aside_on_a_full_file_system_too(mount):
+    root = mount("size=6m")
+    order = stored_in_another_order(root)
+    with sqlite3.connect(root / "index" / "cache.db") as connection:
+        connection.execute("UPDATE Cache SET value = x'00112233'")
+    connection.close()
+    exhausted(root, 0)
+    tier = open_disk(root, 64 << 20, min_free_bytes=NO_CHECK)
+    assert sorted(info.record.chunk_index for info in tier.scan()) == sorted(order)
+    assert [path.name for path in root.glob("index.damaged-*")] == ["index.damaged-1"]
+    tier.close()
+
+
+def stored_in_another_order(root):
+    """Five blobs, the first of them used last; the order that an open finds."""
+    tier = open_disk(root, 64 << 20, min_free_bytes=NO_CHECK)
+    for index in range(5):
+        blob = CHAIN.blob(index)
+        tier.put(blob.name, slot_of(blob.data))
+    tier.record_use([CHAIN.name(0)])
+    tier.close()
+    return [1, 2, 3, 4, 0]
+
+
+def exhausted(root, left):
+    """Files that leave so many bytes, or no inode at all."""
+    if left is not None:
+        status = os.statvfs(root)
+        (root / "ballast").write_bytes(bytes(status.f_bavail * status.f_frsize - left))
+        return [root / "ballast"]
+    made = []
+    with contextlib.suppress(OSError):
+        for number in itertools.count():
+            (root / f"ballast-{number}").touch()
+            made.append(root / f"ballast-{number}")
+    return made
 
 
 def test_a_file_system_never_holds_more_than_the_capacity_under_a_mixed_storm(mount):

@@ -73,6 +73,16 @@ _UNBOUNDED = 1 << 62
 _LOCK_WAIT_S = 5.0
 """Bound on waiting for another process (someone's sqlite3 shell); after it the rows stay dirty for the next flush."""
 
+_NO_ROOM = frozenset(
+    (
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR_WRITE,  # what a quota gives
+        sqlite3.SQLITE_IOERR_SHMSIZE,  # no room for what readers and writers share
+        sqlite3.SQLITE_CANTOPEN,  # no inode for it
+    )
+)
+"""How SQLite says that it cannot write on a full disk; it may say so before it has looked into the database."""
+
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse.sshfs", "9p")
 
 _READ_BY_ADDRESS = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "overlay", "nfs", "nfs4"))
@@ -226,6 +236,29 @@ class BytesOnlyDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache is untyp
         del file_path  # we never make files, so there is none to remove, whatever a row says
 
 
+class BytesOnlyCache(diskcache.Cache):  # type: ignore[misc]  # diskcache is untyped
+    """A database of ``BytesOnlyDisk``; of one that cannot be opened no connection stays open."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            super().__init__(
+                str(directory),
+                timeout=_LOCK_WAIT_S,
+                disk=BytesOnlyDisk,
+                eviction_policy="none",
+                size_limit=_UNBOUNDED,
+                cull_limit=0,
+                disk_min_file_size=_UNBOUNDED,
+                # A mapped database that somebody truncates would end the process with SIGBUS.
+                sqlite_mmap_size=0,
+                # No fsync: disposable, checksummed, rebuilt by a scan.
+                sqlite_synchronous=0,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+
 class DiskIndex:
     """Persistent rows of a directory.
 
@@ -247,6 +280,8 @@ class DiskIndex:
     def load(self) -> ShardRows:
         """Read everything. A damaged or locked database is moved aside and yields nothing: the scan rebuilds it.
 
+        One that is whole is only read where the disk is too full for what SQLite writes to open it.
+
         Raises:
             TierUnavailable: Not even a new database can be made here.
         """
@@ -255,8 +290,23 @@ class DiskIndex:
                 with self._open() as cache:
                     return self._read(cache)
             except (sqlite3.Error, diskcache.Timeout, IndexDamaged, OSError) as exc:
+                if (rows := self._only_read(exc)) is not None:
+                    return rows
                 self._move_aside(exc)
                 return {}
+
+    def _only_read(self, cause: Exception) -> ShardRows | None:
+        """What a database says that cannot be written for want of room; None: it is something else, or damaged, too."""
+        if getattr(cause, "sqlite_errorcode", None) not in _NO_ROOM:
+            return None
+        try:
+            rows = {shard: packed.rows() for shard, packed in read_index(self._root).items()}
+        except TierUnavailable as exc:
+            logger.debug("a disk index without room cannot be read either: %s", exc)
+            return None
+        # Its text: who keeps log records would keep the error's frames.
+        logger.warning("disk index is only read, there is no room. path=%s cause=%s", self._directory, repr(cause))
+        return rows
 
     def _read(self, cache: Any) -> ShardRows:
         try:
@@ -368,21 +418,9 @@ def _foreign(directory: Path, owners: Collection[int]) -> str | None:
     return None
 
 
-def _open_cache(directory: Path) -> Any:
+def _open_cache(directory: Path) -> "BytesOnlyCache":
     try:
-        return diskcache.Cache(
-            str(directory),
-            timeout=_LOCK_WAIT_S,
-            disk=BytesOnlyDisk,
-            eviction_policy="none",
-            size_limit=_UNBOUNDED,
-            cull_limit=0,
-            disk_min_file_size=_UNBOUNDED,
-            # A mapped database that somebody truncates would end the process with SIGBUS.
-            sqlite_mmap_size=0,
-            # No fsync: disposable, checksummed, rebuilt by a scan.
-            sqlite_synchronous=0,
-        )
+        return BytesOnlyCache(directory)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
         # It trusts the settings that it finds in the database, as arguments and as parts of its statements.
         raise IndexDamaged(f"the settings in the database are not diskcache's own: {exc!r:.200}") from exc
@@ -399,13 +437,21 @@ def read_index(root: Path) -> dict[Shard, PackedShard]:
         return {}
     try:
         _require_regular(database)
-        if not database.with_name(f"{database.name}-wal").exists():
+        if not _has_content(database.with_name(f"{database.name}-wal")):
             # Nobody is writing. Without "immutable" even a reader leaves files beside the database.
             with contextlib.suppress(sqlite3.Error, IndexDamaged):  # somebody began to: read it in the usual way
                 return _read_shards_of(f"{database.as_uri()}?mode=ro&immutable=1")
         return _read_shards_of(f"{database.as_uri()}?mode=ro")
     except (sqlite3.Error, IndexDamaged, TypeError, OSError) as exc:
         raise TierUnavailable(f"cannot read the disk index. path={database.parent} cause={exc!r}") from exc
+
+
+def _has_content(log: Path) -> bool:
+    """Whether a database's log is there and says something: who had no room to open the database leaves it empty."""
+    try:
+        return log.stat().st_size > 0
+    except FileNotFoundError:
+        return False
 
 
 def _read_shards_of(uri: str) -> dict[Shard, PackedShard]:
