@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from tests.kit.storage.disk_probe import CHAIN, blob_files, blob_path, du_bytes, fill, open_disk, read, temp_files
+from tiered_kv.chunks.header import CHUNK_INDEX
 from tiered_kv.errors import (
     CapacityExceeded,
     ChunkCorrupt,
@@ -20,6 +21,7 @@ from tiered_kv.errors import (
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk.files import READ_PIECE_BYTES, is_aligned
+from tiered_kv.tiers.disk.index import DiskIndex
 from tiered_kv.tiers.disk.tier import DiskTier, metadata_reserve
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
@@ -374,6 +376,17 @@ def test_a_flipped_namespace_in_our_own_header_is_damage_and_removed(tmp_path):
     position = data.index(CHAIN.namespace.hex().encode())
     path, tier = replant(tmp_path, flipped(data, position), CHAIN.name(5))
     assert not path.exists()
+    tier.close()
+
+
+def test_a_broken_header_with_a_position_that_no_chunk_can_have_is_removed(tmp_path):
+    data = bytearray(CHAIN.blob(5).data)
+    data[CHUNK_INDEX.offset] ^= 8  # one bit: the first of ten digits is 8
+    path, tier = replant(tmp_path, bytes(data), CHAIN.name(5))
+    tier.record_use([CHAIN.name(0)])
+    tier.flush()  # a row that the index has no room for would keep all others out of it
+    assert not path.exists() and tier.unreadable_count == 1
+    assert [key for rows in DiskIndex(tmp_path).load().values() for key in rows] == [CHAIN.name(0).key]
     tier.close()
 
 

@@ -28,6 +28,7 @@ import msgspec
 
 from tiered_kv.chunks.header import MAX_HEADER_BYTES, PEEK_BYTES, BlobHeader, peek, read_header
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch
+from tiered_kv.keys.chunk_record import CHUNK_INDEX_MAX
 from tiered_kv.keys.naming import SUFFIX, parse_path, relative_path
 from tiered_kv.tiers.base import BlobName
 from tiered_kv.tiers.disk.entries import Entries, read_entries
@@ -287,4 +288,6 @@ def read_named_header(name: BlobName, path: Path | str) -> BlobHeader:
         raise
     if header.record.key != name.key:
         raise ChunkCorrupt(f"another key. path={path} observed={header.record.key.hex()}")
+    if header.record.chunk_index > CHUNK_INDEX_MAX:  # more than the index has room for: its write would fail as a whole
+        raise ChunkCorrupt(f"no chunk has this position. path={path} observed={header.record.chunk_index}")
     return header
