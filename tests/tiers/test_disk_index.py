@@ -468,3 +468,13 @@ def test_a_mount_point_may_have_any_name(tmp_path, name):
     mounts = f"/dev/vda / ext4 rw 0 0\nserver:/x /mnt/{written} nfs4 rw 0 0\n"
     path = tmp_path.__class__(f"/mnt/{name}/cache")
     assert is_on_network(path, mounts) and not is_on_local_disk(path, mounts)
+
+
+def test_a_directory_whose_name_looks_like_a_variable_is_the_one_that_is_used(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TIERED_KV_ELSEWHERE", "elsewhere")
+    root = tmp_path / "$TIERED_KV_ELSEWHERE" / "kv"
+    root.parent.mkdir()
+    names = stored(root)
+    assert [path.name for path in tmp_path.iterdir()] == ["$TIERED_KV_ELSEWHERE"]
+    assert "reads as a variable: no index" in caplog.text
+    assert set(scanned(root)) == set(names)

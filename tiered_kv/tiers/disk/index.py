@@ -19,7 +19,8 @@ own row, and a flush writes only the directories that changed (figures: docs/dec
 read, because a scan could not tell them: blobs of another version are left alone, and these were counted, and evicted,
 as what they are. An index of any other version is emptied and rebuilt by a scan; a damaged or locked database is moved
 aside before that. On a network mount there is no index at all: SQLite's locks and its shared-memory file do not work
-there. Nor is there one where ``index/`` holds what we do not write (:func:`foreign_index`): it stays as it is.
+there. Nor is there one where ``index/`` holds what we do not write (:func:`foreign_index`): it stays as it is. Nor
+where diskcache would use another directory (:func:`is_expanded`).
 """
 
 import contextlib
@@ -568,6 +569,12 @@ def is_on_network(path: Path, mounts: str) -> bool:
         mounts: Content of ``/proc/self/mounts``; an entry further down hides those before it.
     """
     return file_system(path, mounts).startswith(_NETWORK_FILE_SYSTEMS)
+
+
+def is_expanded(root: Path) -> bool:
+    """Whether diskcache takes a part of this path for a variable of the environment, and so goes to another place."""
+    directory = os.fspath(root / INDEX_DIRECTORY)
+    return os.path.expandvars(directory) != directory
 
 
 def reads_by_address(path: Path, mounts: str) -> bool:

@@ -67,7 +67,14 @@ from tiered_kv.tiers.disk.files import (
     write_file,
 )
 from tiered_kv.tiers.disk.first_reads import FirstReads
-from tiered_kv.tiers.disk.index import DiskIndex, foreign_index, is_on_local_disk, is_on_network, reads_by_address
+from tiered_kv.tiers.disk.index import (
+    DiskIndex,
+    foreign_index,
+    is_expanded,
+    is_on_local_disk,
+    is_on_network,
+    reads_by_address,
+)
 from tiered_kv.tiers.disk.ledger import DiskLedger
 from tiered_kv.tiers.disk.lock import DirectoryLock
 from tiered_kv.tiers.disk.marker import claim
@@ -183,6 +190,9 @@ class DiskTier(Tier):
     def _choose_index(self, owners: Collection[int]) -> DiskIndex | None:
         if is_on_network(self._root, _mounts()):
             logger.warning("disk directory is on a network mount: no index, every start scans it. path=%s", self._root)
+            return None
+        if is_expanded(self._root):
+            logger.warning("a part of the path reads as a variable: no index, every start scans. path=%s", self._root)
             return None
         if (what := foreign_index(self._root, owners)) is not None:
             logger.warning("index/ is not ours and stays: no index, every start scans. path=%s %s", self._root, what)
