@@ -105,6 +105,10 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ("storage_uri", 5, "expected a non-empty string"),
         ("storage_uri", "file://[bad/x", "expected a URI"),
         ("storage_uri", "file:///a\nb", "expected a URI without control characters"),
+        ("storage_ttl", 10**400, "expected a time such as 12h or 7d"),
+        ("disk_path", "/a\0b", "expected an absolute path"),
+        ("peer_key_file", "/a\0b", "expected an absolute path"),
+        ("server", "unix:///a\0b", "expected the socket of a running server"),
     ],
 )
 def test_a_wrong_value_is_told_with_setting_expectation_and_value(setting: str, value: object, expected: str) -> None:

@@ -75,10 +75,10 @@ def parse_time_s(value: object) -> float:
         match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhd])\s*", value)
         seconds = float(match[1]) * TIME_UNITS_S[match[2]] if match else 0.0
     else:
-        seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+        seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
     if not 1 <= seconds <= TTL_MAX_S:
         raise ValueError("expected a time such as 12h or 7d (units s, m, h, d) or a number of seconds from 1")
-    return seconds
+    return float(seconds)
 
 
 def _number(low: float, high: float) -> Callable[[object], float]:
@@ -140,7 +140,7 @@ def _text(value: object) -> str:
 
 def _directory(value: object) -> Path:
     path = Path(_text(value))
-    if not path.is_absolute():
+    if not path.is_absolute() or "\0" in str(path):
         raise ValueError("expected an absolute path")
     return path
 
@@ -155,7 +155,7 @@ def _wait(value: object) -> float | None:
 
 def _socket(value: object) -> str:
     text = _text(value)
-    if not text.startswith("unix:///") or text == "unix:///":
+    if not text.startswith("unix:///") or text == "unix:///" or "\0" in text:
         raise ValueError("expected the socket of a running server, unix:///path/of/socket")
     return text
 
