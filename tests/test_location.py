@@ -66,6 +66,12 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         (f"mooncake://master:1/{'n' * 129}", "up to 128 letters"),
         ("mooncake://master:1?hidden", "expected options such as"),
         ("mooncake://master:1?protocl=hidden", "did you mean protocol?"),
+        ("mooncake://master:1?protocol=tcp&protocol=hidden", "option protocol stands there twice"),
+        ("mooncake://master:1?local_hostname=%ff", "expected options such as"),
+        ("file:///dir%ff", "what %ff and the like stand for is not UTF-8"),
+        ("shared+file:///dir%ff", "what %ff and the like stand for is not UTF-8"),
+        ("s3://bucket/prefix%ff", "what %ff and the like stand for is not UTF-8"),
+        ("s3://bucket?secret=hidden%ff", "expected options such as"),
         ("mooncake://master:1?protocol=udp", "expected tcp or rdma"),
         ("mooncake://master:1?global_segment_size=4GiB", "expected a number of bytes"),
         ("mooncake://master:1?PATH=hidden", "unknown option 'PATH'"),
@@ -94,6 +100,12 @@ def test_options_are_read_and_storage_options_win():
     found = parse_location(uri, {"region": "there", "verify": False})
     assert found.options == {"endpoint_url": "http://host:1", "region": "there", "anon": True, "verify": False}
     assert parse_location("s3://b?verify=false").options == {"verify": False}
+
+
+@pytest.mark.parametrize(("uri", "name"), [("s3://b", "secret"), ("az://c", "account_key"), ("mooncake://m:1", "MC_X")])
+def test_a_plus_in_an_option_is_a_plus(uri, name):
+    """As in half of all secrets, which are base64; a form's blank is written so, and no option has any."""
+    assert parse_location(f"{uri}?{name}=a+b%2Bc%20d/e%3D").options == {name: "a+b+c d/e="}
 
 
 @pytest.mark.parametrize(

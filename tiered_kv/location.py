@@ -15,6 +15,7 @@ environment: who reaches the medium (``tiers/``) does that. Called by ``config.p
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
@@ -131,8 +132,8 @@ def parse_location(uri: str, storage_options: Mapping[str, object] | None = None
     if parts.scheme not in OBJECT_OPTIONS and registered_medium(parts.scheme) is not None:
         if "@" in parts.netloc or parts.fragment:
             raise ConfigError(f"{shown}: no credentials and no # in it; credentials belong into storage_options")
-        named = dict(parse_qsl(parts.query, keep_blank_values=True))
-        path = unquote(f"{parts.netloc}{parts.path}")
+        named = _named(parts.query, shown, "?name=value", is_strict=False)
+        path = _unquoted(f"{parts.netloc}{parts.path}", shown)
         return Location("extension", parts.scheme, path, {**named, **(storage_options or {})})
     if parts.scheme not in OBJECT_OPTIONS:
         raise ConfigError(f"{shown}: unknown scheme {parts.scheme!r}, {EXAMPLE}")
@@ -195,7 +196,7 @@ def _disk(netloc: str, path: str, has_more: bool, options: Mapping[str, object] 
 
 
 def _directory(netloc: str, path: str, shown: str) -> str:
-    path = unquote(path)
+    path = _unquoted(path, shown)
     is_directory = path.startswith("/") and os.path.normpath(path).strip("/") != "" and "\0" not in path
     if netloc not in ("", "localhost") or not is_directory:
         raise ConfigError(f"{shown}: expected three slashes and an absolute directory, {EXAMPLE}")
@@ -210,7 +211,7 @@ def _bucket_path(scheme: str, netloc: str, path: str, shown: str) -> str:
         )
     if not netloc:
         raise ConfigError(f"{shown}: names no bucket, e.g. {scheme}://bucket/prefix")
-    prefix = [part for part in unquote(path).split("/") if part]
+    prefix = [part for part in _unquoted(path, shown).split("/") if part]
     if any(part in (".", "..") for part in prefix):
         raise ConfigError(f"{shown}: a prefix has no . or .. in it")
     return "/".join([netloc, *prefix])
@@ -230,11 +231,7 @@ def _pool(parts: SplitResult, storage_options: Mapping[str, object], shown: str)
         raise ConfigError(
             f"{wanted}; a name has up to {POOL_NAME_MAX} letters, digits and . _ - in it, and no part of it is . or .."
         )
-    try:
-        named = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-    except ValueError:
-        raise ConfigError(f"{shown}: expected options such as ?protocol=rdma") from None
-    options: dict[str, object] = {**named, **storage_options}
+    options: dict[str, object] = {**_named(parts.query, shown, "?protocol=rdma"), **storage_options}
     for option, value in options.items():
         if option not in MOONCAKE_OPTIONS and MOONCAKE_VARIABLE.fullmatch(option) is None:
             raise ConfigError(f"{shown}: {_unknown(option, MOONCAKE_OPTIONS)}, and variables MC_* and MOONCAKE_*")
@@ -249,18 +246,36 @@ def _pool(parts: SplitResult, storage_options: Mapping[str, object], shown: str)
     return Location("pool", "mooncake", "/".join([parts.netloc, *name]), options)
 
 
-def _query(scheme: str, query: str, shown: str) -> dict[str, object]:
+def _unquoted(path: str, shown: str) -> str:
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        return unquote(path, errors="strict")
+    except UnicodeDecodeError as exc:  # replaced by one sign for all of them, two places would become one
+        raise ConfigError(f"{shown}: what %ff and the like stand for is not UTF-8") from exc
+
+
+def _named(query: str, shown: str, example: str, *, is_strict: bool = True) -> dict[str, str]:
+    """The options of a query, each once. A plus is one: secrets have it, and no option has the blank of a form."""
+    try:
+        pairs = parse_qsl(
+            query.replace("+", "%2B"),
+            keep_blank_values=True,
+            strict_parsing=is_strict and bool(query),
+            errors="strict",
+        )
     except ValueError:
-        raise ConfigError(f"{shown}: expected options such as ?endpoint_url=http://host:9000") from None
-    options: dict[str, object] = {}
-    for name, value in pairs:
+        raise ConfigError(f"{shown}: expected options such as {example}") from None
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ConfigError(f"{shown}: option {twice} stands there twice")
+    return named
+
+
+def _query(scheme: str, query: str, shown: str) -> dict[str, object]:
+    options: dict[str, object] = {**_named(query, shown, "?endpoint_url=http://host:9000")}
+    for name in options:
         if name not in OBJECT_OPTIONS[scheme]:
             raise ConfigError(f"{shown}: {_unknown(name, OBJECT_OPTIONS[scheme])}")
-        if name in options:
-            raise ConfigError(f"{shown}: option {name} stands there twice")
-        options[name] = value
     return _checked(scheme, options)
 
 
