@@ -13,6 +13,8 @@ from tiered_kv.location import Location, parse_location
         ("file://localhost/a", "disk", "file", "/a"),
         ("file:///with%20space%3F", "disk", "file", "/with space?"),
         ("shared+file:///mnt/kv", "object", "shared+file", "/mnt/kv"),
+        ("shared+file:///mnt//kv/./", "object", "shared+file", "/mnt/kv"),
+        ("shared+file:///mnt/../kv", "object", "shared+file", "/mnt/../kv"),
         ("s3://bucket", "object", "s3", "bucket"),
         ("s3://bucket/", "object", "s3", "bucket"),
         ("s3://bucket/a//b/", "object", "s3", "bucket/a/b"),

@@ -142,7 +142,9 @@ def parse_location(uri: str, storage_options: Mapping[str, object] | None = None
     options = _query(parts.scheme, parts.query, shown)
     options.update(_checked(parts.scheme, storage_options or {}))
     if parts.scheme == "shared+file":
-        path = _directory(parts.netloc, parts.path, shown)
+        # One place has one name, as a bucket's prefix has. Not "..": behind a symbolic link that is another place.
+        whole = _directory(parts.netloc, parts.path, shown)
+        path = "/" + "/".join(part for part in whole.split("/") if part not in ("", "."))
     else:
         path = _bucket_path(parts.scheme, parts.netloc, parts.path, shown)
     return Location("object", parts.scheme, path, options)
