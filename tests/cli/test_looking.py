@@ -24,7 +24,7 @@ from tests.kit.server.probe import wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
-from tiered_kv.chunks.header import HEADER_XXH3
+from tiered_kv.chunks.header import CHUNK_INDEX, HEADER_XXH3
 from tiered_kv.engine.self_test import self_test_format
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
@@ -482,6 +482,19 @@ def test_inspect_finds_a_file_that_no_index_knows_and_no_header_explains(disk: T
     key = ONE.names(FIRST)[2].key.hex()
     found = json.loads(run("inspect", disk.uri, key, "--json").stdout)
     assert (found["key"], found["is_sound"], found["blob_bytes"]) == (key, False, 10)
+
+
+def test_a_position_that_no_chunk_can_have_ends_no_verb(disk: Tier) -> None:
+    names = ONE.names(FIRST)
+    with disk.open() as storage:
+        data = bytearray(storage.read(names[2]))
+    data[CHUNK_INDEX.offset] ^= 8  # one bit: the first of ten digits is 8
+    put(disk, 2, bytes(data))
+    shutil.rmtree(Path(disk.uri.removeprefix("file://")) / "index")
+    for verb in ("ls", "du", "tree", "stat"):
+        assert run(verb, disk.uri).exit_code == 0, verb
+    found = json.loads(run("verify", disk.uri, "--json").stdout)
+    assert [(one["reason"], one["key"]) for one in found["bad"]] == [("header", names[2].key.hex())]
 
 
 def test_inspect_says_when_a_chunk_hangs_in_the_air(disk: Tier) -> None:
