@@ -269,7 +269,7 @@ def test_a_file_system_without_o_direct_is_used_through_the_page_cache(mount):
 
 @pytest.fixture
 def frozen():
-    """Makes a directory refuse new names; root needs the immutable flag for that, others a mode."""
+    """Makes a directory refuse new names, gives what ends that; root needs the immutable flag for it, others a mode."""
     undo = []
 
     def freeze(directory):
@@ -280,6 +280,7 @@ def frozen():
         else:
             directory.chmod(0o500)
             undo.append(["chmod", "700", directory])
+        return lambda: subprocess.run(undo.pop(), check=True)
 
     yield freeze
     for command in undo:
@@ -305,6 +306,35 @@ def test_a_blob_that_cannot_be_deleted_still_counts(tmp_path, frozen):
         tier.delete(CHAIN.name(0))
     assert tier.usage() == before
     assert read(tier, CHAIN.name(0)) == CHAIN.blob(0).data
+    tier.close()
+
+
+def test_a_temp_file_that_could_not_be_removed_goes_when_it_can_be(tmp_path, frozen, caplog):
+    tier, undo = open_disk(tmp_path), []
+    blob = CHAIN.blob(0)  # the directory turns read-only in the middle of a write
+    assert not tier.put_if(blob.name, blob.view(), lambda: undo.append(frozen(tmp_path / "tmp")))
+    for _ in range(2):
+        tier.flush()
+        assert len(temp_files(tmp_path)) == 1 and tier.usage().used_bytes == du_bytes(tmp_path / "tmp")
+    undo.pop()()
+    tier.flush()
+    nothing_is_left(tmp_path, tier)
+    assert caplog.text.count("cannot remove a temp file") == 1
+    tier.close()
+
+
+def test_a_temp_file_that_could_not_be_removed_stays_in_a_directory_of_another_server(tmp_path, frozen):
+    root, undo = tmp_path / "kv", []
+    tier, blob = open_disk(root), CHAIN.blob(0)
+    assert not tier.put_if(blob.name, blob.view(), lambda: undo.append(frozen(root / "tmp")))
+    undo.pop()()
+    [left] = temp_files(root)
+    root.rename(tmp_path / "moved")
+    other = open_disk(root)
+    left.write_bytes(b"another server's, with the same process id in its container")
+    tier.flush()
+    assert temp_files(root) == [left]
+    other.close()
     tier.close()
 
 

@@ -26,6 +26,7 @@ reads it gives its blocks back a moment later than its bytes.)
     _index       its own lock
     _first_reads its own lock
     _pinned      replaced as a whole by flush
+    _left        a deque: any thread appends, a flush takes
     _room        replaced as a whole, as is _linkless: looks of any thread, good for ``LOOK_AGE_S``
 """
 
@@ -38,6 +39,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -152,6 +154,7 @@ class DiskTier(Tier):
         self._pinned: frozenset[bytes] = frozenset()
         self._has_warned_of_pins = False
         self._temp_numbers = itertools.count()
+        self._left: deque[tuple[str, int]] = deque()  # temp files that could not be removed, and their bytes
         self._room = -math.inf, 0  # when the file system was looked at, and what it and blobs had together
         self._linkless = "", -math.inf  # the directory above others that was looked at last, and when
         with mapped_errors("open", self._root):
@@ -311,15 +314,32 @@ class DiskTier(Tier):
 
     def _abandon(self, temp: str, reserved_bytes: int) -> None:
         """Remove a temp file, if one was made, and give its bytes back."""
+        if (code := self._remove_temp(temp, reserved_bytes)) is not None:
+            logger.warning("cannot remove a temp file. path=%s errno=%s", temp, code)
+
+    def _remove_temp(self, temp: str, reserved_bytes: int) -> int | None:
+        """The same; what cannot be removed is kept in mind. Returns why, not as an error, which holds its frames."""
         try:
             if temp:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temp)
         except OSError as exc:
-            # Its bytes stay reserved, because they stay on the disk until the sweep of the next open.
-            logger.warning("cannot remove a temp file. path=%s errno=%s", temp, exc.errno)
-        else:
-            self._ledger.release(reserved_bytes)
+            # Its bytes stay reserved, because they stay on the disk until a flush can remove it, or the next open.
+            self._left.append((temp, reserved_bytes))
+            return exc.errno
+        self._ledger.release(reserved_bytes)
+        return None
+
+    def _remove_left(self) -> None:
+        """Temp files of writes that failed, which could not be removed either, while the directory was out of order."""
+        try:
+            self._lock.check()
+        except TierUnavailable as exc:
+            logger.debug("temp files stay: %s", exc)
+            return
+        with self._flushing:
+            for _ in range(len(self._left)):
+                self._remove_temp(*self._left.popleft())
 
     def get_into(self, name: BlobName, buffer: memoryview) -> bool:
         """Read the blob into ``buffer``; see ``Tier.get_into``."""
@@ -389,8 +409,13 @@ class DiskTier(Tier):
             self._ledger.touch(list(names))
 
     def flush(self) -> None:
-        """Write the index rows that changed, read the pins. A failure is logged once and tried again next time."""
+        """Write the index rows that changed, read the pins. A failure is logged once and tried again next time.
+
+        So is the removal of temp files that failed.
+        """
         with self._calls:
+            if self._left:
+                self._remove_left()
             self._write_index()
             self._read_pins()
 
