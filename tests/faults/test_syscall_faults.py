@@ -18,6 +18,10 @@ from tests.kit.faults.syscalls import SyscallFaults
 from tiered_kv.errors import TieredKVError
 
 ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "EMFILE": errno.EMFILE}
+IN_A_ROW = {"EIO": errno.EIO, "EROFS": errno.EROFS, "EDQUOT": errno.EDQUOT, "ESTALE": errno.ESTALE}
+"""What a disk that is out of order for a moment gives, a quota, and a network mount."""
+
+IN_A_ROW_MAX = 8
 TRIED = count("SYSCALLS", 60)
 FILLING = [(1000 + number,) for number in range(90)]
 
@@ -40,11 +44,13 @@ def nearly_full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(root: Path) -> FaultScene:
-    """A start that fails says so, and the next one succeeds."""
-    try:
-        return FaultScene(root)
-    except TieredKVError:
-        return FaultScene(root)
+    """A start that fails says so, and the next one succeeds once no call fails any more."""
+    for _ in range(IN_A_ROW_MAX):
+        try:
+            return FaultScene(root)
+        except TieredKVError:
+            continue
+    return FaultScene(root)
 
 
 def a_life(root: Path, faults: SyscallFaults) -> Iterator[FaultScene]:
@@ -90,6 +96,25 @@ def test_every_failing_call_costs_a_hit_and_nothing_else(tmp_path: Path, nearly_
             live(root, faults)
         except BaseException as exc:
             exc.add_note(f"call {number} of {total}: {faults.failed} failed with {error}")
+            raise
+        shutil.rmtree(root)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("error", IN_A_ROW)
+def test_calls_that_fail_in_a_row_cost_hits_and_nothing_else(tmp_path: Path, nearly_full: Path, error: str) -> None:
+    """So also what is done about a failure fails: the removal of a file that was not written to its end, and so on."""
+    total = len(calls_of_a_life(shutil.copytree(nearly_full, tmp_path / "plain")))
+    draw = random.Random(f"{seed()} {error} in a row")
+    for number in draw.sample(range(total), min(total, TRIED // len(IN_A_ROW))):
+        in_a_row = draw.randint(2, IN_A_ROW_MAX)
+        root = shutil.copytree(nearly_full, tmp_path / str(number))
+        faults = SyscallFaults(root, number, IN_A_ROW[error], in_a_row)
+        try:
+            live(root, faults)
+        except BaseException as exc:
+            exc.add_note(f"calls {number} to {number + in_a_row - 1} of {total} failed with {error}")
             raise
         shutil.rmtree(root)
 

@@ -1,4 +1,5 @@
-"""The n-th system call below a directory fails, for tests that try every n (SQLite's way of testing I/O errors).
+"""The n-th system call below a directory fails, for tests that try every n (SQLite's way of testing I/O errors), or so
+many calls from there on.
 
 Calls are counted where Python makes them: the functions of ``os`` that take a path or a descriptor, and ``open``. What
 C libraries do by themselves is not seen (the index's SQLite has tests of its own).
@@ -17,18 +18,18 @@ BY_DESCRIPTOR = ("pwrite", "preadv", "pread", "fstat", "fsync", "close")
 
 
 class SyscallFaults:
-    """Counts the calls that concern ``root`` and fails one of them.
+    """Counts the calls that concern ``root`` and fails one of them, or some in a row.
 
     Attributes:
         calls: The names of the calls so far.
-        failed: The name of the call that failed; empty until then.
+        failed: The name of the call that failed last; empty until then.
     """
 
-    def __init__(self, root: Path, fail_at: int | None = None, error: int = 0) -> None:
+    def __init__(self, root: Path, fail_at: int | None = None, error: int = 0, in_a_row: int = 1) -> None:
         self.calls: list[str] = []
         self.failed = ""
         self._root = str(root)
-        self._fail_at = fail_at
+        self._failing = range(0) if fail_at is None else range(fail_at, fail_at + in_a_row)
         self._error = error
         self._descriptors: set[int] = set()
 
@@ -78,6 +79,6 @@ class SyscallFaults:
     def _count(self, name: str, path: Any = "") -> None:
         number = len(self.calls)
         self.calls.append(name)
-        if number == self._fail_at:
+        if number in self._failing:
             self.failed = name
             raise OSError(self._error, os.strerror(self._error), os.fsdecode(path) or None)
