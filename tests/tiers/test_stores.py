@@ -156,6 +156,18 @@ def test_a_metadata_server_of_cephfs_that_stands_still_costs_the_deadline(cephfs
     assert store.get("x") == b"after"
 
 
+@pytest.mark.parametrize("operation", ["put", "create"])
+def test_what_a_mount_that_hung_does_later_is_not_published(cephfs, operation):
+    """Its server was told that it is unavailable, and by then may have granted its bytes to another."""
+    store = open_store(f"shared+file://{cephfs.mounts[0]}/{cephfs.new_name()}", {}, timeout_s=3)
+    store.put("before", b"1")
+    with cephfs.frozen(), pytest.raises(TierUnavailable, match=f"{operation} failed: the store did not answer in time"):
+        getattr(store, operation)("x", b"late")
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "object-store-call"], "the call to come back")
+    assert store.get("x") is None
+    assert [info.path for info in store.list("")] == ["before"]
+
+
 def test_a_client_that_takes_too_long_costs_the_deadline_and_is_there_for_the_next_call():
     release, made = threading.Event(), []
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tiered_kv.tiers.disk.files import is_own_file
-from tiered_kv.tiers.object.medium import CallRunner, ListPage, ObjectInfo, check_expected, check_size
+from tiered_kv.tiers.object.medium import CallRunner, Deadline, ListPage, ObjectInfo, check_expected, check_size
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class SharedDirectory:
 
     def __init__(self, root: str, timeout_s: float) -> None:
         self._root = root.rstrip("/")
+        self._timeout_s = timeout_s
         self._runner = CallRunner(timeout_s)
         self._sweep_lock = threading.Lock()
         self._next_sweep_s = 0.0
@@ -55,7 +56,7 @@ class SharedDirectory:
         buffer[:] = data
 
     def put(self, path: str, data: bytes | memoryview, only_if_absent: bool) -> None:
-        self._runner.run(self._put, path, bytes(data), only_if_absent)
+        self._runner.run(self._put, path, bytes(data), only_if_absent, Deadline(self._timeout_s))
 
     def head(self, path: str) -> ObjectInfo:
         return self._runner.run(self._head, path)
@@ -76,7 +77,7 @@ class SharedDirectory:
             check_size(path, os.fstat(file.fileno()).st_size, size_max)
             return file.read()
 
-    def _put(self, path: str, data: bytes, only_if_absent: bool) -> None:
+    def _put(self, path: str, data: bytes, only_if_absent: bool, deadline: Deadline) -> None:
         self._sweep_now_and_then()
         place = self._full(path)
         self._make_directories(os.path.dirname(path))
@@ -86,6 +87,7 @@ class SharedDirectory:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
+            deadline.wait_s(0)  # a mount that hung: whoever asked was told so, and counts on nothing coming later
             if only_if_absent:
                 _link(temporary, place)
             else:
