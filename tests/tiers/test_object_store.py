@@ -6,11 +6,13 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.kit.faults.proxy import FaultProxy
+from tests.kit.raw_server import RawServer, refusal
 from tests.kit.stores.child import read_by_child
 from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
@@ -384,6 +386,27 @@ def test_a_list_and_a_delete_of_many_come_in_parts(s3, proxy, monkeypatch):
     assert asked(proxy)[3:] == ["POST"] * 3
     assert paths(store) == []
     store.close()
+
+
+def test_where_no_server_knows_batches_a_missing_object_keeps_none_of_the_others():
+    """Google's S3 refuses a batch, and says of a single one that it is not there."""
+    deleted, together = [], threading.Barrier(2)
+
+    def answer(asked):
+        asked.read_body()
+        if asked.line.startswith("POST"):
+            return refusal(501, "NotImplemented")
+        deleted.append(asked.line.split()[1].rpartition("/")[2])
+        with suppress(threading.BrokenBarrierError):
+            together.wait(5)
+        return refusal(404, "NoSuchKey") if "gone" in asked.line else b"HTTP/1.1 204 No Content\r\n\r\n"
+
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, "key": "k", "secret": "s", "region": "x"})
+        store.delete(["gone", "one", "two", "three"])
+        store.close()
+    assert sorted(deleted) == ["gone", "one", "three", "two"]
+    assert not together.broken, "one waited for the other: a batch of 500 would outlast the leader's lease"
 
 
 def test_a_missing_bucket_is_told(s3):

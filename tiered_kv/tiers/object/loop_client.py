@@ -1,7 +1,7 @@
 """Calls through a client of fsspec's that works on fsspec's event loop, each within a deadline.
 
 Owns when the client is made and how often a request is sent. Called by ``google.py`` and ``azure.py``; those of S3 have
-their own (``loop_calls.py``).
+their own (``loop_calls.py``), and wait for several with ``all_of``.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from tiered_kv.tiers.object.medium import CallRunner, Deadline, run_on_loop
 T = TypeVar("T")
 
 DELETED_AT_ONCE: Final = 16
-"""Objects of a delete that are asked for at the same time, within one deadline: neither client has a batch that every
-server knows."""
+"""Objects of a delete that are asked for at the same time, within one deadline, where there is no batch that the server
+knows."""
 
 PAGE_MAX: Final = 1000
 """Objects of one page of a list."""

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.errors import IncompleteRead, is_unknown
+from tiered_kv.tiers.object.errors import IncompleteRead, is_missing, is_unknown
+from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, all_of
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
 from tiered_kv.tiers.object.s3_answers import first_bytes, is_beyond_the_end
 
@@ -143,7 +144,7 @@ class S3Medium:
         return ListPage(objects, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete in batches; one at a time where a server knows no batches, as Google's and some small ones do not."""
+        """Delete in batches; each by itself where a server knows no batches, as Google's and some small ones do not."""
         if len(paths) > 1 and self._deletes_batches:
             try:
                 self._delete_batches(paths)
@@ -152,8 +153,9 @@ class S3Medium:
                 if not is_unknown(exc):
                     raise
                 self._deletes_batches = False
-        for path in paths:
-            self._calls.run(self._calls.call("delete_object", Key=self._prefix + path))
+        for start in range(0, len(paths), DELETED_AT_ONCE):
+            keys = [self._prefix + path for path in paths[start : start + DELETED_AT_ONCE]]
+            self._calls.run(all_of([self._calls.call("delete_object", Key=key) for key in keys], is_missing))
 
     def _delete_batches(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), DELETE_BATCH):
