@@ -181,7 +181,7 @@ class ObjectStorage(Storage):
     def write(self, name: BlobName, blob: memoryview) -> bool:
         path = object_path(name)
         if self.store.creates_atomically():
-            return self.store.create(path, blob)
+            return bool(self.store.create(path, blob))
         if self.store.head(path) is not None:
             return False
         self.store.put(path, blob)

@@ -9,7 +9,7 @@ client waits 15 s before it tries again, longer than a call may take.
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -79,7 +79,12 @@ class AzureMedium:
 
     async def _put(self, filesystem: Any, path: str, data: bytes, only_if_absent: bool) -> None:
         await self._container(filesystem).upload_blob(
-            self._prefix + path, data, overwrite=not only_if_absent, max_concurrency=PARTS_AT_ONCE, **ONCE
+            self._prefix + path,
+            data,
+            overwrite=not only_if_absent,
+            max_concurrency=PARTS_AT_ONCE,
+            raw_request_hook=_send_body_once if only_if_absent else None,
+            **ONCE,
         )
 
     def head(self, path: str) -> ObjectInfo:
@@ -118,6 +123,17 @@ class AzureMedium:
 
     def _container(self, filesystem: Any) -> Any:
         return filesystem.service_client.get_container_client(self._name)
+
+
+def _send_body_once(request: Any) -> None:
+    """Make a stream of a request's body: aiohttp sends bytes again without a word, and a create would meet its own."""
+    asked = request.http_request
+    if isinstance(asked.data, bytes):
+        asked.data = _pieces(asked.data)
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 async def _close(filesystem: Any) -> None:

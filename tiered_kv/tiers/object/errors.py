@@ -110,6 +110,10 @@ class IncompleteRead(ConnectionError):
     """The body ended before its announced length."""
 
 
+class TakenUnsure(FileExistsError):
+    """A create met an object that an earlier request of the same call may have stored: its answer did not come."""
+
+
 class MissingBucket(OSError):
     """There is no such bucket, where the client says no more than that something is not there."""
 

@@ -11,10 +11,17 @@ from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Any, Final, Self
 
-from tiered_kv.tiers.object.errors import IncompleteRead, is_conflict
+from tiered_kv.tiers.object.errors import IncompleteRead, TakenUnsure, is_conflict, is_taken
 from tiered_kv.tiers.object.loop_calls import LoopCalls
 from tiered_kv.tiers.object.medium import check_expected
-from tiered_kv.tiers.object.s3_answers import CONFLICT_WAIT_S, CREATE_TRIES, first_bytes, is_beyond_the_end, whole_bytes
+from tiered_kv.tiers.object.s3_answers import (
+    CONFLICT_WAIT_S,
+    CREATE_TRIES,
+    first_bytes,
+    is_beyond_the_end,
+    was_asked_before,
+    whole_bytes,
+)
 
 PIECE_BYTES: Final = 256 << 10
 """Small enough to come from memory that was used a moment ago, large enough that the turns of a loop do not count."""
@@ -131,11 +138,15 @@ class LoopBodies:
             self._calls.run(self._put(key, LoanBody(loan), condition))
 
     async def _put(self, key: str, data: bytes | LoanBody, condition: Mapping[str, Any]) -> None:
+        is_unclear = False
         for left in reversed(range(CREATE_TRIES)):
             try:
                 await self._calls.call("put_object", Key=key, Body=data, **condition)
                 return
             except OSError as exc:
+                is_unclear |= was_asked_before(exc)
+                if is_unclear and is_taken(exc):
+                    raise TakenUnsure from exc
                 if not (left and is_conflict(exc)):
                     raise
             await asyncio.sleep(CONFLICT_WAIT_S)

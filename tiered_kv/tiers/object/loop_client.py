@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from tiered_kv.tiers.object.errors import is_passing
+from tiered_kv.tiers.object.errors import TakenUnsure, is_passing, is_taken
 from tiered_kv.tiers.object.medium import CallRunner, Deadline, run_on_loop
 
 T = TypeVar("T")
@@ -81,6 +81,9 @@ async def twice(ask: Callable[[], Awaitable[T]]) -> T:
     """Send a request, and once more if what it died of may have passed.
 
     The clients' own policies are off: they wait longer than a call may take, and what went wrong is never heard of.
+
+    Raises:
+        TakenUnsure: The second request met what the first one may have stored.
     """
     try:
         return await ask()
@@ -88,7 +91,12 @@ async def twice(ask: Callable[[], Awaitable[T]]) -> T:
         if not is_passing(exc):
             raise
     await asyncio.sleep(PAUSE_S)
-    return await ask()
+    try:
+        return await ask()
+    except Exception as exc:
+        if is_taken(exc):
+            raise TakenUnsure from exc
+        raise
 
 
 async def all_of(asked: list[Coroutine[Any, Any, object]], is_fine: Callable[[BaseException], bool]) -> None:

@@ -7,7 +7,7 @@ Owns the range a get asks for and how often a create is tried. Called by ``s3.py
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tiered_kv.tiers.object.errors import code_of, status_of
+from tiered_kv.tiers.object.errors import chain, code_of, status_of
 
 CREATE_TRIES: Final = 3
 CONFLICT_WAIT_S: Final = 0.05
@@ -27,3 +27,9 @@ def whole_bytes(answer: Mapping[str, Any]) -> int:
     """Size of the whole object, from the answer to a GET of a part of it; some stores send all of it instead."""
     total = str(answer.get("ContentRange", "")).rpartition("/")[2]
     return int(total) if total.isdecimal() else int(answer["ContentLength"])
+
+
+def was_asked_before(exc: BaseException) -> bool:
+    """Whether botocore had sent the same request before the one that was refused so: that one may have been done."""
+    answers = [answer for one in chain(exc) if isinstance(answer := getattr(one, "response", None), dict)]
+    return any(answer.get("ResponseMetadata", {}).get("RetryAttempts", 0) for answer in answers)

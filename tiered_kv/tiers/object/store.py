@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.azure import open_azure
-from tiered_kv.tiers.object.errors import explain, is_missing, is_taken, is_without_create
+from tiered_kv.tiers.object.errors import TakenUnsure, explain, is_missing, is_taken, is_without_create
 from tiered_kv.tiers.object.google import open_google
 from tiered_kv.tiers.object.medium import Deadline, ListPage, Medium, ObjectInfo
 from tiered_kv.tiers.object.memory import open_memory
@@ -149,15 +149,16 @@ class ObjectStore:
         """
         self._call("put", path, lambda medium: medium.put(path, data, only_if_absent=False))
 
-    def create(self, path: str, data: bytes | memoryview) -> bool:
+    def create(self, path: str, data: bytes | memoryview) -> bool | None:
         """Store an object unless there is one; False: there is one.
 
-        That one may be our own: a request whose answer was lost is sent a second time. Who must know compares content.
+        None: there is one, which may be our own, because a request whose answer was lost was sent a second time. Who
+        must know compares content.
         """
         try:
             self._call("create", path, lambda medium: medium.put(path, data, only_if_absent=True))
-        except FileExistsError:
-            return False
+        except FileExistsError as exc:
+            return None if isinstance(exc.__cause__, TakenUnsure) else False
         return True
 
     def head(self, path: str) -> ObjectInfo | None:

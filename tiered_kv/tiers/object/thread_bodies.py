@@ -33,7 +33,7 @@ from botocore.exceptions import (
 from s3fs.errors import translate_boto_error
 
 from tiered_kv.tiers.object.connection import ConnectionPool, HttpConnection, Place, SilentError
-from tiered_kv.tiers.object.errors import IncompleteRead, is_conflict
+from tiered_kv.tiers.object.errors import IncompleteRead, TakenUnsure, is_conflict, is_taken
 from tiered_kv.tiers.object.loop_bodies import BufferLoan, LoanBody
 from tiered_kv.tiers.object.medium import Deadline, check_expected
 from tiered_kv.tiers.object.s3_answers import CONFLICT_WAIT_S, CREATE_TRIES, first_bytes, is_beyond_the_end, whole_bytes
@@ -109,6 +109,8 @@ class _BlobCall:
         self.memory = memory
         self.answer: StreamedAnswer | None = None
         self.may_reconnect = True
+        self.unclear_count = 0
+        """Requests whose answer did not come or is the store's own failure: they may have been done."""
 
 
 class ThreadBodies:
@@ -171,6 +173,8 @@ class ThreadBodies:
                     self._ask("put_object", Key=key, Body=call.body, **condition)
                     return
                 except OSError as exc:
+                    if call.unclear_count and is_taken(exc):
+                        raise TakenUnsure from exc
                     if not (left and is_conflict(exc)):
                         raise
                 time.sleep(call.deadline.wait_s(CONFLICT_WAIT_S))
@@ -213,6 +217,8 @@ class ThreadBodies:
             call.answer = StreamedAnswer(response, connection, self._pool)
             if request.method != "GET" or response.status not in _OK:
                 call.answer.read_words()
+            if response.status < 500:
+                call.unclear_count -= 1
         except SilentError as exc:
             raise ReadTimeoutError(endpoint_url=_shown(request), error=exc) from exc
         except (TimeoutError, BotoCoreError):
@@ -234,6 +240,7 @@ class ThreadBodies:
         while True:
             connection = self._pool.take(place) or self._connect(request, place, call.deadline)
             may_reconnect = call.may_reconnect and connection.is_suspect
+            call.unclear_count += 1
             try:
                 return connection.ask(request.method, target, headers, body, call.deadline), connection
             except (BrokenPipeError, ConnectionResetError):  # RemoteDisconnected is one, too

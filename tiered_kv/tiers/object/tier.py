@@ -114,7 +114,7 @@ class ObjectTier(Tier):
             if stored:
                 self._count(len(blob), 1)
 
-    def _create(self, path: str, data: memoryview) -> bool:
+    def _create(self, path: str, data: memoryview) -> bool | None:
         if self._store.creates_atomically():
             return self._store.create(path, data)
         self._store.put(path, data)
