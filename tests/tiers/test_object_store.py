@@ -409,6 +409,31 @@ def test_where_no_server_knows_batches_a_missing_object_keeps_none_of_the_others
     assert not together.broken, "one waited for the other: a batch of 500 would outlast the leader's lease"
 
 
+PAGE = b"<!DOCTYPE html><html><head><title>Soon</title></head><body><p>We are back soon.<br/></p></body></html>"
+
+
+@pytest.mark.parametrize("way", [{}, {"config_kwargs": {"retries": {"mode": "adaptive"}}}])
+def test_a_page_for_people_is_no_empty_bucket_no_stored_object_and_no_damaged_blob(way):
+    """A load balancer under maintenance, or the portal of a network, answers everything with 200."""
+
+    def answer(asked):
+        if "Expect" in asked.headers:
+            asked.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        asked.read_body()
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: {len(PAGE)}\r\n\r\n"
+        return head.encode() + (b"" if asked.line.startswith("HEAD") else PAGE)
+
+    options = {"key": "k", "secret": "s", "region": "x", **way}
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, **options})
+        for operation in ("list", "put", "create", "get", "head"):
+            with pytest.raises(TierUnavailable, match=f"{operation} failed: what answers there is no S3 server"):
+                every_call(store)[operation]()
+        with pytest.raises(TierUnavailable, match="get failed: what answers there is no S3 server"):
+            store.get_into("x", memoryview(bytearray(5000)))  # as damaged it would be deleted, and it may be whole
+        store.close()
+
+
 def test_a_missing_bucket_is_told(s3):
     store = open_store("s3://tiered-kv-no-such-bucket/p", s3.options())
     for operation in ("get", "put", "create", "list", "delete"):

@@ -90,6 +90,7 @@ _BY_CLASS: Final[dict[str, str]] = {
     "InvalidRegionError": "this is no region; check the option region of storage_uri or AWS_REGION",
     "CredentialUnavailableError": f"no credentials were found; {_AZURE_KEY}",
     "ClientAuthenticationError": f"credentials could not be fetched; {_AZURE_KEY}",
+    "NotAStore": "what answers there is no S3 server; check endpoint_url and what is between here and the store",
 }
 
 _TRUNCATED = frozenset(
@@ -116,6 +117,10 @@ class TakenUnsure(FileExistsError):
 
 class MissingBucket(OSError):
     """There is no such bucket, where the client says no more than that something is not there."""
+
+
+class NotAStore(OSError):
+    """A success that no store says so: a page of a load balancer, or of a network's portal."""
 
 
 class Refused(OSError):

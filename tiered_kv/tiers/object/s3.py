@@ -20,7 +20,7 @@ from tiered_kv.location import Location
 from tiered_kv.tiers.object.errors import IncompleteRead, is_missing, is_unknown
 from tiered_kv.tiers.object.loop_client import DELETED_AT_ONCE, all_of
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_size
-from tiered_kv.tiers.object.s3_answers import first_bytes, is_beyond_the_end
+from tiered_kv.tiers.object.s3_answers import check_list, first_bytes, is_beyond_the_end, refuse_page
 
 if TYPE_CHECKING:
     from tiered_kv.tiers.object.loop_calls import LoopCalls
@@ -110,6 +110,7 @@ class S3Medium:
             raise
         body = answer["Body"]
         try:
+            refuse_page(answer)
             expected = int(answer["ContentLength"])
             if length is None:
                 check_size(path, expected, size_max)
@@ -132,11 +133,13 @@ class S3Medium:
 
     def head(self, path: str) -> ObjectInfo:
         answer = self._calls.run(self._calls.call("head_object", Key=self._prefix + path))
+        refuse_page(answer)
         return ObjectInfo(path, int(answer["ContentLength"]), answer["LastModified"].timestamp())
 
     def page(self, prefix: str, cursor: object | None) -> ListPage:
         more = {} if cursor is None else {"ContinuationToken": cursor}
         answer = self._calls.run(self._calls.call("list_objects_v2", Prefix=self._prefix + prefix, **more))
+        check_list(answer)
         objects = [
             ObjectInfo(item["Key"].removeprefix(self._prefix), int(item["Size"]), item["LastModified"].timestamp())
             for item in answer.get("Contents", [])

@@ -7,10 +7,13 @@ Owns the range a get asks for and how often a create is tried. Called by ``s3.py
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tiered_kv.tiers.object.errors import chain, code_of, status_of
+from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, status_of
 
 CREATE_TRIES: Final = 3
 CONFLICT_WAIT_S: Final = 0.05
+
+_LIST_FIELDS: Final = frozenset({"Name", "IsTruncated", "Contents", "KeyCount"})
+"""Of which every server sends some; botocore takes any other XML, a page for people too, for an empty list."""
 
 
 def first_bytes(length: int) -> str:
@@ -33,3 +36,24 @@ def was_asked_before(exc: BaseException) -> bool:
     """Whether botocore had sent the same request before the one that was refused so: that one may have been done."""
     answers = [answer for one in chain(exc) if isinstance(answer := getattr(one, "response", None), dict)]
     return any(answer.get("ResponseMetadata", {}).get("RetryAttempts", 0) for answer in answers)
+
+
+def check_list(answer: Mapping[str, Any]) -> None:
+    """Refuse what is no list: taken for an empty one it would tell of no lease, no session and no epoch.
+
+    Raises:
+        NotAStore: It has none of a list's fields.
+    """
+    if not answer.keys() & _LIST_FIELDS:
+        raise NotAStore("a list has none of its fields")
+
+
+def refuse_page(answer: Mapping[str, Any]) -> None:
+    """Refuse what came in place of the answer to a GET, HEAD or PUT: a store tells the object's ETag.
+
+    Raises:
+        NotAStore: It is a page for people. Of a put that was never done, or in place of a blob that is whole.
+    """
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    if "ETag" not in answer and headers.get("content-type", "").startswith("text/html"):
+        raise NotAStore("a page came in place of the answer")

@@ -36,7 +36,14 @@ from tiered_kv.tiers.object.connection import ConnectionPool, HttpConnection, Pl
 from tiered_kv.tiers.object.errors import IncompleteRead, TakenUnsure, is_conflict, is_taken
 from tiered_kv.tiers.object.loop_bodies import BufferLoan, LoanBody
 from tiered_kv.tiers.object.medium import Deadline, check_expected
-from tiered_kv.tiers.object.s3_answers import CONFLICT_WAIT_S, CREATE_TRIES, first_bytes, is_beyond_the_end, whole_bytes
+from tiered_kv.tiers.object.s3_answers import (
+    CONFLICT_WAIT_S,
+    CREATE_TRIES,
+    first_bytes,
+    is_beyond_the_end,
+    refuse_page,
+    whole_bytes,
+)
 
 WORDS_MAX_BYTES: Final = 1 << 20
 """Of an answer that is no blob: error messages, and the answers to puts."""
@@ -44,6 +51,7 @@ WORDS_MAX_BYTES: Final = 1 << 20
 _BACKOFF_MAX_S: Final = 20.0
 _PORTS: Final = {"http": 80, "https": 443}
 _OK: Final = (200, 206)
+_PARSED: Final = ("Content-Length", "Content-Range", "Content-Type", "ETag")
 _TRIED_AGAIN: Final = (400, 403, 408, 429, 500, 502, 503, 504)
 
 
@@ -159,6 +167,7 @@ class ThreadBodies:
                     raise
                 check_expected(path, 0, len(buffer))
                 return
+            refuse_page(answer)
             check_expected(path, whole_bytes(answer), len(buffer))
             if call.answer is None:
                 raise RuntimeError("botocore sent a request by itself: its event before-send is not what it was")
@@ -170,7 +179,7 @@ class ThreadBodies:
         with BufferLoan(data) as loan, self._calling(_BlobCall(self._deadline(), LoanBody(loan), data)) as call:
             for left in reversed(range(CREATE_TRIES)):
                 try:
-                    self._ask("put_object", Key=key, Body=call.body, **condition)
+                    refuse_page(self._ask("put_object", Key=key, Body=call.body, **condition))
                     return
                 except OSError as exc:
                     if call.unclear_count and is_taken(exc):
@@ -299,7 +308,7 @@ def _parsed_headers(method: str, response: http.client.HTTPResponse) -> Mapping[
     """What botocore is to parse: of a success only what we look at, because its parsing of dates alone takes 0.2 ms."""
     if method == "HEAD" or response.status not in _OK:
         return dict(response.headers)
-    return {name: value for name in ("Content-Length", "Content-Range") if (value := response.headers.get(name))}
+    return {name: value for name in _PARSED if (value := response.headers.get(name))}
 
 
 def _shown(request: AWSPreparedRequest) -> str:
