@@ -50,3 +50,12 @@ def test_values_are_those_of_the_figures():
     assert value("bucket_leader", tier="object") == 1
     shares = [value("curve_found_share", namespace="ab", tier="disk", times=times) for times in ("0.5", "1", "2", "4")]
     assert shares == [0.5, 0.6, 0.7, 0.8]
+
+
+def test_evictions_of_the_disk_are_not_those_of_what_lies_below_it():
+    peers = tier("peers", capacity_bytes=None)
+    counters = {"host_evicted": 3, "lower_evicted": 2}
+    registry = CollectorRegistry()
+    registry.register(FiguresCollector(server(5.0, counters=counters, tiers=[tier("disk"), peers]), 0.0))
+    shown = [registry.get_sample_value("tiered_kv_evicted_chunks_total", {"tier": name}) for name in ("disk", "peers")]
+    assert shown == [2, 0]

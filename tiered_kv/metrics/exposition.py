@@ -125,10 +125,11 @@ class FiguresCollector(Collector):
     def _events(self) -> Iterator[Metric]:
         counters = self._figures.counters
         evicted = {(HOST_NAME,): float(counters.get("host_evicted", 0))}
-        lower = float(counters.get("lower_evicted", 0))
-        for tier in self._figures.tiers:
+        for number, tier in enumerate(self._figures.tiers):
+            # Tiering makes room in the first of them alone; below it lies what other machines use, too.
+            lower = 0 if number else counters.get("lower_evicted", 0)
             bucket = tier.bucket
-            evicted[tier.name,] = lower if bucket is None else float(bucket.evicted_blobs + bucket.expired_blobs)
+            evicted[tier.name,] = float(lower if bucket is None else bucket.evicted_blobs + bucket.expired_blobs)
         yield _family("evicted_chunks", evicted)
         yield _family("dropped_chunks", self._counted(ShownIn.DROPPED_CHUNKS))
         yield _family("events", self._counted(ShownIn.EVENTS))
