@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tests.kit.server.probe import wait_ended
+from tests.kit.storage.stored_prompts import Model, tokens
+from tests.kit.verbs import directory_tier
 from tiered_kv import __version__
 from tiered_kv.config import Config
 
@@ -152,3 +155,16 @@ def test_a_wrong_setting_says_what_is_wrong(cli, root: Path, settings: list[str]
     more = [word for setting in settings for word in ("--set", setting)]
     done = cli("serve", f"shared+file://{root}/bucket", "--drain-s", "2", *more)
     assert done.returncode == 2 and expected in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_verb_does_without_streams_that_its_starter_closed(tmp_path: Path, closed: str) -> None:
+    tier, command = directory_tier(tmp_path / "kv"), f'exec "$@" {closed}'
+    with tier.open() as storage:
+        Model().store(storage, tokens(1, 1))
+    for arguments, code in ((("config",), 0), (("evict", tier.uri, "--all"), 5), (("ls", "file:///no"), 2)):
+        words = ["sh", "-c", command, "sh", sys.executable, "-m", "tiered_kv.cli", *arguments]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+        if closed == "2>&-" and code == 2:
+            assert done.stdout == "", "an error is no result"

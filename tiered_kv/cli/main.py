@@ -1,5 +1,8 @@
 """The entry point of `tiered-kv`. Verbs are registered in ``app.VERBS`` and imported on first use."""
 
+import os
+import sys
+
 from tiered_kv.cli.app import VERBS, app
 
 __all__ = ["VERBS", "app", "main"]
@@ -7,4 +10,15 @@ __all__ = ["VERBS", "app", "main"]
 
 def main() -> None:
     """Run the command line."""
+    _open_missing_streams()
     app(prog_name="tiered-kv")
+
+
+def _open_missing_streams() -> None:
+    """Put /dev/null where a standard stream was closed by who started us (``>&-``), as some supervisors do.
+
+    Python has None there, and what is opened next, a blob or a lock, would get the stream's descriptor.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # and this gets it
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as we run
