@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.compose import bind
 from tiered_kv.server.connect import connect, find_server
 from tiered_kv.server.directory import read_info, socket_path
+from tiered_kv.server.http import ask_figures
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiers.disk.lock import DirectoryLock
 from tiered_kv.tiers.disk.marker import claim
@@ -335,6 +337,25 @@ def test_an_admin_does_not_keep_the_server_alive(root: Path) -> None:
         admin.settimeout(20)
         assert admin.recv(1) == b""
     wait_ended(root)
+
+
+def test_admins_that_come_and_go_do_not_keep_the_server_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "cache"
+    monkeypatch.setattr(server, "FIRST_CLIENT_S", 1.0)
+    running = threading.Event()
+    thread = threading.Thread(
+        target=compose.serve, args=(settings(root),), kwargs={"until_idle": True, "on_ready": lambda _: running.set()}
+    )
+    thread.start()
+    assert running.wait(20)
+
+    def is_over_once_it_was_asked() -> bool:
+        if (info := read_info(root)) is not None:
+            with suppress(TierUnavailable):  # it ends while it is asked
+                ask_figures(info.socket, 10)
+        return not thread.is_alive()
+
+    wait_for(is_over_once_it_was_asked, "the server's end", deadline_s=20)
 
 
 def test_sigterm_ends_an_embedded_server_and_its_engine_starts_another(engine: EngineStarter, root: Path) -> None:

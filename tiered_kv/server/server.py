@@ -219,11 +219,14 @@ class Server:
 
     def _has_ended(self) -> bool:
         now_s = self._clock.monotonic()
-        if any(c.role not in _VISITORS for c in self._connections) or self._sessions.groups or self._orders:
+        roles = {connection.role for connection in self._connections}
+        if not roles <= {"", *_VISITORS} or self._sessions.groups or self._orders:
             self._idle_since_s = None
             return False
         if self._idle_since_s is None:
             self._idle_since_s = now_s
+        if "" in roles:  # who it is comes next; a visitor, each time, must not begin the time anew
+            return False
         idle_s = now_s - self._idle_since_s
         if not self._has_served:
             return idle_s > FIRST_CLIENT_S
