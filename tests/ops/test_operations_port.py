@@ -121,6 +121,16 @@ def test_a_scrape_is_in_the_format_that_is_asked_for(metrics: OperationsPort, tm
         assert answer.read().endswith(b"# EOF\n")
 
 
+@pytest.mark.parametrize("wanted", ["application/openmetrics-text; version=one", "text/plain; version=1.x"])
+def test_a_scrape_in_a_format_that_is_none_gets_the_usual_one(metrics: OperationsPort, tmp_path: Path, wanted: str):
+    metrics.start(str(tmp_path / "none"))
+    metrics._http.figures = LastFigures(lambda: server(1.0))
+    request = urllib.request.Request(metrics.url, headers={"Accept": wanted})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        assert b"tiered_kv_asked_tokens" in answer.read()
+
+
 def test_a_port_that_is_taken_is_a_wrong_setting(metrics: OperationsPort):
     port = int(metrics.url.rpartition(":")[2].partition("/")[0])
     with pytest.raises(ConfigError, match=rf"--metrics-port: nothing can listen at 127.0.0.1 port {port}"):

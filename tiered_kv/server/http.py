@@ -230,7 +230,10 @@ class _Handler(BaseHTTPRequestHandler):
 
         registry = CollectorRegistry()
         registry.register(FiguresCollector(figures, age_s))
-        encode, content_type = choose_encoder(self.headers.get("Accept") or "")
+        try:
+            encode, content_type = choose_encoder(self.headers.get("Accept") or "")
+        except (TypeError, ValueError):  # it asks for a version that is no number
+            encode, content_type = choose_encoder("")
         self._answer(HTTPStatus.OK, content_type, encode(registry))
 
     def _health(self, last: LastFigures) -> None:
