@@ -19,11 +19,15 @@ from tests.kit.module_process import module_command, module_environment
 from tests.kit.server.clients import SmallEngine, payload_bytes, settings
 from tests.kit.server.probe import figures, wait_for
 from tests.kit.server.processes import start_serve
+from tests.kit.storage.stored_prompts import Model, tokens
+from tests.kit.verbs import complaint, directory_tier, run
 
 SHM_BYTES = 64 << 20
 CHUNKS_PER_PROMPT = 20
 NOT_ROOT = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 OWN_SHM = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c")
+OWN_MOUNTS = ("unshare", "--mount", "sh", "-c")
+BOUND = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 SMALL_SHM = f'mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm && exec "$@"'
 
 
@@ -84,6 +88,28 @@ def test_an_arena_four_times_as_large_as_dev_shm_from_another_process_namespace(
             engine.hits(CHUNKS_PER_PROMPT, first_token=10_000 * number) == CHUNKS_PER_PROMPT
             for number in range(prompts)
         )
+
+
+def test_a_server_that_has_another_directory_under_the_same_path_is_told_from_the_one_here(
+    serve_in: Serve, root: Path
+) -> None:
+    root.mkdir()
+    prompt, model = tokens(1, 2), Model()
+    here, theirs = (directory_tier(root / name) for name in ("kv", "theirs"))
+    for tier in (here, theirs):
+        with tier.open() as storage:
+            model.store(storage, prompt)
+    mounts = (*OWN_MOUNTS, BOUND, "sh", str(root / "theirs"), str(root / "kv"))
+    if not allowed(*mounts):
+        pytest.skip("this machine gives out no mount namespaces")
+    address, limits = f"unix://{root}/s.sock", ("--host-bytes", "64MiB", "--disk-bytes", "1GiB")
+    serve_in(mounts, here.uri, *limits, "--socket", root / "s.sock")
+    assert "is not its directory" in complaint("evict", "--server", address, "--all", "--yes")
+    with here.open() as storage, theirs.open() as other:
+        assert storage.contains(model.names(prompt)) == other.contains(model.names(prompt)) == [True, True]
+    wrong = "the server that is named serves another directory"
+    said = [run("doctor", tier.uri, "--set", f"server={address}").output for tier in (here, theirs)]
+    assert [wrong in text for text in said] == [True, False]
 
 
 def test_without_privileges_and_without_a_name_for_the_user(root: Path) -> None:

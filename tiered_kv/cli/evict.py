@@ -276,6 +276,11 @@ def _evict_server(link: "ServerLink", order: _Order) -> EvictReport:
         raise ConfigError(
             "--server goes with --namespace, --key, --tag, --stored-by or --all; for the rest name the directory's URI"
         )
+    if not link.owns(link.directory):
+        raise ConfigError(
+            f"option --server: the server owns {link.directory}, and what has that path here is not its directory: say "
+            "it where the server runs, or where the directory is mounted as there"
+        )
     figures = link.stat()
     there = [HOST_NAME, *(tier.name for tier in figures.tiers if tier.name == DISK)]
     if order.tier not in (None, *there):

@@ -147,8 +147,9 @@ def find_running(config: Config) -> Running:
         except TieredKVError as exc:
             running.findings.append(error("server", str(exc), "wait, or end that server"))
             return running
+        is_another = config.server is not None and not link.owns(directory)
     running.figures = figures
-    if config.server is not None and Path(figures.directory) != directory:
+    if is_another:
         text = f"the server that is named serves another directory (pid {figures.pid})"
         running.findings.append(error("server", text, "name the same directory in storage_uri or disk_path"))
     else:

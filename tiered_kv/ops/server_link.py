@@ -33,7 +33,7 @@ class ServerLink:
     Threads: one at a time.
 
     Attributes:
-        directory: The directory the server owns.
+        directory: The directory the server owns, as it sees it.
     """
 
     def __init__(self, sock: socket.socket, hello: m.Hello | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -54,6 +54,7 @@ class ServerLink:
             raise
         self.directory = Path(welcome.directory)
         self.pid = welcome.pid
+        self._server_id = welcome.server_id
 
     @classmethod
     def of_directory(cls, root: Path, hello: m.Hello | None = None) -> Self | None:
@@ -76,6 +77,11 @@ class ServerLink:
         if sock is None:
             raise TierUnavailable(f"no server answers at {address}")
         return cls(sock, timeout_s=timeout_s)
+
+    def owns(self, root: Path) -> bool:
+        """Whether the directory that has this path here is the server's. In a container it may see other mounts."""
+        info = read_info(root)
+        return info is not None and info.server_id == self._server_id
 
     def stat(self) -> ServerFigures:
         """The server's statistics.
