@@ -15,6 +15,8 @@ from tiered_kv.fleet.layout import MemberReport, encode, session_path
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.ops.garbage import Garbage, MinimumAges, collect, find
+from tiered_kv.ops.object_storage import ObjectStorage
+from tiered_kv.ops.storage import Content
 from tiered_kv.server.epochs import EpochFile
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -101,6 +103,24 @@ def test_an_orphan_stays_for_a_young_or_a_pinned_chunk_behind_it(tmp_path: Path)
     assert [(item["kind"], item["count"], item["removed"]) for item in report["items"]] == [("orphans", 2, 2)]
     assert code == 0 and "5 chunks behind a gap stay" in report["notes"][0]
     assert blobs(place.paths()) == {paths[0], *paths[2:5], *other[1:3]}
+
+
+def test_what_was_young_when_a_long_listing_began_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent may have come behind the place that the listing had reached."""
+    place, list_all, late_s = Place.shared(tmp_path / "bucket"), ObjectStorage.look, [0.0]
+    paths = store(place, base_model(place, 0), tokens(1, 3))
+    place.delete(paths[0])
+
+    def list_for_an_hour(storage: ObjectStorage, *given: object) -> Content:
+        content = list_all(storage, *given)
+        late_s[0] += HOUR_S
+        return content
+
+    now_s = time.time()
+    monkeypatch.setattr(ObjectStorage, "look", list_for_an_hour)
+    monkeypatch.setattr(time, "time", lambda: now_s + late_s[0])
+    code, report = place.run("gc", "--yes")
+    assert (code, report["items"]) == (0, []) and "2 chunks behind a gap stay" in report["notes"][0]
 
 
 def lose_index(root: Path) -> None:

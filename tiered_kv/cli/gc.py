@@ -61,9 +61,10 @@ def gc(
             dead_s=option_value("--dead-after", parse_time_s, dead_after),
         )
         with open_uri(uri, more, to_change=True) as storage:
+            now_s = time.time()  # not behind the listing: of a large bucket it takes longer than a chunk is young
             with progress("listing") as tick:
                 content = storage.look(tick)
-            garbage = find(storage, content, ages, time.time())
+            garbage = find(storage, content, ages, now_s)
             garbage.notes[:0] = content.notes
             if not as_json:
                 _show(garbage, storage.uri)
