@@ -243,6 +243,20 @@ def test_a_head_that_trickles_is_cut_off(metrics: OperationsPort, monkeypatch: p
     assert fetch(beside(metrics, "/healthz")) == (200, "starting\n")
 
 
+@pytest.mark.parametrize(("lines", "line_bytes"), [(1, 60_000), (98, 1000)])
+def test_a_head_that_is_too_long_is_refused_before_all_of_it_is_held(
+    metrics: OperationsPort, lines: int, line_bytes: int
+):
+    line = b"x: " + b"a" * line_bytes + b"\r\n"
+    with socket.create_connection(address(metrics), timeout=20) as client:
+        with contextlib.suppress(ConnectionError):  # it ends before all is sent
+            client.sendall(b"GET /healthz HTTP/1.1\r\n" + lines * line + b"\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.0 431")
+    request = urllib.request.Request(beside(metrics, "/healthz"), headers={"x": "a" * (http.HEAD_BYTES_MAX // 2)})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.status == 200
+
+
 def test_a_full_port_closes_newcomers_until_an_answer_is_through(
     metrics: OperationsPort, monkeypatch: pytest.MonkeyPatch
 ):

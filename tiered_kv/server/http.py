@@ -11,6 +11,7 @@ With a token, gateways also POST hints here (``hint_requests.py``).
 """
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, Final, TypeVar
 
@@ -54,6 +56,9 @@ HTTP_S: Final = 10.0
 
 REQUEST_S: Final = 30.0
 """Longest time in which a request comes, so that who trickles holds no thread."""
+
+HEAD_BYTES_MAX: Final = 32 << 10
+"""Of a request's head, behind its first line; a hundred lines of 64 KiB are what Python takes, on each connection."""
 
 CONNECTIONS_MAX: Final = 128
 """At once, each with a thread and a descriptor of the server's process; past it new ones are closed."""
@@ -159,6 +164,27 @@ def not_ready(figures: ServerFigures) -> str:
     return "; ".join(f"{tier.name} tier is left alone ({tier.breaker}): {tier.breaker_reason}" for tier in tiers)
 
 
+class _Head(io.BufferedIOBase):
+    """The lines of a head, which together have a limit."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        self._file = file
+        self._left = HEAD_BYTES_MAX
+
+    def readline(self, limit: int | None = -1, /) -> bytes:
+        """The next line.
+
+        Raises:
+            LineTooLong: All of them together are too long.
+        """
+        room = self._left + 1
+        line = self._file.readline(room if limit is None or limit < 0 else min(limit, room))
+        self._left -= len(line)
+        if self._left < 0:
+            raise LineTooLong("head")
+        return line
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET, and POST where hints are on; the server may still be starting."""
 
@@ -166,6 +192,15 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = HTTP_S
     server_version = "tiered-kv"
     sys_version = ""
+
+    def parse_request(self) -> bool:
+        """Read the head, unless it is too long, which is answered here."""
+        whole = self.rfile
+        self.rfile = _Head(whole)
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = whole
 
     def do_GET(self) -> None:
         self.server.has_come(self.connection)
