@@ -1,6 +1,7 @@
 """The command line: its verbs, its exit codes, and what it says when something is wrong."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -168,3 +169,22 @@ def test_a_verb_does_without_streams_that_its_starter_closed(tmp_path: Path, clo
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
         if closed == "2>&-" and code == 2:
             assert done.stdout == "", "an error is no result"
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"), [("full", "tiered-kv: [Errno 28] No space left on device\n"), ("", "")]
+)
+def test_output_that_nobody_takes_is_told_in_a_sentence_or_not_at_all(output: str, expected: str) -> None:
+    """A device that is full, and a pipe whose reader has seen enough; with a buffer, as users have it."""
+    if output:
+        out = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, out = os.pipe()
+        os.close(reader)
+    words = [sys.executable, "-m", "tiered_kv.cli", "config"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        words, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, check=False, timeout=60
+    )
+    os.close(out)
+    assert (done.returncode, done.stderr) == (1, expected)

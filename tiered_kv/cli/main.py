@@ -4,6 +4,7 @@ import os
 import sys
 
 from tiered_kv.cli.app import VERBS, app
+from tiered_kv.cli.exits import EXIT_UNAVAILABLE
 
 __all__ = ["VERBS", "app", "main"]
 
@@ -11,7 +12,10 @@ __all__ = ["VERBS", "app", "main"]
 def main() -> None:
     """Run the command line."""
     _open_missing_streams()
-    app(prog_name="tiered-kv")
+    try:
+        app(prog_name="tiered-kv")
+    finally:
+        _end_output()
 
 
 def _open_missing_streams() -> None:
@@ -22,3 +26,14 @@ def _open_missing_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # and this gets it
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as we run
+
+
+def _end_output() -> None:
+    """Write what is buffered. The interpreter, at its end, would tell an error as a fault of its own, with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError as exc:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        if not isinstance(exc, BrokenPipeError):  # the reader closed the pipe, which is no error
+            print(f"tiered-kv: {exc}", file=sys.stderr)
+        sys.exit(EXIT_UNAVAILABLE)
