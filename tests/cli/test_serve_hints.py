@@ -206,6 +206,13 @@ def test_bodies_are_bounded_and_are_not_read_before_it_is_known_who_asks(shared_
     assert status == 202, answer
 
 
+def test_who_sends_all_of_a_body_before_it_reads_hears_why_it_was_refused(shared_hints: int) -> None:
+    body = b" " * BODY_BYTES_MAX
+    with socket.create_connection(("127.0.0.1", shared_hints), timeout=30) as sock:
+        sock.sendall(b"POST /release HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert sock.recv(64).split()[1] == b"401"
+
+
 def test_refusals_are_counted(shared_hints: int) -> None:
     def refused() -> int:
         connection = http.client.HTTPConnection("127.0.0.1", shared_hints, timeout=30)

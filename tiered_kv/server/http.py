@@ -33,7 +33,7 @@ from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnav
 from tiered_kv.metrics.figures import PEERS_NAME, ServerFigures
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import SCHEME, connect, read_message, refusal_error, shake_hands
-from tiered_kv.server.hint_requests import ACTIONS, HintRefused, HintRequests, admit
+from tiered_kv.server.hint_requests import ACTIONS, BODY_BYTES_MAX, HintRefused, HintRequests, admit
 from tiered_kv.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ REQUEST_S: Final = 30.0
 
 HEAD_BYTES_MAX: Final = 32 << 10
 """Of a request's head, behind its first line; a hundred lines of 64 KiB are what Python takes, on each connection."""
+
+DROPPED_AT_ONCE: Final = 64 << 10
+"""Bytes of a body that is refused and taken in unread."""
 
 CONNECTIONS_MAX: Final = 128
 """At once, each with a thread and a descriptor of the server's process; past it new ones are closed."""
@@ -192,6 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = HTTP_S
     server_version = "tiered-kv"
     sys_version = ""
+    _has_body = False
 
     def parse_request(self) -> bool:
         """Read the head, unless it is too long, which is answered here."""
@@ -233,6 +237,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.count_refusal()
             status, answer = exc.status, {"error": str(exc)}
         self._answer(status, "application/json", json.dumps(answer).encode() + b"\n")
+        self._drop_body()
+
+    def _drop_body(self) -> None:
+        """Take in what was not read of a body: who sends all of it before reading would find a reset, and no answer."""
+        length = self.headers.get("Content-Length") or ""
+        if self._has_body or not length.isdecimal():
+            return
+        with contextlib.suppress(OSError, ValueError):  # the client is gone or takes too long; digits without end
+            left = min(int(length), BODY_BYTES_MAX)
+            while left > 0 and (data := self.rfile.read1(min(left, DROPPED_AT_ONCE))):
+                left -= len(data)
 
     def _body(self, length: int) -> bytes:
         """The body of a request.
@@ -246,6 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise HintRefused(HTTPStatus.REQUEST_TIMEOUT, f"expected a body of {length} bytes at once") from exc
         if len(data) < length:
             raise HintRefused(HTTPStatus.BAD_REQUEST, f"expected a body of {length} bytes, got {len(data)}")
+        self._has_body = True
         self.server.has_come(self.connection)
         return data
 
