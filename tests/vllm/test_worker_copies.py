@@ -251,6 +251,29 @@ def test_copies_end_before_vllm_takes_the_memory_away(monkeypatch):
     assert allocator.sleep() == "slept"
 
 
+class DiscardingAllocator(Allocator):
+    """From vLLM 0.32 on it takes the KV cache's memory away without a sleep, too."""
+
+    def discard(self, tags):
+        self.order.append(("unmapped", tags))
+
+
+def test_copies_end_before_vllm_releases_the_kv_cache_alone(monkeypatch):
+    """``release_kv_cache_memory`` reaches the allocator by vLLM's own backend, and by no hook."""
+    backends = pytest.importorskip("vllm.device_allocator.sleep_mode_backend")
+    if not hasattr(backends.CuMemBackend, "discard"):
+        pytest.skip("this vLLM cannot release the KV cache alone")
+    import vllm.device_allocator
+
+    allocator = DiscardingAllocator()
+    monkeypatch.setattr(vllm.device_allocator, "get_mem_allocator_instance", lambda: allocator)
+    monkeypatch.delattr(compat.KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    copies = Copies(allocator.order)
+    compat.before_sleep(copies.finish)
+    backends.CuMemBackend().discard(("kv_cache",))
+    assert allocator.order == ["finished", ("unmapped", ("kv_cache",))]
+
+
 def test_where_a_hook_tells_of_sleep_nothing_is_wrapped(monkeypatch):
     monkeypatch.setattr(compat.KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
     monkeypatch.setattr(compat.importlib, "import_module", refuse_allocators(compat.importlib.import_module))

@@ -300,7 +300,7 @@ SCALES: Final = Use("vllm.v1.attention.backends.triton_attn:TritonAttentionImpl"
 
 ALLOCATOR: Final = Use("vllm.device_allocator", "get_mem_allocator_instance", "", feature=SLEEP,
                        without="waiting for running copies before a sleep, up to vLLM 0.32")  # fmt: skip
-"""What takes the KV cache's memory away in a sleep; wrapped where no hook tells of it."""
+"""What takes the KV cache's memory away, in a sleep or alone; wrapped where no hook tells of it."""
 
 USES: Final = (
     *HOOKS,
@@ -870,7 +870,7 @@ def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:
 
 
 def before_sleep(finish: Callable[[], None]) -> None:
-    """Have ``finish`` called before vLLM takes away the KV cache's memory; from 0.33 on a hook says so.
+    """Have ``finish`` called before vLLM takes the KV cache's memory away, in any way; from 0.33 on a hook says so.
 
     Args:
         finish: A method. Its object is not kept: the allocator is one for all engines of the process.
@@ -882,19 +882,26 @@ def before_sleep(finish: Callable[[], None]) -> None:
         return
     try:
         allocator = importlib.import_module(ALLOCATOR.place).get_mem_allocator_instance()
-        sleep = allocator.sleep
+        ways = {"sleep": allocator.sleep}
     except (ImportError, AttributeError, RuntimeError) as exc:
         raise UnsupportedModel(f"this vLLM does not say when it sleeps; start it without sleep mode: {exc}") from exc
 
-    reference = weakref.WeakMethod(finish)
+    if (discard := getattr(allocator, "discard", None)) is not None:  # 0.32's release_kv_cache_memory
+        ways["discard"] = discard
+    for name, take_away in ways.items():
+        setattr(allocator, name, _behind(weakref.WeakMethod(finish), take_away))
 
-    @functools.wraps(sleep)
-    def sleep_without_copies(*arguments: Any, **named: Any) -> Any:
+
+def _behind(reference: "weakref.WeakMethod[Callable[[], None]]", take_away: Callable[..., Any]) -> Callable[..., Any]:
+    """``take_away``, called when copies have ended, as long as there is whoever makes them."""
+
+    @functools.wraps(take_away)
+    def without_copies(*arguments: Any, **named: Any) -> Any:
         if (finish_copies := reference()) is not None:
             finish_copies()
-        return sleep(*arguments, **named)
+        return take_away(*arguments, **named)
 
-    allocator.sleep = sleep_without_copies
+    return without_copies
 
 
 def key_positions(req_context: Any) -> dict[bytes, int]:
