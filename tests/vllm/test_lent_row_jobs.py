@@ -15,7 +15,7 @@ import pytest
 
 from tests.kit.server.clients import namespace_fields
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
-from tests.kit.server.processes import is_alive, stopped_server
+from tests.kit.server.processes import is_alive, kill_server, stopped_server
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, TOKENS, Rows, fill, prompt, shared_rows
 from tiered_kv.chunks.geometry import LayerPage
@@ -194,6 +194,16 @@ def test_rows_that_were_never_begun_come_back_from_a_server_that_goes_on_in_time
         rows.end(job)
         going_on.join()
     assert is_alive(pid) and rows.jobs.client.generation == 0
+
+
+def test_an_engine_without_jobs_keeps_nothing_of_servers_that_are_gone(start: Start) -> None:
+    rows = start()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        kill_server(rows.root)
+        wait_for(lambda: rows.jobs.poll() or not rows.jobs.is_ready, "the end of a session", deadline_s=60)
+        wait_for(lambda: rows.jobs.poll() or rows.jobs.is_ready, "another session", deadline_s=60)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1, "a loan is two descriptors"
 
 
 def test_every_use_ends_also_where_a_reset_overtakes_it(start: Start) -> None:

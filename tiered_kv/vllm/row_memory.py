@@ -122,9 +122,7 @@ class RowUses:
         """A session's server has the rows from now on."""
         self._lent.append(loan)
 
-    @property
-    def is_lent(self) -> bool:
-        """Whether the server of the session that is open has the rows."""
+    def _take_lent(self) -> None:
         while self._lent:
             loan = self._lent.popleft()
             earlier = self._loans.get(loan.generation)
@@ -132,6 +130,11 @@ class RowUses:
                 self._loans[loan.generation] = loan
             else:  # workers that joined once more: the first server has the rows still
                 loan.forget()
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the server of the session that is open has the rows."""
+        self._take_lent()
         loan_now = self._loans.get(self._client.generation)
         return loan_now is not None and self._client.is_ready and not loan_now.is_over
 
@@ -197,6 +200,7 @@ class RowUses:
         current = self._client.generation
         if self._asked_back or self._running[current] != len(self._uses):  # else nobody but the server ends any
             yield from self._without_word()
+        self._take_lent()  # an engine without jobs asks for none, and servers may come and go
         for generation in [one for one in self._loans if one != current and not self._running[one]]:
             self._loans.pop(generation).forget()
             del self._running[generation]
