@@ -196,6 +196,24 @@ def test_rows_that_were_never_begun_come_back_from_a_server_that_goes_on_in_time
     assert is_alive(pid) and rows.jobs.client.generation == 0
 
 
+def test_an_engine_that_stood_still_itself_does_not_end_its_server_for_that(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container with both is paused: the engine is the first that goes on."""
+    monkeypatch.setattr(row_memory, "FENCE_S", 2.0)
+    rows, keys = start(), prompt(11, 20)
+    fill(rows, 11)
+    rows.store(keys)
+    pid = server_pid(rows.root)
+    with stopped_server(rows.root):
+        job = rows.begin(keys, [(index, 100 + index) for index in range(20)], is_load=True, wait_s=0.05)
+        wait_for(lambda: rows.jobs.poll() or rows.jobs._jobs[job].is_asked_back, "the end of the job's time")
+        time.sleep(3)  # it looks at nothing meanwhile
+        rows.jobs.poll()
+    rows.end(job)
+    assert is_alive(pid) and rows.jobs.client.generation == 0
+
+
 def test_an_engine_without_jobs_keeps_nothing_of_servers_that_are_gone(start: Start) -> None:
     rows = start()
     before = len(os.listdir("/proc/self/fd"))

@@ -27,6 +27,10 @@ logger = logging.getLogger("vllm." + __name__)
 FENCE_S: Final = 5.0
 """A server that was asked for rows back and says nothing for so long is ended: requests wait for them."""
 
+LOOK_MAX_S: Final = 1.0
+"""Of that, what counts at most between two looks. An engine that looks less often stood still itself, and so may its
+server have, as where a container is paused; or the answer is behind more than a socket holds."""
+
 
 class NotShared(Exception):
     """The rows are in no file that another process could map; the text says why."""
@@ -86,14 +90,14 @@ class _Use:
 
     Attributes:
         number: The row's place in its job.
-        asked_back_s: Since when its job waits for nothing but this.
+        waited_s: How long its job has waited for nothing but this; None: it does not.
     """
 
     job: int
     number: int
     generation: int
     is_load: bool
-    asked_back_s: float | None = None
+    waited_s: float | None = None
 
 
 class RowUses:
@@ -115,6 +119,7 @@ class RowUses:
         self._uses: dict[int, _Use] = {}
         self._running: Counter[int] = Counter()  # uses that are not over, by the generation of their session
         self._asked_back = 0  # of these, those that were
+        self._looked_s = 0.0  # when these were looked at last
         self._numbers = count(1)
         self.reading = 0
 
@@ -171,15 +176,15 @@ class RowUses:
         if use is not None:
             self.reading -= use.is_load
             self._running[use.generation] -= 1
-            self._asked_back -= use.asked_back_s is not None
+            self._asked_back -= use.waited_s is not None
         return use
 
     def take_back(self, job: int) -> None:
         """Have what runs of a job ended as soon as can be; call it once."""
-        now_s = time.monotonic()
+        self._looked_s = time.monotonic()
         wanted = [(number, use) for number, use in self._uses.items() if use.job == job]
         for _, use in wanted:
-            use.asked_back_s = now_s
+            use.waited_s = 0.0
         self._asked_back += len(wanted)
         here = [number for number, use in wanted if use.generation == self._client.generation]
         if here:
@@ -208,13 +213,16 @@ class RowUses:
     def _without_word(self) -> Iterator[tuple[int, int, UseEnd]]:
         """End uses of sessions that are lost, and a server that was asked for rows back and does not answer."""
         now_s = time.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, LOOK_MAX_S), now_s
         for number, use in list(self._uses.items()):
             loan = self._loans.get(use.generation)
             if use.generation != self._client.generation and (loan is None or loan.is_over):
                 self._end(number)
                 yield use.job, use.number, UseEnd.BAD
-            elif loan is not None and use.asked_back_s is not None and now_s - use.asked_back_s > FENCE_S:
-                loan.end_server()
+            elif loan is not None and use.waited_s is not None:
+                use.waited_s += passed_s
+                if use.waited_s > FENCE_S:
+                    loan.end_server()
 
     def close(self) -> None:
         """Nobody waits for anything any more."""
