@@ -2,11 +2,13 @@
 
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -222,6 +224,28 @@ def test_an_engine_without_jobs_keeps_nothing_of_servers_that_are_gone(start: St
         wait_for(lambda: rows.jobs.poll() or not rows.jobs.is_ready, "the end of a session", deadline_s=60)
         wait_for(lambda: rows.jobs.poll() or rows.jobs.is_ready, "another session", deadline_s=60)
     assert len(os.listdir("/proc/self/fd")) <= before + 1, "a loan is two descriptors"
+
+
+def test_a_loan_that_finds_no_descriptors_leaves_none_open(start: Start) -> None:
+    """It is tried again for as long as there are none, and would take one each time."""
+    rows = start()
+    worker, fd, taken = rows.jobs._arena._worker, shared_region(rows.memory), list[int]()
+    assert worker is not None
+    before, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + 2, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(fd))
+        os.close(taken.pop())  # enough to look at the server, and not for a pipe
+        with pytest.raises(OSError, match="Too many open files"):
+            worker.lend_rows(fd, ROWS, ROW_BYTES)
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert os.listdir("/proc/self/fd") == before
+    os.close(fd)
 
 
 def test_every_use_ends_also_where_a_reset_overtakes_it(start: Start) -> None:

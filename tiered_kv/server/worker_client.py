@@ -104,7 +104,11 @@ class WorkerClient:
         pidfd = server_pidfd(self._sock)
         if pidfd is None:
             return "the server's process cannot be seen from here, or not be ended if it stood still"
-        watched_fd, lifeline_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            watched_fd, lifeline_fd = os.pipe2(os.O_CLOEXEC)
+        except OSError:  # out of descriptors, and it is tried again
+            os.close(pidfd)
+            raise
         loan = RowLoan(self.generation, watched_fd, pidfd)
         try:
             try:
