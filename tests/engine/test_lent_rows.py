@@ -534,6 +534,26 @@ def test_a_session_that_ends_lets_go_of_all_rows_at_once(world: RowWorld) -> Non
     world.engine.close_session(world.session)
 
 
+def test_a_write_that_hangs_keeps_no_memory_of_an_engine_that_has_left(
+    world: RowWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath
+) -> None:
+    """Or all of its host memory would stay taken for as long as the disk hangs, beside that of the next engine."""
+    mapped = f" {os.fstat(world.fd).st_ino} "
+    world.disk.late = BlobName.of(SPACE.record((9, 9)))  # so that the disk itself asks, behind the bytes
+    world.until(*world.store(((7,), 5)))
+    with hanging_calls(monkeypatch, "pwrite") as is_in:
+        world.store((PREFIX[0], 0))
+        world.step()
+        assert is_in.acquire(timeout=DEADLINE_S)
+        world.engine.suspend_session(world.session)
+        world.lent.close()
+        wait_for(lambda: FilePath("/proc/self/maps").read_text().count(mapped) == 1, "the engine's alone to be left")
+    while world.tiering.pending_writes:
+        world.step()
+    assert blob_files(tmp_path) == [blob_path(tmp_path, BlobName.of(SPACE.record((7,))))] and not temp_files(tmp_path)
+    world.engine.close_session(world.session)
+
+
 @pytest.mark.parametrize(("rows", "row_bytes"), [(ROWS + 1, ROW_BYTES), (ROWS, ROW_BYTES + 1), (0, ROW_BYTES)])
 def test_a_region_that_is_none_is_refused_and_let_go(rows: int, row_bytes: int) -> None:
     fd = os.memfd_create("rows")

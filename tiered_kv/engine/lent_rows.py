@@ -278,12 +278,14 @@ class LentRows:
             _close_all(surplus)
 
     def close(self) -> None:
-        """All uses are over: let the engine see it, and unmap what nobody is in. Idempotent."""
+        """All uses are over: let the engine see it, and map none of its rows any more, also while a disk hangs.
+
+        Idempotent.
+        """
         with self._lock:
             self._open.clear()
             for running in self._running.values():
-                if running.is_read:
-                    running.mapped.revoke()
+                running.mapped.revoke()  # a write, too: one row that is mapped keeps all of the engine's memory taken
             if not self._is_closed:
                 self._is_closed = True
                 os.close(self._lifeline_fd)
