@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,6 +247,26 @@ def test_a_loan_that_finds_no_descriptors_leaves_none_open(start: Start) -> None
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert os.listdir("/proc/self/fd") == before
     os.close(fd)
+
+
+def test_jobs_that_end_at_once_have_all_uses_looked_at_once_and_not_once_for_each(start: Start) -> None:
+    class Counted(dict[int, Any]):
+        looks = 0
+
+        def items(self) -> Any:
+            self.looks += 1
+            return super().items()
+
+    rows, keys = start(), prompt(12, 40)
+    fill(rows, 12)
+    rows.store(keys)
+    with stopped_server(rows.root):
+        jobs = [rows.begin(keys[index:], [(0, 100 + index)], is_load=True, wait_s=0.0) for index in range(40)]
+        rows.jobs.uses._uses = uses = Counted(rows.jobs.uses._uses)
+        wait_for(lambda: rows.jobs.poll() or rows.jobs._jobs[jobs[-1]].is_asked_back, "the end of the jobs' time")
+        assert len(uses) == 40 and uses.looks <= 2, "once in a poll"
+    rows.end(*jobs)
+    assert not uses and not rows.jobs.uses._of_jobs
 
 
 def test_every_use_ends_also_where_a_reset_overtakes_it(start: Start) -> None:

@@ -117,6 +117,7 @@ class RowUses:
         self._lent: deque[RowLoan] = deque()
         self._loans: dict[int, RowLoan] = {}
         self._uses: dict[int, _Use] = {}
+        self._of_jobs: dict[int, dict[int, None]] = {}  # their numbers, by job: thousands may end at once
         self._running: Counter[int] = Counter()  # uses that are not over, by the generation of their session
         self._asked_back = 0  # of these, those that were
         self._looked_s = 0.0  # when these were looked at last
@@ -162,6 +163,8 @@ class RowUses:
             use = next(self._numbers)
             self._uses[use] = _Use(job, number, generation, is_load)
             begun.append(use)
+        if begun:
+            self._of_jobs.setdefault(job, {}).update(dict.fromkeys(begun))
         self._running[generation] += len(begun)
         self.reading += is_load * len(begun)
         return begun
@@ -177,12 +180,15 @@ class RowUses:
             self.reading -= use.is_load
             self._running[use.generation] -= 1
             self._asked_back -= use.waited_s is not None
+            del self._of_jobs[use.job][number]
+            if not self._of_jobs[use.job]:
+                del self._of_jobs[use.job]
         return use
 
     def take_back(self, job: int) -> None:
         """Have what runs of a job ended as soon as can be; call it once."""
         self._looked_s = time.monotonic()
-        wanted = [(number, use) for number, use in self._uses.items() if use.job == job]
+        wanted = [(number, self._uses[number]) for number in self._of_jobs.get(job, ())]
         for _, use in wanted:
             use.waited_s = 0.0
         self._asked_back += len(wanted)
