@@ -203,7 +203,7 @@ def test_an_engine_that_stood_still_itself_does_not_end_its_server_for_that(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a container with both is paused: the engine is the first that goes on."""
-    monkeypatch.setattr(row_memory, "FENCE_S", 2.0)
+    monkeypatch.setattr(row_memory, "FENCE_S", 4.0)
     rows, keys = start(), prompt(11, 20)
     fill(rows, 11)
     rows.store(keys)
@@ -211,7 +211,7 @@ def test_an_engine_that_stood_still_itself_does_not_end_its_server_for_that(
     with stopped_server(rows.root):
         job = rows.begin(keys, [(index, 100 + index) for index in range(20)], is_load=True, wait_s=0.05)
         wait_for(lambda: rows.jobs.poll() or rows.jobs._jobs[job].is_asked_back, "the end of the job's time")
-        time.sleep(3)  # it looks at nothing meanwhile
+        time.sleep(4.5)  # it looks at nothing meanwhile
         rows.jobs.poll()
     rows.end(job)
     assert is_alive(pid) and rows.jobs.client.generation == 0
