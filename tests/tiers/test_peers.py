@@ -23,12 +23,14 @@ from tests.kit.storage.disk_probe import blob_path, open_disk
 from tiered_kv.config import PEERS_MAX, Config
 from tiered_kv.errors import CapacityExceeded, ChunkMismatch, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
+from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import door as door_module
 from tiered_kv.server.door import DoorProcess
 from tiered_kv.server.door_blobs import BURST_S, Budget
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.memory import MemoryTier
 from tiered_kv.tiers.object.store import ObjectStore
+from tiered_kv.tiers.open import open_tiers
 from tiered_kv.tiers.peers.first import PeersFirst
 from tiered_kv.tiers.peers.fleet_key import HOUR_S, FleetKey
 from tiered_kv.tiers.peers.found import FIND_S, OLD_S, RECORD_S, DoorRecord, PeerFinder, own_urls
@@ -485,6 +487,34 @@ def test_of_a_name_that_does_not_resolve_the_machines_that_were_found_stay(caplo
     finder = PeerFinder(["dns://name.invalid:7460", "https://b:1"], None)
     assert finder.find(["https://10.0.0.8:7460"]) == ["https://10.0.0.8:7460", "https://b:1"]
     assert "dns://name.invalid:7460" in caplog.text
+
+
+def test_machines_in_the_place_of_all_that_were_known_are_found(door, key_file, tmp_path, monkeypatch):
+    """In Kubernetes a machine that starts anew has another address: nobody answers at those that the name had."""
+    addresses = ["127.0.0.9"]
+    resolve = socket.getaddrinfo
+
+    def named(host, *rest, **more):
+        hosts = addresses if host == "machines" else [host]
+        return [entry for one in hosts for entry in resolve(one, *rest, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", named)
+    given = {"storage_uri": f"file://{tmp_path / 'own'}", "peers": [f"dns://machines:{door.port}"]}
+    config = Config.from_mapping(given | {"peer_key_file": str(key_file), "disk_bytes": "1GiB"})
+    clock, forms = FakeClock(), {CHAIN.namespace: CHAIN.form}
+    disk, others = open_tiers(config, forms.get, Recorder(), clock.monotonic)
+    with contextlib.closing(disk.tier), contextlib.closing(others.tier):
+        others.tier.flush()
+        others.trial._look.join()
+        for _ in range(FAILURES_MAX):
+            with pytest.raises(TierUnavailable):
+                others.tier.contains(CHAIN.name(0))
+        assert others.breaker.is_open
+        addresses[:] = ["127.0.0.1"]
+        clock.advance(FIND_S)
+        others.tier.flush()
+        others.trial._look.join()
+        assert others.trial.contains(CHAIN.name(0)), "its trials ask machines that are no more, for ever"
 
 
 def test_no_more_than_sixteen_of_many_are_asked_and_a_hint_reaches_the_others(door, store, listens):

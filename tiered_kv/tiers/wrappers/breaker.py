@@ -187,6 +187,9 @@ class GuardedTier(TierWrapper):
             self.inner.describe(namespace, record)
 
     def flush(self) -> None:
-        """Persist what can be; while the breaker is open, nothing."""
-        if not self._breaker.is_open:
+        """Persist what can be; while the breaker is open, nothing.
+
+        What is only read has nothing to persist. Peers look for others then, which may be what ends their failure.
+        """
+        if self.traits.is_read_only or not self._breaker.is_open:
             self.inner.flush()
