@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,28 @@ def test_stored_prefix_is_loaded_and_other_tokens_are_not(tmp_path: Path) -> Non
             assert prefix.tokens == 3 * CHUNK
         with cache.load([1, *tokens[1:]]) as prefix:
             assert prefix.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "pages"), [({"model": object()}, PAGES), ({"kv_encoding": object()}, PAGES), ({}, [object()])]
+)
+def test_what_cannot_be_written_down_leaves_no_server_behind(tmp_path: Path, more: Any, pages: Any) -> None:
+    """Its thread would keep the directory, and the process from its end."""
+    with pytest.raises((TypeError, AttributeError)):
+        Cache(settings(tmp_path), NAMESPACE | more, pages)
+    assert "tiered_kv-server" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_cache_that_is_closed_while_a_prefix_is_read_says_so_and_leaves_no_server_behind(tmp_path: Path) -> None:
+    tokens = list(range(3 * CHUNK))
+    cache = Cache(settings(tmp_path), NAMESPACE, PAGES)
+    cache.store(tokens, lambda i: payload(cache, i))
+    with cache.load(tokens) as prefix:
+        with pytest.raises(BufferError):
+            cache.close()
+        assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(len(prefix.chunks))]
+        assert "tiered_kv-server" not in [thread.name for thread in threading.enumerate()]
+    cache.close()
 
 
 def wait_for_blobs(root: Path, count: int) -> None:

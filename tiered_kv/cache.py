@@ -19,7 +19,7 @@ import msgspec
 
 from tiered_kv.chunks.geometry import ChunkGeometry, LayerPage
 from tiered_kv.config import Config
-from tiered_kv.errors import Closed, ConfigError, DirectoryLocked, TieredKVError, TierUnavailable
+from tiered_kv.errors import Closed, ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.keys.prefix_keys import PrefixKeys
@@ -80,7 +80,6 @@ class Cache:
         self._geometry = ChunkGeometry(block_tokens, config.chunk_tokens, (tuple(pages),))
         self._config = config
         self._lock = threading.Lock()
-        self._server = None if config.server is not None else _ServerThread.start(config)
         engine_id = f"cache-{uuid.uuid4().hex}"
         # A caller that wrote an older one down would look for old blobs, and find names taken by what it cannot read.
         fields = msgspec.json.encode({**namespace, "format_version": FORMAT_VERSION})
@@ -89,13 +88,15 @@ class Cache:
         join = m.JoinWorker(0, 1, block_tokens, config.chunk_tokens, fields, pages_said, stored_by=line)
         self._worker: WorkerClient | None = None
         self._client: SchedulerClient | None = None
+        # After all that the arguments may be wrong in: its thread keeps the process from its end.
+        self._server = None if config.server is not None else _ServerThread.start(config)
         try:
             self._worker = WorkerClient(config, engine_id, 0, join)
             self._client = SchedulerClient(config, engine_id, 1)
             self._client.rest()
             if not self._client.wait_ready(config.start_timeout_s):
                 raise ConfigError(self._client.refusal or "the cache server opened no session")
-        except TieredKVError:
+        except BaseException:
             self.close()
             raise
 
@@ -171,16 +172,22 @@ class Cache:
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the cache; a server of this process writes what it holds (at most ``drain_s``) and ends. Idempotent."""
+        """Leave the cache; a server of this process writes what it holds (at most ``drain_s``) and ends. Idempotent.
+
+        Raises:
+            BufferError: A prefix is still read. All else is closed, its memory by the next call after that.
+        """
         with self._lock:
-            client, worker, server = self._client, self._worker, self._server
-            self._client = self._worker = self._server = None
-        if client is not None:
-            client.close()
-        if worker is not None:
-            worker.leave()
-        if server is not None:
-            server.stop()
+            client, server = self._client, self._server
+            self._client = self._server = None
+        try:
+            if client is not None:
+                client.close()
+            if self._worker is not None:
+                self._worker.leave()
+        finally:
+            if server is not None:
+                server.stop()
 
     def __enter__(self) -> Self:
         return self
