@@ -29,6 +29,7 @@ from tiered_kv.server.door import DoorProcess
 from tiered_kv.server.door_blobs import BURST_S, Budget
 from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.open import open_tiers
 from tiered_kv.tiers.peers.first import PeersFirst
@@ -391,6 +392,23 @@ def test_this_machines_own_door_is_no_peer(store, listens):
     assert PeerFinder(["bucket"], store, own).find([]) == ["https://10.0.0.8:7460"]
     assert PeerFinder(["dns://127.0.0.1:7460"], None, own_urls("127.0.0.1:7460")).find([]) == []
     assert own_urls("node-a:7460") == ["https://node-a:7460"] and own_urls("[::1]:7460") == ["https://[::1]:7460"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "[0:0::1]"])
+def test_a_machine_that_listens_under_a_name_finds_itself_by_its_address(host):
+    places = [f"dns://{one}:7460" for one in ("127.0.0.1", "[::1]")]
+    found = PeerFinder(places, None, own_urls(f"{host}:7460")).find([])
+    assert f"https://{'127.0.0.1' if host == 'localhost' else '[::1]'}:7460" not in found
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="a machine without IPv6")
+@pytest.mark.parametrize("host", ["[::]", "[0::0]"])
+def test_a_door_that_listens_at_every_address_is_reached_where_it_says(directory, key_file, host):
+    door = DoorProcess(door_config(directory, key_file, peer_listen=f"{host}:0"))
+    with contextlib.closing(door), peers(own_urls(f"{host}:{door.port}")[0], url(door)) as tier:
+        said, by_ipv4 = tier.each
+        assert said.count_held([CHAIN.name(0)], Deadline(5.0)) == 1
+        assert by_ipv4.count_held([CHAIN.name(0)], Deadline(5.0)) == 1
 
 
 def test_a_look_that_hangs_holds_up_no_flush_of_the_bucket(monkeypatch):

@@ -59,7 +59,8 @@ def _door(listen: str, key: "FleetKey", running: Running) -> DoctorFinding:
         return warning("door", f"the server that runs gives nothing at {listen}: {cause}", hint)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(address[:2], family=family).close()
+        is_both = address[0] == "::" and socket.has_dualstack_ipv6()  # as the door takes it
+        socket.create_server(address[:2], family=family, dualstack_ipv6=is_both).close()
     except OSError as exc:
         return error("door", f"the door cannot listen at {listen}: {exc.strerror or exc}", "name another port or host")
     return ok("door", f"it can listen at {listen}")

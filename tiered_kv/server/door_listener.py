@@ -249,7 +249,8 @@ class Listener:
             OSError: It cannot be had.
         """
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._socket = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        is_both = address[0] == "::" and socket.has_dualstack_ipv6()  # others may reach this machine by IPv4 alone
+        self._socket = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=is_both)
         self._socket.settimeout(SWEEP_S)
         self.port = int(self._socket.getsockname()[1])
         self._context = context

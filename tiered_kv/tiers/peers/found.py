@@ -161,14 +161,18 @@ def own_urls(listen: str | None, peer_url: str | None = None) -> list[str]:
     if listen is None:
         return []
     host, port = parse_address(listen)
-    addresses = [host]
-    if host in ("0.0.0.0", "::"):
-        addresses = [_way_out()]
-        with contextlib.suppress(OSError):  # a machine whose own name no resolver knows
-            entries = socket.getaddrinfo(socket.gethostname(), port, type=socket.SOCK_STREAM)
-            addresses += [str(entry[4][0]) for entry in entries]
+    addresses = [host, *_addresses(host)]
+    if not {"0.0.0.0", "::"}.isdisjoint(addresses):
+        addresses = [_way_out(), *_addresses(socket.gethostname())]
     said = [peer_url] if peer_url is not None else []
     return list(dict.fromkeys([*said, *(url_of(address, port) for address in addresses)]))
+
+
+def _addresses(host: str) -> list[str]:
+    """What a name is found under, as :meth:`PeerFinder.look` finds it; nothing where no resolver knows it."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    return []
 
 
 def url_of(host: str, port: int) -> str:
