@@ -799,6 +799,28 @@ def test_a_trickle_ends_with_the_deadline():
         assert tier.each[0].breaker.is_open
 
 
+def test_a_handshake_that_trickles_is_given_up_on_both_sides():
+    """Whoever writes into a bucket may name such a machine; it needs no key for that."""
+    is_ended = threading.Event()
+
+    def trickle(listener):
+        connected, _ = listener.accept()
+        with connected, contextlib.suppress(OSError):
+            connected.sendall(b"\x16\x03\x03\x40\x00")  # the head of a record of 16 KiB
+            for _ in range(200):
+                connected.sendall(b"\x00")
+                time.sleep(0.05)
+            return
+        is_ended.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=trickle, args=(listener,), daemon=True).start()
+        with peers(f"https://127.0.0.1:{listener.getsockname()[1]}") as tier:
+            with pytest.raises(TierUnavailable):
+                tier.contains(CHAIN.name(0))
+            assert is_ended.wait(30), "its socket and its thread stay for as long as the other side likes"
+
+
 def test_a_peer_that_thaws_after_the_deadline_changes_no_byte(door):
     """The late write: the slot holds another chunk by then."""
     stopped = door._process.pid

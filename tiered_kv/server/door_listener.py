@@ -78,7 +78,7 @@ class DoorWire:
         Raises:
             OSError: They could not; ssl.SSLError is one.
         """
-        self._tls.shake_hands(self._socket)
+        self._tls.shake_hands(self._socket.recv_into, self._socket.sendall)
 
     def recv(self, size_bytes: int) -> bytes:
         """What has come, at least a byte; empty: the stream ended."""

@@ -5,7 +5,6 @@ HTTP. Called by ``tiers/object/connection.py`` and ``server/door_listener.py``.
 """
 
 import contextlib
-import socket
 import ssl
 from collections.abc import Callable
 from typing import Any, Final
@@ -38,8 +37,8 @@ class Tls:
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
         self._room = memoryview(bytearray(room_bytes))
 
-    def shake_hands(self, connected: socket.socket) -> None:
-        """Agree on keys; each wait is bounded by the socket's timeout.
+    def shake_hands(self, receive: Receive, send: Send) -> None:
+        """Agree on keys; whoever has the socket bounds the waits, one by one and their sum.
 
         Raises:
             OSError: They could not; ssl.SSLError is one.
@@ -48,15 +47,15 @@ class Tls:
             try:
                 self._object.do_handshake()
             except ssl.SSLWantReadError:
-                connected.sendall(self._outgoing.read())
+                send(self._outgoing.read())
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    connected.sendall(self._outgoing.read())  # the alert, which tells the other side why
+                    send(self._outgoing.read())  # the alert, which tells the other side why
                 raise
             else:
-                connected.sendall(self._outgoing.read())
+                send(self._outgoing.read())
                 return
-            self._take_in(connected.recv_into)
+            self._take_in(receive)
 
     def _take_in(self, receive: Receive) -> None:
         count = receive(self._room)

@@ -61,7 +61,7 @@ class Wire:
     """
 
     def __init__(self, connected: socket.socket, silence_s: float, tls: Tls | None = None) -> None:
-        """Use a socket; ``tls`` has shaken hands over it."""
+        """Use a socket; ``tls`` has to shake hands over it first."""
         self._socket = connected
         self._tls = tls
         self._silence_s = silence_s
@@ -72,6 +72,15 @@ class Wire:
     def start(self, deadline: Deadline) -> None:
         """Obey this deadline from now on."""
         self._deadline = deadline
+
+    def shake_hands(self) -> None:
+        """Agree on keys, if there are any to agree on; the deadline bounds it all.
+
+        Raises:
+            OSError: They could not; ssl.SSLError is one.
+        """
+        if self._tls is not None:
+            self._tls.shake_hands(self._receive, self._transmit)
 
     def makefile(self, mode: str) -> "io.BufferedReader[_WireReader]":
         """A new buffered reader, for one answer; closing it leaves the socket open."""
@@ -284,15 +293,16 @@ class ConnectionPool:
         return HttpConnection(place, wire)
 
     def _dial(self, place: Place, timeout_s: float) -> Wire:
+        deadline = Deadline(timeout_s)
         plain = _connect_any(place, time.monotonic() + timeout_s)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if place.context is None:
-                return Wire(plain, self._silence_s)
-            tls = Tls(place.context, place.host)
-            tls.shake_hands(plain)
-            return Wire(plain, self._silence_s, tls)
+            tls = None if place.context is None else Tls(place.context, place.host)
+            wire = Wire(plain, self._silence_s, tls)
+            wire.start(deadline)
+            wire.shake_hands()
+            return wire
         except BaseException:
             plain.close()
             raise
