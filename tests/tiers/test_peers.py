@@ -799,6 +799,23 @@ def test_a_trickle_ends_with_the_deadline():
         assert tier.each[0].breaker.is_open
 
 
+def test_with_the_shortest_time_that_may_be_set_a_peer_is_asked_all_the_same():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0)
+        with peers(f"https://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.1) as tier:
+
+            def is_asked():
+                with pytest.raises(TierUnavailable):
+                    tier.contains(CHAIN.name(0))
+                try:
+                    listener.accept()[0].close()
+                except BlockingIOError:
+                    return False
+                return True
+
+            wait_for(is_asked, "a question")
+
+
 def test_a_handshake_that_trickles_is_given_up_on_both_sides():
     """Whoever writes into a bucket may name such a machine; it needs no key for that."""
     is_ended = threading.Event()

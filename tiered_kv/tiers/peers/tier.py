@@ -199,8 +199,8 @@ class PeersTier(Tier):
             raise Closed("the peers' tier is closed")
         known = self._peers if likely is None else _in_front(likely, () if is_alone else self._peers)
         has_answer, is_busy, reason = not known, False, "all are left alone"
-        for peer in [peer for peer in known if not peer.breaker.is_shut][:PEERS_MAX]:
-            if deadline.left_s() < LEAST_S:
+        for place, peer in enumerate([peer for peer in known if not peer.breaker.is_shut][:PEERS_MAX]):
+            if place and deadline.left_s() < LEAST_S:
                 break
             try:
                 if ask(peer, deadline):
