@@ -338,6 +338,24 @@ def test_a_temp_file_that_could_not_be_removed_stays_in_a_directory_of_another_s
     tier.close()
 
 
+@pytest.mark.parametrize(("options", "left"), [("size=3m", 0), ("size=3m,nr_inodes=40", None)], ids=str)
+def test_a_start_on_a_full_disk_writes_around_the_page_cache_once_there_is_room(mount, options, left):
+    root = mount(options)
+    tier = open_disk(root, 64 << 20, min_free_bytes=NO_CHECK)
+    is_direct = tier.direct_io
+    tier.close()
+    ballast = exhausted(root, left)
+    tier = open_disk(root, 64 << 20, min_free_bytes=NO_CHECK)
+    is_direct_still = tier.direct_io
+    for path in ballast:
+        path.unlink()
+    blob = CHAIN.blob(0)
+    tier.put(blob.name, slot_of(blob.data))
+    assert read(tier, blob.name) == blob.data
+    tier.close()
+    assert is_direct_still == is_direct
+
+
 def test_a_file_where_a_directory_belongs_makes_the_tier_unavailable(tmp_path):
     tier = open_disk(tmp_path)
     (tmp_path / "blobs" / CHAIN.namespace.hex()).write_bytes(b"")

@@ -133,7 +133,8 @@ def supports_direct_io(directory: Path) -> bool:
     """Whether a file in ``directory`` really can be written and read back with O_DIRECT.
 
     Asking by doing: tmpfs, overlay and network file systems differ by kernel, and some accept the flag at open and
-    refuse the write.
+    refuse the write. Where there is no room to ask, a file that opens so is enough: a write that is refused goes
+    through the page cache by itself, and the answer counts for as long as the directory is open.
     """
     path = directory / f"probe-{os.getpid()}-{secrets.token_hex(4)}"
     page = mmap.mmap(-1, ALIGNMENT_BYTES)
@@ -146,13 +147,25 @@ def supports_direct_io(directory: Path) -> bool:
         finally:
             os.close(descriptor)
     except OSError as exc:
-        if exc.errno in (errno.EINVAL, errno.EOPNOTSUPP, *_NO_ROOM):
+        if exc.errno in _NO_ROOM:
+            return _opens_around(directory.parent)
+        if exc.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
         raise
     finally:
         page.close()
         # Some file systems make the file before they refuse the flag: the name, eight random digits, is ours alone.
         path.unlink(missing_ok=True)
+
+
+def _opens_around(directory: Path) -> bool:
+    """Whether the files that are there can be opened around the page cache; False where there is none."""
+    with os.scandir(directory) as entries:
+        there = [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
+    descriptor = _open_around(there[0]) if there else None
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
 
 
 def is_aligned(view: memoryview) -> bool:
