@@ -338,6 +338,15 @@ def test_a_temp_file_that_could_not_be_removed_stays_in_a_directory_of_another_s
     tier.close()
 
 
+def test_a_namespace_is_described_although_somebody_cleared_the_temp_files(tmp_path):
+    """As a put is stored then: the first of a namespace may well be the first write since."""
+    tier = open_disk(tmp_path)
+    shutil.rmtree(tmp_path / "tmp")
+    tier.describe(CHAIN.namespace, b'{"model": "m"}')
+    assert (tmp_path / "blobs" / CHAIN.namespace.hex() / "namespace.json").is_file()
+    tier.close()
+
+
 @pytest.mark.parametrize(("options", "left"), [("size=3m", 0), ("size=3m,nr_inodes=40", None)], ids=str)
 def test_a_start_on_a_full_disk_writes_around_the_page_cache_once_there_is_room(mount, options, left):
     root = mount(options)

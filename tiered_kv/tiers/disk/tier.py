@@ -457,6 +457,7 @@ class DiskTier(Tier):
             make_directories(path.parent, self._root)
             if not _says_the_same(path, record):
                 text = json.dumps(json.loads(record), indent=2, sort_keys=True, ensure_ascii=False)
+                make_directories(self._tmp, self._root)  # somebody may have cleared it
                 replace_small_file(path, text.encode() + b"\n", temp_in=self._tmp)
 
     def close(self) -> None:
