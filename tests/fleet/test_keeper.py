@@ -307,6 +307,26 @@ def test_unknown_fields_are_ignored():
     assert decode(b'{"holder":"a","counter":3,"grants":{"s.1":[1,2,3]}}', Term).grants["s.1"].granted_bytes == 2
 
 
+def test_a_server_that_nobody_limits_leaves_no_log_of_uses_when_it_ends(memory, clock):
+    """Only a leader merges and removes such logs: they would be one more with each stop of a server, for good."""
+    for _ in range(2):
+        keeper = keeper_of(memory, clock, blobs=None)
+        turn(clock, keeper, times=2)
+        keeper.record_use([CHAIN.name(0)])
+        keeper.close()
+    assert list(memory.list("_tiered_kv/")) == []
+
+
+def test_a_server_that_follows_writes_what_was_used_when_it_ends(memory, clock):
+    leader, follower = keeper_of(memory, clock, blobs=50), keeper_of(memory, clock, blobs=None)
+    leader.turn()
+    turn(clock, leader, follower, times=4)
+    assert follower.figures()["role"] == "follower"
+    follower.record_use([CHAIN.name(0)])
+    follower.close()
+    assert len(list(memory.list("_tiered_kv/recency/"))) == 1
+
+
 def test_a_closed_keeper_turns_no_more(memory, clock):
     keeper = keeper_of(memory, clock)
     keeper.turn()

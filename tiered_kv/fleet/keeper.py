@@ -194,13 +194,17 @@ class BucketKeeper:
                 self._say("keeping the bucket within its limits failed for now and goes on later. cause=%s", exc)
 
     def close(self) -> None:
-        """Write what was used, give grants and lease up. Idempotent; a failing store only costs the others a wait."""
+        """Write what was used, give grants and lease up. Idempotent; a failing store only costs the others a wait.
+
+        Uses of a bucket that nobody limits are not written: who would remove them again is the leader.
+        """
         with self._turn_lock:
             if self._is_closed:
                 return
             self._is_closed = True
             self._budget.set_free(False)
-            for step in (self._uses.flush, self._member.leave, self._resign):
+            is_limited = self._may_lead or self._is_keeping()
+            for step in (*((self._uses.flush,) if is_limited else ()), self._member.leave, self._resign):
                 try:
                     step()
                 except (TierUnavailable, ChunkCorrupt) as exc:
