@@ -412,6 +412,23 @@ def test_where_no_server_knows_batches_a_missing_object_keeps_none_of_the_others
 PAGE = b"<!DOCTYPE html><html><head><title>Soon</title></head><body><p>We are back soon.<br/></p></body></html>"
 
 
+@pytest.mark.parametrize("paths", [["x"], ["x", "y"]], ids=len)
+def test_a_page_for_people_is_no_deletion(paths):
+    """The leader counted the bytes of what it believed to be gone as free, and granted them."""
+
+    def answer(asked):
+        if "Expect" in asked.headers:
+            asked.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        asked.read_body()
+        return f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(PAGE)}\r\n\r\n".encode() + PAGE
+
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, "key": "k", "secret": "s", "region": "x"})
+        with pytest.raises(TierUnavailable, match="delete failed: what answers there is no S3 server"):
+            store.delete(paths)
+        store.close()
+
+
 @pytest.mark.parametrize("way", [{}, {"config_kwargs": {"retries": {"mode": "adaptive"}}}])
 def test_a_page_for_people_is_no_empty_bucket_no_stored_object_and_no_damaged_blob(way):
     """A load balancer under maintenance, or the portal of a network, answers everything with 200."""

@@ -428,9 +428,8 @@ def answering(status, body, more=None):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked.append((self.command, self.path))
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
-            for name, value in (more or {}).items():
+            for name, value in {"Content-Type": "application/json", **(more or {})}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(b"" if self.command == "HEAD" else body)
@@ -468,6 +467,20 @@ def test_credentials_that_google_refuses_are_told_at_once(status, message, monke
         with pytest.raises(TierUnavailable) as caught:
             store.get("x")
         assert "hidden" not in str(caught.value)
+        store.close()
+
+
+def test_a_page_for_people_is_no_stored_object_no_deletion_and_no_damaged_blob_of_googles(monkeypatch):
+    """A load balancer under maintenance, or the portal of a network, answers everything with 200."""
+    pytest.importorskip("gcsfs")
+    monkeypatch.setenv("FETCH_RAW_TOKEN_EXPIRY", "false")
+    page = b"<!DOCTYPE html><html><head><title>Soon</title></head><body><p>We are back soon.<br/></p></body></html>"
+    with answering(200, page, {"Content-Type": "text/html; charset=utf-8"}) as (url, asked):
+        store = open_store("gs://bucket/p", {"endpoint_url": url, "token": "ya29.hidden"})
+        fails(store, "what answers there is no object store")
+        assert len(asked) == len(every_call(store)), "it was asked again"
+        with pytest.raises(TierUnavailable, match="get failed: what answers there is no object store"):
+            store.get_into("x", memoryview(bytearray(5000)))  # as damaged it would be deleted, and it may be whole
         store.close()
 
 

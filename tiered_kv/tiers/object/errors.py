@@ -91,6 +91,7 @@ _BY_CLASS: Final[dict[str, str]] = {
     "CredentialUnavailableError": f"no credentials were found; {_AZURE_KEY}",
     "ClientAuthenticationError": f"credentials could not be fetched; {_AZURE_KEY}",
     "NotAStore": "what answers there is no S3 server; check endpoint_url and what is between here and the store",
+    "NotGoogles": "what answers there is no object store; check the network and what is between here and the store",
 }
 
 _TRUNCATED = frozenset(
@@ -121,6 +122,10 @@ class MissingBucket(OSError):
 
 class NotAStore(OSError):
     """A success that no store says so: a page of a load balancer, or of a network's portal."""
+
+
+class NotGoogles(OSError):
+    """The same in place of an answer of Google's JSON API."""
 
 
 class Refused(OSError):

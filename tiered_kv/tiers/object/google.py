@@ -13,13 +13,14 @@ it: an object that ends in CR loses that byte where a server takes both, and one
 
 import json
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.errors import MissingBucket, Refused, status_of
+from tiered_kv.tiers.object.errors import MissingBucket, NotGoogles, Refused, status_of
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
 
@@ -39,16 +40,29 @@ def _open_filesystem(location: Location) -> Any:
     async def request(*args: Any, **options: Any) -> Any:
         async def ask() -> Any:
             try:
-                return await once(filesystem, *args, **options)
+                answer = await once(filesystem, *args, **options)
             except OSError as exc:
                 if str(exc).startswith("Forbidden:"):
                     raise Refused(403) from exc
                 raise
+            _refuse_page(*answer[:2])
+            return answer
 
         return await twice(ask)
 
     filesystem._request = request
     return filesystem
+
+
+def _refuse_page(status: int, headers: Mapping[str, str]) -> None:
+    """Refuse a success that Google does not say so: with an object it tells the ETag, all else is JSON, or nothing.
+
+    Raises:
+        NotGoogles: It is a page for people. Of a put or a deletion that was never done, or in place of a whole blob.
+    """
+    is_page = headers.get("Content-Type", "").startswith("text/html")
+    if is_page and "ETag" not in headers and status != HTTPStatus.NO_CONTENT:
+        raise NotGoogles("a page came in place of the answer")
 
 
 class GoogleMedium:

@@ -158,12 +158,16 @@ class S3Medium:
                 self._deletes_batches = False
         for start in range(0, len(paths), DELETED_AT_ONCE):
             keys = [self._prefix + path for path in paths[start : start + DELETED_AT_ONCE]]
-            self._calls.run(all_of([self._calls.call("delete_object", Key=key) for key in keys], is_missing))
+            self._calls.run(all_of([self._delete_one(key) for key in keys], is_missing))
+
+    async def _delete_one(self, key: str) -> None:
+        refuse_page(await self._calls.call("delete_object", Key=key))
 
     def _delete_batches(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), DELETE_BATCH):
             keys = [{"Key": self._prefix + path} for path in paths[start : start + DELETE_BATCH]]
             answer = self._calls.run(self._calls.call("delete_objects", Delete={"Objects": keys, "Quiet": True}))
+            refuse_page(answer)
             failed = [e for e in answer.get("Errors", []) if e.get("Code") != "NoSuchKey"]
             if failed:
                 first = failed[0]

@@ -5,6 +5,7 @@ Owns the range a get asks for and how often a create is tried. Called by ``s3.py
 """
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Final
 
 from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, status_of
@@ -49,11 +50,12 @@ def check_list(answer: Mapping[str, Any]) -> None:
 
 
 def refuse_page(answer: Mapping[str, Any]) -> None:
-    """Refuse what came in place of the answer to a GET, HEAD or PUT: a store tells the object's ETag.
+    """Refuse what came in place of the answer to a GET, HEAD or PUT, which tells the object's ETag, or to a DELETE.
 
     Raises:
-        NotAStore: It is a page for people. Of a put that was never done, or in place of a blob that is whole.
+        NotAStore: It is a page for people. Of a put or a deletion that was never done, or in place of a whole blob.
     """
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    if "ETag" not in answer and headers.get("content-type", "").startswith("text/html"):
+    said = answer.get("ResponseMetadata", {})
+    is_page = said.get("HTTPHeaders", {}).get("content-type", "").startswith("text/html")
+    if is_page and "ETag" not in answer and said.get("HTTPStatusCode") != HTTPStatus.NO_CONTENT:
         raise NotAStore("a page came in place of the answer")
