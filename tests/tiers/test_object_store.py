@@ -412,6 +412,24 @@ def test_where_no_server_knows_batches_a_missing_object_keeps_none_of_the_others
 PAGE = b"<!DOCTYPE html><html><head><title>Soon</title></head><body><p>We are back soon.<br/></p></body></html>"
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_server_that_tells_nobody_to_go_on_gets_blobs_over_the_loop(size):
+    """To be told costs a round trip, and stores differ in whether they tell: blobs in threads never ask, either."""
+    got = []
+
+    def answer(asked):
+        got.append(asked.read_body())
+        return b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 0\r\n\r\n'
+
+    options = {"key": "k", "secret": "s", "region": "x", "config_kwargs": {"retries": {"mode": "adaptive"}}}
+    with RawServer(answer) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url, **options}, timeout_s=5)
+        store.put("x", bytes(size))
+        assert store.create("y", bytes(size))
+        store.close()
+    assert [len(body) for body in got] == [size, size]
+
+
 @pytest.mark.parametrize("paths", [["x"], ["x", "y"]], ids=len)
 def test_a_page_for_people_is_no_deletion(paths):
     """The leader counted the bytes of what it believed to be gone as free, and granted them."""

@@ -49,6 +49,7 @@ class LoopCalls:
     async def client(self) -> Any:
         """The client that s3fs made or makes now; it makes a new one after its connections were closed."""
         self._client = await self.filesystem.set_session()
+        self._client.meta.events.register("before-send.s3", _ask_nobody_to_go_on, unique_id=__name__)
         return self._client
 
     async def call(self, method: str, **arguments: object) -> Any:
@@ -78,6 +79,11 @@ class LoopCalls:
         client, self._client = self._client, None
         if client is not None:
             self.run(client.close())
+
+
+def _ask_nobody_to_go_on(request: Any, **_: object) -> None:
+    """Send a body with its head: aiohttp would wait for a 100 until the deadline, and not every server sends one."""
+    request.headers.pop("Expect", None)
 
 
 def additional_arguments(client: Any, filesystem: Any, method: str) -> Mapping[str, object]:
