@@ -48,6 +48,17 @@ def test_what_a_put_with_a_lost_answer_stored_counts_against_the_limit(s3, clock
     assert 0 < found <= LIMIT_BYTES
 
 
+def test_a_create_of_few_bytes_over_the_loop_does_not_meet_its_own_unseen(s3):
+    """aiohttp sends a body of bytes again by itself where a connection that was kept ends: nobody hears of it."""
+    with FaultProxy(s3.endpoint_url) as proxy:
+        store = ObjectStore(parse_location(s3.uri(s3.new_prefix()), {**s3.options(proxy.url), **BY_THE_LOOP}))
+        store.put("before", b"1")
+        for number in range(4):
+            with proxy.failing(Fault(Mode.LOST, kinds={"PUT"}, first=1)):
+                assert store.create(f"x{number}", b"few") is not False, "nobody else has this name"
+        store.close()
+
+
 @pytest.mark.parametrize("kind", ["gs", "az"])
 def test_what_a_put_with_a_lost_answer_stored_counts_in_other_clouds(stores, clock, kind):
     cloud = stores(kind)
