@@ -958,6 +958,27 @@ def test_a_door_that_dies_as_it_starts_is_a_warning_and_is_started_again(directo
     assert not is_open(port)
 
 
+def test_a_door_that_is_ready_and_dies_each_time_is_started_ever_less_often(
+    directory, key_file, tmp_path, monkeypatch, caplog
+):
+    """Each start takes a second of a core, beside engines that need it."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nread -r settings\necho ready 4711\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(door_module.sys, "executable", str(python))
+    monkeypatch.setattr(door_module, "RESTART_S", 0.01)
+
+    def waited_s():
+        return [record.args[0] for record in caplog.records if "is started again" in record.msg]
+
+    door = DoorProcess(door_config(directory, key_file))
+    try:
+        wait_for(lambda: len(waited_s()) >= 4, "four starts more")
+    finally:
+        door.close()
+    assert waited_s()[:4] == [0.01, 0.02, 0.04, 0.08]
+
+
 def test_a_door_whose_start_gets_no_thread_is_started_again(directory, key_file, monkeypatch):
     refusals = iter([True, True])
 

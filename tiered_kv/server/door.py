@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 START_S: Final = 20.0
 RESTART_S: Final = 1.0
 RESTART_MAX_S: Final = 30.0
+"""Waits before a door is started again: twice as long each time, and from the first on once one lived for the last."""
+
 _SET_DEATH_SIGNAL: Final = 1  # PR_SET_PDEATHSIG
 
 
@@ -200,18 +202,21 @@ class DoorProcess:
     def _watch(self) -> None:
         wait_s = RESTART_S
         while not self._closing.is_set():
+            since_s = time.monotonic()
             if self._process is not None:
                 self._process.wait()
+            if time.monotonic() - since_s >= RESTART_MAX_S:  # one that is ready and dies is no better than none
+                wait_s = RESTART_S
             if self._closing.wait(wait_s):
                 return
             if self._process is not None:
-                logger.warning("the door to peers ended and is started again. status=%s", self._process.returncode)
+                status = self._process.returncode
+                logger.warning("the door to peers ended and is started again after %g s. status=%s", wait_s, status)
                 _end(self._process)
+            wait_s = min(2 * wait_s, RESTART_MAX_S)
             try:
                 self._open()
-                wait_s = RESTART_S
             except (ConfigError, OSError) as exc:
-                wait_s = min(2 * wait_s, RESTART_MAX_S)
                 logger.warning("the door to peers cannot be started; trying again in %g s. %s", wait_s, exc)
 
     def close(self) -> None:
