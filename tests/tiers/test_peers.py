@@ -979,6 +979,23 @@ def test_a_door_that_is_ready_and_dies_each_time_is_started_ever_less_often(
     assert waited_s()[:4] == [0.01, 0.02, 0.04, 0.08]
 
 
+def test_a_door_that_is_started_again_has_the_key_of_its_server(directory, tmp_path):
+    """A new key counts when a server starts anew, or its door would refuse those whom the server still asks."""
+    key_file = tmp_path / "changed.key"
+    key_file.touch(0o600)
+    key_file.write_text("42" * 32)
+    door = DoorProcess(door_config(directory, key_file))
+    try:
+        port, first = door.port, door._process
+        key_file.write_text("17" * 32)
+        first.kill()
+        wait_for(lambda: door._process is not first and is_open(port), "another door")
+        with peers(f"https://127.0.0.1:{port}", key=FleetKey(bytes.fromhex("42" * 32))) as tier:
+            assert read(tier, 0) == CHAIN.blob(0).data
+    finally:
+        door.close()
+
+
 def test_a_door_whose_start_gets_no_thread_is_started_again(directory, key_file, monkeypatch):
     refusals = iter([True, True])
 

@@ -43,6 +43,7 @@ class DoorSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         root: Of the disk tier; None: there is none.
+        key: The fleet's, as the server had it at its start: the file may change.
         serve_bytes_s: None: as fast as it goes.
         server: The server's socket; None: nothing is given from host memory.
         directory: The server's.
@@ -52,7 +53,7 @@ class DoorSettings(msgspec.Struct, frozen=True):
     root: str | None
     host: str
     port: int
-    key_file: str
+    key: bytes
     serve_bytes_s: int | None
     server: str | None
     directory: str
@@ -69,10 +70,9 @@ def _listen(settings: DoorSettings, memory: HostMemory | None) -> Listener:
     """Take the port.
 
     Raises:
-        ConfigError: The key cannot be used.
         OSError: The port cannot be had.
     """
-    key = FleetKey.read(Path(settings.key_file))
+    key = FleetKey(settings.key)
     root = None if settings.root is None else Path(settings.root)
     blobs = DoorBlobs(root, settings.serve_bytes_s, memory)
 
@@ -110,7 +110,7 @@ def _main() -> int:
     memory = _memory(settings)
     try:
         listener = _listen(settings, memory)
-    except (ConfigError, OSError) as exc:
+    except OSError as exc:
         _say(f"error {exc}")
         return 1
     _say(f"ready {listener.port}")
@@ -137,7 +137,7 @@ class DoorProcess:
             server: The server's socket, where it listens now or soon; None: nothing is given from host memory.
 
         Raises:
-            ConfigError: It says that it cannot listen.
+            ConfigError: It says that it cannot listen, or the key cannot be used.
         """
         root, listen, key_file = config.disk_root(), config.peer_listen, config.peer_key_file
         assert listen is not None and key_file is not None, "settings were checked"
@@ -146,7 +146,7 @@ class DoorProcess:
             None if root is None else str(root),
             host,
             port,
-            str(key_file),
+            FleetKey.read(key_file).secret,
             config.peer_serve_bytes_s,
             None if server is None else str(server),
             str(config.server_directory()),

@@ -65,6 +65,11 @@ class FleetKey:
             raise ConfigError(f"setting peer_key_file: {path} does not hold 64 hex digits; {make}")
         return cls(bytes.fromhex(content.decode()))
 
+    @property
+    def secret(self) -> bytes:
+        """The key itself, for a process of ours that is to have the same although the file may change."""
+        return self._key
+
     def token(self, now_s: float) -> str:
         """What a question carries in this hour; ``now_s`` is the wall clock's."""
         return self._token(int(now_s // HOUR_S))
