@@ -22,6 +22,7 @@ from tests.kit.server.clients import CHUNK as SERVED_CHUNK
 from tests.kit.server.clients import SmallEngine, content, settings
 from tests.kit.server.probe import wait_written
 from tests.kit.server.processes import end_server
+from tests.kit.storage.disk_probe import open_disk
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
 from tiered_kv.chunks.header import CHUNK_INDEX, HEADER_XXH3
@@ -30,6 +31,7 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
 from tiered_kv.keys.naming import BlobName, object_path, relative_path
 from tiered_kv.ops.storage import FOR_GOOD
+from tiered_kv.testing.blobs import SampleChain
 
 ONE = Model()
 TWO = Model(weights="user:other", fields={"tp": 2, "kv_dtype": "fp8"})
@@ -495,6 +497,19 @@ def test_a_position_that_no_chunk_can_have_ends_no_verb(disk: Tier) -> None:
         assert run(verb, disk.uri).exit_code == 0, verb
     found = json.loads(run("verify", disk.uri, "--json").stdout)
     assert [(one["reason"], one["key"]) for one in found["bad"]] == [("header", names[2].key.hex())]
+
+
+def test_inspect_shows_a_time_that_no_calendar_has(tmp_path: Path) -> None:
+    """A header has twelve digits for it, and a file system what a wrong clock gave it."""
+    chain, then_s = SampleChain(), 10**12 - 1
+    data = bytearray(chain.blob(0).data)
+    chain.form.seal(memoryview(data), chain.blob(0).record, then_s)
+    tier = open_disk(tmp_path / "kv")
+    tier.put(chain.name(0), memoryview(data))
+    tier.close()
+    found = run("inspect", f"file://{tmp_path}/kv", chain.key(0).hex())
+    assert found.exit_code == 0, found.output
+    assert f"{then_s} s since 1970" in found.stdout
 
 
 def test_inspect_says_when_a_chunk_hangs_in_the_air(disk: Tier) -> None:

@@ -264,4 +264,8 @@ def _place(report: InspectReport) -> list[tuple[str, object]]:
 def _time(then_s: float | None, now_s: float) -> str:
     if then_s is None:
         return "-"
-    return f"{datetime.fromtimestamp(then_s, UTC):%Y-%m-%d %H:%M:%S} UTC, {ago(now_s, then_s)}"
+    try:
+        when = f"{datetime.fromtimestamp(then_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):  # beyond the year 9999: a wrong clock's, or made up
+        when = f"{then_s:.0f} s since 1970"
+    return f"{when}, {ago(now_s, then_s)}"
