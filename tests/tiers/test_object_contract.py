@@ -246,6 +246,21 @@ def test_the_keeper_hears_of_every_put_and_delete(store):
     ]
 
 
+def test_room_is_taken_behind_the_question_whether_the_store_creates_atomically(store):
+    """It takes three requests, and room for as long as one: the put would end when others may have its bytes."""
+    asked = []
+
+    class Asking(RecordingKeeper):
+        def reserve(self, size_bytes):
+            asked.append(store._is_atomic)
+            super().reserve(size_bytes)
+
+    tier = ObjectTier(store, keeper=Asking())
+    tier.put(CHAIN.name(0), CHAIN.blob(0).view())
+    assert asked == [True]
+    tier.close()
+
+
 def test_a_put_that_the_keeper_refuses_reaches_no_store(store):
     keeper = RecordingKeeper(blobs_max=0)
     tier = ObjectTier(store, keeper=keeper)

@@ -98,21 +98,29 @@ class ObjectTier(Tier):
         """
         path = object_path(name)
         with self._using():
-            if self._keeper is not None:
-                self._keeper.reserve(len(blob))
-            stored: bool | None = None
             try:
-                stored = self._create(path, blob)
+                # Asked before room is taken, which holds for as long as one put takes: the first answer takes several.
+                self._store.creates_atomically()
+                self._put_reserved(path, blob)
             except TierUnavailable as exc:
-                if exc.__cause__ is not None and is_full(exc.__cause__):
-                    stored = False
+                if _has_no_room(exc):
                     raise CapacityExceeded(f"the object store has no room left. store={self._store.uri}") from exc
                 raise
-            finally:
-                if self._keeper is not None:
-                    self._keeper.finished(len(blob), stored)
-            if stored:
-                self._count(len(blob), 1)
+
+    def _put_reserved(self, path: str, blob: memoryview) -> None:
+        if self._keeper is not None:
+            self._keeper.reserve(len(blob))
+        stored: bool | None = None
+        try:
+            stored = self._create(path, blob)
+        except TierUnavailable as exc:
+            stored = False if _has_no_room(exc) else None
+            raise
+        finally:
+            if self._keeper is not None:
+                self._keeper.finished(len(blob), stored)
+        if stored:
+            self._count(len(blob), 1)
 
     def _create(self, path: str, data: memoryview) -> bool | None:
         if self._store.creates_atomically():
@@ -251,6 +259,10 @@ class ObjectTier(Tier):
         with self._state:
             self._used_bytes += size_bytes
             self._blob_count += blobs
+
+
+def _has_no_room(exc: TierUnavailable) -> bool:
+    return exc.__cause__ is not None and is_full(exc.__cause__)
 
 
 def _present(info: BlobInfo | None) -> Iterator[BlobInfo]:
