@@ -25,7 +25,7 @@ from botocore.httpsession import URLLib3Session
 from tests.kit.raw_server import OK, Asked, RawServer, refusal
 from tests.kit.s3 import S3
 from tests.kit.server.probe import wait_for
-from tiered_kv.errors import TierUnavailable
+from tiered_kv.errors import ChunkCorrupt, TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object import s3_signer
 from tiered_kv.tiers.object.connection import IDLE_MAX_S, ConnectionPool, Place
@@ -675,3 +675,31 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: p
         wire = ConnectionPool(1, 4.0, 1.0)._dial(place, 4.0)
         wire.end()
     assert waits[0] <= 2.0 < waits[1] <= 4.0
+
+
+def cut_short(_: Asked) -> bytes:
+    return BLOB[:70000]
+
+
+def of_another_size(_: Asked) -> bytes:
+    return b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 5\r\n\r\n12345'
+
+
+@pytest.mark.parametrize("answer", [refuse, hang_up, stay_silent, cut_short, of_another_size])
+@pytest.mark.parametrize("way", [{}, {"config_kwargs": {"request_checksum_calculation": "when_supported"}}])
+def test_what_a_failed_get_read_into_can_be_closed(
+    answer: Callable[[Asked], bytes | None], way: dict[str, object]
+) -> None:
+    """As above: the memory is the caller's again, whatever becomes of the error."""
+    with RawServer(answer) as server:
+        store = open_impatient(server.url, 1.0, **(once() | way))
+        memory = mmap.mmap(-1, 1 << 20)
+        errors = []
+        with memoryview(memory) as view:
+            try:
+                store.get_into("x", view)
+            except (TierUnavailable, ChunkCorrupt) as exc:
+                errors.append(exc)  # and its traceback with it
+        assert errors
+        memory.close()
+        store.close()

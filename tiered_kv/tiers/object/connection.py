@@ -124,7 +124,8 @@ class Wire:
         self.acknowledge()
         offset = self.reader.readinto1(view)  # what came together with the head
         while 0 < offset < len(view):
-            count = self.recv_into(view[offset:], socket.MSG_WAITALL)
+            with view[offset:] as rest:  # released here, also where an error's traceback would keep it
+                count = self.recv_into(rest, socket.MSG_WAITALL)
             if count == 0:
                 break
             offset += count
