@@ -12,7 +12,9 @@ import pytest
 
 from tests.kit.server.probe import wait_for
 from tests.kit.storage.disk_probe import open_disk
+from tiered_kv.config import Config
 from tiered_kv.errors import TierUnavailable
+from tiered_kv.server.door import DoorProcess
 from tiered_kv.server.door_blobs import PIECE_BYTES, DoorBlobs
 from tiered_kv.server.door_listener import (
     ANSWER_S,
@@ -127,6 +129,35 @@ def test_each_stage_has_its_time(sockets):
         clock.now_s = end_s
         connections.sweep()
         assert [is_cut(one) for _, one in ends] == [True] * (number + 1) + [False] * (2 - number)
+
+
+def test_an_answer_has_as_long_as_peers_wait_for_a_blob(tmp_path, monkeypatch):
+    """Cut before that, a blob that takes longer over a thin line would never come."""
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("42" * 32)
+    told = []
+
+    class Told(DoorProcess):
+        def _start(self):
+            told.append(self._settings)
+            raise ChildProcessError("none is wanted")
+
+    given = {"storage_uri": f"file://{tmp_path}/kv", "peer_listen": "127.0.0.1:0", "peer_key_file": str(key)}
+    for more in ({}, {"peer_timeout_s": 600}):
+        Told(Config.from_mapping(given | more)).close()
+    assert [settings.answer_s for settings in told] == [ANSWER_S, 600]
+
+
+def test_the_time_of_an_answer_can_be_longer(sockets):
+    clock = Clock()
+    connections = DoorConnections(clock, 600)
+    asker = connections.admit(sockets(), "a")
+    connections.greet(asker)
+    for now_s, is_over in ((ANSWER_S, False), (599, False), (600, True)):
+        clock.now_s = now_s
+        connections.sweep()
+        assert is_cut(asker) == is_over
 
 
 def test_a_peer_lets_go_of_an_idle_connection_before_the_door_does():

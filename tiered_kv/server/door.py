@@ -24,7 +24,7 @@ import msgspec
 from tiered_kv.config import Config, parse_address
 from tiered_kv.errors import ConfigError
 from tiered_kv.server.door_blobs import DoorBlobs
-from tiered_kv.server.door_listener import Listener
+from tiered_kv.server.door_listener import ANSWER_S, Listener
 from tiered_kv.server.door_memory import HostMemory
 from tiered_kv.tiers.peers.fleet_key import FleetKey
 
@@ -47,6 +47,7 @@ class DoorSettings(msgspec.Struct, frozen=True):
         serve_bytes_s: None: as fast as it goes.
         server: The server's socket; None: nothing is given from host memory.
         directory: The server's.
+        answer_s: Longest time in which a peer takes an answer.
         tells_reads: The server is to hear what peers have read: there is a bucket, which it may not have put it into.
     """
 
@@ -57,6 +58,7 @@ class DoorSettings(msgspec.Struct, frozen=True):
     serve_bytes_s: int | None
     server: str | None
     directory: str
+    answer_s: float
     tells_reads: bool
 
 
@@ -79,7 +81,9 @@ def _listen(settings: DoorSettings, memory: HostMemory | None) -> Listener:
     def accepts(token: str) -> bool:
         return key.accepts(token, time.time())
 
-    return Listener(settings.host, settings.port, key.server_context(), accepts, blobs.answer)
+    return Listener(
+        settings.host, settings.port, key.server_context(), accepts, blobs.answer, answer_s=settings.answer_s
+    )
 
 
 def _end_with_the_server(listener: Listener) -> None:
@@ -150,6 +154,7 @@ class DoorProcess:
             config.peer_serve_bytes_s,
             None if server is None else str(server),
             str(config.server_directory()),
+            max(ANSWER_S, config.peer_timeout_s),
             tells_reads=config.location().kind == "object",
         )
         self._closing = threading.Event()

@@ -41,7 +41,7 @@ IDLE_S: Final = 30.0
 """Longest time between an answer and the next whole question; a peer lets go of what lay idle for half of it."""
 
 ANSWER_S: Final = 60.0
-"""Longest time in which a reader takes an answer."""
+"""Longest time in which a reader takes an answer, unless it may wait longer for one."""
 
 SWEEP_S: Final = 0.5
 WARN_INTERVAL_S: Final = 60.0
@@ -179,9 +179,10 @@ class DoorConnections:
     Threads: any; every field is guarded by one lock, which also keeps a socket from being closed while it is cut.
     """
 
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        """None is open yet."""
+    def __init__(self, monotonic: Callable[[], float], answer_s: float = ANSWER_S) -> None:
+        """None is open yet; ``answer_s``: how long one may take to read an answer."""
         self._monotonic = monotonic
+        self._answer_s = answer_s
         self._lock = threading.Lock()
         self._open: dict[DoorConnection, None] = {}  # oldest first
 
@@ -205,7 +206,7 @@ class DoorConnections:
         """A token was shown: an answer is sent from now on."""
         with self._lock:
             connection.is_known = True
-            connection.ends_s = self._monotonic() + ANSWER_S
+            connection.ends_s = self._monotonic() + self._answer_s
 
     def rest(self, connection: DoorConnection) -> None:
         """The answer was sent: the next question may take its time."""
@@ -242,8 +243,12 @@ class Listener:
         accepts: Accepts,
         answer: Handler,
         monotonic: Callable[[], float] = time.monotonic,
+        answer_s: float = ANSWER_S,
     ) -> None:
         """Take the port; 0: any that is free.
+
+        Args:
+            answer_s: Longest time in which a reader takes an answer.
 
         Raises:
             OSError: It cannot be had.
@@ -257,7 +262,7 @@ class Listener:
         self._accepts = accepts
         self._answer = answer
         self._monotonic = monotonic
-        self._connections = DoorConnections(monotonic)
+        self._connections = DoorConnections(monotonic, answer_s)
         self._pace = Pace(monotonic)
         self._quick = QuickThreads()
         self._is_closing = threading.Event()
