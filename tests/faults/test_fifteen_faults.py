@@ -265,6 +265,31 @@ def test_a_directory_that_turns_read_only_serves_on_and_is_written_when_it_may(s
     scene.check("write_failed_unavailable", r"operation=write tier=disk blob=\S+ cause=.*errno=(EPERM|EACCES) path=")
 
 
+def test_a_disk_that_is_remounted_read_only_gives_what_it_has(scene: FaultScene) -> None:
+    """As a kernel does with a file system that it found damaged: what is there can be read for as long as it lasts."""
+    stored(scene)
+    with read_only(scene.root):
+        for number in range(8):
+            scene.store((200 + number,))
+        scene.forget_host()
+        assert not scene.is_open, "reads were refused, too"
+        assert scene.load() == 3
+    scene.check("write_failed_no_room", r"operation=write tier=disk blob=\S+ cause=the file system is read-only")
+
+
+@contextlib.contextmanager
+def read_only(root: Path) -> Iterator[None]:
+    """Mount it over itself: whoever has a file open there for writing keeps that, all else is refused."""
+    for command in (["--bind", root, root], ["-o", "remount,bind,ro", root]):
+        done = subprocess.run(["mount", *command], check=False, capture_output=True)
+        if done.returncode:
+            pytest.skip(f"mounting is not allowed here: {done.stderr!r}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", root], check=True)
+
+
 def immutable(directories: list[Path], wanted: bool) -> None:
     """Refuse new names; root needs the flag for that, others a mode."""
     if os.geteuid() != 0:

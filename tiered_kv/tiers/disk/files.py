@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, align_up
-from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, TierUnavailable
+from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, TierBusy, TierUnavailable
 
 READ_PIECE_BYTES = 512 << 10
 """Bytes of one read. Files are read by pieces that stay in a core's cache until they are hashed, and so small that the
@@ -44,6 +44,9 @@ FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_REFUSED_READ_ONLY = {"put": CapacityExceeded, "describe": CapacityExceeded, "delete": TierBusy}
+"""By a file system that was remounted so. No breaker counts these: what is there can still be read."""
+
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -54,7 +57,8 @@ class mapped_errors:  # noqa: N801 - a context, named as those of contextlib
     No generator: around each read of a small blob that would take as long as a system call.
 
     Raises:
-        CapacityExceeded: The file system, a quota or a file size limit is reached.
+        CapacityExceeded: The file system, a quota or a file size limit is reached; a write to a read-only file system.
+        TierBusy: A deletion there.
         TierUnavailable: Anything else went wrong.
     """
 
@@ -73,6 +77,8 @@ class mapped_errors:  # noqa: N801 - a context, named as those of contextlib
         said = f"operation={self._operation} errno={errno.errorcode.get(exc.errno or 0, exc.errno)} path={self._path}"
         if exc.errno in _NO_ROOM:
             raise CapacityExceeded(f"no room on the file system. {said}") from exc
+        if exc.errno == errno.EROFS and self._operation in _REFUSED_READ_ONLY:
+            raise _REFUSED_READ_ONLY[self._operation](f"the file system is read-only. {said}") from exc
         raise TierUnavailable(f"disk operation failed. {said}") from exc
 
 
