@@ -1,6 +1,8 @@
 """What a client that is gone leaves behind (rule 1), and what a server that stops or dies costs (rules 2 and 6)."""
 
+import contextlib
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ from tests.kit.counts import count
 from tests.kit.server.clients import SmallEngine, poll_until, settings, worker_part
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tests.kit.server.processes import WorkerProcess, descriptors, is_alive, kill_server, order, threads
-from tiered_kv.errors import TierUnavailable
+from tiered_kv.errors import ProtocolError, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.server.client import BACKOFF_FIRST_S, OUTBOX_BYTES_MAX, SchedulerClient
 from tiered_kv.server.directory import hold_arena_lock
@@ -83,6 +85,26 @@ def test_a_worker_that_hangs_up_keeps_its_slots_quarantined_while_it_lives(sched
     process.kill()
     wait_for(lambda: "e/0" not in sessions(served) and reserved(served) == 0, "the end of the quarantine")
     client.close()
+
+
+def test_a_worker_that_cannot_map_the_arena_leaves_nothing_behind(served: Path) -> None:
+    """It tries again in each generation, for as long as its engine lives: the server watches so many workers only."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        for _ in range(2):  # for the socket and the lock of the arena: none is left for a slab
+            os.close(taken.pop())
+        for generation in range(3):
+            with pytest.raises(ProtocolError, match="ulimit -n"):
+                WorkerClient(settings(served), "e", generation, worker_part())
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert sessions(served) == {}
 
 
 def test_a_killed_worker_ends_the_session_and_frees_its_slots(scheduler: Scheduler, served: Path) -> None:

@@ -22,7 +22,7 @@ from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.config import Config
 from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import read_exactly, read_message_after, refusal_error, say_hello
+from tiered_kv.server.connect import HELLO_RETRY_S, read_exactly, read_message_after, refusal_error, say_hello
 from tiered_kv.server.directory import hold_arena_lock, server_directory
 from tiered_kv.server.row_loan import RowLoan, server_pidfd
 
@@ -74,6 +74,7 @@ class WorkerClient:
             except OSError as exc:  # the server was just ending; the next one is found or started
                 if time.monotonic() > deadline_s:
                     raise TierUnavailable(f"the cache server went away while joining: {exc}") from exc
+                time.sleep(HELLO_RETRY_S)  # it may not be ending, but out of descriptors
 
     def _join(self, config: Config, who: tuple[str, str, int], join: m.JoinWorker) -> Arena:
         self._sock, welcome = say_hello(config, *who)
@@ -83,7 +84,7 @@ class WorkerClient:
             lock_fd = hold_arena_lock(server_directory(config), welcome.server_id)
             with contextlib.suppress(BrokenPipeError):  # refused already: the reason waits to be read
                 self._sock.sendall(m.frame(join))
-            arena = Arena(receive_slabs(self._sock, welcome.slab_count))
+            arena = self._map(welcome.slab_count)
         except BaseException:
             self._sock.close()
             if lock_fd >= 0:
@@ -91,6 +92,15 @@ class WorkerClient:
             raise
         self._lock_fd = lock_fd
         return arena
+
+    def _map(self, slab_count: int) -> Arena:
+        """Map the arena, or say that nothing of it is mapped: else the server waits for this process to end."""
+        try:
+            return Arena(receive_slabs(self._sock, slab_count))
+        except BaseException:
+            with contextlib.suppress(OSError):  # the server is gone, or has refused this worker
+                self._sock.sendall(m.frame(m.Unmapped()))
+            raise
 
     def lend_rows(self, region_fd: int, rows: int, row_bytes: int) -> RowLoan | str:
         """Lend the engine's rows, once, before :meth:`wait_lost`; blocks. Gives why not where they are not taken.
