@@ -259,6 +259,20 @@ def test_a_server_without_free_descriptors_serves_on_and_accepts_again(root: Pat
     one.close()
 
 
+def test_a_worker_for_whose_watch_no_descriptor_is_left_does_not_keep_the_server(root: Path) -> None:
+    with hello(settings(root)):
+        pid = server_pid(root)
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+        one_left = next(number for number in range(len(used) + 1) if number not in used) + 1
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (one_left, before[1]))
+        with pytest.raises(TierUnavailable):  # its connection takes that one
+            WorkerClient(settings(root, start_timeout_s=2), "e", 0, worker_part())
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert figures(root)["sessions"] == []
+    wait_ended(root)
+
+
 # -- ending ------------------------------------------------------------------------------------------------------
 
 

@@ -410,8 +410,8 @@ class Server:
 
     def _decline(self, connection: Connection, decline: m.Decline) -> None:
         self._check_watched()
-        self._sessions.decline(connection, decline)
-        self._watch(connection)
+        if self._watch(connection):
+            self._sessions.decline(connection, decline)
 
     def _hello(self, connection: Connection, hello: m.Hello) -> None:
         if connection.role:
@@ -434,9 +434,9 @@ class Server:
 
     def _join_worker(self, connection: Connection, join: m.JoinWorker) -> None:
         self._check_watched()
-        self._sessions.join_worker(connection, join)
-        if not self._watch(connection):
+        if not self._watch(connection):  # first: a worker that is not watched would be waited for without end
             return
+        self._sessions.join_worker(connection, join)
         fds = self._engine.arena.slab_fds
         for start in range(0, len(fds), m.SLABS_PER_FRAME):
             part = fds[start : start + m.SLABS_PER_FRAME]
@@ -449,7 +449,12 @@ class Server:
             raise TierUnavailable(f"the server has too many workers. workers={len(self._pidfds)} max={WATCHED_MAX}")
 
     def _watch(self, connection: Connection) -> bool:
-        """Learn when the client's process exits; False when it has exited already."""
+        """Learn when the client's process exits; False when it has exited already.
+
+        Where nothing is held until then, the turn of the loop ends the watch.
+        """
+        if connection in self._pidfds:
+            return True
         try:
             pidfd = connection.open_pidfd()
         except ProcessLookupError:
