@@ -15,7 +15,7 @@ from tests.kit.gpu.worker_lives import WorkerLife
 from tests.kit.mutants import mutants
 from tiered_kv.chunks.device_copy import CopyEngine
 from tiered_kv.vllm import compat
-from tiered_kv.vllm.supported import copies_blocks
+from tiered_kv.vllm.supported import copies_blocks, features
 from tiered_kv.vllm.worker import WorkerSide
 
 pytestmark = pytest.mark.vllm
@@ -272,6 +272,14 @@ def test_copies_end_before_vllm_releases_the_kv_cache_alone(monkeypatch):
     compat.before_sleep(copies.finish)
     backends.CuMemBackend().discard(("kv_cache",))
     assert allocator.order == ["finished", ("unmapped", ("kv_cache",))]
+
+
+@pytest.mark.parametrize("allowed", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_an_engine_sleeps_wherever_its_memory_can_be_taken_away(allowed):
+    """vLLM's ``sleep`` and ``release_kv_cache_memory`` ask for the allocator, not for sleep mode."""
+    model = SimpleNamespace(**({"enable_sleep_mode": False, "enable_cumem_allocator": False} | {allowed: True}))
+    config = SimpleNamespace(model_config=model, kv_events_config=None, speculative_config=None)
+    assert features(config, groups()) == {compat.SLEEP}
 
 
 def test_where_a_hook_tells_of_sleep_nothing_is_wrapped(monkeypatch):

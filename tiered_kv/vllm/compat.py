@@ -438,7 +438,8 @@ USES: Final = (
     *_reads(f"{CONFIG}:ModelConfig", "model revision code_revision seed dtype quantization quantization_config "
             "max_model_len hf_config hf_text_config multimodal_config is_encoder_decoder trust_remote_code "
             "model_weights"),
-    Use(f"{CONFIG}:ModelConfig", "enable_sleep_mode", without="waiting for running copies before a sleep"),
+    *_reads(f"{CONFIG}:ModelConfig", "enable_sleep_mode enable_cumem_allocator",
+            without="waiting for running copies before a sleep"),
     *_reads(f"{CONFIG}:MultiModalConfig", "mm_processor_cache_gb"),
     *_reads(f"{CONFIG}:ParallelConfig", "rank world_size tensor_parallel_size pipeline_parallel_size nnodes_within_dp "
             "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep"),
@@ -867,6 +868,13 @@ def before_emptying(block_pool: Any, let_go: Callable[[], None]) -> None:
         return bool(empty())
 
     block_pool.reset_prefix_cache = reset_prefix_cache
+
+
+def can_sleep(model_config: Any) -> bool:
+    """Whether vLLM can take the KV cache's memory away: its engine sleeps wherever that allocator is, when told to."""
+    return bool(
+        getattr(model_config, "enable_sleep_mode", False) or getattr(model_config, "enable_cumem_allocator", False)
+    )
 
 
 def before_sleep(finish: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ from tiered_kv.vllm.compat import (
     SLEEP,
     SPEC_FIELDS,
     STATES,
+    can_sleep,
     overwrites_scales,
     release,
     unknown_traits,
@@ -64,7 +65,7 @@ def features(vllm_config: Any, kv_cache_config: Any) -> set[str]:
         DRAFTS: has_drafts_kv(vllm_config),
         STATES: _has_states(kv_cache_config),
         EVENTS: events is not None and events.enable_kv_cache_events,
-        SLEEP: bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+        SLEEP: can_sleep(vllm_config.model_config),
     }
     return {name for name, is_there in has.items() if is_there}
 

@@ -45,7 +45,7 @@ from tiered_kv.server.connect import Background
 from tiered_kv.server.worker_client import WorkerClient, decline, pages_on_the_wire
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
 from tiered_kv.version import __version__
-from tiered_kv.vllm.compat import before_sleep
+from tiered_kv.vllm.compat import before_sleep, can_sleep
 from tiered_kv.vllm.engine_metrics import CopyMeter
 from tiered_kv.vllm.identity.loader_watch import adapter_loads
 from tiered_kv.vllm.identity.record import base_fields, page_encodings, with_experts
@@ -179,7 +179,7 @@ class WorkerSide:
         check_layers(self._vllm_config, self._kv_cache_config)
         fields = base_fields(self._vllm_config, self._kv_cache_config, self._config)
         encodings = page_encodings(self._vllm_config, self._kv_cache_config)
-        if paged.engine is not None and self._vllm_config.model_config.enable_sleep_mode:
+        if paged.engine is not None and can_sleep(self._vllm_config.model_config):
             before_sleep(self.finish_copies)
         if paged.engine is not None:
             self._cuda, self._device = paged.engine.device.cuda, paged.engine.device.device.index or 0
