@@ -291,6 +291,29 @@ def test_an_embedded_server_writes_what_it_holds_and_ends_with_its_last_client(r
     two.close()
 
 
+def test_a_child_that_was_forked_keeps_nothing_of_the_arena(root: Path) -> None:
+    """Else the next server of the directory waits for it with every session."""
+    one = SmallEngine.start(settings(root))
+    one.store(2)
+    wait, go_on = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(go_on)
+        os.read(wait, 1)
+        os._exit(0)
+    try:
+        assert one.hits(2) == 2, "the parent goes on"
+        one.close()
+        wait_ended(root)
+        two = SmallEngine.start(settings(root), "two")
+        assert two.hits(2) == 2
+        two.close()
+    finally:
+        os.close(go_on)
+        os.close(wait)
+        os.waitpid(child, 0)
+
+
 def test_a_server_that_may_not_drain_ends_anyway(root: Path) -> None:
     one = SmallEngine.start(settings(root, drain_s=0))
     one.store(40)

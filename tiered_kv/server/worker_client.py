@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 POPULATE_EVERY_MS = 250
 """Between two looks for slabs that were given memory; the server has them grow before the last slot is taken."""
+
+
+_mapped: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
+"""Those of this process that map an arena."""
 
 
 class WorkerClient:
@@ -68,6 +73,7 @@ class WorkerClient:
         while True:
             try:
                 self.arena = self._join(config, (role, engine_id, generation), join)
+                _mapped.add(self)
                 return
             except TieredKVError:
                 raise
@@ -204,6 +210,27 @@ class WorkerClient:
             self._sock.close()
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    def forget_after_fork(self) -> None:
+        """In a child of this process: keep nothing of the arena, whose memory and lock would live as long as it does.
+
+        The server is told nothing: the parent goes on. Another thread's locks may stay held here for ever.
+        """
+        if self._lock_fd < 0:
+            return
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        os.close(lock_fd)
+        self._sock.close()
+        with contextlib.suppress(BufferError):  # somebody's view, which goes with the child
+            self.arena.close()
+
+
+def _forget_after_fork() -> None:
+    for client in list(_mapped):
+        client.forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def receive_slabs(sock: socket.socket, count: int) -> list[int]:
