@@ -1,6 +1,7 @@
 """A worker with a fake driver: what it registers when, and that every way out ends that before it unmaps."""
 
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -279,6 +280,28 @@ def test_a_worker_that_joins_again_just_as_it_closes_leaves_nothing_behind(start
     world.side._rejoin(old, 1)
     assert joined[0].pinned is not None and joined[0].pinned.pinning_s > 0
     assert joined[0]._lock_fd < 0 and is_clean(world)
+
+
+def test_without_threads_for_two_generations_the_old_arena_is_left_once_there_are_some(
+    start: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = start()
+    old, begin = world.client, threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("tiered_kv-rejoin"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for generation in (1, 2):
+            world.side.follow(world.step(generation))
+    world.side._background._again_s = 0
+    world.side.follow(world.step(2))
+    wait_for(lambda: old._lock_fd < 0, "the leaving", deadline_s=WAIT_S)
+    world.close()
+    assert is_clean(world)
 
 
 def test_a_client_that_was_left_before_its_watching_thread_came_to_run_is_not_watched(

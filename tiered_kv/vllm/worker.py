@@ -253,7 +253,8 @@ class WorkerSide:
 
     def _rejoin_in_background(self, old: WorkerClient | None, generation: int) -> None:
         self._is_joining = True
-        self._background.start("rejoin", partial(self._rejoin, old, generation))
+        # By name: a task that waits for a thread is dropped for the next one of its name, and with it the arena to leave.
+        self._background.start(f"rejoin-{generation}", partial(self._rejoin, old, generation))
 
     def _rejoin(self, old: WorkerClient | None, generation: int) -> None:
         with self._idle:
