@@ -109,6 +109,19 @@ def test_saves_that_were_held_are_copied_when_the_engine_sleeps_resets_or_ends(w
     life.side.close()
 
 
+def test_what_waits_for_the_arena_is_given_up_when_the_memory_may_go(world):
+    """It would begin with the next step, which an engine in its caller's process makes also while it sleeps."""
+    life = world(is_v2=True)
+    client, life.side._client, life.side._is_joining, life.side._joining_generation = life.side._client, None, True, 0
+    life.step([], life._new_chunk())
+    life.side.finish_copies()
+    assert life.side.take_finished_saves().failed == {1}
+    life.side._joined.append(client)
+    life.step([], None)
+    assert not life.side._running and life.side.take_finished_saves() is None
+    life.side.close()
+
+
 def test_a_load_begins_before_the_forward_pass_of_its_step_and_once(world):
     life = world(is_v2=True)
     life.step([], life._new_chunk())

@@ -253,7 +253,7 @@ class WorkerSide:
 
     def _rejoin_in_background(self, old: WorkerClient | None, generation: int) -> None:
         self._is_joining = True
-        # By name: a task that waits for a thread is dropped for the next one of its name, and with it the arena to leave.
+        # A task that waits for a thread is dropped for the next one of its name, and with it the arena to leave.
         self._background.start(f"rejoin-{generation}", partial(self._rejoin, old, generation))
 
     def _rejoin(self, old: WorkerClient | None, generation: int) -> None:
@@ -444,8 +444,14 @@ class WorkerSide:
         return report if report.ranks_done or report.adapters else None
 
     def finish_copies(self) -> None:
-        """Start what was held, and wait until no copy runs; blocks for milliseconds."""
+        """Start what was held, and wait until no copy runs; blocks for milliseconds.
+
+        What waits for the arena is given up: its blocks may lie in no memory when that is mapped.
+        """
         self._submit_held()
+        early, self._early = self._early, []
+        for task in early:
+            self._report(task.job, succeeded=False)
         with self._idle:
             self._idle.wait_for(lambda: self._running == 0)
 
