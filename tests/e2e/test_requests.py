@@ -263,6 +263,7 @@ def runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         run = found[mode] = Run()
         options = SMALL | {"async_scheduling": mode == "async", "scheduling_policy": "priority"}
         with cached_engine(tiny_model, tmp_path_factory.mktemp(mode), SETTINGS, **options) as engine:
+            run.facts["is async"] = engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
             alike = (prompt_logprobs, several_answers, controls) if mode == "async" else ()
             for scenario in (chat, *alike, streaming, mixed, quiet):
                 scenario(engine, run)
@@ -298,6 +299,12 @@ def answer_plainly(model: Path, runs: dict[str, Run]) -> None:
 
 
 # -- what is expected of it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_engine_schedules_as_it_was_asked_to(runs: dict[str, Run], mode: str) -> None:
+    """On the CPU vLLM turns asynchronous scheduling off, whatever it was asked."""
+    assert runs[mode].facts["is async"] is (mode == "async")
 
 
 @pytest.mark.parametrize("mode", MODES)

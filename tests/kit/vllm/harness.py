@@ -93,9 +93,10 @@ def make_llm(model: Path, connector: Mapping[str, Any] | None = None, **override
             kv_connector_extra_config=dict(connector),
         )
     _freeze_modules()
+    options |= overrides
     try:
-        with _modules_stay_frozen():
-            return LLM(**(options | overrides))
+        with _modules_stay_frozen(), _schedules_as_asked(is_async=bool(options.get("async_scheduling"))):
+            return LLM(**options)
     except BaseException:
         # The worker's connector is a global of vLLM's; an engine that failed to start leaves it to the next one.
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -125,6 +126,24 @@ def _freeze_modules() -> None:
 def _modules_stay_frozen() -> Any:
     """Keep vLLM from freezing its engine as well, whose garbage ``close_llm`` finds, and from letting all go again."""
     return mock.patch.multiple(gc, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)
+
+
+@contextmanager
+def _schedules_as_asked(*, is_async: bool) -> Iterator[None]:
+    """Have vLLM schedule asynchronously on the CPU, too, where it is asked to: its platform turns that off unasked."""
+    if not is_async:
+        yield
+        return
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_the_rest(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    with mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(check_the_rest)):
+        yield
 
 
 def forget_parallel_groups() -> None:
