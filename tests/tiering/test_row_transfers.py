@@ -326,6 +326,32 @@ def test_a_read_whose_row_was_taken_back_is_a_miss_and_no_failure_of_the_tier() 
     assert rows.tiering.counters["read_failed_unavailable"] == 1
 
 
+@pytest.mark.parametrize("outcome", [Outcome.MISSING, Outcome.CORRUPT])
+@pytest.mark.parametrize("is_row", [True, False])
+def test_what_a_read_found_before_its_chunk_was_written_again_says_nothing_of_the_new_blob(
+    outcome: Outcome, is_row: bool
+) -> None:
+    rows = Rows()
+    rows.store((1,))
+    rows.end_every(WriteRow)
+    (load,) = rows.load((1,))
+    rows.tiering.remove(1, SMALL.namespace, [SMALL.record((1,)).key], leaves_holes=True)
+    rows.step()
+    rows.end_every(Delete)
+    if is_row:
+        rows.store((1,))
+    else:
+        rows.commit((1,))
+    rows.end_every(Seal, WriteRow, Write)
+    rows.end(rows.waiting(ReadRow)[0], outcome)
+    assert rows.told([load]) == ["bad"] and rows.is_below((1,)) and not rows.waiting(Delete)
+    assert rows.tiering.tier_usage(1).used_bytes == SMALL.slot_bytes
+    rows.tiering.remove(0, SMALL.namespace, None, leaves_holes=True)
+    (load,) = rows.load((1,))
+    rows.end(rows.waiting(ReadRow)[0], outcome)
+    assert rows.told([load]) == ["bad"] and not rows.is_below((1,)), "a read of what is there now counts"
+
+
 def test_a_bad_blob_is_deleted_and_the_row_that_was_lent_meanwhile_is_written_after_that() -> None:
     rows = Rows()
     rows.store((1,))

@@ -56,6 +56,7 @@ class RowTransfers:
         self._hit_stats = hit_stats
         self._open: dict[RowUse, Entry | None] = {}  # with the chunk that is written
         self._waiting: dict[Entry, list[RowUse]] = {}  # uses whose chunk is written from another row
+        self._reads: dict[bytes, set[RowUse]] = {}  # by key: reads that began since the chunk was written last
         self._ended: dict[int, _RowsToTell] = {}
 
     def __len__(self) -> int:
@@ -100,13 +101,19 @@ class RowTransfers:
             ended.elsewhere.append(use.id)
         else:
             self._open[use] = None
+            self._reads.setdefault(entry.record.key, set()).add(use)
             self._jobs.append(ReadRow(source, entry.record, use))
+
+    def written(self, record: ChunkRecord) -> None:
+        """A chunk is in a tier: reads that began before may tell of an earlier blob, which was evicted meanwhile."""
+        self._reads.pop(record.key, None)
 
     def read(self, job: ReadRow, outcome: Outcome) -> None:
         """A read ended; what a failed one leaves behind is rule 4, unless a promotion finds the same out."""
         entry, tier = self._index.get(job.record.key), self._tiers[job.tier]
         if (
-            outcome not in (Outcome.OK, Outcome.ROW_GONE)  # of which the tier knows nothing
+            self._is_of_this_blob(job)
+            and outcome not in (Outcome.OK, Outcome.ROW_GONE)  # of which the tier knows nothing
             and entry is not None
             and entry.record.namespace == job.record.namespace
         ):
@@ -119,6 +126,15 @@ class RowTransfers:
             ended = self._ended.setdefault(job.use.session, _RowsToTell())
             ended.read(job.use, job.tier if outcome is Outcome.OK else None)
         self.collect()
+
+    def _is_of_this_blob(self, job: ReadRow) -> bool:
+        """Whether no blob of the chunk was written since a read began that has ended now."""
+        reads = self._reads.get(job.record.key, set())
+        is_known = job.use in reads
+        reads.discard(job.use)
+        if not reads:
+            self._reads.pop(job.record.key, None)
+        return is_known
 
     def take_back(self, uses: Iterable[RowUse]) -> None:
         """End uses early, badly; those that are over already are ignored."""

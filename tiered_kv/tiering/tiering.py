@@ -813,6 +813,8 @@ class Tiering:
     def row_written(self, job: WriteRow, outcome: Outcome) -> None:
         """The write of a lent row ended."""
         self._tiers[job.tier].written(self._entry(job.record), outcome)
+        if outcome is Outcome.OK:
+            self._rows.written(job.record)
         self._rows.collect()
 
     def row_read(self, job: ReadRow, outcome: Outcome, tag: bytes | None, stored_by: str | None) -> None:
@@ -840,7 +842,9 @@ class Tiering:
         """A write to a secondary tier ended."""
         entry = self._entry(job.record)
         self._tiers[job.tier].written(entry, outcome)
-        if outcome is Outcome.CORRUPT and entry.host is HostState.READY:  # not what was sealed: somebody wrote there
+        if outcome is Outcome.OK:
+            self._rows.written(job.record)
+        elif outcome is Outcome.CORRUPT and entry.host is HostState.READY:  # not what was sealed: somebody wrote there
             self.index.damaged.add(entry)
             self._lookups.damaged(entry)
 
