@@ -16,11 +16,13 @@ import pytest
 from tests.kit.server.clients import SmallEngine, content, hello, payload_bytes, poll_until, settings, tell
 from tests.kit.server.probe import answer_to, figures, wait_for, wait_written
 from tiered_kv.engine.engine import Engine
+from tiered_kv.engine.performer import Performer
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.row_names import RowNames
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server import protocol as m
 from tiered_kv.server import server as loop
+from tiered_kv.server import sessions
 from tiered_kv.server.compose import serve
 from tiered_kv.server.connect import read_message
 from tiered_kv.server.sessions import COMMITTED_AT_ONCE, Sessions
@@ -214,6 +216,56 @@ def test_others_are_answered_between_the_parts_of_a_store_and_of_a_load_of_rows(
             assert events.index("answer") < parts, "it was taken in in whole before the question"
             assert all(memory[row * payload_bytes() :][: payload_bytes()] == content(row) for row in range(CHUNKS))
             memory[:] = bytes(len(memory))
+    one.close()
+
+
+def test_others_are_answered_while_a_hanging_disks_rows_are_taken_back(
+    held: HeldServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "TAKEN_BACK_AT_ONCE", 8, raising=False)
+    events: list[str] = []
+    for name in ("store_rows", "end_rows"):
+        monkeypatch.setattr(Engine, name, noting(getattr(Engine, name), name, events))
+    monkeypatch.setattr(FigureSource, "now", noting(FigureSource.now, "answer", events))
+    may_write, write = threading.Event(), Performer.write_row
+
+    def hanging(*args: Any) -> Any:
+        may_write.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(Performer, "write_row", hanging)
+    one = begin(held.root, "one")
+    memory, space = lend_rows(one), one.client.namespace
+    assert space is not None
+    names = RowNames(space, [index.to_bytes(32, "little") + bytes(4) for index in range(CHUNKS)])
+    one.client._send(m.StoreRows([(row, row, names.record(row, NO_TAG)) for row in range(CHUNKS)]))
+    one.client._flush()
+    wait_for(lambda: len(events) == -(-CHUNKS // COMMITTED_AT_ONCE), "the store")
+    with hello(one.config) as sock:
+        held.may_go_on.clear()
+        events.clear()
+        one.client._send(m.TakeRowsBack(list(range(CHUNKS))))
+        one.client._flush()
+        tell(sock, m.StatRequest())
+        held.may_go_on.set()
+        assert isinstance(read_message(sock), m.Stat)
+        bad: list[int] = []
+
+        def is_over() -> bool:
+            one.client.poll()
+            while one.client.rows_ended:
+                bad.extend(one.client.rows_ended.popleft().bad)
+            return len(bad) >= CHUNKS
+
+        try:
+            wait_for(is_over, "the rows")
+        finally:
+            may_write.set()
+    assert sorted(bad) == list(range(CHUNKS)), "a use ended twice, or another one"
+    assert events.count("end_rows") == -(-CHUNKS // 8), "they were not taken back in parts"
+    assert events.index("answer") < len(events) - 1, "they were taken back in whole before the question"
+    wait_for(lambda: figures(held.root)["hierarchy"]["chunks"] == 0, "the writes")
+    memory.close()
     one.close()
 
 

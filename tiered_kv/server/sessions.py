@@ -78,6 +78,9 @@ are over at once, too."""
 COMMITTED_AT_ONCE = 8
 """Chunks or lent rows of one message that one step takes in: 0.1 to 0.2 ms of the 0.4 that clients have in a turn."""
 
+TAKEN_BACK_AT_ONCE = 32
+"""Lent rows of one message whose uses one step ends: less than a millisecond. A client waits for all of them."""
+
 KEYS_MAX = m.FRAME_BYTES_MAX // (2 * KEY_BYTES)
 """Keys of one message, within what a frame may hold."""
 
@@ -627,16 +630,20 @@ class Sessions:
         for session in self.owned(connection).sessions:  # it may have begun before a reset
             self._engine.load_ended(session, ended.load)
 
-    def take_rows_back(self, connection: Connection, back: m.TakeRowsBack) -> None:
-        """End uses of lent rows.
+    def take_rows_back(self, connection: Connection, back: m.TakeRowsBack) -> Iterator[None]:
+        """End uses of lent rows, in steps: those behind first, or they would be dropped with the first one.
 
         Raises:
             ProtocolError: There is no open session on the connection.
         """
         group = self.owned(connection)
-        uses = [group.row_uses[use] for use in back.uses if use in group.row_uses]
-        for session in group.sessions:
-            self._engine.end_rows(session, [use for use in uses if use.session == session])
+        for end in range(len(back.uses), 0, -TAKEN_BACK_AT_ONCE):
+            if end < len(back.uses):
+                yield
+            part = back.uses[max(0, end - TAKEN_BACK_AT_ONCE) : end]
+            uses = [group.row_uses[use] for use in part if use in group.row_uses]
+            for session in group.sessions:
+                self._engine.end_rows(session, [use for use in uses if use.session == session])
 
     @staticmethod
     def _use(group: Group, number: int, row: int, load: int = 0) -> RowUse:
