@@ -4,6 +4,7 @@ when a reader, the door or the server stands still or dies in the middle of it.
 Chunks are written to disk only when they are asked for a second time, so what a machine stored is in its memory alone.
 """
 
+import fcntl
 import os
 import signal
 import socket
@@ -412,6 +413,30 @@ def test_a_door_gets_memory_that_it_can_only_read(lender):
             os.pwrite(slabs[slab], b"x", place)
         tell(sock, m.Repay(1), m.Repay(1), m.Repay(2))
         wait_for(lambda: lent_bytes(lender) == 0, "the loan's end")
+
+
+def test_a_door_that_reads_late_gets_the_memory_all_the_same(lender):
+    """Its socket is full when the arena is sent: what is lent then has to be there when it reads."""
+    waiting = 3000
+    with hello(lender.config, "door") as sock:
+        for _ in range(waiting):
+            tell(sock, m.HeldRequest(1, bytes(16), bytes(16)))
+        tell(sock, m.JoinDoor())
+        with hello(lender.config) as other:  # told after all that came before it
+            for _ in range(waiting // 10):
+                tell(other, m.StatRequest())
+                assert isinstance(read_message(other), m.Stat)
+        for _ in range(waiting):
+            assert isinstance(read_message(sock), m.Held)
+        slabs = receive_slabs(sock, len(lender.worker.arena.slab_fds))
+        try:
+            assert [os.fstat(slab).st_ino for slab in slabs] == [
+                os.fstat(fd).st_ino for fd in lender.worker.arena.slab_fds
+            ]
+            assert all(fcntl.fcntl(slab, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY for slab in slabs)
+        finally:
+            for slab in slabs:
+                os.close(slab)
 
 
 def test_a_door_is_told_what_is_not_there_and_how_much_is(lender):

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -54,11 +53,18 @@ class _Door:
         loans: By the door's number, oldest first.
         ending: Loans of tiering whose end was said and may not be in the door's socket yet.
         patient_s: Until then the door may leave them there; later it is dropped, which is an end that needs no room.
+        slabs: Descriptors of the arena that may not be in the door's socket yet.
     """
 
     loans: dict[int, _Borrowed] = field(default_factory=dict)
     ending: list[int] = field(default_factory=list)
     patient_s: float = 0.0
+    slabs: list[int] = field(default_factory=list)
+
+    def close_slabs(self) -> None:
+        """Nothing sends these descriptors any more."""
+        while self.slabs:
+            os.close(self.slabs.pop())
 
 
 class Lending:
@@ -83,14 +89,15 @@ class Lending:
         """
         if connection in self._doors:
             raise ProtocolError("a connection joins once")
-        self._doors[connection] = _Door()
+        door = self._doors[connection] = _Door()
         slabs = self._engine.arena.slab_fds
         for start in range(0, len(slabs), m.SLABS_PER_FRAME):
-            with ExitStack() as closing:
-                part = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) for fd in slabs[start : start + m.SLABS_PER_FRAME]]
-                for fd in part:
-                    closing.callback(os.close, fd)
-                connection.send(m.Slabs(len(part)), part)
+            part = slabs[start : start + m.SLABS_PER_FRAME]
+            for fd in part:
+                door.slabs.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
+            connection.send(m.Slabs(len(part)), door.slabs[-len(part) :])
+            if not connection.wants_write:
+                door.close_slabs()
 
     def count(self, connection: Connection, request: m.HeldRequest) -> None:
         """Say how many of some chunks are here; none where peers have asked too much.
@@ -179,8 +186,9 @@ class Lending:
                     connection.send(m.Reclaimed(number))
             except (ProtocolError, OSError):
                 lost(connection)
-            if door.ending and not connection.wants_write:
+            if not connection.wants_write:
                 self._end(door.ending)
+                door.close_slabs()
             if door.ending and now_s > door.patient_s:
                 logger.warning("the door to peers does not read, and is dropped. pid=%d", connection.pid)
                 lost(connection)
@@ -193,6 +201,7 @@ class Lending:
         """A door's connection is closed: whatever it reads from now on, it finds that end behind it."""
         door = self._doors.pop(connection, None)
         if door is not None:
+            door.close_slabs()
             self._end([borrowed.loan for borrowed in door.loans.values()] + door.ending)
 
 
