@@ -388,3 +388,22 @@ def test_memory_of_one_process_is_no_region() -> None:
     with pytest.raises(NotShared, match="follow each other"):
         shared_region(shared[::2])
     os.close(shared_region(shared))
+
+
+def test_an_engine_without_a_descriptor_to_spare_begins_without_lending_its_rows(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    uses, memory, taken = start().jobs.uses, shared_rows(), list[int]()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        with caplog.at_level(logging.WARNING):
+            assert row_jobs._lending(memory, uses) is None
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "rows go through slots of the cache server, and are copied: [Errno 24] Too many open files" in caplog.text

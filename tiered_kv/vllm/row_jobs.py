@@ -691,7 +691,7 @@ def _lending(rows: "np.ndarray[Any, Any]", uses: RowUses) -> RowLending | None:
     """The engine's rows, if another process can map them."""
     try:
         return RowLending(shared_region(rows), len(rows), rows.shape[1], uses)
-    except NotShared as exc:
+    except (NotShared, OSError) as exc:
         logger.warning("rows go through slots of the cache server, and are copied: %s", exc)
         return None
 
