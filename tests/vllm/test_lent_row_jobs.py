@@ -407,3 +407,33 @@ def test_an_engine_without_a_descriptor_to_spare_begins_without_lending_its_rows
             os.close(one)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert "rows go through slots of the cache server, and are copied: [Errno 24] Too many open files" in caplog.text
+
+
+def test_a_store_beyond_what_a_session_may_use_at_once_does_not_begin_and_the_session_goes_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many jobs as there are, as where thousands of small rows wait for a disk that hangs."""
+    monkeypatch.setattr(row_memory, "STORED_MAX", 12, raising=False)
+    rows = start()
+    fill(rows, 1)
+    uses, client, ended = rows.jobs.uses, rows.jobs.client, list[tuple[int, int, UseEnd]]()
+    generation = client.generation
+    stores = []
+    for job in range(3):
+        names = rows.names(prompt(job, 10))
+        stores.append([(n, 10 * job + n, names.record(n, bytes(16))) for n in range(10)])
+
+    def have_ended(count: int) -> bool:
+        client.poll()
+        ended.extend(uses.take_ended())
+        return len(ended) == count
+
+    with stopped_server(rows.root):
+        assert uses.store(0, stores[0]) and not uses.store(1, stores[1])
+    wait_for(lambda: have_ended(10), "the first store")
+    assert uses.store(2, stores[2]), "there is room again"
+    wait_for(lambda: have_ended(20), "the last store")
+    assert {(job, end) for job, _, end in ended} == {(0, UseEnd.GOOD), (2, UseEnd.GOOD)}
+    assert client.generation == generation
+    whole = rows.begin(prompt(4, 13), [(n, n) for n in range(13)], is_load=False)
+    assert rows.end(whole) == [[False] * 13] and rows.store(prompt(4, 12)) == [True] * 12

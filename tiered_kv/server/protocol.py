@@ -34,6 +34,8 @@ STATE_PARTS_MAX = 64
 DROPPED_TAILS_MAX = 1024
 ROWS_AT_ONCE_MAX = 1 << 14
 """Uses of lent rows that one message begins or ends."""
+ROW_USES_MAX = 1 << 17
+"""Uses of lent rows of one engine at once."""
 SIZE_MAX = 1 << 62
 SECONDS_MAX = 1e9
 

@@ -68,9 +68,6 @@ MOVES_OUTBOX_MAX = 1 << 20
 """Bytes that may wait for a scheduler before it is not told of moves any more: they are hints, and must not be what
 ends the session of an engine that is slow to read."""
 
-ROW_USES_MAX = 1 << 17
-"""Uses of lent rows of one engine at once."""
-
 END_S = 0.001
 """How long a turn of the loop takes to end leases that were told to end: those of a thousand requests that came at once
 are over at once, too."""
@@ -649,8 +646,8 @@ class Sessions:
     def _use(group: Group, number: int, row: int, load: int = 0) -> RowUse:
         if group.lent is None or row >= group.lent.rows or number in group.row_uses:
             raise ProtocolError(f"no such row was lent, or a use is numbered as another. use={number} row={row}")
-        if len(group.row_uses) >= ROW_USES_MAX:
-            raise ProtocolError(f"too many uses of lent rows at once. max={ROW_USES_MAX}")
+        if len(group.row_uses) >= m.ROW_USES_MAX:
+            raise ProtocolError(f"too many uses of lent rows at once. max={m.ROW_USES_MAX}")
         use = group.row_uses[number] = RowUse(group.sessions[-1], number, row, load)
         return use
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.row_loan import RowLoan
 
@@ -30,6 +31,9 @@ FENCE_S: Final = 5.0
 LOOK_MAX_S: Final = 1.0
 """Of that, what counts at most between two looks. An engine that looks less often stood still itself, and so may its
 server have, as where a container is paused; or the answer is behind more than a socket holds."""
+
+STORED_MAX: Final = m.ROW_USES_MAX // 2
+"""Rows that the server may be writing, of all jobs together. As many again may be read: 256 MiB by pages."""
 
 
 class NotShared(Exception):
@@ -44,6 +48,7 @@ def shared_region(rows: "np.ndarray[Any, Any]") -> int:
 
     Raises:
         NotShared: There is none.
+        OSError: This process has no descriptor left to find it by.
     """
     if not rows.size or not rows.flags.c_contiguous:
         raise NotShared("the rows do not follow each other")
@@ -146,6 +151,8 @@ class RowUses:
 
     def store(self, job: int, rows: Sequence[tuple[int, int, ChunkRecord]]) -> bool:
         """Have rows written: of each its place in the job, the row and its chunk. False: nothing has begun."""
+        if len(self._uses) - self.reading + len(rows) > STORED_MAX:
+            return False  # the server would end the session, and with it all that it reads and writes
         begun = self._begin(job, [number for number, _, _ in rows], is_load=False)
         told = [(use, row, record) for use, (_, row, record) in zip(begun, rows, strict=True)]
         return self._unless(begun, is_begun=self._client.store_rows(told))
