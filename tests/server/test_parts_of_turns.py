@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from tiered_kv.server.compose import serve
 from tiered_kv.server.connect import read_message
 from tiered_kv.server.sessions import COMMITTED_AT_ONCE, Sessions
 from tiered_kv.server.stats import FigureSource
+from tiered_kv.tiering import row_transfers
 from tiered_kv.tiering.lookups import Promotions
+from tiered_kv.tiering.secondary_tier import SecondaryTier
 from tiered_kv.tiering.write_through import WRITES_MAX
 
 CHUNKS = 5 * COMMITTED_AT_ONCE + 3
@@ -219,14 +221,16 @@ def test_others_are_answered_between_the_parts_of_a_store_and_of_a_load_of_rows(
     one.close()
 
 
-def test_others_are_answered_while_a_hanging_disks_rows_are_taken_back(
-    held: HeldServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_leaving", [False, True])
+def test_others_are_answered_while_a_hanging_disks_rows_are_taken_back_or_their_engine_leaves(
+    held: HeldServer, monkeypatch: pytest.MonkeyPatch, is_leaving: bool
 ) -> None:
-    monkeypatch.setattr(sessions, "TAKEN_BACK_AT_ONCE", 8, raising=False)
+    for module in (sessions, row_transfers):
+        monkeypatch.setattr(module, "TAKEN_BACK_AT_ONCE", 8, raising=False)
     events: list[str] = []
-    for name in ("store_rows", "end_rows"):
-        monkeypatch.setattr(Engine, name, noting(getattr(Engine, name), name, events))
-    monkeypatch.setattr(FigureSource, "now", noting(FigureSource.now, "answer", events))
+    monkeypatch.setattr(Engine, "store_rows", noting(Engine.store_rows, "store", events))
+    monkeypatch.setattr(SecondaryTier, "drop", noting(SecondaryTier.drop, "dropped", events))
+    monkeypatch.setattr(Engine, "step", noting(Engine.step, "turn", events))
     may_write, write = threading.Event(), Performer.write_row
 
     def hanging(*args: Any) -> Any:
@@ -240,12 +244,15 @@ def test_others_are_answered_while_a_hanging_disks_rows_are_taken_back(
     names = RowNames(space, [index.to_bytes(32, "little") + bytes(4) for index in range(CHUNKS)])
     one.client._send(m.StoreRows([(row, row, names.record(row, NO_TAG)) for row in range(CHUNKS)]))
     one.client._flush()
-    wait_for(lambda: len(events) == -(-CHUNKS // COMMITTED_AT_ONCE), "the store")
+    wait_for(lambda: events.count("store") == -(-CHUNKS // COMMITTED_AT_ONCE), "the store")
     with hello(one.config) as sock:
         held.may_go_on.clear()
         events.clear()
-        one.client._send(m.TakeRowsBack(list(range(CHUNKS))))
-        one.client._flush()
+        if is_leaving:
+            one.client.close()
+        else:
+            one.client._send(m.TakeRowsBack(list(range(CHUNKS))))
+            one.client._flush()
         tell(sock, m.StatRequest())
         held.may_go_on.set()
         assert isinstance(read_message(sock), m.Stat)
@@ -258,12 +265,13 @@ def test_others_are_answered_while_a_hanging_disks_rows_are_taken_back(
             return len(bad) >= CHUNKS
 
         try:
-            wait_for(is_over, "the rows")
+            wait_for(lambda: is_leaving or is_over(), "the rows")
+            wait_for(lambda: events.count("dropped") == CHUNKS - WRITES_MAX, "all that was not begun")
         finally:
             may_write.set()
-    assert sorted(bad) == list(range(CHUNKS)), "a use ended twice, or another one"
-    assert events.count("end_rows") == -(-CHUNKS // 8), "they were not taken back in parts"
-    assert events.index("answer") < len(events) - 1, "they were taken back in whole before the question"
+    assert is_leaving or sorted(bad) == list(range(CHUNKS)), "a use ended twice, or another one"
+    most = max(len(list(run)) for event, run in groupby(events) if event == "dropped")
+    assert most <= 8, "a turn took back more of them than a part"
     wait_for(lambda: figures(held.root)["hierarchy"]["chunks"] == 0, "the writes")
     memory.close()
     one.close()

@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Iterable
+from itertools import pairwise
 
 import pytest
 
 from tests.kit.counts import count, seed
 from tests.kit.tiering.world import SMALL, Path, chunks_of, tier_specs
+from tiered_kv.tiering import row_transfers
 from tiered_kv.tiering.index import BlobState
 from tiered_kv.tiering.lookups import LookupRequest
 from tiered_kv.tiering.tiering import Tiering
@@ -276,6 +278,29 @@ def test_a_row_that_is_taken_back_is_told_at_once_and_its_job_ends_unheard() -> 
     assert rows.told([*uses, *loads]) == ["good", "bad"]
     rows.end_every(ReadRow)
     assert rows.is_below((1,))
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_the_rows_of_a_session_that_is_over_are_taken_back_in_parts(
+    monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    monkeypatch.setattr(row_transfers, "TAKEN_BACK_AT_ONCE", 8, raising=False)
+    rows = Rows()
+    prefix = chunks_of(tuple(range(WRITES_MAX + 30)))
+    rows.store(*prefix)
+    writing = rows.waiting(WriteRow)
+    rows.tiering.suspend_session(rows.session)
+    if is_closed:
+        rows.tiering.close_session(rows.session)
+    left = [rows.tiering.pending_writes]
+    while rows.tiering.wants_turn:
+        rows.step()
+        left.append(rows.tiering.pending_writes)
+    assert left[0] == len(prefix) and left[-1] == len(writing) == WRITES_MAX and not len(rows.tiering._rows)
+    assert all(before - after <= 8 for before, after in pairwise(left)), "it was done in one step"
+    assert is_closed or set(rows.ends.values()) == {"bad"} and len(rows.ends) == len(prefix)
+    rows.end_every(WriteRow, outcome=Outcome.ROW_GONE)
+    assert len(rows.tiering.index) == 0 and dropped(rows) == {"row_dropped_taken_back": len(prefix)}
 
 
 def dropped(rows: Rows) -> dict[str, int]:

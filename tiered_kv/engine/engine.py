@@ -347,12 +347,12 @@ class Engine:
 
     def suspend_session(self, session: int) -> None:
         """The client is lost, but processes may still copy; see :meth:`Tiering.suspend_session`."""
-        self.end_rows(session)
+        self._revoke_rows(session)
         self.tiering.suspend_session(session)
 
     def close_session(self, session: int) -> None:
         """No process touches the session's slots any more."""
-        self.end_rows(session)
+        self._revoke_rows(session)
         self._performer.lent.pop(session, None)
         self.tiering.close_session(session)
 
@@ -477,13 +477,18 @@ class Engine:
         """All that was looked up and read for a load has ended: it is counted as one lookup."""
         self.tiering.load_ended(session, load)
 
-    def end_rows(self, session: int, uses: Collection[RowUse] | None = None) -> None:
-        """End uses of lent rows early; None: all of a session. Nobody touches the rows when this returns."""
+    def end_rows(self, session: int, uses: Collection[RowUse]) -> None:
+        """End uses of lent rows early. Nobody touches the rows when this returns."""
         lent = self._performer.lent.get(session)
         if lent is not None:
-            ending = self.tiering.open_rows(session) if uses is None else uses
-            lent.end([use.id for use in ending])
-            self.tiering.take_rows_back(ending)
+            lent.end([use.id for use in uses])
+            self.tiering.take_rows_back(uses)
+
+    def _revoke_rows(self, session: int) -> None:
+        """Nobody touches a row for a session any more when this returns; tiering ends what is left of its uses."""
+        lent = self._performer.lent.get(session)
+        if lent is not None:
+            lent.end([use.id for use in self.tiering.open_rows(session)])
 
     # -- what other machines read ------------------------------------------------------------------------------
 

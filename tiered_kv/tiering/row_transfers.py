@@ -13,6 +13,7 @@ Pure: no I/O, no clock, no threads. Called by ``tiering.py``.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,6 +22,9 @@ from tiered_kv.tiering.index import BlobState, Entry, HostState, Index
 from tiered_kv.tiering.stats import HitStats, Outbox
 from tiered_kv.tiering.tiers import SecondaryTiers
 from tiered_kv.tiering.types import Outcome, ReadRow, RowsEnded, RowUse
+
+TAKEN_BACK_AT_ONCE = 32
+"""Uses of sessions that are over that end in one step: less than a millisecond."""
 
 
 @dataclass(slots=True)
@@ -58,6 +62,7 @@ class RowTransfers:
         self._waiting: dict[Entry, list[RowUse]] = {}  # uses whose chunk is written from another row
         self._reads: dict[bytes, set[RowUse]] = {}  # by key: reads that began since the chunk was written last
         self._ended: dict[int, _RowsToTell] = {}
+        self._leaving: deque[RowUse] = deque()  # uses of sessions that are over, those behind last
 
     def __len__(self) -> int:
         return len(self._open)
@@ -151,6 +156,20 @@ class RowTransfers:
             if entry is not None and write_through is not None and write_through.rows.get(entry) == use:
                 write_through.take_back_row(entry)
         self.collect()
+
+    def session_over(self, session: int) -> None:
+        """End what is left of a session, in parts: a prompt may have thousands of rows."""
+        self._leaving.extend(self.of_session(session))
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether uses of sessions that are over are left."""
+        return bool(self._leaving)
+
+    def take_back_some(self) -> None:
+        """Go on with these, those behind first."""
+        part = [self._leaving.pop() for _ in range(min(len(self._leaving), TAKEN_BACK_AT_ONCE))]
+        self.take_back(reversed(part))
 
     def of_session(self, session: int) -> list[RowUse]:
         """Its uses that are not over."""

@@ -186,7 +186,7 @@ class Tiering:
     @property
     def wants_turn(self) -> bool:
         """Whether :meth:`take_jobs` has more to do at once: something that is done in parts."""
-        parts = (self._tiers, self._grants, self._promotions, self._lookups.line)
+        parts = (self._tiers, self._grants, self._promotions, self._lookups.line, self._rows)
         return bool(self._closed) or self._host.is_emptying or any(part.wants_turn for part in parts)
 
     def take_uses(self) -> list[ChunkRecord]:
@@ -209,7 +209,7 @@ class Tiering:
         self._tiers.recover_some()
         if self._tiers.write_through is not None:
             self._tiers.write_through.refill()
-        self._rows.collect()
+        self._rows.take_back_some()
         self._grants.top_up(self._sessions.values() if grants else ())
         self._host.finish_drains()
         if self._tiers.write_through is not None:
@@ -234,13 +234,17 @@ class Tiering:
         return session.id
 
     def suspend_session(self, session_id: int) -> None:
-        """The client is lost, but processes may still copy: keep its slots and leases, tell and grant nothing more."""
+        """The client is lost, but processes may still copy: keep its slots and leases, tell and grant nothing more.
+
+        Uses of its rows end in parts; as with :meth:`take_rows_back` nobody touches these any more.
+        """
         session = self._sessions[session_id]
         session.is_suspended = True
         self.stats.unwatch(session_id)
         untold, session.untold = session.untold, []
         self._grants.take_back(session, untold)
         self._lookups.line.session_lost(session_id)
+        self._rows.session_over(session_id)
 
     def close_session(self, session_id: int) -> None:
         """No process touches the session's slots any more: take everything back, many leases in parts."""
@@ -250,6 +254,7 @@ class Tiering:
         self._grants.take_back(session, list(session.reserved))
         self._host.remove_user(session.slot_bytes)
         self._lookups.line.session_ends(session_id)
+        self._rows.session_over(session_id)
         self._closed[session_id] = session
         self._end_lookups()
 
