@@ -298,7 +298,7 @@ def test_the_rows_of_a_session_that_is_over_are_taken_back_in_parts(
         left.append(rows.tiering.pending_writes)
     assert left[0] == len(prefix) and left[-1] == len(writing) == WRITES_MAX and not len(rows.tiering._rows)
     assert all(before - after <= 8 for before, after in pairwise(left)), "it was done in one step"
-    assert is_closed or set(rows.ends.values()) == {"bad"} and len(rows.ends) == len(prefix)
+    assert is_closed or (set(rows.ends.values()) == {"bad"} and len(rows.ends) == len(prefix))
     rows.end_every(WriteRow, outcome=Outcome.ROW_GONE)
     assert len(rows.tiering.index) == 0 and dropped(rows) == {"row_dropped_taken_back": len(prefix)}
 
