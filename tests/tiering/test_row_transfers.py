@@ -396,6 +396,26 @@ def test_a_bad_blob_is_deleted_and_the_row_that_was_lent_meanwhile_is_written_af
     assert rows.told(uses) == ["bad"] and len(rows.tiering.index) == 0
 
 
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNAVAILABLE])
+def test_a_row_that_waits_for_a_deletion_while_its_chunk_is_erased_is_given_back(outcome: Outcome) -> None:
+    rows = Rows()
+    rows.store((1,))
+    rows.end_every(WriteRow)
+    rows.load((1,))
+    rows.end(rows.waiting(ReadRow)[0], Outcome.CORRUPT)
+    uses = rows.store((1,))
+    *_, count = rows.tiering.erasing(1, SMALL.namespace, SMALL.record((1,)).tag)
+    assert count is not None
+    rows.step()
+    assert rows.told(uses) == ["bad"] and dropped(rows) == {"row_dropped_erased": 1}
+    rows.end(rows.waiting(Delete)[0], outcome)
+    assert not rows.waiting(WriteRow) and not rows.is_below((1,)) and not len(rows.tiering._rows)
+    again = rows.store((1,))
+    rows.end_every(Delete)
+    rows.end_every(WriteRow)
+    assert rows.told(again) == ["good"] and rows.is_below((1,))
+
+
 def test_a_row_that_waits_for_a_deletion_that_fails_is_given_back() -> None:
     rows = Rows()
     rows.store((1,))

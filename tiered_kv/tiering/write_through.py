@@ -273,6 +273,9 @@ class WriteThrough:
             self._undefer(entry)
             self._counters["write_dropped_erased"] += 1
         self.tier.cancel_write(entry)
+        if entry in self.rows and entry.blobs[self.tier.number] is not BlobState.WRITING:
+            self._counters["row_dropped_erased"] += 1  # it waited for the deletion of a bad blob
+            self._row_over(entry)
 
     def refill(self) -> None:
         """Queue some of what was deferred, oldest first, as far as the queue has room again."""
