@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,6 +148,7 @@ class SlowWaker:
         self.asked, self.gate, self.over = threading.Event(), threading.Event(), threading.Event()
         self.sent: list[bytes] = []
         self.requester_pays, self.s3_additional_kwargs = False, {}
+        self.meta = SimpleNamespace(events=SimpleNamespace(register=lambda *_, **__: None))
 
     async def set_session(self) -> "SlowWaker":
         return self

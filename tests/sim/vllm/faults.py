@@ -268,10 +268,10 @@ def states_loaded_at_the_last_token() -> Iterator[None]:
     """A prompt that ends at a boundary may be loaded whole: vLLM computes its last token on top of its own state."""
     send = RequestLookups._sent
 
-    def send_for_all(lookups: RequestLookups, state: Any, start: int) -> Any:
+    def send_for_all(lookups: RequestLookups, state: Any, start: int, counted: int = 0) -> Any:
         whole, state.request = state.request, _OneMoreToken(state.request)
         try:
-            return send(lookups, state, start)
+            return send(lookups, state, start, counted)
         finally:
             state.request = whole
 
