@@ -132,8 +132,8 @@ def test_what_an_earlier_life_did_not_upload_is_claimed_in_parts(monkeypatch):
     assert world.tiering.tier_usage(2).admitted_chunks == 5, "a second session claims nothing again"
 
 
-def test_only_so_many_of_those_that_wait_for_room_go_on_in_one_step(monkeypatch):
-    monkeypatch.setattr(tiering, "GO_ON_MAX", 2)
+def story_where_four_wait_for_room():
+    """With the lookup that holds all the room, and those that wait for it."""
     story = story_with_six_leases()
     paths = [(number,) for number in range(4)]
     long = tuple(range(50, 56))
@@ -141,6 +141,12 @@ def test_only_so_many_of_those_that_wait_for_room_go_on_in_one_step(monkeypatch)
         story.store(path)
     first = story.ask(long)
     waiting = [story.ask(path) for path in paths]
+    return story, first, waiting
+
+
+def test_only_so_many_of_those_that_wait_for_room_go_on_in_one_step(monkeypatch):
+    monkeypatch.setattr(tiering, "GO_ON_MAX", 2)
+    story, first, waiting = story_where_four_wait_for_room()
     story.release(first)
     story.step()
     assert [story.answer(one).ready for one in waiting] == [1, 1, 0, 0]
@@ -150,13 +156,7 @@ def test_only_so_many_of_those_that_wait_for_room_go_on_in_one_step(monkeypatch)
 
 def test_while_more_of_those_that_wait_for_room_can_go_on_a_turn_is_wanted(monkeypatch):
     monkeypatch.setattr(tiering, "GO_ON_MAX", 2)
-    story = story_with_six_leases()
-    paths = [(number,) for number in range(4)]
-    long = tuple(range(50, 56))
-    for path in (*paths, long):
-        story.store(path)
-    first = story.ask(long)
-    waiting = [story.ask(path) for path in paths]
+    story, first, waiting = story_where_four_wait_for_room()
     assert not story.tiering.wants_turn, "nobody can go on"
     story.release(first)
     story.step()

@@ -396,14 +396,20 @@ def test_a_bad_blob_is_deleted_and_the_row_that_was_lent_meanwhile_is_written_af
     assert rows.told(uses) == ["bad"] and len(rows.tiering.index) == 0
 
 
-@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNAVAILABLE])
-def test_a_row_that_waits_for_a_deletion_while_its_chunk_is_erased_is_given_back(outcome: Outcome) -> None:
+def rows_that_wait_for_a_deletion() -> tuple[Rows, list[RowUse]]:
+    """A chunk is stored again while its damaged blob is deleted."""
     rows = Rows()
     rows.store((1,))
     rows.end_every(WriteRow)
     rows.load((1,))
     rows.end(rows.waiting(ReadRow)[0], Outcome.CORRUPT)
     uses = rows.store((1,))
+    return rows, uses
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNAVAILABLE])
+def test_a_row_that_waits_for_a_deletion_while_its_chunk_is_erased_is_given_back(outcome: Outcome) -> None:
+    rows, uses = rows_that_wait_for_a_deletion()
     *_, count = rows.tiering.erasing(1, SMALL.namespace, SMALL.record((1,)).tag)
     assert count is not None
     rows.step()
@@ -417,12 +423,7 @@ def test_a_row_that_waits_for_a_deletion_while_its_chunk_is_erased_is_given_back
 
 
 def test_a_row_that_waits_for_a_deletion_that_fails_is_given_back() -> None:
-    rows = Rows()
-    rows.store((1,))
-    rows.end_every(WriteRow)
-    rows.load((1,))
-    rows.end(rows.waiting(ReadRow)[0], Outcome.CORRUPT)
-    uses = rows.store((1,))
+    rows, uses = rows_that_wait_for_a_deletion()
     rows.end(rows.waiting(Delete)[0], Outcome.UNAVAILABLE)
     assert rows.told(uses) == ["bad"] and dropped(rows) == {"row_dropped_not_now": 1}
 

@@ -9,6 +9,7 @@ import errno
 import socket
 import ssl
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Final
 
 TEXT_MAX: Final = 200
@@ -126,6 +127,11 @@ class NotAStore(OSError):
 
 class NotGoogles(OSError):
     """The same in place of an answer of Google's JSON API."""
+
+
+def is_page(status: int | None, content_type: str, *, has_etag: bool) -> bool:
+    """Whether a success is a page for people: with an object a store tells the ETag, and 204 has no body."""
+    return content_type.startswith("text/html") and not has_etag and status != HTTPStatus.NO_CONTENT
 
 
 class Refused(OSError):

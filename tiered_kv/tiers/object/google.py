@@ -16,11 +16,10 @@ import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.errors import MissingBucket, NotGoogles, Refused, status_of
+from tiered_kv.tiers.object.errors import MissingBucket, NotGoogles, Refused, is_page, status_of
 from tiered_kv.tiers.object.loop_client import BEYOND_THE_END, DELETED_AT_ONCE, PAGE_MAX, LoopClient, all_of, twice
 from tiered_kv.tiers.object.medium import ListPage, Medium, ObjectInfo, check_expected, check_size
 
@@ -60,8 +59,7 @@ def _refuse_page(status: int, headers: Mapping[str, str]) -> None:
     Raises:
         NotGoogles: It is a page for people. Of a put or a deletion that was never done, or in place of a whole blob.
     """
-    is_page = headers.get("Content-Type", "").startswith("text/html")
-    if is_page and "ETag" not in headers and status != HTTPStatus.NO_CONTENT:
+    if is_page(status, headers.get("Content-Type", ""), has_etag="ETag" in headers):
         raise NotGoogles("a page came in place of the answer")
 
 

@@ -5,10 +5,9 @@ Owns the range a get asks for and how often a create is tried. Called by ``s3.py
 """
 
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any, Final
 
-from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, status_of
+from tiered_kv.tiers.object.errors import NotAStore, chain, code_of, is_page, status_of
 
 CREATE_TRIES: Final = 3
 CONFLICT_WAIT_S: Final = 0.05
@@ -56,6 +55,6 @@ def refuse_page(answer: Mapping[str, Any]) -> None:
         NotAStore: It is a page for people. Of a put or a deletion that was never done, or in place of a whole blob.
     """
     said = answer.get("ResponseMetadata", {})
-    is_page = said.get("HTTPHeaders", {}).get("content-type", "").startswith("text/html")
-    if is_page and "ETag" not in answer and said.get("HTTPStatusCode") != HTTPStatus.NO_CONTENT:
+    kind = said.get("HTTPHeaders", {}).get("content-type", "")
+    if is_page(said.get("HTTPStatusCode"), kind, has_etag="ETag" in answer):
         raise NotAStore("a page came in place of the answer")
