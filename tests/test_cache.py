@@ -1,18 +1,22 @@
 """The library's door: what was stored comes back, from this process, another one, and after a restart."""
 
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from tiered_kv import Cache
 from tiered_kv.chunks.geometry import LayerPage
-from tiered_kv.errors import Closed, ConfigError
+from tiered_kv.errors import Closed, ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import FORMAT_VERSION, REQUIRED_FIELDS
 
 PAGES = [LayerPage(f"layer.{i}", "BF16", (2, 16, 64), "HNC") for i in range(3)]
@@ -112,6 +116,84 @@ def test_two_caches_of_one_directory_share_one_server(tmp_path: Path) -> None:
         first.store(tokens, lambda i: payload(first, i))
         with second.load(tokens) as prefix:
             assert [bytes(chunk) for chunk in prefix.chunks] == [payload(first, i) for i in range(4)]
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from tests.test_cache import NAMESPACE, PAGES, Cache, settings
+with Cache(settings(Path(sys.argv[1])), NAMESPACE, PAGES):
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_stopped_server_is_waited_for_until_a_bound_and_serves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.cache.ANSWER_S", 0.2)
+    tokens = list(range(4 * CHUNK))
+    command = [sys.executable, "-c", SERVE, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"up\n"
+        with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+            assert cache.store(tokens, lambda i: payload(cache, i)) == 4
+            server.send_signal(signal.SIGSTOP)
+            try:
+                with pytest.raises(TierUnavailable, match=r"has said nothing for 0\.2 s"), cache.load(tokens):
+                    pass
+                with pytest.raises(TierUnavailable, match=r"has said nothing for 0\.2 s"):
+                    cache.store([7, *tokens], lambda i: payload(cache, i))
+            finally:
+                server.send_signal(signal.SIGCONT)
+            monkeypatch.setattr("tiered_kv.cache.ANSWER_S", 60)
+            with cache.load(tokens) as prefix:
+                assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(4)]
+
+
+def test_a_load_that_is_interrupted_while_it_waits_leaves_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Ctrl-C left leased would stay so for as long as the cache is open; its leases are a share of host memory."""
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        chunks = (2 << 20) // cache.chunk_bytes
+        prompts = [[first] * chunks * CHUNK for first in range(3)]
+        assert [cache.store(prompt, lambda i: payload(cache, i)) for prompt in prompts] == [chunks] * 3
+
+        def interrupt(_seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tiered_kv.cache.time.sleep", interrupt)
+            for prompt in prompts[:2]:
+                with pytest.raises(KeyboardInterrupt), cache.load(prompt):
+                    pass
+        with cache.load(prompts[2], timeout_s=10) as prefix:
+            assert prefix.tokens == len(prompts[2])
+
+
+@pytest.mark.parametrize("read", [partial(numpy.frombuffer, dtype=numpy.uint8), memoryview], ids=["array", "view"])
+def test_a_chunk_that_is_read_after_its_block_keeps_its_bytes_and_then_leaves_room_for_the_next(
+    tmp_path: Path, read: Callable[[memoryview], Any]
+) -> None:
+    def keep(prompt: list[int]) -> None:
+        with cache.load(prompt) as prefix:
+            kept.append((read(prefix.chunks[-1]), len(prefix.chunks) - 1))
+
+    kept: list[Any] = []
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        chunks = (2 << 20) // cache.chunk_bytes
+        prompts = [[first] * chunks * CHUNK for first in range(5)]
+        assert [cache.store(prompt, lambda i: payload(cache, i)) for prompt in prompts[:2]] == [chunks] * 2
+        for prompt in prompts[:2]:
+            with pytest.raises(BufferError, match="still read"):
+                keep(prompt)
+        assert [cache.store(prompt, lambda i: payload(cache, i, seed=1)) for prompt in prompts[2:]] == [chunks] * 3
+        assert [bytes(chunk) for chunk, _ in kept] == [payload(cache, index) for _, index in kept]
+        kept.clear()
+        with cache.load(prompts[-1], timeout_s=10) as prefix:
+            assert prefix.tokens == len(prompts[-1])
 
 
 def test_other_namespace_never_hits(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ the directory, connects to that one. Either way it is a client like any other, s
 copied between the caller and slots of the arena; what they mean is the caller's business.
 """
 
+import ctypes
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -36,6 +38,10 @@ from tiered_kv.version import __version__
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.001
+ANSWER_S = 10.0
+"""A first answer takes a server that is heavily loaded less than a second; one that is stopped or hangs gives none."""
+UNREAD_REFERENCES = 2
+"""Of an attribute's value, as ``sys.getrefcount`` counts them: the attribute's and the call's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ class Cache:
         self._geometry = ChunkGeometry(block_tokens, config.chunk_tokens, (tuple(pages),))
         self._config = config
         self._lock = threading.Lock()
+        self._reads: dict[int, list[_ReadChunk]] = {}  # by lookup, until nobody reads them
         engine_id = f"cache-{uuid.uuid4().hex}"
         # A caller that wrote an older one down would look for old blobs, and find names taken by what it cannot read.
         fields = msgspec.json.encode({**namespace, "format_version": FORMAT_VERSION})
@@ -114,13 +121,14 @@ class Cache:
         the rest is left out: a cache may always drop a store.
 
         Raises:
-            TierUnavailable: The server is gone.
+            TierUnavailable: The server is gone, or has said nothing for ``ANSWER_S``.
             ValueError: A payload has another size than ``chunk_bytes``.
         """
         with self._lock:
             client, worker = self._open()
             keys = self._keys(client, tokens)
-            lookup, answer = self._look_up(client, keys, start=len(keys.keys))
+            with self._looking_up(client, keys, start=len(keys.keys)) as lookup:
+                answer = self._first_answer(client, lookup)
             client.release(lookup)
             filled: list[tuple[SlotId, ChunkRecord]] = []
             try:
@@ -149,25 +157,27 @@ class Cache:
         Waits for slower tiers at most ``timeout_s``; what has not arrived by then is left out.
 
         Raises:
-            TierUnavailable: The server is gone.
+            BufferError: At the end of the block: a chunk is still read, by an array that was made of it, say. Its bytes
+                stay as they are, and the prefix in host memory, until a call when nobody reads it any more.
+            TierUnavailable: The server is gone, or has said nothing for ``ANSWER_S``.
         """
         with self._lock:
             client, worker = self._open()
             keys = self._keys(client, tokens)
-            lookup, answer = self._look_up(client, keys, start=0)
-            end_s = time.monotonic() + timeout_s
-            while not answer.is_done and time.monotonic() < end_s:
-                answer = self._wait(client, lookup)
-        views = [self._payload(client, worker, slot) for slot in answer.slots[: answer.ready]]
-        chunks = tuple(view.toreadonly() for view in views)
+            with self._looking_up(client, keys, start=0) as lookup:
+                answer = self._first_answer(client, lookup)
+                end_s = time.monotonic() + timeout_s
+                while not answer.is_done and time.monotonic() < end_s:
+                    answer = self._wait(client, lookup)
+                chunks = [_ReadChunk(self._payload(client, worker, slot)) for slot in answer.slots[: answer.ready]]
         try:
-            yield Prefix(chunks, len(chunks) * self._config.chunk_tokens)
+            yield Prefix(tuple(chunk.view for chunk in chunks), len(chunks) * self._config.chunk_tokens)
         finally:
-            for view in (*chunks, *views):
-                view.release()
             with self._lock:
-                client.release(lookup)
-                client.rest()
+                self._reads[lookup] = chunks
+                self._release_unread(client)
+                if lookup in self._reads:
+                    raise BufferError("a chunk of the prefix is still read: copy what is to be kept of it")
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -202,7 +212,16 @@ class Cache:
             raise Closed("the cache was closed")
         if self._client.generation:
             raise TierUnavailable("the cache server went away; open the cache again")
+        if self._reads:
+            self._release_unread(self._client)
         return self._client, self._worker
+
+    def _release_unread(self, client: SchedulerClient) -> None:
+        for lookup, chunks in list(self._reads.items()):
+            if all(chunk.release() for chunk in chunks):
+                del self._reads[lookup]
+                client.release(lookup)
+        client.rest()
 
     def _keys(self, client: SchedulerClient, tokens: Sequence[int]) -> PrefixKeys:
         assert client.namespace is not None
@@ -210,15 +229,30 @@ class Cache:
         keys.extend(tokens)
         return keys
 
-    def _look_up(self, client: SchedulerClient, keys: PrefixKeys, *, start: int) -> tuple[int, LookupAnswer]:
+    @contextmanager
+    def _looking_up(self, client: SchedulerClient, keys: PrefixKeys, *, start: int) -> Iterator[int]:
+        """A lookup that its owner releases; where the wait for it fails, or is interrupted, it is released here."""
         is_read = start < len(keys.keys)  # its caller reads from the slots for as long as it likes
         lookup = client.lookup(keys.keys, keys.digests, start, is_claimed=is_read)
         if lookup is None:
             raise TierUnavailable("the cache server does not take lookups; it may have gone away")
+        try:
+            yield lookup
+        except BaseException:
+            client.release(lookup)
+            client.rest()
+            raise
+
+    def _first_answer(self, client: SchedulerClient, lookup: int) -> LookupAnswer:
+        end_s = time.monotonic() + ANSWER_S
         answer = client.lookups[lookup]
         while not answer.is_answered:
+            if time.monotonic() > end_s:
+                raise TierUnavailable(
+                    f"the cache server has said nothing for {ANSWER_S:g} s. It may be stopped, or hang"
+                )
             answer = self._wait(client, lookup)
-        return lookup, answer
+        return answer
 
     def _wait(self, client: SchedulerClient, lookup: int) -> LookupAnswer:
         time.sleep(POLL_S)
@@ -253,6 +287,26 @@ class Cache:
         slab, index = divmod(slot, SLOTS_PER_SLAB_MAX)
         offset = index * client.info.slot_bytes + client.info.payload_offset
         return worker.arena.view(slab, offset, self.chunk_bytes)
+
+
+class _ReadChunk:
+    """A chunk's payload while somebody reads it.
+
+    Arrays made of a view, and its slices, are views of the same memory that its ``release`` does not count. They all
+    refer to the object that the first view was made of.
+    """
+
+    def __init__(self, payload: memoryview) -> None:
+        self._owner = (ctypes.c_char * len(payload)).from_buffer(payload)
+        self.view = memoryview(self._owner).cast("B").toreadonly()
+
+    def release(self) -> bool:
+        """End the view; whether nobody reads the chunk any more."""
+        try:
+            self.view.release()
+        except BufferError:
+            return False
+        return sys.getrefcount(self._owner) == UNREAD_REFERENCES
 
 
 class _ServerThread:
