@@ -184,6 +184,43 @@ def test_pins_are_renewed_now_and_then_and_never_shortened(engine: EngineStarter
     assert read_pins(root)[kept] == 0.0, "an operator wants it kept for good"
 
 
+def test_a_pin_that_an_operator_ended_is_written_again_when_a_request_asks_for_it(
+    engine: EngineStarter, root: Path
+) -> None:
+    one = engine()
+    one.store(3)
+    asked = name_of(one, 3)
+    assert one.client.pin(asked.key, 600)
+    wait_for(lambda: asked in read_pins(root), "pins.json")
+    with changing_pins(root) as pins:
+        pins.clear()
+    assert one.client.pin(asked.key, 600)
+    wait_for(lambda: asked in read_pins(root), "pins.json again")
+
+
+def test_pins_that_an_operator_ended_give_their_room_back(engine: EngineStarter, root: Path) -> None:
+    one = engine(**SMALL, request_pin_share=0.1)
+    fits = int(0.1 * figures(root)["tiers"][0]["capacity_bytes"]) // one.client.info.slot_bytes
+    one.store(fits)
+    one.store(2, first_token=1_000_000)
+    kept, ended, other = name_of(one, 2), name_of(one, fits), name_of(one, 2, 1_000_000)
+    assert one.client.pin(kept.key, 600) and one.client.pin(ended.key, 600)
+    wait_for(lambda: read_pins(root).keys() == {kept, ended}, "pins.json")
+    with changing_pins(root) as pins:
+        del pins[ended]
+    assert one.client.pin(other.key, 600)
+    wait_counted(root, REFUSED, 1)
+
+    def is_granted() -> bool:
+        assert one.client.pin(other.key, 600)
+        return figures(root)["counters"]["request_pins"] == 3
+
+    wait_for(is_granted, "the room of the pin that was ended")
+    assert one.client.pin(ended.key, 600)
+    wait_for(lambda: figures(root)["counters"]["request_pins_refused"] > 1, "a refusal: what is left is counted")
+    wait_for(lambda: read_pins(root).keys() == {kept, other}, "pins.json")
+
+
 def test_pins_that_cannot_be_written_cost_a_warning(engine: EngineStarter, root: Path) -> None:
     one = engine()
     one.store(1)
@@ -263,6 +300,18 @@ def test_pins_are_written_into_a_bucket_as_an_operator_would(tmp_path: Path, buc
     finally:
         one.close()
         end_server(root)
+
+
+def test_a_pin_that_an_operator_ended_in_a_bucket_is_put_there_again(tmp_path: Path, bucket: ObjectStore) -> None:
+    root = tmp_path / "cache"
+    uri = {"storage_uri": f"shared+file://{tmp_path}/bucket", "disk_path": str(root), "storage_bytes": "100MiB"}
+    with closing(SmallEngine.start(settings(root, **uri))) as one:
+        one.store(1)
+        for _ in range(2):
+            assert one.client.pin(name_of(one, 1).key, 600)
+            wait_for(lambda: bool(list(bucket.list(PINS))), "a pin")
+            bucket.delete([info.path for info in bucket.list(PINS)])
+    end_server(root)
 
 
 def test_requests_may_pin_a_part_of_what_their_model_may_take(engine: EngineStarter, root: Path) -> None:

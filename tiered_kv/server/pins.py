@@ -8,13 +8,14 @@ that several tags pin counts for the one whose pin ends last. A pin that finds n
 request knows nothing of it. Pins change who is evicted, never how much is stored: a tier full of them stores less.
 
 A pin is renewed only when less than the wished time is left of it, and written for a tenth more than was wished, so
-that a prompt which every request pins is written now and then and not with every request.
+that a prompt which every request pins is written now and then and not with every request. Operators end pins where they
+are written (``unpin``, ``evict``): one that is asked for again is looked for there, and so are all when one is refused.
 
 =====================  ===============================================================
 field                  who touches it
 =====================  ===============================================================
 ``_wanted``            put by the loop, taken by the writing thread (under ``_lock``)
-``_failed``            put by the writing thread, taken by the loop (deque: both are atomic)
+``_failed``, ``_gone`` put by the writing thread, taken by the loop (deque: both are atomic)
 ``_is_writing``        set by the loop, cleared by the writing thread when it ends
 everything else        the server's loop
 =====================  ===============================================================
@@ -25,8 +26,10 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -61,6 +64,15 @@ BATCH_MAX: Final = 64
 
 RENEWED_FOR: Final = 1.1
 
+LOOK_EVERY_S: Final = 5.0
+"""How old the last look may be at whether pins are still written; servers read those on disk as often."""
+
+LOOK_IN_BUCKET_EVERY_S: Final = 60.0
+"""The same with a bucket: a look is a list of its pins."""
+
+RECOUNT_S: Final = 1e-3
+"""Of one turn of the loop, for counting anew what pins keep."""
+
 _ALL: Final = b""
 """In place of a namespace or a tag: of all of them."""
 
@@ -78,6 +90,40 @@ class _Kept:
     size_bytes: int
     namespace: bytes
     tag: bytes
+
+
+class _KeptChunks:
+    """What pins keep, each chunk once, and how much that is."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[bytes, _Kept] = {}
+        self.size_bytes: Counter[tuple[bytes, bytes]] = Counter()  # by namespace and tag; _ALL: of all of them
+        self.chunks: Counter[bytes] = Counter()  # by tag
+
+    def add(self, namespace: bytes, prefix: Mapping[bytes, int], until_s: float, tag: bytes) -> None:
+        """Count a pin of the last of these chunks."""
+        for key, size_bytes in prefix.items():
+            before = self.by_key.get(key)
+            if before is not None and before.until_s >= until_s:
+                continue
+            if before is not None:
+                size_bytes = before.size_bytes
+                self._count(before, -1)
+            self.by_key[key] = _Kept(until_s, size_bytes, namespace, tag)
+            self._count(self.by_key[key], 1)
+
+    def forget_ended(self, now_s: float) -> None:
+        """Leave out what is kept no longer."""
+        self.by_key = {key: kept for key, kept in self.by_key.items() if kept.until_s > now_s}
+        self.size_bytes.clear()
+        self.chunks.clear()
+        for kept in self.by_key.values():
+            self._count(kept, 1)
+
+    def _count(self, kept: _Kept, times: int) -> None:
+        for place in itertools.product((kept.namespace, _ALL), (kept.tag, _ALL)):
+            self.size_bytes[place] += times * kept.size_bytes
+        self.chunks[kept.tag] += times
 
 
 class Pinning:
@@ -113,12 +159,14 @@ class Pinning:
         self._lock = threading.Lock()
         self._wanted: dict[BlobName, float] = {}
         self._failed: deque[BlobName] = deque()
+        self._gone: deque[BlobName] = deque()
         self._is_writing = False
-        self._write_due_s = self._forget_due_s = float("-inf")
+        self._write_due_s = self._forget_due_s = self._looked_s = float("-inf")
+        self._look_every_s = LOOK_EVERY_S if store is None else LOOK_IN_BUCKET_EVERY_S
+        self._is_look_asked_for = False
         self._pins: dict[BlobName, tuple[float, bytes]] = {}  # their ends and tags
-        self._kept: dict[bytes, _Kept] = {}  # by chunk
-        self._kept_bytes: Counter[tuple[bytes, bytes]] = Counter()  # by namespace and tag; _ALL: of all of them
-        self._kept_chunks: Counter[bytes] = Counter()  # by tag
+        self._kept = _KeptChunks()
+        self._recount: Iterator[None] | None = None
         if disk_root is not None:
             self._adopt(disk_root)
 
@@ -144,27 +192,32 @@ class Pinning:
             return "nowhere"
         now_s = self._wall()
         name = BlobName(namespace, pin.key)
-        if name in self._pins and self._pins[name][0] >= now_s + pin.ttl_s:
+        is_in_force = name in self._pins and self._pins[name][0] >= now_s + pin.ttl_s
+        if is_in_force and not self._may_look:
             self._engine.count("request_pins_in_force")
             return "done"
         prefix = self._engine.prefix_of(pin.key)
         if prefix is None:
             self._engine.count("request_pins_of_nothing")
             return "unknown"
+        if is_in_force:
+            self._engine.count("request_pins_in_force")
+            self._is_look_asked_for = True
+            with self._lock:
+                self._wanted[name] = self._pins[name][0]  # written again where somebody has ended it
+            return "done"
         self._forget_ended(now_s)
         until_s = now_s + RENEWED_FOR * pin.ttl_s
         form = self._engine.format_of(namespace)
         blob_bytes = form.blob_bytes if form is not None else 0
-        new = [one for one in prefix if one not in self._kept]
-        if not self._has_room(namespace, len(new) * blob_bytes, len(prefix)):
-            self._engine.count("request_pins_refused")
-            return "refused"
+        kept = [self._kept.by_key[one] for one in prefix if one in self._kept.by_key]
+        new = len(prefix) - len(kept)
+        if not self._has_room(namespace, new * blob_bytes, len(prefix)):
+            return self._refuse("request_pins_refused")
         if pin.tag != NO_TAG:
-            kept = [self._kept[one] for one in prefix if one in self._kept]
             taken_over = sum(one.tag != pin.tag and one.until_s < until_s for one in kept)
-            if not self._has_tag_room(name, pin.tag, len(new) + taken_over, blob_bytes):
-                self._engine.count("request_pins_refused_of_tag")
-                return "refused"
+            if not self._has_tag_room(name, pin.tag, new + taken_over, blob_bytes):
+                return self._refuse("request_pins_refused_of_tag")
         self._engine.count("request_pins")
         self._engine.want(namespace, pin.key)
         self._keep(name, dict.fromkeys(prefix, blob_bytes), until_s, pin.tag)
@@ -174,23 +227,30 @@ class Pinning:
 
     def keeps(self, key: bytes) -> bool:
         """Whether a request's pin keeps a chunk, also one that tiers have not read yet."""
-        kept = self._kept.get(key)
+        kept = self._kept.by_key.get(key)
         return kept is not None and kept.until_s > self._wall()
 
     def step(self) -> None:
         """Write what was granted, about once a second; the loop only."""
         now_s = self._engine.clock.monotonic()
+        is_writing = self._is_writing  # before what it found is taken in
         while self._failed:
             self._pins.pop(self._failed.popleft(), None)  # asked for again, it is written again
-        if not self._wanted or self._is_writing or now_s < self._write_due_s:
+        self._forget_gone()
+        if is_writing or now_s < self._write_due_s:
             return
-        self._is_writing, self._write_due_s = True, now_s + WRITE_EVERY_S
-        self._submit(self._write)
+        looked_for: tuple[BlobName, ...] = ()
+        if self._is_look_asked_for and self._may_look:
+            looked_for = tuple(self._pins)
+            self._is_look_asked_for, self._looked_s = False, now_s
+        if self._wanted or looked_for:
+            self._is_writing, self._write_due_s = True, now_s + WRITE_EVERY_S
+            self._submit(partial(self._write, looked_for))
 
     def flush(self) -> None:
         """Write what still waits, as much as is written at once; at the server's end."""
         if self._wanted:
-            self._write()
+            self._write(())
 
     # -- what is kept --------------------------------------------------------------------------------------------------
 
@@ -211,20 +271,16 @@ class Pinning:
 
     def _keep(self, name: BlobName, prefix: Mapping[bytes, int], until_s: float, tag: bytes) -> None:
         self._pins[name] = until_s, tag
-        for key, size_bytes in prefix.items():
-            before = self._kept.get(key)
-            if before is not None and before.until_s >= until_s:
-                continue
-            if before is not None:
-                size_bytes = before.size_bytes
-                self._count(before, -1)
-            self._kept[key] = _Kept(until_s, size_bytes, name.namespace, tag)
-            self._count(self._kept[key], 1)
+        self._kept.add(name.namespace, prefix, until_s, tag)
 
-    def _count(self, kept: _Kept, times: int) -> None:
-        for place in itertools.product((kept.namespace, _ALL), (kept.tag, _ALL)):
-            self._kept_bytes[place] += times * kept.size_bytes
-        self._kept_chunks[kept.tag] += times
+    @property
+    def _may_look(self) -> bool:
+        return self._engine.clock.monotonic() >= self._looked_s + self._look_every_s
+
+    def _refuse(self, counter: str) -> str:
+        self._engine.count(counter)
+        self._is_look_asked_for = True  # what takes the room may be over
+        return "refused"
 
     def _forget_ended(self, now_s: float) -> None:
         """Give the room of ended pins back; looked for only when a pin is asked for, and then at most once a second."""
@@ -232,28 +288,52 @@ class Pinning:
             return
         self._forget_due_s = now_s + WRITE_EVERY_S
         self._pins = {name: pin for name, pin in self._pins.items() if pin[0] > now_s}
-        self._kept = {key: kept for key, kept in self._kept.items() if kept.until_s > now_s}
-        self._kept_bytes.clear()
-        self._kept_chunks.clear()
-        for kept in self._kept.values():
-            self._count(kept, 1)
+        self._kept.forget_ended(now_s)
+
+    def _forget_gone(self) -> None:
+        """Give the room back of pins that somebody has ended; what the others keep is counted anew, in parts."""
+        if self._gone:
+            with self._lock:
+                gone = {self._gone.popleft() for _ in range(len(self._gone))} - self._wanted.keys()
+            self._pins = {name: pin for name, pin in self._pins.items() if name not in gone}
+            self._recount = self._count_anew()
+        end_s = self._engine.clock.monotonic() + RECOUNT_S
+        while self._recount is not None and self._engine.clock.monotonic() < end_s:
+            if next(self._recount, self) is self:
+                self._recount = None
+
+    def _count_anew(self) -> Iterator[None]:
+        """Count what the pins keep, one after the other, and take the result in place of what was counted."""
+        kept = _KeptChunks()
+        counted: set[BlobName] = set()
+        while more := self._pins.keys() - counted:  # some came meanwhile
+            for name in sorted(more & self._pins.keys(), key=lambda one: self._pins[one][0], reverse=True):
+                counted.add(name)
+                before = kept.by_key.get(name.key)
+                pin = self._pins.get(name)
+                if pin is None or (before is not None and before.until_s >= pin[0]):
+                    continue  # with it all of its prefix is kept for longer
+                if prefix := self._engine.prefix_of(name.key):
+                    kept.add(name.namespace, prefix, *pin)
+                yield
+        self._kept = kept
 
     def _has_room(self, namespace: bytes, more_bytes: int, chunks: int) -> bool:
-        if not self._share or len(self._pins) >= WRITTEN_MAX or len(self._kept) + chunks > KEPT_MAX:
+        if not self._share or len(self._pins) >= WRITTEN_MAX or len(self._kept.by_key) + chunks > KEPT_MAX:
             return False
         return self._fits(self._share, namespace, _ALL, more_bytes)
 
     def _has_tag_room(self, name: BlobName, tag: bytes, more_chunks: int, blob_bytes: int) -> bool:
         """Whether a tag's pins may keep so many chunks more; also where tiers have no limit, or pins are many."""
         pins = sum(one == tag for _, one in self._pins.values()) + (name not in self._pins)
-        chunks = self._kept_chunks[tag] + more_chunks
+        chunks = self._kept.chunks[tag] + more_chunks
         if pins > self._tag_share * WRITTEN_MAX or chunks > self._tag_share * KEPT_MAX:
             return False
         return self._fits(self._share * self._tag_share, name.namespace, tag, more_chunks * blob_bytes)
 
     def _fits(self, share: float, namespace: bytes, tag: bytes, more_bytes: int) -> bool:
         """Whether pins of a tag, or of ``_ALL``, keep at most this share of each limit with so many bytes more."""
-        everywhere, here = (self._kept_bytes[place, tag] + more_bytes for place in (_ALL, namespace))
+        everywhere, here = (self._kept.size_bytes[place, tag] + more_bytes for place in (_ALL, namespace))
         quota = self._engine.quota_of(namespace)
         most = 1.0 if quota is None else quota.at_most  # or its pins could fill all that it may have
         limits: Sequence[int | None] = [tier.usage().capacity_bytes for tier in self._engine.tiers.values()]
@@ -263,7 +343,7 @@ class Pinning:
 
     # -- the writing thread --------------------------------------------------------------------------------------------
 
-    def _write(self) -> None:
+    def _write(self, looked_for: Sequence[BlobName]) -> None:
         with self._lock:
             wanted = dict(itertools.islice(self._wanted.items(), BATCH_MAX))
             for name in wanted:
@@ -273,19 +353,34 @@ class Pinning:
                 self._write_disk(self._disk_root, wanted)
             if self._store is not None:
                 self._write_bucket(self._store, wanted)
+            if looked_for:
+                written = self._written()
+                self._gone.extend(name for name in looked_for if name not in written)
         except (TierUnavailable, Closed) as exc:
             logger.warning("pins of requests were not written everywhere. pins=%d cause=%s", len(wanted), exc)
             self._failed.extend(wanted)
         finally:
             self._is_writing = False
 
+    def _written(self) -> AbstractSet[BlobName]:
+        """Pins that are in force everywhere."""
+        places: list[AbstractSet[BlobName]] = []
+        if self._disk_root is not None:
+            places.append(read_pins(self._disk_root).keys())
+        if self._store is not None:
+            pins = [parse_pin_path(info.path) for info in self._store.list(PINS)]
+            places.append({pin[0] for pin in pins if pin is not None and (not pin[1] or pin[1] > self._wall())})
+        return places[0] if len(places) == 1 else places[0] & places[1]
+
     @staticmethod
     def _write_disk(root: Path, wanted: dict[BlobName, float]) -> None:
-        with changing_pins(root) as pins:
-            for name, until_s in wanted.items():
-                old_s = pins.get(name)
-                if old_s is None or 0 < old_s < until_s:  # 0: an operator wants it kept for good
-                    pins[name] = until_s
+        def longer(pins: Mapping[BlobName, float]) -> dict[BlobName, float]:
+            ends = {name: pins.get(name) for name in wanted}  # 0: an operator wants it kept for good
+            return {name: wanted[name] for name, end_s in ends.items() if end_s is None or 0 < end_s < wanted[name]}
+
+        if longer(read_pins(root)):
+            with changing_pins(root) as pins:
+                pins.update(longer(pins))
 
     @staticmethod
     def _write_bucket(store: ObjectStore, wanted: dict[BlobName, float]) -> None:
