@@ -305,6 +305,19 @@ def test_what_a_client_sends_cannot_fill_the_log(caplog: pytest.LogCaptureFixtur
         assert len(record.getMessage()) < 500 and record.getMessage().isprintable()
 
 
+def test_parameters_by_the_thousand_are_one_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    """Each unknown name is compared with all that are known; the tag may be any of them."""
+    reading = Reading()
+    many = {f"tiered_kv.{number}": True for number in range(10_000)} | {"tiered_kv.tag": "tenant-a"}
+    assert reading.read(many) == RequestParams(skips_save=True)
+    assert reading.counters == {"control_refused": 1}
+    (record,) = caplog.records
+    assert "too many parameters" in record.message and "nothing of the request is stored" in record.message
+    others = {f"another.{number}": True for number in range(10_000)}
+    assert reading.read(others | {"tiered_kv.skip_save": True}) == RequestParams(skips_save=True)
+    assert reading.counters == {"control_refused": 1}
+
+
 def test_the_page_shows_parameters_that_are_read(repository: Path) -> None:
     page = (repository / "docs" / "operations.md").read_text()
     shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)]

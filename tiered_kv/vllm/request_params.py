@@ -9,10 +9,10 @@
 
 Owns their names and kinds, and those of the actions in vLLM's ``kv_hints``, which say the same where a parameter says
 nothing. A parameter that is unknown or has a bad value is left out, counted and logged; the request goes on without it.
-But a request whose tag cannot be read is not stored: nobody could erase it later. No text of a tag or a session goes
-further than this module and a producer's answer (``disaggregated.py``), nor into a warning. Names that do not begin
-with ``tiered_kv.`` are other connectors', and so are actions that are unknown here: these are only counted. Called by
-the scheduler side, once per request.
+But a request whose tag cannot be read, or that brings parameters by the hundred, is not stored: nobody could erase it
+later. No text of a tag or a session goes further than this module and a producer's answer (``disaggregated.py``), nor
+into a warning. Names that do not begin with ``tiered_kv.`` are other connectors', and so are actions that are unknown
+here: these are only counted. Called by the scheduler side, once per request.
 """
 
 import difflib
@@ -54,6 +54,9 @@ WARNINGS_EVERY_S: Final = 60.0
 """So many warnings in so much time: requests come from clients, and one that errs must not fill the log."""
 
 SHOWN_CHARS: Final = 80
+
+PARAMS_MAX: Final = 64
+"""More in one request are not looked at one by one: a hundred thousand would take vLLM's scheduler ten seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +194,15 @@ class RequestParamsReader:
             params.setdefault(SESSION_ID, session_id)
         for name, value in self._of_hints(request, params.get(SESSION_ID)):
             params.setdefault(name, value)
-        if not params:
+        ours = {name: params[name] for name in params if isinstance(name, str) and name.startswith(PREFIX)}
+        if not ours:
             return NO_PARAMS
-        return self._read(request_id or request.request_id, getattr(request, "cache_salt", None), params)
+        request_id = request_id or request.request_id
+        if len(ours) > PARAMS_MAX:
+            hint = f"at most {PARAMS_MAX} names that begin with {PREFIX}"
+            self._refuse(request_id, "too many parameters", next(iter(ours)), hint, is_tag=True)
+            return RequestParams(skips_save=True)
+        return self._read(request_id, getattr(request, "cache_salt", None), ours)
 
     def _of_hints(self, request: Any, session_id: object) -> list[tuple[str, object]]:
         """The parameters that the hints of a request of this session stand for."""
@@ -216,7 +225,7 @@ class RequestParamsReader:
         found: dict[str, Any] = {}
         is_tag_lost = False
         for name, value in params.items():
-            if not isinstance(name, str) or not name.startswith(PREFIX) or value is None:
+            if value is None:
                 continue
             if name not in self._known:
                 known = [one.removeprefix(PREFIX) for one in self._known]
