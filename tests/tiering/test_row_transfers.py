@@ -303,6 +303,19 @@ def test_the_rows_of_a_session_that_is_over_are_taken_back_in_parts(
     assert len(rows.tiering.index) == 0 and dropped(rows) == {"row_dropped_taken_back": len(prefix)}
 
 
+def test_a_read_that_ends_after_its_session_is_told_as_bad_though_its_row_was_not_taken_back_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_transfers, "TAKEN_BACK_AT_ONCE", 1)
+    rows = Rows()
+    rows.store(*PREFIX)
+    rows.end_every(WriteRow)
+    uses = rows.load(*PREFIX)
+    rows.tiering.suspend_session(rows.session)  # a reset: other memory is mapped where the rows were
+    rows.end_every(ReadRow)
+    assert rows.told(uses) == ["bad"] * len(PREFIX) and not rows.tiering.wants_turn
+
+
 def dropped(rows: Rows) -> dict[str, int]:
     """Counters of writes that were not made."""
     words = ("row_dropped", "write_dropped", "write_failed")

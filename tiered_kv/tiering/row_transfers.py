@@ -13,7 +13,6 @@ Pure: no I/O, no clock, no threads. Called by ``tiering.py``.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -62,7 +61,7 @@ class RowTransfers:
         self._waiting: dict[Entry, list[RowUse]] = {}  # uses whose chunk is written from another row
         self._reads: dict[bytes, set[RowUse]] = {}  # by key: reads that began since the chunk was written last
         self._ended: dict[int, _RowsToTell] = {}
-        self._leaving: deque[RowUse] = deque()  # uses of sessions that are over, those behind last
+        self._leaving: dict[RowUse, None] = {}  # uses of sessions that are over, those behind last
 
     def __len__(self) -> int:
         return len(self._open)
@@ -129,7 +128,8 @@ class RowTransfers:
         if job.use in self._open:
             del self._open[job.use]
             ended = self._ended.setdefault(job.use.session, _RowsToTell())
-            ended.read(job.use, job.tier if outcome is Outcome.OK else None)
+            is_there = outcome is Outcome.OK and job.use not in self._leaving  # else it may have read elsewhere
+            ended.read(job.use, job.tier if is_there else None)
         self.collect()
 
     def _is_of_this_blob(self, job: ReadRow) -> bool:
@@ -159,7 +159,7 @@ class RowTransfers:
 
     def session_over(self, session: int) -> None:
         """End what is left of a session, in parts: a prompt may have thousands of rows."""
-        self._leaving.extend(self.of_session(session))
+        self._leaving.update(dict.fromkeys(self.of_session(session)))
 
     @property
     def wants_turn(self) -> bool:
@@ -168,7 +168,7 @@ class RowTransfers:
 
     def take_back_some(self) -> None:
         """Go on with these, those behind first."""
-        part = [self._leaving.pop() for _ in range(min(len(self._leaving), TAKEN_BACK_AT_ONCE))]
+        part = [self._leaving.popitem()[0] for _ in range(min(len(self._leaving), TAKEN_BACK_AT_ONCE))]
         self.take_back(reversed(part))
 
     def of_session(self, session: int) -> list[RowUse]:
