@@ -1,5 +1,7 @@
 """The library's door: what was stored comes back, from this process, another one, and after a restart."""
 
+import contextlib
+import os
 import random
 import signal
 import subprocess
@@ -68,6 +70,31 @@ def test_a_cache_that_is_closed_while_a_prefix_is_read_says_so_and_leaves_no_ser
         assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(len(prefix.chunks))]
         assert "tiered_kv-server" not in [thread.name for thread in threading.enumerate()]
     cache.close()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_forked_child_ends_nothing_of_its_parents_cache_and_has_none_itself(tmp_path: Path, goes_on: bool) -> None:
+    """It had the parent's socket: leaving a block there ended the lease of what the parent still read."""
+    tokens = list(range(4 * CHUNK))
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        cache.store(tokens, lambda i: payload(cache, i))
+        reading = cache.load(tokens)
+        prefix = reading.__enter__()
+        child = os.fork()
+        if not child:
+            ends = "other"
+            with contextlib.suppress(BaseException):
+                reading.__exit__(None, None, None)
+                ends = "left"
+                with contextlib.suppress(Closed):
+                    ends = "served" if goes_on and cache.store(tokens, lambda i: payload(cache, i)) else "left"
+                cache.close()
+            os._exit(ends != "left")
+        assert os.waitpid(child, 0)[1] == 0
+        for number in range(1, 45):  # as much as host memory holds
+            cache.store([number, *tokens[1:]], lambda i, seed=number: payload(cache, i, seed))
+        assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(4)]
+        reading.__exit__(None, None, None)
 
 
 def wait_for_blobs(root: Path, count: int) -> None:

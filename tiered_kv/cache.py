@@ -29,6 +29,7 @@ from tiered_kv.keys.stored_by import encoding_text, stored_by
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.compose import serve
+from tiered_kv.server.connect import forgotten_in_children
 from tiered_kv.server.server import Server
 from tiered_kv.server.worker_client import WorkerClient, pages_on_the_wire
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX
@@ -60,7 +61,7 @@ class Prefix:
 class Cache:
     """A tiered cache of chunk payloads, keyed by the tokens before and in them.
 
-    Threads: one at a time per call; calls from several threads take turns.
+    Threads: one at a time per call; calls from several threads take turns. A child that is forked opens its own.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Cache:
         except BaseException:
             self.close()
             raise
+        forgotten_in_children(self)
 
     @property
     def chunk_bytes(self) -> int:
@@ -199,6 +201,11 @@ class Cache:
             if server is not None:
                 server.stop()
 
+    def forget_after_fork(self) -> None:
+        """In a child of this process: the session and the server are the parent's."""
+        self._lock = threading.Lock()  # another thread may have held it
+        self._client = self._server = None
+
     def __enter__(self) -> Self:
         return self
 
@@ -209,7 +216,7 @@ class Cache:
 
     def _open(self) -> tuple[SchedulerClient, WorkerClient]:
         if self._client is None or self._worker is None:
-            raise Closed("the cache was closed")
+            raise Closed("the cache was closed, or opened by the process that this one was forked from: open one here")
         if self._client.generation:
             raise TierUnavailable("the cache server went away; open the cache again")
         if self._reads:

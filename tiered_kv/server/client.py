@@ -28,7 +28,7 @@ from tiered_kv.keys.chunk_record import KEY_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import Background, refusal_error, say_hello
+from tiered_kv.server.connect import Background, forgotten_in_children, refusal_error, say_hello
 from tiered_kv.server.epochs import is_private_epoch
 from tiered_kv.tiering.types import LookupAnswer, SlotId, Turn
 
@@ -166,6 +166,7 @@ class SchedulerClient:
         self._give_up_s = 0.0
         self._is_closed = threading.Event()
         self._background = Background()
+        forgotten_in_children(self)
         self._start_joining(delay_s=0)
 
     @property
@@ -666,6 +667,13 @@ class SchedulerClient:
     def close(self) -> None:
         """End the session. Idempotent; what was committed is the server's."""
         self._is_closed.set()
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        self._close_joined()
+
+    def forget_after_fork(self) -> None:
+        """In a child of this process: say nothing more in the session of the parent, whose leases would end for it."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None

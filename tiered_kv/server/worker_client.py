@@ -14,7 +14,6 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,14 @@ from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.config import Config
 from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import HELLO_RETRY_S, read_exactly, read_message_after, refusal_error, say_hello
+from tiered_kv.server.connect import (
+    HELLO_RETRY_S,
+    forgotten_in_children,
+    read_exactly,
+    read_message_after,
+    refusal_error,
+    say_hello,
+)
 from tiered_kv.server.directory import hold_arena_lock, server_directory
 from tiered_kv.server.row_loan import RowLoan, server_pidfd
 
@@ -34,10 +40,6 @@ logger = logging.getLogger(__name__)
 
 POPULATE_EVERY_MS = 250
 """Between two looks for slabs that were given memory; the server has them grow before the last slot is taken."""
-
-
-_mapped: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
-"""Those of this process that map an arena."""
 
 
 class WorkerClient:
@@ -73,7 +75,7 @@ class WorkerClient:
         while True:
             try:
                 self.arena = self._join(config, (role, engine_id, generation), join)
-                _mapped.add(self)
+                forgotten_in_children(self)
                 return
             except TieredKVError:
                 raise
@@ -223,14 +225,6 @@ class WorkerClient:
         self._sock.close()
         with contextlib.suppress(BufferError):  # somebody's view, which goes with the child
             self.arena.close()
-
-
-def _forget_after_fork() -> None:
-    for client in list(_mapped):
-        client.forget_after_fork()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def receive_slabs(sock: socket.socket, count: int) -> list[int]:
