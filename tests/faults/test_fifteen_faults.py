@@ -20,8 +20,11 @@ from tests.kit.counts import count, seed
 from tests.kit.engine_world import BLOB_BYTES, NAMESPACES, SPACES
 from tests.kit.faults.scene import LIMIT_BYTES, OTHERS, PREFIX, Damage, FaultScene
 from tests.kit.storage.disk_probe import blob_files
+from tiered_kv import Cache
 from tiered_kv.chunks import header
+from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import ConfigError, TierUnavailable
+from tiered_kv.keys.namespace import REQUIRED_FIELDS
 from tiered_kv.testing.faults import Fault
 
 LAST = PREFIX
@@ -207,6 +210,23 @@ def test_a_new_model_starts_on_a_full_disk(small_disk: Path) -> None:
     written = {path.parent.parent.name for path in blob_files(small_disk)}
     assert NAMESPACES["other"].digest.hex() in written
     scene.end()
+
+
+def test_a_server_starts_on_a_full_disk_and_gives_what_is_there(small_disk: Path) -> None:
+    """F6: nor is there room for the file that says who owns the directory. A blob or two make way for that."""
+    page = LayerPage("layer", "BF16", (2, 16, 64), "HNC")
+    skipped = ("geometry", "epoch", "chunk_tokens", "format_version")
+    namespace = {name: "test" for name in REQUIRED_FIELDS if name not in skipped} | {"block_tokens": 16}
+    limits = {"host_bytes": "8MiB", "disk_bytes": "80MiB", "min_free_bytes": "64KiB", "chunk_tokens": 64}
+    settings, tokens = {"storage_uri": f"file://{small_disk}"} | limits, list(range(40 * 64))
+    with Cache(settings, namespace, [page]) as cache:
+        assert cache.store(tokens, lambda index: bytes([index]) * cache.chunk_bytes) == 40
+    assert len(blob_files(small_disk)) == 40
+    fill_up(small_disk)
+    with Cache(settings, namespace, [page]) as cache, cache.load(tokens) as prefix:
+        assert [bytes(chunk[:1]) for chunk in prefix.chunks] == [bytes([index]) for index in range(len(prefix.chunks))]
+        assert 30 < len(prefix.chunks) < 40
+    assert len(blob_files(small_disk)) == len(prefix.chunks)
 
 
 def test_a_limit_on_file_sizes_drops_stores(tmp_path: Path) -> None:

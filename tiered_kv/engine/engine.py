@@ -16,6 +16,7 @@ except :meth:`Engine.start` (scans) and :meth:`Engine.close`.
 
 import logging
 import math
+import select
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -87,6 +88,9 @@ RETRY_INTERVAL_S = 30.0
 
 RESUME_INTERVAL_S = 1.0
 """How long writes to a shared tier pause after one found no room or no answer."""
+
+MAKE_ROOM_S = 10.0
+"""How long a start waits until a disk that others have filled has deleted something."""
 
 SLICE_S = 0.0004
 """How long a step takes in what has ended; the rest is for the next one."""
@@ -255,6 +259,21 @@ class Engine:
             seconds = self.clock.monotonic() - started_s
             logger.info("tier scanned. tier=%s blobs=%d seconds=%.3f", tier.traits.name, count, seconds)
         self._submit_jobs()
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Have this machine's disk delete so much of the least worth, for what a start has to write beside the blobs.
+
+        Blocks until some of it is gone; False where none is. Before the first session: nothing is told to anybody.
+        """
+        disk = self.tiers.get(HOST + 1)
+        if disk is None or disk.traits.is_shared or disk.traits.is_read_only:
+            return False
+        before, until_s = disk.usage().used_bytes, self.clock.monotonic() + MAKE_ROOM_S
+        if self.tiering.make_room(HOST + 1, size_bytes):
+            while disk.usage().used_bytes >= before and self.clock.monotonic() < until_s:
+                self.step()
+                select.select([self.executor.fileno()], [], [], MAKE_ROOM_S / 100)
+        return disk.usage().used_bytes < before
 
     def sample_reads(self, tier: int, result: SelfTest) -> None:
         """Add the reads of a tier's self-test as a sample of its throughput."""

@@ -1,6 +1,7 @@
 """Composition root: settings to a running server. The only place that builds an engine from real parts."""
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -48,6 +49,10 @@ FIRST_TURNS = 3
 """Turns of a shared tier's keeper that may pass before the first write finds room."""
 
 BACKLOG = 64
+
+PUBLISH_TRIES = 3
+PUBLISH_ROOM_BYTES = 64 << 10
+"""For the server's description, and for what whoever has filled the disk takes of it meanwhile."""
 
 
 def build_engine(config: Config, recorder: Recorder) -> tuple[Engine, ObjectStore | None]:
@@ -171,7 +176,7 @@ def serve(
             if on_server is not None:
                 on_server(server)
             info = ServerInfo(str(path), os.getpid(), __version__, PROTOCOL, server.server_id, config.digest())
-            watch = DirectoryWatch(root, info, partial(_in_background, engine), engine.clock.monotonic)
+            watch = _publish(engine, root, info)
             at_end.callback(_leave, root, watch)  # still under the directory's lock: nobody else's files
             if config.peer_listen is not None:
                 at_end.callback(_open_door(config, path))
@@ -180,6 +185,22 @@ def serve(
             sessions.pinning.flush()
             if not watch.is_found():
                 raise TierUnavailable(f"the directory of this server was removed or taken over. path={root}")
+
+
+def _publish(engine: Engine, root: Path, info: ServerInfo) -> DirectoryWatch:
+    """Say in the directory who owns it; where others have filled its disk, a few blobs make way for that.
+
+    Raises:
+        ConfigError: The name is taken by a file of somebody else.
+        TierUnavailable: It cannot be written.
+    """
+    for left in reversed(range(PUBLISH_TRIES)):
+        try:
+            return DirectoryWatch(root, info, partial(_in_background, engine), engine.clock.monotonic)
+        except OSError as exc:
+            if not (left and exc.errno in (errno.ENOSPC, errno.EDQUOT) and engine.make_room(PUBLISH_ROOM_BYTES)):
+                raise TierUnavailable(f"cannot say who owns the directory. path={info_path(root)}: {exc}") from exc
+    raise AssertionError("the last try neither ended well nor badly")
 
 
 def _open_door(config: Config, path: Path) -> Callable[[], None]:

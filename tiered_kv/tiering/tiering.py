@@ -885,6 +885,10 @@ class Tiering:
         for tier in self._tiers:
             tier.evict_to_capacity()
 
+    def make_room(self, tier: int, size_bytes: int) -> int:
+        """Have a tier of this machine delete so much, although its limit is not reached; says how much it will."""
+        return self._tiers[tier].evict(size_bytes)
+
     def set_readable(self, tier: int, is_readable: bool) -> None:
         """A tier stopped to answer, or does again. Until then what lies only there is not held, nothing is written.
 
