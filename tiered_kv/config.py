@@ -356,6 +356,7 @@ class Config:
     )
 
     host_bytes_default: int | None = None  # no setting: see below_offloading
+    is_guest: bool = False  # no setting: see as_guest
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, object]) -> "Config":
@@ -403,6 +404,10 @@ class Config:
         """
         least = max(OFFLOADING_HOST_BYTES, OFFLOADING_ROWS * row_bytes)
         return replace(self, host_bytes_default=min(least, _host_bytes_default()))
+
+    def as_guest(self) -> "Config":
+        """The same for a command that joins the server of a directory, whatever storage and memory that one has."""
+        return replace(self, is_guest=True)
 
     def location(self) -> Location:
         """What ``storage_uri`` and ``storage_options`` name.

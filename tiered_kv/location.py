@@ -150,6 +150,12 @@ def parse_location(uri: str, storage_options: Mapping[str, object] | None = None
     return Location("object", parts.scheme, path, options)
 
 
+def directory_uri(path: str | os.PathLike[str]) -> str:
+    """The URI of a local directory, as readable as it may be: what would be read as something else is escaped."""
+    text = os.fspath(path).replace("%", "%25")
+    return f"file://{text.replace('?', '%3F').replace('#', '%23')}"
+
+
 def _with_scheme(text: str) -> str:
     """What to write in place of a text that names no scheme; of an absolute path the very URI, if nothing is hidden."""
     if text.startswith("/") and text.strip("/") and redact(text) == text:

@@ -4,9 +4,11 @@ import json
 import shutil
 import stat
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
+from tests.kit.s3 import S3
 from tests.kit.server.clients import CHUNK as SMALL_CHUNK
 from tests.kit.server.clients import PAGES, SmallEngine, settings, worker_part
 from tests.kit.server.probe import figures, socket_of, wait_written
@@ -229,6 +231,41 @@ def test_a_server_in_front_of_a_bucket_takes_what_is_warmed(
     assert len(list((root / "blobs").glob("*/*/*.safetensors"))) == 6
     assert new.hits(6) == 6
     new.close()
+
+
+def test_a_server_in_front_of_a_bucket_with_an_endpoint_takes_what_is_warmed_from_elsewhere(
+    root: Path, first_bucket: Tier, s3: S3
+) -> None:
+    """The source says nothing of the endpoint that the server reaches its own bucket at."""
+    copied = s3_tier(s3)
+    assert report("cp", *arguments(first_bucket, copied))["copied"] == 6
+    node = settings(root, storage_uri=copied.uri, disk_path=str(root), **copied.settings)
+    new = SmallEngine.start(node)
+    done = warm(root, first_bucket)
+    assert (done["copied"], done["notes"]) == (6, [])
+    assert len(list((root / "blobs").glob("*/*/*.safetensors"))) == 6
+    new.close()
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a?b", "a#b", "a b"])
+def test_a_server_in_a_directory_of_any_name_takes_what_is_warmed(tmp_path: Path, filled: Path, name: str) -> None:
+    root = tmp_path / name
+    engine = SmallEngine.start(settings(tmp_path, storage_uri=f"file://{quote(str(root))}"))
+    done = report("warm", f"file://{quote(str(root))}", "--from", f"file://{filled}")
+    assert (done["copied"], done["notes"]) == (36, [])
+    assert report("ls", done["target"])["uri"] == done["target"], "what is told names the directory"
+    engine.close()
+    end_server(root)
+
+
+def test_a_copy_into_a_server_with_little_memory_says_nothing_of_it(
+    filled: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SmallEngine.start(settings(root))
+    caplog.clear()
+    assert warm(root, Tier(f"file://{filled}"))["copied"] == 36
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+    engine.close()
 
 
 def copied_namespaces(uri: str) -> set[str]:

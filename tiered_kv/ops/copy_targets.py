@@ -20,6 +20,7 @@ from tiered_kv.errors import CapacityExceeded, ChunkMismatch, ConfigError, TierU
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.stored_by import stored_by
+from tiered_kv.location import directory_uri
 from tiered_kv.ops.copying import Target
 from tiered_kv.ops.disk_storage import DiskStorage
 from tiered_kv.ops.eviction import used_bytes
@@ -84,11 +85,8 @@ class StorageTarget:
 
 
 @contextmanager
-def opened_target(uri: str, settings: Mapping[str, object], source: Config) -> Iterator[tuple[Storage, Target]]:
+def opened_target(uri: str, settings: Mapping[str, object]) -> Iterator[tuple[Storage, Target]]:
     """A tier to copy to; a directory that does not exist is made.
-
-    Args:
-        source: Settings of the tier that is copied from: a server in front of that very object store is joined by them.
 
     Raises:
         ConfigError: The URI or a setting is wrong, or a server runs there that cannot be joined.
@@ -108,8 +106,8 @@ def opened_target(uri: str, settings: Mapping[str, object], source: Config) -> I
             info = read_info(storage.root)
             if info is None:
                 raise ConfigError("the directory's server was just ending: say it again")
-            joining = _joining(link.stat().storage, storage.root, f"unix://{info.socket}", source)
-            target = ServerTarget(storage, link, joining)
+            joining = {"storage_uri": directory_uri(storage.root), "server": f"unix://{info.socket}"}
+            target = ServerTarget(storage, link, Config.from_mapping(joining).as_guest())
             try:
                 yield storage, target
             finally:
@@ -133,16 +131,6 @@ def _room_bytes(storage: Storage, config: Config) -> int | None:
         return space.f_bavail * space.f_frsize - MIN_FREE_BYTES_DEFAULT
     capacity = storage.capacity_bytes()
     return None if capacity is None else capacity - used_bytes(storage, storage.look())
-
-
-def _joining(storage: str, root: Path, server: str, source: Config) -> Config:
-    """Settings to join the server of a directory with: it refuses who names another storage than it has."""
-    if storage.startswith("file://"):
-        return Config.from_mapping({"storage_uri": f"file://{root}", "server": server})
-    given: dict[str, object] = {"storage_uri": storage}
-    if str(source.location()) == storage:
-        given = {"storage_uri": source.storage_uri, "storage_options": source.storage_options or None}
-    return Config.from_mapping(given | {"disk_path": str(root), "server": server})
 
 
 # -- a directory that a server owns -----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.stored_by import UNKNOWN
+from tiered_kv.location import directory_uri
 from tiered_kv.ops.blob_table import BlobTable
 from tiered_kv.ops.storage import (
     FOR_GOOD,
@@ -84,7 +85,7 @@ class DiskStorage(Storage):
             ConfigError: There is no such directory.
             TierUnavailable: It cannot be read.
         """
-        self.uri = f"file://{root}"
+        self.uri = directory_uri(root)
         self.root = Path(os.path.realpath(root))
         self._blobs = self.root / "blobs"
         self._limit_bytes = limit_bytes

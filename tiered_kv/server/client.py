@@ -526,7 +526,7 @@ class SchedulerClient:
     def _note_host_bytes(self, host_bytes: int) -> None:
         """Say once where the server has less host memory than one that this engine had started."""
         own_bytes = self._config.resolved_host_bytes()
-        if not self.host_bytes and host_bytes < own_bytes:
+        if not self.host_bytes and host_bytes < own_bytes and not self._config.is_guest:
             logger.warning(
                 "the cache server has host_bytes=%s; one that this engine starts has %s. Whoever started it named "
                 "less, or is a tier below vLLM's offloading: if that is too little, name host_bytes in all engines "

@@ -220,7 +220,7 @@ def hello_of(config: Config, role: str, engine_id: str = "", generation: int = 0
         config.host_bytes,
         config.disk_bytes,
         config.expected_min_free_bytes,
-        config.location().storage,
+        "" if config.is_guest else config.location().storage,
     )
 
 
