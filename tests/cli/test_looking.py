@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -562,6 +563,23 @@ def test_export_never_overwrites_unless_told(disk: Tier, tmp_path: Path) -> None
     nowhere = tmp_path / "none" / "file"
     assert "there is no such directory" in complaint("export", disk.uri, name.key.hex(), nowhere)
     assert sorted(os.listdir(tmp_path)) == ["kv", "mine"]
+
+
+def test_export_takes_the_place_of_regular_files_alone(disk: Tier, tmp_path: Path) -> None:
+    key = ONE.names(FIRST)[0].key.hex()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "directory").mkdir()
+    for name in ("fifo", "link", "directory"):
+        for force in ([], ["--force"]):
+            said = complaint("export", disk.uri, key, tmp_path / name, *force)
+            assert "no regular file and stays" in said and "overwrites" not in said
+    for name in ("", ".", "..", "/"):
+        assert "no name of a file" in complaint("export", disk.uri, key, name)
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode) and (tmp_path / "link").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["directory", "fifo", "file", "kv", "link"]
+    assert report("export", disk.uri, key, tmp_path / ("n" * 255))["size_bytes"] == SIZE
 
 
 def test_export_refuses_a_damaged_blob_unless_told(disk: Tier, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Reads the whole blob; changes nothing. Called by ``cli/inspect.py`` and ``cli/ex
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +105,11 @@ def write_new(path: Path, data: bytes, *, overwrite: bool) -> None:
     """Write a file as a whole or not at all, for the owner only: KV can be turned back into the prompt.
 
     Raises:
-        ConfigError: It is there already, or its directory is not.
+        ConfigError: It is there already, or its directory is not, or it is no place for a file.
         TierUnavailable: It cannot be written.
     """
-    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    _refuse_other_than_file(path)
+    temp = path.with_name(f".tiered_kv-{secrets.token_hex(8)}.part")  # as short as any name that may be asked for
     try:
         descriptor = os.open(temp, _CREATE, 0o600)
         try:
@@ -126,3 +128,12 @@ def write_new(path: Path, data: bytes, *, overwrite: bool) -> None:
         raise ConfigError(f"there is no such directory. path={path.parent}") from exc
     except OSError as exc:
         raise TierUnavailable(f"the file cannot be written. path={path}: {exc.strerror}") from exc
+
+
+def _refuse_other_than_file(path: Path) -> None:
+    """Refuse what a rename would put the file in place of: /dev/null, say, for every program of the machine."""
+    if path.name in ("", ".."):
+        raise ConfigError(f"that is no name of a file. path={path}")
+    with contextlib.suppress(OSError):  # it is not there, or writing says why it cannot be reached
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ConfigError(f"what is there is no regular file and stays: name a file of its own. path={path}")
