@@ -133,15 +133,24 @@ def test_a_full_target_holds_whole_prefixes_and_says_so(request, tmp_path: Path,
         (["{source}/none", "{source}"], "there is no such directory"),
         (["{source}", "{target}", "--bytes", "some"], "option --bytes: expected a size such as 4GiB"),
         (["{source}", "{target}", "--key", "abcdabcd"], "no chunk here has a key"),
-        (["{source}", "{source}/namespace.txt/x"], "the directory cannot be made"),
+        (["{source}", "{target}.txt/x"], "the directory cannot be made"),
+        (["{source}", "{source}/blobs/x"], "the target lies in the source"),
+        (["{source}", "{source}/../source"], "source and target are the same tier"),
+        (["{source}", "{link}"], "source and target are the same tier"),
+        (["{source}", "{link}/x"], "the target lies in the source"),
+        (["{source}", "shared+{source}"], "source and target are the same tier"),
+        (["shared+{source}", "shared+{source}/x"], "the target lies in the source"),
+        (["memory://a/b", "memory://a//b/"], "source and target are the same tier"),
         (["{source}", "{target}", "--from-set", "x"], "expected NAME=VALUE"),
     ],
 )
 def test_what_cannot_be_copied_is_said(tmp_path: Path, given: list[str], expected: str) -> None:
     source = stocked(directory_tier(tmp_path / "source"))
-    (tmp_path / "source" / "namespace.txt").write_text("in the way")
-    words = [word.format(source=source.uri, target=f"file://{tmp_path}/target") for word in given]
-    assert expected in complaint("cp", *words)
+    (tmp_path / "target.txt").write_text("in the way")
+    (tmp_path / "link").symlink_to("source")
+    places = {"source": source.uri, "target": f"file://{tmp_path}/target", "link": f"file://{tmp_path}/link"}
+    assert expected in complaint("cp", *(word.format(**places) for word in given))
+    assert run("verify", source.uri).exit_code == 0, "nothing was left in it"
 
 
 def test_a_prefix_with_a_gap_is_not_copied(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from tiered_kv.cli.app import app
 from tiered_kv.cli.exits import EXIT_CODES
 from tiered_kv.cli.options import AsJson, NamespaceOption, Settings, find_chunk, find_namespace, look, parse_settings
 from tiered_kv.cli.output import exit_codes, note, print_json, progress
-from tiered_kv.config import parse_size, size_text
+from tiered_kv.config import Config, parse_size, size_text
 from tiered_kv.errors import ConfigError
-from tiered_kv.ops.copy_targets import opened_target
+from tiered_kv.ops.copy_targets import check_apart, opened_target
 from tiered_kv.ops.copying import AT_ONCE, Wanted, WarmReport, carry_epochs, choose, copy
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
@@ -87,6 +87,11 @@ def _copy(
 ) -> WarmReport:
     """Copy; ``settings`` are those of the target and of the source, ``place`` a namespace and a key."""
     limit = None if size is None else option_value("--bytes", parse_size, size)
+    places = [
+        Config.from_mapping({"storage_uri": uri} | dict(given)).location()
+        for uri, given in zip(uris, reversed(settings), strict=True)
+    ]
+    check_apart(*places)
     with open_storage(uris[0], settings[1]) as source:
         content = look(source)
         forest = Forest(content.blobs)
@@ -96,8 +101,6 @@ def _copy(
         if chunk is not None and not blobs and limit is None:
             raise ConfigError("the prefix before this chunk has a gap, so no request can reach it: nothing was copied")
         with opened_target(uris[1], settings[0]) as (storage, target):
-            if storage.uri == source.uri:
-                raise ConfigError("source and target are the same tier")
             at_once = max(AT_ONCE[source.kind], AT_ONCE[storage.kind])
             spaces = {blob.name.namespace for blob in blobs}
             records = [record for space, record in content.records.items() if space in spaces]

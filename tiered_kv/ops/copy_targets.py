@@ -20,7 +20,7 @@ from tiered_kv.errors import CapacityExceeded, ChunkMismatch, ConfigError, TierU
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.stored_by import stored_by
-from tiered_kv.location import directory_uri
+from tiered_kv.location import Location, directory_uri
 from tiered_kv.ops.copying import Target
 from tiered_kv.ops.disk_storage import DiskStorage
 from tiered_kv.ops.eviction import used_bytes
@@ -82,6 +82,27 @@ class StorageTarget:
 
     def end(self) -> Collection[bytes]:
         return ()
+
+
+def check_apart(source: Location, target: Location) -> None:
+    """Refuse a target that is the source, or a directory in it: the source is only read.
+
+    A prefix below the source's is let be: that is how a bucket's content moves to a prefix of its own.
+
+    Raises:
+        ConfigError: It is.
+    """
+    outer, inner = _directory(source), _directory(target)
+    if inner == outer if outer is not None else source.identity == target.identity:
+        raise ConfigError("source and target are the same tier")
+    if outer is not None and inner is not None and outer in inner.parents:
+        raise ConfigError(f"the target lies in the source, which is only read: name a place beside it. path={inner}")
+
+
+def _directory(location: Location) -> Path | None:
+    """Where it is on a file system, whatever it is called there; None for another medium."""
+    is_local = location.kind == "disk" or location.scheme == "shared+file"
+    return Path(os.path.realpath(location.path)) if is_local else None
 
 
 @contextmanager
