@@ -4,22 +4,31 @@ import logging
 import os
 import random
 import re
+import socket
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.server.clients import SmallEngine, poll_until, settings
+from tests.kit.engine_world import EngineWorld
+from tests.kit.server.clients import SmallEngine, poll_until, settings, worker_part
 from tests.kit.server.probe import wait_written
 from tests.kit.server.processes import end_server
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.machine import machine_name
+from tiered_kv.server import protocol as m
+from tiered_kv.server.connection import Connection
 from tiered_kv.server.epochs import REFRESH_S, RETRY_S, EpochFile, Epochs
+from tiered_kv.server.members import namespace_of
+from tiered_kv.server.pins import Pinning
+from tiered_kv.server.sessions import Sessions
+from tiered_kv.testing.memory import MemoryTier
 from tiered_kv.tiers.object.store import ObjectStore
 
 ONE, TWO = b"1" * 16, b"2" * 16
@@ -162,6 +171,67 @@ def test_a_session_waits_for_the_answer_and_the_next_one_asks_anew(machine: Any)
     first = a.epochs.base(ONE)
     b.retire()
     assert a.ask() == after(first, 1)
+
+
+@pytest.mark.parametrize("when", ["answered", "on its way"])
+def test_who_comes_after_a_session_that_did_not_open_asks_anew(machine: Any, when: str) -> None:
+    a, b = machine("a"), machine("b")
+    first = b.ask()
+    assert a.epochs.base(ONE) is None
+    if when == "answered":
+        a.answer()
+        a.epochs.forget(ONE)
+    else:
+        a.epochs.forget(ONE)
+        a.answer()
+    b.retire()
+    assert a.ask() == after(first, 1)
+
+
+def test_a_session_that_waits_while_another_engine_resets_does_not_open_with_the_retired_epoch(machine: Any) -> None:
+    a = machine("a")
+    first = a.ask()
+    assert a.epochs.base(ONE) is None
+    a.answer()
+    a.epochs.retire(ONE)
+    epoch = None
+    while epoch is None:  # the server's loop asks in every turn
+        a.epochs.turn()
+        epoch = a.epochs.base(ONE)
+        if epoch is None:
+            a.questions.popleft()()
+    assert epoch == after(first, 1)
+
+
+def test_an_engine_that_dies_before_its_session_opens_leaves_no_answer_to_the_next_one(machine: Any) -> None:
+    a, b, base = machine("a"), machine("b"), namespace_of([worker_part()], epoch="").digest
+    world = EngineWorld(MemoryTier(1 << 30), host_bytes=8 << 20)
+    pinning = Pinning(world.engine, lambda task: task(), 0.0, disk_root=None, store=None)
+    sessions, sockets = Sessions(world.engine, a.epochs, pinning), ExitStack()
+
+    def joined(generation: int) -> list[Connection]:
+        members = []
+        for role in ("worker", "scheduler"):
+            ours, _ = map(sockets.enter_context, socket.socketpair())
+            members.append(Connection(ours))
+            members[-1].welcome(role, "e", generation)
+        sessions.join_worker(members[0], worker_part())
+        sessions.join_scheduler(members[1], m.JoinScheduler(1))
+        sessions.open_complete()
+        return members
+
+    with sockets:
+        worker, _ = joined(0)
+        a.answer()
+        sessions.exited(worker)
+        before = b.ask(base)
+        b.retire(base)
+        joined(1)
+        a.answer()
+        sessions.open_complete()
+        (group,) = sessions.groups
+        assert group.namespace is not None and group.namespace.fields["epoch"] == after(before, 1)
+    world.close()
 
 
 def test_a_bucket_that_does_not_answer_gives_an_epoch_of_this_machine_alone(machine: Any, caplog) -> None:

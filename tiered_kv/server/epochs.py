@@ -396,8 +396,8 @@ class BucketEpochs:
 class Epochs:
     """Base and private epochs of a server's sessions, kept by its directory and, if there is one, by its bucket.
 
-    Threads: one owner, the server's loop. Results of background tasks come through ``_answers`` (item assignment is
-    atomic) and ``_told`` (a deque: appends are atomic).
+    Threads: one owner, the server's loop. Results of background tasks come through the lists of ``_asked`` and through
+    ``_told`` (appends are atomic).
     """
 
     def __init__(
@@ -414,8 +414,7 @@ class Epochs:
         self._bucket = None if store is None else BucketEpochs(store, file.seen)
         self._monotonic = monotonic
         self._machine = hashlib.sha256(f"{machine_name()} {file.root}".encode()).hexdigest()[:16]
-        self._asked: set[bytes] = set()
-        self._answers: dict[bytes, int | None] = {}
+        self._asked: dict[bytes, list[int | None]] = {}  # by namespace that a session waits for: its answer
         self._owed = (
             {} if store is None else dict.fromkeys(file.owed, 0)
         )  # which retirement the bucket does not have, counted from here
@@ -434,26 +433,30 @@ class Epochs:
         if digest in self._unsaved:
             return None
         if digest not in self._asked:
-            self._asked.add(digest)
             if digest in self._owed:
+                self._asked[digest] = []
                 self._tell(digest)
             else:
-                self._submit(lambda: self._ask(digest))
+                self._ask(digest)
             return None
         if digest in self._telling:
             return None
         if digest in self._owed:  # the bucket did not take it
-            self._asked.discard(digest)
+            self.forget(digest)
             return self._own(digest)
-        if digest not in self._answers:
+        if not self._asked[digest]:
             return None
-        self._asked.discard(digest)  # the next session asks anew: another machine may have reset by then
-        number = self._answers.pop(digest)
+        (number,) = self._asked[digest]
+        self.forget(digest)  # the next session asks anew: another machine may have reset by then
         if number is None:
             return self._own(digest)
         self._in_force[digest] = number
         self._file.note_seen(digest, number)
         return f"shared-{number}"
+
+    def forget(self, digest: bytes) -> None:
+        """Nobody waits for :meth:`base` any more, or who does asks anew: an answer that lay about may be old."""
+        self._asked.pop(digest, None)
 
     def _own(self, digest: bytes) -> str:
         return f"{self._file.base(digest)}-of-{self._machine}"
@@ -526,8 +529,8 @@ class Epochs:
     def _paid(self, digest: bytes) -> None:
         del self._owed[digest]
         self._file.pay(digest)
-        if digest in self._asked:
-            self._submit(lambda: self._ask(digest))
+        if digest in self._asked:  # what was answered meanwhile may be from before the reset
+            self._ask(digest)
 
     def _tell(self, digest: bytes) -> None:
         if digest not in self._telling and digest not in self._unsaved and digest in self._owed:
@@ -551,9 +554,13 @@ class Epochs:
             self._told.append((digest, retirement, is_told))
 
     def _ask(self, digest: bytes) -> None:
+        self._asked[digest] = []
+        self._submit(partial(self._answer, digest, self._asked[digest]))
+
+    def _answer(self, digest: bytes, answer: list[int | None]) -> None:
         assert self._bucket is not None
         try:
-            self._answers[digest] = self._bucket.agreed(digest)
+            answer.append(self._bucket.agreed(digest))
         except (TierUnavailable, Closed) as exc:
             logger.warning("session opens with an epoch of this machine alone: nothing of it is shared. %s", exc)
-            self._answers[digest] = None
+            answer.append(None)

@@ -845,6 +845,8 @@ class Sessions:
                 self._engine.suspend_session(session)
             if group.lent is not None:
                 group.lent.close()
+            if group.base_digest and not group.sessions:
+                self._epochs.forget(group.base_digest)  # the next one must not open with what this one was told
             if group.scheduler is not None:
                 group.scheduler.close_soon()  # tells it; workers stay until they say that they unmapped
         if any(member.is_mapped for member in group.members.values()):
