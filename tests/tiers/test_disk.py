@@ -302,6 +302,21 @@ def test_a_fan_out_directory_that_vanished_is_made_again(tmp_path):
     tier.close()
 
 
+def test_directories_whose_last_blob_was_deleted_do_not_stay(tmp_path):
+    """A server that lives for weeks sees thousands of namespaces come and go, with up to 256 directories each."""
+    tier = open_disk(tmp_path)
+    blobs = fill(tier, 40)
+    namespace = tmp_path / "blobs" / blobs[0].name.namespace.hex()
+    stranger = blobs[0].name.key[:1].hex()
+    (namespace / stranger / "notes.txt").touch()
+    for blob in blobs:
+        assert tier.delete(blob.name)
+        assert {path.name for path in namespace.iterdir()} == {stranger, *(p.parent.name for p in blob_files(tmp_path))}
+    tier.put(blobs[1].name, blobs[1].view())
+    assert read(tier, blobs[1]) == blobs[1].data
+    tier.close()
+
+
 @pytest.mark.parametrize("kind", ["symlink", "fifo", "directory"])
 def test_what_is_no_regular_file_is_never_read_as_a_blob(tmp_path, kind):
     tier = open_disk(tmp_path)

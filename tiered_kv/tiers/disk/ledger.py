@@ -102,8 +102,8 @@ class DiskLedger:
             self._reserved -= reserved_bytes
             self._dirty.add(Shard.of(name))
 
-    def forget(self, name: BlobName) -> None:
-        """The blob is gone: give its bytes back. Unknown names are ignored."""
+    def forget(self, name: BlobName) -> bool:
+        """The blob is gone: give its bytes back; says whether none is left in its shard. Unknown names are ignored."""
         shard = Shard.of(name)
         with self._lock:
             rows = self._shards.get(shard, {})
@@ -114,6 +114,7 @@ class DiskLedger:
                 self._dirty.add(shard)
             if not rows:  # namespaces come and go: thousands of empty shards would stay
                 self._shards.pop(shard, None)
+            return not rows
 
     def touch(self, names: Sequence[BlobName]) -> None:
         """Note uses, oldest first. Unknown names are ignored: they were evicted meanwhile."""

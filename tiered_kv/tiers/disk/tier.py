@@ -389,7 +389,11 @@ class DiskTier(Tier):
             except FileNotFoundError:
                 self._ledger.forget(name)
                 return False
-            self._ledger.forget(name)
+            if self._ledger.forget(name):
+                # With each reset comes a namespace: what is left of old ones would take an inode for each directory. No
+                # put is about to use this one: all of its names have one stripe.
+                with contextlib.suppress(OSError):
+                    os.rmdir(path.parent)
             return True
 
     def scan(self) -> Iterator[BlobInfo]:
