@@ -340,7 +340,9 @@ class Config:
     server: str | None = _setting(_socket, "unix:///path of a running `tiered-kv serve`; default: one is started")
     model_id: str | None = _setting(_text, "names the weights; promises that equal names mean equal weights")
     share_vllm_versions: bool = _setting(
-        _boolean, "share with other minor versions of vLLM; promises that they compute equal KV", default=False
+        _boolean,
+        "share with other minor versions of vLLM and transformers; promises that these compute equal KV",
+        default=False,
     )
     strict: bool = _setting(_boolean, "refuse to start rather than serve without the cache", default=False)
     lookup_timeout_ms: float = _setting(_number(1, 60_000), "longest wait for the server's first answer", 250.0)

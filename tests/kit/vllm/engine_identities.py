@@ -16,16 +16,19 @@ from unittest import mock
 
 import msgspec
 import torch
+import transformers
 import vllm
 from transformers import LlamaConfig
 from vllm import envs
 from vllm.config import KVTransferConfig, LoRAConfig, MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 
 from tiered_kv.keys.namespace import FORMAT_VERSION, Namespace, diff
 from tiered_kv.server import protocol as m
 from tiered_kv.server.members import namespace_of
+from tiered_kv.vllm.identity import model_code
 from tiered_kv.vllm.identity import record as identity
 from tiered_kv.vllm.kv_groups import cache_groups
 
@@ -106,6 +109,10 @@ class Config:
         return dict(self.fields)
 
 
+class PluginsModel(LlamaForCausalLM):
+    """A class that a plugin has registered in the place of vLLM's."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """One engine: how it was started, what vLLM made of that, and what its workers told the server.
@@ -115,6 +122,8 @@ class Engine:
         parts: Fields of parts of the configuration, set unchecked: what needs hardware that is not here.
         layer: Attributes of its attention layer.
         version: vLLM's.
+        transformers: The transformers package's version.
+        model_class: What vLLM makes of the model's architecture.
         variables: Values of ``vllm.envs``.
         pages: For each rank its layers.
     """
@@ -124,6 +133,8 @@ class Engine:
     backend: str = "CPU_ATTN"
     layer: dict[str, Any] = field(default_factory=dict)
     version: str = "0.32.0"
+    transformers: str = "5.19.0"
+    model_class: type = LlamaForCausalLM
     variables: dict[str, Any] = field(default_factory=dict)
     kv: dict[str, Any] = field(default_factory=dict)
     settings: Settings = Settings()
@@ -151,6 +162,7 @@ def _as(encoding: str, of: m.Page = PAGE) -> m.Page:
     return msgspec.structs.replace(of, encoding=encoding)
 
 
+_IMAGES: Final = replace(BASE, parts={"model_config": {"multimodal_config": MultiModalConfig()}})
 _CONTEXT_RANKS: Final = replace(BASE, parts={"parallel_config": {"decode_context_parallel_size": 2}})
 _SCALED: Final = {"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
 
@@ -199,8 +211,10 @@ CHANGES: Final[Mapping[str, tuple[Engine, Engine]]] = {
     ),
     "model runner": unlike_base(parts={"use_v2_model_runner": True}),
     "minor version of vLLM": unlike_base(version="0.33.0"),
+    "a plugin's class in the place of vLLM's": unlike_base(model_class=PluginsModel),
+    "minor version of transformers, which processes images": (_IMAGES, replace(_IMAGES, transformers="5.20.0")),
     "an encoder of images of another precision": (
-        replace(BASE, parts={"model_config": {"multimodal_config": MultiModalConfig()}}),
+        _IMAGES,
         replace(BASE, parts={"model_config": {"multimodal_config": MultiModalConfig(mm_encoder_attn_dtype="fp8")}}),
     ),
     "a variable that chooses a precision": unlike_base(variables={"VLLM_MARLIN_INPUT_DTYPE": "int8"}),
@@ -239,6 +253,11 @@ SAME: Final[Mapping[str, tuple[Engine, Engine]]] = {
         replace(BASE, settings=Settings(share_vllm_versions=True)),
         replace(BASE, settings=Settings(share_vllm_versions=True), version="0.31.0"),
     ),
+    "transformers, where vLLM computes everything": unlike_base(transformers="5.20.0"),
+    "minor versions of transformers that share": (
+        replace(_IMAGES, settings=Settings(share_vllm_versions=True)),
+        replace(_IMAGES, settings=Settings(share_vllm_versions=True), transformers="5.20.0"),
+    ),
     "LoRA": unlike_base(parts={"lora_config": LoRAConfig(target_modules=["o_proj"])}),
     "memory of the machine": unlike_base(parts={"cache_config": {"num_gpu_blocks": 17, "kv_cache_size_tokens": 99}}),
     "replica, rank and role": unlike_base(
@@ -275,6 +294,8 @@ class Identities:
         with (
             mock.patch.object(identity, "FORMAT_VERSION", engine.format_version),
             mock.patch.object(vllm, "__version__", engine.version),
+            mock.patch.object(transformers, "__version__", engine.transformers),
+            mock.patch.object(model_code, "model_class", return_value=engine.model_class),
             mock.patch.dict(envs.environment_variables, variables),
         ):
             fields = json.dumps(identity.base_fields(vllm_config, kv, engine.settings)).encode()

@@ -1,0 +1,98 @@
+"""A model's code that is not vLLM's own: classes that plugins and scripts register, and the transformers package."""
+
+import sys
+
+import pytest
+import transformers
+from vllm import ModelRegistry
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+from tests.kit.vllm.engine_identities import Settings, engine_config, kv_config
+from tiered_kv.errors import ConfigError
+from tiered_kv.vllm.identity import model_code as of_code
+from tiered_kv.vllm.identity.model_code import TRANSFORMERS_BACKEND, model_code
+from tiered_kv.vllm.identity.record import base_fields
+
+ARCHITECTURE = "LlamaForCausalLM"
+PLUGIN = "a_plugin_of_models"
+SOURCE = """
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+
+class Own(LlamaForCausalLM):
+    FACTOR = {factor}
+"""
+
+
+@pytest.fixture
+def vllm_config(tmp_path):
+    return engine_config(tmp_path / "model")
+
+
+@pytest.fixture
+def registered(tmp_path, monkeypatch):
+    """Installs a plugin whose class is registered in the place of vLLM's, as its newest version has it."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setitem(ModelRegistry.models, ARCHITECTURE, ModelRegistry.models[ARCHITECTURE])
+
+    def register(factor, helper=""):
+        package = tmp_path / "site" / PLUGIN
+        (package / "models").mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text("")
+        (package / "models" / "__init__.py").write_text("")
+        (package / "helper.py").write_text(helper)
+        (package / "models" / "own.py").write_text(SOURCE.format(factor=factor))
+        for name in [name for name in sys.modules if name.partition(".")[0] == PLUGIN]:
+            monkeypatch.delitem(sys.modules, name)
+        module = __import__(f"{PLUGIN}.models.own", fromlist=["Own"])
+        ModelRegistry.register_model(ARCHITECTURE, module.Own)
+
+    return register
+
+
+def fields(vllm_config, **settings):
+    return base_fields(vllm_config, kv_config(), Settings(**settings))
+
+
+def test_a_plugins_class_in_the_place_of_vllms_makes_another_namespace_and_so_does_its_next_version(
+    vllm_config, registered
+):
+    plain = fields(vllm_config)
+    told = []
+    for factor, helper in ((2, ""), (3, ""), (2, "HALF = 0.5"), (2, "")):
+        registered(factor, helper)
+        told.append(fields(vllm_config)["model_code"])
+
+    assert "model_code" not in plain, "vLLM's own code is named by its version"
+    assert all(code["class"] == f"{PLUGIN}.models.own.Own" for code in told)
+    assert told[0] == told[3] != told[1] != told[2] != told[0]
+    registered(2)
+    assert {name for name, value in fields(vllm_config).items() if plain.get(name) != value} == {"model_code"}
+
+
+def test_a_class_of_a_script_counts_by_the_scripts_file(vllm_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(ModelRegistry.models, ARCHITECTURE, ModelRegistry.models[ARCHITECTURE])
+    ModelRegistry.register_model(ARCHITECTURE, type("Own", (LlamaForCausalLM,), {"__module__": "__main__"}))
+    script = tmp_path / "serve.py"
+    script.write_text("1")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    one = model_code(vllm_config.model_config)
+    script.write_text("2")
+    assert model_code(vllm_config.model_config) != one
+
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")  # typed in
+    with pytest.raises(ConfigError, match="in no file.*class=__main__.Own"):
+        model_code(vllm_config.model_config)
+
+
+def test_layers_that_transformers_computes_are_named_by_its_minor_version(vllm_config, monkeypatch):
+    lazily = ModelRegistry.models["TransformersForCausalLM"]
+    assert lazily.module_name.startswith(TRANSFORMERS_BACKEND), "vLLM has it elsewhere"
+    ours = fields(vllm_config)
+    theirs = type("TransformersForCausalLM", (LlamaForCausalLM,), {"__module__": f"{TRANSFORMERS_BACKEND}.causal"})
+    monkeypatch.setattr(of_code, "model_class", lambda _: theirs)
+    monkeypatch.setattr(transformers, "__version__", "5.19.1")
+
+    assert "transformers_version" not in ours
+    assert fields(vllm_config) == ours | {"transformers_version": "5.19"}
+    assert fields(vllm_config, share_vllm_versions=True) == ours | {"vllm_version": None}
