@@ -143,6 +143,22 @@ def test_old_temp_files_go(place: Place) -> None:
     assert kinds(garbage_at(place, 2 * HOUR_S)) == []
 
 
+def test_what_is_left_of_temp_files_is_not_said_to_be_gone(tmp_path: Path) -> None:
+    """Another user's, or, as here, without one: what is no plain file any more."""
+    place = Place.disk(tmp_path)
+    store(place, base_model(place, 0), tokens(1, 1))
+    for name in ("1-2", "1-3"):
+        place.put(f"tmp/{name}", b"half a blob")
+    with place.open() as storage:
+        garbage = find(storage, storage.look(), MinimumAges(), time.time() + 2 * HOUR_S)
+        (tmp_path / "tmp/1-3").unlink()
+        (tmp_path / "tmp/1-3").symlink_to(tmp_path / "elsewhere")
+        collect(storage, garbage)
+    (item,) = garbage.items
+    assert (item.count, item.removed, item.removed_bytes * 2) == (2, 1, garbage.size_bytes)
+    assert garbage.notes == ["1 temp file stays: another user's, or nothing that we write"]
+
+
 def test_what_a_killed_self_test_left_goes(local_place: Place) -> None:
     """4 MiB under a namespace that no engine has."""
     place = local_place

@@ -12,7 +12,7 @@ from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.naming import BlobName, object_path, relative_path
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
-from tiered_kv.ops.storage import FOR_GOOD, Storage
+from tiered_kv.ops.storage import FOR_GOOD, RemovalTotals, Storage
 from tiered_kv.tiers.disk.index import read_index
 from tiered_kv.tiers.disk.tier import DiskTier
 
@@ -107,7 +107,7 @@ def test_what_is_no_blob_is_a_stray_and_can_be_removed(opened, request) -> None:
         place = put_stray(storage, names[0])
         (stray,) = storage.look().strays
         assert (stray.path, stray.kind) == (place, "name") and stray.size_bytes > 0
-        assert storage.remove_strays([stray]) == 1
+        assert storage.remove_strays([stray]) == RemovalTotals(1, stray.size_bytes)
         assert storage.look().strays == [] and storage.contains(names) == [True, True]
 
 

@@ -344,20 +344,22 @@ class DiskStorage(Storage):
             raise TierUnavailable(f"cannot be removed. path={directory}: {exc}") from exc
         return True
 
-    def remove_strays(self, strays: Sequence[Stray]) -> int:
+    def remove_strays(self, strays: Sequence[Stray]) -> RemovalTotals:
         """See ``Remover.remove_strays``; of temp files ours only, which the open may have removed already."""
         self._open()
-        owners, count = self._claim(), 0
+        owners, result = self._claim(), RemovalTotals()
         for stray in strays:
             path = self.root / stray.path
             try:
-                is_ours = stray.kind != "temp" or is_own_temp_file(path.name, path.lstat(), owners)
+                is_gone, is_ours = False, stray.kind != "temp" or is_own_temp_file(path.name, path.lstat(), owners)
             except FileNotFoundError:
-                count += stray.kind == "temp"
-                continue
-            if is_ours:
-                count += _unlink(path)
-        return count
+                is_gone, is_ours = stray.kind == "temp", False
+            if is_gone or (is_ours and _unlink(path)):
+                result.removed += 1
+                result.removed_bytes += stray.size_bytes
+            elif not is_ours and os.path.lexists(path):
+                result.kept += 1
+        return result
 
     def _open(self) -> "DiskTier":
         """The directory as a tier of our own.

@@ -150,8 +150,12 @@ def collect(storage: Storage, garbage: Garbage, progress: Progress = no_progress
     is_served = storage.is_served()
     for item in garbage.items:
         if item.strays:
-            item.removed += storage.remove_strays(item.strays)
-            item.removed_bytes += sum(stray.size_bytes for stray in item.strays)
+            strays = storage.remove_strays(item.strays)
+            item.removed += strays.removed
+            item.removed_bytes += strays.removed_bytes
+            if strays.kept:
+                kept = counted(strays.kept, "temp file", "stay")
+                garbage.notes.append(f"{kept}: another user's, or nothing that we write")
         if item.blobs:
             removal = storage.remove(item.blobs, progress)
             item.removed += removal.removed

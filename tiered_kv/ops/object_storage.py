@@ -217,9 +217,9 @@ class ObjectStorage(Storage):
         self.store.delete([path])
         return True
 
-    def remove_strays(self, strays: Sequence[Stray]) -> int:
+    def remove_strays(self, strays: Sequence[Stray]) -> RemovalTotals:
         self.store.delete([stray.path for stray in strays])
-        return len(strays)
+        return RemovalTotals(len(strays), sum(stray.size_bytes for stray in strays))
 
     # -- pins and limits ----------------------------------------------------------------------------------------------
 

@@ -359,8 +359,8 @@ class Remover(Protocol):
             DirectoryLocked: A server runs on the directory.
         """
 
-    def remove_strays(self, strays: Sequence[Stray]) -> int:
-        """Remove what is no blob; returns how many are gone.
+    def remove_strays(self, strays: Sequence[Stray]) -> RemovalTotals:
+        """Remove what is no blob; ``kept``: what turns out to be somebody else's.
 
         Raises:
             DirectoryLocked: A server runs on the directory; it removes its temp files by itself.
