@@ -10,7 +10,7 @@ from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tests.kit.server.probe import figures, socket_of, wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.stored_prompts import Model, tokens
-from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
+from tests.kit.verbs import Tier, complaint, directory_tier, refuse_deletions, report, run, s3_tier
 from tiered_kv.config import Config
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.tags import tag_digest
@@ -217,6 +217,16 @@ def test_what_is_in_use_stays_is_told_and_ends_with_4(engine: SmallEngine, root:
     done = report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
     assert [(t["removed"], t["kept"]) for t in done["tiers"]] == [(3, 0), (2, 0)]
     assert engine.hits(6) == 0 and files(root) == 4
+
+
+def test_what_cannot_be_deleted_is_said_to_stay_and_ends_with_4(
+    engine: SmallEngine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_deletions(root, monkeypatch)
+    done = run("evict", f"file://{root}", "--tag", TAG, "--yes", "--json")
+    assert done.exit_code == 4, done.output
+    (disk,) = json.loads(done.stdout)["tiers"]
+    assert disk == {"tier": "disk", "removed": 0, "removed_bytes": 0, "kept": 0, "missing": 0, "failed": 6}
 
 
 def test_a_server_without_a_disk_tier_loses_it_from_its_memory(tmp_path: Path, monkeypatch) -> None:

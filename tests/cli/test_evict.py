@@ -1,5 +1,6 @@
 """`tiered-kv evict`: what goes and what stays, in a directory, in a bucket, and under a running server."""
 
+import json
 import os
 import shutil
 import time
@@ -11,9 +12,9 @@ import pytest
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import figures, socket_of, wait_written
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
-from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
+from tests.kit.verbs import Tier, complaint, directory_tier, refuse_deletions, report, run, s3_tier
 from tiered_kv.keys.naming import relative_path
-from tiered_kv.ops.storage import FOR_GOOD
+from tiered_kv.ops.storage import FOR_GOOD, RemovalTotals
 
 ONE, TWO = Model(), Model(weights="two")
 SIZE = 8192
@@ -52,6 +53,7 @@ def test_a_key_goes_with_everything_behind_it(tier: Tier) -> None:
         "removed_bytes": 0,
         "kept": 0,
         "missing": 0,
+        "failed": 0,
     }
     assert done["namespaces"] == [{"namespace": ONE.namespace.digest.hex(), "chunks": 4, "size_bytes": 4 * SIZE}]
     assert there(tier, ONE, FIRST) == [True, False, False, False] and there(tier, ONE, SECOND)[1:] == [False, False]
@@ -204,6 +206,27 @@ def test_leased_chunks_stay_and_are_counted(engine: SmallEngine, root: Path) -> 
     with engine.payload(answer.slots[5]) as view:
         assert bytes(view[:1]) == bytes([5 * 7 + 1])
     engine.client.release(lookup)
+
+
+def test_what_a_server_cannot_delete_is_said_to_stay_and_ends_with_4(
+    engine: SmallEngine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_deletions(root, monkeypatch)
+    done = run("evict", f"file://{root}", "--all", "--yes", "--json")
+    assert done.exit_code == 4, done.output
+    (disk,) = json.loads(done.stdout)["tiers"]
+    assert disk == {"tier": "disk", "removed": 0, "removed_bytes": 0, "kept": 0, "missing": 0, "failed": 10}
+    text = run("evict", f"file://{root}", "--all", "--yes")
+    assert text.exit_code == 4 and "10 chunks stay: the server could not delete them" in text.stdout
+
+
+def test_bytes_of_chunks_that_are_gone_already_are_not_counted(engine: SmallEngine, root: Path) -> None:
+    with Tier(f"file://{root}").open() as storage:
+        blobs = storage.look().blobs
+        for blob in blobs[:4]:
+            (root / storage.path(blob.name)).unlink()
+        size_bytes = sum(blob.size_bytes for blob in blobs[4:])
+        assert storage.remove(blobs) == RemovalTotals(6, size_bytes, missing=4)
 
 
 def test_pins_keep_what_a_running_server_stores(engine: SmallEngine, root: Path) -> None:

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from tests.kit.s3 import S3
 from tiered_kv.cli.main import app
+from tiered_kv.ops import disk_storage
+from tiered_kv.ops.disk_storage import DiskStorage
 from tiered_kv.ops.open import open_storage
-from tiered_kv.ops.storage import Storage
+from tiered_kv.ops.storage import Content, Storage
 
 
 def run(*arguments: object) -> Result:
@@ -39,6 +42,23 @@ def complaint(*arguments: object, code: int = 2) -> str:
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     return result.stderr
+
+
+def refuse_deletions(root: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have a directory's server fail to delete what a command lists from now on, and the command not wait for it."""
+    blobs, elsewhere, look = root / "blobs", root.with_name("elsewhere"), DiskStorage.look
+
+    def look_and_move(storage: DiskStorage, *given: Any) -> Content:
+        if blobs.is_symlink():
+            blobs.unlink()
+            elsewhere.rename(blobs)
+        content = look(storage, *given)
+        blobs.rename(elsewhere)
+        blobs.symlink_to(elsewhere)  # nothing of ours is deleted behind a link, whoever may
+        return content
+
+    patch.setattr(DiskStorage, "look", look_and_move)
+    patch.setattr(disk_storage, "REMOVAL_WAIT_S", 0.5)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from tiered_kv.location import redact
 from tiered_kv.metrics.figures import HOST_NAME
 from tiered_kv.ops.eviction import (
     DISK,
+    NOT_DELETED,
     Criteria,
     EvictReport,
     Selection,
@@ -135,7 +136,8 @@ def evict(
     them stay, also with --all: unpin them first. But --tag erases, and so does --stored-by: pinned chunks go, too, and
     their pins with them, and in a bucket every object's header is read, because nothing else tells whose it is and who
     stored it. If some of it is in use at the moment, the command ends with 4: say it again. A running server is told,
-    keeps what it is using at the moment, and goes on; what was removed is computed again when it is asked for.
+    keeps what it is using at the moment, and goes on; what was removed is computed again when it is asked for. What it
+    cannot delete stays, and the command ends with 4.
 
     --stored-by also takes what others stored behind a chunk that is meant: it was computed from what was loaded. What
     engines have loaded by now they keep, and store more behind it: docs/operations.md says in which order to do what
@@ -164,7 +166,7 @@ def evict(
         report = _carry_out(order, more)
         if as_json:
             print_json(report)
-        if order.origin is not None and any(done.kept for done in report.tiers):
+        if any(done.failed or (order.origin is not None and done.kept) for done in report.tiers):
             raise typer.Exit(EXIT_FOUND)
 
 
@@ -376,6 +378,13 @@ def _done(tier: str, removal: RemovalTotals, removed_bytes: int | None, *, as_js
         print(f"removed {counted(removal.removed, 'chunk')}{size} from {where}")
         if removal.kept:
             print(f"{counted(removal.kept, 'chunk')} stay because they are in use; say it again later")
+        if removal.failed:
+            print(f"{counted(removal.failed, 'chunk', 'stay')}: {NOT_DELETED}")
     return TierRemoval(
-        tier=tier, removed=removal.removed, removed_bytes=removed_bytes, kept=removal.kept, missing=removal.missing
+        tier=tier,
+        removed=removal.removed,
+        removed_bytes=removed_bytes,
+        kept=removal.kept,
+        missing=removal.missing,
+        failed=removal.failed,
     )

@@ -7,7 +7,7 @@ import msgspec
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.exits import EXIT_CODES
+from tiered_kv.cli.exits import EXIT_CODES, EXIT_FOUND
 from tiered_kv.cli.options import AsJson, Settings, Uri, Yes, open_uri
 from tiered_kv.cli.output import confirm, exit_codes, note, print_json, print_table, progress
 from tiered_kv.config import parse_time_s, size_text
@@ -78,6 +78,8 @@ def gc(
                 print_json(_report(storage, garbage, is_dry_run=dry_run))
             elif garbage.items and not dry_run:
                 _show_end(garbage)
+            if any(item.failed for item in garbage.items):
+                raise typer.Exit(EXIT_FOUND)
 
 
 def _tell(garbage: Garbage, start: int) -> int:

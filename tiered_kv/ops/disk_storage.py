@@ -65,6 +65,9 @@ if TYPE_CHECKING:
 REMOVAL_WAIT_S: Final = 60.0
 """Timeout for a server's deletions to show on the disk; then the command reports what is left."""
 
+UNKNOWN_WAIT_S: Final = 5.0
+"""The same where all that is left may be files that the server does not know."""
+
 
 class DiskStorage(Storage):
     """Blobs below one directory.
@@ -254,22 +257,21 @@ class DiskStorage(Storage):
         self, link: "ServerLink", blobs: Sequence[StoredBlob], progress: Progress, *, holes: bool
     ) -> RemovalTotals:
         """Tell the server, then watch its deletions arrive on the disk, where it may store the same chunk again."""
-        result = RemovalTotals()
-        before = {blob.name: self._file_of(blob.name) for blob in blobs}
+        before = self._files_of(blobs)
+        there = [blob for blob in blobs if blob.name in before]
         by_space: dict[bytes, list[bytes]] = {}
-        for blob in blobs:
+        for blob in blobs:  # also what has vanished: to the server it may be there, and needed
             by_space.setdefault(blob.name.namespace, []).append(blob.name.key)
-        ordered = 0
+        kept = unknown = 0
         for space, keys in by_space.items():
             answer = link.evict("disk", space, keys, holes=holes)
-            ordered += answer.removed
-            result.kept += answer.kept
-            result.missing += answer.missing
-        left = self._wait_gone(blobs, before, result.kept + result.missing, progress)
-        result.removed = min(ordered, len(blobs) - len(left))
-        gone_bytes = sum(blob.size_bytes for blob in blobs) - sum(blob.size_bytes for blob in left)
-        result.removed_bytes = gone_bytes if result.removed else 0
-        return result
+            kept += answer.kept
+            unknown += answer.missing
+        left = self._wait_gone(there, before, kept + unknown, progress)
+        if unknown:  # it may have evicted these itself meanwhile, while others are still going
+            left = self._wait_gone(left, before, kept, progress, UNKNOWN_WAIT_S)
+        kept = min(kept, len(left))
+        return _totals(there, left, kept=kept, missing=len(blobs) - len(there), failed=len(left) - kept)
 
     def erase(
         self, blobs: Sequence[StoredBlob], origin: Origin, namespace: bytes | None, progress: Progress = no_progress
@@ -280,36 +282,44 @@ class DiskStorage(Storage):
             return super().erase(blobs, origin, namespace, progress)
         with link:
             self.unpin([blob.name for blob in blobs if blob.pinned_until_s])
-            before = {blob.name: self._file_of(blob.name) for blob in blobs}
-            answer = link.erase("disk", namespace or b"", origin)
-            removed, kept = answer.removed, answer.kept
-            left = self._wait_gone(blobs, before, kept, progress)
+            before = self._files_of(blobs)
+            there = [blob for blob in blobs if blob.name in before]
+            ordered = link.erase("disk", namespace or b"", origin)
+            left, kept = self._wait_gone(there, before, ordered.kept, progress), ordered.kept
+            known = len(there) - len(left)  # of what the server removed; the rest of that was not listed
             # What the server attributes to another origin than its file does, and files it does not know; only once
             # no chunk is kept because it is in use, which would be removed with them.
-            for blob in deepest_first(left) if not kept else ():
+            for blob in deepest_first(left) if not ordered.kept else ():
                 answer = link.evict("disk", blob.name.namespace, [blob.name.key], holes=False)
-                removed, kept = removed + answer.removed, kept + answer.kept
+                kept += answer.kept
                 if answer.missing:
                     self.discard([blob.name])
             left = self._wait_gone(left, before, kept, progress)
-        result = RemovalTotals(max(removed, len(blobs) - len(left)), kept=max(kept, len(left)))
-        result.removed_bytes = sum(blob.size_bytes for blob in blobs) - sum(blob.size_bytes for blob in left)
+        failed = max(0, len(left) - kept)
+        if failed and not ordered.kept:
+            failed, kept = len(left), 0  # none was in use: a chunk is kept because one behind it could not be deleted
+        result = _totals(there, left, kept=kept, failed=failed)
+        result.removed += max(0, ordered.removed - known - failed)
         return result
 
     def _wait_gone(
         self,
         blobs: Sequence[StoredBlob],
-        before: Mapping[BlobName, tuple[int, int] | None],
+        before: Mapping[BlobName, tuple[int, int]],
         staying: int,
         progress: Progress,
+        wait_s: float | None = None,
     ) -> list[StoredBlob]:
         """Watch a server's deletions arrive, until no more than ``staying`` are left; returns those."""
-        left, until_s = list(blobs), time.monotonic() + REMOVAL_WAIT_S
+        left, until_s = list(blobs), time.monotonic() + (REMOVAL_WAIT_S if wait_s is None else wait_s)
         while len(left) > staying and time.monotonic() < until_s:
-            left = [b for b in left if (now := self._file_of(b.name)) is not None and now == before[b.name]]
+            left = [blob for blob in left if self._file_of(blob.name) == before[blob.name]]
             progress(len(blobs) - len(left), len(blobs))
             time.sleep(0.02)
         return left
+
+    def _files_of(self, blobs: Iterable[StoredBlob]) -> dict[BlobName, tuple[int, int]]:
+        return {blob.name: file for blob in blobs if (file := self._file_of(blob.name)) is not None}
 
     def _file_of(self, name: BlobName) -> tuple[int, int] | None:
         """Identifies a blob's file, unlike a later one of the same name; None: there is no file."""
@@ -410,6 +420,14 @@ class DiskStorage(Storage):
         if self._tier is not None:
             self._tier.close()
             self._tier = None
+
+
+def _totals(
+    blobs: Sequence[StoredBlob], left: Sequence[StoredBlob], *, kept: int, failed: int, missing: int = 0
+) -> RemovalTotals:
+    """What a server did with blobs that were there when it was told."""
+    size_bytes = sum(blob.size_bytes for blob in blobs) - sum(blob.size_bytes for blob in left)
+    return RemovalTotals(len(blobs) - len(left), size_bytes, kept, missing, failed)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from tiered_kv.ops.storage import Content, Reader, StoredBlob
 from tiered_kv.ops.text import counted
 
 DISK = "disk"
+NOT_DELETED = "the server could not delete them, or does not know of them; its log says more"
 
 
 class NamespaceShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,7 @@ class TierRemoval(msgspec.Struct, frozen=True, kw_only=True):
         removed_bytes: What they took; null for host memory, which does not say.
         kept: Chunks that stay because they are in use at the moment.
         missing: Chunks that were gone already.
+        failed: Chunks that stay because the server could not delete them, or does not know of them.
     """
 
     tier: str
@@ -51,6 +53,7 @@ class TierRemoval(msgspec.Struct, frozen=True, kw_only=True):
     removed_bytes: int | None
     kept: int
     missing: int
+    failed: int
 
 
 class EvictReport(Report, frozen=True, kw_only=True):

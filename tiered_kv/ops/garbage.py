@@ -12,6 +12,7 @@ import msgspec
 
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
+from tiered_kv.ops.eviction import NOT_DELETED
 from tiered_kv.ops.forest import Forest, ident
 from tiered_kv.ops.storage import (
     BaseEpochs,
@@ -88,6 +89,7 @@ class Item:
     strays: list[Stray] = field(default_factory=list)
     removed: int = 0
     removed_bytes: int = 0
+    failed: int = 0  # that the server could not delete
 
     @property
     def namespace(self) -> str | None:
@@ -163,6 +165,9 @@ def collect(storage: Storage, garbage: Garbage, progress: Progress = no_progress
             if removal.kept:
                 kept = counted(removal.kept, "chunk", "stay")
                 garbage.notes.append(f"{kept}: the server uses them, or stored more behind them")
+            if removal.failed:
+                item.failed = removal.failed
+                garbage.notes.append(f"{counted(removal.failed, 'chunk', 'stay')}: {NOT_DELETED}")
         if item.kind in ("retired", "private", "empty") and item.space is not None and not is_served:
             is_gone = storage.remove_namespace(item.space)
             if item.kind == "empty":

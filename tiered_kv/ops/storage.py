@@ -184,12 +184,14 @@ class RemovalTotals:
     Attributes:
         kept: Blobs that stay because a server uses them at the moment, or that others need.
         missing: Gone already.
+        failed: Blobs that stay although a server was told: it could not delete them, or does not know of them.
     """
 
     removed: int = 0
     removed_bytes: int = 0
     kept: int = 0
     missing: int = 0
+    failed: int = 0
 
 
 _NUMBERED: Final = re.compile(r"(base|shared)-([0-9]{1,18})")
