@@ -133,6 +133,17 @@ def test_orders_that_mean_nothing_are_refused(tmp_path: Path, arguments: list[st
     assert there(tier, ONE, tokens(1, 1)) == [True]
 
 
+@pytest.mark.parametrize("order", [("--all",), ("--tag", "a")])
+def test_both_blobs_of_one_key_go_from_a_bucket(tmp_path: Path, order: tuple[str, ...]) -> None:
+    tier = Tier(f"shared+file://{tmp_path}")
+    with tier.open() as storage:
+        ONE.store(storage, FIRST, tag="a")
+        path = tmp_path / storage.path(ONE.names(FIRST)[1])
+    shutil.copy(path, path.with_name(path.name.replace(".0000001.", ".0000007.")))
+    assert evict(tier, *order, "--yes")["tiers"][0]["removed"] == 5
+    assert list(tmp_path.glob("*/*/*.safetensors")) == []
+
+
 # -- while a server runs ---------------------------------------------------------------------------------------------
 
 

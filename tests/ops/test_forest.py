@@ -47,6 +47,22 @@ def test_names_that_lie_make_orphans_and_no_circle(lie: str) -> None:
     assert len(forest.behind(forest.orphans)) == 1 and len(forest.prefix(forest.orphans[0])) == 1
 
 
+def misplaced(blob: StoredBlob) -> StoredBlob:
+    """What a bucket has under the chunk's key a second time."""
+    name = blob.name
+    return msgspec.structs.replace(blob, name=BlobName(name.namespace, name.key, name.parent, name.chunk_index + 5))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_blobs_of_one_key_the_one_that_follows_another_is_the_chunk(is_first: bool) -> None:
+    blobs = chain(1, 3)
+    wrong = misplaced(blobs[1])
+    forest = Forest([wrong, *blobs] if is_first else [*blobs, wrong])
+    assert forest.orphans == [] and len(list(forest.walk())) == 3
+    assert forest.blobs[forest.row(wrong)].name.chunk_index == 1
+    assert forest.copies == {ident(wrong): [wrong]}
+
+
 def test_a_root_of_another_namespace_hangs_in_the_air() -> None:
     (blob,) = chain(1, 1)
     forest = Forest([msgspec.structs.replace(blob, name=BlobName(blob.name.namespace, blob.name.key, bytes(16), 0))])

@@ -173,11 +173,12 @@ def select(forest: Forest, criteria: Criteria, state_parts: Mapping[bytes, int] 
     """
     used = forest.last_uses()
     wanted = list(forest.blobs)
+    owned = forest.with_copies(wanted)
     if criteria.tag is not None:
-        wanted = _behind(forest, (blob for blob in wanted if blob.tag == criteria.tag))
+        wanted = _behind(forest, (blob for blob in owned if blob.tag == criteria.tag))
     elif criteria.stored_by is not None:
         is_meant = criteria.stored_by.matches
-        wanted = _behind(forest, (blob for blob in wanted if is_meant(blob.stored_by or UNKNOWN)))
+        wanted = _behind(forest, (blob for blob in owned if is_meant(blob.stored_by or UNKNOWN)))
     elif criteria.key is not None:
         wanted = _behind(forest, [criteria.key])
     wanted = [
@@ -190,7 +191,8 @@ def select(forest: Forest, criteria: Criteria, state_parts: Mapping[bytes, int] 
     kept = forest.pinned() if criteria.tag is None and criteria.stored_by is None else set()
     free = [blob for blob in ordered if ident(blob) not in kept]
     pinned = [blob for blob in ordered if ident(blob) in kept]
-    return Selection(free if criteria.free_bytes is None else _first(forest, free, criteria.free_bytes), pinned)
+    free = free if criteria.free_bytes is None else _first(forest, free, criteria.free_bytes)
+    return Selection(forest.with_copies(free), forest.with_copies(pinned))
 
 
 def _behind(forest: Forest, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:

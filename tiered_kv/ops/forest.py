@@ -1,7 +1,7 @@
 """The chunks of a tier on their prefix trees: blobs in, blobs out (``keys/prefix_tree.py`` knows rows only)."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,24 +37,47 @@ def ident(blob: StoredBlob) -> Ident:
 
 
 def _rows_of(table: BlobTable) -> dict[bytes, dict[bytes, int]]:
-    """Rows by namespace and key; of two blobs of one chunk the later one."""
+    """Rows by namespace and key; of several blobs of one chunk the last."""
     return {
         space: dict(zip(map(table.keys.__getitem__, rows), rows, strict=True)) for space, rows in table.rows().items()
     }
+
+
+def _without_copies(blobs: Sequence[StoredBlob]) -> tuple[BlobTable, dict[Ident, list[StoredBlob]]]:
+    """One blob of each chunk, that which follows another if only one does, and the others by chunk."""
+    found: dict[Ident, list[StoredBlob]] = {}
+    for blob in blobs:
+        found.setdefault(ident(blob), []).append(blob)
+
+    def follows(blob: StoredBlob) -> bool:
+        name = blob.name
+        if name.chunk_index == 0:
+            return name.parent == name.namespace
+        return any(one.name.chunk_index == name.chunk_index - 1 for one in found.get((name.namespace, name.parent), ()))
+
+    table, copies = [], {}
+    for chunk, several in found.items():
+        if len(several) > 1:
+            several.sort(key=follows)
+            copies[chunk] = several[:-1]
+        table.append(several[-1])
+    return BlobTable.of(table), copies
 
 
 class Forest:
     """Every namespace's chunks, linked to their parents.
 
     Attributes:
-        table: By row of the tree; of two blobs of one chunk the later one.
+        table: By row of the tree, one blob of each chunk.
+        copies: What else a bucket has under a chunk's key: its name says another place in the prefix.
     """
 
     def __init__(self, blobs: Iterable[StoredBlob]) -> None:
         self.table = BlobTable.of(blobs)
         self._rows = _rows_of(self.table)
+        self.copies: dict[Ident, list[StoredBlob]] = {}
         if sum(map(len, self._rows.values())) < len(self.table):
-            self.table = BlobTable.of(self.table[row] for rows in self._rows.values() for row in rows.values())
+            self.table, self.copies = _without_copies(self.table)
             self._rows = _rows_of(self.table)
         self._tree = PrefixTree.of(self.table.depths, self.table.parents, self._rows)
 
@@ -70,6 +93,10 @@ class Forest:
             KeyError: It is not in the forest.
         """
         return self._rows[blob.name.namespace][blob.name.key]
+
+    def with_copies(self, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:
+        """These chunks of the forest, each with what else lies under its key."""
+        return [one for blob in blobs for one in (blob, *self.copies.get(ident(blob), ()))]
 
     def find(self, name: BlobName) -> StoredBlob | None:
         """The chunk of this name; None: it is not in the forest."""
