@@ -267,6 +267,7 @@ def test_a_file_that_the_server_does_not_know_goes_too(
     data = path.read_bytes()
     report("evict", "--server", socket_of(root), "--tag", TAG, "--yes")
     assert not path.exists()
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     done = evict(Tier(f"file://{root}"), "--tag", TAG, "--yes")
     assert (done["tiers"][0]["removed"], done["tiers"][0]["kept"]) == (1, 0) and not path.exists()
