@@ -26,10 +26,10 @@ from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.stored_by import encoding_text, stored_by
+from tiered_kv.machine import forgotten_in_children
 from tiered_kv.server import protocol as m
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.compose import serve
-from tiered_kv.server.connect import forgotten_in_children
 from tiered_kv.server.server import Server
 from tiered_kv.server.worker_client import WorkerClient, pages_on_the_wire
 from tiered_kv.tiering.slots import SLOTS_PER_SLAB_MAX

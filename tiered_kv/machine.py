@@ -6,8 +6,34 @@ import secrets
 import socket
 import time
 import uuid
+import weakref
 from functools import cache
 from pathlib import Path
+from typing import Protocol
+
+
+class Forgetful(Protocol):
+    """What a child that is forked must not go on using, because its parent does."""
+
+    def forget_after_fork(self) -> None:
+        """In a child: let go of what it shares with its parent, whose other threads may have held any lock."""
+
+
+_of_this_process: weakref.WeakSet[Forgetful] = weakref.WeakSet()
+
+
+def forgotten_in_children(shared: Forgetful) -> None:
+    """From now on a child that is forked lets go of something, as long as there is that."""
+    _of_this_process.add(shared)
+
+
+def _forget_after_fork() -> None:
+    for shared in list(_of_this_process):
+        shared.forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
 
 MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _MULTICAST = 1 << 40

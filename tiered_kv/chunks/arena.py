@@ -5,6 +5,7 @@ Owned by the server (or by an in-process cache), mapped by every worker. A slab 
 Knows nothing of slots' contents or states (``tiering/slots.py``) and nothing of torch.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -15,6 +16,7 @@ from collections.abc import Collection, Sequence
 
 from tiered_kv.chunks.numa import interleaved
 from tiered_kv.errors import CapacityExceeded, ConfigError
+from tiered_kv.machine import forgotten_in_children
 
 SLAB_BYTES = 1 << 30
 """Address range of a slab. Memory is given to a part of it when the slab is assigned, and to no more than that."""
@@ -77,6 +79,7 @@ class Arena:
         self._populated = [0] * len(self._maps)
         self._punching = threading.Lock()
         self._keeps_pages = False  # under _punching
+        forgotten_in_children(self)
 
     def keep_pages(self, sizes: Sequence[int], *, is_kept: bool) -> None:
         """From now on no slab changes the pages that it has, or slabs may again.
@@ -176,6 +179,16 @@ class Arena:
                 _LEFT_MAPPED.append(slab)
             else:
                 slab.close()
+        while self.slab_fds:
+            os.close(self.slab_fds.pop())
+
+    def forget_after_fork(self) -> None:
+        """In a child of this process: have none of the memory, which would live as long as the child does."""
+        for slab, view in zip(self._maps, self._views, strict=True):
+            with contextlib.suppress(BufferError):  # somebody's view, which goes with the child
+                view.release()
+                slab.close()
+        self._maps, self._views = [], []
         while self.slab_fds:
             os.close(self.slab_fds.pop())
 

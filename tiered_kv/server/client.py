@@ -27,8 +27,9 @@ from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
 from tiered_kv.keys.chunk_record import KEY_BYTES, ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.tags import NO_TAG
+from tiered_kv.machine import forgotten_in_children
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import Background, forgotten_in_children, refusal_error, say_hello
+from tiered_kv.server.connect import Background, refusal_error, say_hello
 from tiered_kv.server.epochs import is_private_epoch
 from tiered_kv.tiering.types import LookupAnswer, SlotId, Turn
 

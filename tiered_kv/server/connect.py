@@ -14,9 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -42,29 +41,6 @@ SHOWN_MAX: Final = 2000
 SLABS_MAX: Final = 1 << 16
 _SERVER_ID = re.compile(r"[0-9a-f]{16}")
 _PEER = struct.Struct("3i")
-
-
-class Forgetful(Protocol):
-    """What a child that is forked must not go on using, because its parent does."""
-
-    def forget_after_fork(self) -> None:
-        """In a child: let go of what it shares with its parent, whose other threads may have held any lock."""
-
-
-_of_this_process: weakref.WeakSet[Forgetful] = weakref.WeakSet()
-
-
-def forgotten_in_children(client: Forgetful) -> None:
-    """From now on a child that is forked lets go of a client, as long as there is one."""
-    _of_this_process.add(client)
-
-
-def _forget_after_fork() -> None:
-    for client in list(_of_this_process):
-        client.forget_after_fork()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def connect(path: str) -> socket.socket | None:

@@ -20,6 +20,7 @@ import msgspec
 from tiered_kv.config import Config
 from tiered_kv.engine.engine import Engine
 from tiered_kv.errors import ConfigError, ProtocolError, TierUnavailable
+from tiered_kv.machine import forgotten_in_children
 from tiered_kv.metrics.recorder import Recorder
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connection import Connection
@@ -118,6 +119,7 @@ class Server:
         self._is_hurried = False
         self._has_served = False
         self._old_arenas: int | None = None
+        forgotten_in_children(self)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -147,6 +149,13 @@ class Server:
     def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
         """End the loop after the current turn; the drain follows."""
         self._is_stopping = True
+
+    def forget_after_fork(self) -> None:
+        """In a child of a process with a server in it: listen to nobody, or clients would wait for its answer."""
+        self._listener.close()
+        self._selector.close()
+        for connection in self._connections:
+            connection.sock.close()
 
     def install_signal_handlers(self) -> None:
         """SIGTERM and SIGINT drain and end the server."""

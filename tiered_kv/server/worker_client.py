@@ -21,15 +21,9 @@ from tiered_kv.chunks.arena import Arena
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.config import Config
 from tiered_kv.errors import ProtocolError, TieredKVError, TierUnavailable
+from tiered_kv.machine import forgotten_in_children
 from tiered_kv.server import protocol as m
-from tiered_kv.server.connect import (
-    HELLO_RETRY_S,
-    forgotten_in_children,
-    read_exactly,
-    read_message_after,
-    refusal_error,
-    say_hello,
-)
+from tiered_kv.server.connect import HELLO_RETRY_S, read_exactly, read_message_after, refusal_error, say_hello
 from tiered_kv.server.directory import hold_arena_lock, server_directory
 from tiered_kv.server.row_loan import RowLoan, server_pidfd
 
@@ -214,17 +208,15 @@ class WorkerClient:
             self._lock_fd = -1
 
     def forget_after_fork(self) -> None:
-        """In a child of this process: keep nothing of the arena, whose memory and lock would live as long as it does.
+        """In a child of this process: keep no lock of the arena, which lets go of its memory itself.
 
-        The server is told nothing: the parent goes on. Another thread's locks may stay held here for ever.
+        The server is told nothing: the parent goes on.
         """
         if self._lock_fd < 0:
             return
         lock_fd, self._lock_fd = self._lock_fd, -1
         os.close(lock_fd)
         self._sock.close()
-        with contextlib.suppress(BufferError):  # somebody's view, which goes with the child
-            self.arena.close()
 
 
 def receive_slabs(sock: socket.socket, count: int) -> list[int]:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from tiered_kv.errors import DirectoryLocked, TierUnavailable
+from tiered_kv.machine import forgotten_in_children
 from tiered_kv.tiers.disk.files import read_small_file
 
 LOCK_FILE = "server.lock"
@@ -46,6 +47,7 @@ class DirectoryLock:
         self._status = os.fstat(self._descriptor)  # of an open file: it stays what it is
         self._held = True
         self._checked_s = 0.0
+        forgotten_in_children(self)
 
     def check(self, age_s: float = 0.0) -> None:
         """Make sure that the directory is still the locked one: who removes it removes the lock, and may be followed.
@@ -71,10 +73,16 @@ class DirectoryLock:
         """Give the directory back. Idempotent."""
         if self._held:
             self._held = False
-            # Explicitly, not by the close alone: a forked child may hold a copy of the descriptor.
+            # Explicitly, not by the close alone: a child that is just being started may hold a copy of the descriptor.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             with contextlib.suppress(OSError):  # unlocked, and the descriptor is gone whatever close answers
                 os.close(self._descriptor)
+
+    def forget_after_fork(self) -> None:
+        """In a child of this process: do not hold it for longer than the parent does, nor give it back for that."""
+        if self._held:
+            self._held = False
+            os.close(self._descriptor)
 
 
 def _holder(root: Path) -> str:
