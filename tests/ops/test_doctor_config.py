@@ -15,6 +15,9 @@ from tiered_kv.ops.findings import DoctorFinding
 URI = "file:///var/cache/tiered_kv"
 
 
+OTHER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
 def transfer(**changes: Any) -> dict[str, Any]:
     whole = {
         "kv_connector": "TieredKVConnector",
@@ -37,6 +40,12 @@ def offloading(tier: dict[str, Any] | None = None, **changes: Any) -> dict[str, 
     return transfer(kv_connector="OffloadingConnector", kv_connector_extra_config=extra)
 
 
+def several(*connectors: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Connectors below vLLM's MultiConnector."""
+    given = {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"connectors": list(connectors)}}
+    return transfer(kv_connector="MultiConnector", **(given | changes))
+
+
 def examined(given: object) -> list[DoctorFinding]:
     """All findings about a text, as the verb collects them."""
     read = read_text(given if isinstance(given, str) else json.dumps(given))
@@ -55,9 +64,12 @@ GOOD = {
     "one of several connectors": transfer(
         kv_connector="MultiConnector",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"connectors": [{"kv_connector": "Other"}, transfer()]},
+        kv_connector_extra_config={"connectors": [OTHER, transfer()]},
     ),
     "a tier below vLLM's own offloading": offloading(),
+    "numbers in quotes, as vLLM takes them": offloading(cpu_bytes_to_use=str(1 << 35), block_size="256"),
+    "rows in blocks": offloading(block_size=..., blocks_per_chunk=16),
+    "a policy of vLLM's own offloading": offloading() | {"kv_load_failure_policy": "fail"},
     "the same with vLLM's words": offloading({"locality": "LOCAL", "enable_kv_events": True, "backpressure": {}}),
     "a bucket with limits": {
         "storage_uri": "s3://bucket/kv",
@@ -89,7 +101,7 @@ BAD: dict[str, tuple[object, str, str, str]] = {
     "a misspelled connector": (transfer(kv_connector="TieredKvConnector"), "connector", "it is 'TieredKv", "Tiered"),
     "another connector": (transfer(kv_connector="LMCacheConnectorV1"), "connector", "'LMCacheConnectorV1'", ""),
     "several without ours": (
-        transfer(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [{"kv_connector": "Other"}]}),
+        transfer(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [OTHER]}),
         "connector",
         "there is none",
         "",
@@ -122,6 +134,24 @@ BAD: dict[str, tuple[object, str, str, str]] = {
     "a tier misspelled": (offloading({"type": "TieredKVTier2"}), "connector", "'TieredKVTier2'", "TieredKVTier"),
     "another spec": (offloading(spec_name="CPUOffloadingSpec"), "connector", "'CPUOffloadingSp", "Tiering"),
     "no spec": (offloading(spec_name=...), "connector", "there is none", "TieringOffloadingSpec"),
+    "one of several without a role": (several(OTHER, transfer(kv_role=...)), "role", "TieredKVConnector in Multi", ""),
+    "one of several with another role": (several(OTHER, transfer(kv_role="both")), "role", "'both'", "kv_both"),
+    "another one without a role": (several({"kv_connector": "Nixl"}, transfer()), "role", "Nixl in Multi", ""),
+    "an unknown field in one of several": (
+        several(OTHER, transfer(kv_rol=1)), "connector", "TieredKVConnector in MultiConnector: vLLM knows no", "kv_role"
+    ),
+    "an engine in one of several": (several(OTHER, transfer(engine_id="e")), "connector", "engine_id", "beside"),
+    "a module of several": (several(transfer(), kv_connector_module_path="x"), "connector", "does not start", "out"),
+    "a tier below several": (several(OTHER, offloading()), "connector", "never joins its server", "outermost"),
+    "ours beside a tier below several": (several(transfer(), offloading()), "connector", "never joins", "outermost"),
+    "a module of offloading": (
+        offloading() | {"kv_connector_module_path": "tiered_kv.vllm"}, "connector", "looks for Offloading", "leave it"
+    ),
+    "no policy of offloading": (offloading() | {"kv_load_failure_policy": "x"}, "load failures", "neither", ""),
+    "two sizes of rows": (offloading(blocks_per_chunk=16), "rows", "block_size and blocks_per_chunk", "leave out one"),
+    "rows of nothing": (offloading(block_size=0), "rows", "block_size is not a number", "256"),
+    "rows of no number": (offloading(block_size="16 blocks"), "rows", "block_size is not a number", "256"),
+    "host memory with a unit": (offloading(cpu_bytes_to_use="32GiB"), "rows", "cpu_bytes_to_use is not", "34359738368"),
     "no host memory": (offloading(cpu_bytes_to_use=...), "rows", "cpu_bytes_to_use is not", "34359738368"),
     "tokens of a chunk": (offloading({"chunk_tokens": 256}), "settings", "chunk_tokens is none", "block_size"),
     "a tier's unknown setting": (offloading({"disk_byte": 1}), "settings", "'disk_byte'", "did you mean disk_bytes?"),
@@ -142,6 +172,8 @@ def test_bad_ones_are_errors_that_say_what_to_do(name: str) -> None:
 WARNED = {
     "stores only": (transfer(kv_role="kv_producer"), "role", "stores only"),
     "loads only": (transfer(kv_role="kv_consumer"), "role", "loads only"),
+    "one of several stores only": (several(OTHER, transfer(kv_role="kv_producer")), "role", "stores only"),
+    "a role that offloading does not read": (offloading() | {"kv_role": "kv_producer"}, "role", "has no effect"),
     "fail": (transfer(kv_load_failure_policy="fail"), "load failures", "has no effect"),
     "old fields": (transfer(kv_rank=0), "connector", "kv_rank"),
     "two of ours": (

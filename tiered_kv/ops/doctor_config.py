@@ -34,8 +34,14 @@ TRANSFER_FIELDS: Final = (
 )
 """What every vLLM from 0.30 on takes; any other name ends its start."""
 
+POLICIES: Final = ("recompute", "fail")
+"""What ``kv_load_failure_policy`` may be."""
+
 OLD_FIELDS: Final = ("kv_rank", "kv_parallel_size", "kv_ip", "kv_buffer_size")
 """Fields of vLLM 0.30 that later ones refuse."""
+
+SEVERAL: Final = "MultiConnector"
+"""vLLM's own, which has several others below it."""
 
 OFFLOADING: Final = "OffloadingConnector"
 """vLLM's own, below which a tier of ours can be."""
@@ -108,23 +114,20 @@ def _kind(value: object) -> str:
 
 def _read_transfer(given: Given, whole: Mapping[str, object]) -> None:
     """Take a whole ``--kv-transfer-config`` apart."""
-    for name in whole:
-        if name in OLD_FIELDS:
-            text = f"{name} is refused by vLLM after 0.30 and does nothing here"
-            given.findings.append(warning("connector", text, "leave it out"))
-        elif name not in TRANSFER_FIELDS:
-            near = difflib.get_close_matches(name, TRANSFER_FIELDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else "our settings belong into kv_connector_extra_config"
-            given.findings.append(
-                error("connector", f"vLLM knows no field {name[:100]!r} here and does not start", hint)
-            )
-    given.findings.append(_role(whole.get("kv_role")))
+    given.findings += _fields(whole)
+    policy, is_of_several = whole.get("kv_load_failure_policy"), whole.get("kv_connector") == SEVERAL
+    if is_of_several:
+        given.findings += [*_vllms_own(whole), *_roles_of_several(whole)]
+        of_several = _of_several(given, whole)
+        if of_several is None:
+            return
+        whole = of_several
+    else:
+        given.findings.append(_role(whole))
     if whole.get("kv_connector") == OFFLOADING:
+        given.findings += [*_vllms_own(whole), *_policy_of_offloading(policy)]
         _read_offloading(given, whole.get("kv_connector_extra_config"))
         return
-    policy, is_of_several = whole.get("kv_load_failure_policy"), whole.get("kv_connector") == "MultiConnector"
-    if is_of_several:
-        whole = _of_several(given, whole)
     given.findings.append(_connector(whole))
     if not whole:
         return
@@ -142,18 +145,37 @@ def _read_transfer(given: Given, whole: Mapping[str, object]) -> None:
         )
 
 
+def _fields(whole: Mapping[str, object], where: str = "") -> list[DoctorFinding]:
+    """What of a connector's description vLLM does not know; ``where`` it stands, if not outermost."""
+    findings = []
+    for name in whole:
+        if name in OLD_FIELDS:
+            text = f"{where}{name} is refused by vLLM after 0.30 and does nothing here"
+            findings.append(warning("connector", text, "leave it out"))
+        elif name not in TRANSFER_FIELDS:
+            near = difflib.get_close_matches(name, TRANSFER_FIELDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "our settings belong into kv_connector_extra_config"
+            text = f"{where}vLLM knows no field {name[:100]!r} here and does not start"
+            findings.append(error("connector", text, hint))
+    return findings
+
+
+def _vllms_own(whole: Mapping[str, object]) -> list[DoctorFinding]:
+    """A module for a connector that is vLLM's own: it would be looked for there, and nowhere else."""
+    module = whole.get("kv_connector_module_path")
+    if module is None:
+        return []
+    text = f"kv_connector_module_path is {str(module)[:100]!r}: vLLM looks for {whole.get('kv_connector')} there"
+    return [error("connector", f"{text} and does not start", "leave it out")]
+
+
 def _read_offloading(given: Given, extra: object) -> None:
     """Take vLLM's own offloading apart: what is around our tier, and our settings in it."""
     if not isinstance(extra, dict):
         text = f"kv_connector_extra_config: expected an object, got {_kind(extra)}"
         given.findings.append(error("connector", text, f'"spec_name": "{TIERING}", "secondary_tiers": [...]'))
         return
-    tiers = extra.get("secondary_tiers")
-    ours = [
-        one
-        for one in (tiers if isinstance(tiers, list) else [])
-        if isinstance(one, dict) and (one.get("type") == TIER or one.get("module_path") == TIER_MODULE)
-    ]
+    ours = _tiers(extra)
     if not ours:
         hint = f'"secondary_tiers": [{{"type": "{TIER}", "module_path": "{TIER_MODULE}", "storage_uri": ...}}]'
         text = f"{OFFLOADING} names no tier of ours: nothing of tiered_kv is used"
@@ -171,6 +193,13 @@ def _read_offloading(given: Given, extra: object) -> None:
         given.findings.append(error("settings", text, "set block_size beside secondary_tiers"))
 
 
+def _tiers(extra: object) -> list[dict[str, object]]:
+    """The tiers of ours below vLLM's own offloading."""
+    named = extra.get("secondary_tiers") if isinstance(extra, dict) else None
+    tiers = [one for one in (named if isinstance(named, list) else []) if isinstance(one, dict)]
+    return [one for one in tiers if one.get("type") == TIER or one.get("module_path") == TIER_MODULE]
+
+
 def _tier(tier: Mapping[str, object], spec: object) -> DoctorFinding:
     if tier.get("type") != TIER or tier.get("module_path") != TIER_MODULE:
         found = f"type {str(tier.get('type'))[:100]!r}, module_path {str(tier.get('module_path'))[:100]!r}"
@@ -183,14 +212,29 @@ def _tier(tier: Mapping[str, object], spec: object) -> DoctorFinding:
 
 def _rows(extra: Mapping[str, object]) -> DoctorFinding:
     """What vLLM's own layer takes, and how large the rows are that ours gets."""
-    size = extra.get("cpu_bytes_to_use")
-    if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
+    size = _whole(extra.get("cpu_bytes_to_use"))
+    if size is None:
         return error("rows", "cpu_bytes_to_use is not a number of bytes", "vLLM's host memory: 34359738368 is 32 GiB")
     takes = f"vLLM takes {size / (1 << 30):.1f} GiB of host memory per engine, beside host_bytes of our server"
-    if not extra.get("block_size") and not extra.get("blocks_per_chunk"):
+    named = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
+    if len(named) > 1:
+        return error("rows", "block_size and blocks_per_chunk are named, and vLLM does not start", "leave out one")
+    for name in named:
+        if _whole(extra[name]) is None:
+            return error("rows", f"{name} is not a number above zero, and vLLM does not start", f'"{name}": 256')
+    if not named:
         wanted = '"block_size": 256; for a model with windows or recurrent layers a larger --block-size instead'
         return warning("rows", f"{takes}; a row is one GPU block: many small files", wanted)
     return ok("rows", takes)
+
+
+def _whole(value: object) -> int | None:
+    """A number as vLLM reads it, which takes texts, too; None where it is none above zero."""
+    try:
+        number = int(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0
+    except (ValueError, OverflowError):
+        return None
+    return number if number > 0 else None
 
 
 def check_host_default(config: Config) -> list[DoctorFinding]:
@@ -206,18 +250,41 @@ def check_host_default(config: Config) -> list[DoctorFinding]:
     return [ok("host memory", text)]
 
 
-def _of_several(given: Given, whole: Mapping[str, object]) -> Mapping[str, object]:
-    """Ours among the connectors of vLLM's MultiConnector; an empty mapping when there is none."""
+def _several(whole: Mapping[str, object]) -> list[dict[str, object]]:
+    """The connectors of vLLM's MultiConnector."""
     extra = whole.get("kv_connector_extra_config")
     connectors = extra.get("connectors") if isinstance(extra, dict) else None
-    ours = [
-        one
-        for one in (connectors if isinstance(connectors, list) else [])
-        if isinstance(one, dict) and one.get("kv_connector") == CONNECTOR
-    ]
+    return [one for one in (connectors if isinstance(connectors, list) else []) if isinstance(one, dict)]
+
+
+def _of_several(given: Given, whole: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Ours among the connectors of vLLM's MultiConnector; empty when there is none, None when that has been said."""
+    connectors = _several(whole)
+    ours = [one for one in connectors if one.get("kv_connector") == CONNECTOR]
     if len(ours) > 1:
         given.findings.append(warning("connector", f"{len(ours)} connectors are {CONNECTOR}; the first is checked"))
+    if any(_tiers(one.get("kv_connector_extra_config")) for one in connectors if one.get("kv_connector") == OFFLOADING):
+        text = f"a {TIER} below {OFFLOADING} below {SEVERAL} never joins its server: it finds and stores nothing"
+        hint = f'"kv_connector": "{OFFLOADING}" outermost, or {CONNECTOR} in its place'
+        given.findings.append(error("connector", text, hint))
+        return ours[0] if ours else None
     return ours[0] if ours else {}
+
+
+def _roles_of_several(whole: Mapping[str, object]) -> list[DoctorFinding]:
+    """Fields and roles, which vLLM checks in each connector of a MultiConnector; in it the role has no effect."""
+    findings = [bad] if (bad := _role(whole)).status == "error" else []
+    for one in _several(whole):
+        name = str(one.get("kv_connector"))[:100]
+        where = f"{name} in {SEVERAL}: "
+        findings += _fields(one, where)
+        role = _role(one, where)
+        if role.status == "error" or name in (CONNECTOR, OFFLOADING):
+            findings.append(role)
+        if "engine_id" in one:
+            text = f"{where}vLLM gives it an engine_id by itself and does not start with another"
+            findings.append(error("connector", text, f"name engine_id beside {SEVERAL}, or leave it out"))
+    return findings
 
 
 def _connector(whole: Mapping[str, object]) -> DoctorFinding:
@@ -232,14 +299,25 @@ def _connector(whole: Mapping[str, object]) -> DoctorFinding:
     return ok("connector", f"kv_connector is {CONNECTOR}")
 
 
-def _role(role: object) -> DoctorFinding:
+def _role(whole: Mapping[str, object], where: str = "") -> DoctorFinding:
+    role = whole.get("kv_role")
     if role is None:
-        return error("role", "there is no kv_role, without which vLLM does not start", '"kv_role": "kv_both"')
+        text = f"{where}there is no kv_role, without which vLLM does not start"
+        return error("role", text, '"kv_role": "kv_both"')
     if not isinstance(role, str) or role not in ROLES:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
-        return error("role", f"kv_role is {str(role)[:100]!r}", f'"kv_role": "{near[0] if near else "kv_both"}"')
-    text = f"{role}: the engine {ROLES[role]}"
-    return ok("role", text) if role == "kv_both" else warning("role", text, '"kv_role": "kv_both" does both')
+        text = f"{where}kv_role is {str(role)[:100]!r}"
+        return error("role", text, f'"kv_role": "{near[0] if near else "kv_both"}"')
+    if role == "kv_both":
+        return ok("role", f"{where}{role}: the engine {ROLES[role]}")
+    if whole.get("kv_connector") == OFFLOADING:
+        return warning("role", f"{where}{role} has no effect: {OFFLOADING} loads and stores", '"kv_role": "kv_both"')
+    return warning("role", f"{where}{role}: the engine {ROLES[role]}", '"kv_role": "kv_both" does both')
+
+
+def _policy_of_offloading(policy: object) -> list[DoctorFinding]:
+    """vLLM's offloading reports no load as failed, so all that counts is that vLLM takes the word."""
+    return [] if policy in (None, *POLICIES) else [_policy(policy, is_of_several=False)]
 
 
 def _policy(policy: object, *, is_of_several: bool) -> DoctorFinding:
