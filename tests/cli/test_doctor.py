@@ -126,6 +126,23 @@ def test_chunks_of_another_size_are_named(doctor: Doctor, root: Path) -> None:
     assert "another chunk_tokens than 256" in text and f"set chunk_tokens to {CHUNK}" in text
 
 
+def test_rows_of_vllms_offloading_are_of_no_chunk_tokens(doctor: Doctor, root: Path) -> None:
+    root.mkdir(0o700)
+    with open_storage(f"file://{root}") as storage:
+        Model(fields={"rows": {}}).store(storage, tokens(1, 2))
+    tier = {"type": "TieredKVTier", "module_path": "tiered_kv.vllm.offloading", "storage_uri": f"file://{root}"}
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "secondary_tiers": [tier]}
+    whole = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    for arguments in ((f"file://{root}",), ("--config", json.dumps(whole))):
+        report = doctor(*arguments, *SMALL)
+        assert "chunk_tokens than" not in json.dumps(report)
+        assert f"rows of vLLM's offloading of {CHUNK} tokens" in json.dumps(report)
+    with open_storage(f"file://{root}") as storage:
+        Model(weights="ours").store(storage, tokens(1, 2))
+    text = found(doctor(f"file://{root}", *SMALL), "disk content", "warning")
+    assert "what is no row of vLLM's offloading was stored with another chunk_tokens than 256" in text
+
+
 def test_the_longest_prompt_must_fit_into_one_request(doctor: Doctor, root: Path) -> None:
     root.mkdir(0o700)
     with open_storage(f"file://{root}") as storage:

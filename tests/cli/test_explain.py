@@ -308,7 +308,28 @@ def test_a_namespace_without_a_record_is_left_out_and_said(place: Place, explain
     assert report["notes"] == [f"namespace {lost.namespace.digest.hex()} was left out: there is no namespace.json"]
     named = ["--tokens", "-", "--namespace", lost.namespace.digest.hex()]
     result = CliRunner().invoke(app, ["explain", place[0], *place[1], *named], "1 2")
-    assert result.exit_code == 2 and "has no record that can be read" in result.stderr
+    assert result.exit_code == 2 and "cannot be explained: there is no namespace.json" in result.stderr
+
+
+@ON_DISK
+def test_rows_of_vllms_own_offloading_are_left_out_and_said(place: Place, explain) -> None:
+    """Their keys come from vLLM's block hashes: of no prompt it is known here whether they have it."""
+    rows = Model(fields={"rows": {"block_hash": "sha256"}})
+    with opened(place) as storage:
+        rows.store(storage, tokens(1, 2))
+    report = explain(place, tokens(1, 2))
+    assert (report["namespace"], report["hit_text"]) == (None, "no namespace here can be explained")
+    assert "rows of vLLM's own offloading" in report["notes"][0]
+    result = CliRunner().invoke(app, ["explain", place[0], "--tokens", "-"], "1 2")
+    assert result.exit_code == 0 and "Whether this prompt is here is not known" in result.stdout
+    named = ["--tokens", "-", "--namespace", rows.namespace.digest.hex()]
+    result = CliRunner().invoke(app, ["explain", place[0], *named], "1 2")
+    assert result.exit_code == 2 and "cannot be explained: its chunks are rows" in result.stderr
+    with opened(place) as storage:
+        Model().store(storage, tokens(1, 2))
+    report = explain(place, tokens(1, 2))
+    assert (report["namespace"], report["hit_chunks"]) == (Model().namespace.digest.hex(), 2)
+    assert len(report["notes"]) == 1 and report["others"] == []
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def explain(
 
     Without --namespace the one with most of the prompt is explained, else the one used last; which one is said. Of what
     besides the tokens makes keys differ only the salt can be given: requests with a LoRA adapter, images or prompt
-    embeddings have other keys, which only their engine knows.
+    embeddings have other keys, which only their engine knows. So have rows of vLLM's own offloading: their namespaces
+    are left out, with a note.
 
     The tier is listed once, and the headers of hits are read; payloads are not (see verify). Nothing is changed. Token
     ids are never printed. A miss is no error: the exit code is 0.
@@ -95,7 +96,10 @@ def _read(path: Path) -> str:
 def _show(report: ExplainReport, used_s: float) -> None:
     """Print it; ``used_s`` is the last use of the explained namespace, 0 where it holds no chunk."""
     if report.chunk_tokens is None or report.prompt_chunks is None:
-        print("Nothing of this prompt is here: the tier holds no namespace with a record that can be read.")
+        if report.notes:
+            print("Whether this prompt is here is not known: no namespace of the tier can be explained.")
+        else:
+            print("Nothing of this prompt is here: the tier holds no namespace.")
         print(f"\nMore: {report.see}")
         return
     print(f"namespace {report.namespace} ({report.chosen_by}; {_used(used_s)})")

@@ -146,7 +146,8 @@ def examine(
         findings, measurements = check_pool(config)
         result.findings += findings
         result.measurements += measurements
-    result.findings += [*check_namespaces(config, "disk", disk), *check_namespaces(config, "object", bucket)]
+    for name, listing in (("disk", disk), ("object", bucket)):
+        result.findings += check_namespaces(config, name, listing, is_tier=is_tier)
     models = models_of([disk, bucket])
     if chunk_bytes is not None:
         models = [Model("--chunk-bytes", chunk_bytes, config.chunk_tokens)]
@@ -212,8 +213,12 @@ def _examine_object(config: Config, result: Examination) -> Content:
 # -- what is there ----------------------------------------------------------------------------------------------------
 
 
-def check_namespaces(config: Config, name: str, listing: Content) -> list[DoctorFinding]:
-    """Say which models' chunks lie in a tier, and whether chunks of these settings could be among them."""
+def check_namespaces(config: Config, name: str, listing: Content, *, is_tier: bool) -> list[DoctorFinding]:
+    """Say which models' chunks lie in a tier, and whether chunks of these settings could be among them.
+
+    Args:
+        is_tier: As in :func:`examine`: vLLM's rows have as many tokens as vLLM says.
+    """
     sizes: Counter[bytes] = Counter()
     counts: Counter[bytes] = Counter()
     for blob in listing.blobs:
@@ -233,9 +238,11 @@ def check_namespaces(config: Config, name: str, listing: Content) -> list[Doctor
         record = listing.records.get(space)
         text = f"{space.hex()}: {least}{counted(count, 'chunk')}, {size_text(sizes[space])}, {_identity(record)}"
         findings.append(ok(check, text))
-    others = [r for r in listing.records.values() if r.chunk_tokens not in (None, config.chunk_tokens)]
-    if others and len(others) == len([r for r in listing.records.values() if r.chunk_tokens is not None]):
-        text = f"all of it was stored with another chunk_tokens than {config.chunk_tokens}, so none of it can be a hit"
+    ours = [] if is_tier else [r for r in listing.records.values() if r.chunk_tokens is not None and not r.is_of_rows]
+    others = [record for record in ours if record.chunk_tokens != config.chunk_tokens]
+    if others and len(others) == len(ours):
+        what = "all of it" if len(ours) == len(listing.records) else "what is no row of vLLM's offloading"
+        text = f"{what} was stored with another chunk_tokens than {config.chunk_tokens}, so none of it can be a hit"
         findings.append(warning(check, text, f"set chunk_tokens to {others[0].chunk_tokens}, if the rest is equal"))
     if config.storage_bytes is not None and name == "object" and sum(sizes.values()) > config.storage_bytes:
         findings.append(warning(check, "more than storage_bytes lies there", "the leader deletes down to the limit"))
@@ -247,7 +254,10 @@ def _identity(record: NamespaceRecord | None) -> str:
         return "no record that can be read"
     fields = record.namespace.fields
     weights = str(fields.get("weights"))[:60]
-    return f"weights {weights}, chunk_tokens {fields.get('chunk_tokens')}, epoch {fields.get('epoch')}"
+    size = f"chunk_tokens {fields.get('chunk_tokens')}"
+    if record.is_of_rows:
+        size = f"rows of vLLM's offloading of {fields.get('chunk_tokens')} tokens"
+    return f"weights {weights}, {size}, epoch {fields.get('epoch')}"
 
 
 # -- capacities against chunks ----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tiered_kv.keys.tail_keys import tail_tokens
 from tiered_kv.ops.findings import NO_HITS
 from tiered_kv.ops.prompts import prompt_keys
 from tiered_kv.ops.report import Report
-from tiered_kv.ops.storage import Content, Progress, Reader, StoredBlob, is_private, no_progress
+from tiered_kv.ops.storage import Content, NamespaceRecord, Progress, Reader, StoredBlob, is_private, no_progress
 from tiered_kv.ops.text import without_paths
 
 DIFFERENCES_MAX: Final = 50
@@ -131,7 +131,7 @@ class ExplainReport(Report, frozen=True, kw_only=True):
 
     Attributes:
         uri: The tier.
-        namespace: The namespace that is explained; null where no namespace has a record that can be read.
+        namespace: The namespace that is explained; null where none can be: without a record, or of rows.
         chosen_by: Why this one, in words.
         is_retired: Whether a reset retired its epoch, as far as the tier knows; null without a namespace.
         prompt_tokens: Tokens in the file.
@@ -241,7 +241,7 @@ def explain(
         wanted: Digest of the namespace to explain; None: choose one.
 
     Raises:
-        ConfigError: The namespace that is wanted has no record that can be read.
+        ConfigError: The namespace that is wanted cannot be explained.
     """
     notes = list(content.notes)
     stored = _Stored(storage.kind, content)
@@ -249,7 +249,8 @@ def explain(
     if wanted is not None:
         chosen = next((c for c in candidates if c.namespace.digest == wanted), None)
         if chosen is None:
-            raise ConfigError(f"option --namespace: {wanted.hex()} has no record that can be read, so no keys either")
+            record = content.records.get(wanted) or NamespaceRecord.missing(wanted)
+            raise ConfigError(f"option --namespace: {wanted.hex()} cannot be explained: {_why_left_out(record)}")
         reason = "named by --namespace"
     elif not candidates:
         return _nothing(storage.uri, len(tokens), notes)
@@ -291,11 +292,11 @@ def explain(
 def _candidates(
     storage: Reader, stored: "_Stored", content: Content, tokens: Sequence[int], salt: str, notes: list[str]
 ) -> list[Candidate]:
-    """Every namespace whose record can be read; ``notes`` gets the others."""
+    """Every namespace that can be explained; ``notes`` gets the others."""
     epochs, candidates = storage.epochs(), []
     for record in content.records.values():
-        if record.namespace is None or not record.chunk_tokens:
-            notes.append(f"namespace {record.digest.hex()} was left out: {record.problem or 'it has no chunk_tokens'}")
+        if record.namespace is None or not record.chunk_tokens or record.is_of_rows:
+            notes.append(f"namespace {record.digest.hex()} was left out: {_why_left_out(record)}")
             continue
         keys = prompt_keys(record.namespace, record.chunk_tokens, tokens, salt)
         candidates.append(
@@ -312,8 +313,15 @@ def _candidates(
     return candidates
 
 
+def _why_left_out(record: NamespaceRecord) -> str:
+    """Why nobody but an engine can say which keys a prompt has in a namespace."""
+    if record.is_of_rows:
+        return "its chunks are rows of vLLM's own offloading, and vLLM's block hashes name them, which only it computes"
+    return record.problem or "it has no chunk_tokens"
+
+
 def _nothing(uri: str, token_count: int, notes: list[str]) -> ExplainReport:
-    """No namespace of the tier has a record that can be read."""
+    """No namespace of the tier has a record from which the prompt's keys follow."""
     return ExplainReport(
         uri=uri,
         namespace=None,
@@ -326,7 +334,7 @@ def _nothing(uri: str, token_count: int, notes: list[str]) -> ExplainReport:
         tail_hit_tokens=0,
         hit_chunks=0,
         hit_tokens=0,
-        hit_text="nothing is here",
+        hit_text="no namespace here can be explained",
         here_chunks=0,
         here_tokens=0,
         state_parts=0,

@@ -144,6 +144,11 @@ class NamespaceRecord:
         return value if isinstance(value, int) else None
 
     @property
+    def is_of_rows(self) -> bool:
+        """Whether its chunks are rows of vLLM's own offloading, which vLLM's block hashes name (``row_names.py``)."""
+        return self.namespace is not None and "rows" in self.namespace.fields
+
+    @property
     def state_parts(self) -> int:
         """Parts of a state of its recurrent layers; 0 where it has none, or where that is unknown."""
         value = self.namespace.fields.get("recurrent_state") if self.namespace is not None else None
