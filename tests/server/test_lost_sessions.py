@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.kit.counts import count
-from tests.kit.server.clients import SmallEngine, poll_until, settings, worker_part
+from tests.kit.server.clients import SmallEngine, payload_bytes, poll_until, settings, worker_part
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tests.kit.server.processes import WorkerProcess, descriptors, is_alive, kill_server, order, threads
 from tiered_kv.errors import ProtocolError, TierUnavailable
 from tiered_kv.keys.chunk_record import ChunkRecord
+from tiered_kv.server import protocol as m
 from tiered_kv.server.client import BACKOFF_FIRST_S, OUTBOX_BYTES_MAX, SchedulerClient
 from tiered_kv.server.directory import hold_arena_lock
+from tiered_kv.server.row_loan import RowLoan
 from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiers.disk.marker import claim
 
@@ -85,6 +87,38 @@ def test_a_worker_that_hangs_up_keeps_its_slots_quarantined_while_it_lives(sched
     process.kill()
     wait_for(lambda: "e/0" not in sessions(served) and reserved(served) == 0, "the end of the quarantine")
     client.close()
+
+
+def test_a_worker_that_the_server_hung_up_on_says_that_it_unmapped(engine: EngineStarter, served: Path) -> None:
+    """It joins again in the next generation, for weeks: what nobody maps must not wait for the process to end."""
+    one = engine()
+    before = descriptors(server_pid(served))
+    for generation in range(1, 4):
+        one.take_slot()
+        one.worker._sock.sendall(m.frame(m.Claim(1)))  # only a scheduler may say that
+        poll_until(one.client, lambda wanted=generation: one.client.generation == wanted, "the session's end")
+        assert sessions(served) == {f"e/{generation - 1}": "lost"} and reserved(served) > 0, "it has the arena mapped"
+        one.rejoin()
+        wait_for(lambda wanted=generation: sessions(served) == {f"e/{wanted}": "ready"}, "the end of the quarantine")
+    wait_for(lambda: descriptors(server_pid(served)) <= before, "the end of the watches")
+    one.store(2)
+    one.wait_hits(2)
+
+
+def test_rows_for_which_the_server_has_no_descriptor_are_lent_later(engine: EngineStarter, served: Path) -> None:
+    one, pid = engine(), server_pid(served)
+    region = os.memfd_create("rows")
+    os.ftruncate(region, payload_bytes())
+    limits, used = resource.prlimit(pid, resource.RLIMIT_NOFILE), {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    one_left = next(number for number in range(len(used) + 1) if number not in used) + 1
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (one_left, limits[1]))
+    with pytest.raises(TierUnavailable, match="no descriptor left"):
+        one.worker.lend_rows(region, 1, payload_bytes())
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    one.wait_lost()
+    one.rejoin()
+    assert isinstance(one.worker.lend_rows(region, 1, payload_bytes()), RowLoan)
+    os.close(region)
 
 
 def test_a_worker_that_cannot_map_the_arena_leaves_nothing_behind(served: Path) -> None:

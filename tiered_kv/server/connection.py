@@ -36,6 +36,7 @@ class Connection:
         pid: The process that connected; 0 where this server cannot see it (another PID namespace).
         has_ended: The client closed its end.
         has_joined: It takes part in a session; at most once.
+        lacks_descriptors: It sent some that were not taken: this process has no room for them, or they were too many.
     """
 
     def __init__(self, sock: socket.socket, accepted_s: float = 0.0) -> None:
@@ -51,6 +52,7 @@ class Connection:
         self.is_closing = False
         self.has_ended = False
         self.has_joined = False
+        self.lacks_descriptors = False
         self._descriptors: list[int] = []
         self._reader = FrameReader(FromClient, HELLO_BYTES_MAX)
         self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
@@ -90,13 +92,14 @@ class Connection:
         """
         for number in range(READS_MAX):
             try:
-                data, ancillary, _, _ = self.sock.recvmsg(READ_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
+                data, ancillary, flags, _ = self.sock.recvmsg(READ_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except ConnectionError:
                 self.has_ended = True
                 raise
             self._take_descriptors(ancillary)
+            self.lacks_descriptors |= bool(flags & socket.MSG_CTRUNC)
             if not data:
                 if number:
                     return  # what came before is dealt with first; the end is found again
@@ -162,6 +165,11 @@ class Connection:
     def close_soon(self) -> None:
         """Let the loop close this connection once the current messages are dealt with."""
         self.is_closing = True
+
+    def hang_up(self) -> None:
+        """Say nothing more; what the client says can still be received."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """End the connection, close the socket and descriptors that no message took. Idempotent."""

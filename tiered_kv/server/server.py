@@ -110,6 +110,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._unheard: dict[Connection, Iterator[None]] = {}  # who said something, and the steps of taking it in
         self._pidfds: dict[Connection, int] = {}
+        self._parting: set[Connection] = set()  # of workers that were hung up on and may have the arena mapped
         self._disk_bytes = config.disk_bytes or (
             None if config.disk_root() is None else engine.tiers[HOST + 1].usage().capacity_bytes
         )
@@ -144,6 +145,8 @@ class Server:
                 self._close(connection)
             for connection in list(self._pidfds):
                 self._unwatch(connection)
+            for connection in list(self._parting):
+                self._part(connection)
             self._selector.close()
 
     def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
@@ -355,7 +358,12 @@ class Server:
         self._connections.discard(connection)
         self._unheard.pop(connection, None)
         self._selector.unregister(connection.sock.fileno())
-        connection.close()
+        if not connection.has_ended and self._sessions.awaits_exit(connection):
+            connection.hang_up()
+            self._parting.add(connection)
+            self._register(connection.sock.fileno(), selectors.EVENT_READ, lambda _mask: self._hear_parting(connection))
+        else:
+            connection.close()
         self._sessions.disconnected(connection)
         self._orders.left(connection)
         self._lending.disconnected(connection)
@@ -363,6 +371,26 @@ class Server:
             # Its process cannot be watched. A client closes its end after unmapping, and a kernel that ends a process
             # unmaps its memory before it closes its files.
             self._sessions.exited(connection)
+
+    def _hear_parting(self, connection: Connection) -> None:
+        """A worker that was hung up on goes on living, and says here that it has unmapped the arena."""
+        if connection not in self._parting:
+            return
+        try:
+            for message in connection.receive():
+                if isinstance(message, m.Unmapped):
+                    self._sessions.unmapped(connection)
+        except (ProtocolError, OSError):
+            self._part(connection)
+
+    def _part(self, connection: Connection) -> None:
+        if connection not in self._parting:
+            return
+        self._parting.discard(connection)
+        self._selector.unregister(connection.sock.fileno())
+        connection.close()
+        if connection.has_ended and connection not in self._pidfds:
+            self._sessions.exited(connection)  # as in _close
 
     def _all_routes(self) -> dict[type[m.Message], Route]:
         """Every message that a client may send once it has said Hello."""
@@ -487,6 +515,7 @@ class Server:
 
     def _exited(self, connection: Connection) -> None:
         self._unwatch(connection)
+        self._part(connection)
         self._hear_scheduler(connection)
         self._sessions.exited(connection)
 

@@ -556,9 +556,14 @@ class Sessions:
 
         Raises:
             ProtocolError: No worker that is alone sends this, or not once, or without descriptors.
+            TierUnavailable: This process has no room for the descriptors.
         """
         fds = connection.take_descriptors()
         try:
+            if len(fds) < 2 and connection.lacks_descriptors:
+                raise TierUnavailable(
+                    "the server has no descriptor left for an engine's rows: raise its limit (ulimit -n)"
+                )
             group, member = self._groups.get((connection.engine_id, connection.generation)), self._member(connection)
             if group is None or member is None or group.is_lost or group.lent is not None or len(fds) != 2:
                 raise ProtocolError(f"rows are lent once, by a worker that has joined. descriptors={len(fds)}")
