@@ -9,6 +9,7 @@ from tests.kit.vllm.tiny_adapters import adapter_files, lora
 from tiered_kv.vllm.identity import adapters as door
 from tiered_kv.vllm.identity import loader_watch as loads
 from tiered_kv.vllm.identity.adapters import Adapters, Unaccountable
+from tiered_kv.vllm.identity.file_digests import digest_files
 from tiered_kv.vllm.identity.loader_watch import adapter_stamps, stamps_text
 from tiered_kv.vllm.step import SaveReport
 
@@ -124,12 +125,30 @@ def test_name_pointed_elsewhere_is_new_where_vllms_own_cache_tells_paths_apart(
             adapters.identity(lora("a", other, number=2))
 
 
-def test_ranks_that_told_are_bounded(folder, monkeypatch):
-    monkeypatch.setattr(door, "MAX_ADAPTERS", 1)
+def test_ids_that_ranks_told_of_are_bounded_and_those_that_are_asked_for_stay(folder, monkeypatch):
+    """vLLM counts a new id for each load that a client asks for, for as long as the engine lives."""
+    monkeypatch.setattr(door, "MAX_HELD", 2)
     adapters = Adapters("bfloat16")
-    adapters.take_reports({7: {0: "x"}})
     adapters.take_reports({1: {0: told(folder)}})
-    assert not adapters.is_held(adapters.identity(lora("a", folder)))
+    adapters.take_reports({2: {0: told(folder)}})
+    used, unused = (adapters.identity(lora("a", folder, number=number)) for number in (2, 1))
+    adapters.identity(lora("a", folder, number=2))
+    adapters.take_reports({3: {0: told(folder)}})
+    assert adapters.is_held(adapters.identity(lora("a", folder, number=3))), "the newest load counts"
+    assert (adapters.is_held(used), adapters.is_held(unused)) == (True, False)
+
+
+def test_files_of_many_adapters_are_read_once_each(tmp_path):
+    """In vLLM's scheduler thread: a hundred MB and more for each request, where many take turns."""
+    adapters = Adapters("bfloat16")
+    named = [
+        lora(f"a{number}", adapter_files(tmp_path / str(number), number), number=number) for number in range(1, 67)
+    ]
+    first = [adapters.identity(one).identity for one in named]
+    assert len(set(first)) == len(named)
+    read = digest_files.cache_info().misses
+    assert [adapters.identity(one).identity for one in named] == first
+    assert digest_files.cache_info().misses == read
 
 
 def test_reports_of_ranks_are_put_together():

@@ -15,6 +15,7 @@ Threads: none; the scheduler's.
 
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,14 +24,19 @@ import vllm
 
 from tiered_kv.errors import TieredKVError
 from tiered_kv.vllm.compat import OLDEST, release
-from tiered_kv.vllm.identity.file_digests import FileStamp, digest_files, settle
+from tiered_kv.vllm.identity.file_digests import digest_files, settle
 from tiered_kv.vllm.identity.loader_watch import adapter_stamps, stamps_text
 
 ADAPTER_FULL_BYTES: Final = 256 << 20
 """Adapters up to this size are hashed completely, once; vLLM reads them at the same moment anyway."""
 
-MAX_ADAPTERS: Final = 4096
-"""Adapters remembered; beyond it requests with new ones are left alone, so that a stream of them cannot fill memory."""
+MAX_ADAPTERS: Final = 1 << 14
+"""Adapters remembered, half a KB each; beyond it requests with new ones are left alone, so that a stream of them cannot
+fill memory."""
+
+MAX_HELD: Final = 1 << 14
+"""Ids remembered with what ranks loaded under them. vLLM counts a new one for each load that a client asks for; of
+more, that which was loaded or asked for longest ago counts as held by no rank."""
 
 CLOCKS_APART_NS: Final = 2_000_000_000
 """How far the clock of a file system that another machine serves may be from ours."""
@@ -70,6 +76,19 @@ class Adapter:
     identity: str
 
 
+@dataclass(slots=True)
+class _Seen:
+    """An adapter as it was when a request named it first.
+
+    Attributes:
+        stamps: Of its files, as a text.
+        digest: Of their contents; empty: they were not read yet.
+    """
+
+    stamps: str
+    digest: str = ""
+
+
 def adapter_numerics(vllm_config: Any) -> str:
     """The settings of vLLM that decide how an adapter changes KV, as text; empty without LoRA.
 
@@ -95,8 +114,8 @@ class Adapters:
         self._numerics = numerics
         self._world_size = world_size
         self._started_ns = time.time_ns()
-        self._first_seen: dict[tuple[str, ...], tuple[FileStamp, ...]] = {}
-        self._held: dict[int, dict[int, str]] = {}
+        self._first_seen: dict[tuple[str, ...], _Seen] = {}
+        self._held: OrderedDict[int, dict[int, str]] = OrderedDict()  # by id, that of the newest load or request last
         self._replaced: set[int] = set()
 
     def identity(self, lora_request: Any) -> Adapter:
@@ -113,19 +132,25 @@ class Adapters:
         key = (name, path) if release(vllm.__version__, OLDEST) >= PATHS_HASHED_FROM else (name,)
         if key not in self._first_seen and len(self._first_seen) >= MAX_ADAPTERS:
             raise Unaccountable(f"too many adapters. limit={MAX_ADAPTERS}")
+        text = stamps_text(stamps)
         if key not in self._first_seen:
             settle(stamps)
-        if self._first_seen.setdefault(key, stamps) != stamps:
+            self._first_seen[key] = _Seen(text)
+        seen = self._first_seen[key]
+        if seen.stamps != text:
             raise Unaccountable(f"adapter's files changed while vLLM runs. {_ADVICE}. adapter={name}")
-        try:
-            digest = digest_files(stamps, ADAPTER_FULL_BYTES)
-        except OSError as exc:
-            raise Unaccountable(f"adapter's files cannot be read. adapter={name}") from exc
+        if not seen.digest:
+            try:
+                seen.digest = digest_files(stamps, ADAPTER_FULL_BYTES)
+            except OSError as exc:
+                raise Unaccountable(f"adapter's files cannot be read. adapter={name}") from exc
         fused = int(getattr(lora_request, "is_3d_lora_weight", False))
-        identity = f"{digest} {self._numerics} fused_experts={fused}"
+        identity = f"{seen.digest} {self._numerics} fused_experts={fused}"
         changed_ns = max(stamp.ctime_ns for stamp in stamps)
-        found = Adapter(number, name, path, stamps_text(stamps), changed_ns, identity)
+        found = Adapter(number, name, path, text, changed_ns, identity)
         self.check(found)
+        if number in self._held:
+            self._held.move_to_end(number)
         return found
 
     def check(self, adapter: Adapter) -> None:
@@ -164,11 +189,10 @@ class Adapters:
         """
         is_any_replaced = False
         for number, by_rank in loads.items():
-            held = self._held.get(number)
-            if held is None:
-                if len(self._held) >= MAX_ADAPTERS:
-                    continue  # counts as held by no rank
-                held = self._held[number] = {}
+            held = self._held.setdefault(number, {})
+            self._held.move_to_end(number)
+            if len(self._held) > MAX_HELD:
+                self._held.popitem(last=False)
             for rank, stamps in by_rank.items():
                 if held.setdefault(rank, stamps) != stamps:
                     held[rank] = stamps
