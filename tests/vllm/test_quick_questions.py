@@ -44,6 +44,7 @@ from tiered_kv.vllm.hooks import SchedulerHooks
 from tiered_kv.vllm.identity.adapters import Adapters
 from tiered_kv.vllm.identity.loader_watch import adapter_stamps, stamps_text
 from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups
+from tiered_kv.vllm.logs import WARNINGS_EVERY_S, WARNINGS_MAX
 from tiered_kv.vllm.request_lookups import HASHING_MAX_S
 from tiered_kv.vllm.scheduler import SchedulerSide
 from tiered_kv.vllm.step import SaveReport
@@ -779,3 +780,20 @@ def test_the_socket_is_asked_once_where_nothing_has_come_and_read_to_its_end_whe
         assert quick.ask(0) is None
         assert quick.quick.total() == before + 1, "it is looked at whole"
         assert quick.client.lookups[lookup].ready == 2 and quick.client.is_leased(lookup, quick.client.generation)
+
+
+def test_requests_that_are_left_alone_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """An engine whose adapters cannot be read serves on like this for weeks, and each is counted."""
+    clock = FakeClock()
+    with twins(clock, kinds=("adapter",) * REQUESTS, adapter=tmp_path / "none") as (one, _):
+        clock.advance(WARNINGS_EVERY_S)
+        before = one.side.counters["request_unaccountable"]
+        caplog.clear()
+        for _ in range(3 * WARNINGS_MAX):
+            one.side.add_request(one._request(0))
+        assert one.side.counters["request_unaccountable"] == before + 3 * WARNINGS_MAX
+        texts = [record.getMessage() for record in caplog.records]
+        assert len([text for text in texts if "neither looked up nor stored" in text]) == WARNINGS_MAX
+        clock.advance(WARNINGS_EVERY_S)
+        one.side.add_request(one._request(0))
+        assert "neither looked up nor stored. reason=adapter's files cannot be read" in caplog.records[-1].getMessage()

@@ -14,13 +14,8 @@ from vllm.v1.request import Request
 
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
 from tiered_kv.server.pins import PIN_TTL_MAX_S
-from tiered_kv.vllm.request_params import (
-    NO_PARAMS,
-    WARNINGS_EVERY_S,
-    WARNINGS_MAX,
-    RequestParams,
-    RequestParamsReader,
-)
+from tiered_kv.vllm.logs import WARNINGS_EVERY_S, WARNINGS_MAX
+from tiered_kv.vllm.request_params import NO_PARAMS, RequestParams, RequestParamsReader
 
 pytestmark = pytest.mark.vllm
 

@@ -28,6 +28,7 @@ from tiered_kv.vllm.compat import PagedBlocks
 from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.identity.adapters import Unaccountable
 from tiered_kv.vllm.kv_groups import CacheGroups
+from tiered_kv.vllm.logs import RareWarnings
 from tiered_kv.vllm.requests import FoundTail, RequestState, SentLookup, final_tokens
 from tiered_kv.vllm.save_queue import SaveQueue
 from tiered_kv.vllm.wait_policy import FRESH_S, WaitingQueue
@@ -80,6 +81,7 @@ class RequestLookups:
         self._waiting_queue = waiting_queue
         self._counters = counters
         self._monotonic = monotonic
+        self._warnings = RareWarnings(logger, monotonic)
         self._tail_unit = groups.tail_unit(config.tail_tokens, config.chunk_tokens, role.drafts)
         self._blocks: PagedBlocks | None = None
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="tiered_kv-keys")
@@ -97,12 +99,13 @@ class RequestLookups:
         try:
             return state.update_keys(namespace, self._config.chunk_tokens)
         except Unaccountable as exc:
-            self._left_alone(exc)
+            self.left_alone(exc)
             return None
 
-    def _left_alone(self, reason: Unaccountable) -> None:
+    def left_alone(self, reason: object, since: str = " from here on") -> None:
+        """Count a request that is neither looked up nor stored, and say so."""
         self._counters["request_unaccountable"] += 1
-        logger.warning("request neither looked up nor stored from here on. reason=%s", reason)
+        self._warnings.warn("request neither looked up nor stored%s. reason=%s", since, reason)
 
     def tail_name(self, state: RequestState, chunk: int, tokens: int) -> tuple[bytes, bytes] | None:
         """Key and digest of the request's tail of so many final tokens where a chunk begins, if it can be named."""
@@ -111,7 +114,7 @@ class RequestLookups:
         try:
             extras = state.extras.extras_for(chunk)
         except Unaccountable as exc:
-            self._left_alone(exc)
+            self.left_alone(exc)
             return None
         return state.keys.tail(state.request.all_token_ids, chunk, tokens, extras)
 

@@ -26,6 +26,7 @@ from tiered_kv.config import parse_time_s, peer_url
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
 from tiered_kv.server.pins import PIN_TTL_MAX_S
 from tiered_kv.vllm.compat import kv_hints_of, session_id_of
+from tiered_kv.vllm.logs import RareWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,6 @@ NAMES: Final = frozenset({TAG, SESSION_ID, PREFETCH})
 
 TTL_DEFAULT: Final = {"retain": "5m", "pin": "1h"}
 """How long a hint keeps a prompt that does not say it: the times of providers' prompt caching."""
-
-WARNINGS_MAX: Final = 20
-WARNINGS_EVERY_S: Final = 60.0
-"""So many warnings in so much time: requests come from clients, and one that errs must not fill the log."""
 
 SHOWN_CHARS: Final = 80
 
@@ -178,9 +175,7 @@ class RequestParamsReader:
         self._counters = counters
         self._known = {name: one for name, one in _known(peers).items() if name not in without}
         self._sessions_need_owner = sessions_need_owner
-        self._monotonic = monotonic
-        self._warnings = 0
-        self._since_s = -WARNINGS_EVERY_S
+        self._warnings = RareWarnings(logger, monotonic)
 
     def read(self, request: Any, request_id: str | None = None) -> RequestParams:
         """The parameters of a request of vLLM; never raises.
@@ -264,15 +259,8 @@ class RequestParamsReader:
 
     def _refuse(self, request: str, what: str, name: str, hint: str, *, is_tag: bool) -> None:
         self._counters["control_refused"] += 1
-        now_s = self._monotonic()
-        if now_s - self._since_s >= WARNINGS_EVERY_S:
-            self._since_s, self._warnings = now_s, 0
-        self._warnings += 1
-        if self._warnings > WARNINGS_MAX:
-            return
-        more = "; more of these are only counted for a while" if self._warnings == WARNINGS_MAX else ""
-        logger.warning(
-            "%s %s, %s (%s). request=%s%s",
+        self._warnings.warn(
+            "%s %s, %s (%s). request=%s",
             what,
             _shown(name),
             "nothing of the request is stored, because nobody could erase it"
@@ -280,7 +268,6 @@ class RequestParamsReader:
             else "the request goes on without it",
             hint,
             _shown(request),
-            more,
         )
 
 

@@ -16,7 +16,6 @@ Lives in vLLM's engine loop, so nothing here waits or touches a tier: every answ
 This module decides what a request is offered, plans its load, and follows it to its end.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,8 +42,6 @@ from tiered_kv.vllm.step import ChunkCopy, LoadJob, SaveReport, StepMetadata
 from tiered_kv.vllm.undrafted import UndraftedBlocks
 from tiered_kv.vllm.wait_policy import REPLY_MAX_S, PrefillRate, WaitingQueue, WaitPolicy, WaitState
 from tiered_kv.vllm.worker import WorkerSide
-
-logger = logging.getLogger(__name__)
 
 
 class SchedulerSide:
@@ -122,8 +119,7 @@ class SchedulerSide:
         state = RequestState(request, extras, self._params_reader.read(request))
         self._requests[request.request_id] = state
         if not extras.is_accountable:
-            self.counters["request_unaccountable"] += 1
-            logger.warning("request neither looked up nor stored. reason=%s", extras.reason)
+            self._lookups.left_alone(extras.reason, since="")
         self.poll()
         self._client.wake()  # also for a request that is stored and not looked up
         if state.params.prefetches:
@@ -538,8 +534,7 @@ class SchedulerSide:
 
     def _check_adapter(self, state: RequestState) -> None:
         if state.extras.loses_adapter():
-            self.counters["request_unaccountable"] += 1
-            logger.warning("request neither looked up nor stored from here on. reason=%s", state.extras.reason)
+            self._lookups.left_alone(state.extras.reason)
 
     def finish_request(self, request: Any, tables: BlockTables) -> dict[str, Any] | None:
         """A request is over, for whatever reason; a load of it may still be running.
