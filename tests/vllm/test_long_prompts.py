@@ -238,3 +238,22 @@ def test_keys_that_were_begun_under_another_namespace_are_not_used(engine: Small
     expected.extend(list(asked.all_token_ids))
     assert keys.keys == expected.keys
     side.finish_request(asked, ())
+
+
+@pytest.mark.parametrize("chunks", [1, CHUNKS], ids=["short", "long"])
+@pytest.mark.parametrize("place", [0, -2], ids=["in a chunk", "behind all chunks"])
+def test_a_token_id_that_has_no_name_costs_its_request_the_cache_and_no_engine(
+    engine: SmallEngine, side: SchedulerSide, chunks: int, place: int
+) -> None:
+    """Without a tokenizer vLLM checks no token ids, and with several ranks it embeds one that it does not know as 0."""
+    tokens = [*range(750_000, 750_000 + chunks * CHUNK + BLOCK), 1]
+    tokens[place] = -1
+    asked = Request("asked", tokens, SamplingParams(max_tokens=9), None)
+    side.add_request(asked)
+    assert until_told(side, asked) == 0
+    state = side.state("asked")
+    assert state is not None
+    assert side._lookups.tail_name(state, 1, BLOCK) is None or (place, chunks) == (-2, CHUNKS)
+    assert side._lookups.tail_name(state, chunks, BLOCK) is None
+    assert state.extras.reason is not None and "token=-1" in state.extras.reason
+    side.finish_request(asked, ())

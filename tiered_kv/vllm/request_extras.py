@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import vllm
@@ -77,7 +77,7 @@ class RequestExtras:
         except Unaccountable as exc:
             self.reason = str(exc)
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> NoReturn:
         """Leave the request alone from now on.
 
         Raises:

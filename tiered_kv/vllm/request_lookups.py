@@ -112,11 +112,10 @@ class RequestLookups:
         if state.keys is None or not 0 < chunk <= len(state.keys.keys):
             return None
         try:
-            extras = state.extras.extras_for(chunk)
+            return state.tail_name(chunk, tokens)
         except Unaccountable as exc:
             self.left_alone(exc)
             return None
-        return state.keys.tail(state.request.all_token_ids, chunk, tokens, extras)
 
     # -- sending -----------------------------------------------------------------------------------------------
 

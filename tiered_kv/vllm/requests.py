@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.prefix_keys import PrefixKeys
@@ -265,7 +265,11 @@ class RequestState:
         """
         if self.hashing is not None:
             hashing, self.hashing = self.hashing, None
-            self.keys = hashing.result()
+            try:
+                self.keys = hashing.result()
+            except ValueError as exc:
+                self._leave_alone(exc)
+            assert self.keys is not None
             self.namespace = self.keys.parent(0)
         old = self.keys if self.namespace == namespace.digest else None
         if self.has_new_input:
@@ -282,7 +286,26 @@ class RequestState:
 
     def _extend(self, keys: PrefixKeys, chunk_tokens: int) -> None:
         tokens = self.request.all_token_ids
-        keys.extend(tokens, self.extras.extras_for, final_tokens(self.request) // chunk_tokens)
+        try:
+            keys.extend(tokens, self.extras.extras_for, final_tokens(self.request) // chunk_tokens)
+        except ValueError as exc:
+            self._leave_alone(exc)
+
+    def tail_name(self, chunk: int, tokens: int) -> tuple[bytes, bytes]:
+        """Key and digest of its tail of so many final tokens where a chunk begins; the chunk before has a key.
+
+        Raises:
+            Unaccountable: As for ``update_keys``.
+        """
+        assert self.keys is not None
+        try:
+            return self.keys.tail(self.request.all_token_ids, chunk, tokens, self.extras.extras_for(chunk))
+        except ValueError as exc:
+            self._leave_alone(exc)
+
+    def _leave_alone(self, reason: ValueError) -> NoReturn:
+        """A token id has no name: vLLM checks none where it has no tokenizer, and several ranks compute with any."""
+        self.extras.refuse(str(reason))
 
     def _check_session(self) -> None:
         """A streaming session was given more input: its keys are made anew, to see that they go on where they ended.
