@@ -437,6 +437,23 @@ def test_a_file_enters_by_its_content(vllm_config, tmp_path):
         fields(flipped(vllm_config, "model_config.multimodal_config", "mm_encoder_fp8_scale_path", "/nowhere"))
 
 
+def test_options_of_quantisation_in_a_file_that_an_override_names_count_by_content(tmp_path):
+    """vLLM quantises by what lies there, and the model's configuration has its path alone."""
+
+    def made(folder, text):
+        options = tmp_path / folder / "torchao_config.json"
+        options.parent.mkdir(exist_ok=True)
+        options.write_text(text)
+        config = engine_config(tmp_path / "model", hf_overrides={"quantization_config_file": str(options)})
+        return config, fields(config)
+
+    config, one = made("a", "int8")
+    assert made("b", "int8")[1] == one != made("a", "int4")[1]
+    (tmp_path / "a" / "torchao_config.json").unlink()
+    with pytest.raises(ConfigError, match="quantization_config_file names cannot be read"):
+        fields(config)
+
+
 def test_what_may_be_secret_is_not_written(vllm_config):
     config = changed(vllm_config)
     config.additional_config = {"token": "hunter2"}

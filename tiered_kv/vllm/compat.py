@@ -437,7 +437,8 @@ USES: Final = (
             "use_v2_model_runner"),
     *_reads(f"{CONFIG}:ModelConfig", "model revision code_revision seed dtype quantization quantization_config "
             "max_model_len hf_config hf_text_config multimodal_config is_encoder_decoder trust_remote_code "
-            "model_weights architectures registry"),
+            "model_weights architectures hf_overrides"),
+    Use("vllm.model_executor.models", "ModelRegistry"),
     Use("vllm.model_executor.models.registry:_ModelRegistry", "resolve_model_cls", "architectures, model_config"),
     *_reads(f"{CONFIG}:ModelConfig", "enable_sleep_mode enable_cumem_allocator",
             without="waiting for running copies before a sleep"),
@@ -783,7 +784,9 @@ def platform_name(platform: Any) -> str:
 
 def model_class(model_config: Any) -> type:
     """The class that vLLM makes of this configuration: its own, or one that a plugin or a script has registered."""
-    made: type = model_config.registry.resolve_model_cls(model_config.architectures, model_config)[0]
+    from vllm.model_executor.models import ModelRegistry  # noqa: PLC0415 - the model was loaded, so this was, too
+
+    made: type = ModelRegistry.resolve_model_cls(model_config.architectures, model_config)[0]
     return made
 
 

@@ -100,7 +100,7 @@ def _environment(kinds: frozenset[str]) -> Iterator[tuple[str, str, object, str]
 
 def _entry(name: str, value: object, kind: str) -> object:
     if kind == "file":
-        return None if value is None else _file_digest(name, str(value))
+        return None if value is None else file_digest(name, str(value))
     try:
         form = plain(value)
     except ConfigError as exc:
@@ -111,7 +111,12 @@ def _entry(name: str, value: object, kind: str) -> object:
     return digest(text) if is_hidden or len(text) > TEXT_MAX else form
 
 
-def _file_digest(name: str, path: str) -> str:
+def file_digest(name: str, path: str) -> str:
+    """Digest of the file that a setting names.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
     try:
         return digest(Path(path).read_bytes())
     except OSError as exc:

@@ -24,7 +24,7 @@ from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.vllm.compat import expert_precisions, platform_name
 from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.canonical import key_text, plain, written
-from tiered_kv.vllm.identity.config_values import kv_settings
+from tiered_kv.vllm.identity.config_values import file_digest, kv_settings
 from tiered_kv.vllm.identity.model_code import model_code, uses_transformers
 from tiered_kv.vllm.identity.model_files import draft_weights_identity, model_files, weights_identity
 from tiered_kv.vllm.kv_groups import cache_groups, is_recurrent
@@ -35,8 +35,11 @@ PLAIN_DTYPES: Final = frozenset({"auto", "bfloat16", "float16", "half", "float",
 EXPERTS_CHARS_MAX: Final = 100
 """An encoding has at most 200 characters (``messages.NAME_CHARS_MAX``); of more kinds of experts there is a digest."""
 
+OPTIONS_FILE: Final = "quantization_config_file"
+"""Key of an override that names a file with options of quantisation; its content counts."""
+
 COSMETIC_FIELDS: Final = frozenset({
-    "_name_or_path", "_commit_hash", "transformers_version",  # where it came from
+    "_name_or_path", "_commit_hash", "transformers_version", OPTIONS_FILE,  # where it came from
     "use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript", "chunk_size_feed_forward",
     "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task",  # transformers' own running
     "sep_token_id", "decoder_start_token_id",  # where text ends; others are embedded with images or end n-grams
@@ -298,11 +301,14 @@ def _kv_dtype(vllm_config: Any, kv_cache_config: Any) -> str:
 def _quantization(model: Any) -> dict[str, object] | None:
     """Method and options given at start; those of the checkpoint are in its config."""
     options = getattr(model, "quantization_config", None)
-    if model.quantization is None and options is None:
+    overrides = getattr(model, "hf_overrides", None)
+    path = overrides.get(OPTIONS_FILE) if isinstance(overrides, Mapping) else None
+    if model.quantization is None and options is None and path is None:
         return None
     if options is not None and not isinstance(options, Mapping):
         options = vars(options)
-    return {"method": _plain(model.quantization), "options": _plain(options)}
+    named = {} if path is None else {"file": file_digest(f"hf_overrides.{OPTIONS_FILE}", str(path))}
+    return {"method": _plain(model.quantization), "options": _plain(options)} | named
 
 
 def _interleave(parallel: Any) -> int:
