@@ -16,10 +16,12 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from tests.kit.vllm.engine_identities import LAYER, attention_layer, engine_config, kv_config, with_layers
+from tiered_kv.config import Config
 from tiered_kv.errors import UnsupportedModel
 from tiered_kv.server.protocol import NAME_CHARS_MAX
 from tiered_kv.vllm.identity import record as identity
 from tiered_kv.vllm.identity.record import attention_backends, page_encodings, with_experts
+from tiered_kv.vllm.identity.rows import row_identity
 from tiered_kv.vllm.supported import check_layers
 
 OTHER = "model.layers.1.self_attn.attn"
@@ -61,6 +63,18 @@ def test_backends_are_told_layer_by_layer_where_a_sorted_set_has_one_name(vllm_c
     assert attention_backends(one, kv) == attention_backends(swapped, kv)
     assert page_encodings(one, kv) == {LAYER: "FLASH_ATTN cpu", OTHER: "TRITON_ATTN cpu"}
     assert page_encodings(swapped, kv) == {LAYER: "TRITON_ATTN cpu", OTHER: "FLASH_ATTN cpu"}
+
+
+def test_rows_of_layers_that_swapped_their_encodings_have_other_names(vllm_config):
+    """``--kv-cache-dtype-skip-layers 0`` or ``1``: rows of equal length, of which another half is FP8."""
+    kv, settings = two_layers(), Config.from_mapping({"storage_uri": "file:///unused", "chunk_tokens": 32})
+    plain, fp8 = attention_layer("CPU_ATTN"), attention_layer("CPU_ATTN", kv_cache_dtype="fp8_e4m3")
+    said = [
+        row_identity(with_layers(vllm_config, {LAYER: first, OTHER: second}), kv, settings, {}, ())
+        for first, second in ((plain, fp8), (fp8, plain), (plain, fp8), (plain, plain))
+    ]
+    assert not any(one.refusal for one in said)
+    assert said[0].fields == said[2].fields and len({one.fields for one in said}) == 3
 
 
 def test_plain_dtypes_are_left_to_the_page(vllm_config):

@@ -86,7 +86,7 @@ def row_identity(
         return RowIdentity(refusal=str(exc))
     fields["rows"] = {
         **rows,
-        "encodings": sorted(set(encodings.values())),
+        "encodings": _encodings(encodings),
         "block_hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "layers": [list(group.layer_names) for group in kv_cache_config.kv_cache_groups],
@@ -97,6 +97,12 @@ def row_identity(
             draft["tp"] = None
     line = stored_by(__version__, DOOR, vllm.__version__, encoding_text(encodings.values()))
     return RowIdentity(json.dumps(fields, sort_keys=True).encode(), line, row_groups)
+
+
+def _encodings(by_layer: Mapping[str, str]) -> object:
+    """Of layers that are encoded otherwise, each with its own: the bytes of a row do not say which layer is which."""
+    kinds = sorted(set(by_layer.values()))
+    return kinds if len(kinds) < 2 else dict(by_layer)
 
 
 def _check_names(vllm_config: Any) -> None:
