@@ -233,6 +233,43 @@ def test_pins_that_cannot_be_written_cost_a_warning(engine: EngineStarter, root:
     wait_for(lambda: bool(read_pins(root)), "pins.json")
 
 
+def test_pins_that_were_not_written_give_their_room_back(engine: EngineStarter, root: Path) -> None:
+    one = engine(**SMALL, request_pin_share=0.1)
+    fits = int(0.1 * figures(root)["tiers"][0]["capacity_bytes"]) // one.client.info.slot_bytes
+    for first_token in (0, 1_000_000):
+        one.store(fits, first_token=first_token)
+    unwritten, other = name_of(one, fits), name_of(one, fits, 1_000_000)
+    (root / "pins.json").write_text("nobody's")
+    assert one.client.pin(unwritten.key, 600)
+    wait_for(lambda: "pins of requests were not written" in (root / "server.log").read_text(), "the warning")
+    (root / "pins.json").unlink()
+
+    def is_written() -> bool:
+        assert one.client.pin(other.key, 600)
+        return read_pins(root).keys() == {other}
+
+    wait_for(is_written, "the pin that there is room for", deadline_s=30.0)
+
+
+def test_pins_that_were_written_in_one_place_alone_take_their_room(tmp_path: Path, bucket: ObjectStore) -> None:
+    root, mount = tmp_path / "cache", tmp_path / "bucket"
+    uri = {"storage_uri": f"shared+file://{mount}", "disk_path": str(root), "storage_bytes": "100MiB"}
+    with closing(SmallEngine.start(settings(root, **SMALL, **uri, request_pin_share=0.1))) as one:
+        fits = int(0.1 * figures(root)["tiers"][0]["capacity_bytes"]) // one.client.info.slot_bytes
+        for first_token in (0, 1_000_000):
+            one.store(fits, first_token=first_token)
+        pins = mount / PINS
+        pins.parent.mkdir(parents=True, exist_ok=True)
+        pins.write_text("no directory")
+        asked = name_of(one, fits)
+        assert one.client.pin(asked.key, 600)
+        wait_for(lambda: "pins of requests were not written" in (root / "server.log").read_text(), "the warning")
+        assert read_pins(root).keys() == {asked}
+        assert one.client.pin(name_of(one, fits, 1_000_000).key, 600)
+        wait_counted(root, REFUSED, 1)
+    end_server(root)
+
+
 def test_what_is_wanted_or_pinned_is_written_at_once_where_only_second_touches_are(
     engine: EngineStarter, root: Path
 ) -> None:

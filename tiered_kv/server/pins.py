@@ -27,7 +27,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +71,9 @@ LOOK_IN_BUCKET_EVERY_S: Final = 60.0
 
 RECOUNT_S: Final = 1e-3
 """Of one turn of the loop, for counting anew what pins keep."""
+
+_LookedFor = Sequence[tuple[BlobName, bool]]
+"""Pins to look for, and whether one was not written everywhere."""
 
 _ALL: Final = b""
 """In place of a namespace or a tag: of all of them."""
@@ -160,6 +162,7 @@ class Pinning:
         self._wanted: dict[BlobName, float] = {}
         self._failed: deque[BlobName] = deque()
         self._gone: deque[BlobName] = deque()
+        self._unwritten: set[BlobName] = set()  # of _pins, and not everywhere; one that is nowhere gives its room back
         self._is_writing = False
         self._write_due_s = self._forget_due_s = self._looked_s = float("-inf")
         self._look_every_s = LOOK_EVERY_S if store is None else LOOK_IN_BUCKET_EVERY_S
@@ -192,7 +195,8 @@ class Pinning:
             return "nowhere"
         now_s = self._wall()
         name = BlobName(namespace, pin.key)
-        is_in_force = name in self._pins and self._pins[name][0] >= now_s + pin.ttl_s
+        is_written = name in self._pins and name not in self._unwritten
+        is_in_force = is_written and self._pins[name][0] >= now_s + pin.ttl_s
         if is_in_force and not self._may_look:
             self._engine.count("request_pins_in_force")
             return "done"
@@ -235,13 +239,13 @@ class Pinning:
         now_s = self._engine.clock.monotonic()
         is_writing = self._is_writing  # before what it found is taken in
         while self._failed:
-            self._pins.pop(self._failed.popleft(), None)  # asked for again, it is written again
+            self._unwritten.add(self._failed.popleft())  # asked for again, it is written again
         self._forget_gone()
         if is_writing or now_s < self._write_due_s:
             return
-        looked_for: tuple[BlobName, ...] = ()
+        looked_for: _LookedFor = ()
         if self._is_look_asked_for and self._may_look:
-            looked_for = tuple(self._pins)
+            looked_for = tuple((name, name in self._unwritten) for name in self._pins)
             self._is_look_asked_for, self._looked_s = False, now_s
         if self._wanted or looked_for:
             self._is_writing, self._write_due_s = True, now_s + WRITE_EVERY_S
@@ -271,6 +275,7 @@ class Pinning:
 
     def _keep(self, name: BlobName, prefix: Mapping[bytes, int], until_s: float, tag: bytes) -> None:
         self._pins[name] = until_s, tag
+        self._unwritten.discard(name)
         self._kept.add(name.namespace, prefix, until_s, tag)
 
     @property
@@ -288,6 +293,7 @@ class Pinning:
             return
         self._forget_due_s = now_s + WRITE_EVERY_S
         self._pins = {name: pin for name, pin in self._pins.items() if pin[0] > now_s}
+        self._unwritten &= self._pins.keys()
         self._kept.forget_ended(now_s)
 
     def _forget_gone(self) -> None:
@@ -296,6 +302,7 @@ class Pinning:
             with self._lock:
                 gone = {self._gone.popleft() for _ in range(len(self._gone))} - self._wanted.keys()
             self._pins = {name: pin for name, pin in self._pins.items() if name not in gone}
+            self._unwritten -= gone
             self._recount = self._count_anew()
         end_s = self._engine.clock.monotonic() + RECOUNT_S
         while self._recount is not None and self._engine.clock.monotonic() < end_s:
@@ -343,7 +350,7 @@ class Pinning:
 
     # -- the writing thread --------------------------------------------------------------------------------------------
 
-    def _write(self, looked_for: Sequence[BlobName]) -> None:
+    def _write(self, looked_for: _LookedFor) -> None:
         with self._lock:
             wanted = dict(itertools.islice(self._wanted.items(), BATCH_MAX))
             for name in wanted:
@@ -354,23 +361,26 @@ class Pinning:
             if self._store is not None:
                 self._write_bucket(self._store, wanted)
             if looked_for:
-                written = self._written()
-                self._gone.extend(name for name in looked_for if name not in written)
+                places = self._places()
+                everywhere, anywhere = frozenset.intersection(*places), frozenset.union(*places)
+                for name, is_unwritten in looked_for:
+                    if name not in (anywhere if is_unwritten else everywhere):
+                        self._gone.append(name)
         except (TierUnavailable, Closed) as exc:
             logger.warning("pins of requests were not written everywhere. pins=%d cause=%s", len(wanted), exc)
             self._failed.extend(wanted)
         finally:
             self._is_writing = False
 
-    def _written(self) -> AbstractSet[BlobName]:
-        """Pins that are in force everywhere."""
-        places: list[AbstractSet[BlobName]] = []
+    def _places(self) -> list[frozenset[BlobName]]:
+        """Pins that are in force, by the place where they are written."""
+        places = []
         if self._disk_root is not None:
-            places.append(read_pins(self._disk_root).keys())
+            places.append(frozenset(read_pins(self._disk_root)))
         if self._store is not None:
             pins = [parse_pin_path(info.path) for info in self._store.list(PINS)]
-            places.append({pin[0] for pin in pins if pin is not None and (not pin[1] or pin[1] > self._wall())})
-        return places[0] if len(places) == 1 else places[0] & places[1]
+            places.append(frozenset(pin[0] for pin in pins if pin and (not pin[1] or pin[1] > self._wall())))
+        return places
 
     @staticmethod
     def _write_disk(root: Path, wanted: dict[BlobName, float]) -> None:
