@@ -12,10 +12,10 @@ from tiered_kv.vllm.identity.model_files import FILES_MAX, NOT_COUNTED, model_fi
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def config(path, *, trusts=False, auto_map=None, code_revision=None):
+def config(path, *, trusts=False, auto_map=None, code_revision=None, takes_media=False):
     model = SimpleNamespace(
         model=str(path), revision=None, trust_remote_code=trusts, code_revision=code_revision,
-        hf_config=SimpleNamespace(auto_map=auto_map),
+        hf_config=SimpleNamespace(auto_map=auto_map), multimodal_config=SimpleNamespace() if takes_media else None,
     )  # fmt: skip
     return SimpleNamespace(model_config=model, load_config=SimpleNamespace(download_dir=None))
 
@@ -112,6 +112,19 @@ def test_a_snapshot_is_its_commit_however_much_of_it_was_downloaded(snapshot):
     assert list(found(snapshot / "checkpoint-500")) == ["preprocessor_config.json"]
     # Named by the user, who may have the same files in a folder of his own elsewhere.
     assert list(found(snapshot, is_named=True)) == ["preprocessor_config.json"]
+
+
+def test_snapshots_of_text_models_without_files_that_count_are_one_whatever_their_commit(tmp_path):
+    """The hub's authors edit their README: a new commit of the same model."""
+    snapshots = tmp_path / "models--org--name" / "snapshots"
+    for folder in (snapshots / COMMIT, snapshots / COMMIT[::-1], tmp_path / "a copy"):
+        folder.mkdir(parents=True)
+        for name in ("config.json", "README.md", "model.safetensors.index.json"):
+            (folder / name).write_text("1")
+        assert found(folder) == {}
+        if folder.parent == snapshots:
+            # What prepares images may be fetched later; so may code.
+            assert found(folder, takes_media=True) == found(folder, trusts=True) == f"hf:{folder.name}"
 
 
 def test_a_snapshot_is_its_commit_through_a_link_to_it(snapshot, tmp_path):

@@ -158,6 +158,7 @@ def model_files(vllm_config: Any, *, is_named: bool, model: Any = None) -> dict[
 
     The small files of a hub snapshot are named by its commit, ``hf:<commit>``, while each is as the hub gave it:
     machines have downloaded more or less of it. Weights that models read themselves are named by content there, too.
+    A snapshot of a text model in which none counts has no name: its next commit may have another README only.
 
     ``is_named``: the user's ``model_id`` names the model, so files that are not on this machine are named by it, too.
     ``model``: the configuration of the draft's model, for its files; None: the model that vLLM serves.
@@ -173,11 +174,14 @@ def model_files(vllm_config: Any, *, is_named: bool, model: Any = None) -> dict[
         raise ConfigError(f"the model's files are not on this machine. Set model_id. model={model.model}")
     repositories = sorted(_code_repositories(model.hf_config)) if model.trust_remote_code else []
     snapshot = None if is_named or repositories else _SNAPSHOT.fullmatch(os.path.realpath(folder))
+    needs_more = model.multimodal_config is not None or model.trust_remote_code  # and may download it later
     try:
         counted = {path.name: path for path in folder.iterdir() if _counts(path)}
         if model.trust_remote_code:
             counted |= {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py") if path.is_file()}
         by_models = _read_by_models(folder)
+        if snapshot is not None and not counted and not needs_more:
+            snapshot = None
         if snapshot is not None and all(_is_of_the_hub(path, snapshot["repository"]) for path in counted.values()):
             commit = f"hf:{snapshot['commit']}"
             return {"snapshot": commit} | by_models if by_models else commit
