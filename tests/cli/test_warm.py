@@ -3,6 +3,7 @@
 import json
 import shutil
 import stat
+import tarfile
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,9 +15,10 @@ from tests.kit.server.clients import PAGES, SmallEngine, settings, worker_part
 from tests.kit.server.probe import figures, socket_of, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.stored_prompts import Model, tokens
-from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
+from tests.kit.verbs import Tier, complaint, directory_tier, explained_hit, report, run, s3_tier
 from tiered_kv.keys.chunk_record import ChunkRecord
-from tiered_kv.keys.naming import relative_path
+from tiered_kv.keys.namespace import Namespace
+from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.tags import tag_digest
 from tiered_kv.ops import copy_targets
@@ -26,6 +28,7 @@ from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.worker_client import WorkerClient
 
 ONE, TWO = Model(), Model(weights="two")
+GOLDEN = Path(__file__).parents[1] / "golden"
 FIRST, SECOND = tokens(1, 4), tokens(2, 3)
 
 
@@ -158,6 +161,40 @@ def test_a_prefix_with_a_gap_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "source" / "blobs" / relative_path(ONE.names(FIRST)[1])).unlink()
     key = ONE.names(FIRST)[3].key.hex()
     assert "has a gap" in complaint("cp", source.uri, f"file://{tmp_path}/target", "--key", key)
+
+
+def earlier(tmp_path: Path) -> Namespace:
+    """The namespace of a cache of format 2, in the first epoch of a bucket."""
+    with tarfile.open(GOLDEN / "cache_v2.tar.xz") as archive:
+        archive.extractall(tmp_path / "v2", filter="data")
+    (record,) = (tmp_path / "v2").glob("cache/blobs/*/namespace.json")
+    return Namespace.from_described(record.read_bytes())[0].in_epoch("shared-0")
+
+
+def test_chunks_of_an_earlier_format_are_no_damage(tmp_path: Path) -> None:
+    """And neither they nor their record, which lacks fields, keep a verb from its work."""
+    old, bucket = earlier(tmp_path), Tier(f"shared+file://{tmp_path}/bucket")
+    with bucket.open() as storage:
+        ONE.store(storage, FIRST)
+        storage.write_record(old)
+        name = BlobName(old.digest, bytes(16), old.digest, 0)
+        storage.write(name, memoryview((GOLDEN / "blob_v2.safetensors").read_bytes()))
+    text = run("cp", bucket.uri, f"shared+file://{tmp_path}/other").stdout
+    assert "1 are of another format version or namespace" in text and "damaged" not in text
+    done = report("cp", bucket.uri, f"file://{tmp_path}/target")
+    assert (done["copied"], done["corrupt"], done["foreign"]) == (4, 0, 1)
+    done = report("cp", f"file://{tmp_path}/v2/cache", f"file://{tmp_path}/target")
+    assert done["copied"] == 0 and done["notes"][0].startswith("6 files under the name of a chunk, damaged or of an")
+    assert report("gc", bucket.uri, "--dry-run")["uri"] == bucket.uri
+    assert explained_hit(bucket.uri, FIRST, tmp_path) == len(FIRST)
+
+
+def test_each_note_is_printed_once(tmp_path: Path) -> None:
+    source = stocked(directory_tier(tmp_path / "source"))
+    (tmp_path / "source" / "blobs" / relative_path(ONE.names(FIRST)[3])).write_bytes(b"short")
+    (tmp_path / "source" / "pins.json").write_text("no JSON")
+    said = run("cp", source.uri, f"file://{tmp_path}/target").stderr
+    assert said.count("under the name of a chunk") == 1 and said.count("pins.json") == 1
 
 
 # -- through a running server ----------------------------------------------------------------------------------------

@@ -210,6 +210,19 @@ def test_a_directory_of_an_earlier_version_is_recognised_and_marked(
     assert (root / "notes.txt").exists() and len(list(root.rglob("*.safetensors"))) == 6
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_record_alone_tells_an_earlier_version(tmp_path: Path, repository: Path, version: int) -> None:
+    """Also one that lacks the fields which records have now."""
+    with tarfile.open(repository / "tests" / "golden" / f"cache_v{version}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    root = tmp_path / "cache"
+    for path in root.rglob("*.safetensors"):
+        path.unlink()
+    assert look_at(root).standing is Standing.EARLIER
+    next(root.rglob("namespace.json")).write_text("{}")
+    assert look_at(root).standing is Standing.FOREIGN
+
+
 def test_blobs_without_a_record_tell_an_earlier_version(tmp_path: Path) -> None:
     root = used(tmp_path)
     (root / MARKER_FILE).unlink()

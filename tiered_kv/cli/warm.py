@@ -12,7 +12,7 @@ from tiered_kv.cli.output import exit_codes, note, print_json, progress
 from tiered_kv.config import Config, parse_size, size_text
 from tiered_kv.errors import ConfigError
 from tiered_kv.ops.copy_targets import check_apart, opened_target
-from tiered_kv.ops.copying import AT_ONCE, Wanted, WarmReport, carry_epochs, choose, copy
+from tiered_kv.ops.copying import AT_ONCE, Wanted, WarmReport, carry_epochs, choose, copy, note_on_strays
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
 from tiered_kv.ops.text import counted, option_value
@@ -52,7 +52,7 @@ def warm(
     """
     with exit_codes():
         settings = parse_settings(more), parse_settings(more_of_source)
-        _finish(_copy((source, uri), settings, (namespace, None), size), as_json=as_json)
+        _finish(*_copy((source, uri), settings, (namespace, None), size), as_json=as_json)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -76,7 +76,7 @@ def cp(
     """
     with exit_codes():
         settings = parse_settings(more), parse_settings(more_of_source)
-        _finish(_copy((source, uri), settings, (namespace, key), size), as_json=as_json)
+        _finish(*_copy((source, uri), settings, (namespace, key), size), as_json=as_json)
 
 
 def _copy(
@@ -84,8 +84,12 @@ def _copy(
     settings: tuple[Mapping[str, object], Mapping[str, object]],
     place: tuple[str | None, str | None],
     size: str | None,
-) -> WarmReport:
-    """Copy; ``settings`` are those of the target and of the source, ``place`` a namespace and a key."""
+) -> tuple[WarmReport, int]:
+    """Copy; ``settings`` are those of the target and of the source, ``place`` a namespace and a key.
+
+    Returns:
+        The report, and how many of its notes have been printed.
+    """
     limit = None if size is None else option_value("--bytes", parse_size, size)
     places = [
         Config.from_mapping({"storage_uri": uri} | dict(given)).location()
@@ -94,9 +98,14 @@ def _copy(
     check_apart(*places)
     with open_storage(uris[0], settings[1]) as source:
         content = look(source)
+        said = len(content.notes)
         forest = Forest(content.blobs)
         chunk = None if place[1] is None else find_chunk(forest, place[1])
         wanted = Wanted(namespace=find_namespace(content, place[0]), key=chunk, size_bytes=limit)
+        if chunk is None:
+            space = wanted.namespace
+            below = "" if space is None else source.record_path(space).rpartition("/")[0] + "/"
+            content.notes += note_on_strays(content, below)
         blobs = choose(forest, wanted)
         if chunk is not None and not blobs and limit is None:
             raise ConfigError("the prefix before this chunk has a gap, so no request can reach it: nothing was copied")
@@ -104,14 +113,13 @@ def _copy(
             at_once = max(AT_ONCE[source.kind], AT_ONCE[storage.kind])
             spaces = {blob.name.namespace for blob in blobs}
             records = [record for space, record in content.records.items() if space in spaces]
-            for text in carry_epochs(source, storage, records):
-                note(text)
-                content.notes.append(text)
+            content.notes += carry_epochs(source, storage, records)
             with progress("copying") as tick:
-                return copy(source, target, blobs, content, at_once, tick)
+                return copy(source, target, blobs, content, at_once, tick), said
 
 
-def _finish(report: WarmReport, *, as_json: bool) -> None:
+def _finish(report: WarmReport, said: int, *, as_json: bool) -> None:
+    """Print it; so many of its notes have been."""
     if as_json:
         print_json(report)
         return
@@ -120,6 +128,7 @@ def _finish(report: WarmReport, *, as_json: bool) -> None:
     for count, what in (
         (report.there, "were there already"),
         (report.corrupt, "are damaged in the source and were not copied; `tiered-kv verify` finds them"),
+        (report.foreign, "are of another format version or namespace, and were not copied"),
         (report.vanished, "went from the source meanwhile"),
         (report.left_out, "were left out"),
         (report.dropped, "were dropped by the server; say it again when it is less busy"),
@@ -128,5 +137,5 @@ def _finish(report: WarmReport, *, as_json: bool) -> None:
             print(f"{count} {what}")
     if report.full:
         print(f"the target is full: {report.full}")
-    for text in report.notes:
+    for text in report.notes[said:]:
         note(text)

@@ -157,6 +157,10 @@ class Namespace:
         first = fields.pop(FIRST_STORED_BY, None)
         return cls._of_its_version(fields), first
 
+    def in_epoch(self, epoch: str) -> "Namespace":
+        """The same of another epoch; a record of an earlier format version stays one."""
+        return self._of_its_version(self.fields | {"epoch": epoch})
+
     @property
     def fields(self) -> dict[str, Any]:
         """The record as a fresh dict; parsed on every call, so not for hot paths."""

@@ -22,6 +22,7 @@ from tiered_kv.keys.naming import BlobName
 from tiered_kv.ops.forest import Forest, Ident, ident
 from tiered_kv.ops.report import Report
 from tiered_kv.ops.storage import Content, NamespaceRecord, Progress, Reader, Storage, StoredBlob, no_progress
+from tiered_kv.ops.text import counted
 
 AT_ONCE: Final = {"disk": 2, "object": 16}
 """Copies in flight by the kind of the source or target, whichever has more: an object store answers late."""
@@ -35,6 +36,8 @@ class CopyOutcome(Enum):
     COPIED = "copied"
     THERE = "there"
     CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+    """Of another format version, or of another namespace than its name says."""
     VANISHED = "vanished"
     NO_PARENT = "no_parent"
     LEFT_OUT = "left_out"
@@ -84,6 +87,7 @@ class WarmReport(Report, frozen=True, kw_only=True):
         copied_bytes: What they take in the source.
         there: Chunks that the target had already.
         corrupt: Damaged or misplaced blobs of the source; they were not copied.
+        foreign: Blobs of another format version or namespace; they were not copied.
         vanished: Chunks that went from the source meanwhile.
         left_out: Chunks that were not copied, because the target is full or a chunk before them is not there.
         dropped: Chunks that the target's running server took and did not write.
@@ -99,6 +103,7 @@ class WarmReport(Report, frozen=True, kw_only=True):
     copied_bytes: int
     there: int
     corrupt: int
+    foreign: int
     vanished: int
     left_out: int
     dropped: int
@@ -119,6 +124,19 @@ class Wanted:
     namespace: bytes | None = None
     key: StoredBlob | None = None
     size_bytes: int | None = None
+
+
+def note_on_strays(content: Content, below: str) -> list[str]:
+    """Say that files that lie under names of chunks are none that can be copied.
+
+    Args:
+        below: The path of the only namespace that is copied; empty: all are.
+    """
+    kinds = ("damaged", "foreign")
+    count = sum(stray.kind in kinds and stray.path.startswith(below) for stray in content.strays)
+    if not count:
+        return []
+    return [f"{counted(count, 'file')} under the name of a chunk, damaged or of another format version, not copied"]
 
 
 def choose(forest: Forest, wanted: Wanted) -> list[StoredBlob]:
@@ -199,6 +217,7 @@ def copy(
         copied_bytes=copied_bytes - sum(blob.size_bytes for blob in taken if blob.name.key in dropped),
         there=counts[CopyOutcome.THERE],
         corrupt=counts[CopyOutcome.CORRUPT],
+        foreign=counts[CopyOutcome.FOREIGN],
         vanished=counts[CopyOutcome.VANISHED],
         left_out=counts[CopyOutcome.NO_PARENT] + counts[CopyOutcome.LEFT_OUT],
         dropped=len(dropped),
@@ -274,12 +293,17 @@ class _Copier:
             return CopyOutcome.VANISHED
         try:
             parsed = check_named(data, blob.name)
+        except ChunkMismatch:
+            return CopyOutcome.FOREIGN
+        except ChunkCorrupt:
+            return CopyOutcome.CORRUPT
+        try:
             if blob.name.chunk_index and (parent is None or parent.result() not in HELD):
                 return CopyOutcome.NO_PARENT
             if self._is_stopped.is_set():
                 return CopyOutcome.LEFT_OUT
             return CopyOutcome.COPIED if self._target.put(blob.name, memoryview(data), parsed) else CopyOutcome.THERE
-        except (ChunkCorrupt, ChunkMismatch):
+        except ChunkMismatch:
             return CopyOutcome.CORRUPT
         except CapacityExceeded as exc:
             self.full = str(exc)

@@ -223,20 +223,18 @@ class BaseEpochs:
         Epochs of another kind cannot be judged here and count as in force, e.g. those that a directory holds in front
         of a bucket.
         """
-        fields = namespace.fields
-        found = _NUMBERED.fullmatch(str(fields["epoch"]))
+        found = _NUMBERED.fullmatch(str(namespace.fields["epoch"]))
         if found is None or found[1] != self.kind:
             return False
-        base = Namespace.from_fields(fields | {"epoch": ""})
+        base = namespace.in_epoch("")
         return int(found[2]) < self.floor + self.numbers.get(base.digest.hex(), 0)
 
     def in_force(self, namespace: Namespace) -> tuple[bytes, int] | None:
         """The namespace's digest without its epoch, and the number, where that is the one that a tier's files name."""
-        fields = namespace.fields
-        found = _NUMBERED.fullmatch(str(fields["epoch"]))
+        found = _NUMBERED.fullmatch(str(namespace.fields["epoch"]))
         if found is None or found[1] != self.kind:
             return None
-        base, number = Namespace.from_fields(fields | {"epoch": ""}).digest, int(found[2])
+        base, number = namespace.in_epoch("").digest, int(found[2])
         return (base, number) if self.numbers.get(base.hex()) == number else None
 
 

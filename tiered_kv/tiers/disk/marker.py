@@ -229,8 +229,8 @@ def _holds_a_record(root: Path) -> bool:
     """Whether a namespace's record lies where its own digest says."""
     for space in _spaces(root):
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # ConfigError is a ValueError
-            fields = json.loads(read_small_file(space / NAMESPACE_FILE, RECORD_BYTES_MAX))
-            if Namespace.from_fields(fields).digest.hex() == space.name:
+            namespace, _ = Namespace.from_described(read_small_file(space / NAMESPACE_FILE, RECORD_BYTES_MAX))
+            if namespace.digest.hex() == space.name:
                 return True
     return False
 
