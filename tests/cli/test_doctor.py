@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import sys
+import tarfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -124,6 +125,14 @@ def test_chunks_of_another_size_are_named(doctor: Doctor, root: Path) -> None:
         Model().store(storage, tokens(1, 2))
     text = found(doctor(f"file://{root}", *SMALL), "disk content", "warning")
     assert "another chunk_tokens than 256" in text and f"set chunk_tokens to {CHUNK}" in text
+
+
+def test_chunks_of_an_earlier_format_are_no_strays(doctor: Doctor, tmp_path: Path, repository: Path) -> None:
+    with tarfile.open(repository / "tests" / "golden" / "cache_v2.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    report = doctor(f"file://{tmp_path}/cache", *SMALL)
+    assert "6 chunks of another format version or namespace" in found(report, "disk content", "ok")
+    assert "no sound blobs of ours" not in json.dumps(report)
 
 
 def test_rows_of_vllms_offloading_are_of_no_chunk_tokens(doctor: Doctor, root: Path) -> None:

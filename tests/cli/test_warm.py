@@ -156,6 +156,14 @@ def test_what_cannot_be_copied_is_said(tmp_path: Path, given: list[str], expecte
     assert run("verify", source.uri).exit_code == 0, "nothing was left in it"
 
 
+def test_what_stays_free_on_a_disk_is_said_where_a_copy_ends_for_it(tmp_path: Path, monkeypatch) -> None:
+    source = stocked(directory_tier(tmp_path / "source"))
+    monkeypatch.setattr(copy_targets, "MIN_FREE_BYTES_DEFAULT", 1 << 60)
+    done = report("cp", source.uri, f"file://{tmp_path}/target")
+    assert done["copied"] == 0 and "stay free on a disk without --set disk_bytes=SIZE" in done["full"]
+    assert report("cp", source.uri, f"file://{tmp_path}/target", "--set", "disk_bytes=1GiB")["copied"] == 11
+
+
 def test_a_prefix_with_a_gap_is_not_copied(tmp_path: Path) -> None:
     source = stocked(directory_tier(tmp_path / "source"))
     (tmp_path / "source" / "blobs" / relative_path(ONE.names(FIRST)[1])).unlink()

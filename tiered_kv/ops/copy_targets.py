@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from tiered_kv.chunks.header import ParsedHeader
-from tiered_kv.config import MIN_FREE_BYTES_DEFAULT, Config
+from tiered_kv.config import MIN_FREE_BYTES_DEFAULT, Config, size_text
 from tiered_kv.errors import CapacityExceeded, ChunkMismatch, ConfigError, TierUnavailable
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName
@@ -48,6 +48,9 @@ class StorageTarget:
         Args:
             room_bytes: What may still be written; None: the storage knows by itself.
         """
+        is_disk = isinstance(storage, DiskStorage)
+        kept = size_text(MIN_FREE_BYTES_DEFAULT)
+        self._limit = f", less {kept} that stay free on a disk without --set disk_bytes=SIZE" if is_disk else ""
         self.uri = storage.uri
         self._storage = storage
         self._room_bytes = room_bytes
@@ -76,7 +79,7 @@ class StorageTarget:
                 return
             if size_bytes > self._room_bytes:
                 raise CapacityExceeded(
-                    f"only {max(self._room_bytes, 0)} bytes were left there, and a copy evicts nothing"
+                    f"only {max(self._room_bytes, 0)} bytes were left there{self._limit}, and a copy evicts nothing"
                 )
             self._room_bytes -= size_bytes
 

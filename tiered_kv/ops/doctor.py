@@ -33,7 +33,7 @@ from tiered_kv.ops.doctor_server import (
 from tiered_kv.ops.findings import DoctorFinding, DoctorMeasurement, error, ok, warning
 from tiered_kv.ops.object_storage import ObjectStorage
 from tiered_kv.ops.report import Report
-from tiered_kv.ops.storage import Content, NamespaceRecord, StoredBlob
+from tiered_kv.ops.storage import Content, NamespaceRecord, StoredBlob, Stray
 from tiered_kv.ops.text import counted
 from tiered_kv.tiering.types import Limits
 from tiered_kv.tiers.disk.tier import metadata_reserve
@@ -174,7 +174,7 @@ def _examine_disk(config: Config, running: Running, result: Examination) -> tupl
             result.findings.append(error("directory", f"it cannot be listed: {exc}", "mend its rights"))
             return content, config.disk_bytes
         content.blobs = [blob for blob in content.blobs if blob.name.namespace != SELF_TEST_NAMESPACE]
-        result.findings += _strays(len(content.strays))
+        result.findings += _strays(content.strays)
     findings, measurements = check_disk(config, running, content.blob_bytes)
     result.findings += findings
     result.measurements += measurements
@@ -183,14 +183,20 @@ def _examine_disk(config: Config, running: Running, result: Examination) -> tupl
     return content, capacity_bytes(config, running, content.blob_bytes)
 
 
-def _strays(count: int) -> list[DoctorFinding]:
+def _strays(strays: Sequence[Stray]) -> list[DoctorFinding]:
+    findings: list[DoctorFinding] = []
+    if others := sum(stray.kind == "foreign" for stray in strays):
+        text = f"{counted(others, 'chunk')} of another format version or namespace: never a hit, and evicted in time"
+        findings.append(ok("disk content", text))
+    count = len(strays) - others
     if not count:
-        return []
+        return findings
     text = (
         "one file in it is no sound blob of ours" if count == 1 else f"{count} files in it are no sound blobs of ours"
     )
     return [
-        warning("directory", text, "`tiered-kv verify` names them; `gc` removes what writes left that were cut off")
+        *findings,
+        warning("directory", text, "`tiered-kv verify` names them; `gc` removes what writes left that were cut off"),
     ]
 
 
