@@ -321,6 +321,16 @@ def test_nothing_is_removed_unconfirmed(tmp_path: Path) -> None:
     assert place.content() == before
 
 
+def test_a_repair_that_cannot_open_the_directory_is_no_success(tmp_path: Path) -> None:
+    place = Place.disk(tmp_path)
+    stock(place, 1)
+    (tmp_path / "server.lock").unlink()
+    (tmp_path / "server.lock").mkdir()
+    code, report = place.run("verify", "--repair", "--yes")
+    assert code == 1 and "server.lock" in report["notes"][0] and report["bad"] == []
+    assert place.run("verify")[0] == 0
+
+
 @pytest.mark.parametrize("sample", ["0%", "5", "101%", "-1%", "x%", ""])
 def test_a_wrong_share_says_what_is_expected(tmp_path: Path, sample: str) -> None:
     result = CliRunner().invoke(app, ["verify", f"file://{tmp_path}", "--sample", sample])

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tiered_kv.cli.app import app
-from tiered_kv.cli.exits import EXIT_CODES, EXIT_FOUND
+from tiered_kv.cli.exits import EXIT_CODES, EXIT_FOUND, EXIT_UNAVAILABLE
 from tiered_kv.cli.options import (
     AsJson,
     NamespaceOption,
@@ -131,6 +131,8 @@ def verify(
                 _show_end(report)
         if any(not bad.is_mended for bad in report.bad):
             raise typer.Exit(EXIT_FOUND)
+        if done is not None and done.problem:  # the index was not made right
+            raise typer.Exit(EXIT_UNAVAILABLE)
 
 
 def _repair(storage: Storage, content: Content, found: Scrub, *, is_confirmed: bool) -> Repair:
