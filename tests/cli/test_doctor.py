@@ -119,6 +119,13 @@ def test_a_directory_with_models_in_it_is_left_as_it_is(doctor: Doctor, root: Pa
     assert all(text in shown for text in texts)
 
 
+def test_a_disk_that_holds_no_chunk_would_not_work_whatever_else_there_is_to_say(doctor: Doctor, root: Path) -> None:
+    told = ("--chunk-bytes", "100MiB", "--max-model-len", "131072")
+    for host in ("512MiB", "4GiB"):
+        report = doctor(f"file://{root}", "--set", f"host_bytes={host}", "--set", "disk_bytes=160MiB", *told)
+        assert "the disk tier cannot hold one" in found(report, "chunks", "error")
+
+
 def test_chunks_of_another_size_are_named(doctor: Doctor, root: Path) -> None:
     root.mkdir(0o700)
     with open_storage(f"file://{root}") as storage:
@@ -146,6 +153,10 @@ def test_rows_of_vllms_offloading_are_of_no_chunk_tokens(doctor: Doctor, root: P
         report = doctor(*arguments, *SMALL)
         assert "chunk_tokens than" not in json.dumps(report)
         assert f"rows of vLLM's offloading of {CHUNK} tokens" in json.dumps(report)
+    assert "a row of 32 tokens takes 8 KiB" in found(report, "chunks", "ok")
+    told = ("--chunk-bytes", "1MiB", "--max-model-len", "131072")
+    text = found(doctor("--config", json.dumps(whole), *SMALL, *told), "chunks", "ok")
+    assert "a row takes 1 MiB" in text and "one request may load" not in text, "rows come a few at a time"
     with open_storage(f"file://{root}") as storage:
         Model(weights="ours").store(storage, tokens(1, 2))
     text = found(doctor(f"file://{root}", *SMALL), "disk content", "warning")

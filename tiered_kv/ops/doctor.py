@@ -49,15 +49,18 @@ class Model:
     Attributes:
         name: Whose it is, in words.
         chunk_bytes: Bytes of a blob.
+        chunk_tokens: None: not known, of rows.
         max_model_len: Longest prompt; None: not known.
         state_parts: Of the state of its recurrent layers at a hit's end, each as large as a chunk.
+        is_of_rows: Chunks are vLLM's rows: they are loaded a few at a time, however many a prompt has.
     """
 
     name: str
     chunk_bytes: int
-    chunk_tokens: int
+    chunk_tokens: int | None
     max_model_len: int | None = None
     state_parts: int = 0
+    is_of_rows: bool = False
 
 
 class DoctorReport(Report, frozen=True, kw_only=True):
@@ -148,9 +151,9 @@ def examine(
         result.measurements += measurements
     for name, listing in (("disk", disk), ("object", bucket)):
         result.findings += check_namespaces(config, name, listing, is_tier=is_tier)
-    models = models_of([disk, bucket])
+    models = models_of([disk, bucket], of_rows=is_tier)
     if chunk_bytes is not None:
-        models = [Model("--chunk-bytes", chunk_bytes, config.chunk_tokens)]
+        models = [Model("--chunk-bytes", chunk_bytes, None if is_tier else config.chunk_tokens, is_of_rows=is_tier)]
     if max_model_len is not None:
         models = [replace(model, max_model_len=max_model_len) for model in models]
     result.findings += check_chunks(config, disk_bytes, models)
@@ -269,8 +272,12 @@ def _identity(record: NamespaceRecord | None) -> str:
 # -- capacities against chunks ----------------------------------------------------------------------------------------
 
 
-def models_of(listings: Sequence[Content]) -> list[Model]:
-    """Chunk size and prompt length of the stored namespaces, from their records and largest blobs."""
+def models_of(listings: Sequence[Content], *, of_rows: bool) -> list[Model]:
+    """Chunk size and prompt length of the stored namespaces, from their records and largest blobs.
+
+    Args:
+        of_rows: Of those below vLLM's own offloading; else of the others.
+    """
     found: dict[bytes, Model] = {}
     for listing in listings:
         largest: dict[bytes, StoredBlob] = {}
@@ -280,12 +287,13 @@ def models_of(listings: Sequence[Content]) -> list[Model]:
                 largest[space] = blob
         for space, blob in largest.items():
             record = listing.records.get(space)
-            if record is None or record.namespace is None or not record.chunk_tokens:
+            if record is None or record.namespace is None or not record.chunk_tokens or record.is_of_rows != of_rows:
                 continue
             length = record.namespace.fields.get("max_model_len")
             known = length if isinstance(length, int) and not isinstance(length, bool) else None
             name = f"namespace {space.hex()[:8]}"
-            found.setdefault(space, Model(name, blob.size_bytes, record.chunk_tokens, known, record.state_parts))
+            sizes = blob.size_bytes, record.chunk_tokens, known, record.state_parts
+            found.setdefault(space, Model(name, *sizes, is_of_rows=of_rows))
     return list(found.values())[:NAMESPACES_SHOWN]
 
 
@@ -303,31 +311,30 @@ def check_chunks(config: Config, disk_bytes: int | None, models: Sequence[Model]
 def _check_model(config: Config, disk_bytes: int | None, model: Model) -> list[DoctorFinding]:
     host = config.resolved_host_bytes()
     fit = host // model.chunk_bytes
-    text = f"{model.name}: a chunk of {model.chunk_tokens} tokens takes {size_text(model.chunk_bytes)}; host {fit}"
-    if disk_bytes is not None:
-        text += f", disk {max(0, disk_bytes - metadata_reserve(disk_bytes)) // model.chunk_bytes}"
+    what = "a row" if model.is_of_rows else "a chunk"
+    what += f" of {model.chunk_tokens} tokens" if model.chunk_tokens is not None else ""
+    text = f"{model.name}: {what} takes {size_text(model.chunk_bytes)}; host {fit}"
+    room = None if disk_bytes is None else max(0, disk_bytes - metadata_reserve(disk_bytes))
+    if room is not None:
+        text += f", disk {room // model.chunk_bytes}"
     if fit < 1:
-        return [
-            error(
-                "chunks",
-                f"{text}: host memory cannot hold one",
-                f"set host_bytes to {size_text(model.chunk_bytes)} and more",
-            )
-        ]
-    limits = Limits()
-    leased = int(host * limits.request_share) // model.chunk_bytes
-    tokens = max(0, leased - model.state_parts) * model.chunk_tokens
-    text += f"; one request may load {tokens} tokens"
-    if model.max_model_len is not None and tokens < model.max_model_len:
-        held_tokens = model.max_model_len + model.state_parts * model.chunk_tokens
-        needed = limits.least_host_bytes(held_tokens, model.chunk_tokens, model.chunk_bytes)
-        least = f"{-(-needed // (1 << 20))}MiB"
-        hint = f"the rest is computed; set host_bytes to {least} or more to load the longest prompt whole"
-        return [warning("chunks", f"{text} of max_model_len {model.max_model_len}", hint)]
+        hint = f"set host_bytes to {size_text(model.chunk_bytes)} and more"
+        return [error("chunks", f"{text}: host memory cannot hold one", hint)]
+    if room is not None and room < model.chunk_bytes:
+        return [error("chunks", f"{text}: the disk tier cannot hold one", "set disk_bytes higher")]
+    if not model.is_of_rows and model.chunk_tokens is not None:
+        limits = Limits()
+        leased = int(host * limits.request_share) // model.chunk_bytes
+        tokens = max(0, leased - model.state_parts) * model.chunk_tokens
+        text += f"; one request may load {tokens} tokens"
+        if model.max_model_len is not None and tokens < model.max_model_len:
+            held_tokens = model.max_model_len + model.state_parts * model.chunk_tokens
+            needed = limits.least_host_bytes(held_tokens, model.chunk_tokens, model.chunk_bytes)
+            least = f"{-(-needed // (1 << 20))}MiB"
+            hint = f"the rest is computed; set host_bytes to {least} or more to load the longest prompt whole"
+            return [warning("chunks", f"{text} of max_model_len {model.max_model_len}", hint)]
     if fit < CHUNKS_FEW:
         return [warning("chunks", f"{text}: little room", "set host_bytes higher")]
-    if disk_bytes is not None and disk_bytes - metadata_reserve(disk_bytes) < model.chunk_bytes:
-        return [error("chunks", f"{text}: the disk tier cannot hold one", "set disk_bytes higher")]
     return [ok("chunks", text)]
 
 
