@@ -7,6 +7,7 @@ import pytest
 from tests.kit.counts import count, seed
 from tests.kit.spaces import Space
 from tests.kit.tiering.world import SMALL, Story
+from tiered_kv.tiering import secondary_tier
 from tiered_kv.tiering.quotas import NamespaceUsage, Quota, Quotas
 from tiered_kv.tiering.types import HOST, Delete, Grow, Limits, Outcome, Seal
 
@@ -146,6 +147,34 @@ def test_a_maximum_that_was_passed_because_a_deletion_failed_is_made_good_by_the
     assert story.taken(SMALL, 1) == 6 * SIZE
     story.store((8,))
     assert story.taken(SMALL, 1) == 5 * SIZE
+
+
+def test_a_maximum_that_is_lowered_is_kept_again_after_some_more_chunks() -> None:
+    """As an engine that comes back with another maximum to a server that ran on."""
+    story = SharedStory(host_bytes=40 * SIZE, capacities=(1000 * SIZE,))
+    story.join(SMALL)
+    for number in range(60):
+        story.store((number,))
+    assert story.taken(SMALL, HOST) == 40 * SIZE
+    story.tiering.quotas.set(SMALL.namespace, Quota(at_most=0.2, slot_bytes=SIZE))
+    for number in range(100, 140):
+        story.store((number,))
+    assert story.taken(SMALL, HOST) <= 8 * SIZE
+
+
+def test_what_a_lowered_maximum_costs_is_deleted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secondary_tier, "EVICTED_AT_ONCE", 4)
+    story = SharedStory(host_bytes=40 * SIZE, capacities=(100 * SIZE,))
+    story.join(SMALL)
+    for number in range(50):
+        story.store((number,))
+    story.tiering.quotas.set(SMALL.namespace, Quota(at_most=0.1, slot_bytes=SIZE))
+    for number in range(60, 80):
+        before = story.taken(SMALL, 1)
+        story.store((number,))
+        assert max(10 * SIZE, before - 3 * SIZE) == story.taken(SMALL, 1), "four go, and one comes"
+        assert SMALL.key((number,)) in story.media[1]
+    assert story.taken(SMALL, 1) == 10 * SIZE
 
 
 def test_a_medium_that_is_too_full_takes_from_minima_too() -> None:

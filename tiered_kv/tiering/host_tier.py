@@ -106,7 +106,7 @@ class HostTier:
     def take_for_store(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
         """A free slot, else that of an idle chunk; none is evicted while memory is on its way."""
         if self.usage.excess_bytes(namespace, slot_bytes) > 0:
-            return self._take_idle(slot_bytes, namespace, only_own=True)
+            return self._take_own(slot_bytes, namespace)
         slot = self.slots.take(slot_bytes)
         is_growing = self._grow_ahead(slot_bytes)
         if slot is not None:
@@ -116,7 +116,7 @@ class HostTier:
     def take_for_load(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
         """A free slot, else one of memory that is on its way (the read follows it), else that of an idle chunk."""
         if self.usage.excess_bytes(namespace, slot_bytes) > 0:
-            return self._take_idle(slot_bytes, namespace, only_own=True)
+            return self._take_own(slot_bytes, namespace)
         slot = self.slots.take(slot_bytes)
         self._grow_ahead(slot_bytes)
         if slot is None:
@@ -128,6 +128,15 @@ class HostTier:
     def give(self, slot: SlotId) -> None:
         """Return a slot that no chunk lies in."""
         self.slots.give(slot)
+
+    def _take_own(self, slot_bytes: int, namespace: bytes) -> SlotId | NoSlot:
+        """The slot of a chunk of a namespace that is at its maximum; above it, which was lowered, one more goes."""
+        slot = self._take_idle(slot_bytes, namespace, only_own=True)
+        if not isinstance(slot, NoSlot) and self.usage.excess_bytes(namespace, slot_bytes) > 0:
+            another = self._take_idle(slot_bytes, namespace, only_own=True)
+            if not isinstance(another, NoSlot):
+                self.give(another)
+        return slot
 
     def _take_idle(self, slot_bytes: int, namespace: bytes, *, only_own: bool = False) -> SlotId | NoSlot:
         for _ in range(EVICTED_AT_ONCE):

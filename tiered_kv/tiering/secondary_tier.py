@@ -35,6 +35,9 @@ HINTS_MAX = 1 << 18
 """Blobs of a shared tier that are remembered: 4 TiB of 16 MiB chunks; what is forgotten is found again by a search.
 Other servers fill it, too, so there is no end to what may be found there."""
 
+EVICTED_AT_ONCE = 64
+"""Chunks of its own that one write of a namespace pushes out after its maximum was lowered: about a millisecond."""
+
 
 class Source(Protocol):
     """Where the bytes of a tier's writes come from, and which writes are offered to it.
@@ -275,7 +278,7 @@ class SecondaryTier:
         if self.capacity_bytes is None:
             return None
         size, namespace = self._source.size_bytes(entry), entry.record.namespace
-        own = self.usage.excess_bytes(namespace, size)
+        own = min(self.usage.excess_bytes(namespace, size), EVICTED_AT_ONCE * size)
         if own > 0 and self._evict(own, self.order.candidates(only=namespace)) < own:
             return "over_share"
         limit = self.capacity_bytes - self.reserved_bytes
