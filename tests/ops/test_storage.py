@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tiered_kv.errors import ConfigError, DirectoryLocked, TierUnavailable
 from tiered_kv.keys.naming import BlobName, object_path, relative_path
+from tiered_kv.ops import disk_storage
+from tiered_kv.ops.disk_storage import DiskStorage
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
 from tiered_kv.ops.storage import FOR_GOOD, RemovalTotals, Storage
@@ -79,6 +82,23 @@ def test_a_removal_counts_what_goes(opened) -> None:
         assert storage.contains(names) == [True, True, False, False]
     with opened() as storage:
         assert keys(storage.look().blobs) == {name.key for name in names[:2]}
+
+
+def test_a_server_that_goes_on_deleting_is_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than for one that deletes nothing: what is left then is said to have failed."""
+    with DiskStorage(root, limit_bytes=1 << 30) as storage:
+        Model().store(storage, tokens(1, 5))
+        blobs = list(storage.look().blobs)
+        files, now_s = [root / storage.path(blob.name) for blob in blobs], [0.0]
+
+        def delete_one(_: float) -> None:
+            now_s[0] += 0.9 * disk_storage.REMOVAL_WAIT_S
+            if files:
+                files.pop().unlink()
+
+        clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=delete_one)
+        monkeypatch.setattr(disk_storage, "time", clock)
+        assert storage._wait_gone(blobs, storage._files_of(blobs), 0, lambda *_: None) == []
 
 
 def test_pins_are_kept_replaced_and_ended(opened) -> None:

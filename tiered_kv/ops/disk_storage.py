@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from tiered_kv.tiers.disk.tier import DiskTier
 
 REMOVAL_WAIT_S: Final = 60.0
-"""Timeout for a server's deletions to show on the disk; then the command reports what is left."""
+"""How long no deletion of a server shows on the disk before the command reports what is left."""
 
 UNKNOWN_WAIT_S: Final = 5.0
 """The same where all that is left may be files that the server does not know."""
@@ -311,9 +311,13 @@ class DiskStorage(Storage):
         wait_s: float | None = None,
     ) -> list[StoredBlob]:
         """Watch a server's deletions arrive, until no more than ``staying`` are left; returns those."""
-        left, until_s = list(blobs), time.monotonic() + (REMOVAL_WAIT_S if wait_s is None else wait_s)
+        left, wait_s = list(blobs), REMOVAL_WAIT_S if wait_s is None else wait_s
+        until_s = time.monotonic() + wait_s
         while len(left) > staying and time.monotonic() < until_s:
+            seen = len(left)
             left = [blob for blob in left if self._file_of(blob.name) == before[blob.name]]
+            if len(left) < seen:  # a million take longer
+                until_s = time.monotonic() + wait_s
             progress(len(blobs) - len(left), len(blobs))
             time.sleep(0.02)
         return left
