@@ -411,3 +411,17 @@ def verdict(work):
     except (ChunkCorrupt, ChunkMismatch) as exc:
         return type(exc), str(exc)
     return None
+
+
+def test_a_thousand_namespaces_of_one_geometry_share_what_is_the_same_in_their_headers():
+    """Each reset makes one, and a server keeps the format of each."""
+    pages = tuple(LayerPage(f"layer.{number}", "BF16", (2, 16, 8), "HNC") for number in range(80))
+    geometry = ChunkGeometry(16, 64, (pages,))
+    kept = [BlobFormat(bytes(16), geometry)]
+    tracemalloc.start()
+    try:
+        kept += [BlobFormat(number.to_bytes(16, "big"), geometry) for number in range(1, 1000)]
+        each = tracemalloc.get_traced_memory()[0] / len(kept)
+    finally:
+        tracemalloc.stop()
+    assert each < kept[0].header_bytes / 8

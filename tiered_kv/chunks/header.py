@@ -30,7 +30,7 @@ import xxhash
 from tiered_kv.chunks.geometry import ALIGNMENT_BYTES, DTYPE_BYTES, ChunkGeometry, align_up
 from tiered_kv.errors import ChunkCorrupt, ChunkMismatch, ConfigError
 from tiered_kv.keys.chunk_record import ChunkRecord
-from tiered_kv.keys.namespace import FORMAT_VERSION
+from tiered_kv.keys.namespace import DIGEST_BYTES, FORMAT_VERSION
 from tiered_kv.keys.state_keys import is_state, next_key
 from tiered_kv.keys.stored_by import STORED_BY_CHARS_MAX, shared_line
 from tiered_kv.keys.tags import shared_tag
@@ -247,6 +247,7 @@ class BlobFormat:
     __slots__ = (
         "_data_bytes",
         "_namespace",
+        "_namespace_text",
         "_state_template",
         "_template",
         "blob_bytes",
@@ -260,15 +261,11 @@ class BlobFormat:
         Raises:
             ConfigError: The geometry cannot be declared: too many layers for a header, or names that clash.
         """
-        template = pack_metadata(namespace_digest, geometry.chunk_tokens, write_table(geometry_entries(geometry)))
-        if len(template) > MAX_HEADER_BYTES:
-            raise ConfigError(f"too many layers for one header. limit={MAX_HEADER_BYTES} observed={len(template)}")
         self._namespace = namespace_digest
-        self._template = template
-        state_table = write_table(state_entries(geometry))
-        self._state_template = pack_metadata(namespace_digest, geometry.chunk_tokens, state_table, len(template))
+        self._namespace_text = NAMESPACE.encode(namespace_digest)
+        self._template, self._state_template = _templates(geometry)
         self._data_bytes = geometry.data_bytes
-        self.header_bytes = len(template)
+        self.header_bytes = len(self._template)
         self.payload_bytes = geometry.payload_bytes
         self.blob_bytes = self.header_bytes + self.payload_bytes
 
@@ -287,7 +284,7 @@ class BlobFormat:
         if record.namespace != self._namespace:
             raise ValueError(_difference("namespace", self._namespace.hex(), record.namespace.hex()))
         blob[self.header_bytes + self._data_bytes :] = bytes(self.payload_bytes - self._data_bytes)
-        header = bytearray(self._template_of(record.key, record.parent))
+        header = self._template_of(record.key, record.parent)
         sealed = (
             _NO_HASH,
             KEY.encode(record.key),
@@ -318,8 +315,7 @@ class BlobFormat:
             ChunkCorrupt: Anything else; the message says which field, expected and observed.
         """
         header = bytes(blob[: self.header_bytes])
-        template = self._template
-        is_ours = header[:_VERSION_END] == template[:_VERSION_END] and header[_OURS] == template[_OURS]
+        is_ours = header[:_VERSION_END] == self._template[:_VERSION_END] and header[_OURS] == self._namespace_text
         if len(blob) != self.blob_bytes or not is_ours:
             self._refuse(blob)
         check_header_hash(header)
@@ -342,15 +338,34 @@ class BlobFormat:
             raise ChunkCorrupt(_difference("blob size", self.blob_bytes, len(blob)))
         raise ChunkCorrupt(_difference("header length", self.header_bytes, metadata.header_bytes))
 
-    def _template_of(self, key: bytes, parent: bytes) -> bytes:
-        if tokens := tail_tokens(key):
-            template = bytearray(self._template)
+    def _template_of(self, key: bytes, parent: bytes) -> bytearray:
+        tokens = tail_tokens(key)
+        is_state = not tokens and key == next_key(parent)
+        template = bytearray(self._state_template if is_state else self._template)
+        template[_OURS] = self._namespace_text
+        if tokens:
             template[TOKEN_COUNT.slice] = TOKEN_COUNT.encode(tokens)
-            return bytes(template)
-        return self._state_template if key == next_key(parent) else self._template
+        return template
 
 
-def _check_constant_part(header: bytes, template: bytes) -> None:
+@lru_cache(maxsize=64)
+def _templates(geometry: ChunkGeometry) -> tuple[bytes, bytes]:
+    """Headers of a chunk and of a part of a state, without their namespace.
+
+    Those of all namespaces of one geometry: each reset makes one, for weeks, and with many layers and ranks they take
+    more than 100 KB.
+
+    Raises:
+        ConfigError: The geometry cannot be declared.
+    """
+    template = pack_metadata(bytes(DIGEST_BYTES), geometry.chunk_tokens, write_table(geometry_entries(geometry)))
+    if len(template) > MAX_HEADER_BYTES:
+        raise ConfigError(f"too many layers for one header. limit={MAX_HEADER_BYTES} observed={len(template)}")
+    state_table = write_table(state_entries(geometry))
+    return template, pack_metadata(bytes(DIGEST_BYTES), geometry.chunk_tokens, state_table, len(template))
+
+
+def _check_constant_part(header: bytes, template: bytearray) -> None:
     constant = bytearray(header)
     for place, blank in _SEALED:
         constant[place] = blank
