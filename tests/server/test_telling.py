@@ -11,8 +11,8 @@ from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, poll_unt
 from tests.kit.server.probe import figures, wait_ended, wait_written
 from tiered_kv.metrics.figures import ServerFigures
 from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.server import client, sessions
 from tiered_kv.server import protocol as m
-from tiered_kv.server import sessions
 from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.connection import Connection
 from tiered_kv.server.worker_client import WorkerClient
@@ -193,21 +193,43 @@ def test_moves_never_end_the_session_of_a_client_that_is_slow_to_read(monkeypatc
     with ours, theirs:
         connection = Connection(ours)
         moves = TierEvents(1, HOST, is_here=True, keys=(KEY,) * 10_000)
+        lacks_some = False
         for _ in range(100):
-            sessions.tell_moves(connection, moves)
+            lacks_some = sessions.tell_moves(connection, moves, lacks_some=lacks_some)
         waiting = connection.outbox_bytes
         assert 1000 < waiting < 400_000
-        sessions.tell_moves(connection, moves)
+        assert sessions.tell_moves(connection, moves, lacks_some=lacks_some)
         assert connection.outbox_bytes == waiting
+        reader, received = m.FrameReader(m.FromServer), list[m.Moved]()
+        while connection.wants_write:
+            received += reader.feed(theirs.recv(1 << 20))
+            connection.flush()
+        last = TierEvents(1, HOST, is_here=False, keys=(KEY,))
+        assert not sessions.tell_moves(connection, last, lacks_some=True)
+        received += reader.feed(theirs.recv(1 << 20))
+        assert received[-1] == m.Moved(HOST, False, KEY)
+        assert received[-3:-1] == [m.MOVES_LOST] * 2, "behind what was told, and before what is told again"
+        assert m.MOVES_LOST not in received[:-3]
+
+
+def test_more_moves_than_are_kept_for_a_router_are_said_to_be_lost(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MOVES_MAX", 3)
+    one = watching(served, "watcher")
+    told = [m.Moved(HOST, True, bytes([number]) * 16) for number in range(7)]
+    for moved in told:
+        one.client._take(moved)
+    assert list(one.client.moves) == [m.MOVES_LOST, *told[5:]]
+    one.close()
 
 
 def test_many_moves_are_told_in_frames_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "KEYS_MAX", 3)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sessions.tell_moves(
-            Connection(ours), TierEvents(1, 1, is_here=False, keys=tuple(bytes([i]) * 16 for i in range(7)))
-        )
+        keys = tuple(bytes([i]) * 16 for i in range(7))
+        sessions.tell_moves(Connection(ours), TierEvents(1, 1, is_here=False, keys=keys), lacks_some=False)
         received = list(m.FrameReader(m.FromServer).feed(theirs.recv(1 << 20)))
     assert [(one.tier, one.is_here, len(one.keys)) for one in received] == [
         (1, False, 48),

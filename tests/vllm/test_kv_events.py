@@ -200,6 +200,23 @@ def test_what_is_forgotten_is_told_as_removed(monkeypatch: pytest.MonkeyPatch) -
     assert len(world.announcer._notes) == 3
 
 
+def test_where_moves_were_lost_nothing_that_was_told_before_is_believed() -> None:
+    world = World()
+    first, second = keys(world.request(list(range(2 * CHUNK))))
+    world.moved(HOST, [first, second])
+    world.moved(DISK, [first])
+    assert len(world.take()) == 3
+    world.session.moves.append(m.MOVES_LOST)
+    world.moved(DISK, [first])
+    *removed, stored = world.take()
+    assert [(type(one), one.medium) for one in removed] == [
+        (BlockRemoved, "CPU"),
+        (BlockRemoved, "STORAGE"),
+        (BlockRemoved, "CPU"),
+    ]
+    assert (type(stored), stored.medium) == (BlockStored, "STORAGE")
+
+
 def test_a_step_tells_a_bounded_number_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EVENTS_MAX", 4)
     world = World()

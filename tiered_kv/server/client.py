@@ -46,7 +46,7 @@ ENDED_MAX = 1 << 14
 """Lookups that ended and were not counted yet; whoever counts them does so every step."""
 
 MOVES_MAX = 1 << 12
-"""Messages about moves that nobody has taken yet; what is lost costs a router a wrong guess."""
+"""Messages about moves that nobody has taken yet; where there are more, all of them are lost."""
 
 MOVES_BYTES_MAX = 64 << 20
 BACKOFF_FIRST_S = 0.2
@@ -138,7 +138,7 @@ class SchedulerClient:
         self.lookups: dict[int, LookupAnswer] = {}
         self.told_s: dict[int, float] = {}
         self.ended: deque[EndedLookup] = deque(maxlen=ENDED_MAX)
-        self.moves: deque[m.Moved] = deque(maxlen=MOVES_MAX)
+        self.moves: deque[m.Moved] = deque()
         self.tiers: tuple[str, ...] = ()
         self.chunks_leased_max = 0
         self.host_bytes = 0
@@ -519,10 +519,13 @@ class SchedulerClient:
         self.lookups[lookup], self.told_s[lookup] = answer, self._monotonic()
 
     def _note_moves(self, moved: m.Moved) -> None:
-        if len(moved.keys) > MOVES_BYTES_MAX // MOVES_MAX and sum(len(x.keys) for x in self.moves) > MOVES_BYTES_MAX:
+        if not self._is_watching:
+            return
+        is_large = len(moved.keys) > MOVES_BYTES_MAX // MOVES_MAX
+        if len(self.moves) >= MOVES_MAX or (is_large and sum(len(x.keys) for x in self.moves) > MOVES_BYTES_MAX):
             self.moves.clear()
-        if self._is_watching:
-            self.moves.append(moved)
+            self.moves.append(m.MOVES_LOST)
+        self.moves.append(moved)
 
     def _note_host_bytes(self, host_bytes: int) -> None:
         """Say once where the server has less host memory than one that this engine had started."""

@@ -7,7 +7,7 @@ versions named.
 
 import struct
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -566,12 +566,15 @@ class Moved(Message, frozen=True):
 
     Attributes:
         tier: Its place among the tiers of ``Ready``.
-        keys: 16 bytes each, joined.
+        keys: 16 bytes each, joined. None: moves were lost, nobody knows which, so what was told before may be wrong.
     """
 
     tier: int
     is_here: bool
     keys: bytes
+
+
+MOVES_LOST: Final = Moved(0, False, b"")
 
 
 class Stat(Message, frozen=True):

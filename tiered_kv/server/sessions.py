@@ -124,6 +124,7 @@ class Group:
         lookups: The scheduler's lookup id -> (engine session, engine lookup id).
         by_engine: What is known of each, by the latter.
         is_watching: The scheduler is told which chunks come and go.
+        lacks_moves: Not of all of them: it is slow to read.
         quota: What the engine says that its namespace keeps and may take, if it says anything.
         slot_bytes: Size of its slots, once the geometry is known.
         stored_by: What headers say of who stored its chunks.
@@ -151,6 +152,7 @@ class Group:
     decliners: set[Connection] = field(default_factory=set)
     declined: str = ""
     is_watching: bool = False
+    lacks_moves: bool = False
     quota: Quota | None = None
     slot_bytes: int = 0
     stored_by: str = ""
@@ -771,7 +773,7 @@ class Sessions:
                     group.ending.append((session, lookup))
                 group.scheduler.send(m.Ended(group.by_engine[session, lookup].client_id))
             case TierEvents(session) if session == current and group.is_ready:
-                tell_moves(group.scheduler, update)
+                group.lacks_moves = tell_moves(group.scheduler, update, lacks_some=group.lacks_moves)
 
     # -- leaving -----------------------------------------------------------------------------------------------
 
@@ -950,15 +952,26 @@ def tell_lookup(engine: Engine, group: Group, lookup: GroupLookup, untimed: Look
     group.scheduler.send(progress if is_progress else m.Updated(lookup.client_id, answer))
 
 
-def tell_moves(connection: Connection, moves: TierEvents) -> None:
-    """Pass on which chunks came into a tier or left it; dropped while the client is slow to read.
+def tell_moves(connection: Connection, moves: TierEvents, *, lacks_some: bool) -> bool:
+    """Pass on which chunks came into a tier or left it; says whether the client lacks some, as it is slow to read.
+
+    It hears that it lacks some at once, and again when it has caught up: it may have learnt of others meanwhile.
+
+    Args:
+        moves: Without keys: some were lost before.
 
     Raises:
         ProtocolError, ConnectionError: The session's client is lost.
     """
-    for start in range(0, len(moves.keys), KEYS_MAX):
+    for start in range(0, len(moves.keys) or 1, KEYS_MAX):
         keys = moves.keys[start : start + KEYS_MAX]
-        if connection.outbox_bytes > MOVES_OUTBOX_MAX:
+        is_slow = connection.outbox_bytes > MOVES_OUTBOX_MAX
+        if is_slow != lacks_some or not (keys or is_slow):
+            connection.send(m.MOVES_LOST)
+        lacks_some = is_slow
+        if is_slow:
             logger.debug("moves not told, the client is slow. pid=%d chunks=%d", connection.pid, len(keys))
-            return
-        connection.send(m.Moved(moves.tier, moves.is_here, b"".join(keys)))
+            break
+        if keys:
+            connection.send(m.Moved(moves.tier, moves.is_here, b"".join(keys)))
+    return lacks_some

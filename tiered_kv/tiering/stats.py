@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from tiered_kv.tiering.index import Entry
 
 EVENTS_MAX = 1 << 16
-"""Events that wait to be told; a bound on memory for the time between two steps. The rest are counted, not told."""
+"""Events that wait to be told; a bound on memory for the time between two steps. Of the rest is told that they are
+lost."""
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class Stats:
 
     def __init__(self, tier_count: int) -> None:
         """Start at zero; ``tier_count`` is of all tiers, host memory included."""
-        self.undelivered = 0
+        self.undelivered = self._undelivered_before = 0
         self._tiers = [TierStats() for _ in range(tier_count)]
         self._watchers: dict[int, bytes] = {}  # namespace by session
         self._events: list[tuple[bytes, int, bool, bytes]] = []
@@ -118,13 +119,16 @@ class Stats:
         self._events.append((entry.record.namespace, tier, is_here, entry.record.key))
 
     def take_events(self) -> Iterator[TierEvents]:
-        """What to tell, in the order it happened; neighbours of one kind are one message."""
+        """What to tell, in the order it happened; neighbours of one kind are one message, one without keys a loss."""
         events, self._events = self._events, []
         for kind, group in groupby(events, key=lambda event: event[:3]):
             namespace, tier, is_here = kind
             keys = tuple(key for *_, key in group)
             for session in [s for s, watched in self._watchers.items() if watched == namespace]:
                 yield TierEvents(session, tier, is_here, keys)
+        if self.undelivered > self._undelivered_before:
+            self._undelivered_before = self.undelivered
+            yield from (TierEvents(session, HOST, False, ()) for session in self._watchers)
 
 
 def _size_bytes(entry: Entry, tier: int) -> int:

@@ -6,8 +6,8 @@ object store. An engine publishes the chunks it can name: those of prompts that 
 token ids come with requests, and the server knows neither.
 
 A router believes in no chunk that is gone for longer than the engine takes to notice: a published chunk that the engine
-forgets, because its server is lost, the cache was reset or too many are remembered, is published as removed. Events
-leave with vLLM's steps; an idle engine publishes nothing.
+forgets, because its server is lost, the cache was reset, too many are remembered, or it missed what the server told, is
+published as removed. Events leave with vLLM's steps; an idle engine publishes nothing.
 """
 
 from array import array
@@ -150,6 +150,9 @@ class EventPublisher:
         self._follow_session()
         while self._client.moves:
             moved = self._client.moves.popleft()
+            if not moved.keys:  # some were lost: of what was told before nobody knows what is true
+                for note in self._notes.values():
+                    self._forget(note)
             for start in range(0, len(moved.keys), KEY_BYTES):
                 self._moved(moved.keys[start : start + KEY_BYTES], moved.tier, is_here=moved.is_here)
         moves = [self._unpublished.popleft() for _ in range(min(EVENTS_MAX, len(self._unpublished)))]
