@@ -1,13 +1,14 @@
 """A model's code that is not vLLM's own: classes that plugins and scripts register, and the transformers package."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import transformers
 from vllm import ModelRegistry
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from tests.kit.vllm.engine_identities import Settings, engine_config, kv_config
+from tests.kit.vllm.engine_identities import LAYER, Settings, attention_layer, engine_config, kv_config, with_layers
 from tiered_kv.errors import ConfigError
 from tiered_kv.vllm.identity import model_code as of_code
 from tiered_kv.vllm.identity.model_code import TRANSFORMERS_BACKEND, model_code
@@ -64,7 +65,7 @@ def test_a_plugins_class_in_the_place_of_vllms_makes_another_namespace_and_so_do
         told.append(fields(vllm_config)["model_code"])
 
     assert "model_code" not in plain, "vLLM's own code is named by its version"
-    assert all(code["class"] == f"{PLUGIN}.models.own.Own" for code in told)
+    assert all(code["classes"] == [f"{PLUGIN}.models.own.Own"] for code in told)
     assert told[0] == told[3] != told[1] != told[2] != told[0]
     registered(2)
     assert {name for name, value in fields(vllm_config).items() if plain.get(name) != value} == {"model_code"}
@@ -76,13 +77,32 @@ def test_a_class_of_a_script_counts_by_the_scripts_file(vllm_config, tmp_path, m
     script = tmp_path / "serve.py"
     script.write_text("1")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
-    one = model_code(vllm_config.model_config)
+    one = model_code(vllm_config)
     script.write_text("2")
-    assert model_code(vllm_config.model_config) != one
+    assert model_code(vllm_config) != one
 
     monkeypatch.delattr(sys.modules["__main__"], "__file__")  # typed in
-    with pytest.raises(ConfigError, match="in no file.*class=__main__.Own"):
-        model_code(vllm_config.model_config)
+    with pytest.raises(ConfigError, match="in no file.*classes=__main__.Own"):
+        model_code(vllm_config)
+
+
+@pytest.mark.parametrize("part", ["layer", "backend", "impl", "quant_method", "quant_config"])
+def test_a_plugins_backend_layer_or_quantisation_counts_too(vllm_config, registered, part):
+    plain = fields(vllm_config)
+    registered(1)  # the package, which the part is of
+    ours = attention_layer("CPU_ATTN")
+    own = {"__module__": f"{PLUGIN}.models.own", "get_attn_backend": lambda _: ours.get_attn_backend()}
+    foreign = type("Part", (), own)
+    backend = type("Part", (foreign,), own | {"get_name": lambda: "CPU_ATTN"})
+    layers = {"layer": foreign(), "backend": SimpleNamespace(get_attn_backend=lambda: backend)}
+    layer = layers[part] if part in layers else attention_layer("CPU_ATTN", **{part: foreign()})
+    ModelRegistry.register_model(ARCHITECTURE, LlamaForCausalLM)
+    config = with_layers(vllm_config, {LAYER: layer})
+    config.quant_config = foreign() if part == "quant_config" else None
+
+    found = fields(config)
+    assert {name for name, value in found.items() if plain.get(name) != value} == {"model_code"}
+    assert found["model_code"]["code"].keys() == {PLUGIN}
 
 
 def test_layers_that_transformers_computes_are_named_by_its_minor_version(vllm_config, monkeypatch):

@@ -706,7 +706,7 @@ _MEANINGS: Final = {
     "model_runner": "vLLM's model runner",
     "vllm_version": "another minor version of vLLM; setting share_vllm_versions",
     "transformers_version": "another minor version of transformers; setting share_vllm_versions",
-    "model_code": "a model's class that a plugin or a script has registered, or its code",
+    "model_code": "what a plugin or a script has registered in the place of vLLM's classes, or its code",
     "kv_encoding": "attention backends, a CPU's instructions or a GPU's FP8: chosen by machine and version",
     "settings": "a setting of vLLM that may change KV: start the engines alike",
     "geometry": "layers or pages of another shape or order",

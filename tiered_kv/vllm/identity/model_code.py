@@ -2,14 +2,14 @@
 
 Owns which of that is named, and how. vLLM's own code is named by its version (``record.py``). A class that a plugin or
 a script registers may stand in the place of one of vLLM's, with the same configuration and the same weights, so the
-class that vLLM really made counts, and the Python files of the package that it came from. Code that a checkpoint brings
-along is in ``model_files.py``. Called by ``record.py`` in a worker, after the model was loaded.
+classes that vLLM really made count, and the Python files of the packages that they came from. Code that a checkpoint
+brings along is in ``model_files.py``. Called by ``record.py`` in a worker, after the model was loaded.
 """
 
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,17 +24,44 @@ TRANSFORMERS_BACKEND: Final = "vllm.model_executor.models.transformers"
 """vLLM's classes that have transformers compute the model."""
 
 
-def model_code(model: Any) -> dict[str, str] | None:
-    """The class of a model that is not vLLM's own, and digests of the packages that it is made of; None: it is vLLM's.
+def model_code(vllm_config: Any) -> dict[str, object] | None:
+    """What of vLLM's classes is not vLLM's own: the model's, those of its layers, of their backends and quantisation.
+
+    Returns:
+        Their names, and digests of the packages that they are made of; None: all are vLLM's.
 
     Raises:
-        ConfigError: Its code is in no file that can be read here.
+        ConfigError: Their code is in no file that can be read here.
     """
-    made = model_class(model)
-    packages = {of.__module__.partition(".")[0] for of in made.__mro__} - NAMED_BY_VERSION
-    if not packages:
+    return _code({model_class(vllm_config.model_config), *_layer_classes(vllm_config)})
+
+
+def draft_code(model: Any) -> dict[str, object] | None:
+    """The same of a draft's model; its layers are among the others."""
+    return _code({model_class(model)})
+
+
+def _layer_classes(vllm_config: Any) -> Iterator[type]:
+    yield type(getattr(vllm_config, "quant_config", None))
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        parts = (layer, getattr(layer, "impl", None), getattr(layer, "quant_method", None))
+        yield from map(type, parts)
+        backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
+        yield backend if isinstance(backend, type) else type(backend)
+
+
+def _code(classes: Collection[type]) -> dict[str, object] | None:
+    packages = {of: {one.__module__.partition(".")[0] for one in of.__mro__} - NAMED_BY_VERSION for of in classes}
+    foreign = {full_name(of): names for of, names in packages.items() if names}
+    if not foreign:
         return None
-    return {"class": full_name(made)} | {name: _package(name, made) for name in sorted(packages)}
+    code = {name: _package(name) for name in sorted(set().union(*foreign.values()))}
+    if None in code.values():
+        raise ConfigError(
+            "classes of the model are in no file, so engines of other code could not be told apart. Put them into a "
+            f"module. classes={','.join(sorted(foreign))}"
+        )
+    return {"classes": sorted(foreign), "code": code}
 
 
 def uses_transformers(model: Any) -> bool:
@@ -44,18 +71,13 @@ def uses_transformers(model: Any) -> bool:
     )
 
 
-def _package(name: str, made: type) -> str:
-    """Digest of all Python files of a package, or of the one file of a module."""
+def _package(name: str) -> str | None:
+    """Digest of all Python files of a package, or of the one file of a module; None without any."""
     try:
         files = {place: hashlib.sha256(path.read_bytes()).hexdigest() for place, path in _files(sys.modules.get(name))}
     except OSError as exc:
-        raise ConfigError(f"code of the model cannot be read. class={full_name(made)} reason={exc}") from exc
-    if not files:
-        raise ConfigError(
-            "the model's class is in no file, so engines of other code could not be told apart. Put it into a module. "
-            f"class={full_name(made)}"
-        )
-    return digest(json.dumps(files, sort_keys=True))
+        raise ConfigError(f"code of the model cannot be read. package={name} reason={exc}") from exc
+    return digest(json.dumps(files, sort_keys=True)) if files else None
 
 
 def _files(module: Any) -> Iterator[tuple[str, Path]]:

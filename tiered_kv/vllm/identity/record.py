@@ -25,7 +25,7 @@ from tiered_kv.vllm.compat import expert_precisions, platform_name
 from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.canonical import key_text, plain, written
 from tiered_kv.vllm.identity.config_values import file_digest, kv_settings
-from tiered_kv.vllm.identity.model_code import model_code, uses_transformers
+from tiered_kv.vllm.identity.model_code import draft_code, model_code, uses_transformers
 from tiered_kv.vllm.identity.model_files import draft_weights_identity, model_files, weights_identity
 from tiered_kv.vllm.kv_groups import cache_groups, is_recurrent
 
@@ -108,14 +108,13 @@ def base_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySettin
             "model_files": model_files(vllm_config, is_named=settings.model_id is not None),
             "device_capability": _capability(model, kv_cache_config),
         },
-        **_code_fields(model, settings),
+        **_code_fields(model_code(vllm_config), model, settings),
         **draft_fields(vllm_config, kv_cache_config, settings),
     }
 
 
-def _code_fields(model: Any, settings: IdentitySettings) -> dict[str, object]:
+def _code_fields(code: dict[str, object] | None, model: Any, settings: IdentitySettings) -> dict[str, object]:
     """What computes the model besides vLLM; nothing where vLLM alone does, which its version names."""
-    code = model_code(model)
     is_shared = settings.share_vllm_versions or not uses_transformers(model)
     return ({} if code is None else {"model_code": code}) | (
         {} if is_shared else {"transformers_version": _minor_version(transformers.__version__)}
@@ -145,7 +144,7 @@ def draft_fields(vllm_config: Any, kv_cache_config: Any, settings: IdentitySetti
             "max_model_len": int(draft.max_model_len),  # LongRoPE, as for the model
             "tp": int(parallel.tensor_parallel_size) if parallel is not None else 1,
             "settings": {name: plain(getattr(speculative, name, None)) for name in DRAFT_SETTINGS},
-            **_code_fields(draft, settings),
+            **_code_fields(draft_code(draft), draft, settings),
             **({"kv_cache_groups": groups} if groups > 1 else {}),  # how long a hit is depends on it (drafts.py)
         }
     }
