@@ -110,7 +110,9 @@ def test_a_rank_that_says_nothing_is_a_refusal(make_tier: Callable[[], Any], mon
     monkeypatch.setattr(tier, "begin", lambda identities, _: heard.extend(identities))
     manager = SimpleNamespace(secondary_tiers=[object(), tier])
     connector = SimpleNamespace(
-        scheduler=SimpleNamespace(manager=manager), build_connector_meta=lambda output: ("plan", output)
+        scheduler=SimpleNamespace(manager=manager),
+        build_connector_meta=lambda output: ("plan", output),
+        on_new_request=lambda _: None,
     )
     transfer = SimpleNamespace(kv_connector_extra_config={"secondary_tiers": [TIER]}, engine_id="e")
     join_offloading(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.kit.counts import count
 from tests.kit.server.probe import wait_written
@@ -174,6 +175,24 @@ def test_engines_of_one_and_of_two_ranks_share_canonical_rows(
     assert two.ask(*PROMPTS) == own and all(own)
     two.stop()
     assert engines("compressed", ranks=2).ask(PROMPTS[0]) == [0], "direct rows are not theirs"
+
+
+def test_a_streaming_session_leaves_nothing_wrong_behind(engines: Callable[..., Engine]) -> None:
+    """vLLM's offloading gives the last rows of a session the KV of other tokens, and its own memory serves them."""
+    one = engines()
+    assert one.ask(PROMPTS[3]) == [0]
+    session, source = "session", random.Random(2)
+    for tokens in (21, 20, 20):
+        one.engine.add(session, random_tokens(source, tokens), parameters(6), resumable=True)
+        while one.engine.scheduler.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            one.engine.step()
+    one.engine.add(session, [1], parameters(1))
+    come_to_rest(one.engine)
+    told = one.engine.answers[session].tokens
+    one.ask(PROMPTS[0])
+    one.stop()
+    hits = engines().ask(told, PROMPTS[0], PROMPTS[3])
+    assert hits[:2] == [0, 0] and hits[2], hits
 
 
 def test_pages_that_are_made_of_a_ring_are_refused(engines: Callable[..., Engine]) -> None:

@@ -281,6 +281,7 @@ class TieredKVTier(SecondaryTierManager):
             RowGroup(number, int(one.tokens_per_block) * blocks) for number, one in zip(numbers, groups, strict=True)
         ]
         self.adapters: RowAdapters | None = None  # where the engine takes any
+        self._stream = ""  # id of the last streaming session that came; vLLM's rows are mixed up from the first one on
         self._jobs: RowJobs | None = None
         self._refusal = "no worker has said yet what this engine serves"
         self._requests: dict[str, _Request] = {}  # those that wait and have hits
@@ -362,6 +363,7 @@ class TieredKVTier(SecondaryTierManager):
             (request.prefix,) = request.rows.values()
         request.is_open = request.prefix is not None or not request.forgetting
         request.params = self._read_params(req_context)
+        request.is_left_alone = bool(self._stream) and str(req_context.req_id) == self._stream
         if self.adapters is not None:
             self._take_adapter(self.adapters, request, req_context.req_id)
         self._asking = None
@@ -369,6 +371,23 @@ class TieredKVTier(SecondaryTierManager):
             req_context.set_state(of_tiers := _Requests())
         of_tiers[self] = request
         return RequestOffloadingContext()
+
+    def begin_stream(self, name: str) -> None:
+        """A streaming session comes: it is left alone, and nothing more is stored of this engine.
+
+        vLLM 0.32's offloading takes each later input of a session for new blocks behind those that it knew, so rows get
+        names of one place and KV of another. Its host memory gives them to whoever asks, and whose own rows are wrong
+        then.
+        """
+        if not self._stream:
+            logger.error(
+                "a request with streaming input came: vLLM's offloading gives its KV wrong names, so of this engine "
+                "nothing is stored in the tier %s any more, until it is started anew. Use TieredKVConnector for such "
+                "requests. request=%s",
+                self.tier_type,
+                name,
+            )
+        self._stream = name
 
     def _request(self, req_context: "ReqContext") -> _Request | None:
         of_tiers = req_context.get_state(_Requests)
@@ -392,7 +411,7 @@ class TieredKVTier(SecondaryTierManager):
         return self.adapters.may_look_up(request.adapter)
 
     def _may_store(self, request: _Request) -> bool:
-        if request.params.skips_save or request.resets != self._resets or request.is_left_alone:
+        if request.params.skips_save or request.resets != self._resets or request.is_left_alone or self._stream:
             return False
         return self.adapters is None or request.adapter is None or self.adapters.may_store(request.adapter)
 
@@ -918,6 +937,7 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
         adapters.listen(connector)
         for tier in tiers:
             tier.adapters = adapters
+    _listen_for_streams(connector, tiers)
     plan = connector.build_connector_meta
 
     def build_connector_meta(scheduler_output: Any) -> Any:
@@ -936,6 +956,19 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
             tier.begin(identities, f"{vllm_config.kv_transfer_config.engine_id}-{number}")
 
     connector.set_xfer_handshake_metadata_pp_aware = take
+
+
+def _listen_for_streams(connector: Any, tiers: Collection[TieredKVTier]) -> None:
+    """Have tiers hear of streaming sessions before vLLM tells them of the request."""
+    begin = connector.on_new_request
+
+    def on_new_request(request: Any) -> None:
+        if getattr(request, "resumable", False):
+            for tier in tiers:
+                tier.begin_stream(str(request.request_id))
+        begin(request)
+
+    connector.on_new_request = on_new_request
 
 
 def _identity(vllm_config: Any, kv_cache_config: Any, extra_config: Any, kv_caches: Mapping[str, Any]) -> RowIdentity:

@@ -37,9 +37,9 @@ def definitions() -> dict[str, Any]:
         PREFIX + STORED: OffloadingCounterMetadata(documentation="Rows stored, or held already."),
         PREFIX + LOADED: OffloadingCounterMetadata(documentation="Rows loaded."),
         PREFIX + DROPPED: OffloadingCounterMetadata(
-            documentation="Rows that were not stored: no_session, not_wanted (skip_save, older than a reset, or of an "
-            "adapter that not every rank has reported), not_whole (the end of a prompt inside a row), failed (not "
-            "written in time, no slot in time, or behind a row that failed).",
+            documentation="Rows that were not stored: no_session, not_wanted (skip_save, older than a reset, of an "
+            "adapter that not every rank has reported, or behind a streaming session), not_whole (the end of a prompt "
+            "inside a row), failed (not written in time, no slot in time, or behind a row that failed).",
             labelnames=("reason",),
         ),
         PREFIX + NOT_LOADED: OffloadingCounterMetadata(
