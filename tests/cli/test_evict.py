@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,30 @@ def test_orders_that_mean_nothing_are_refused(tmp_path: Path, arguments: list[st
         ONE.store(storage, tokens(1, 1))
     assert expected in complaint("evict", tier.uri, *arguments, "--yes")
     assert there(tier, ONE, tokens(1, 1)) == [True]
+
+
+def test_what_is_pinned_while_somebody_is_asked_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = directory_tier(tmp_path / "kv")
+    with tier.open() as storage:
+        ONE.store(storage, FIRST)
+
+    def pin_meanwhile(*_: object, **__: object) -> None:
+        with tier.open() as storage:
+            storage.pin([ONE.names(FIRST)[1]], FOR_GOOD)
+
+    monkeypatch.setattr(import_module("tiered_kv.cli.evict"), "confirm", pin_meanwhile)
+    done = evict(tier, "--all")
+    assert (done["selected"], done["pinned"], done["tiers"][0]["removed"]) == (2, 2, 2)
+    assert there(tier, ONE, FIRST) == [True, True, False, False]
+
+
+def test_nothing_goes_while_pins_cannot_be_read(tmp_path: Path) -> None:
+    tier = directory_tier(tmp_path / "kv")
+    with tier.open() as storage:
+        ONE.store(storage, FIRST)
+    (tmp_path / "kv" / "pins.json").write_text("nobody's")
+    assert "mend or remove the file" in complaint("evict", tier.uri, "--all", "--yes", code=1)
+    assert all(there(tier, ONE, FIRST))
 
 
 @pytest.mark.parametrize("order", [("--all",), ("--tag", "a")])

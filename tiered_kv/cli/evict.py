@@ -40,6 +40,7 @@ from tiered_kv.ops.eviction import (
     note_on_foreign,
     select,
     used_bytes,
+    without_pinned,
 )
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_directory, open_server
@@ -222,6 +223,7 @@ def _evict_tier(storage: Storage, content: Content, order: _Order) -> EvictRepor
             if origin is not None:
                 removal = storage.erase(selection.blobs, origin, criteria.namespace, tick)
             else:
+                selection = without_pinned(forest, selection, storage.pins())
                 removal = storage.remove(selection.blobs, tick)
         tiers.append(_done(storage.kind, removal, removal.removed_bytes, as_json=order.as_json))
     return _report(order, selection, tiers, content.notes)

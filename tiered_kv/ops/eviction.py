@@ -12,6 +12,7 @@ import msgspec
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys.conditions import Conditions
+from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.ops.forest import Forest, Ident, ident
 from tiered_kv.ops.report import Report
@@ -193,6 +194,14 @@ def select(forest: Forest, criteria: Criteria, state_parts: Mapping[bytes, int] 
     pinned = [blob for blob in ordered if ident(blob) in kept]
     free = free if criteria.free_bytes is None else _first(forest, free, criteria.free_bytes)
     return Selection(forest.with_copies(free), forest.with_copies(pinned))
+
+
+def without_pinned(forest: Forest, selection: Selection, pins: Iterable[BlobName]) -> Selection:
+    """The same, less what these keep: a listing takes a while, and whoever is asked to confirm takes longer."""
+    found = [blob for name in pins if (blob := forest.find(name)) is not None]
+    kept = set(map(ident, forest.with_states(found)))
+    late = [blob for blob in selection.blobs if ident(blob) in kept]
+    return Selection([b for b in selection.blobs if ident(b) not in kept], [*selection.pinned, *late])
 
 
 def _behind(forest: Forest, blobs: Iterable[StoredBlob]) -> list[StoredBlob]:
