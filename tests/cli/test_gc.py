@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from tests.kit.storage.places import Place, open_place
 from tests.kit.storage.stored_prompts import CHUNK, Model, tokens
 from tiered_kv.cli.app import app
+from tiered_kv.errors import TierUnavailable
 from tiered_kv.fleet.layout import MemberReport, encode, session_path
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import SELF_TEST_NAMESPACE
@@ -269,6 +270,16 @@ def test_pinned_chunks_keep_a_dead_namespace(local_place: Place) -> None:
     with place.open() as storage:
         storage.unpin(old.names(tokens(1, 3)))
     assert kinds(garbage_at(place, HOUR_S)) == [("retired", old.namespace.digest, 3)]
+
+
+def test_nothing_is_collected_while_pins_cannot_be_read(tmp_path: Path) -> None:
+    place = Place.disk(tmp_path)
+    paths = store(place, base_model(place, 0), tokens(1, 3))
+    place.delete(paths[0])
+    (tmp_path / "pins.json").write_text("nobody's")
+    with pytest.raises(TierUnavailable, match="mend or remove the file"):
+        garbage_at(place, HOUR_S, is_collected=True)
+    assert blobs(place.paths()) == set(paths[1:])
 
 
 def test_what_a_server_of_the_bucket_reports_as_served_stays(tmp_path: Path) -> None:

@@ -147,8 +147,9 @@ def collect(storage: Storage, garbage: Garbage, progress: Progress = no_progress
 
     Raises:
         DirectoryLocked: A server came up meanwhile, or another command works on the directory.
-        TierUnavailable: The store or the server does not answer; what is gone is gone.
+        TierUnavailable: The store or the server does not answer; what is gone is gone. Or the pins cannot be read.
     """
+    storage.pins()  # a listing goes on without those that cannot be read, and garbage that somebody wants kept is none
     is_served = storage.is_served()
     for item in garbage.items:
         if item.strays:
