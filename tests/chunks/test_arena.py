@@ -169,3 +169,16 @@ def test_pages_are_kept_also_where_giving_some_back_failed(monkeypatch: pytest.M
     arena.allocate(0, PAGE)
     assert arena.memory_bytes(0) == SIZE
     arena.close()
+
+
+def test_a_forked_child_lets_go_of_all_but_what_it_looks_at_also_where_the_parent_could_not_close() -> None:
+    arena = Arena(create_slabs(3))
+    fds = list(arena.slab_fds)
+    with arena.view(1, 0, 16) as looked_at:
+        with pytest.raises(BufferError):
+            arena.close()
+        arena.forget_after_fork()
+        assert looked_at == bytes(16)
+    assert not arena.slab_fds and not any(Path(f"/proc/self/fd/{fd}").exists() for fd in fds)
+    arena.forget_after_fork()
+    arena.close()

@@ -184,9 +184,10 @@ class Arena:
 
     def forget_after_fork(self) -> None:
         """In a child of this process: have none of the memory, which would live as long as the child does."""
-        for slab, view in zip(self._maps, self._views, strict=True):
+        for view in self._views:
+            view.release()
+        for slab in self._maps:
             with contextlib.suppress(BufferError):  # somebody's view, which goes with the child
-                view.release()
                 slab.close()
         self._maps, self._views = [], []
         while self.slab_fds:
