@@ -37,6 +37,15 @@ OBJECT_OPTIONS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Schemes of object stores, and the options each takes after ``?``."""
 
+OTHER_SCHEMES: Final = {
+    **dict.fromkeys(("s3a", "s3n", "minio"), "s3://bucket/prefix"),
+    **dict.fromkeys(("http", "https"), "s3://bucket/prefix?endpoint_url=http://host:9000"),
+    **dict.fromkeys(("gcs", "gcloud"), "gs://bucket/prefix"),
+    **dict.fromkeys(("abfs", "abfss", "azure", "wasb", "wasbs"), "az://container/prefix"),
+    **dict.fromkeys(("nfs", "cephfs", "shared"), "shared+file:///directory"),
+}
+"""What other programs call our stores."""
+
 CLIENT_OPTIONS: Final = ("client_kwargs", "config_kwargs", "s3_additional_kwargs", "requester_pays")
 """What ``storage_options`` may hold for s3 besides: passed on to s3fs as it is."""
 
@@ -136,7 +145,7 @@ def parse_location(uri: str, storage_options: Mapping[str, object] | None = None
         path = _unquoted(f"{parts.netloc}{parts.path}", shown)
         return Location("extension", parts.scheme, path, {**named, **(storage_options or {})})
     if parts.scheme not in OBJECT_OPTIONS:
-        raise ConfigError(f"{shown}: unknown scheme {parts.scheme!r}, {EXAMPLE}")
+        raise ConfigError(f"{shown}: {_unknown_scheme(parts.scheme)}")
     if parts.fragment:
         raise ConfigError(f"{shown}: nothing may stand after #; write # as %23")
     options = _query(parts.scheme, parts.query, shown)
@@ -148,6 +157,12 @@ def parse_location(uri: str, storage_options: Mapping[str, object] | None = None
     else:
         path = _bucket_path(parts.scheme, parts.netloc, parts.path, shown)
     return Location("object", parts.scheme, path, options)
+
+
+def _unknown_scheme(scheme: str) -> str:
+    here = OTHER_SCHEMES.get(scheme)
+    hint = f"; did you mean {here}?" if here else ""
+    return f"unknown scheme {scheme!r}{hint}; known: file, {', '.join(OBJECT_OPTIONS)}, mooncake; {EXAMPLE}"
 
 
 def directory_uri(path: str | os.PathLike[str]) -> str:
