@@ -43,9 +43,9 @@ def serve(
         int | None,
         typer.Option(min=0, max=65535, help="Serve /metrics, /healthz and /readyz at this port; 0: any that is free."),
     ] = None,
-    metrics_host: Annotated[str, typer.Option(help="Address to serve them at. Anybody there may read them.")] = (
-        "127.0.0.1"
-    ),
+    metrics_host: Annotated[
+        str | None, typer.Option(help="Address to serve them at. Anybody there may read them. (default: 127.0.0.1)")
+    ] = None,
     hints_token_file: Annotated[
         Path | None,
         typer.Option(help="Take hints of gateways at the metrics port, from whoever shows the token in this file."),
@@ -74,14 +74,18 @@ def serve(
             raise ConfigError(f"option --set: {twice[0]} is given twice")
         settings = Config.from_mapping(given | more_settings)
         if socket is not None and not socket.is_absolute():
-            raise ConfigError(f"option --socket: expected an absolute path, got {str(socket)!r}")
+            raise ConfigError(f"option --socket: expected an absolute path without unix://, got {str(socket)!r}")
+        if metrics_host is not None and metrics_port is None:
+            raise ConfigError("option --metrics-host: nothing listens there: give --metrics-port, too")
         if hints_token_file is not None and metrics_port is None:
             raise ConfigError("option --hints-token-file: hints come to the metrics port: give --metrics-port, too")
         token = None if hints_token_file is None else read_hints_token(hints_token_file)
         raise_descriptor_limit()
         keep_heap_small()
         let_loop_answer()
-        metrics = None if metrics_port is None else _open_metrics(metrics_host, metrics_port, token, at_end)
+        metrics = (
+            None if metrics_port is None else _open_metrics(metrics_host or "127.0.0.1", metrics_port, token, at_end)
+        )
 
         def on_ready(info: ServerInfo) -> None:
             gc.collect()  # as in server/__main__.py
