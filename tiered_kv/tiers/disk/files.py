@@ -79,7 +79,7 @@ class mapped_errors:  # noqa: N801 - a context, named as those of contextlib
             raise CapacityExceeded(f"no room on the file system. {said}") from exc
         if exc.errno == errno.EROFS and self._operation in _REFUSED_READ_ONLY:
             raise _REFUSED_READ_ONLY[self._operation](f"the file system is read-only. {said}") from exc
-        raise TierUnavailable(f"disk operation failed. {said}") from exc
+        raise TierUnavailable(f"disk operation failed: {exc.strerror or exc}. {said}") from exc
 
 
 def make_root(path: Path) -> None:

@@ -140,7 +140,7 @@ class DiskTier(Tier):
         if capacity_bytes < reserve + MIN_BLOB_SPACE_BYTES:
             raise ConfigError(
                 f"disk capacity leaves no room for blobs. capacity={capacity_bytes} metadata_reserve={reserve} "
-                f"least={reserve + MIN_BLOB_SPACE_BYTES}: raise disk_bytes"
+                f"least={reserve + MIN_BLOB_SPACE_BYTES}: raise disk_bytes, by default a tenth of the free space"
             )
         self._root = Path(os.path.realpath(root))
         self._blobs, self._tmp = self._root / "blobs", self._root / "tmp"
