@@ -58,6 +58,9 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ("host_bytes", "4 gigs", "expected a size such as 4GiB; units are B, KiB"),
         ("host_bytes", 0, "expected a size above zero"),
         ("host_bytes", True, "expected a size"),
+        ("host_bytes", 8, "expected a size of at least 64KiB, such as 4GiB; a number without a unit is bytes"),
+        ("host_bytes", "32768", "a number without a unit is bytes"),
+        ("storage_bytes", 500, "a number without a unit is bytes"),
         ("disk_bytes", [1], "expected a size"),
         ("disk_bytes", "9" * 400 + "TiB", "expected a size above zero and below 8 EiB"),
         ("min_free_bytes", -1, "expected a size above zero"),
@@ -98,6 +101,7 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ("storage_bytes", "many", "expected a size such as 4GiB"),
         ("storage_ttl", "7 weeks", "expected a time such as 12h or 7d"),
         ("storage_ttl", 0, "expected a time such as 12h or 7d"),
+        ("storage_ttl", "3600", "expected a time such as 12h or 7d, with its unit"),
         ("storage_timeout_s", 0, "expected a number from 0.1 to 600"),
         ("storage_concurrency", 0, "expected a whole number above zero"),
         ("single_writer", "yes", "expected true or false"),
@@ -341,6 +345,8 @@ def test_the_digest_names_the_store_and_its_limits_but_no_secret() -> None:
 def test_a_bucket_without_any_limit_is_warned_of() -> None:
     [warning] = bucket().warnings()
     assert "s3://bucket/prefix has no limit" in warning
+    [warning] = bucket(storage_ttl=7).warnings()
+    assert "storage_ttl is 7 s" in warning and "7 days are 7d" in warning
     assert bucket(storage_bytes="1GiB").warnings() == bucket(storage_ttl="7d").warnings() == config().warnings() == []
 
 
@@ -398,7 +404,7 @@ def test_the_digest_names_the_limits() -> None:
 
 def test_every_setting_is_documented_with_its_default() -> None:
     settings = {setting.name: setting for setting in Config.settings()}
-    assert [*settings, "host_bytes_default"] == [field.name for field in dataclasses.fields(Config)]
+    assert [*settings, "host_bytes_default", "is_guest"] == [field.name for field in dataclasses.fields(Config)]
     assert all(setting.help for setting in settings.values())
     assert settings["promotion_wait_ms"].default == settings["tail_tokens"].default == "auto"
     assert settings["strict"].default == "false"

@@ -28,6 +28,9 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
 
 SIZE_MAX = (1 << 63) - 1
+LIMIT_MIN = 64 << 10
+"""Of host memory and of a bucket: less holds no chunk of any model that is served. A disk tier says its own least."""
+
 MIN_FREE_BYTES_DEFAULT = 1 << 30
 HOST_BYTES_DEFAULT_MAX = 8 << 30
 HOST_SHARE_DEFAULT = 0.1
@@ -38,6 +41,9 @@ OFFLOADING_ROWS = 64
 
 DISK_SHARE_DEFAULT = 0.1
 TIME_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+TTL_SHORT_S = 600
+"""A shorter one loses what is in use, because uses are written once a minute; who writes 7 means days."""
+
 TTL_MAX_S = 100 * 366 * 86400
 BUCKET_SETTINGS = ("storage_bytes", "storage_ttl", "single_writer", "evict_other_namespaces")
 
@@ -65,6 +71,14 @@ def parse_size(value: object) -> int:
     return value
 
 
+def _limit(value: object) -> int:
+    """A size that a tier may have: ``"host_bytes": 8`` means GiB to who writes it, and would hold nothing."""
+    size = parse_size(value)
+    if size < LIMIT_MIN:
+        raise ValueError("expected a size of at least 64KiB, such as 4GiB; a number without a unit is bytes")
+    return size
+
+
 def parse_time_s(value: object) -> float:
     """Seconds of ``3600``, ``"90m"``, ``"12h"``, ``"7d"``.
 
@@ -74,10 +88,12 @@ def parse_time_s(value: object) -> float:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhd])\s*", value)
         seconds = float(match[1]) * TIME_UNITS_S[match[2]] if match else 0.0
+        expected = "expected a time such as 12h or 7d, with its unit (s, m, h or d)"
     else:
         seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+        expected = "expected a time such as 12h or 7d (units s, m, h, d) or a number of seconds from 1"
     if not 1 <= seconds <= TTL_MAX_S:
-        raise ValueError("expected a time such as 12h or 7d (units s, m, h, d) or a number of seconds from 1")
+        raise ValueError(expected)
     return float(seconds)
 
 
@@ -204,13 +220,13 @@ def is_peer_address(text: str) -> bool:
 
 
 def _address(value: object) -> str:
-    text = _text(value)
+    text = value if isinstance(value, str) else ""  # a port alone is what people write
     parse_address(text)
     return text
 
 
 def _peers(value: object) -> tuple[str, ...]:
-    expected = f"expected 1 to {PEERS_MAX} of https://HOST:PORT, dns://NAME:PORT and {BUCKETS_PEERS}"
+    expected = f"expected a list of 1 to {PEERS_MAX} of https://HOST:PORT, dns://NAME:PORT and {BUCKETS_PEERS}"
     if isinstance(value, str) or not isinstance(value, list | tuple) or not 1 <= len(value) <= PEERS_MAX:
         raise ValueError(expected)
     for place in value:
@@ -272,7 +288,7 @@ class Config:
     storage_options: Mapping[str, object] | None = _setting(
         _options, "options of the object store, e.g. endpoint_url, region, key, secret; default: the environment's"
     )
-    storage_bytes: int | None = _setting(parse_size, "limit of the object store, all servers together; default: none")
+    storage_bytes: int | None = _setting(_limit, "limit of the object store, all servers together; default: none")
     storage_ttl: float | None = _setting(parse_time_s, "age after which unused objects are deleted, e.g. 7d")
     storage_timeout_s: float = _setting(_number(0.1, 600), "longest wait for one operation of the object store", 10.0)
     storage_concurrency: int = _setting(_positive_int, "transfers to and from the object store at once", 16)
@@ -283,7 +299,7 @@ class Config:
         _boolean, "let the limit delete other models' objects below the URI, too", default=False
     )
     host_bytes: int | None = _setting(
-        parse_size,
+        _limit,
         "host memory of the server; default min(10 % of the memory limit, 8 GiB), below vLLM's offloading no more than "
         "1 GiB or 64 rows",
     )
@@ -495,6 +511,11 @@ class Config:
         location, said = self.location(), []
         if location.kind == "object" and self.storage_bytes is None and self.storage_ttl is None:
             said.append(f"{location} has no limit: nothing is ever deleted there; set storage_bytes or storage_ttl")
+        if location.kind == "object" and self.storage_ttl is not None and self.storage_ttl < TTL_SHORT_S:
+            said.append(
+                f"storage_ttl is {self.storage_ttl:g} s, and what nobody used for so long is deleted from {location}: "
+                "a number without a unit is seconds, 7 days are 7d; uses are written once a minute"
+            )
         return said
 
     def resolved_host_bytes(self) -> int:

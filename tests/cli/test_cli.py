@@ -102,6 +102,9 @@ def test_serve_ends_with_2_for_a_wrong_setting(cli: Command, root: Path) -> None
         ((f"file://{root}", "--disk-bytes", "1MiB"), "disk capacity leaves no room for blobs"),
         ((f"file://{root}", "--drain-s", "-1"), "setting drain_s: expected a number from 0 to 3600, got -1.0"),
         ((f"file://{root}", "--socket", "relative"), "option --socket: expected an absolute path"),
+        ((f"file://{root}", "--socket", "unix:///x.sock"), "expected an absolute path without unix://"),
+        ((f"file://{root}", "--metrics-host", "0.0.0.0"), "option --metrics-host: nothing listens there: give"),
+        ((f"file://{root}", "--host-bytes", "8"), "a number without a unit is bytes"),
         ((f"file://{root}", "--log-level", "loud"), "option --log-level: expected debug"),
         (("s3://AKIA:hidden@bucket/x",), "Credentials belong into storage_options or the environment"),
         ((f"file://{root}", "--no-such-option"), "No such option"),
@@ -124,7 +127,9 @@ def test_serve_ends_with_1_where_the_storage_cannot_be_used(cli: Command, tmp_pa
     (tmp_path / "file").write_text("in the way")
     result = cli("serve", f"file://{tmp_path}/file/cache", *LIMITS)
     assert result.returncode == 1
-    assert result.stderr.startswith("tiered-kv: ") and "file/cache" in result.stderr
+    assert (
+        result.stderr.startswith("tiered-kv: disk operation failed: Not a directory.") and "file/cache" in result.stderr
+    )
     assert result.stderr.count("\n") == 1
 
 
