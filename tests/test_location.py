@@ -1,5 +1,7 @@
 """What a storage URI names, which options it may carry, and that no message shows a secret."""
 
+import inspect
+
 import pytest
 
 from tiered_kv.errors import ConfigError
@@ -98,6 +100,31 @@ def test_an_unknown_option_is_told_with_the_nearest_known_one(name, near):
             parse_location(uri, options)
         assert (f"did you mean {near}?" in str(caught.value)) == (near is not None)
         assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "name", "near"),
+    [
+        ("gs://b", "endpoint", "endpoint_url"),
+        ("gs://b", "tokens", "token"),
+        ("az://c", "acount_key", "account_key"),
+        ("az://c", "conection_string", "connection_string"),
+    ],
+)
+def test_a_slip_in_an_option_is_told_where_the_client_takes_others_too(uri, name, near):
+    """Their clients ignore what they do not know: prompts' KV would go to another service, or without a key."""
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'; did you mean {near}?") as caught:
+        parse_location(uri, {name: "hidden"})
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "module", "client"), [("gs://b", "gcsfs.core", "GCSFileSystem"), ("az://c", "adlfs", "AzureBlobFileSystem")]
+)
+def test_every_option_of_the_client_itself_is_passed_on(uri, module, client):
+    taken = inspect.signature(getattr(pytest.importorskip(module), client).__init__).parameters.values()
+    others = {each.name: None for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"}
+    assert len(others) > 10 and parse_location(uri, others).options == others
 
 
 def test_options_are_read_and_storage_options_win():

@@ -46,6 +46,9 @@ OTHER_SCHEMES: Final = {
 }
 """What other programs call our stores."""
 
+SLIP_LIKENESS: Final = 0.8
+"""How like a known option a name is that means it; the other options of gcsfs and adlfs are less like these."""
+
 CLIENT_OPTIONS: Final = ("client_kwargs", "config_kwargs", "s3_additional_kwargs", "requester_pays")
 """What ``storage_options`` may hold for s3 besides: passed on to s3fs as it is."""
 
@@ -311,6 +314,7 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
     if isinstance(endpoint, str) and not endpoint.startswith(("http://", "https://")):
         raise ConfigError("option endpoint_url of storage_uri: expected http://host:port or https://host")
     if scheme != "s3":
+        _refuse_slips(scheme, checked)
         return checked
     known = (*OBJECT_OPTIONS["s3"], *CLIENT_OPTIONS)
     for name, value in checked.items():
@@ -324,6 +328,14 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
         elif name in OBJECT_OPTIONS["s3"] and name not in ("anon", "verify") and not isinstance(value, str):
             raise ConfigError(f"option {name} of storage_uri: expected a string, got a {type(value).__name__}")
     return checked
+
+
+def _refuse_slips(scheme: str, options: Mapping[str, object]) -> None:
+    """Their clients ignore a name that they do not know: with ``endpoint`` prompts' KV would go to another service."""
+    known = OBJECT_OPTIONS[scheme]
+    for name in options:
+        if name not in known and difflib.get_close_matches(name, known, n=1, cutoff=SLIP_LIKENESS):
+            raise ConfigError(f"setting storage_options: {_unknown(name, known)}, and what its client takes besides")
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> str:
