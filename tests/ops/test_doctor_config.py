@@ -121,7 +121,7 @@ BAD: dict[str, tuple[object, str, str, str]] = {
     "a scheme that is none": ({"storage_uri": "ftp://x/y"}, "settings", "unknown scheme 'ftp'", ""),
     "a relative path": ({"storage_uri": "file://cache"}, "settings", "three slashes", ""),
     "a disk below a disk": ({"storage_uri": URI, "disk_path": "/x"}, "settings", "only for object stores", ""),
-    "a limit of no bucket": ({"storage_uri": URI, "storage_bytes": 1 << 30}, "settings", "storage_bytes is only for", ""),
+    "a limit of no bucket": ({"storage_uri": URI, "storage_bytes": 10**9}, "settings", "storage_bytes is only for", ""),
     "a limit of no disk": ({"storage_uri": "s3://b/p", "disk_bytes": 1}, "settings", "set disk_path", ""),
     "offloading without ours": (offloading(secondary_tiers=[{"type": "fs"}]), "connector", "no tier of ours", "type"),
     "offloading that is none": (
