@@ -109,8 +109,8 @@ class Config:
         return dict(self.fields)
 
 
-class PluginsModel(LlamaForCausalLM):
-    """A class that a plugin has registered in the place of vLLM's."""
+PluginsModel: Final = type("PluginsModel", (LlamaForCausalLM,), {"__module__": __name__})
+"""A class that a plugin has registered in the place of vLLM's."""
 
 
 @dataclass(frozen=True)
