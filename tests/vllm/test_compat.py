@@ -397,6 +397,7 @@ BY_DUCK: dict[str, str] = {
     "name": "of an enumeration's member",
     "value": "of an enumeration's member",
     "calculate_kv_scales": "gone before 0.30, refused should it come back",
+    "get_attn_backend": "of layers that have a backend",
     "nnodes": "of configurations without nnodes_within_dp",
     "cp_kv_cache_interleave_size": "either of two names",
     "dcp_kv_cache_interleave_size": "either of two names",

@@ -4,13 +4,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import transformers
 from vllm import ModelRegistry
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from tests.kit.vllm.engine_identities import LAYER, Settings, attention_layer, engine_config, kv_config, with_layers
 from tiered_kv.errors import ConfigError
 from tiered_kv.vllm.identity import model_code as of_code
+from tiered_kv.vllm.identity import record
 from tiered_kv.vllm.identity.model_code import TRANSFORMERS_BACKEND, model_code
 from tiered_kv.vllm.identity.record import base_fields
 
@@ -111,7 +111,7 @@ def test_layers_that_transformers_computes_are_named_by_its_minor_version(vllm_c
     ours = fields(vllm_config)
     theirs = type("TransformersForCausalLM", (LlamaForCausalLM,), {"__module__": f"{TRANSFORMERS_BACKEND}.causal"})
     monkeypatch.setattr(of_code, "model_class", lambda _: theirs)
-    monkeypatch.setattr(transformers, "__version__", "5.19.1")
+    monkeypatch.setattr(record, "transformers_version", lambda: "5.19.1")
 
     assert "transformers_version" not in ours
     assert fields(vllm_config) == ours | {"transformers_version": "5.19"}

@@ -434,7 +434,7 @@ USES: Final = (
     # configuration
     *_reads(f"{CONFIG}:VllmConfig", "model_config parallel_config cache_config scheduler_config speculative_config "
             "lora_config load_config kv_transfer_config kv_events_config compilation_config attention_config "
-            "use_v2_model_runner"),
+            "use_v2_model_runner quant_config"),
     *_reads(f"{CONFIG}:ModelConfig", "model revision code_revision seed dtype quantization quantization_config "
             "max_model_len hf_config hf_text_config multimodal_config is_encoder_decoder trust_remote_code "
             "model_weights architectures hf_overrides"),

@@ -16,7 +16,6 @@ from unittest import mock
 
 import msgspec
 import torch
-import transformers
 import vllm
 from transformers import LlamaConfig
 from vllm import envs
@@ -294,7 +293,7 @@ class Identities:
         with (
             mock.patch.object(identity, "FORMAT_VERSION", engine.format_version),
             mock.patch.object(vllm, "__version__", engine.version),
-            mock.patch.object(transformers, "__version__", engine.transformers),
+            mock.patch.object(identity, "transformers_version", return_value=engine.transformers),
             mock.patch.object(model_code, "model_class", return_value=engine.model_class),
             mock.patch.dict(envs.environment_variables, variables),
         ):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Collection, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,8 +42,13 @@ def draft_code(model: Any) -> dict[str, object] | None:
     return _code({model_class(model)})
 
 
+def transformers_version() -> str:
+    """Version of the package that this vLLM brought."""
+    return version("transformers")
+
+
 def _layer_classes(vllm_config: Any) -> Iterator[type]:
-    yield type(getattr(vllm_config, "quant_config", None))
+    yield type(vllm_config.quant_config)
     for layer in vllm_config.compilation_config.static_forward_context.values():
         parts = (layer, getattr(layer, "impl", None), getattr(layer, "quant_method", None))
         yield from map(type, parts)

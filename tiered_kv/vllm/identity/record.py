@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-import transformers
 import vllm
 from vllm import envs, platforms
 
@@ -25,7 +24,7 @@ from tiered_kv.vllm.compat import expert_precisions, platform_name
 from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.canonical import key_text, plain, written
 from tiered_kv.vllm.identity.config_values import file_digest, kv_settings
-from tiered_kv.vllm.identity.model_code import draft_code, model_code, uses_transformers
+from tiered_kv.vllm.identity.model_code import draft_code, model_code, transformers_version, uses_transformers
 from tiered_kv.vllm.identity.model_files import draft_weights_identity, model_files, weights_identity
 from tiered_kv.vllm.kv_groups import cache_groups, is_recurrent
 
@@ -117,7 +116,7 @@ def _code_fields(code: dict[str, object] | None, model: Any, settings: IdentityS
     """What computes the model besides vLLM; nothing where vLLM alone does, which its version names."""
     is_shared = settings.share_vllm_versions or not uses_transformers(model)
     return ({} if code is None else {"model_code": code}) | (
-        {} if is_shared else {"transformers_version": _minor_version(transformers.__version__)}
+        {} if is_shared else {"transformers_version": _minor_version(transformers_version())}
     )
 
 
