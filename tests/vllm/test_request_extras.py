@@ -170,6 +170,20 @@ def test_several_items_of_one_chunk_are_all_there():
     assert found == [both, encode([Multimodal("dog", 20)]), encode([Multimodal("cat", 130)])]
 
 
+def test_what_a_next_turn_brings_behind_a_tail_is_not_part_of_the_tail():
+    """Else an image that the next question begins with, in the tail's chunk, keeps it from finding the tail."""
+    place = CHUNK + 40
+    first, next_turn = extras(mm_features=[image("cat", 60, 10)]), [image("cat", 60, 10), image("dog", place, 50)]
+    assert first.extras_of_tail(1, 32) == encode([Multimodal("cat", 60)])
+    assert extras(mm_features=next_turn).extras_of_tail(1, 32) == first.extras_of_tail(1, 32)
+    both = encode([Multimodal("cat", 60), Multimodal("dog", place)])
+    assert extras(mm_features=next_turn).extras_of_tail(1, 41) == both
+    rows, end = embeds(1), CHUNK + 32
+    ended = extras(prompt_token_ids=list(range(end)), prompt_embeds=rows[:end])
+    goes_on = extras(prompt_embeds=rows)
+    assert ended.extras_of_tail(1, 32) == goes_on.extras_of_tail(1, 32) != goes_on.extras_of_tail(1, 33)
+
+
 def embeds(seed, rows=CHUNKS * CHUNK + 10):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal((rows, 8), dtype=np.float32)).bfloat16()
 

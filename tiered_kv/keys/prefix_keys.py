@@ -90,7 +90,7 @@ class PrefixKeys:
         Args:
             tokens: All tokens of the request so far.
             index: At least 1; the chunk before it must have a key.
-            extras: Encoded extras of chunk ``index``.
+            extras: Encoded extras of these tokens.
         """
         start = index * self._chunk_tokens
         body = _pack(tokens, start, start + length).tobytes() + extras

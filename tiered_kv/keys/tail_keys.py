@@ -8,7 +8,7 @@ tails may follow one chunk: of prompts that go on differently, or of one prompt 
                      tails of 64 and of 192 tokens, of another prompt perhaps
 
     head   = MARK || u32 n
-    body   = tokens, uint32 little-endian || extras of the chunk
+    body   = tokens, uint32 little-endian || extras of these tokens
     key    = first 8 bytes of xxh3_128(head || key[i-1] || body) || "tail" || u32 n
     digest = sha256(head || digest[i-1] || body)
 
@@ -36,7 +36,7 @@ def tail_name(parent: tuple[bytes, bytes], tokens: int, body: bytes) -> tuple[by
     Args:
         parent: Key and digest of the chunk before it.
         tokens: Its length, from 1 to ``TAIL_TOKENS_MAX``.
-        body: Its tokens as bytes, then its chunk's extras.
+        body: Its tokens as bytes, then their extras.
     """
     import xxhash  # noqa: PLC0415  # every verb imports this module, and its --help hashes nothing
 

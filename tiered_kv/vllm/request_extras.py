@@ -131,6 +131,21 @@ class RequestExtras:
                 raise
         return self._encoded[chunk_index]
 
+    def extras_of_tail(self, chunk_index: int, tokens: int) -> bytes:
+        """Encoded extras of a chunk's first tokens: an image behind them is another turn's, and is not part of it.
+
+        Raises:
+            Unaccountable: As for ``extras_for``.
+        """
+        if self.reason is not None:
+            raise Unaccountable(self.reason)
+        start = chunk_index * self._chunk_tokens
+        try:
+            return self._encode(start, start + tokens)
+        except Unaccountable as exc:
+            self.reason = str(exc)
+            raise
+
     def _read_up_to(self, count: int) -> None:
         """Encode the extras of the first ``count`` chunks. Most requests have none: one check covers all chunks."""
         known = len(self._encoded)
@@ -138,7 +153,7 @@ class RequestExtras:
             self._encoded += [b""] * (count - known)
             return
         for index in range(known, count):
-            self._encoded.append(self._encode(index))
+            self._encoded.append(self._encode(index * self._chunk_tokens, (index + 1) * self._chunk_tokens))
 
     def _is_plain(self, start: int, stop: int) -> bool:
         """Whether neither we nor vLLM know an extra of any of these tokens."""
@@ -147,9 +162,7 @@ class RequestExtras:
         theirs, _ = generate_block_hash_extra_keys(self._request, start, stop, 0)
         return not theirs
 
-    def _encode(self, index: int) -> bytes:
-        start = index * self._chunk_tokens
-        stop = start + self._chunk_tokens
+    def _encode(self, start: int, stop: int) -> bytes:
         ours = list(self._typed(start, stop))
         theirs, _ = generate_block_hash_extra_keys(self._request, start, stop, 0)
         if ours or theirs:

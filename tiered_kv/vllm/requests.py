@@ -299,7 +299,7 @@ class RequestState:
         """
         assert self.keys is not None
         try:
-            return self.keys.tail(self.request.all_token_ids, chunk, tokens, self.extras.extras_for(chunk))
+            return self.keys.tail(self.request.all_token_ids, chunk, tokens, self.extras.extras_of_tail(chunk, tokens))
         except ValueError as exc:
             self._leave_alone(exc)
 
