@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from tests.kit.vllm.engine_identities import LAYER, attention_layer, engine_config, kv_config, with_layers
+from tests.kit.vllm.engine_identities import LAYER, attention_layer, changed, engine_config, kv_config, with_layers
 from tiered_kv.config import Config
 from tiered_kv.errors import UnsupportedModel
 from tiered_kv.server.protocol import NAME_CHARS_MAX
@@ -75,6 +75,13 @@ def test_rows_of_layers_that_swapped_their_encodings_have_other_names(vllm_confi
     ]
     assert not any(one.refusal for one in said)
     assert said[0].fields == said[2].fields and len({one.fields for one in said}) == 3
+
+
+def test_rows_of_pipeline_stages_are_refused_by_name(vllm_config):
+    """Each stage says layers of its own, and "workers of one engine disagree" tells a user nothing."""
+    settings = Config.from_mapping({"storage_uri": "file:///unused", "chunk_tokens": 32})
+    staged = changed(vllm_config, parallel_config={"pipeline_parallel_size": 2})
+    assert "pipeline_parallel_size=2" in row_identity(staged, kv_config(), settings, {}, ()).refusal
 
 
 def test_plain_dtypes_are_left_to_the_page(vllm_config):

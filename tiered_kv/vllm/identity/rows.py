@@ -75,6 +75,7 @@ def row_identity(
     try:
         check_vllm(features(vllm_config, kv_cache_config))
         check_groups(kv_cache_config)
+        _check_stages(vllm_config)
         _check_names(vllm_config)
         check_supported(vllm_config, config.chunk_tokens)
         check_states(vllm_config, kv_cache_config)
@@ -103,6 +104,19 @@ def _encodings(by_layer: Mapping[str, str]) -> object:
     """Of layers that are encoded otherwise, each with its own: the bytes of a row do not say which layer is which."""
     kinds = sorted(set(by_layer.values()))
     return kinds if len(kinds) < 2 else dict(by_layer)
+
+
+def _check_stages(vllm_config: Any) -> None:
+    """Refuse pipeline stages: each has layers of its own, and a row's name has one list of them for all ranks.
+
+    Raises:
+        UnsupportedModel: The message says what to do.
+    """
+    if (stages := int(vllm_config.parallel_config.pipeline_parallel_size)) > 1:
+        raise UnsupportedModel(
+            "pipeline stages are not supported below vLLM's offloading. Use TieredKVConnector. "
+            f"pipeline_parallel_size={stages}"
+        )
 
 
 def _check_names(vllm_config: Any) -> None:
