@@ -11,20 +11,22 @@ import pytest
 
 from tests.kit.s3 import S3
 from tests.kit.server.clients import CHUNK as SMALL_CHUNK
-from tests.kit.server.clients import PAGES, SmallEngine, settings, worker_part
+from tests.kit.server.clients import PAGES, STORED_BY, SmallEngine, settings, worker_part
 from tests.kit.server.probe import figures, socket_of, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, explained_hit, report, run, s3_tier
+from tiered_kv.chunks.header import BlobFormat
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import Namespace
 from tiered_kv.keys.naming import BlobName, relative_path
 from tiered_kv.keys.prefix_keys import PrefixKeys
-from tiered_kv.keys.tags import tag_digest
+from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.ops import copy_targets
 from tiered_kv.ops.forest import Forest
 from tiered_kv.ops.open import open_storage
 from tiered_kv.server.client import SchedulerClient
+from tiered_kv.server.members import recorded_geometry
 from tiered_kv.server.worker_client import WorkerClient
 
 ONE, TWO = Model(), Model(weights="two")
@@ -372,6 +374,31 @@ def test_a_server_with_little_room_keeps_what_it_has(filled: Path, root: Path) -
     done = warm(root, Tier(f"file://{filled}"))
     assert done["full"] and 0 < done["copied"] < 30 and done["left_out"] == 36 - done["copied"] - done["there"]
     assert engine.hits(10) == 10, "nothing was evicted for it"
+    engine.close()
+
+
+def test_many_models_are_copied_into_a_server_with_little_memory(filled: Path, root: Path, tmp_path: Path) -> None:
+    """Each has a session, and what is granted ahead to all of them together is more than there is."""
+    source = directory_tier(tmp_path / "models")
+    with open_storage(f"file://{filled}") as storage, source.open() as target:
+        (record,) = storage.records().values()
+        assert record.namespace is not None
+        for number in range(30):
+            space = Namespace.from_fields(record.namespace.fields | {"weights": f"model {number}"})
+            form = BlobFormat(space.digest, recorded_geometry(space.fields))
+            target.write_record(space)
+            keys = space.digest, bytes([number, 1] * 8), bytes([number, 2] * 8)
+            for index in range(2):
+                ancestry = space.digest, keys[index + 1], keys[index], index
+                place = ChunkRecord(*ancestry, bytes(32), NO_TAG, STORED_BY)
+                blob = bytearray(form.blob_bytes)
+                form.seal(memoryview(blob), place, 1_700_000_000)
+                target.write(BlobName.of(place), memoryview(blob))
+    engine = SmallEngine.start(settings(root, host_bytes="2MiB"))
+    done = warm(root, source)
+    assert (done["copied"], done["dropped"], done["notes"]) == (60, 0, [])
+    engine.store(3)
+    engine.wait_hits(3)
     engine.close()
 
 

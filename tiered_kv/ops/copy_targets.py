@@ -177,7 +177,7 @@ _OWN_FIELDS: Final = ("geometry", "epoch", "block_tokens", "chunk_tokens")
 
 
 class CopySession:
-    """A session of one namespace, with a worker for every rank of its world.
+    """A session of one namespace, with a worker for every rank of its world. It rests unless it is told to wake.
 
     Threads: one at a time.
     """
@@ -216,6 +216,7 @@ class CopySession:
                     "and the other is not, or they are two buckets that began by themselves (`tiered-kv cp` from one "
                     "to the other, before engines use the second, has it begin with the same epoch)"
                 )
+            self.client.rest()
         except BaseException:
             self.close()
             raise
@@ -289,6 +290,7 @@ class ServerTarget:
             raise ConfigError("the server of this directory keeps no chunks in it")
         self._room_bytes = None if disk.capacity_bytes is None else disk.capacity_bytes - disk.used_bytes
         self._sessions: dict[bytes, CopySession] = {}
+        self._awake: CopySession | None = None  # one alone: what is granted ahead to all would be all there is
         self._unwritten: dict[BlobName, float] = {}
         self._dropped: set[bytes] = set()
         self._lock = threading.Lock()
@@ -317,9 +319,19 @@ class ServerTarget:
                     raise CapacityExceeded("the rest of the server's disk_bytes is in use, and a copy evicts nothing")
                 self._room_bytes -= len(blob)
             self._wait_until(UNWRITTEN_MAX - 1)
-            self._sessions[name.namespace].store(name, blob, parsed)
+            self._awakened(name.namespace).store(name, blob, parsed)
             self._unwritten[name] = time.monotonic()
             return True
+
+    def _awakened(self, namespace: bytes) -> CopySession:
+        session = self._sessions[namespace]
+        if session is not self._awake:
+            if self._awake is not None and self._awake.client is not None:
+                self._awake.client.rest()
+            assert session.client is not None
+            session.client.wake()
+            self._awake = session
+        return session
 
     def end(self) -> Collection[bytes]:
         with self._lock:
