@@ -19,6 +19,7 @@ from tests.sim.bucket.keepers import (
     turn,
 )
 from tiered_kv.errors import CapacityExceeded, Closed, ConfigError, TierUnavailable
+from tiered_kv.fleet import keeper as keeper_module
 from tiered_kv.fleet.layout import PINS, BucketUsage, MemberReport, Term, decode, encode, lease_path, pin_path
 from tiered_kv.fleet.recency import LOG_MAGIC
 from tiered_kv.fleet.timing import Timing
@@ -193,6 +194,19 @@ def test_usage_is_known_after_a_restart_and_to_followers(store, clock):
 
 
 # -- what needs one store only ----------------------------------------------------------------------------------------
+
+
+def test_a_namespace_that_is_used_stays_served_whatever_resets_make_beside_it(memory, clock, monkeypatch):
+    """Else its blobs count as nobody's, none of them is ever evicted, and a full bucket takes nothing any more."""
+    monkeypatch.setattr(keeper_module, "NAMESPACES_MAX", 3)
+    keeper = keeper_of(memory, clock, blobs=5)
+    for index in range(5):
+        put_patiently(memory, clock, [keeper], CHAIN, index)
+    for number in range(5):
+        keeper.serve(bytes([number]) * 16)
+        keeper.record_use([CHAIN.name(0)])
+    put_patiently(memory, clock, [keeper], SampleChain(11, payload_bytes=4096, namespace=CHAIN.namespace), 0)
+    assert keeper.figures()["evicted_blobs"] > 0
 
 
 def test_a_server_without_limits_follows_a_live_leader_and_ignores_a_dead_one(memory, clock, caplog):

@@ -9,7 +9,7 @@ field                  who touches it
 =====================  =====================================================
 ``_budget``           any thread (own lock)
 ``_uses``              any thread (own lock)
-``_namespaces``        any thread, replaced as a whole
+``_namespaces``        any thread, replaced as a whole under ``_serving``; the one served last at the end
 ``_usage``             written by ``turn``, read by any thread as a whole
 everything else        ``turn`` and ``close``, under ``_turn_lock``
 =====================  =====================================================
@@ -92,6 +92,7 @@ class BucketKeeper:
         self._lease = Lease(store, self._timing, clock, self.server_id)
         self._member = Membership(store, self._timing, self._budget, clock, self.server_id)
         self._namespaces: tuple[str, ...] = ()
+        self._serving = threading.Lock()
         self._turn_lock = threading.Lock()
         self._is_closed = False
         self._is_capable = not self._may_lead or config.is_single_writer
@@ -130,8 +131,11 @@ class BucketKeeper:
         self._budget.expect()
 
     def record_use(self, names: Iterable[BlobName]) -> None:
-        """Note uses; written now and then."""
-        self._uses.record(names)
+        """Note uses; written now and then. What is used is served: resets make namespaces that push others out."""
+        known = list(names)
+        self._uses.record(known)
+        for namespace in {name.namespace for name in known}:
+            self.serve(namespace)
 
     def forget(self, size_bytes: int) -> None:
         """Note that this server deleted a blob."""
@@ -140,8 +144,10 @@ class BucketKeeper:
     def serve(self, namespace: bytes) -> None:
         """This server serves a namespace from now on: its blobs may be evicted and expire."""
         digits = namespace.hex()
-        if digits not in self._namespaces:
-            self._namespaces = (*self._namespaces, digits)[-NAMESPACES_MAX:]
+        with self._serving:
+            if digits not in self._namespaces[-1:]:
+                others = (one for one in self._namespaces if one != digits)
+                self._namespaces = (*others, digits)[-NAMESPACES_MAX:]
 
     @property
     def capacity_bytes(self) -> int | None:
