@@ -61,6 +61,7 @@ def test_a_uri_names_a_place(uri, kind, scheme, path):
         ("shared+file:///", "three slashes and an absolute directory"),
         ("file:///dir?a=b", "takes no options"),
         ("s3://b?endpoint_url=host:9000", "expected http://host:port or https://host"),
+        ("s3://b?addressing_style=hidden", "option addressing_style of storage_uri: expected auto, path or virtual"),
         ("s3://b?anon=perhaps", "option anon of storage_uri: expected true or false"),
         ("memory://x?region=a", "unknown option 'region'; known options: none"),
         ("mooncake://master/name", "expected mooncake://HOST:PORT/name"),

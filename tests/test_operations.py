@@ -116,6 +116,7 @@ def test_messages_of_wrong_settings(s3: S3, page: str) -> None:
         "it does not know the access key": failure(s3, prefix, key="nobody"),
         "there is no bucket": failure(s3, prefix, uri="s3://no-such-bucket-here/p"),
         "the connection was refused": failure(s3, prefix, endpoint_url=f"http://127.0.0.1:{unused_port()}"),
+        "the file that the option": failure(s3, prefix, verify="/no/such/ca.pem"),
         "the TLS connection failed": failure(s3, prefix, endpoint_url=s3.endpoint_url.replace("http:", "https:")),
         "the store's host name is not known here (DNS)": failure(
             s3, prefix, endpoint_url="http://no-such-host.invalid:9000"

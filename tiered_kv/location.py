@@ -325,6 +325,8 @@ def _checked(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
             if read is None:
                 raise ConfigError(f"option {name} of storage_uri: expected true or false")
             checked[name] = read
+        elif name == "addressing_style" and value not in ("auto", "path", "virtual"):
+            raise ConfigError(f"option {name} of storage_uri: expected auto, path or virtual")
         elif name in OBJECT_OPTIONS["s3"] and name not in ("anon", "verify") and not isinstance(value, str):
             raise ConfigError(f"option {name} of storage_uri: expected a string, got a {type(value).__name__}")
     return checked

@@ -454,6 +454,21 @@ def google_error(status, message):
 
 
 @pytest.mark.parametrize(
+    ("uri", "option", "package"),
+    [("s3://bucket/p", "verify", "s3fs"), ("gs://bucket/p", "token", "gcsfs")],
+)
+def test_a_file_that_an_option_names_and_that_is_not_there_is_told(uri, option, package, tmp_path):
+    """A CA bundle that no volume brings into the container, or a service account's file: a token is not a path."""
+    pytest.importorskip(package)
+    store = open_store(uri, {"endpoint_url": "https://127.0.0.1:1", option: str(tmp_path / "hidden.pem")})
+    fails(store, f"the file that the option {option} names cannot be read")
+    with pytest.raises(TierUnavailable) as caught:
+        store.get("x")
+    assert "hidden" not in str(caught.value)
+    store.close()
+
+
+@pytest.mark.parametrize(
     ("status", "message"),
     [(401, "Invalid Credentials"), (403, "me@x does not have storage.objects.get access"), (401, "Anonymous caller")],
 )

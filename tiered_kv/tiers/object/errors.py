@@ -121,6 +121,10 @@ class MissingBucket(OSError):
     """There is no such bucket, where the client says no more than that something is not there."""
 
 
+class MissingFile(OSError):
+    """A file that an option names cannot be read; has the option's name."""
+
+
 class NotAStore(OSError):
     """A success that no store says so: a page of a load balancer, or of a network's portal."""
 
@@ -275,6 +279,8 @@ def _local(exc: BaseException) -> str | None:
         return "the connection was cut"
     if "EndpointConnectionError" in names:
         return "the store cannot be reached; check endpoint_url and the network"
+    if isinstance(exc, MissingFile):
+        return f"the file that the option {exc} names cannot be read; check its path and rights, in this container"
     if isinstance(exc, FileNotFoundError):
         return "the directory is not there; check that it is mounted"
     if isinstance(exc, PermissionError):

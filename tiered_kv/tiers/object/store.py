@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.azure import open_azure
-from tiered_kv.tiers.object.errors import TakenUnsure, explain, is_missing, is_taken, is_without_create
+from tiered_kv.tiers.object.errors import MissingFile, TakenUnsure, explain, is_missing, is_taken, is_without_create
 from tiered_kv.tiers.object.google import open_google
 from tiered_kv.tiers.object.medium import Deadline, ListPage, Medium, ObjectInfo
 from tiered_kv.tiers.object.memory import open_memory
@@ -274,7 +274,22 @@ def _secrets(location: Location) -> list[str]:
     return sorted({value for value in values if isinstance(value, str) and len(value) > 3}, key=len, reverse=True)
 
 
+def _check_files(location: Location) -> None:
+    """Clients say "unhandled exception" of a CA bundle that is missing, and send a path as if it were a token.
+
+    Raises:
+        MissingFile: An option names a file that cannot be read now; it is looked for again with the next call.
+    """
+    for name in ("verify", "token"):
+        value = location.options.get(name)
+        if not isinstance(value, str) or os.access(value, os.R_OK):
+            continue
+        if name == "verify" or (location.scheme == "gs" and value.startswith("/")):
+            raise MissingFile(name)
+
+
 def _open_medium(location: Location, timeout_s: float, concurrency: int) -> Medium:
+    _check_files(location)
     if location.scheme == "shared+file":
         return SharedDirectory(location.path, timeout_s)
     if location.scheme == "s3":
