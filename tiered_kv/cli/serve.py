@@ -75,10 +75,8 @@ def serve(
         settings = Config.from_mapping(given | more_settings)
         if socket is not None and not socket.is_absolute():
             raise ConfigError(f"option --socket: expected an absolute path without unix://, got {str(socket)!r}")
-        if metrics_host is not None and metrics_port is None:
-            raise ConfigError("option --metrics-host: nothing listens there: give --metrics-port, too")
-        if hints_token_file is not None and metrics_port is None:
-            raise ConfigError("option --hints-token-file: hints come to the metrics port: give --metrics-port, too")
+        if metrics_port is None:
+            _refuse_without_port(metrics_host, hints_token_file)
         token = None if hints_token_file is None else read_hints_token(hints_token_file)
         raise_descriptor_limit()
         keep_heap_small()
@@ -96,6 +94,13 @@ def serve(
             print(f"serving {redact(uri)} pid={info.pid} socket=unix://{info.socket}{shown}", flush=True)
 
         run(settings, until_idle=False, on_ready=on_ready, on_server=Server.install_signal_handlers, listen_at=socket)
+
+
+def _refuse_without_port(host: str | None, hints_token_file: Path | None) -> None:
+    if host is not None:
+        raise ConfigError("option --metrics-host: nothing listens there: give --metrics-port, too")
+    if hints_token_file is not None:
+        raise ConfigError("option --hints-token-file: hints come to the metrics port: give --metrics-port, too")
 
 
 def _open_metrics(host: str, port: int, hints_token: bytes | None, at_end: ExitStack) -> OperationsPort:
