@@ -297,11 +297,10 @@ class TieredKVTier(SecondaryTierManager):
         self._is_told = False
         self._metrics = RowMetrics()
         self._said: Counter[str] = Counter()  # by the reader of requests' parameters
-        peers = self._config.peers or ()
         self._params = RequestParamsReader(
             self._said,
             time.monotonic,
-            peers,
+            self._config.peers or (),
             without=(SAVE_DECODE,),
             sessions_need_owner=self._config.sessions_need_owner,
         )
