@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 
+from tests.kit.storage.disk_probe import blob_files
 from tiered_kv import Cache
 from tiered_kv.chunks.geometry import LayerPage
 from tiered_kv.errors import Closed, ConfigError, TierUnavailable
@@ -97,36 +98,43 @@ def test_a_forked_child_ends_nothing_of_its_parents_cache_and_has_none_itself(tm
         reading.__exit__(None, None, None)
 
 
+FORK_AND_DIE = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.test_cache import CHUNK, NAMESPACE, PAGES, Cache, payload, settings, wait_for_blobs
+root = Path(sys.argv[1])
+cache = Cache(settings(root), NAMESPACE, PAGES)
+cache.store(list(range(4 * CHUNK)), lambda i: payload(cache, i))
+wait_for_blobs(root, 4)
+time.sleep(0.2)  # or a thread of the server has a slot, and a child what that has
+if not os.fork():
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+    os._exit(0)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_a_forked_child_keeps_no_memory_nor_the_directory_of_a_server_in_its_parent(tmp_path: Path) -> None:
     """Whoever came after a parent that was killed was not answered; and what a parent closed kept its memory."""
-    tokens = list(range(4 * CHUNK))
-    parent = os.fork()
-    if not parent:
-        with contextlib.suppress(BaseException):
-            cache = Cache(settings(tmp_path), NAMESPACE, PAGES)
-            cache.store(tokens, lambda i: payload(cache, i))
-            wait_for_blobs(tmp_path, 4)
-            time.sleep(0.1)  # or a thread of the server has a slot, and a child what that has
-            if not os.fork():
-                (tmp_path / "child").write_text(str(os.getpid()))
-                time.sleep(60)
-            while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(1)
-    assert os.waitpid(parent, 0)[1] == signal.SIGKILL
-    child = int((tmp_path / "child").read_text())
-    try:
-        assert "tiered_kv-slab" not in Path(f"/proc/{child}/maps").read_text()
-        with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache, cache.load(tokens) as prefix:
-            assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(4)]
-    finally:
-        os.kill(child, signal.SIGKILL)
+    command = [sys.executable, "-c", FORK_AND_DIE, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdin is not None
+        child = int(parent.stdout.readline())
+        try:
+            assert "tiered_kv-slab" not in Path(f"/proc/{child}/maps").read_text()
+            parent.stdin.close()
+            assert parent.wait() == -signal.SIGKILL
+            with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache, cache.load(list(range(4 * CHUNK))) as prefix:
+                assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(4)]
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def wait_for_blobs(root: Path, count: int) -> None:
     end_s = time.monotonic() + 60
-    while len(list(root.glob("blobs/*/*/*.safetensors"))) < count:
+    while len(blob_files(root)) < count:
         assert time.monotonic() < end_s, "chunks that were stored are not written"
         time.sleep(0.01)
 

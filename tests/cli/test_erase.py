@@ -9,6 +9,7 @@ import pytest
 from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tests.kit.server.probe import figures, socket_of, wait_for, wait_written
 from tests.kit.server.processes import end_server
+from tests.kit.storage.disk_probe import blob_files
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, refuse_deletions, report, run, s3_tier
 from tiered_kv.config import Config
@@ -169,7 +170,7 @@ def engine(root: Path):
 
 
 def files(root: Path) -> int:
-    return len(list((root / "blobs").rglob("*.safetensors")))
+    return len(blob_files(root))
 
 
 def test_memory_and_disk_of_a_running_server_lose_a_tag(engine: SmallEngine, root: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.kit.server.clients import CHUNK, SmallEngine, settings
 from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.storage.disk_probe import blob_files
 from tiered_kv.keys.extras import Salt, encode
 from tiered_kv.keys.prefix_keys import PrefixKeys
 from tiered_kv.keys.tags import session_name, tag_digest
@@ -98,9 +99,9 @@ def test_a_session_is_prefetched_pinned_and_released_by_its_name_and_tag(hints, 
         assert post(port, "/prefetch", mine | {missing: None})[0] == 404, "another tenant's"
     assert post(port, "/prefetch", mine) == (202, {"action": "prefetch", "chunks": 6})
     assert one.hits(6, session=session) == 6
-    files = len(list((root / "blobs").glob("*/*/*.safetensors")))
+    files = len(blob_files(root))
     assert post(port, "/release", mine) == (200, {"action": "release"})
-    wait_for(lambda: len(list((root / "blobs").glob("*/*/*.safetensors"))) == files - 6, "its files")
+    wait_for(lambda: len(blob_files(root)) == files - 6, "its files")
     assert one.hits(6) == 0
     assert post(port, "/release", mine)[0] == 404
     assert post(port, "/pin", mine | {"ttl": "1h"})[0] == 404

@@ -9,6 +9,7 @@ import pytest
 from tests.kit.server.clients import SmallEngine, settings
 from tests.kit.server.probe import socket_of, wait_written
 from tests.kit.server.processes import end_server
+from tests.kit.storage.disk_probe import blob_files
 from tests.kit.storage.stored_prompts import Model, tokens
 from tests.kit.verbs import Tier, complaint, directory_tier, report, run, s3_tier
 from tiered_kv.chunks.header import peek
@@ -183,7 +184,7 @@ def test_orders_that_mean_nothing_are_refused(tmp_path: Path, arguments: list[st
 
 
 def files(root: Path) -> int:
-    return len(list((root / "blobs").rglob("*.safetensors")))
+    return len(blob_files(root))
 
 
 def headers(root: Path) -> dict[str, int]:

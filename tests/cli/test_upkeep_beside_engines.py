@@ -10,6 +10,7 @@ from tests.kit.server.clients import SmallEngine, poll_until, settings
 from tests.kit.server.object_nodes import Place as NodePlace
 from tests.kit.server.object_nodes import load, node, store, wait_loaded, wait_uploaded
 from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.storage.disk_probe import blob_files
 from tests.kit.storage.places import Place, reasons
 from tiered_kv.chunks.header import PEEK_BYTES
 from tiered_kv.errors import DirectoryLocked
@@ -93,7 +94,7 @@ def test_corrupt_blobs_are_found_and_removed_under_a_running_server(engine: Smal
     assert reasons(place.run("verify")[1]) == {"blobs/notes.txt": "stray"}
     engine.close()
     wait_for(lambda: is_unlocked(root), "the server's last write")
-    keys = {path.stem for path in (root / "blobs").rglob("*.safetensors")}
+    keys = {path.stem for path in blob_files(root)}
     assert {key.hex() for shard in read_index(root).values() for key in shard.rows()} == keys, "accounts stayed right"
     assert len(keys) == 26
 

@@ -83,7 +83,7 @@ def engine_of(place: Path | None, given: Config) -> int:
     Returns:
         How many chunks it hit before it stored. It has compared their bytes.
     """
-    wanted = {name: value for name, value in asdict(given).items() if value is not None}
+    wanted = {name: value for name, value in asdict(given).items() if value is not None and name != "is_guest"}
     parents = [str(place or PACKAGE.parent), str(REPOSITORY)]
     done = subprocess.run(
         [sys.executable, "-c", SERVE_ONE_ENGINE, json.dumps(wanted, default=str)],

@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit.server.operator_server import operator_server
 from tests.kit.server.probe import figures, wait_written
+from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import Answer, generate, random_prompt, running
 from tiered_kv.keys.prefix_keys import PrefixKeys
@@ -68,7 +69,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             }.items():
                 run.ask(engine, case, prompt)
             wait_written(root)
-            stems = {path.stem for path in root.glob("blobs/*/*/*.safetensors")}
+            stems = {path.stem for path in blob_files(root)}
             for name, tokens in (("answer", answered), ("thought", [*ASKED_TO_THINK, *thought.tokens])):
                 keys = PrefixKeys(engine.scheduler_side._client.namespace, CHUNK)
                 keys.extend(tokens[:-1])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import CHUNK, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import Answer, as_answer, drain, random_prompt, reset_gpu_cache
 from tiered_kv.tiers.disk.pins import read_pins
@@ -67,7 +68,7 @@ def counted(engine: CachedEngine, name: str) -> int:
 
 
 def files(engine: CachedEngine) -> int:
-    return len(list((engine.root / "blobs").glob("*/*/*.safetensors")))
+    return len(blob_files(engine.root))
 
 
 def in_memory(engine: CachedEngine) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.kit.server.probe import wait_ended, wait_written
+from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.cached_engine import CHUNK, MARGIN, TAIL, CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import (
     Answer,
@@ -276,7 +277,7 @@ def test_after_a_restart_nothing_from_before_a_reset_is_found(
     assert engine.llm.reset_prefix_cache(reset_connector=True) is True
     engine.ask(PROMPTS[2])
     wait_written(engine.root)
-    stored = len(list(engine.root.glob("blobs/*/*/*.safetensors")))
+    stored = len(blob_files(engine.root))
     started.end()
     wait_ended(engine.root)
 

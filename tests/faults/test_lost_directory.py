@@ -38,7 +38,9 @@ def lose(engine: SmallEngine, root: Path, removed: str) -> None:
         engine.store(8, start=4)
         engine.wait_hits(8)
         assert len(blob_files(root)) == 4
-        assert "the directory or its lock is gone" in (root / "server.log").read_text()
+        log = root / "server.log"
+        wait_for(lambda: "the directory or its lock is gone" in log.read_text(), "the reason in the server's log")
+        assert len(blob_files(root)) == 4
         return
     engine.wait_lost()
     engine.rejoin()

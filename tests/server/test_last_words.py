@@ -9,7 +9,7 @@ import pytest
 from tests.kit.server.clients import SmallEngine, content, settings
 from tests.kit.server.probe import server_pid, wait_for, wait_written
 from tests.kit.server.processes import is_alive, stopped_server
-from tests.kit.storage.disk_probe import open_disk
+from tests.kit.storage.disk_probe import blob_files, open_disk
 from tiered_kv.keys.chunk_record import ChunkRecord
 
 CHUNKS, LAST, LOOKUPS = 300, 20, 12
@@ -17,7 +17,7 @@ LAST_TOKEN = 900_000
 
 
 def files(root: Path) -> int:
-    return len(list((root / "blobs").glob("*/*/*.safetensors")))
+    return len(blob_files(root))
 
 
 @pytest.mark.parametrize("end", ["close", "SIGTERM"])

@@ -8,6 +8,7 @@ import pytest
 
 from tests.kit.server.clients import SmallEngine, hello, poll_until, refusal, settings, tell
 from tests.kit.server.probe import figures, wait_for, wait_written
+from tests.kit.storage.disk_probe import blob_files
 from tiered_kv.errors import ConfigError
 from tiered_kv.ops.server_link import ServerLink
 from tiered_kv.server import protocol as m
@@ -26,7 +27,7 @@ def evict(root: Path, tier: str, namespace: bytes, keys: list[bytes] | None, *, 
 
 
 def files(root: Path) -> int:
-    return len(list((root / "blobs").glob("*/*/*.safetensors")))
+    return len(blob_files(root))
 
 
 def test_evicted_chunks_are_misses_and_others_stay(engine: EngineStarter, root: Path) -> None:

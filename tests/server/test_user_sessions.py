@@ -10,6 +10,7 @@ import pytest
 from tests.kit.server.clients import CHUNK, SmallEngine, hello, poll_until, settings, tell
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import end_server
+from tests.kit.storage.disk_probe import blob_files
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import read_message
@@ -32,7 +33,7 @@ def wait_counted(root: Path, name: str, value: int) -> None:
 
 
 def files(root: Path) -> int:
-    return len(list((root / "blobs").glob("*/*/*.safetensors")))
+    return len(blob_files(root))
 
 
 def in_memory(root: Path) -> int:

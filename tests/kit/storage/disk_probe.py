@@ -4,7 +4,7 @@ import mmap
 import os
 from pathlib import Path
 
-from tiered_kv.keys.naming import relative_path
+from tiered_kv.keys.naming import SUFFIX, relative_path
 from tiered_kv.testing.blobs import SampleBlob, SampleChain
 from tiered_kv.tiers.base import BlobName, Tier
 from tiered_kv.tiers.disk.tier import DiskTier
@@ -51,7 +51,9 @@ def blob_path(root: Path, name: BlobName) -> Path:
 
 
 def blob_files(root: Path) -> list[Path]:
-    return sorted((root / "blobs").rglob("*.safetensors"))
+    """Beside a server, too: directories go with their last blob, and a glob ends with an error then."""
+    walked = os.walk(root / "blobs")
+    return sorted(Path(folder) / name for folder, _, names in walked for name in names if name.endswith(SUFFIX))
 
 
 def temp_files(root: Path) -> list[Path]:
