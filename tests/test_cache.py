@@ -203,6 +203,7 @@ def test_a_stopped_server_is_waited_for_until_a_bound_and_serves_again(
             assert cache.store(tokens, lambda i: payload(cache, i)) == 4
             server.send_signal(signal.SIGSTOP)
             try:
+                os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # a signal is on its way when it was sent
                 with pytest.raises(TierUnavailable, match=r"has said nothing for 0\.2 s"), cache.load(tokens):
                     pass
                 with pytest.raises(TierUnavailable, match=r"has said nothing for 0\.2 s"):
