@@ -7,7 +7,6 @@ brings along is in ``model_files.py``. Called by ``record.py`` in a worker, afte
 """
 
 import hashlib
-import json
 import sys
 from collections.abc import Collection, Iterator
 from importlib.metadata import version
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.vllm.compat import model_class
-from tiered_kv.vllm.identity.canonical import digest, full_name
+from tiered_kv.vllm.identity.canonical import digest, full_name, written
 
 NAMED_BY_VERSION: Final = sys.stdlib_module_names | {"vllm", "torch", "transformers"}
 """Packages whose classes are no plugin's."""
@@ -83,7 +82,7 @@ def _package(name: str) -> str | None:
         files = {place: hashlib.sha256(path.read_bytes()).hexdigest() for place, path in _files(sys.modules.get(name))}
     except OSError as exc:
         raise ConfigError(f"code of the model cannot be read. package={name} reason={exc}") from exc
-    return digest(json.dumps(files, sort_keys=True)) if files else None
+    return digest(written(files)) if files else None
 
 
 def _files(module: Any) -> Iterator[tuple[str, Path]]:
