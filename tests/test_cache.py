@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 
+from tests.kit.server.processes import stopped_server
 from tests.kit.storage.disk_probe import blob_files
 from tiered_kv import Cache
 from tiered_kv.chunks.geometry import LayerPage
@@ -201,15 +202,11 @@ def test_a_stopped_server_is_waited_for_until_a_bound_and_serves_again(
         assert server.stdout.readline() == b"up\n"
         with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
             assert cache.store(tokens, lambda i: payload(cache, i)) == 4
-            server.send_signal(signal.SIGSTOP)
-            try:
-                os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # a signal is on its way when it was sent
+            with stopped_server(tmp_path):
                 with pytest.raises(TierUnavailable, match=r"has said nothing for 0\.2 s"), cache.load(tokens):
                     pass
                 with pytest.raises(TierUnavailable, match=r"has said nothing for 0\.2 s"):
                     cache.store([7, *tokens], lambda i: payload(cache, i))
-            finally:
-                server.send_signal(signal.SIGCONT)
             monkeypatch.setattr("tiered_kv.cache.ANSWER_S", 60)
             with cache.load(tokens) as prefix:
                 assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(4)]

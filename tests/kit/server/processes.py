@@ -40,12 +40,26 @@ def still_running(processes: Iterable[tuple[int, int | None]]) -> list[int]:
     return sorted(pid for pid, started in processes if is_alive(pid) and start_time(pid) == started)
 
 
+def freeze(pid: int) -> None:
+    """Stop a process; no thread of it does anything more when this returns: a signal is on its way when it was sent."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: _is_stopped(pid), f"the threads of {pid} to stop")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stats = [(thread / "stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
+        return False
+    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
+
+
 @contextmanager
 def stopped_server(root: Path) -> Iterator[None]:
     """The directory's server stands still, and goes on in the end."""
     pid = server_pid(root)
-    os.kill(pid, signal.SIGSTOP)
     try:
+        freeze(pid)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.kit.line_process import LineProcess
 from tests.kit.module_process import module_command, module_environment
-from tests.kit.server.probe import wait_for
+from tests.kit.server.processes import freeze
 
 
 class Member(LineProcess):
@@ -53,16 +53,10 @@ class Member(LineProcess):
 
     def freeze(self) -> None:
         """Stop it; no thread of it serves anything more when this returns."""
-        self._process.send_signal(signal.SIGSTOP)
-        threads = Path(f"/proc/{self._process.pid}/task")
-        wait_for(lambda: all(map(_is_stopped, threads.iterdir())), "its threads to stop")
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)
-
-
-def _is_stopped(thread: Path) -> bool:
-    return (thread / "stat").read_text().rpartition(") ")[2].startswith("T")
 
 
 def _main() -> None:
