@@ -289,6 +289,18 @@ def test_the_format_version_is_ours_whatever_a_caller_wrote_down(tmp_path: Path)
     assert f'"format_version": {FORMAT_VERSION}' in record.read_text()
 
 
+def test_records_of_namespaces_that_kept_nothing_go_when_the_directory_is_opened_again(tmp_path: Path) -> None:
+    for version in range(3):
+        with Cache(settings(tmp_path), NAMESPACE | {"model": f"version {version}"}, PAGES) as cache:
+            if version == 1:
+                cache.store(list(range(CHUNK)), lambda i: payload(cache, i))
+    with Cache(settings(tmp_path), NAMESPACE | {"model": "version 1"}, PAGES) as cache:
+        records = [record.read_text() for record in (tmp_path / "blobs").glob("*/namespace.json")]
+        assert len(records) == 1 and '"version 1"' in records[0]
+        with cache.load(list(range(CHUNK))) as prefix:
+            assert prefix.tokens == CHUNK
+
+
 def test_chunks_of_another_size_get_their_share_of_a_full_arena(tmp_path: Path) -> None:
     large = [LayerPage(f"layer.{i}", "BF16", (2, 16, 256), "HNC") for i in range(3)]
     prompts = [[seed, *range(20 * CHUNK - 1)] for seed in range(8)]

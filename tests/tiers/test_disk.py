@@ -352,6 +352,40 @@ def test_namespace_record_is_written_once_and_parses_to_the_same(tmp_path):
     assert open_and_count_unreadable(tmp_path) == 0
 
 
+def test_records_of_namespaces_without_blobs_go_and_nothing_else_does(tmp_path):
+    """With each reset of an engine begins a namespace: a record and a directory of each would stay for good."""
+    tier = open_disk(tmp_path)
+    (held,) = fill(tier, 1)
+    (evicted,) = fill(tier, 1, SampleChain(seed=1))
+    for namespace in (held.name.namespace, evicted.name.namespace, *(bytes([number]) * 16 for number in range(9))):
+        tier.describe(namespace, b"{}")
+    blobs = tmp_path / "blobs"
+    space = [blobs / (bytes([number]) * 16).hex() for number in range(9)]
+    (space[0] / "notes.txt").touch()
+    (space[1] / "notes").mkdir()
+    (space[2] / "00").mkdir()  # empty, as an earlier version left them
+    (space[3] / "00").mkdir()
+    (space[3] / "00" / "notes.txt").touch()
+    (space[4] / "namespace.json").unlink()
+    (space[4] / "namespace.json").symlink_to(tmp_path / "tiered_kv.json")
+    (blobs / "mine").mkdir()
+    (blobs / ("a" * 32)).symlink_to(tmp_path)
+    os.chown(space[5] / "namespace.json", 4711, -1)
+    tier.delete(evicted.name)
+    before = {*blobs.iterdir()}
+    tier.remove_ended_namespaces()
+    gone = {blobs / evicted.name.namespace.hex(), space[2], *space[6:]}
+    assert {*blobs.iterdir()} == before - gone and gone < before
+    assert all((path / "namespace.json").is_file() for path in (*space[:2], space[3], space[5]))
+    assert (tmp_path / "tiered_kv.json").is_file()
+    assert read(tier, held) == held.data
+    assert (blobs / held.name.namespace.hex() / "namespace.json").is_file()
+    tier.describe(evicted.name.namespace, b"{}")
+    tier.put(evicted.name, evicted.view())
+    assert read(tier, evicted) == evicted.data
+    tier.close()
+
+
 def open_and_count_unreadable(root):
     tier = open_disk(root)
     tier.close()

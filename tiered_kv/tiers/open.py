@@ -77,6 +77,7 @@ def open_tiers(config: Config, formats: Formats, recorder: Recorder, monotonic: 
             capacity_bytes = config.disk_bytes or config.resolved_disk_bytes(existing_bytes=_allocated_bytes(root))
             disk = DiskTier(root, capacity_bytes, min_free_bytes=config.min_free_bytes)
             undo.callback(disk.close)
+            disk.remove_ended_namespaces()
             tiers.append(wrapped(disk, formats, recorder, monotonic))
         if config.location().kind == "object":
             bucket = _object_tier(config, formats, recorder, monotonic)

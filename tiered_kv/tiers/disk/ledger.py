@@ -141,6 +141,11 @@ class DiskLedger:
         with self._lock:
             return self._used + self._reserved, self._count
 
+    def namespaces(self) -> set[bytes]:
+        """Those that have blobs."""
+        with self._lock:
+            return {shard.namespace for shard in self._shards}
+
     def snapshot(self) -> Iterator[BlobInfo]:
         """All blobs, least recently used first.
 

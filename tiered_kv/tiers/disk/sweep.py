@@ -1,4 +1,4 @@
-"""What an open removes that a crash left behind, and what it says of that.
+"""What an open removes that a crash or an ended namespace left behind, and what it says of that.
 
 Owns the names under which files of ours are written before they are renamed. A file goes only if four things say that
 it is ours: the marker in the root (``marker.py``), the place, the name and the owner; and it must be a plain file.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.tiers.disk.files import is_own_file
+from tiered_kv.tiers.disk.scan import NAMESPACE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ TEMP_NAME: Final = re.compile(
 
 SMALL_TEMP_NAME: Final = re.compile(r"(tiered_kv|server|pins|epochs)\.json\.[0-9]{1,10}(-[0-9a-f]{8})?")
 """A small file of the root that is being written."""
+
+_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+_FAN_OUT_NAME: Final = re.compile(r"[0-9a-f]{2}")
 
 STALE_S: Final = 3600.0
 """Age of a small file that nobody is writing any more. The command line writes pins without the directory's lock."""
@@ -91,7 +95,47 @@ def sweep_temp_files(root: Path, temp: Path, owners: Collection[int], log: Sweep
                     log.removed(entry.path, "a small file whose write was cut off")
 
 
-def _entries(directory: Path) -> "list[os.DirEntry[str]]":
+def sweep_namespaces(blobs: Path, held: Collection[bytes], owners: Collection[int], log: SweepLog) -> None:
+    """Remove the directories of namespaces that have no blob: with each reset of an engine begins one more.
+
+    An engine that opens such a namespace again writes its record again. A directory with anything else in it stays.
+
+    Args:
+        held: Namespaces with blobs.
+
+    Raises:
+        OSError: ``blobs`` cannot be listed.
+    """
+    names = {namespace.hex() for namespace in held}
+    for entry in _entries(blobs):
+        if (
+            _NAMESPACE_NAME.fullmatch(entry.name)
+            and entry.name not in names
+            and entry.is_dir(follow_symlinks=False)
+            and _remove_namespace(entry.path, owners)
+        ):
+            log.removed(entry.path, "a namespace without blobs")
+
+
+def _remove_namespace(path: str, owners: Collection[int]) -> bool:
+    records = []
+    try:
+        for entry in _entries(path):
+            if entry.is_dir(follow_symlinks=False) and _FAN_OUT_NAME.fullmatch(entry.name):
+                os.rmdir(entry.path)  # fails if anything is in it
+            elif entry.name == NAMESPACE_FILE and is_own_file(entry.stat(follow_symlinks=False), owners):
+                records.append(entry.path)
+            else:
+                return False
+        for record in records:
+            os.unlink(record)
+        os.rmdir(path)
+    except OSError:  # it stays, and costs nothing but its room
+        return False
+    return True
+
+
+def _entries(directory: Path | str) -> "list[os.DirEntry[str]]":
     with os.scandir(directory) as entries:
         return list(entries)
 

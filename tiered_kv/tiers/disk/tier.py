@@ -82,7 +82,7 @@ from tiered_kv.tiers.disk.lock import DirectoryLock
 from tiered_kv.tiers.disk.marker import claim
 from tiered_kv.tiers.disk.pins import read_pins
 from tiered_kv.tiers.disk.scan import NAMESPACE_FILE, RECORD_BYTES_MAX, DirectoryContent, reconcile
-from tiered_kv.tiers.disk.sweep import SweepLog, sweep_temp_files
+from tiered_kv.tiers.disk.sweep import SweepLog, sweep_namespaces, sweep_temp_files
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class DiskTier(Tier):
         self._linkless = "", -math.inf  # the directory above others that was looked at last, and when
         with mapped_errors("open", self._root):
             make_root(self._root)
-            owners = claim(self._root)
+            self._owners = owners = claim(self._root)
         self._lock = DirectoryLock(self._root)
         try:
             with mapped_errors("open", self._root):
@@ -221,6 +221,17 @@ class DiskTier(Tier):
                 "disk tier holds files that are not blobs of ours. path=%s left_out=%d removed=%d foreign_bytes=%d",
                 self._root, content.unreadable_count, content.removed_count, content.foreign_bytes,
             )  # fmt: skip
+
+    def remove_ended_namespaces(self) -> None:
+        """Remove the records of namespaces without blobs. For who will write them again: before a session opens.
+
+        Raises:
+            TierUnavailable: The directory cannot be read.
+        """
+        with mapped_errors("open", self._root):
+            log = SweepLog(self._root)
+            sweep_namespaces(self._blobs, self._ledger.namespaces(), self._owners, log)
+            log.end()
 
     # -- the tier contract --------------------------------------------------------------------------------------------
 
