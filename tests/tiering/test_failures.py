@@ -176,3 +176,31 @@ def test_two_tiers_serve_from_the_first_that_has_the_chunk():
     assert [job.tier for job in story.jobs if isinstance(job, Read)] == [2]
     story.finish_all()
     assert story.figures(again) == (1, 1, 1, True)
+
+
+def test_a_blob_that_could_not_be_deleted_is_uploaded_all_the_same():
+    story = Story(capacities=(None, None), is_last_shared=True)  # a disk that was remounted read-only, and a bucket
+    story.tiering.set_readable(2, False)
+    for number in range(3):
+        story.store((number,))
+    story.commit_prefix((9,))
+    story.end_every(Seal)
+    story.end(Write, (9,), fault=Outcome.NO_ROOM)
+    story.end_every(Delete, fault=Outcome.UNAVAILABLE)
+    story.tiering.set_readable(2, True)
+    story.finish_all()
+    assert story.counted("delete_failed") == 1
+    assert [story.is_below((number,), 2) for number in range(3)] == [True, True, True]
+
+
+def test_a_blob_that_an_operator_removed_and_that_could_not_be_deleted_is_not_uploaded():
+    story = Story(capacities=(None, None), is_last_shared=True)
+    story.tiering.set_readable(2, False)
+    story.store((1,))
+    story.tiering.remove(1, SMALL.namespace, [SMALL.key((1,))], leaves_holes=False)
+    story.step()
+    story.end_every(Delete, fault=Outcome.UNAVAILABLE)
+    story.tiering.set_readable(2, True)
+    story.finish_all()
+    assert story.counted("delete_failed") == 1 and story.is_below((1,))
+    assert not story.is_below((1,), 2)

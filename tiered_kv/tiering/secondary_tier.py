@@ -92,6 +92,9 @@ class NextSource(Protocol):
     def enqueue_write(self, entry: Entry) -> None:
         """The blob was written here: it may be written there."""
 
+    def enqueue_recovered(self, entry: Entry) -> None:
+        """The blob was here before: it may be there already."""
+
 
 class SecondaryTier:
     """Bookkeeping of one secondary tier: the write queue, the blobs that are there, the bytes they take.
@@ -148,6 +151,7 @@ class SecondaryTier:
         self._writing = 0
         self._corrupt: set[Entry] = set()  # CORRUPT, or DELETING because of it
         self._enqueue_after_delete: set[Entry] = set()  # DELETING but stored again
+        self._evicting: set[Entry] = set()  # DELETING to make room, not because somebody wants it gone
         self._pinned: set[bytes] = set()
         self._index = index
         self._jobs = outbox.jobs
@@ -462,6 +466,7 @@ class SecondaryTier:
             found += entry.blob_bytes[self.number]
             victims.append(entry)
             self._delete(entry)  # its parent, which comes later in the order, is a leaf now
+            self._evicting.add(entry)
         for entry in victims:
             self.order.remove(entry)
             self._stats.removed(entry, self.number, "evicted")
@@ -487,6 +492,7 @@ class SecondaryTier:
     def cancel_write(self, entry: Entry) -> None:
         """Nothing of the chunk is written any more that was not begun; nor of those behind it."""
         self._enqueue_after_delete.discard(entry)
+        self._evicting.discard(entry)
         self.drop(entry, "erased")
 
     def set_pinned(self, keys: Iterable[bytes]) -> None:
@@ -518,8 +524,9 @@ class SecondaryTier:
     def deleted(self, entry: Entry, outcome: Outcome) -> None:
         """A deletion ended. One that failed leaves the blob where it is and costs the write that needed its room."""
         self._deleting_bytes -= entry.blob_bytes[self.number]
-        is_stored_again = entry in self._enqueue_after_delete
+        is_stored_again, was_evicted = entry in self._enqueue_after_delete, entry in self._evicting
         self._enqueue_after_delete.discard(entry)
+        self._evicting.discard(entry)
         if outcome in (Outcome.OK, Outcome.MISSING):
             self._corrupt.discard(entry)
             self.release_bytes(entry, BlobState.ABSENT)
@@ -533,6 +540,8 @@ class SecondaryTier:
             self.usage.add(entry.record.namespace, entry.blob_bytes[self.number])
             self.order.add(entry)
             self._stats.inserted(entry, self.number, "kept", is_usable=state is BlobState.PRESENT)
+            if was_evicted and self._next_source is not None:  # its upload was given up when the deletion began
+                self._next_source.enqueue_recovered(entry)
             if is_stored_again:
                 self._source.not_deleted(entry)
             if self._ready:
@@ -593,7 +602,7 @@ class SecondaryTier:
         deleting = by_state[BlobState.DELETING]
         assert self._deleting_bytes == sum(e.blob_bytes[self.number] for e in deleting), "deleting bytes drifted"
         assert by_state[BlobState.CORRUPT] <= self._corrupt <= by_state[BlobState.CORRUPT] | deleting
-        assert self._enqueue_after_delete <= deleting, "a claim waits for a deletion that ended"
+        assert self._enqueue_after_delete | self._evicting <= deleting, "a claim waits for a deletion that ended"
         assert all(parent.blobs[self.number] in CLAIMED for parent in self._waiting), "a write waits for a lost parent"
         waiting = [child for children in self._waiting.values() for child in children]
         assert set(self._ready) == set(filter(self._may_write, queued)), "a write was forgotten, or given up and not"
