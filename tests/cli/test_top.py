@@ -139,25 +139,40 @@ def test_it_ends_with_ctrl_c_and_when_nobody_reads(engine: SmallEngine, root: Pa
     assert process.stderr.read() == ""
 
 
-def test_a_terminal_shows_a_picture_until_ctrl_c(engine: SmallEngine, root: Path) -> None:
+def on_a_terminal(root: Path, terminal: str, until: bytes, sign: signal.Signals) -> tuple[int, bytes]:
+    """What `top` shows on a terminal of that kind until ``until`` was shown twice and the signal came; its exit."""
     near, far = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
+    environment = os.environ | {"TERM": terminal, "COLUMNS": "200", "LINES": "40"}
     command = [*TOP, f"file://{root}", "--interval", "0.2"]
     process = subprocess.Popen(command, stdin=far, stdout=far, stderr=far, env=environment)
     os.close(far)
     shown = b""
     end_s = time.monotonic() + 60
-    while shown.count(b"hit tokens/s") < 2 and time.monotonic() < end_s:
+    while shown.count(until) < 2 and time.monotonic() < end_s:
         if select.select([near], [], [], 1)[0]:
             shown += os.read(near, 1 << 16)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sign)
     while select.select([near], [], [], 10)[0]:
         try:
             shown += os.read(near, 1 << 16)
         except OSError:  # the other end is closed
             break
-    assert process.wait(30) == 0
     os.close(near)
+    return process.wait(30), shown
+
+
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_terminal_shows_a_picture_until_a_signal(
+    engine: SmallEngine, root: Path, sign: signal.Signals, code: int
+) -> None:
+    ended, shown = on_a_terminal(root, "xterm", b"hit tokens/s", sign)
     assert shown.count(b"hit tokens/s") >= 2
     assert b"\x1b[?1049h" in shown and b"\x1b[?1049l" in shown, "the terminal was not given back"
     assert b"Traceback" not in shown
+    assert ended == code
+
+
+def test_a_terminal_that_cannot_replace_what_it_shows_gets_blocks(engine: SmallEngine, root: Path) -> None:
+    ended, shown = on_a_terminal(root, "dumb", b"hit tokens/s", signal.SIGINT)
+    assert shown.count(b"hit tokens/s") >= 2 and b"\x1b" not in shown
+    assert ended == 0

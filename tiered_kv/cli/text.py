@@ -46,8 +46,8 @@ def capacity_text(size_bytes: int | None) -> str:
 
 
 def decisions_text(counts: Mapping[str, str]) -> str:
-    """What became of lookups in one line: ``12 ready, 3 not awaited``."""
-    return ", ".join(f"{count} {decision.replace('_', ' ')}" for decision, count in counts.items()) or "none yet"
+    """What became of lookups in one line: ``12 ready, 3 not awaited``; ``none`` where there were none."""
+    return ", ".join(f"{count} {decision.replace('_', ' ')}" for decision, count in counts.items()) or "none"
 
 
 def points_text(share: float | None) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,9 @@ from tiered_kv.ops.text import counted
 TIERS = ("tier", "used", "capacity", "chunks", "hit tokens/s", "in flight", "waiting", "state")
 MOVED = ("tier", "read", "reads/s", "each", "written", "writes/s", "each", "failures/s")
 """Two tables, so that either fits a terminal of 100 columns."""
+
+PLAIN = ("dumb", "unknown")
+"""Values of ``TERM`` for which rich, and so ``terminal.screen``, shows nothing live."""
 
 CURVES_SHOWN = 3
 """Namespaces, one line each: those that were looked up last. `tiered-kv stat` shows all."""
@@ -83,7 +87,7 @@ def top(
             raise TierUnavailable("no server is running for it; `tiered-kv stat` shows what the tier itself tells")
         intervals = 1 if once else count
         with link:
-            is_live = sys.stdout.isatty() and not as_json and intervals != 1
+            is_live = sys.stdout.isatty() and not as_json and intervals != 1 and os.environ.get("TERM") not in PLAIN
             with _screen() if is_live else _blocks(as_json=as_json) as show:
                 for report in itertools.islice(_reports(link, interval), intervals):
                     show(report)
@@ -137,8 +141,17 @@ def _screen() -> Iterator[Callable[[TopReport], None]]:
             yield columns, [(row, row[-1].startswith(BREAKER["open"])) for row in rows]
         yield from ["", *_drops(report.rates), *_curves(report.rates)]
 
-    with terminal.screen() as show:
-        yield lambda report: show(blocks(report))
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        with terminal.screen() as show:
+            yield lambda report: show(blocks(report))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, _frame: object) -> None:
+    """End by an exception, so that the terminal is given back: `timeout 60 tiered-kv top` ends so."""
+    raise SystemExit(128 + number)
 
 
 def _head(report: TopReport) -> list[str]:
