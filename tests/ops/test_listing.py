@@ -61,6 +61,17 @@ def test_a_parent_counts_as_used_when_its_child_was() -> None:
     assert (ages[0].chunks, ages[0].size_bytes) == (2, 3)
 
 
+def test_what_lies_twice_under_a_key_is_counted_where_it_lies() -> None:
+    wrong = StoredBlob(BlobName(ONE, bytes([11]) * 16, bytes([99]) * 16, 7), 16, NOW_S - 90 * 86400, 0.0, 0.0)
+    content = Content([blob(10, 1, 10), blob(11, 2, 10, parent=10), wrong, blob(12, 4, 10, OTHER)])
+    namespaces, ages = summed(content)
+    assert [(one.namespace, one.chunks, one.size_bytes) for one in namespaces] == [
+        (ONE.hex(), 3, 19),
+        (OTHER.hex(), 1, 4),
+    ]
+    assert (sum(age.chunks for age in ages), sum(age.size_bytes for age in ages)) == (4, 23)
+
+
 @pytest.mark.parametrize(
     ("order", "expected"), [("used", "cab"), ("size", "bca"), ("age", "cba"), ("key", "abc"), ("depth", "acb")]
 )

@@ -26,7 +26,7 @@ class DuNamespace(msgspec.Struct, frozen=True, kw_only=True):
         namespace: Its digest.
         model: The model in a few words, as the namespace's record says; null where there is none that can be read.
         problem: Why there is no ``model``; null where there is.
-        chunks: Chunks stored, parts of states among them.
+        chunks: Chunks stored, parts of states among them; one that lies under two names counts twice.
         size_bytes: What they take of the tier.
         states: Boundaries at which the state of the model's recurrent layers is stored; 0 where it has none.
         state_parts: Chunks that are parts of states, also of such that lack others.

@@ -7,6 +7,7 @@ import heapq
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from tiered_kv.keys.naming import relative_path
 from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.ops.blob_table import BlobTable, part
 from tiered_kv.ops.forest import Forest
-from tiered_kv.ops.storage import Content, NamespaceRecord, Stray
+from tiered_kv.ops.storage import Content, NamespaceRecord, StoredBlob, Stray
 from tiered_kv.ops.text import printable
 
 AGES: Final = (("hour", 3600.0), ("day", 86400.0), ("week", 7 * 86400.0), ("month", 30 * 86400.0), ("older", None))
@@ -34,7 +35,7 @@ class LsNamespace(msgspec.Struct, frozen=True, kw_only=True):
         model: The model in a few words, as the namespace's record says; null where there is none that can be read.
         problem: Why there is no ``model``; null where there is.
         epoch: Changes when the cache is reset; null if unknown.
-        chunks: Chunks stored, parts of states among them.
+        chunks: Chunks stored, parts of states among them; one that lies under two names counts twice.
         size_bytes: What they take of the tier.
         states: Boundaries at which the state of the model's recurrent layers is stored; 0 where it has none.
         state_parts: Chunks that are parts of states, also of such that lack others.
@@ -101,15 +102,20 @@ def sum_up(
     spaces: dict[bytes, Sequence[int]] = dict.fromkeys(records, ()) | dict(table.rows())
     if namespace is not None:
         spaces = {namespace: spaces.get(namespace, ())}
+    copies: dict[bytes, list[StoredBlob]] = {}
+    for (space, _), several in forest.copies.items():
+        copies.setdefault(space, []).extend(several)
     found = [
-        _sum_of(records.get(space) or NamespaceRecord.missing(space), space, rows, used, forest)
+        _sum_of(records.get(space) or NamespaceRecord.missing(space), space, rows, used, forest, copies.get(space, ()))
         for space, rows in spaces.items()
     ]
     counts, sizes = [0] * len(AGES), [0] * len(AGES)
     bounds = sorted(now_s - limit_s for _, limit_s in AGES if limit_s is not None)
-    for rows in spaces.values():
+    for space, rows in spaces.items():
+        twice = copies.get(space, ())
+        of_twice = zip((used[forest.row(blob)] for blob in twice), (blob.size_bytes for blob in twice), strict=True)
         # A million: nothing is called for each but what it takes.
-        for used_s, size_bytes in zip(part(used, rows), part(table.sizes, rows), strict=True):
+        for used_s, size_bytes in chain(zip(part(used, rows), part(table.sizes, rows), strict=True), of_twice):
             age = bisect_right(bounds, used_s)
             counts[age] += 1
             sizes[age] += size_bytes
@@ -126,6 +132,7 @@ def _sum_of(
     rows: Sequence[int],
     used: Sequence[float],
     forest: Forest,
+    copies: Sequence[StoredBlob],
 ) -> LsNamespace:
     table = forest.table
     states = forest.sum_up_states(map(table.__getitem__, rows), record.state_parts)
@@ -138,8 +145,8 @@ def _sum_of(
         model=None if record.problem else describe(record),
         problem=record.problem or None,
         epoch=epoch_of(record),
-        chunks=len(rows),
-        size_bytes=sum(part(table.sizes, rows)),
+        chunks=len(rows) + len(copies),
+        size_bytes=sum(part(table.sizes, rows)) + sum(blob.size_bytes for blob in copies),
         states=states.states,
         state_parts=states.parts,
         state_bytes=states.size_bytes,
