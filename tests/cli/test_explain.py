@@ -97,6 +97,30 @@ def test_a_whole_hit_with_a_tail(place: Place, explain) -> None:
         assert "0-5" in report["shown"] and f"0..{6 * CHUNK - 1}" in report["shown"]
 
 
+@ON_DISK
+@pytest.mark.parametrize(
+    ("config", "is_computed"),
+    [
+        ({"layer_types": ["full_attention"], "sliding_window": 64}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, True),
+        ({"sliding_window": 64}, True),
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 64}, True),
+    ],
+)
+def test_a_prompt_that_ends_with_a_chunk_is_offered_less_where_layers_attend_to_windows(
+    place: Place, explain, config: dict[str, object], is_computed: bool
+) -> None:
+    model = Model(fields={"text_config": config})
+    with opened(place) as storage:
+        model.store(storage, tokens(1, 6))
+    report = explain(place, tokens(1, 6))
+    assert (report["hit_chunks"], report["hit_tokens"]) == (6 - is_computed, (6 - is_computed) * CHUNK)
+    assert (report["here_chunks"], report["see"], runs(report)) == (6, None, [(0, 5, "here")])
+    assert ("attend to windows" in report["hit_text"]) is ("attend to windows" in report["shown"]) is is_computed
+    longer = explain(place, tokens(1, 6, tail=1))
+    assert (longer["hit_chunks"], "attend to windows" in longer["hit_text"]) == (6, False)
+
+
 def test_the_first_diverging_chunk_is_named_with_what_continues_there(place: Place, explain) -> None:
     shared = tokens(1, 3)
     with opened(place) as storage:
@@ -284,6 +308,8 @@ def test_after_a_reset_the_epoch_in_force_is_explained(place: Place, explain, ki
             storage.store.put(f"_tiered_kv/epochs/{base}/1", b"retired")
     report = explain(place, tokens(1, 4))
     assert (report["hit_chunks"], report["is_retired"]) == (4, is_told)
+    assert report["hit_text"].startswith("of use to engines alone that have not been reset") is is_told
+    assert report["see"] == ("docs/troubleshooting.md#no-hits" if is_told else None)
     assert ("no engine that starts now uses it" in report["shown"]) is is_told or not is_disk(place)
     with opened(place) as storage:
         new.store(storage, tokens(2, 1))

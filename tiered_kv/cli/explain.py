@@ -108,7 +108,7 @@ def _show(report: ExplainReport, used_s: float) -> None:
     prompt, hit = counted(report.prompt_tokens, "token"), counted(report.hit_chunks, "chunk")
     print(f"prompt    {prompt}: {counted(report.prompt_chunks, 'chunk')} of {report.chunk_tokens}")
     print(f"hit       {hit}, {report.hit_tokens} of {prompt}")
-    if report.state_parts or report.draft:
+    if report.state_parts or report.draft or report.hit_tokens < report.here_tokens:
         print(f"why       {report.hit_text}")
     print()
     rows = [

@@ -36,8 +36,15 @@ from tiered_kv.ops.text import without_paths
 
 DIFFERENCES_MAX: Final = 50
 
+RETIRED: Final = "of use to engines alone that have not been reset, or not ended since"
+"""What a hit in a retired namespace is."""
+
 BLOCK_DROPPERS: Final = frozenset({"eagle", "eagle3", "mtp"})
 """Drafts that take at each position the token behind it: vLLM gives up the last block of a hit for them."""
+
+WINDOWED: Final = frozenset({"sliding_attention", "chunked_attention"})
+"""Kinds of layers whose last token cannot be computed alone behind a prompt that was loaded whole
+(``vllm/kv_groups.py``)."""
 
 
 class State(Enum):
@@ -141,7 +148,8 @@ class ExplainReport(Report, frozen=True, kw_only=True):
         tail_hit_tokens: Of the tokens behind ``here_chunks`` those of a tail that is here; 0 where none is. Offered by
             engines with that setting, beyond ``hit_tokens``.
         hit_chunks: Leading chunks that an engine would read from this tier.
-        hit_tokens: Tokens that an engine would be offered for this prompt.
+        hit_tokens: Tokens that an engine of this namespace would be offered for this prompt; where it is retired, no
+            engine that starts now is one.
         hit_text: Why it is so many, in words.
         here_chunks: Leading chunks that are here, whether a hit may bring them or not.
         here_tokens: The same in tokens.
@@ -153,7 +161,7 @@ class ExplainReport(Report, frozen=True, kw_only=True):
         runs: The prompt, chunk by chunk.
         others: Other namespaces with some of the prompt, the longest part first.
         notes: What may make the answer incomplete.
-        see: Where the documentation tells what to do about a miss; null without one.
+        see: Where the documentation tells what to do about a miss, or a hit in a retired namespace; null without one.
     """
 
     uri: str
@@ -209,6 +217,17 @@ class Candidate:
         draft = self.namespace.fields.get("draft")
         method = draft.get("method") if isinstance(draft, dict) else None
         return method if isinstance(method, str) else None
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether layers attend to a part of the tokens before them, as the model's configuration says."""
+        config = self.namespace.fields["text_config"]
+        if not isinstance(config, dict):
+            return False
+        kinds = config.get("layer_types")
+        if isinstance(kinds, list):
+            return not WINDOWED.isdisjoint(map(str, kinds))
+        return bool(config.get("sliding_window") or config.get("attention_chunk_size"))
 
     @property
     def is_hybrid(self) -> bool:
@@ -275,7 +294,7 @@ def explain(
         tail_hit_tokens=_tail_here(headers, stored, chosen, here, tokens),
         hit_chunks=-(-offer.tokens // size),
         hit_tokens=offer.tokens,
-        hit_text=offer.text,
+        hit_text=f"{RETIRED}: {offer.text}" if chosen.is_retired else offer.text,
         here_chunks=here,
         here_tokens=here * size,
         state_parts=chosen.state_parts,
@@ -285,7 +304,7 @@ def explain(
         runs=_runs(states, here, siblings or 0, size),
         others=[_other(chosen, other) for other in others],
         notes=notes,
-        see=None if 0 < len(tokens) // size == here and offer.is_all else NO_HITS,
+        see=None if 0 < len(tokens) // size == here and offer.is_all and not chosen.is_retired else NO_HITS,
     )
 
 
@@ -583,6 +602,9 @@ def _offer(headers: _Headers, stored: _Stored, chosen: Candidate, here: int, pro
     tail = (
         f"; chunks have {size} tokens, so the last {prompt_tokens % size} are computed" if prompt_tokens % size else ""
     )
+    if chosen.has_windows and whole and prompt_tokens == here * size:
+        reason = "the prompt's last token is computed, and as layers attend to windows, its chunk with it"
+        return _Offer((whole - 1) * size, f"every full chunk is here; {reason}", is_all=True)
     return _Offer(here * size, f"every full chunk is here{tail}", is_all=True)
 
 
