@@ -3,6 +3,7 @@
 ``python -m tiered_kv.cli.schema`` prints docs/cli-schema.json. Importing this imports every verb, which no verb needs.
 """
 
+import inspect
 import json
 import sys
 from importlib import import_module
@@ -29,6 +30,9 @@ def schema() -> dict[str, Any]:
     """One JSON Schema document; ``$defs`` hold the types, ``properties`` the verbs."""
     kinds = reports()
     parts, definitions = msgspec.json.schema_components(kinds.values(), ref_template="#/$defs/{name}")
+    for definition in definitions.values():  # docstrings, which Python 3.13 has without their indentation
+        if "description" in definition:
+            definition["description"] = inspect.cleandoc(definition["description"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "What tiered-kv prints with --json, by verb",
