@@ -221,6 +221,32 @@ def test_figures_are_asked_for_now_and_then_and_never_waited_for(measured: Measu
     poll_until(measured.client, lambda: measured.client.figures is not None, "the next figures")
 
 
+def test_what_a_server_counted_is_zero_with_the_next_server(measured: Measured, root: Path) -> None:
+    shown: dict[str, dict[str, float]] = {}
+
+    def show() -> None:
+        """Take the server's figures of now, as the API server does, whose gauges keep what was told last."""
+        measured.now_s += module.FIGURES_INTERVAL_S
+        measured.take()
+        poll_until(measured.client, lambda: measured.client.figures is not None, "the figures")
+        for name, values in measured.take().data["gauges"].items():
+            shown.setdefault(name, {}).update(values)
+
+    measured.engine.store(3)
+    wait_written(root)
+    show()
+    assert shown["server_stored_chunks"] == {"host,new": 3, "disk,written": 3}
+    assert shown["server_operations"]["disk,put,ok"] == 3
+    end_server(root)
+    measured.engine.wait_lost()
+    measured.engine.rejoin()
+    show()
+    assert shown["server_stored_chunks"] == {"host,new": 0, "disk,written": 0, "disk,found": 3}
+    assert shown["server_operations"]["disk,put,ok"] == 0
+    assert shown["server_operation_bytes"]["disk,put"] == 0
+    assert shown["server_capacity_bytes"]["host"] == 8 << 20
+
+
 def test_figures_of_another_version_are_left_alone(measured: Measured, caplog: pytest.LogCaptureFixture) -> None:
     measured.meter.take()
     for _ in range(2):

@@ -26,7 +26,7 @@ from tiered_kv.metrics.names import ShownIn, engine_event
 from tiered_kv.server.client import EndedLookup, SchedulerClient
 from tiered_kv.tiering.types import HOST, LookupAnswer
 from tiered_kv.vllm.compat import CacheHitSource, KVConnectorStats
-from tiered_kv.vllm.prometheus import server_values
+from tiered_kv.vllm.prometheus import COUNTED_BY_SERVER, server_values
 from tiered_kv.vllm.requests import RequestState, SentLookup
 
 logger = logging.getLogger(__name__)
@@ -160,6 +160,7 @@ class SchedulerMeter:
         self._ask_at_s = float("-inf")
         self._is_connected: bool | None = None
         self._has_warned = False
+        self._told: dict[tuple[str, tuple[str, ...]], float] = {}
 
     # -- a request's way through the scheduler -----------------------------------------------------------------
 
@@ -298,8 +299,13 @@ class SchedulerMeter:
                 logger.warning("the server's figures are not shown, it is of another version. cause=%.200s", exc)
             self._has_warned = True
             return
-        for name, labels, value in server_values(figures):
+        values = {(name, labels): value for name, labels, value in server_values(figures)}
+        for name, labels in self._told.keys() - values.keys():
+            if name in COUNTED_BY_SERVER:  # by a server that is no more; this one has not counted any
+                values[name, labels] = 0.0
+        for (name, labels), value in values.items():
             self._stats.set(name, value, *labels)
+        self._told = values
         self._stats.set("server_figures_time_seconds", time.time())
 
     def _tier(self, place: int) -> str:

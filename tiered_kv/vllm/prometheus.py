@@ -38,6 +38,11 @@ SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 SHOWN_OF_SERVER: Final = {metric.name: metric for metric in SERVER_METRICS if metric.is_shown_by_engines}
 """Metrics of ``serve --metrics-port`` that engines show, too."""
 
+COUNTED_BY_SERVER: Final = {
+    SERVER + metric.name for metric in SHOWN_OF_SERVER.values() if metric.kind is MetricKind.COUNTER
+}
+"""Gauges that a server begins at 0: what one counted must not stand behind its end, beside what the next one counts."""
+
 
 def server_values(figures: ServerFigures) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """Name, label values and value of each metric of the server that engines show."""
