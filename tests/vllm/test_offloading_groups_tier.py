@@ -241,18 +241,24 @@ def test_rows_that_were_reported_stored_and_dropped_are_told_of_once(
     assert client.ask_figures()
     wait_for(have_come, "figures")
     figures = json.loads(taken[-1])
-    figures["counters"]["write_dropped_evicted"] = 7
+
+    def told(**drops: int) -> tuple[dict[tuple[str, ...], float], int]:
+        """What is counted of these drops, and how often it was said."""
+        counters = {f"write_dropped_{reason}": count for reason, count in drops.items()}
+        client.figures = json.dumps(figures | {"counters": counters}).encode()
+        engine.tier._metrics.watch(client, is_serving=True)
+        # A logger that passes records on, too, gives each of them twice.
+        said = {id(one) for one in caplog.records if "reported stored were dropped" in one.getMessage()}
+        return {name: count for name, count in counted(engine).items() if name[0] == "unwritten"}, len(said)
+
     logger = logging.getLogger("vllm.tiered_kv.vllm.row_metrics")
     logger.addHandler(caplog.handler)
     try:
-        for _ in range(2):
-            client.figures = json.dumps(figures).encode()
-            engine.tier._metrics.watch(client, is_serving=True)
+        assert told(source_evicted=3, erased=2) == ({}, 0), "one was in a file, the other was not to be"
+        assert told(evicted=7) == told(evicted=7) == ({("unwritten", "evicted"): 7}, 1)
+        assert told(no_room=1) == ({("unwritten", "evicted"): 0, ("unwritten", "no_room"): 1}, 1), "the next server"
     finally:
         logger.removeHandler(caplog.handler)
-    assert counted(engine)["unwritten", "evicted"] == 7
-    # A logger that passes records on, too, gives each of them twice.
-    assert len({id(one) for one in caplog.records if "reported stored were dropped" in one.getMessage()}) == 1
 
 
 def test_a_state_that_does_not_come_is_a_miss_and_the_rest_of_the_job_is_told(engine: Engine) -> None:

@@ -28,6 +28,9 @@ UNWRITTEN: Final = "unwritten"
 UNWRITTEN_COUNTERS: Final = "write_dropped_"
 """How the server's counters of these begin."""
 
+NOT_UNWRITTEN: Final = ("source_evicted", "erased")
+"""Reasons of others: of an upload whose blob was on disk, and of what an operator wanted gone."""
+
 FIGURES_INTERVAL_S: Final = 10.0
 
 
@@ -73,6 +76,7 @@ class RowMetrics:
         self._ask_at_s = 0.0
         self._has_warned = False
         self._is_serving: bool | None = None
+        self._told: set[str] = set()
 
     def count(self, name: str, number: int, label: str = "") -> None:
         if number:
@@ -106,13 +110,15 @@ class RowMetrics:
                 logger.warning("the server's figures are not shown, it is of another version. cause=%.200s", exc)
             self._has_warned = True
             return
-        dropped = {
+        drops = {
             name.removeprefix(UNWRITTEN_COUNTERS): count
             for name, count in counters.items()
-            if name.startswith(UNWRITTEN_COUNTERS) and count
+            if name.startswith(UNWRITTEN_COUNTERS)
         }
-        for reason, count in dropped.items():
-            self._stats.set_gauge(PREFIX + UNWRITTEN, count, (reason,))
+        dropped = {reason: count for reason, count in drops.items() if count and reason not in NOT_UNWRITTEN}
+        self._told |= dropped.keys()
+        for reason in self._told:  # of a server that is no more, too: the next one begins at 0
+            self._stats.set_gauge(PREFIX + UNWRITTEN, dropped.get(reason, 0), (reason,))
         if dropped and not self._has_warned:
             self._has_warned = True
             logger.warning(
