@@ -69,3 +69,18 @@ def test_model_whose_states_cannot_be_stored_is_refused_when_strict_and_else_ser
 
     assert [answer.cached_tokens for answer in answers] == [0, 0]
     assert {answer.tokens for answer in answers} == {plain.tokens}
+
+
+def test_kv_narrower_than_what_the_cpu_backend_computes_is_refused_when_strict_and_else_served_without_the_cache(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """vLLM keeps a block's KV in other blocks' pages, with and without a cache: what was stored was not the block's."""
+    options = {"dtype": "float32", "kv_cache_dtype": "bfloat16"}
+    prompt = random_prompt(3, 600)
+
+    with pytest.raises(UnsupportedModel, match="kv_cache_dtype=torch.bfloat16 dtype=torch.float32"):
+        make_llm(tiny_model, settings(tmp_path / "strict"), **options)
+    with cached_engine(tiny_model, tmp_path / "cache", {"strict": False}, **options) as engine:
+        answers = [engine.ask(prompt, max_tokens=4)[0] for _ in range(2)]
+
+    assert [answer.cached_tokens for answer in answers] == [0, 0]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import platforms
+from vllm import _custom_ops, platforms
 from vllm.model_executor.layers.fused_moe.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     mxfp4_mxfp8_moe_quant_config,
@@ -138,6 +138,31 @@ def test_other_quantised_kv_and_other_backends_are_taken(vllm_config):
     check_layers(triton, kv_config())
     check_layers(triton, kv_config(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR))
     check_layers(other, kv_config(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD))
+
+
+def cpu_pages(dtype, *, block):
+    """Pages that vLLM's CPU kernel writes to for one block of float32 keys and values."""
+    keys, values = (torch.zeros(8, 2, 32, 64, dtype=dtype) for _ in range(2))
+    new = torch.ones(32, 2, 64)
+    slots = torch.arange(32 * block, 32 * (block + 1))
+    _custom_ops.cpu_attn_reshape_and_cache(new, new, keys, values, slots, "vec")
+    return [page for page in range(8) if keys[page].any()]
+
+
+def test_the_cpu_backend_leaves_the_pages_of_its_block_where_these_are_narrower():
+    """Why it is refused: vLLM's own kernel. It reads there, too: an answer is right until another block is written."""
+    assert cpu_pages(torch.float32, block=1) == [1]
+    assert cpu_pages(torch.bfloat16, block=1) == [2, 3]
+
+
+def test_pages_narrower_than_what_the_cpu_backend_computes_are_refused(vllm_config):
+    cpu = changed(with_layers(vllm_config, {LAYER: attention_layer("CPU_ATTN")}), model_config={"dtype": torch.float32})
+    with pytest.raises(UnsupportedModel, match=f"layer={LAYER} kv_cache_dtype=torch.bfloat16 dtype=torch.float32"):
+        check_layers(cpu, kv_config())
+    check_layers(cpu, kv_config(dtype=torch.float32))
+    check_layers(cpu, kv_config(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR))
+    triton = changed(cpu, compilation_config={"static_forward_context": {LAYER: triton_layer()}})
+    check_layers(triton, kv_config())
 
 
 def test_generation_of_the_gpu_counts_where_it_chooses_a_precision(monkeypatch):

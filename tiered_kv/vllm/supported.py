@@ -47,6 +47,8 @@ SPECS_BESIDE_DRAFTS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec",
 FIRST_VERSION_WITH_DRAFTS: Final = (0, 32)
 """vLLM before it was never run with a draft beside this connector."""
 
+CPU_BACKEND: Final = "CPU_ATTN"
+
 GROUP_SPEC: Final = "UniformTypeKVCacheSpecs"
 """vLLM's spec of a group whose layers differ in page size; holds one spec per layer."""
 
@@ -292,20 +294,33 @@ def _check_spec(spec: Any, layer_names: Sequence[str]) -> None:
 
 
 def check_layers(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse layers into whose pages vLLM itself writes after a load may have filled them; call it in a worker.
+    """Refuse layers that write elsewhere than into the pages of their tokens, or into loaded ones; call it in a worker.
 
     Raises:
         UnsupportedModel: vLLM's Triton backend with a scale per token and head: at the first forward pass of each layer
-            it sets all scales to 1, and without CUDA graphs a request whose prefix was loaded is the first.
+            it sets all scales to 1, and without CUDA graphs a request whose prefix was loaded is the first. Or vLLM's
+            CPU backend with pages of narrower numbers than the model's: what a block holds lies in other blocks' pages.
     """
     layers = vllm_config.compilation_config.static_forward_context
     for group in kv_cache_config.kv_cache_groups:
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         for name in group.layer_names:
-            mode = getattr(specs.get(name, group.kv_cache_spec), "kv_quant_mode", None)
-            impl = getattr(layers.get(name), "impl", None)
-            if getattr(mode, "is_per_token_head", False) and overwrites_scales(impl):
+            spec, layer = specs.get(name, group.kv_cache_spec), layers.get(name)
+            mode = getattr(spec, "kv_quant_mode", None)
+            if getattr(mode, "is_per_token_head", False) and overwrites_scales(getattr(layer, "impl", None)):
                 raise UnsupportedModel(
                     "this attention backend overwrites the scales of loaded KV at its first forward pass. Use "
                     f"another --kv-cache-dtype, for instance fp8. layer={name} mode={getattr(mode, 'name', mode)}"
                 )
+            if getattr(mode, "name", "NONE") == "NONE":
+                _check_width(name, layer, spec, vllm_config.model_config.dtype)
+
+
+def _check_width(name: str, layer: Any, spec: Any, computed: Any) -> None:
+    """vLLM's CPU backend takes pages for pages of what it computes in: with wider numbers it leaves its own page."""
+    held = getattr(spec, "dtype", computed)
+    if layer is not None and held.itemsize != computed.itemsize and layer.get_attn_backend().get_name() == CPU_BACKEND:
+        raise UnsupportedModel(
+            "vLLM's CPU backend writes KV in the model's dtype, past the pages of this KV cache's. Start vLLM with "
+            f"--kv-cache-dtype auto, or with a --dtype as wide. layer={name} kv_cache_dtype={held} dtype={computed}"
+        )
