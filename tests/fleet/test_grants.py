@@ -258,6 +258,23 @@ def test_the_dead_are_never_answered_again(fleet, reports, clock):
     assert set(fleet.answers()) == {"a.2"}
 
 
+def test_a_report_that_was_gone_and_is_back_is_answered_no_more(fleet, reports):
+    """What its session was granted nobody knows any more: counted from nothing, it would wait for all it ever stored."""
+    reports.say("a.1", goal_bytes=100, needed_bytes=100)
+    fleet.refresh("")
+    listed(fleet, 0)
+    fleet.grant()
+    reports.objects.clear()
+    fleet.refresh("")
+    reports.say("a.1", spent_bytes=100, goal_bytes=200, needed_bytes=100)
+    fleet.refresh("")
+    assert fleet.answers() == {}
+    reports.say("a.2", goal_bytes=100, needed_bytes=100)
+    fleet.refresh("")
+    fleet.grant()
+    assert fleet.answers()["a.2"].granted_bytes == 100
+
+
 def test_the_leader_before_is_not_waited_for_when_its_lease_ran_out(fleet, reports):
     reports.say("old.3", term=0)
     fleet.assume_gone("old.3")

@@ -196,6 +196,21 @@ def test_usage_is_known_after_a_restart_and_to_followers(store, clock):
 # -- what needs one store only ----------------------------------------------------------------------------------------
 
 
+def test_servers_store_on_within_a_minute_after_a_bucket_was_emptied(memory, clock):
+    """By an operator, with all that the keepers have there; however much was stored in these sessions before."""
+    first, second = keeper_of(memory, clock, blobs=16), keeper_of(memory, clock, blobs=16)
+    turn(clock, first, second, times=4)
+    chains = [SampleChain(number, payload_bytes=4096, namespace=CHAIN.namespace) for number in range(20, 36)]
+    for chain in chains:
+        for index in range(8):
+            put_patiently(memory, clock, [second, first], chain, index)
+    memory.delete([info.path for info in memory.list("")])
+    turn(clock, first, second)
+    put_patiently(memory, clock, [first, second], CHAIN, 0)
+    put_patiently(memory, clock, [second, first], CHAIN, 1)
+    assert len(blobs(memory)) == 2
+
+
 def test_a_namespace_that_is_used_stays_served_whatever_resets_make_beside_it(memory, clock, monkeypatch):
     """Else its blobs count as nobody's, none of them is ever evicted, and a full bucket takes nothing any more."""
     monkeypatch.setattr(keeper_module, "NAMESPACES_MAX", 3)

@@ -309,6 +309,14 @@ class GrantLedger:
     def _follows(self, session: MemberSession) -> bool:
         return session.report is not None and session.report.term == self.term
 
+    def _was_lost(self, report: MemberReport) -> bool:
+        """Whether a report that is read for the first time is of a session that was granted bytes and was gone since.
+
+        Somebody emptied the bucket, or a LIST left it out. How much it was granted nobody knows any more; from nothing it
+        would be granted for hours what it spent long ago. Its server begins a new one when nobody answers.
+        """
+        return self._capacity is not None and report.term == self.term and report.spent_bytes > 0
+
     def _take(self, name: str, stamp: tuple[float, int], data: bytes, asked: float) -> None:
         """Take a report in that was read a moment ago; ``asked`` is when the LIST before it began."""
         now = self._clock()
@@ -323,6 +331,7 @@ class GrantLedger:
             if report is None:
                 self.malformed_count += 1
             elif session.report is None or report.term == session.report.term:
+                session.is_dead |= session.report is None and self._was_lost(report)
                 session.report = report
             session.data, session.changed_at = data, now
         elif asked - session.changed_at > self._timing.expiry_s:
