@@ -259,7 +259,7 @@ def test_the_dead_are_never_answered_again(fleet, reports, clock):
 
 
 def test_a_report_that_was_gone_and_is_back_is_answered_no_more(fleet, reports):
-    """What its session was granted nobody knows any more: counted from nothing, it would wait for all it ever stored."""
+    """What it was granted nobody knows any more: counted from nothing, it would wait for all it ever stored."""
     reports.say("a.1", goal_bytes=100, needed_bytes=100)
     fleet.refresh("")
     listed(fleet, 0)

@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 
 from tests.kit.engine_world import EngineWorld
+from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.s3 import S3
 from tests.kit.server.clients import SmallEngine, poll_until, settings, worker_part
-from tests.kit.server.probe import wait_written
+from tests.kit.server.object_nodes import FOUND_S, s3_place, wait_uploaded
+from tests.kit.server.probe import wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tiered_kv.errors import TierUnavailable
 from tiered_kv.location import parse_location
@@ -245,6 +248,73 @@ def test_a_bucket_that_does_not_answer_gives_an_epoch_of_this_machine_alone(mach
     assert epochs[0] != epochs[1], "two machines would share without knowing of each other's resets"
     assert machine("a", unreachable).ask() == epochs[0], "the same after a restart"
     unreachable.close()
+
+
+def test_who_has_an_epoch_of_this_machine_alone_hears_that_the_bucket_is_back(machine: Any, store: ObjectStore) -> None:
+    outage = Outage(store)
+    a = machine("a", outage)
+    assert a.epochs.is_own(a.ask())
+    for _ in range(3):
+        assert not a.epochs.is_back(ONE)
+        a.now_s += RETRY_S
+        assert not a.epochs.is_back(ONE)
+        a.answer()
+        assert not a.epochs.is_back(ONE), "it does not answer yet"
+    outage.is_over = True
+    a.now_s += RETRY_S
+    assert not a.epochs.is_back(ONE)
+    a.answer()
+    assert a.epochs.is_back(ONE)
+    assert a.ask() == machine("other").ask() and not a.epochs.is_own(a.ask())
+    assert not a.epochs.is_back(ONE) and not a.questions, "a session that got no answer again is not ended at once"
+
+
+def test_a_bucket_that_is_owed_a_reset_is_not_back(machine: Any, store: ObjectStore) -> None:
+    outage = Outage(store)
+    a = machine("a", outage)
+    a.retire()
+    assert a.epochs.is_own(a.ask()) and not a.epochs.is_back(ONE)
+    outage.is_over = True
+    a.now_s += RETRY_S
+    assert not a.epochs.is_back(ONE)
+    a.answer()
+    assert a.epochs.is_back(ONE)
+
+
+def test_an_engine_that_started_while_the_bucket_was_away_shares_once_it_is_back(s3: S3, tmp_path: Path) -> None:
+    """Else it shares nothing for as long as it runs, which may be months, because of one answer that did not come."""
+    prefix = s3.new_prefix()
+
+    def started(name: str, url: str | None = None) -> SmallEngine:
+        place = s3_place(s3, prefix, url)
+        bucket: dict[str, Any] = {"storage_uri": place.uri, "storage_options": place.options, "storage_timeout_s": 2}
+        config = settings(tmp_path, **bucket, disk_path=str(tmp_path / name), disk_bytes="160MiB")
+        engines.append(SmallEngine.start(config, name, rejoins=True))
+        return engines[-1]
+
+    engines: list[SmallEngine] = []
+    try:
+        with FaultProxy(s3.endpoint_url) as proxy:
+            a = started("a")
+            a.store(6)
+            wait_uploaded(tmp_path / "a")
+            with proxy.failing(Fault(Mode.STATUS, kinds={"LIST"}, path="/epochs/", status=503)):
+                b = started("b", proxy.url)
+                assert "-of-" in b.client.namespace.fields["epoch"]
+                b.store(2)
+                b.wait_hits(2)
+                assert b.hits(6) == 2
+            b.wait_lost()
+            b.rejoin()
+            assert b.client.namespace.fields["epoch"] == a.client.namespace.fields["epoch"]
+            wait_for(lambda: b.hits(6) == 6, "what the other machine stored", deadline_s=FOUND_S)
+            b.close()
+            end_server(tmp_path / "b")
+    finally:
+        for engine in engines:
+            engine.close()
+        end_server(tmp_path / "a")
+        end_server(tmp_path / "b")
 
 
 def test_a_closed_store_gives_an_epoch_of_this_machine_alone(machine: Any, store: ObjectStore) -> None:

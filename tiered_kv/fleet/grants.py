@@ -312,8 +312,8 @@ class GrantLedger:
     def _was_lost(self, report: MemberReport) -> bool:
         """Whether a report that is read for the first time is of a session that was granted bytes and was gone since.
 
-        Somebody emptied the bucket, or a LIST left it out. How much it was granted nobody knows any more; from nothing it
-        would be granted for hours what it spent long ago. Its server begins a new one when nobody answers.
+        Somebody emptied the bucket, or a LIST left it out. How much it was granted nobody knows any more; from nothing
+        it would be granted for hours what it spent long ago. Its server begins a new one when nobody answers.
         """
         return self._capacity is not None and report.term == self.term and report.spent_bytes > 0
 

@@ -123,14 +123,21 @@ class SchedulerClient:
         world_size: int,
         *,
         is_watching: bool = False,
+        rejoins: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to join; with ``is_watching`` the session is told which chunks come and go, in ``moves``."""
+        """Begin to join.
+
+        Args:
+            is_watching: The session is told which chunks come and go, in ``moves``.
+            rejoins: The owner's workers join the sessions that follow a lost one: the server may end it for a better.
+        """
         self._monotonic = monotonic
         self._config = config
         self._engine_id = engine_id
         self.world_size = world_size
         self._is_watching = is_watching
+        self._rejoins = rejoins
         self.generation = 0
         self.refusal: str | None = None
         self.namespace: Namespace | None = None
@@ -620,6 +627,7 @@ class SchedulerClient:
                     self._config.min_share,
                     self._config.max_share,
                     self._config.lease_s,
+                    self._rejoins,
                 )
                 sock.sendall(m.frame(join))
                 sock.setblocking(False)

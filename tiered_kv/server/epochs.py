@@ -13,7 +13,8 @@ loop hands what is to be written to another thread, and confirms a reset only wh
 **Bucket.** The epoch in force is the highest number among the objects ``_tiered_kv/epochs/<namespace>/<number>``; a
 retirement adds the next one, so it needs no atomic create and two at once do no harm. The bucket is read and written in
 the background, because one that does not answer must not hold up the server's loop: a session whose question found no
-answer gets an epoch of this machine alone, which is never wrong and never shared.
+answer gets an epoch of this machine alone, which is never wrong and never shared. The bucket is asked again as long as
+there is such a session, and once it answers the session ends and its engine opens the next, which shares.
 
 The bucket's owner may delete any of these objects, e.g. by a lifecycle rule on their age, and no retired epoch may
 come back by that. So the number that begins a namespace, also one that lost its objects, is a random one: what is
@@ -393,11 +394,23 @@ class BucketEpochs:
         return f"{self._folder(digest)}{number}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A question whether the bucket tells a namespace's epoch by now; ``answers`` is filled by another thread.
+
+    Attributes:
+        due_s: When the next one may follow.
+    """
+
+    due_s: float
+    answers: list[bool]
+
+
 class Epochs:
     """Base and private epochs of a server's sessions, kept by its directory and, if there is one, by its bucket.
 
-    Threads: one owner, the server's loop. Results of background tasks come through the lists of ``_asked`` and through
-    ``_told`` (appends are atomic).
+    Threads: one owner, the server's loop. Results of background tasks come through the lists of ``_asked`` and
+    ``_looks`` and through ``_told`` (appends are atomic).
     """
 
     def __init__(
@@ -421,6 +434,7 @@ class Epochs:
         self._retirements = 0
         self._telling: set[bytes] = set()
         self._told: deque[tuple[bytes, int, bool]] = deque()
+        self._looks: dict[bytes, _Look] = {}  # by namespace of which a session has an epoch of this machine alone
         self._unsaved: dict[bytes, None] = {}  # retirements that are not durable here yet
         self._in_force: dict[bytes, int] = {}  # what sessions were given last
         self._again_s = monotonic()
@@ -460,6 +474,38 @@ class Epochs:
 
     def _own(self, digest: bytes) -> str:
         return f"{self._file.base(digest)}-of-{self._machine}"
+
+    def is_own(self, epoch: str) -> bool:
+        """Whether this is an epoch of this machine alone, in place of the bucket's."""
+        return epoch.endswith(f"-of-{self._machine}")
+
+    def is_back(self, digest: bytes) -> bool:
+        """Whether the bucket answers by now what it did not answer when a session opened; call it often.
+
+        It is asked every ``RETRY_S``, for the first time that long after the first call, and that long after True.
+        """
+        now_s = self._monotonic()
+        look = self._looks.get(digest)
+        if look is None or (look.answers and now_s >= look.due_s):
+            is_first = look is None
+            look = self._looks[digest] = _Look(now_s + RETRY_S, [False] if is_first else [])
+            if not is_first:
+                self._submit(partial(self._look, digest, look.answers))
+        if digest in self._owed or digest in self._telling or not any(look.answers):
+            return False
+        del self._looks[digest]
+        return True
+
+    def _look(self, digest: bytes, answers: list[bool]) -> None:
+        assert self._bucket is not None
+        is_answered = False
+        try:
+            self._bucket.agreed(digest)
+            is_answered = True
+        except (TierUnavailable, Closed) as exc:
+            logger.debug("the bucket does not tell a namespace's epoch yet. %s", exc)
+        finally:
+            answers.append(is_answered)
 
     def retire(self, digest: bytes) -> str:
         """Begin to retire the base epoch in the file and then in the bucket; returns a private one.

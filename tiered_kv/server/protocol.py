@@ -18,7 +18,7 @@ from tiered_kv.keys.stored_by import UNKNOWN
 from tiered_kv.keys.tags import NO_TAG
 from tiered_kv.tiering.types import Arrival, LookupAnswer, SlotId
 
-PROTOCOL = 22
+PROTOCOL = 23
 FRAME_BYTES_MAX = 4 << 20
 """Room for a lookup of 80,000 chunks, far above any context length."""
 HELLO_BYTES_MAX = 16 << 10
@@ -126,6 +126,7 @@ class JoinScheduler(Message, frozen=True):
         min_share, max_share: Of the limits of host memory and disk, what its namespace keeps and how much it may take.
             None: not said; if neither is, what others of its namespace said stays.
         lease_s: How long its lookups hold leases that it does not claim.
+        rejoins: It opens another session where this one ends, which may then end for a better one.
     """
 
     world_size: int
@@ -134,6 +135,7 @@ class JoinScheduler(Message, frozen=True):
     min_share: float | None = None
     max_share: float | None = None
     lease_s: float = 30.0
+    rejoins: bool = False
 
 
 class Decline(Message, frozen=True):

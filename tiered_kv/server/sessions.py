@@ -120,6 +120,8 @@ class Group:
         sessions: Engine sessions of this group: the last one is current, earlier ones (before a reset) only drain.
         rank_offsets: Where each rank's bytes start in the payload; ranks with equal KV start at the same place.
         private_epoch: That of the engine, if a reset in an earlier generation gave it one.
+        rejoins: Its engine opens another session where this one ends.
+        is_alone: It shares nothing, because the bucket did not answer when it opened.
         granted: Slots the scheduler holds empty, per session.
         lookups: The scheduler's lookup id -> (engine session, engine lookup id).
         by_engine: What is known of each, by the latter.
@@ -147,6 +149,8 @@ class Group:
     rank_offsets: list[int] = field(default_factory=list)
     base_digest: bytes = b""
     private_epoch: str = ""
+    rejoins: bool = False
+    is_alone: bool = False
     lookups: dict[int, tuple[int, int]] = field(default_factory=dict)
     by_engine: dict[tuple[int, int], GroupLookup] = field(default_factory=dict)
     decliners: set[Connection] = field(default_factory=set)
@@ -307,6 +311,7 @@ class Sessions:
                 raise ConfigError(other_world(group, member.join.world_size))
         group.scheduler, group.world_size, group.private_epoch = connection, join.world_size, join.epoch
         group.is_watching, group.quota, group.lease_s = join.is_watching, quota, join.lease_s
+        group.rejoins = join.rejoins
         self._keep(group, connection)
 
     def _find(self, connection: Connection) -> Group:
@@ -321,8 +326,9 @@ class Sessions:
         self._groups[group.engine_id, group.generation] = group
 
     def open_complete(self) -> None:
-        """Open every session whose members are all in."""
+        """Open every session whose members are all in, and end those that a session of now would be better than."""
         self._epochs.turn()
+        self._end_alone()
         self._quotas.turn()
         for group in self.groups:
             if group.scheduler is None or group.is_ready or group.is_lost:
@@ -342,6 +348,17 @@ class Sessions:
             except (ProtocolError, OSError) as exc:
                 self._lose(group, f"client lost while the session opened: {exc}")
 
+    def _end_alone(self) -> None:
+        """End sessions that opened while the bucket did not answer, once it does: their engines' next ones share."""
+        alone: dict[bytes, list[Group]] = {}
+        for group in self._groups.values():
+            if group.is_alone and group.is_ready and group.rejoins and not group.is_lost:
+                alone.setdefault(group.base_digest, []).append(group)
+        for digest, groups in alone.items():
+            if self._epochs.is_back(digest):
+                for group in groups:
+                    self._lose(group, "it shared nothing, and the bucket answers again: the engine's next one shares")
+
     def _refuse(self, group: Group, kind: str, reason: str) -> None:
         assert group.scheduler is not None
         try:
@@ -357,6 +374,7 @@ class Sessions:
         epoch = group.private_epoch or self._epochs.base(base.digest)
         if epoch is not None:
             namespace = namespace_of(group.joins, epoch)
+            group.is_alone = self._epochs.is_own(epoch)
             self._quotas.check(namespace.digest, group.quota, group.slot_bytes)
             self._start(group, namespace)
 
@@ -408,6 +426,7 @@ class Sessions:
         """
         group = self.owned(connection)
         epoch = self._epochs.retire(group.base_digest)
+        group.is_alone = False  # the private one is what this engine keeps, whatever the bucket says
         old = group.sessions[-1]
         self._engine.suspend_session(old)
         self._quotas.closed(old, is_reset=True)  # before the next one states the same again

@@ -70,7 +70,9 @@ class SchedulerHooks:
         events = vllm_config.kv_events_config
         has_events = events is not None and events.enable_kv_cache_events
         world_size = vllm_config.parallel_config.world_size
-        self._client = SchedulerClient(config, transfer_config.engine_id, world_size, is_watching=has_events)
+        self._client = SchedulerClient(
+            config, transfer_config.engine_id, world_size, is_watching=has_events, rejoins=True
+        )
         self._client.rest()  # until the first request
         _wait_for_session(config, self._client)
         adapters = Adapters(adapter_numerics(vllm_config), world_size)

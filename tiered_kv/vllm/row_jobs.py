@@ -203,7 +203,7 @@ class RowJobs:
         self._config = config
         self._rows = rows
         self._whole: tuple[Span, ...] = ((0, rows.shape[1]),)
-        self.client = SchedulerClient(config, engine_id, 1)
+        self.client = SchedulerClient(config, engine_id, 1, rejoins=True)
         self.client.rest()  # until something is looked up or stored
         self.uses = RowUses(self.client)
         self._read_max = max(READ_ROWS_MIN, READ_BYTES_MAX // rows.shape[1])

@@ -130,10 +130,11 @@ class SmallEngine:
         stored_by: str = STORED_BY,
         state_parts: int = 0,
         pages: Sequence[LayerPage] = PAGES,
+        rejoins: bool = False,
     ) -> "SmallEngine":
         part = worker_part(weights=weights, pages=pages, stored_by=stored_by, state_parts=state_parts)
         worker = WorkerClient(config, engine_id, 0, part)
-        client = SchedulerClient(config, engine_id, 1)
+        client = SchedulerClient(config, engine_id, 1, rejoins=rejoins)
         assert client.wait_ready(ANSWER_S), client.refusal
         return cls(client, worker, config, engine_id, weights, stored_by, state_parts, pages)
 
