@@ -83,7 +83,7 @@ class WarmReport(Report, frozen=True, kw_only=True):
         target: The tier that was copied to.
         selected: Chunks of the source that were to be in the target.
         selected_bytes: What they take in the source.
-        copied: Chunks that were written.
+        copied: Chunks that were written; where a server runs, also those that another command gave it at the same time.
         copied_bytes: What they take in the source.
         there: Chunks that the target had already.
         corrupt: Damaged or misplaced blobs of the source; they were not copied.
