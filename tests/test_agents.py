@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from agents import OURS
+from agents import OURS, RIVALS
 from agents_hierarchy import BUCKET, DISK, AgentReplay, GpuPool, Sizes, Speeds
 from agents_rivals import lmcache, native, optimum
 from agents_trace import Turn, computed_by_unit, read
@@ -30,6 +32,13 @@ def few(tmp_path: Path) -> list[Turn]:
     """A prompt of 1,000 tokens answered by 100; one that goes on; one that edits the first behind 10 blocks."""
     requests = [[0.0, 1000, 100, -1, 0, 15], [10.0, 1500, 50, 0, 15, 23], [90.0, 1400, 50, 0, 10, 21]]
     return read(written(tmp_path / "few.jsonl", requests), CHUNK)
+
+
+def test_the_page_names_systems_that_there_are(repository: Path) -> None:
+    page = (repository / "docs" / "agents.md").read_text()
+    named = [shlex.split(names) for names in re.findall(r"--systems((?:\s+(?:\"[^\"]+\"|\w+))+)", page)]
+    assert len(named) >= 3
+    assert {name for names in named for name in names} <= {*OURS, *RIVALS}
 
 
 def test_what_a_turn_shares_with_its_parent(few: list[Turn]) -> None:
