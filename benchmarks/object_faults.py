@@ -49,7 +49,7 @@ from tiered_kv.vllm.kv_groups import CacheGroup, CacheGroups  # noqa: E402
 from tiered_kv.vllm.scheduler import SchedulerSide  # noqa: E402
 
 STEP_S = 0.001
-GROUPS = CacheGroups([CacheGroup(BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
+GROUPS = CacheGroups([CacheGroup(0, BLOCK, CHUNK // BLOCK, CHUNK // BLOCK)])
 PREFILL = {"fast": 1000.0, "slow": 50.0, "patient": 1000.0}
 """Rules, and the tokens per second that the engine is said to compute."""
 

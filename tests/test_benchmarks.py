@@ -30,6 +30,15 @@ def run(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     return run
 
 
+def test_every_program_can_be_begun(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that pages name and that no test runs may otherwise be broken for months."""
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    programs = sorted(path.stem for path in (repository / "benchmarks").glob("*.py"))
+    assert "object_faults" in programs
+    for program in programs:
+        __import__(program)
+
+
 def test_lookups_of_every_case_are_timed(run, tmp_path):
     rows = run("lookup", "--runs", "2", "--sizes", "300", "--tokens", "512", "1024", "--steps", "0", "1")
     assert [(row["tokens"], row["case"], row["steps"]) for row in rows] == [
