@@ -206,6 +206,26 @@ def test_after_a_reset_nothing_older_is_found(tiny_model: Path, plain: list[Answ
         assert_same(one, plain[1])
 
 
+def test_rows_computed_without_the_draft_are_not_stored(tiny_model: Path, plain: list[Answer], tmp_path: Path) -> None:
+    """The draft takes 512 tokens: vLLM runs it neither for a longer prompt nor for what is computed beside one."""
+    draft = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2, "max_model_len": 512}
+    long, short, beside = PROMPTS[0], PROMPTS[1][: 3 * ROW_TOKENS + 5], PROMPTS[2][: 2 * ROW_TOKENS + 5]
+    options = {"speculative_config": draft, "disable_log_stats": False}
+    with offloading_engine(tiny_model, on_disk(tmp_path), options=options, row_bytes=2 * ROW_BYTES) as llm:
+        (alone,) = ask(llm, short)
+        answer, _ = ask(llm, long, beside)
+        values = {(one.name, one.labels.get("reason")): getattr(one, "value", None) for one in llm.get_metrics()}
+        wait_written(tmp_path)
+        assert chunks(tmp_path) == values["vllm:tiered_kv_rows_stored", None] == 3
+        assert values["vllm:tiered_kv_rows_dropped", "undrafted"] == ROWS + 2
+    wait_ended(tmp_path)
+    with offloading_engine(tiny_model, on_disk(tmp_path), options=options, row_bytes=2 * ROW_BYTES) as llm:
+        found = [ask(llm, prompt)[0] for prompt in (short, beside)]
+    assert [one.cached_tokens for one in found] == [3 * ROW_TOKENS, 0]
+    assert_same(answer, plain[0])
+    assert_same(found[0], alone)
+
+
 def test_an_engine_of_several_processes_is_joined_by_its_workers_word(
     tiny_model: Path, plain: list[Answer], root: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Blocks that lack the draft's KV: which count, for how long, and what is not stored because of them."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tiered_kv.vllm.engine_role import EngineRole
 from tiered_kv.vllm.kv_groups import NULL_BLOCK, CacheGroup, CacheGroups
 from tiered_kv.vllm.request_params import NO_PARAMS
 from tiered_kv.vllm.request_saves import RequestSaves
-from tiered_kv.vllm.undrafted import UndraftedBlocks
+from tiered_kv.vllm.undrafted import UndraftedBlocks, UndraftedTokens
 
 pytestmark = pytest.mark.vllm
 
@@ -114,6 +115,33 @@ def test_without_a_draft_nothing_is_ever_missing():
     steps.request("long", [1, 2, 3, 4, 5])
     steps.step(long=DRAFTED_LEN)
     assert steps.drafted("long", 2) == 2
+
+
+def planned(computed: dict[str, int], **tokens: int) -> Any:
+    """vLLM's plan of a step: requests that have computed nothing are new."""
+    old = [name for name in tokens if computed.get(name)]
+    new = [SimpleNamespace(req_id=name, num_computed_tokens=0) for name in tokens if name not in old]
+    cached = SimpleNamespace(req_ids=old, num_computed_tokens=[computed[name] for name in old])
+    return SimpleNamespace(num_scheduled_tokens=tokens, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+
+
+def test_below_vllms_offloading_a_request_is_drafted_up_to_the_first_step_without_the_draft():
+    drafted = UndraftedTokens(EAGLE)
+    drafted.step(planned({}, long=DRAFTED_LEN - 2, short=CHUNK))
+    assert drafted.first("long") == drafted.first("short") == math.inf
+    drafted.step(planned({"long": DRAFTED_LEN - 2, "short": CHUNK}, long=1, short=BLOCK))
+    drafted.step(planned({"short": CHUNK + BLOCK}, short=BLOCK))
+    assert (drafted.first("long"), drafted.first("short")) == (DRAFTED_LEN - 2, CHUNK)
+    drafted.step(planned({"short": CHUNK}, short=BLOCK))
+    assert drafted.first("short") == math.inf, "it was preempted, and computes again what lacked the draft"
+    drafted.forget("long")
+    assert drafted.first("long") == math.inf
+
+
+def test_below_vllms_offloading_nothing_is_missing_without_a_draft():
+    drafted = UndraftedTokens(None)
+    drafted.step(planned({}, long=2 * DRAFTED_LEN))
+    assert drafted.first("long") == math.inf
 
 
 @pytest.mark.parametrize("tokens", range(1, 4 * CHUNK))

@@ -54,6 +54,10 @@ class Drafts:
             drafted_len=int(drafted_len),
         )
 
+    def are_run(self, longest_tokens: int) -> bool:
+        """Whether vLLM drafts in a step after which its longest request has so many tokens."""
+        return longest_tokens + self.draft_tokens <= self.drafted_len
+
     def hit_tokens(self, request_tokens: int, block_tokens: int, *, is_hybrid: bool) -> int:
         """Longest hit of vLLM's own prefix cache for a prompt all of which it has.
 

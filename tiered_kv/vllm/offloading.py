@@ -64,6 +64,7 @@ from tiered_kv.vllm.compat import (
     offloading_config,
     secondary_tiers,
 )
+from tiered_kv.vllm.drafts import Drafts
 from tiered_kv.vllm.identity.adapters import Adapter, Unaccountable
 from tiered_kv.vllm.identity.rows import RowIdentity, row_identity
 from tiered_kv.vllm.logs import show_our_logs
@@ -74,6 +75,7 @@ from tiered_kv.vllm.row_hints import RowHints, has_hints
 from tiered_kv.vllm.row_jobs import Find, RowJobs
 from tiered_kv.vllm.row_metrics import DROPPED, HINTS, LOADED, NOT_LOADED, STORED, RowMetrics, definitions
 from tiered_kv.vllm.row_waits import RowWaits
+from tiered_kv.vllm.undrafted import UndraftedTokens
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
@@ -214,7 +216,8 @@ class _TierJob:
 
     Attributes:
         rows: How many it has.
-        whole: Of these, whole ones of a known group: they are in a part.
+        undrafted: Of these, those without the draft's KV.
+        whole: Whole ones of a known group, and none of those: they are in a part.
         parts: That run.
         good: vLLM's keys of those stored or loaded.
     """
@@ -223,6 +226,7 @@ class _TierJob:
     request: _Request
     rows: int
     is_load: bool
+    undrafted: int = 0
     whole: int = 0
     parts: int = 0
     good: list[bytes] = field(default_factory=list)
@@ -281,6 +285,7 @@ class TieredKVTier(SecondaryTierManager):
             RowGroup(number, int(one.tokens_per_block) * blocks) for number, one in zip(numbers, groups, strict=True)
         ]
         self.adapters: RowAdapters | None = None  # where the engine takes any
+        self.undrafted = UndraftedTokens(None)
         self._stream = ""  # id of the last streaming session that came; vLLM's rows are mixed up from the first one on
         self._jobs: RowJobs | None = None
         self._refusal = "no worker has said yet what this engine serves"
@@ -357,6 +362,7 @@ class TieredKVTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: "ReqContext") -> Any:
         self._no_longer_waits(req_context.req_id)  # ids of requests may come again
+        self.undrafted.forget(req_context.req_id)
         request = _Request(self._resets, {one.number: _Rows(one) for one in self._groups})
         if len(self._groups) == 1 and self._groups[0].window_rows is None:
             (request.prefix,) = request.rows.values()
@@ -682,7 +688,9 @@ class TieredKVTier(SecondaryTierManager):
         """Run a job's parts; False where none can be run."""
         made, params = _TierJob(job.job_id, request, len(job.keys), is_load), request.params
         self._take_keys(request, job.req_context)
-        for rows, pairs in self._by_group(job, request):
+        drafted = math.inf if is_load else self.undrafted.first(job.req_context.req_id)
+        made.undrafted = sum(end > drafted for end in _ends(job))
+        for rows, pairs in self._by_group(job, request, drafted):
             names = None if self._jobs is None else self._names(self._jobs, rows)
             if self._jobs is None or names is None:
                 break
@@ -698,7 +706,8 @@ class TieredKVTier(SecondaryTierManager):
                 self._jobs.store(self._last_part, names, pairs, params.tag, rows.group.spans, params.session)
         if not made.parts:
             has_session = self._jobs is not None and self._jobs.is_ready
-            self._never_began(job, "not_whole" if has_session else "no_session")
+            why = "undrafted" if made.undrafted else "not_whole"
+            self._never_began(job, why if has_session else "no_session")
         return made.parts > 0
 
     @staticmethod
@@ -709,13 +718,18 @@ class TieredKVTier(SecondaryTierManager):
         positions = key_positions(job.req_context)
         return max(positions.get(rows.theirs[place], 0) for place, _ in pairs)
 
-    def _by_group(self, job: "TransferJob", request: _Request) -> Iterable[tuple[_Rows, list[tuple[int, int]]]]:
-        """A job's rows by their group, each with its place, in that order; but those that are no whole rows."""
+    def _by_group(
+        self, job: "TransferJob", request: _Request, tokens: float
+    ) -> Iterable[tuple[_Rows, list[tuple[int, int]]]]:
+        """A job's rows by their group, each with its place, in that order.
+
+        But those that are no whole rows, or end behind so many tokens.
+        """
         positions = key_positions(job.req_context)
         found: dict[int, list[tuple[int, int]]] = {}
         for key, row in zip(job.keys, job.chunk_ids, strict=True):
             rows = request.of(key)
-            if rows is None:
+            if rows is None or positions.get(key, 0) > tokens:
                 continue
             if not rows.forgets:
                 place = rows.place_in_prefix(key, positions.get(key))
@@ -778,7 +792,8 @@ class TieredKVTier(SecondaryTierManager):
             self._metrics.count(NOT_LOADED, job.rows - len(job.good), "failed")
         else:
             self._metrics.count(STORED, len(job.good))
-            self._metrics.count(DROPPED, job.rows - job.whole, "not_whole")
+            self._metrics.count(DROPPED, job.undrafted, "undrafted")
+            self._metrics.count(DROPPED, job.rows - job.undrafted - job.whole, "not_whole")
             self._metrics.count(DROPPED, job.whole - len(job.good), "failed")
         if self._has_events and job.good and not job.is_load:
             event = OffloadingEvent(keys=job.good, medium=self.medium, removed=False, locality=self.locality)
@@ -807,6 +822,7 @@ class TieredKVTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: "ReqContext") -> None:
         self._no_longer_waits(req_context.req_id)
+        self.undrafted.forget(req_context.req_id)  # nothing of it is stored any more
         request = self._request(req_context)
         self._asking = None
         if request is None or self._jobs is None:
@@ -892,10 +908,14 @@ class TieredKVTier(SecondaryTierManager):
         self._rows = self._rows[:0].copy()  # vLLM unmaps them
 
 
-def _first_end(job: "TransferJob") -> int:
-    """Tokens that end with the first of a job's rows."""
+def _ends(job: "TransferJob") -> list[int]:
+    """Of each of a job's rows, how many tokens end with it."""
     positions = key_positions(job.req_context)
-    return min((positions.get(key, 0) for key in job.keys), default=0)
+    return [positions.get(key, 0) for key in job.keys]
+
+
+def _first_end(job: "TransferJob") -> int:
+    return min(_ends(job), default=0)
 
 
 # -- how a tier learns what the engine is ------------------------------------------------------------------------------
@@ -937,11 +957,14 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
         for tier in tiers:
             tier.adapters = adapters
     _listen_for_streams(connector, tiers)
+    for tier in tiers:
+        tier.undrafted = UndraftedTokens(Drafts.of(vllm_config))
     plan = connector.build_connector_meta
 
     def build_connector_meta(scheduler_output: Any) -> Any:
         for tier in tiers:
             tier.waits.step(scheduler_output)
+            tier.undrafted.step(scheduler_output)
         return plan(scheduler_output)
 
     connector.build_connector_meta = build_connector_meta

@@ -42,7 +42,8 @@ def definitions() -> dict[str, Any]:
         PREFIX + DROPPED: OffloadingCounterMetadata(
             documentation="Rows that were not stored: no_session, not_wanted (skip_save, older than a reset, of an "
             "adapter that not every rank has reported, or behind a streaming session), not_whole (the end of a prompt "
-            "inside a row), failed (not written in time, no slot in time, or behind a row that failed).",
+            "inside a row), undrafted (computed in a step without the draft, or behind one), failed (not written in "
+            "time, no slot in time, or behind a row that failed).",
             labelnames=("reason",),
         ),
         PREFIX + NOT_LOADED: OffloadingCounterMetadata(

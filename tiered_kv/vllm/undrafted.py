@@ -10,6 +10,7 @@ Owns the numbers of these blocks. A block stays among them, whoever holds it, un
 its first token on, or a load fills it. Called by the scheduler side, in vLLM's scheduler thread.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ class UndraftedBlocks:
             if name in requests
         ]
         longest = max((computed + tokens for _, computed, tokens in spans), default=0)
-        is_drafted = longest + self._drafts.draft_tokens <= self._drafts.drafted_len
+        is_drafted = self._drafts.are_run(longest)
         if is_drafted and not self._blocks:
             return
         for name, computed, tokens in spans:
@@ -73,3 +74,40 @@ class UndraftedBlocks:
                     chunks = min(chunks, place // group.chunk_blocks)
                     break
         return chunks
+
+
+class UndraftedTokens:
+    """The same below vLLM's offloading, where nobody says which blocks a row is made of: by request, where it begins.
+
+    A request that finds such blocks in vLLM's prefix cache, and stores them because vLLM's rows have them no more, is
+    not known for one.
+
+    Threads: vLLM's scheduler thread only.
+    """
+
+    def __init__(self, drafts: Drafts | None) -> None:
+        """``drafts``: None where nothing is drafted, and then no token ever counts."""
+        self._drafts = drafts
+        self._first: dict[str, int] = {}
+
+    def step(self, output: Any) -> None:
+        """Note a step that vLLM's scheduler has planned."""
+        if self._drafts is None:
+            return
+        cached, tokens = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+        is_drafted = self._drafts.are_run(max((computed[name] + tokens[name] for name in tokens), default=0))
+        for name in tokens:
+            if not is_drafted:
+                self._first[name] = min(self._first.get(name, computed[name]), computed[name])
+            elif self._first.get(name, -1) >= computed[name]:  # it was preempted, and all of it is computed again
+                del self._first[name]
+
+    def first(self, name: str) -> float:
+        """How many leading tokens of a request have the draft's KV, as far as they are computed."""
+        return self._first.get(name, math.inf)
+
+    def forget(self, name: str) -> None:
+        """The request is over."""
+        self._first.pop(name, None)
