@@ -29,7 +29,7 @@ def key(group: RowGroup, number: int) -> Any:
 class Engine:
     """What vLLM's manager does with a tier, a request at a time."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **more: Any) -> None:
         from tiered_kv.vllm.identity.rows import RowIdentity
         from tiered_kv.vllm.offloading import TieredKVTier
 
@@ -40,7 +40,7 @@ class Engine:
         self.tier = TieredKVTier(
             offloading_spec=spec, primary_kv_view=memoryview(self.memory), tier_type="ours",
             storage_uri=f"file://{root}", host_bytes="64MiB", disk_bytes="256MiB", strict=True,
-            lookup_timeout_ms=20_000, promotion_wait_ms=20_000,
+            lookup_timeout_ms=20_000, promotion_wait_ms=20_000, **more,
         )  # fmt: skip
         identity = RowIdentity(namespace_fields(), STORED_BY, (FULL, OTHER, STATE))
         self.tier.begin([identity], "engine")
@@ -259,6 +259,32 @@ def test_rows_that_were_reported_stored_and_dropped_are_told_of_once(
         assert told(no_room=1) == ({("unwritten", "evicted"): 0, ("unwritten", "no_room"): 1}, 1), "the next server"
     finally:
         logger.removeHandler(caplog.handler)
+
+
+def test_rows_that_were_reported_stored_and_that_a_full_disk_refused_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(tmp_path / "cache", min_free_bytes="1000TiB")
+    logger = logging.getLogger("vllm.tiered_kv.vllm.row_metrics")
+    logger.addHandler(caplog.handler)
+    try:
+        store(engine, 2, 1)
+        told: dict[tuple[str, ...], float] = {}
+
+        def is_told() -> bool:
+            client = engine.tier._jobs.client
+            client.ask_figures()
+            client.poll()
+            engine.step()
+            told.update(counted(engine))
+            return ("unwritten", "failed_no_room") in told
+
+        wait_for(is_told, "the rows that the disk refused")
+    finally:
+        logger.removeHandler(caplog.handler)
+        engine.tier.shutdown()
+    assert told["stored",] == 5
+    assert any("the disk does not take rows" in one.getMessage() for one in caplog.records)
 
 
 def test_a_state_that_does_not_come_is_a_miss_and_the_rest_of_the_job_is_told(engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """What the tier below vLLM's offloading tells of itself, through vLLM's own metrics of tiers.
 
 vLLM counts a tier's queries, hits, bytes and failed jobs already. Here is what it cannot know: rows that are not stored
-and why, and rows that were reported stored and that the server dropped afterwards, before they were in a file.
+and why, and rows that the server could not write, or dropped before it wrote them although they were reported stored.
 """
 
 import logging
@@ -25,8 +25,15 @@ HINTS: Final = "hints"
 SERVING: Final = "serving"
 UNWRITTEN: Final = "unwritten"
 
-UNWRITTEN_COUNTERS: Final = "write_dropped_"
-"""How the server's counters of these begin."""
+DROPPED_UNWRITTEN: Final = (
+    "rows that were reported stored were dropped before they were written: the disk takes less than is stored, or "
+    "host_bytes is too small to hold what waits for it. host_bytes=%d dropped=%s"
+)
+FAILED_UNWRITTEN: Final = (
+    "the disk does not take rows: it is full, or fails, as server.log in its directory says. host_bytes=%d dropped=%s"
+)
+UNWRITTEN_COUNTERS: Final = {"write_dropped_": ("", DROPPED_UNWRITTEN), "write_failed_": ("failed_", FAILED_UNWRITTEN)}
+"""How the server's counters of these begin, what their reasons begin with, and what is said of the first ones."""
 
 NOT_UNWRITTEN: Final = ("source_evicted", "erased")
 """Reasons of others: of an upload whose blob was on disk, and of what an operator wanted gone."""
@@ -59,8 +66,8 @@ def definitions() -> dict[str, Any]:
         ),
         PREFIX + SERVING: OffloadingGaugeMetadata(documentation="1 while the tier has a server, else 0."),
         PREFIX + UNWRITTEN: OffloadingGaugeMetadata(
-            documentation="Chunks in slots, of all engines of the server, that were reported stored and dropped before "
-            "they were written.",
+            documentation="Chunks of all engines of the server that are in no file: those in slots were reported "
+            "stored and dropped before they were written. failed_*: the disk did not take them, from slots or rows.",
             labelnames=("reason",),
         ),
     }
@@ -76,8 +83,9 @@ class RowMetrics:
         self._stats = OffloadingConnectorStats()
         self._ask_at_s = 0.0
         self._has_warned = False
-        self._is_serving: bool | None = None
         self._told: set[str] = set()
+        self._shown: dict[str, int] = {}
+        self._is_serving: bool | None = None
 
     def count(self, name: str, number: int, label: str = "") -> None:
         if number:
@@ -111,19 +119,16 @@ class RowMetrics:
                 logger.warning("the server's figures are not shown, it is of another version. cause=%.200s", exc)
             self._has_warned = True
             return
-        drops = {
-            name.removeprefix(UNWRITTEN_COUNTERS): count
-            for name, count in counters.items()
-            if name.startswith(UNWRITTEN_COUNTERS)
-        }
-        dropped = {reason: count for reason, count in drops.items() if count and reason not in NOT_UNWRITTEN}
-        self._told |= dropped.keys()
-        for reason in self._told:  # of a server that is no more, too: the next one begins at 0
-            self._stats.set_gauge(PREFIX + UNWRITTEN, dropped.get(reason, 0), (reason,))
-        if dropped and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "rows that were reported stored were dropped before they were written: the disk takes less than is "
-                "stored, or host_bytes is too small to hold what waits for it. host_bytes=%d dropped=%s",
-                host_bytes, dropped,
-            )  # fmt: skip
+        shown = dict.fromkeys(self._shown, 0)  # of a server that is no more, too: the next one begins at 0
+        for start, (prefix, said) in UNWRITTEN_COUNTERS.items():
+            reasons = {name.removeprefix(start): count for name, count in counters.items() if name.startswith(start)}
+            unwritten = {
+                prefix + reason: count for reason, count in reasons.items() if count and reason not in NOT_UNWRITTEN
+            }
+            shown |= unwritten
+            if unwritten and start not in self._told:
+                self._told.add(start)
+                logger.warning(said, host_bytes, unwritten)
+        for reason, count in shown.items():
+            self._stats.set_gauge(PREFIX + UNWRITTEN, count, (reason,))
+        self._shown = shown
