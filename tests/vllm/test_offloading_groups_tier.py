@@ -160,6 +160,18 @@ def test_without_a_state_no_row_of_full_attention_is_promoted(engine: Engine) ->
     assert not any("HIT" in answers for answers in seen)
 
 
+def test_nothing_is_promoted_while_one_group_of_the_prefix_is_not_known(engine: Engine) -> None:
+    """Then no state was asked for either: none is held."""
+    store(engine, 4)
+    context, jobs = engine.request(4), engine.tier._jobs
+    assert engine.look(context, key(FULL, 0)) == ["RETRY"]
+    find = engine.tier._request(context).rows[FULL.number].find
+    wait_for(lambda: not jobs.poll() and jobs.client.lookups[find.lookup].is_answered, "the answer for one group")
+    for _ in range(2):
+        answers = engine.look(context, key(FULL, 0), key(OTHER, 0), *(key(STATE, n) for n in range(3, -1, -1)))
+        assert "HIT" not in answers
+
+
 def test_a_prefix_that_vllm_no_longer_asks_for_keeps_no_request_waiting(engine: Engine) -> None:
     """What another group lacks cuts it to rows that vLLM's own memory has: its answer is taken all the same."""
     store(engine, 2)

@@ -290,8 +290,7 @@ class TieredKVTier(SecondaryTierManager):
         self._jobs: RowJobs | None = None
         self._refusal = "no worker has said yet what this engine serves"
         self._requests: dict[str, _Request] = {}  # those that wait and have hits
-        self._hits = 0
-        self._step = self._resets = 0
+        self._hits = self._step = self._resets = 0
         self._has_polled = False  # in this step: vLLM asks for finished jobs once in each, first of all
         self._has_events = enable_kv_events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[Any] = []
@@ -549,9 +548,8 @@ class TieredKVTier(SecondaryTierManager):
             for key, find in list(rows.asked.items()):
                 self._take_one(jobs, rows, key, find, key_positions(req_context).get(key, 0))
         if request.was_closed:
-            are_found = not any(rows.asked for rows in forgetting) and all(
-                any(rows.found.values()) for rows in forgetting if rows.found
-            )
+            answered = [rows.found.values() for rows in forgetting if rows.found]
+            are_found = bool(answered) and all(map(any, answered)) and not any(rows.asked for rows in forgetting)
             # Else vLLM asks again although it waits for none of them: its own memory has them.
             request.is_open |= are_found or not request.is_waiting
         request.is_waiting = False
