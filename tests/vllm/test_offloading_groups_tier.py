@@ -73,8 +73,8 @@ class Engine:
         wait_for(is_over, "the job")
         return results[0]
 
-    def step(self) -> None:
-        self.tier.on_schedule_end(SimpleNamespace(new_req_ids=()))
+    def step(self, *, preempted: tuple[str, ...] = ()) -> None:
+        self.tier.on_schedule_end(SimpleNamespace(new_req_ids=(), preempted_req_ids=preempted))
 
     def look(self, context: Any, *keys: Any) -> list[str]:
         """The answers of a step in which vLLM looks at these keys."""
@@ -194,6 +194,18 @@ def test_nobody_is_told_to_ask_again_for_ever(engine: Engine) -> None:
     assert engine.look(context, key(FULL, 0)) == ["RETRY"]
     engine.tier._request(context).again_since_s = -1e6
     assert engine.look(context, key(STATE, 1)) == ["MISS"]
+
+
+def test_a_preempted_request_finds_what_it_stored_itself(engine: Engine) -> None:
+    context, wanted = engine.request(2), [key(FULL, 0), key(OTHER, 0), key(STATE, 1)]
+    assert engine.look_until(context, *wanted) == ["MISS"] * 3
+    keys = [key(group, number) for group in (FULL, OTHER) for number in range(2)]
+    assert engine.run(context, [*keys, key(STATE, 1)], 0, is_load=False).success
+    assert engine.look_until(context, *wanted) == ["MISS"] * 3, "it runs, and nothing was asked anew"
+    engine.step(preempted=(context.req_id,))
+    assert engine.look_until(context, *wanted) == ["HIT"] * 3
+    engine.tier.on_request_finished(context)
+    assert not engine.tier._known
 
 
 def test_the_end_of_a_prompt_inside_a_row_is_neither_stored_nor_found(engine: Engine) -> None:

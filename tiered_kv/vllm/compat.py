@@ -393,6 +393,7 @@ USES: Final = (
         without="hints of requests below vLLM's offloading"),
     Use(f"{OFFLOAD}.base:ReqContext", "_offload_key_positions", since=(0, 32), feature=OFFLOADING),
     Use(f"{OFFLOAD}.base:ScheduleEndContext", "new_req_ids", feature=OFFLOADING),
+    Use(f"{OFFLOAD}.base:ScheduleEndContext", "preempted_req_ids", feature=OFFLOADING),
     Use(f"{OFFLOAD}.base", "OffloadingEvent", "*, keys=, medium=, removed=, locality=", feature=OFFLOADING),
     Use(f"{OFFLOAD}.base", "RequestOffloadingContext", feature=OFFLOADING),
     Use(f"{OFFLOAD}.tiering.base", "JobResult",

@@ -290,6 +290,7 @@ class TieredKVTier(SecondaryTierManager):
         self._jobs: RowJobs | None = None
         self._refusal = "no worker has said yet what this engine serves"
         self._requests: dict[str, _Request] = {}  # those that wait and have hits
+        self._known: dict[str, _Request] = {}  # all that are not over
         self._hits = self._step = self._resets = 0
         self._has_polled = False  # in this step: vLLM asks for finished jobs once in each, first of all
         self._has_events = enable_kv_events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
@@ -298,7 +299,7 @@ class TieredKVTier(SecondaryTierManager):
         self._last_part = 0
         self._stores: list[tuple[TransferJob, _Request]] = []  # those of this step, which have not begun
         self._failed: list[Any] = []  # results of jobs that never began
-        self._is_told = False
+        self._is_told = self._has_refused_hints = False
         self._metrics = RowMetrics()
         self._said: Counter[str] = Counter()  # by the reader of requests' parameters
         self._params = RequestParamsReader(
@@ -310,7 +311,6 @@ class TieredKVTier(SecondaryTierManager):
         )
         self._hints: RowHints | None = None
         self._ended: deque[_Request] = deque()  # those that are over and have something to say
-        self._has_refused_hints = False
         self.waits = RowWaits(self._config.promotion_wait_ms, self._config.promotion_deadline_ms)
         self._asking: Any = None  # vLLM's context that it asked with last, and its hits: it asks for each by itself
         self._asking_hits: set[bytes] = set()
@@ -373,7 +373,7 @@ class TieredKVTier(SecondaryTierManager):
         self._asking = None
         if (of_tiers := req_context.get_state(_Requests)) is None:
             req_context.set_state(of_tiers := _Requests())
-        of_tiers[self] = request
+        of_tiers[self] = self._known[req_context.req_id] = request
         return RequestOffloadingContext()
 
     def begin_stream(self, name: str) -> None:
@@ -810,6 +810,10 @@ class TieredKVTier(SecondaryTierManager):
         self._step += 1
         for name in context.new_req_ids:
             self._no_longer_waits(name)
+        for name in context.preempted_req_ids:
+            self._no_longer_waits(name)
+            if (request := self._known.get(name)) is not None:
+                self._ask_anew(request)
         if self._jobs is not None and (self._jobs.is_running or not self._has_polled):
             self._jobs.poll()  # loads of this step begin; an answer to what it asked is hardly there yet
         self._has_polled = False
@@ -823,14 +827,32 @@ class TieredKVTier(SecondaryTierManager):
         self.undrafted.forget(req_context.req_id)  # nothing of it is stored any more
         request = self._request(req_context)
         self._asking = None
+        if self._known.get(req_context.req_id) is request:
+            self._known.pop(req_context.req_id, None)
         if request is None or self._jobs is None:
             return
         if has_hints(request.params):
             self._take_keys(request, req_context)
             self._ended.append(request)
+        self._forget_questions(self._jobs, request)
+
+    @staticmethod
+    def _forget_questions(jobs: RowJobs, request: _Request) -> None:
         for rows in request.rows.values():
             for find in (*rows.asked.values(), *([rows.find] if rows.find is not None else [])):
-                self._jobs.forget(find)
+                jobs.forget(find)
+
+    def _ask_anew(self, request: _Request) -> None:
+        """It was preempted: what was not held when it came may have been stored since, by the request itself, too."""
+        if self._jobs is not None:
+            self._forget_questions(self._jobs, request)
+        for rows in request.rows.values():
+            rows.find, rows.held, rows.is_measured, rows.found_end = None, None, True, 0
+            rows.asked.clear()
+            rows.found.clear()
+        request.is_open = request.prefix is not None or not request.forgetting
+        request.was_closed = request.is_waiting = False
+        request.waits_since_s = request.again_since_s = None
 
     def _go_on_with_hints(self) -> None:
         """Once in a step: what requests that are over, and whose jobs are, want the server to know."""
