@@ -30,12 +30,12 @@ def run(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     return run
 
 
-def test_every_program_can_be_begun(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that pages name and that no test runs may otherwise be broken for months."""
+def test_programs_that_pages_name_and_no_test_runs_can_be_begun(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need a file system in user space or a proxy, and minutes; that they could not begin nobody saw."""
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
-    programs = sorted(path.stem for path in (repository / "benchmarks").glob("*.py"))
-    assert "object_faults" in programs
-    for program in programs:
+    for program in ("disk_faults", "object_faults"):
         __import__(program)
 
 
