@@ -259,6 +259,43 @@ def test_a_chunk_that_is_read_after_its_block_keeps_its_bytes_and_then_leaves_ro
             assert prefix.tokens == len(prompts[-1])
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, ValueError, GeneratorExit])
+def test_what_ends_a_block_is_told_though_a_chunk_is_still_read(tmp_path: Path, end: type[BaseException]) -> None:
+    """The block's own names still read it then, so that an interrupt came out as an error of the cache."""
+    tokens = list(range(3 * CHUNK))
+
+    def read() -> None:
+        with cache.load(tokens) as prefix:
+            chunk = numpy.frombuffer(prefix.chunks[0], numpy.uint8)
+            raise end(f"in the middle of {chunk.size} bytes")
+
+    with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:
+        cache.store(tokens, lambda i: payload(cache, i))
+        with pytest.raises(end, match="in the middle of"):
+            read()
+        with cache.load(tokens) as prefix:
+            assert [bytes(chunk) for chunk in prefix.chunks] == [payload(cache, i) for i in range(3)]
+
+
+def test_a_cache_is_closed_whose_chunk_nobody_reads_any_more(tmp_path: Path) -> None:
+    """Before and after: what was kept for a reader that has gone was not looked at by a close."""
+    tokens = list(range(3 * CHUNK))
+    cache = Cache(settings(tmp_path), NAMESPACE, PAGES)
+    cache.store(tokens, lambda i: payload(cache, i))
+    with pytest.raises(BufferError, match="still read"), cache.load(tokens) as prefix:
+        early = numpy.frombuffer(prefix.chunks[0], numpy.uint8)
+    with pytest.raises(BufferError, match="still read"), cache.load(tokens) as prefix:
+        late = numpy.frombuffer(prefix.chunks[0], numpy.uint8)
+    del early
+    with pytest.raises(BufferError):
+        cache.close()
+    assert bytes(late[:16]) == payload(cache, 0)[:16]
+    assert "tiered_kv-slab" in Path("/proc/self/maps").read_text()
+    del late
+    cache.close()
+    assert "tiered_kv-slab" not in Path("/proc/self/maps").read_text()
+
+
 def test_other_namespace_never_hits(tmp_path: Path) -> None:
     tokens = list(range(4 * CHUNK))
     with Cache(settings(tmp_path), NAMESPACE, PAGES) as cache:

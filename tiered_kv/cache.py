@@ -160,7 +160,8 @@ class Cache:
 
         Raises:
             BufferError: At the end of the block: a chunk is still read, by an array that was made of it, say. Its bytes
-                stay as they are, and the prefix in host memory, until a call when nobody reads it any more.
+                stay as they are, and the prefix in host memory, until a call when nobody reads it any more. A block
+                that ends with an error of its own raises that one.
             TierUnavailable: The server is gone, or has said nothing for ``ANSWER_S``.
         """
         with self._lock:
@@ -178,8 +179,9 @@ class Cache:
             with self._lock:
                 self._reads[lookup] = chunks
                 self._release_unread(client)
-                if lookup in self._reads:
-                    raise BufferError("a chunk of the prefix is still read: copy what is to be kept of it")
+                is_read = lookup in self._reads
+        if is_read:
+            raise BufferError("a chunk of the prefix is still read: copy what is to be kept of it")
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -192,6 +194,7 @@ class Cache:
         with self._lock:
             client, server = self._client, self._server
             self._client = self._server = None
+            self._release_unread(client)
         try:
             if client is not None:
                 client.close()
@@ -223,12 +226,15 @@ class Cache:
             self._release_unread(self._client)
         return self._client, self._worker
 
-    def _release_unread(self, client: SchedulerClient) -> None:
+    def _release_unread(self, client: SchedulerClient | None) -> None:
+        """Let go of prefixes that nobody reads any more; without a client the cache was closed, and holds no leases."""
         for lookup, chunks in list(self._reads.items()):
             if all(chunk.release() for chunk in chunks):
                 del self._reads[lookup]
-                client.release(lookup)
-        client.rest()
+                if client is not None:
+                    client.release(lookup)
+        if client is not None:
+            client.rest()
 
     def _keys(self, client: SchedulerClient, tokens: Sequence[int]) -> PrefixKeys:
         assert client.namespace is not None
