@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.engine_world import EngineWorld
+from tests.kit.engine_world import BLOB_BYTES, EngineWorld
 from tests.kit.server.clients import SmallEngine, hello, poll_until, refusal, settings, tell
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import end_server
@@ -17,7 +17,7 @@ from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.location import parse_location
 from tiered_kv.server import protocol as m
-from tiered_kv.server.pins import Pinning
+from tiered_kv.server.pins import LOOK_IN_BUCKET_EVERY_S, Pinning
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.object.store import ObjectStore
 
@@ -349,6 +349,91 @@ def test_a_pin_that_an_operator_ended_in_a_bucket_is_put_there_again(tmp_path: P
             wait_for(lambda: bool(list(bucket.list(PINS))), "a pin")
             bucket.delete([info.path for info in bucket.list(PINS)])
     end_server(root)
+
+
+class TwoPlaces:
+    """Requests' pins of a disk and a bucket, of which there is room for one; in one thread."""
+
+    ROOM = 1.5 * BLOB_BYTES / (16 << 20)
+
+    def __init__(self, root: Path, store: ObjectStore) -> None:
+        self.world = EngineWorld(open_disk(root))
+        session = self.world.open()
+        self.world.settle()  # slots are granted
+        self.world.store(session, (1,))
+        self.world.store(session, (2,))
+        self._space = self.world.clients[session].space
+        self.first, self.other = (self._space.key(path) for path in ((1,), (2,)))
+        self._tasks: list[Callable[[], None]] = []
+        self.pinning = Pinning(self.world.engine, self._tasks.append, self.ROOM, disk_root=root, store=store)
+
+    def pin(self, key: bytes, ttl_s: float = 600) -> str:
+        """What a request is told that asks for a pin."""
+        return self.pinning.pin(self._space.namespace, m.Pin(key, ttl_s))
+
+    def work(self) -> None:
+        """A turn of the server's loop and what it has begun: pins are written and looked for."""
+        self.pinning.step()
+        while self._tasks:
+            self._tasks.pop()()
+
+    def ask(self, key: bytes) -> str:
+        """A request asks for a pin; it is written, or looked at as a refused one has it."""
+        self.world.clock.advance(LOOK_IN_BUCKET_EVERY_S)
+        outcome = self.pin(key)
+        self.work()
+        self.pinning.step()
+        return outcome
+
+
+@pytest.fixture
+def places(tmp_path: Path, bucket: ObjectStore) -> Iterator[TwoPlaces]:
+    one = TwoPlaces(tmp_path / "disk", bucket)
+    yield one
+    one.world.close()
+
+
+def test_a_pin_that_was_ended_in_one_place_gives_its_room_back(places: TwoPlaces, bucket: ObjectStore) -> None:
+    """What a tier may evict again is kept by nobody, whatever stands in another one."""
+    assert places.ask(places.first) == "done"
+    assert places.ask(places.other) == "refused"
+    assert places.ask(places.other) == "refused", "nobody has ended the first one"
+    bucket.delete([info.path for info in bucket.list(PINS)])
+    assert places.ask(places.other) == "refused", "the look is still to come"
+    assert not places.pinning.keeps(places.first)
+    assert places.ask(places.other) == "done"
+
+
+def test_a_pin_that_one_place_lacks_takes_its_room_until_it_is_in_none_and_is_written_when_asked_for(
+    places: TwoPlaces, bucket: ObjectStore, tmp_path: Path
+) -> None:
+    way = tmp_path / "bucket" / PINS
+    way.parent.mkdir(parents=True, exist_ok=True)
+    way.write_text("no directory")
+    assert places.ask(places.first) == "done"
+    way.unlink()
+    for _ in range(2):
+        assert places.ask(places.other) == "refused", "the disk keeps the first one"
+    assert places.pinning.keeps(places.first)
+    assert not list(bucket.list(PINS))
+    assert places.ask(places.first) == "done"
+    assert len(list(bucket.list(PINS))) == 1, "written where it was not"
+    bucket.delete([info.path for info in bucket.list(PINS)])
+    assert places.ask(places.other) == "refused"
+    assert not places.pinning.keeps(places.first), "it counts as one that was written everywhere now"
+
+
+def test_a_pin_that_is_renewed_when_a_look_has_not_found_it_stays(places: TwoPlaces, bucket: ObjectStore) -> None:
+    assert places.ask(places.first) == "done"
+    bucket.delete([info.path for info in bucket.list(PINS)])
+    places.world.clock.advance(LOOK_IN_BUCKET_EVERY_S)
+    assert places.pin(places.other) == "refused"
+    places.work()
+    assert places.pin(places.first, 6000) == "done"
+    places.world.clock.advance(LOOK_IN_BUCKET_EVERY_S)
+    places.work()
+    assert places.pinning.keeps(places.first)
+    assert len(list(bucket.list(PINS))) == 1
 
 
 def test_requests_may_pin_a_part_of_what_their_model_may_take(engine: EngineStarter, root: Path) -> None:
