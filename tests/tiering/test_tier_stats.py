@@ -158,6 +158,8 @@ def test_what_waits_to_be_told_is_bounded(monkeypatch: pytest.MonkeyPatch):
     story.step()
     assert told(story) == [(1, False, 2), (0, False, 0)], "and that some are lost"
     assert story.tiering.stats.undelivered == 1
+    story.step()
+    assert told(story) == [], "once: whoever hears it believes in nothing of before"
 
 
 def test_uploads_that_are_asked_for_first_come_like_others():
