@@ -436,6 +436,17 @@ def test_a_pin_that_is_renewed_when_a_look_has_not_found_it_stays(places: TwoPla
     assert len(list(bucket.list(PINS))) == 1
 
 
+@pytest.mark.parametrize("most", ["WRITTEN_MAX", "KEPT_MAX"])
+def test_a_pin_is_renewed_where_there_is_room_for_no_other(
+    places: TwoPlaces, monkeypatch: pytest.MonkeyPatch, most: str
+) -> None:
+    """It takes none: refused, prompts that are asked for all the time would be evicted at their first end."""
+    monkeypatch.setattr(f"tiered_kv.server.pins.{most}", 1)
+    assert places.ask(places.first) == "done"
+    assert places.pin(places.first, 6000) == "done"
+    assert places.ask(places.other) == "refused"
+
+
 def test_requests_may_pin_a_part_of_what_their_model_may_take(engine: EngineStarter, root: Path) -> None:
     """A tenth of a quarter of 80 blobs; else pins could fill all of it, and nothing would be written any more."""
     one = engine(**SMALL, max_share=0.25)

@@ -216,7 +216,7 @@ class Pinning:
         blob_bytes = form.blob_bytes if form is not None else 0
         kept = [self._kept.by_key[one] for one in prefix if one in self._kept.by_key]
         new = len(prefix) - len(kept)
-        if not self._has_room(namespace, new * blob_bytes, len(prefix)):
+        if not self._has_room(name, new, blob_bytes):
             return self._refuse("request_pins_refused")
         if pin.tag != NO_TAG:
             taken_over = sum(one.tag != pin.tag and one.until_s < until_s for one in kept)
@@ -325,10 +325,12 @@ class Pinning:
                 yield
         self._kept = kept
 
-    def _has_room(self, namespace: bytes, more_bytes: int, chunks: int) -> bool:
-        if not self._share or len(self._pins) >= WRITTEN_MAX or len(self._kept.by_key) + chunks > KEPT_MAX:
+    def _has_room(self, name: BlobName, more_chunks: int, blob_bytes: int) -> bool:
+        """Whether pins may keep so many chunks more; one that is there is renewed however many there are."""
+        pins, chunks = len(self._pins) + (name not in self._pins), len(self._kept.by_key) + more_chunks
+        if not self._share or pins > WRITTEN_MAX or chunks > KEPT_MAX:
             return False
-        return self._fits(self._share, namespace, _ALL, more_bytes)
+        return self._fits(self._share, name.namespace, _ALL, more_chunks * blob_bytes)
 
     def _has_tag_room(self, name: BlobName, tag: bytes, more_chunks: int, blob_bytes: int) -> bool:
         """Whether a tag's pins may keep so many chunks more; also where tiers have no limit, or pins are many."""
