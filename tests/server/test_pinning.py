@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.engine_world import BLOB_BYTES, EngineWorld
+from tests.kit.fake_clock import FakeClock
 from tests.kit.server.clients import SmallEngine, hello, poll_until, refusal, settings, tell
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.server.processes import end_server
@@ -17,7 +18,7 @@ from tiered_kv.keys.naming import BlobName
 from tiered_kv.keys.tags import NO_TAG, tag_digest
 from tiered_kv.location import parse_location
 from tiered_kv.server import protocol as m
-from tiered_kv.server.pins import LOOK_IN_BUCKET_EVERY_S, Pinning
+from tiered_kv.server.pins import LOOK_IN_BUCKET_EVERY_S, RECOUNT_S, Pinning
 from tiered_kv.tiers.disk.pins import changing_pins, read_pins
 from tiered_kv.tiers.object.store import ObjectStore
 
@@ -352,20 +353,21 @@ def test_a_pin_that_an_operator_ended_in_a_bucket_is_put_there_again(tmp_path: P
 
 
 class TwoPlaces:
-    """Requests' pins of a disk and a bucket, of which there is room for one; in one thread."""
+    """Requests' pins of a disk and a bucket, of which there is room for so many; in one thread."""
 
-    ROOM = 1.5 * BLOB_BYTES / (16 << 20)
-
-    def __init__(self, root: Path, store: ObjectStore) -> None:
-        self.world = EngineWorld(open_disk(root))
+    def __init__(self, root: Path, store: ObjectStore, room: int = 1, clock: FakeClock | None = None) -> None:
+        self.world = EngineWorld(open_disk(root), clock=clock)
         session = self.world.open()
         self.world.settle()  # slots are granted
-        self.world.store(session, (1,))
-        self.world.store(session, (2,))
+        for number in range(3):
+            self.world.store(session, (number,))
         self._space = self.world.clients[session].space
-        self.first, self.other = (self._space.key(path) for path in ((1,), (2,)))
+        self.first, self.other, self.third = (self._space.key((number,)) for number in range(3))
         self._tasks: list[Callable[[], None]] = []
-        self.pinning = Pinning(self.world.engine, self._tasks.append, self.ROOM, disk_root=root, store=store)
+        self.now_s, share = time.time(), (room + 0.5) * BLOB_BYTES / (16 << 20)
+        self.pinning = Pinning(
+            self.world.engine, self._tasks.append, share, disk_root=root, store=store, wall=lambda: self.now_s
+        )
 
     def pin(self, key: bytes, ttl_s: float = 600) -> str:
         """What a request is told that asks for a pin."""
@@ -434,6 +436,33 @@ def test_a_pin_that_is_renewed_when_a_look_has_not_found_it_stays(places: TwoPla
     places.work()
     assert places.pinning.keeps(places.first)
     assert len(list(bucket.list(PINS))) == 1
+
+
+class TickingClock(FakeClock):
+    """Each look at it takes a while, so that a turn of the loop has time for one step of what is done in parts."""
+
+    def monotonic(self) -> float:
+        self.advance(0.6 * RECOUNT_S)
+        return super().monotonic()
+
+
+def test_a_pin_that_is_renewed_while_what_pins_keep_is_counted_anew_counts_until_its_new_end(
+    tmp_path: Path, bucket: ObjectStore
+) -> None:
+    places = TwoPlaces(tmp_path / "disk", bucket, room=2, clock=TickingClock())
+    with closing(places.world):
+        assert places.ask(places.first) == "done"
+        (of_first,) = bucket.list(PINS)
+        assert places.ask(places.other) == "done"
+        bucket.delete([of_first.path])
+        assert places.ask(places.third) == "refused"
+        assert places.pinning.keeps(places.first), "the others are being counted"
+        assert places.pin(places.other, 6000) == "done"
+        for _ in range(3):
+            places.pinning.step()
+        assert not places.pinning.keeps(places.first)
+        places.now_s += 1000
+        assert places.pinning.keeps(places.other)
 
 
 @pytest.mark.parametrize("most", ["WRITTEN_MAX", "KEPT_MAX"])

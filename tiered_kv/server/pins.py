@@ -312,10 +312,12 @@ class Pinning:
     def _count_anew(self) -> Iterator[None]:
         """Count what the pins keep, one after the other, and take the result in place of what was counted."""
         kept = _KeptChunks()
-        counted: set[BlobName] = set()
-        while more := self._pins.keys() - counted:  # some came meanwhile
-            for name in sorted(more & self._pins.keys(), key=lambda one: self._pins[one][0], reverse=True):
-                counted.add(name)
+        counted: set[tuple[BlobName, float]] = set()
+        while (
+            more := {(name, until_s) for name, (until_s, _) in self._pins.items()} - counted
+        ):  # new or renewed meanwhile
+            for name, until_s in sorted(more, key=lambda one: one[1], reverse=True):
+                counted.add((name, until_s))
                 before = kept.by_key.get(name.key)
                 pin = self._pins.get(name)
                 if pin is None or (before is not None and before.until_s >= pin[0]):
