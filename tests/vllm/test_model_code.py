@@ -71,6 +71,32 @@ def test_a_plugins_class_in_the_place_of_vllms_makes_another_namespace_and_so_do
     assert {name for name, value in fields(vllm_config).items() if plain.get(name) != value} == {"model_code"}
 
 
+def test_what_lies_in_a_plugins_package_and_cannot_be_imported_is_none_of_its_code(vllm_config, registered, tmp_path):
+    """Emacs marks a file that is being edited by a link to nowhere; the engine ran without the cache for it."""
+    registered(2)
+    plain = model_code(vllm_config)
+    models = tmp_path / "site" / PLUGIN / "models"
+    (models / ".#own.py").symlink_to("somebody@host.1234:1700000000")
+    (models / "cases.py").mkdir()
+    assert model_code(vllm_config) == plain
+    (models / "cases.py" / "one.py").write_text("1")
+    assert model_code(vllm_config) != plain
+
+
+def test_of_two_folders_of_a_namespace_package_the_file_counts_that_is_imported(
+    vllm_config, registered, tmp_path, monkeypatch
+):
+    registered(2)
+    behind = tmp_path / "older"
+    (behind / "models").mkdir(parents=True)
+    own, older = tmp_path / "site" / PLUGIN / "models" / "own.py", behind / "models" / "own.py"
+    older.write_text(SOURCE.format(factor=1))
+    monkeypatch.setattr(sys.modules[PLUGIN], "__path__", [str(tmp_path / "site" / PLUGIN), str(behind)])
+    one = model_code(vllm_config)
+    own.write_text(SOURCE.format(factor=3))
+    assert model_code(vllm_config) != one
+
+
 def test_a_class_of_a_script_counts_by_the_scripts_file(vllm_config, tmp_path, monkeypatch):
     monkeypatch.setitem(ModelRegistry.models, ARCHITECTURE, ModelRegistry.models[ARCHITECTURE])
     ModelRegistry.register_model(ARCHITECTURE, type("Own", (LlamaForCausalLM,), {"__module__": "__main__"}))

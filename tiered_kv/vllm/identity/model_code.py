@@ -77,7 +77,10 @@ def uses_transformers(model: Any) -> bool:
 
 
 def _package(name: str) -> str | None:
-    """Digest of all Python files of a package, or of the one file of a module; None without any."""
+    """Digest of all Python files of a package, or of the one file of a module; None without any.
+
+    Of files of one place, in the folders of a namespace package, the first counts: it is the one that is imported.
+    """
     try:
         files = {place: hashlib.sha256(path.read_bytes()).hexdigest() for place, path in _files(sys.modules.get(name))}
     except OSError as exc:
@@ -87,7 +90,8 @@ def _package(name: str) -> str | None:
 
 def _files(module: Any) -> Iterator[tuple[str, Path]]:
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
-    for folder in folders:
-        yield from ((path.relative_to(folder).as_posix(), path) for path in sorted(folder.rglob("*.py")))
+    for folder in reversed(folders):
+        paths = (path for path in sorted(folder.rglob("*.py")) if path.is_file())  # editors leave links to nowhere
+        yield from ((path.relative_to(folder).as_posix(), path) for path in paths)
     if not folders and (file := getattr(module, "__file__", None)):
         yield "", Path(file)
