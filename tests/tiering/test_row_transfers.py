@@ -435,6 +435,21 @@ def test_a_row_that_waits_for_a_deletion_while_its_chunk_is_erased_is_given_back
     assert rows.told(again) == ["good"] and rows.is_below((1,))
 
 
+def test_a_row_that_is_being_written_while_its_chunk_is_erased_is_its_engines_when_the_write_has_ended() -> None:
+    """Told before, the engine would fill it with another prompt's KV under the write."""
+    rows = Rows()
+    uses = rows.store((1,))
+    (write,) = rows.waiting(WriteRow)
+    for _ in rows.tiering.erasing(1, SMALL.namespace, SMALL.record((1,)).tag):
+        pass
+    rows.step()
+    assert not rows.ends
+    rows.end(write)
+    assert rows.told(uses) == ["good"]
+    rows.end_every(Delete)
+    assert not len(rows.tiering._rows)
+
+
 def test_a_row_that_waits_for_a_deletion_that_fails_is_given_back() -> None:
     rows, uses = rows_that_wait_for_a_deletion()
     rows.end(rows.waiting(Delete)[0], Outcome.UNAVAILABLE)

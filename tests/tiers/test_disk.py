@@ -370,6 +370,10 @@ def test_records_of_namespaces_without_blobs_go_and_nothing_else_does(tmp_path):
     (space[4] / "namespace.json").symlink_to(tmp_path / "tiered_kv.json")
     (blobs / "mine").mkdir()
     (blobs / ("a" * 32)).symlink_to(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "00").mkdir(parents=True)
+    (elsewhere / "namespace.json").touch()
+    (blobs / ("b" * 32)).symlink_to(elsewhere)
     os.chown(space[5] / "namespace.json", 4711, -1)
     tier.delete(evicted.name)
     before = {*blobs.iterdir()}
@@ -378,6 +382,7 @@ def test_records_of_namespaces_without_blobs_go_and_nothing_else_does(tmp_path):
     assert {*blobs.iterdir()} == before - gone and gone < before
     assert all((path / "namespace.json").is_file() for path in (*space[:2], space[3], space[5]))
     assert (tmp_path / "tiered_kv.json").is_file()
+    assert {path.name for path in elsewhere.iterdir()} == {"00", "namespace.json"}
     assert read(tier, held) == held.data
     assert (blobs / held.name.namespace.hex() / "namespace.json").is_file()
     tier.describe(evicted.name.namespace, b"{}")
