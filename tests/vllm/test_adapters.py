@@ -131,8 +131,8 @@ def test_ids_that_ranks_told_of_are_bounded_and_those_that_are_asked_for_stay(fo
     adapters = Adapters("bfloat16")
     adapters.take_reports({1: {0: told(folder)}})
     adapters.take_reports({2: {0: told(folder)}})
-    used, unused = (adapters.identity(lora("a", folder, number=number)) for number in (2, 1))
-    adapters.identity(lora("a", folder, number=2))
+    used, unused = (adapters.identity(lora("a", folder, number=number)) for number in (1, 2))
+    adapters.identity(lora("a", folder, number=1))  # loaded first, asked for last
     adapters.take_reports({3: {0: told(folder)}})
     assert adapters.is_held(adapters.identity(lora("a", folder, number=3))), "the newest load counts"
     assert (adapters.is_held(used), adapters.is_held(unused)) == (True, False)
