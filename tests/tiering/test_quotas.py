@@ -159,7 +159,9 @@ def test_a_maximum_that_is_lowered_is_kept_again_after_some_more_chunks() -> Non
     story.tiering.quotas.set(SMALL.namespace, Quota(at_most=0.2, slot_bytes=SIZE))
     for number in range(100, 140):
         story.store((number,))
-    assert story.taken(SMALL, HOST) <= 8 * SIZE
+    for number in range(140, 150):
+        story.store((number,))
+        assert story.taken(SMALL, HOST) == 8 * SIZE, "all of it: one goes for each that comes"
 
 
 def test_what_a_lowered_maximum_costs_is_deleted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
