@@ -15,7 +15,7 @@ from tests.kit.vllm.cached_engine import CHUNK, TAIL, settings
 from tests.kit.vllm.harness import close_llm, drain, make_llm, random_prompt, reset_gpu_cache
 from tiered_kv.errors import UnsupportedModel
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPT = random_prompt(4100, 2 * CHUNK + TAIL)
 PROMPTS = [PROMPT, PROMPT, PROMPT[:CHUNK] + random_prompt(4101, 60), random_prompt(4102, 60)]

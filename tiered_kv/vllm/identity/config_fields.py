@@ -244,7 +244,9 @@ TABLE: Final[Mapping[str, Section]] = {
         },
     ),
     "aux_output_config": Section(
-        of="AuxOutputConfig", cannot={WATCHING: "enable_return_routed_experts", LIMIT: "max_bytes"}
+        of="AuxOutputConfig",
+        elsewhere={"check_supported, which refuses it": "enable_return_routed_experts"},
+        cannot={LIMIT: "max_bytes"},
     ),
     "engram_config": Section(
         of="EngramConfig", cannot={MEMORY: "cpu_offload embedding_across_dp dp_shared_memory use_thp"}
