@@ -111,8 +111,8 @@ def check_supported(vllm_config: Any, chunk_tokens: int) -> None:
     if getattr(getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts", False):
         # vLLM 0.32 remembers them by block, for about as many as the GPU holds, and ends the engine where it has none.
         raise UnsupportedModel(
-            "vLLM has no routed experts of tokens that it did not compute itself, and ends the engine where it is asked "
-            "for them after a hit. Start it without --enable-return-routed-experts, or without the cache"
+            "vLLM has no routed experts of tokens that it did not compute itself, and ends the engine where it needs "
+            "them after a hit. Start it without --enable-return-routed-experts, or without the cache"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in DRAFTLESS_METHODS | DRAFT_METHODS:
