@@ -109,6 +109,7 @@ def test_chunk_must_be_whole_blocks_of_all_context_parallel_ranks(vllm_config):
         ("parallel_config", {"nnodes": 2}, "share a machine"),
         ("cache_config", {"calculate_kv_scales": True}, "scales"),
         ("attention_config", {"hisparse_config": object()}, "HiSparse"),
+        ("model_config", {"is_encoder_decoder": False, "enable_return_routed_experts": True}, "routed experts"),
         ("aux_output_config", {"enable_return_routed_experts": True}, "without --enable-return-routed-experts"),
     ],
 )

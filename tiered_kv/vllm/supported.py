@@ -108,7 +108,8 @@ def check_supported(vllm_config: Any, chunk_tokens: int) -> None:
         )
     if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
         raise UnsupportedModel("HiSparse keeps KV in a host pool of its own")
-    if getattr(getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts", False):
+    returning = (model, getattr(vllm_config, "aux_output_config", None))  # of 0.30, and since
+    if any(getattr(part, "enable_return_routed_experts", False) for part in returning):
         # vLLM 0.32 remembers them by block, for about as many as the GPU holds, and ends the engine where it has none.
         raise UnsupportedModel(
             "vLLM has no routed experts of tokens that it did not compute itself, and ends the engine where it needs "

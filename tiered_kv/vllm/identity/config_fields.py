@@ -97,6 +97,7 @@ TABLE: Final[Mapping[str, Section]] = {
             "quantization": "quantization quantization_config",
             "keys, which are of token ids": "tokenizer tokenizer_mode tokenizer_revision io_processor_plugin",
             "keys, which hash prompt embeddings": "enable_prompt_embeds",
+            "check_supported, which refuses it": "enable_return_routed_experts",
         },
         cannot={
             ROUNDING: "enforce_eager disable_cascade_attn",
@@ -106,7 +107,7 @@ TABLE: Final[Mapping[str, Section]] = {
             "renderer_num_workers",
             MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
             "enable_nccl_comm_suspend enable_cumem_allocator",
-            WATCHING: "enable_trace_replay enable_return_routed_experts",
+            WATCHING: "enable_trace_replay",
             DRAFTS: "spec_target_max_model_len",
             "says that this is a part of another model's configuration": "is_submodel_config",
             "allows a method, which is read itself": "allow_deprecated_quantization",
