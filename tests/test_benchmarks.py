@@ -30,6 +30,7 @@ def run(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     return run
 
 
+@pytest.mark.timeout(400)  # vLLM is imported, on a busy machine for minutes
 def test_programs_that_pages_name_and_no_test_runs_can_be_begun(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
