@@ -459,6 +459,8 @@ USES: Final = (
     *_reads(f"{CONFIG}:KVEventsConfig", "enable_kv_cache_events"),
     *_reads(f"{CONFIG}:CompilationConfig", "static_forward_context"),
     *_reads(f"{CONFIG}:AttentionConfig", "hisparse_config"),
+    Use(f"{CONFIG}:VllmConfig", "aux_output_config", since=(0, 31)),
+    Use(f"{CONFIG}:AuxOutputConfig", "enable_return_routed_experts", since=(0, 31)),
     *_reads(f"{CONFIG}:VllmConfig", "device_config", without=LAYOUT),
     *_reads(f"{CONFIG}:DeviceConfig", "device_type", without=LAYOUT),
     *_reads(f"{CONFIG}:ModelConfig", "use_mla", without=LAYOUT),
