@@ -1,11 +1,14 @@
 """The namespace's fields from real vLLM configurations, and what is refused before any tensor exists."""
 
+import json
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GptOssConfig, LlamaConfig, Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
+from vllm.transformers_utils.config import get_config
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from tests.kit.vllm.engine_identities import (
@@ -19,9 +22,10 @@ from tests.kit.vllm.engine_identities import (
     engine_config,
     kv_config,
 )
+from tests.kit.vllm.tiny_models import YARN
 from tiered_kv.errors import ConfigError, UnsupportedModel
 from tiered_kv.keys.namespace import REQUIRED_FIELDS
-from tiered_kv.vllm.identity.record import attention_backends, base_fields, canonical_config
+from tiered_kv.vllm.identity.record import NULLS, attention_backends, base_fields, canonical_config
 from tiered_kv.vllm.supported import check_drafts, check_supported
 
 
@@ -85,7 +89,47 @@ def test_config_becomes_plain_data():
         "names": ["a", "b"],
         "inner": {"eps": "1e-06"},
         "thing": {"class": "builtins.object", "fields": {}},
+        NULLS: ["absent"],
     }
+
+
+def written_config(folder, of, change):
+    """A config as vLLM reads it from a folder, whose JSON was changed by hand."""
+    of.save_pretrained(folder)
+    held = json.loads((folder / "config.json").read_text())
+    change(held)
+    (folder / "config.json").write_text(json.dumps(held))
+    return get_config(str(folder), trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("of", "part", "name"),
+    [
+        # vLLM: rope_parameters.get("truncate", True), and getattr(config, "norm_topk_prob", True).
+        (GptOssConfig(rope_parameters=dict(YARN)), "rope_parameters", "truncate"),
+        (Qwen3_5MoeTextConfig(), None, "norm_topk_prob"),
+        (Qwen3_5MoeConfig(), "text_config", "norm_topk_prob"),
+    ],
+)
+def test_null_of_a_field_that_no_class_declares_is_not_its_absence(tmp_path, of, part, name):
+    def told(label, change):
+        return canonical_config(written_config(tmp_path / label, of, lambda held: change(held[part] if part else held)))
+
+    absent = told("absent", lambda held: held.pop(name, None))
+    null = told("null", lambda held: held.update({name: None}))
+
+    assert null == absent | {NULLS: [f"{part}.{name}" if part else name]}
+
+
+def test_null_that_says_what_absence_says_changes_no_name(tmp_path):
+    of = LlamaConfig()
+    plain = written_config(tmp_path / "plain", of, lambda held: held.pop("head_dim"))
+    nulls = {"head_dim": None, "prefix": None, "quantization_config": {"quant_method": "fp8", "ignored_layers": None}}
+    full = written_config(tmp_path / "full", of, lambda held: held.update(nulls))
+
+    expected = canonical_config(plain) | {"quantization_config": {"quant_method": "fp8"}}
+    assert canonical_config(full) == expected
+    assert NULLS not in expected
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 250, 0])

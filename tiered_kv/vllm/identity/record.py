@@ -11,9 +11,10 @@ a kernel or a model's code that is mended changes nothing else; ``share_vllm_ver
 """
 
 import hashlib
+import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import vllm
@@ -46,6 +47,18 @@ COSMETIC_FIELDS: Final = frozenset({
     "hidden_dropout_prob", "attention_probs_dropout_prob", "pretraining_tp",  # training
 })  # fmt: skip
 """Fields of HF configs that have no influence on KV; everything else counts, known to us or not."""
+
+NULL_IS_ABSENT: Final = COSMETIC_FIELDS | {
+    "sliding_window", "image_token_id",  # some classes set it themselves
+    "quantization_config", "compression_config",  # read by schemas in which what is left out is null
+    "bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "prefix", "suppress_tokens", "tokenizer_class", "tie_encoder_decoder",
+    "cross_attention_hidden_size", "tf_legacy_loss",  # which transformers 4 wrote into every config
+}  # fmt: skip
+"""Fields whose null, and those below them, say what their absence says."""
+
+NULLS: Final = "<null>"
+"""No field of a config is called so: ``key_text`` escapes what begins like it."""
 
 
 DRAFT_SETTINGS: Final = (
@@ -229,14 +242,46 @@ def _encoding(layer: Any) -> str:
 
 
 def canonical_config(config: Any) -> dict[str, object]:
-    """A HF config as plain data for the namespace: no cosmetic fields, no ``None`` (it means absent), no floats."""
+    """A HF config as plain data for the namespace: no cosmetic fields, no floats, and no ``None``.
+
+    ``None`` is what a field's absence comes to, but where nobody declares the field: what reads it with
+    ``getattr(config, name, True)`` or ``.get(name, True)`` tells the two apart. Such names are listed.
+    """
     fields = config.to_dict()
     # transformers 5 renamed it.
     if "torch_dtype" in fields:
         fields.setdefault("dtype", fields.pop("torch_dtype"))
     form = _plain(fields)
     assert isinstance(form, dict)
-    return form
+    nulls = sorted(_undeclared_nulls(config))
+    return form | ({NULLS: nulls} if nulls else {})
+
+
+def _undeclared_nulls(config: Any) -> Iterator[str]:
+    """Where a config says null of something that its class gives no default: ``rope_parameters.truncate``."""
+    declared = _declared(type(config))
+    for name, value in config.to_dict().items():
+        held = vars(config).get(name, value)  # some classes refuse to be asked what differs by layer
+        if name in NULL_IS_ABSENT or (value is None and name in declared):
+            continue
+        below = _undeclared_nulls(held) if hasattr(held, "to_dict") else _nulls_in(value)
+        yield from (f"{name}.{place}".rstrip(".") for place in below)
+
+
+def _nulls_in(value: object) -> Iterator[str]:
+    if value is None:
+        yield ""
+    elif isinstance(value, Mapping | list | tuple):
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if name not in NULL_IS_ABSENT:
+                yield from (f"{name}.{place}".rstrip(".") for place in _nulls_in(item))
+
+
+def _declared(of: type) -> set[str]:
+    """What a class of configs has a value for when nothing is given."""
+    inits = [vars(one)["__init__"] for one in of.__mro__ if "__init__" in vars(one)]
+    names = {name for init in inits for name in inspect.signature(init).parameters}
+    return names.union(dir(of), *(vars(one).get("__annotations__", ()) for one in of.__mro__))
 
 
 def _plain(value: object) -> object:
