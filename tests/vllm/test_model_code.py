@@ -1,10 +1,13 @@
 """A model's code that is not vLLM's own: classes that plugins and scripts register, and the transformers package."""
 
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 from vllm import ModelRegistry
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from tests.kit.vllm.engine_identities import LAYER, Settings, attention_layer, engine_config, kv_config, with_layers
@@ -129,6 +132,45 @@ def test_a_plugins_backend_layer_or_quantisation_counts_too(vllm_config, registe
     found = fields(config)
     assert {name for name, value in found.items() if plain.get(name) != value} == {"model_code"}
     assert found["model_code"]["code"].keys() == {PLUGIN}
+
+
+def test_an_operation_that_a_plugin_registers_in_the_place_of_vllms_counts_by_its_code(
+    vllm_config, registered, monkeypatch
+):
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    plain = fields(vllm_config)
+    told = []
+    for factor in (2, 3, 2):
+        registered(factor)
+        ModelRegistry.register_model(ARCHITECTURE, LlamaForCausalLM)
+        custom_op.op_registry_oot.clear()
+        norm = type("Norm", (RMSNorm,), {"__module__": f"{PLUGIN}.models.own"})
+        RMSNorm.register_oot(norm, name="RMSNorm")
+        told.append(fields(vllm_config))
+
+    assert "model_code" not in plain
+    assert [name for name in told[0] if told[0][name] != plain.get(name)] == ["model_code"]
+    assert told[0]["model_code"]["classes"] == [f"{PLUGIN}.models.own.Norm"]
+    assert told[0] == told[2] != told[1]
+
+
+def test_of_a_file_that_two_folders_of_a_namespace_have_the_first_counts(tmp_path, monkeypatch):
+    folders = [tmp_path / place / "a_namespace" for place in ("patched", "installed")]
+    for folder in reversed(folders):
+        folder.mkdir(parents=True)
+        monkeypatch.syspath_prepend(folder.parent)
+    module = import_module("a_namespace")
+    monkeypatch.setitem(sys.modules, "a_namespace", module)  # and no longer than the test
+    assert next(iter(module.__path__)) == str(folders[0])
+
+    def told(folder, text):
+        (folder / "own.py").write_text(text)
+        return of_code._package("a_namespace")
+
+    told(folders[1], "HALF = 0.5")
+    before = told(folders[0], "HALF = 0.5")
+    assert told(folders[1], "HALF = 0.6") == before, "nobody imports this one"
+    assert told(folders[0], "HALF = 0.7") != before
 
 
 def test_layers_that_transformers_computes_are_named_by_its_minor_version(vllm_config, monkeypatch):

@@ -432,6 +432,7 @@ USES: Final = (
             "tp_replicated", feature=STATES),
     Use(f"{SPECS}:KVCacheSpec", "state_content_size_bytes", feature=STATES),
     SCALES,
+    Use("vllm.model_executor.custom_op", "op_registry_oot"),
     # configuration
     *_reads(f"{CONFIG}:VllmConfig", "model_config parallel_config cache_config scheduler_config speculative_config "
             "lora_config load_config kv_transfer_config kv_events_config compilation_config attention_config "
@@ -792,6 +793,13 @@ def model_class(model_config: Any) -> type:
 
     made: type = ModelRegistry.resolve_model_cls(model_config.architectures, model_config)[0]
     return made
+
+
+def replaced_layers() -> list[type]:
+    """The classes that plugins gave vLLM in the place of its layers and operations (``register_oot``)."""
+    from vllm.model_executor import custom_op  # noqa: PLC0415 - the model was loaded, so this was, too
+
+    return list(custom_op.op_registry_oot.values())
 
 
 def overwrites_scales(impl: Any) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.vllm.compat import model_class
+from tiered_kv.vllm.compat import model_class, replaced_layers
 from tiered_kv.vllm.identity.canonical import digest, full_name, written
 
 NAMED_BY_VERSION: Final = sys.stdlib_module_names | {"vllm", "torch", "transformers"}
@@ -27,13 +27,16 @@ TRANSFORMERS_BACKEND: Final = "vllm.model_executor.models.transformers"
 def model_code(vllm_config: Any) -> dict[str, object] | None:
     """What of vLLM's classes is not vLLM's own: the model's, those of its layers, of their backends and quantisation.
 
+    Operations that a plugin registered in the place of vLLM's (``RMSNorm``, ``RotaryEmbedding``) count whether or not
+    this model has them: the modules inside of it cannot be asked for here.
+
     Returns:
         Their names, and digests of the packages that they are made of; None: all are vLLM's.
 
     Raises:
         ConfigError: Their code is in no file that can be read here.
     """
-    return _code({model_class(vllm_config.model_config), *_layer_classes(vllm_config)})
+    return _code({model_class(vllm_config.model_config), *_layer_classes(vllm_config), *replaced_layers()})
 
 
 def draft_code(model: Any) -> dict[str, object] | None:
