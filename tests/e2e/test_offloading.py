@@ -63,7 +63,8 @@ def stored(tiny_model: Path, plain: list[Answer], tmp_path_factory: pytest.TempP
     """A directory with all prompts; each test works on a copy of its own."""
     root = tmp_path_factory.mktemp("offloading") / "cache"
     with offloading_engine(tiny_model, on_disk(root)) as llm:
-        for cold, theirs in zip(ask(llm, *PROMPTS), plain, strict=True):
+        # The first alone: what a step computes of a prompt depends in its last bits on what else is in the step.
+        for cold, theirs in zip([*ask(llm, PROMPTS[0]), *ask(llm, *PROMPTS[1:])], plain, strict=True):
             assert_same(cold, theirs)
             assert cold.cached_tokens == 0
         wait_written(root)
