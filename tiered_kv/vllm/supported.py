@@ -332,6 +332,8 @@ def check_layers(vllm_config: Any, kv_cache_config: Any) -> None:
 def _check_width(name: str, layer: Any, spec: Any, computed: Any) -> None:
     """vLLM's CPU backend takes pages for pages of what it computes in: with wider numbers it leaves its own page."""
     held = getattr(spec, "dtype", computed)
+    if not held.is_floating_point:  # pages of bytes, which other kernels fill
+        return
     if layer is not None and held.itemsize != computed.itemsize and layer.get_attn_backend().get_name() == CPU_BACKEND:
         raise UnsupportedModel(
             "vLLM's CPU backend writes KV in the model's dtype, past the pages of this KV cache's. Start vLLM with "
