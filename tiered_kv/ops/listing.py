@@ -112,8 +112,7 @@ def sum_up(
     counts, sizes = [0] * len(AGES), [0] * len(AGES)
     bounds = sorted(now_s - limit_s for _, limit_s in AGES if limit_s is not None)
     for space, rows in spaces.items():
-        twice = copies.get(space, ())
-        of_twice = zip((used[forest.row(blob)] for blob in twice), (blob.size_bytes for blob in twice), strict=True)
+        of_twice = ((used[forest.row(blob)], blob.size_bytes) for blob in copies.get(space, ()))
         # A million: nothing is called for each but what it takes.
         for used_s, size_bytes in chain(zip(part(used, rows), part(table.sizes, rows), strict=True), of_twice):
             age = bisect_right(bounds, used_s)

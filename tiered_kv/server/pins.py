@@ -313,9 +313,8 @@ class Pinning:
         """Count what the pins keep, one after the other, and take the result in place of what was counted."""
         kept = _KeptChunks()
         counted: set[tuple[BlobName, float]] = set()
-        while (
-            more := {(name, until_s) for name, (until_s, _) in self._pins.items()} - counted
-        ):  # new or renewed meanwhile
+        # Again for those that are new or renewed meanwhile.
+        while more := {(name, until_s) for name, (until_s, _) in self._pins.items()} - counted:
             for name, until_s in sorted(more, key=lambda one: one[1], reverse=True):
                 counted.add((name, until_s))
                 before = kept.by_key.get(name.key)

@@ -687,7 +687,8 @@ class TieredKVTier(SecondaryTierManager):
         made, params = _TierJob(job.job_id, request, len(job.keys), is_load), request.params
         self._take_keys(request, job.req_context)
         drafted = math.inf if is_load else self.undrafted.first(job.req_context.req_id)
-        made.undrafted = sum(end > drafted for end in _ends(job))
+        if drafted < math.inf:
+            made.undrafted = sum(end > drafted for end in _ends(job))
         for rows, pairs in self._by_group(job, request, drafted):
             names = None if self._jobs is None else self._names(self._jobs, rows)
             if self._jobs is None or names is None:
