@@ -17,6 +17,7 @@ from tiered_kv.tiers.object.errors import (
     is_conflict,
     is_full,
     is_missing,
+    is_of_identity,
     is_taken,
     is_without_create,
     status_of,
@@ -52,6 +53,7 @@ def caused(error, cause):
         ("SomethingNew", 403, "refuses these credentials; check the key"),
         ("ExpiredToken", 400, "the credentials have expired; renew them"),
         ("InvalidToken", 400, "refuses the session token; check AWS_SESSION_TOKEN"),
+        ("InvalidTokenId", 403, "refuses the session token; check AWS_SESSION_TOKEN"),
         ("400", 400, "often because the credentials have expired"),
         ("RequestTimeTooSkewed", 403, "clock is too far from the store's; set the clock"),
         ("NoSuchBucket", 404, "there is no bucket 'bkt'; create it (e.g. `aws s3 mb s3://bkt`) or mend storage_uri"),
@@ -129,6 +131,34 @@ def test_what_fails_on_the_way_is_put_into_words(error, expected):
     words = explain(error, "bkt")
     assert expected in words
     assert len(words) < 300 and "\n" not in words
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        answered("ExpiredToken"),
+        answered("InvalidAccessKeyId", 403),
+        answered("SignatureDoesNotMatch", 403),
+        answered("InvalidTokenId", 403),
+        answered("Whatever", 401),
+        boto.NoCredentialsError(),
+        caused(OSError("on the way"), boto.CredentialRetrievalError(provider="p", error_msg="x")),
+        boto.SSLError(endpoint_url="https://h", error="bad"),
+        ssl.SSLCertVerificationError("self-signed"),
+    ],
+    ids=lambda error: f"{code_of(error)} {type(error).__name__}",
+)
+def test_what_other_credentials_may_mend_is_told(error):
+    assert is_of_identity(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [answered("AccessDenied", 403), answered("403", 403), answered("SlowDown", 503), TimeoutError(), OSError()],
+    ids=lambda error: f"{code_of(error)} {type(error).__name__}",
+)
+def test_what_a_policy_may_say_for_ever_asks_for_no_other_client(error):
+    assert not is_of_identity(error)
 
 
 def test_a_loop_of_causes_ends():

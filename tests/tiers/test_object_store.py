@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.kit.fake_clock import FakeClock
 from tests.kit.faults.proxy import FaultProxy
 from tests.kit.raw_server import RawServer, refusal
 from tests.kit.stores.child import read_by_child
@@ -19,7 +20,7 @@ from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.s3 import s3_options
 from tiered_kv.tiers.object.shared_directory import STALE_S, TEMPORARY
-from tiered_kv.tiers.object.store import ObjectStore
+from tiered_kv.tiers.object.store import RENEW_S, ObjectStore
 
 
 def open_store(uri, options=None, **more):
@@ -496,6 +497,42 @@ def test_wrong_credentials_are_told_and_not_shown(s3, wrong, expected, caplog):
             call()
         for secret in (options["key"], options["secret"]):
             assert secret not in str(caught.value) and secret not in repr(store) and secret not in caplog.text
+    store.close()
+
+
+def write_credentials(path, key, secret):
+    """Replace a profile's file, as a rotation does."""
+    path.with_suffix(".new").write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize("way", [{}, {"config_kwargs": {"retries": {"mode": "adaptive"}}}], ids=["threads", "loop"])
+@pytest.mark.parametrize("before", ["wrong key", "wrong secret", "none"])
+def test_credentials_that_were_replaced_are_read_anew(s3, tmp_path, monkeypatch, before, way):
+    """Clients read a profile's file once: without this a rotated key left the bucket out until the server ended."""
+    if s3.server is None:
+        pytest.skip("which error a wrong key has differs between servers; ours is known")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    profile = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    if before != "none":
+        wrong = {"wrong key": ("AKIAwrongwrong", s3.secret_key), "wrong secret": (s3.access_key, "wrongwrongwrong")}
+        write_credentials(profile, *wrong[before])
+    clock = FakeClock()
+    store = open_store(s3.uri(s3.new_prefix()), {"endpoint_url": s3.endpoint_url, **way}, monotonic=clock.monotonic)
+    for call in every_call(store).values():
+        with pytest.raises(TierUnavailable, match="credentials"):
+            call()
+    write_credentials(profile, s3.access_key, s3.secret_key)
+    clock.advance(RENEW_S)
+    with pytest.raises(TierUnavailable, match="credentials"):
+        paths(store)  # the last call that the old client fails
+    store.put("x", b"data")
+    assert store.get("x") == b"data" and paths(store) == ["x"]
+    store.delete(["x"])
+    assert store.head("x") is None
     store.close()
 
 

@@ -53,7 +53,8 @@ def open_impatient(url: str, timeout_s: float, **options: object) -> ObjectStore
 
     def is_ready() -> bool:
         with suppress(TimeoutError):
-            store._open_medium()._choose_bodies()
+            with store._using() as medium:
+                medium._choose_bodies()
             return True
         return False
 
@@ -377,7 +378,8 @@ def test_clients_that_are_slow_to_be_made_cost_one_deadline(monkeypatch: pytest.
 
     monkeypatch.setattr(s3fs.S3FileSystem, "set_session", set_session)
     store = open_store("http://127.0.0.1:1", timeout_s=1.0)
-    store._open_medium()
+    with store._using():
+        pass
 
     def get() -> None:
         with pytest.raises(TierUnavailable, match="did not answer in time") as caught:
@@ -465,7 +467,7 @@ def test_botocore_sends_nothing_by_itself(s3: S3, monkeypatch: pytest.MonkeyPatc
         assert store.get_into(str(size), memoryview(buffer))
         assert buffer == DATA[:size]
     assert not store.get_into("missing", memoryview(bytearray(1)))
-    assert isinstance(store._medium._bodies, ThreadBodies)
+    assert isinstance(store._client.medium._bodies, ThreadBodies)
     store.close()
 
 
@@ -495,7 +497,7 @@ def test_what_threads_cannot_honour_goes_over_the_loop(s3: S3, caplog: pytest.Lo
     else:
         store.put("x", memoryview(DATA))
         assert read(store) == DATA
-    assert isinstance(store._medium._bodies, LoopBodies)
+    assert isinstance(store._client.medium._bodies, LoopBodies)
     assert caplog.text.count(f"event loop, which takes more CPU. reason={reason} bucket=") == 1
     store.close()
 
@@ -516,7 +518,7 @@ def test_a_client_that_is_unlike_s3fs_is_not_used(s3: S3, monkeypatch: pytest.Mo
     store = ObjectStore(parse_location(s3.uri(s3.new_prefix()), s3.options()))
     store.put("x", memoryview(DATA))
     assert read(store) == DATA
-    assert isinstance(store._medium._bodies, LoopBodies)
+    assert isinstance(store._client.medium._bodies, LoopBodies)
     store.close()
 
 
@@ -559,7 +561,7 @@ def test_blobs_go_over_tls(monkeypatch: pytest.MonkeyPatch, certificate: tuple[s
         for _ in range(2):
             store.put("x", memoryview(DATA))
             assert read(store) == DATA
-        assert isinstance(store._medium._bodies, ThreadBodies)
+        assert isinstance(store._client.medium._bodies, ThreadBodies)
         store.close()
     assert server.connections_count == 1
 

@@ -21,6 +21,7 @@ _ALLOWED = (
     "(without leave to list, a store refuses missing objects, too)"
 )
 _EXPIRED = "the credentials have expired; renew them, or let the environment do it (instance role, profile)"
+_SESSION = "the store refuses the session token; check AWS_SESSION_TOKEN or token in storage_options"
 _REGION = "the bucket is in another region; set the option region of storage_uri or AWS_REGION"
 _SLOW = "the store asks for fewer requests; lower storage_concurrency if this stays"
 _AZURE_KEY = "check account_name, account_key and sas_token in storage_options, or AZURE_STORAGE_* in the environment"
@@ -41,7 +42,8 @@ _BY_CODE: Final[dict[str, str]] = {
     "ExpiredTokenException": _EXPIRED,
     "RequestExpired": _EXPIRED,
     "TokenRefreshRequired": _EXPIRED,
-    "InvalidToken": "the store refuses the session token; check AWS_SESSION_TOKEN or token in storage_options",
+    "InvalidToken": _SESSION,
+    "InvalidTokenId": _SESSION,  # MinIO's, also of one that has expired
     "RequestTimeTooSkewed": "this machine's clock is too far from the store's; set the clock (NTP)",
     "PermanentRedirect": _REGION,
     "TemporaryRedirect": _REGION,
@@ -94,6 +96,42 @@ _BY_CLASS: Final[dict[str, str]] = {
     "NotAStore": "what answers there is no S3 server; check endpoint_url and what is between here and the store",
     "NotGoogles": "what answers there is no object store; check the network and what is between here and the store",
 }
+
+_UNKNOWN_CODES = frozenset(
+    {
+        "401",
+        "AuthenticationFailed",
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidSecurity",
+        "InvalidToken",
+        "InvalidTokenId",
+        "NoAuthenticationInformation",
+        "RequestExpired",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+        "Unauthorized",
+    }
+)
+"""The store does not know who asks. Not 403 and ``AccessDenied``: those may be what a policy says, for ever."""
+
+_UNPROVEN = frozenset(
+    {
+        "ClientAuthenticationError",
+        "ClientSSLError",
+        "CredentialRetrievalError",
+        "CredentialUnavailableError",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "RefreshError",
+        "SSLError",
+        "SSOTokenLoadError",
+        "TokenRetrievalError",
+        "UnauthorizedSSOTokenError",
+    }
+)
+"""Of botocore, Azure, Google and Python: one side cannot show the other who it is."""
 
 _TRUNCATED = frozenset(
     {"ClientPayloadError", "ContentLengthError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError"}
@@ -214,6 +252,12 @@ def is_passing(exc: BaseException) -> bool:
     if status is not None:
         return status >= 500 or status in (408, 429)
     return any(base.__name__ in _PASSING for base in type(exc).__mro__)
+
+
+def is_of_identity(exc: BaseException) -> bool:
+    """Whether one side does not take the other for who it says it is, by its keys, tokens or certificates."""
+    names = {base.__name__ for error in chain(exc) for base in type(error).__mro__}
+    return code_of(exc) in _UNKNOWN_CODES or status_of(exc) == 401 or bool(names & _UNPROVEN)
 
 
 def is_full(exc: BaseException) -> bool:

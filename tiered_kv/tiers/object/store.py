@@ -9,16 +9,26 @@ import logging
 import os
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.location import Location
 from tiered_kv.tiers.object.azure import open_azure
-from tiered_kv.tiers.object.errors import MissingFile, TakenUnsure, explain, is_missing, is_taken, is_without_create
+from tiered_kv.tiers.object.errors import (
+    MissingFile,
+    TakenUnsure,
+    explain,
+    is_missing,
+    is_of_identity,
+    is_taken,
+    is_without_create,
+)
 from tiered_kv.tiers.object.google import open_google
 from tiered_kv.tiers.object.medium import Deadline, ListPage, Medium, ObjectInfo
 from tiered_kv.tiers.object.memory import open_memory
@@ -34,6 +44,9 @@ OWN: Final = "_tiered_kv"
 
 READS_AT_ONCE: Final = 16
 """Objects that one call for many reads at the same time; more connections would be taken from blobs."""
+
+RENEW_S: Final = 10.0
+"""Least age of a client that is made anew because its credentials are refused: one costs some 0.1 s of a core."""
 
 _PACKAGES = {"s3": ("s3fs", "s3fs"), "gs": ("gcsfs", "'tiered_kv[gcs]'"), "az": ("adlfs", "'tiered_kv[azure]'")}
 """What a scheme needs, and what to give pip for it."""
@@ -51,11 +64,29 @@ class _MissingError(Exception):
     """The object is not there; never leaves this module."""
 
 
+@dataclass(slots=True)
+class _Client:
+    """A medium in use; the store's lock guards it.
+
+    Attributes:
+        calls: How many are in it now.
+        is_left: No further call takes it, and the last one in it closes it.
+    """
+
+    medium: Medium
+    pid: int
+    made_s: float
+    calls: int = 0
+    is_left: bool = False
+
+
 class ObjectStore:
     """Objects below one URI.
 
     Threads: any, at any time until ``close``. Every call ends within ``timeout_s`` (a page of a list and a batch of a
     delete count as one call). The client is made on first use, in the process that uses it: it does not survive a fork.
+    It reads credentials and certificates once, so another one is made when the store or we refuse these: they may have
+    been replaced meanwhile.
 
     Every method raises TierUnavailable for whatever the medium does, and Closed after ``close``.
 
@@ -64,7 +95,14 @@ class ObjectStore:
         timeout_s: Deadline of one call.
     """
 
-    def __init__(self, location: Location, *, timeout_s: float = 10.0, concurrency: int = 16) -> None:
+    def __init__(
+        self,
+        location: Location,
+        *,
+        timeout_s: float = 10.0,
+        concurrency: int = 16,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Name a store; nothing is opened yet.
 
         Raises:
@@ -83,8 +121,8 @@ class ObjectStore:
         self._state = threading.Condition()
         self._is_closed = False
         self._in_flight_count = 0
-        self._medium: Medium | None = None
-        self._medium_pid = 0
+        self._monotonic = monotonic
+        self._client: _Client | None = None
         self._is_atomic: bool | None = None
 
     def __repr__(self) -> str:
@@ -208,14 +246,9 @@ class ObjectStore:
         with self._state:
             self._is_closed = True
             self._state.wait_for(lambda: self._in_flight_count == 0, self.timeout_s)
-            medium, self._medium = self._medium, None
-        if medium is not None and self._medium_pid != os.getpid():
-            _INHERITED.append(medium)
-        elif medium is not None:
-            try:
-                medium.close()
-            except Exception as exc:  # noqa: BLE001  # the client's own clean-up; nothing is lost with it
-                logger.debug("the object store's client did not close. error=%s", type(exc).__name__)
+            client, self._client = self._client, None
+        if client is not None:
+            _close(client)
 
     def _call(self, operation: str, path: str, work: Callable[[Medium], T]) -> T:
         """Run one operation and put what fails into words; FileExistsError only if the object is there."""
@@ -224,7 +257,8 @@ class ObjectStore:
                 raise Closed("the object store is closed")
             self._in_flight_count += 1
         try:
-            return work(self._open_medium())
+            with self._using() as medium:
+                return work(medium)
         except TieredKVError:
             raise
         except Exception as exc:  # every backend has its own errors, and none of them may reach a request
@@ -241,21 +275,56 @@ class ObjectStore:
                 self._in_flight_count -= 1
                 self._state.notify_all()
 
-    def _open_medium(self) -> Medium:
+    @contextmanager
+    def _using(self) -> Iterator[Medium]:
+        """The client for one call; the next one has another if this one's credentials or certificates are refused."""
+        client = self._take()
+        try:
+            yield client.medium
+        except Exception as exc:
+            if is_of_identity(exc):
+                self._leave(client)
+            raise
+        finally:
+            with self._state:
+                client.calls -= 1
+                is_over = client.is_left and not client.calls
+            if is_over:
+                _close(client)
+
+    def _take(self) -> _Client:
         with self._state:
-            if self._medium is not None and self._medium_pid != os.getpid():
-                _INHERITED.append(self._medium)
-                self._medium = None
-            if self._medium is None:
-                self._medium = _open_medium(self._location, self.timeout_s, self._concurrency)
-                self._medium_pid = os.getpid()
-            return self._medium
+            if self._client is not None and self._client.pid != os.getpid():
+                _INHERITED.append(self._client.medium)
+                self._client = None
+            if self._client is None:
+                medium = _open_medium(self._location, self.timeout_s, self._concurrency)
+                self._client = _Client(medium, os.getpid(), self._monotonic())
+            self._client.calls += 1
+            return self._client
+
+    def _leave(self, client: _Client) -> None:
+        with self._state:
+            if self._client is not client or self._monotonic() - client.made_s < RENEW_S:
+                return
+            client.is_left, self._client = True, None
+        logger.info("credentials and certificates are read anew with the next call. store=%s", self.uri)
 
     def _scrub(self, text: str) -> str:
         """Take out what a client may have put into its message: our secrets, and users and queries of addresses."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return re.sub(r"(https?://)\S*@|\?\S+", r"\1***", text)
+
+
+def _close(client: _Client) -> None:
+    if client.pid != os.getpid():
+        _INHERITED.append(client.medium)
+        return
+    try:
+        client.medium.close()
+    except Exception as exc:  # noqa: BLE001  # the client's own clean-up; nothing is lost with it
+        logger.debug("the object store's client did not close. error=%s", type(exc).__name__)
 
 
 def _secrets(location: Location) -> list[str]:
