@@ -132,6 +132,32 @@ def test_without_a_token_file_nobody_may(serve, root: Path) -> None:
     assert status == 403 and "--hints-token-file" in answer["error"]
 
 
+def test_a_token_that_was_replaced_is_no_longer_taken(serve, root: Path, token_file: Path) -> None:
+    """Who leaked one can end that without ending the server, whose host memory would be cold then."""
+    process, line = serve(f"file://{root}", *LIMITS, "--hints-token-file", token_file)
+    port, other = port_of(line), "another-token-of-16"
+
+    def statuses() -> tuple[int, int]:
+        first, second = (post(port, "/release", {"session_id": "x"}, token)[0] for token in (TOKEN, other))
+        return first, second
+
+    assert statuses() == (404, 401)  # nothing is known of the session
+    new = token_file.with_suffix(".new")
+    new.write_text(other)
+    new.chmod(0o600)
+    new.rename(token_file)
+    assert statuses() == (401, 404)
+    token_file.chmod(0o644)
+    assert statuses() == (503, 503)
+    status, answer = post(port, "/release", {"session_id": "x"})
+    assert status == 503 and "its log" in answer["error"] and str(token_file) not in answer["error"]
+    token_file.chmod(0o600)
+    assert statuses() == (401, 404)
+    process.terminate()
+    log = process.communicate()[1]
+    assert log.count("chmod 0600") == 1 and TOKEN not in log and other not in log
+
+
 @pytest.mark.parametrize(
     ("path", "body", "token", "status", "reason"),
     [

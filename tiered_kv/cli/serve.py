@@ -18,7 +18,7 @@ from tiered_kv.location import redact
 from tiered_kv.server.compose import serve as run
 from tiered_kv.server.daemonize import keep_heap_small, let_loop_answer, raise_descriptor_limit
 from tiered_kv.server.directory import ServerInfo
-from tiered_kv.server.hint_requests import read_hints_token
+from tiered_kv.server.hint_requests import HintsToken
 from tiered_kv.server.http import OperationsPort
 from tiered_kv.server.server import Server
 
@@ -77,7 +77,7 @@ def serve(
             raise ConfigError(f"option --socket: expected an absolute path without unix://, got {str(socket)!r}")
         if metrics_port is None:
             _refuse_without_port(metrics_host, hints_token_file)
-        token = None if hints_token_file is None else read_hints_token(hints_token_file)
+        token = None if hints_token_file is None else HintsToken(hints_token_file)
         raise_descriptor_limit()
         keep_heap_small()
         let_loop_answer()
@@ -103,7 +103,7 @@ def _refuse_without_port(host: str | None, hints_token_file: Path | None) -> Non
         raise ConfigError("option --hints-token-file: hints come to the metrics port: give --metrics-port, too")
 
 
-def _open_metrics(host: str, port: int, hints_token: bytes | None, at_end: ExitStack) -> OperationsPort:
+def _open_metrics(host: str, port: int, hints_token: HintsToken | None, at_end: ExitStack) -> OperationsPort:
     """Take the port before the cache starts, which may take long; ``at_end`` gives it back."""
     metrics = OperationsPort(host, port, hints_token)
     at_end.callback(metrics.close)

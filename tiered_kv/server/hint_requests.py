@@ -12,6 +12,7 @@ docs/operations.md describes the port to whoever calls it.
 """
 
 import hmac
+import logging
 import os
 import re
 import stat
@@ -34,6 +35,8 @@ from tiered_kv.keys.prefix_keys import MAX_TOKEN, PrefixKeys
 from tiered_kv.keys.tags import NO_TAG, session_name, tag_digest
 from tiered_kv.server import protocol as m
 from tiered_kv.server.pins import PIN_TTL_MAX_S
+
+logger = logging.getLogger(__name__)
 
 ACTIONS: Final = ("prefetch", "pin", "release")
 
@@ -85,7 +88,42 @@ class HintRefused(Exception):
         self.status = status
 
 
-def read_hints_token(path: Path) -> bytes:
+class HintsToken:
+    """The token that callers show, in a file that may be replaced while the server runs.
+
+    Threads: any; ``_said`` is written by all, and at worst something is logged twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Look at the file.
+
+        Raises:
+            ConfigError: There is none, others may read or write it, or it holds something else.
+        """
+        self._path = path
+        self._said = ""
+        _read_token(path)
+
+    def now(self) -> bytes:
+        """What the file holds now: a token that leaked is good for nothing once another one is there.
+
+        Raises:
+            HintRefused: It cannot be used any more.
+        """
+        try:
+            token = _read_token(self._path)
+        except ConfigError as exc:
+            if self._said != str(exc):
+                self._said = str(exc)
+                logger.warning("hints are refused until their token can be read again. cause=%s", exc)
+            raise HintRefused(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the file of this server's token cannot be used: its log says why"
+            ) from exc
+        self._said = ""
+        return token
+
+
+def _read_token(path: Path) -> bytes:
     """The token that callers show, from a file for its owner alone.
 
     Raises:

@@ -33,7 +33,7 @@ from tiered_kv.errors import ConfigError, ProtocolError, TieredKVError, TierUnav
 from tiered_kv.metrics.figures import PEERS_NAME, ServerFigures
 from tiered_kv.server import protocol as m
 from tiered_kv.server.connect import SCHEME, connect, read_message, refusal_error, shake_hands
-from tiered_kv.server.hint_requests import ACTIONS, BODY_BYTES_MAX, HintRefused, HintRequests, admit
+from tiered_kv.server.hint_requests import ACTIONS, BODY_BYTES_MAX, HintRefused, HintRequests, HintsToken, admit
 from tiered_kv.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
             hints = self.server.hints
             if hints is None:
                 raise HintRefused(HTTPStatus.SERVICE_UNAVAILABLE, "the server is starting: try again")
-            length = admit(token, self.headers)
+            length = admit(token.now(), self.headers)
             status, answer = hints.answer(path.removeprefix("/"), lambda: self._body(length))
         except HintRefused as exc:
             self.server.count_refusal()
@@ -325,7 +325,7 @@ class _Listener(socketserver.ThreadingMixIn, HTTPServer):
     request_queue_size = CONNECTIONS_MAX
     figures: LastFigures | None = None
     hints: HintRequests | None = None
-    hints_token: bytes | None = None
+    hints_token: HintsToken | None = None
 
     def __init__(self, *given: Any) -> None:
         self._lock = threading.Lock()
@@ -389,7 +389,7 @@ class OperationsPort:
         url: Where metrics are scraped; the others are beside it.
     """
 
-    def __init__(self, host: str, port: int, hints_token: bytes | None = None) -> None:
+    def __init__(self, host: str, port: int, hints_token: HintsToken | None = None) -> None:
         """Take the port; 0: any that is free. Who shows the token may post hints; None: nobody may.
 
         Raises:
