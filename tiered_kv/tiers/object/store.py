@@ -45,8 +45,8 @@ OWN: Final = "_tiered_kv"
 READS_AT_ONCE: Final = 16
 """Objects that one call for many reads at the same time; more connections would be taken from blobs."""
 
-RENEW_S: Final = 10.0
-"""Least age of a client that is made anew because its credentials are refused: one costs some 0.1 s of a core."""
+RENEW_S: Final = 30.0
+"""Least age of a client that is made anew because its credentials are refused: one costs up to 0.5 s of a core."""
 
 _PACKAGES = {"s3": ("s3fs", "s3fs"), "gs": ("gcsfs", "'tiered_kv[gcs]'"), "az": ("adlfs", "'tiered_kv[azure]'")}
 """What a scheme needs, and what to give pip for it."""
