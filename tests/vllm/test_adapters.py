@@ -13,6 +13,8 @@ from tiered_kv.vllm.identity.file_digests import digest_files
 from tiered_kv.vllm.identity.loader_watch import adapter_stamps, stamps_text
 from tiered_kv.vllm.step import SaveReport
 
+HOUR_NS = 3600 * 10**9
+
 
 def told(folder):
     return stamps_text(adapter_stamps(str(folder)))
@@ -32,10 +34,9 @@ def folder(tmp_path):
     return adapter_files(tmp_path / "a", 1)
 
 
-def started_later(adapters, seconds=3600):
-    """The engine as if it had started so much later: the files are older than it."""
-    adapters._started_ns += seconds * 10**9
-    return adapters
+def started_later(numerics="bfloat16"):
+    """Those of an engine that started an hour after now, by a clock that goes on from there: the files are older."""
+    return Adapters(numerics, wall_ns=lambda: time.time_ns() + HOUR_NS)
 
 
 def test_adapter_younger_than_the_engine_is_looked_up_once_every_rank_has_told(folder):
@@ -49,15 +50,27 @@ def test_adapter_younger_than_the_engine_is_looked_up_once_every_rank_has_told(f
 
 
 def test_adapter_older_than_the_engine_is_looked_up_at_once_and_stored_when_told(folder):
-    adapters = started_later(Adapters("bfloat16"))
+    adapters = started_later()
     found = adapters.identity(lora("a", folder))
     assert (adapters.may_look_up(found), adapters.is_held(found)) == (True, False)
     adapters.take_reports({1: {0: told(folder)}})
     assert (adapters.may_look_up(found), adapters.is_held(found)) == (True, True)
 
 
+def test_files_that_seem_older_because_the_clock_went_back_wait_for_the_ranks(folder):
+    """NTP sets a clock that was ahead when the engine started; a rank may hold what lay there before."""
+    ahead_ns = [HOUR_NS]
+    adapters = Adapters("bfloat16", wall_ns=lambda: time.time_ns() + ahead_ns[0])
+    ahead_ns[0] = 0
+    rewrite(folder)
+    found = adapters.identity(lora("a", folder))
+    assert not adapters.may_look_up(found)
+    adapters.take_reports({1: {0: told(folder)}})
+    assert adapters.may_look_up(found)
+
+
 def test_files_touched_since_the_keys_were_made_are_not_looked_up_and_not_read_again(folder):
-    adapters = started_later(Adapters("bfloat16"))
+    adapters = started_later()
     found = adapters.identity(lora("a", folder))
     rewrite(folder)
     assert not adapters.may_look_up(found)

@@ -16,7 +16,7 @@ Threads: none; the scheduler's.
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -109,11 +109,13 @@ class Adapters:
     Only its own methods write its fields. Threads: vLLM's scheduler thread only.
     """
 
-    def __init__(self, numerics: str, world_size: int = 1) -> None:
+    def __init__(self, numerics: str, world_size: int = 1, wall_ns: Callable[[], int] = time.time_ns) -> None:
         """Take how vLLM applies adapters (``adapter_numerics``), and how many ranks load each of them."""
         self._numerics = numerics
         self._world_size = world_size
-        self._started_ns = time.time_ns()
+        self._wall_ns = wall_ns
+        self._started_ns = wall_ns()
+        self._started_monotonic_ns = time.monotonic_ns()
         self._first_seen: dict[tuple[str, ...], _Seen] = {}
         self._held: OrderedDict[int, dict[int, str]] = OrderedDict()  # by id, that of the newest load or request last
         self._replaced: set[int] = set()
@@ -180,7 +182,11 @@ class Adapters:
         if self._held.get(adapter.number):
             return self.is_held(adapter)
         # An add_lora may not have been reported yet, since that needs a step; older files were the same then.
-        return adapter.changed_ns < self._started_ns - CLOCKS_APART_NS
+        return adapter.changed_ns < self._began_ns() - CLOCKS_APART_NS
+
+    def _began_ns(self) -> int:
+        """When this engine began, by the clock as it goes now: one that was set back dates new files before that."""
+        return min(self._started_ns, self._wall_ns() - (time.monotonic_ns() - self._started_monotonic_ns))
 
     def take_reports(self, loads: Mapping[int, Mapping[int, str]]) -> bool:
         """Take the ranks' reports of loads: by adapter's id and rank the stamps of the files, "" for changed ones.
