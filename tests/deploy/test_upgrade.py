@@ -22,14 +22,17 @@ import pytest
 
 import tiered_kv
 from tests.kit.samples.old_index import OLD_MAGICS, write_old_index
-from tests.kit.server.clients import SmallEngine, settings
+from tests.kit.server.clients import ANSWER_S, SmallEngine, poll_until, settings, worker_part
 from tests.kit.server.probe import figures, wait_ended, wait_written
 from tiered_kv.chunks import header as f
 from tiered_kv.config import Config
+from tiered_kv.errors import ConfigError
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.namespace import FORMAT_VERSION
 from tiered_kv.keys.naming import parse_path
+from tiered_kv.server.client import SchedulerClient
 from tiered_kv.server.protocol import PROTOCOL
+from tiered_kv.server.worker_client import WorkerClient
 from tiered_kv.tiers.disk.files import allocated_bytes
 from tiered_kv.tiers.disk.index import IndexRow, Shard
 
@@ -54,6 +57,17 @@ with closing(SmallEngine.start(config)) as engine:
         engine.wait_hits(6)
     wait_for(lambda: figures(config.disk_root())["pending_writes"] == 0, "the writes")
 print(hits)
+"""
+
+
+STAY = """
+import json, sys
+from contextlib import closing
+from tests.kit.server.clients import SmallEngine
+from tiered_kv.config import Config
+with closing(SmallEngine.start(Config.from_mapping(json.loads(sys.argv[1])))):
+    print("here", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -83,18 +97,27 @@ def engine_of(place: Path | None, given: Config) -> int:
     Returns:
         How many chunks it hit before it stored. It has compared their bytes.
     """
-    wanted = {name: value for name, value in asdict(given).items() if value is not None and name != "is_guest"}
-    parents = [str(place or PACKAGE.parent), str(REPOSITORY)]
     done = subprocess.run(
-        [sys.executable, "-c", SERVE_ONE_ENGINE, json.dumps(wanted, default=str)],
+        [sys.executable, "-c", SERVE_ONE_ENGINE, as_text(given)],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(parents)},
+        env=environment_of(place),
         cwd="/",
         check=False,
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
+
+
+def as_text(given: Config) -> str:
+    """Settings for another process."""
+    wanted = {name: value for name, value in asdict(given).items() if value is not None and name != "is_guest"}
+    return json.dumps(wanted, default=str)
+
+
+def environment_of(place: Path | None) -> dict[str, str]:
+    """That of a process with this version (None) or the package at ``place``, and this version's kit."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(place or PACKAGE.parent), str(REPOSITORY)])}
 
 
 @pytest.fixture(autouse=True)
@@ -218,6 +241,32 @@ def test_an_upgrade_and_a_rollback_on_one_disk(tmp_path: Path, next_version: Pat
     assert engine_of(next_version, settings(root)) == CHUNKS
     wait_ended(root)
     assert files(root) == both
+
+
+def test_an_engine_that_comes_too_early_is_refused_and_joins_once_the_other_version_is_gone(
+    tmp_path: Path, next_version: Path
+) -> None:
+    root = tmp_path / "cache"
+    other = subprocess.Popen(
+        [sys.executable, "-c", STAY, as_text(settings(root))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment_of(next_version),
+        cwd="/",
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == "here\n"
+        with closing(SchedulerClient(settings(root), "e", 1)) as client:
+            assert not client.wait_ready(ANSWER_S)
+            assert f"speaks protocol {PROTOCOL + 1}" in (client.refusal or "")
+            with pytest.raises(ConfigError, match=f"speaks protocol {PROTOCOL + 1}"):
+                WorkerClient(settings(root), "e", client.generation, worker_part())
+            other.communicate("")
+            wait_ended(root)
+            worker = WorkerClient(settings(root), "e", client.generation, worker_part())  # as vLLM's tries again
+            poll_until(client, lambda: client.is_ready, "the session")
+            worker.leave()
 
 
 def test_two_versions_live_beside_each_other_in_one_bucket(tmp_path: Path, next_version: Path) -> None:
