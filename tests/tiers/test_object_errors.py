@@ -154,10 +154,18 @@ def test_what_other_credentials_may_mend_is_told(error):
 
 @pytest.mark.parametrize(
     "error",
-    [answered("AccessDenied", 403), answered("403", 403), answered("SlowDown", 503), TimeoutError(), OSError()],
+    [
+        answered("AccessDenied", 403),
+        answered("403", 403),
+        answered("SlowDown", 503),
+        TimeoutError(),
+        OSError(),
+        boto.SSLError(endpoint_url="https://h", error=ssl.SSLEOFError("cut")),
+        caused(ConnectionError("on the way"), ssl.SSLZeroReturnError("ended")),
+    ],
     ids=lambda error: f"{code_of(error)} {type(error).__name__}",
 )
-def test_what_a_policy_may_say_for_ever_asks_for_no_other_client(error):
+def test_what_a_policy_or_a_bad_network_says_asks_for_no_other_client(error):
     assert not is_of_identity(error)
 
 

@@ -133,6 +133,9 @@ _UNPROVEN = frozenset(
 )
 """Of botocore, Azure, Google and Python: one side cannot show the other who it is."""
 
+_CUT = frozenset({"SSLEOFError", "SSLZeroReturnError", "SSLSyscallError"})
+"""Of Python: an encrypted connection ended, whoever was on it."""
+
 _TRUNCATED = frozenset(
     {"ClientPayloadError", "ContentLengthError", "IncompleteRead", "IncompleteReadError", "ResponseStreamingError"}
 )
@@ -257,7 +260,8 @@ def is_passing(exc: BaseException) -> bool:
 def is_of_identity(exc: BaseException) -> bool:
     """Whether one side does not take the other for who it says it is, by its keys, tokens or certificates."""
     names = {base.__name__ for error in chain(exc) for base in type(error).__mro__}
-    return code_of(exc) in _UNKNOWN_CODES or status_of(exc) == 401 or bool(names & _UNPROVEN)
+    is_unproven = bool(names & _UNPROVEN) and not names & _CUT
+    return code_of(exc) in _UNKNOWN_CODES or status_of(exc) == 401 or is_unproven
 
 
 def is_full(exc: BaseException) -> bool:
