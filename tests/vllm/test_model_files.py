@@ -4,6 +4,7 @@ import hashlib
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.vllm.identity import model_files as door
@@ -12,10 +13,11 @@ from tiered_kv.vllm.identity.model_files import FILES_MAX, NOT_COUNTED, model_fi
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def config(path, *, trusts=False, auto_map=None, code_revision=None, takes_media=False):
+def config(path, *, trusts=False, auto_map=None, name=None, revision=None, code_revision=None, takes_media=False):
     model = SimpleNamespace(
-        model=str(path), revision=None, trust_remote_code=trusts, code_revision=code_revision,
-        hf_config=SimpleNamespace(auto_map=auto_map), multimodal_config=SimpleNamespace() if takes_media else None,
+        model=str(path), revision=revision, trust_remote_code=trusts, code_revision=code_revision,
+        hf_config=SimpleNamespace(auto_map=auto_map, name_or_path=name or str(path)),
+        multimodal_config=SimpleNamespace() if takes_media else None,
     )  # fmt: skip
     return SimpleNamespace(model_config=model, load_config=SimpleNamespace(download_dir=None))
 
@@ -59,24 +61,117 @@ def test_the_models_code_counts_where_vllm_may_run_it(model):
     assert found(model, trusts=True) != before
 
 
-def test_code_of_another_repository_counts_at_the_revision_asked_for(model, tmp_path, monkeypatch):
-    for revision in ("one", "two"):
-        (tmp_path / revision).mkdir()
-        (tmp_path / revision / "modeling.py").write_text(revision)
-    local = door.local_path
-    monkeypatch.setattr(
-        door,
-        "local_path",
-        lambda name, proof, revision=None, cache_dir=None: (
-            tmp_path / revision if name == "org/code" else local(name, proof, revision, cache_dir)
-        ),
-    )
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The hub's cache of this machine; puts files of a commit there, as a download of just these does."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def download(name, commit, ref=None, /, **contents):
+        below = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        for file, content in contents.items():
+            path = below / "snapshots" / commit / file.replace("_", ".")
+            path.unlink(missing_ok=True)
+            link(path, git_name(content.encode()), content.encode())
+        if ref is not None:
+            (below / "refs").mkdir(exist_ok=True)
+            (below / "refs" / ref).write_text(commit)
+
+    return download
+
+
+@pytest.fixture
+def made_by_transformers(monkeypatch):
+    """What vLLM has transformers compute; the models here are none that vLLM could ask its registry for."""
+
+    def say(*, is_so):
+        monkeypatch.setattr(door, "is_computed_by_transformers", lambda model: is_so)
+
+    return say
+
+
+OWN_CODE = {"AutoConfig": "configuration.C", "AutoModel": "modeling.M", "AutoTokenizer": ["tokens.T", None]}
+OTHER = COMMIT[::-1]
+
+
+def test_code_of_another_repository_counts_at_the_revision_asked_for(model, hub, made_by_transformers):
+    """Of which the cache has what transformers asked for: the file of the class, and no config."""
+    made_by_transformers(is_so=False)
+    hub("org/code", COMMIT, "one", modeling_py="1")
+    hub("org/code", OTHER, "two", modeling_py="2")
     asked = {"trusts": True, "auto_map": {"AutoModelForCausalLM": "org/code--modeling.Model", "AutoConfig": "own.C"}}
     one, two = (found(model, **asked, code_revision=revision) for revision in ("one", "two"))
     assert one["org/code/modeling.py"] != two["org/code/modeling.py"]
-    monkeypatch.setattr(door, "local_path", local)
+    assert list(found(model, **asked)) == ["a.py", "preprocessor_config.json"], "vLLM's own class: none was read"
+
+    made_by_transformers(is_so=True)
     with pytest.raises(ConfigError, match="code of another repository.*repository=org/code"):
         found(model, **asked)
+
+
+def test_code_counts_at_the_revision_asked_for_also_of_the_models_own_repository(hub, made_by_transformers):
+    made_by_transformers(is_so=False)
+    hub("org/name", COMMIT, "main", config_json="1", configuration_py="1", helper_py="1")
+    hub("org/name", OTHER, "code", configuration_py="2", helper_py="1")
+    asked = {"trusts": True, "auto_map": OWN_CODE, "name": "org/name"}
+    plain = found("org/name", **asked)
+    pinned = found("org/name", **asked, code_revision=OTHER)
+
+    assert plain == found("org/name", **asked, code_revision=COMMIT) == f"hf:{COMMIT}"
+    assert list(pinned) == ["snapshot", "own/configuration.py"]
+    assert pinned == found("org/name", **asked, code_revision="code")
+
+
+def test_a_model_that_transformers_computes_is_made_of_what_main_has_whatever_revision_was_asked_for(
+    hub, made_by_transformers
+):
+    hub("org/name", COMMIT, "main", config_json="1", configuration_py="1", modeling_py="1")
+    asked = {"trusts": True, "auto_map": OWN_CODE, "name": "org/name", "revision": COMMIT}
+    made_by_transformers(is_so=True)
+    before = found("org/name", **asked)
+    hub("org/name", OTHER, "main", configuration_py="1", modeling_py="2")
+    after = found("org/name", **asked)
+
+    assert before == f"hf:{COMMIT}"
+    assert list(after) == ["snapshot", "own@main/modeling.py"]
+    assert found("org/name", **asked, is_named=True).keys() == {
+        "configuration.py",
+        "modeling.py",
+        "own@main/modeling.py",
+    }
+    made_by_transformers(is_so=False)
+    assert found("org/name", **asked) == before, "vLLM's own class: what main has was not read"
+
+
+def test_code_of_a_processor_counts_though_the_models_config_does_not_name_it(model, hub, made_by_transformers):
+    made_by_transformers(is_so=False)
+    (model / "preprocessor_config.json").write_text('{"auto_map": {"AutoProcessor": "org/code--processing.P"}}')
+    (model / "video_preprocessor_config.json").write_text("[1]")  # of no use to anybody, and no reason to fail
+    hub("org/code", COMMIT, "main", processing_py="1")
+    before = found(model, trusts=True, takes_media=True)
+    hub("org/code", OTHER, "main", processing_py="2")
+    after = found(model, trusts=True, takes_media=True)
+
+    assert before["org/code/processing.py"] != after["org/code/processing.py"]
+    assert "org/code/processing.py" not in found(model, takes_media=True)
+
+
+def test_code_beside_a_config_that_lies_elsewhere_counts(model, tmp_path, made_by_transformers):
+    """``--hf-config-path``: transformers reads the code there, not beside the weights."""
+    made_by_transformers(is_so=True)
+    beside = tmp_path / "config"
+    beside.mkdir()
+    told = []
+    for content in "12":
+        (beside / "modeling.py").write_text(content)
+        told.append(found(model, trusts=True, auto_map=OWN_CODE, name=str(beside)))
+    assert told[0]["own/modeling.py"] != told[1]["own/modeling.py"]
+    assert list(told[0]) == ["a.py", "preprocessor_config.json", "own/modeling.py"]
+
+
+def test_a_repository_in_mistrals_own_format_is_found(hub):
+    """It has no config.json; the engine ran without the cache."""
+    hub("mistralai/model", COMMIT, "main", params_json="1", tekken_json="1")
+    assert found("mistralai/model") == f"hf:{COMMIT}"
 
 
 @pytest.fixture

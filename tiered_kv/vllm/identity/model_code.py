@@ -74,9 +74,12 @@ def _code(classes: Collection[type]) -> dict[str, object] | None:
 
 def uses_transformers(model: Any) -> bool:
     """Whether transformers computes what KV depends on: the layers, or what becomes of images, videos and sounds."""
-    return model.multimodal_config is not None or any(
-        of.__module__.startswith(TRANSFORMERS_BACKEND) for of in model_class(model).__mro__
-    )
+    return model.multimodal_config is not None or is_computed_by_transformers(model)
+
+
+def is_computed_by_transformers(model: Any) -> bool:
+    """Whether vLLM has transformers compute the layers."""
+    return any(of.__module__.startswith(TRANSFORMERS_BACKEND) for of in model_class(model).__mro__)
 
 
 def _package(name: str) -> str | None:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.vllm.drafts import has_drafts_kv
 from tiered_kv.vllm.identity.file_digests import FileStamp, digest_files, local_path, stamps_of
 from tiered_kv.vllm.identity.loader_watch import Reading, readings_of, watched_loaders
+from tiered_kv.vllm.identity.model_code import is_computed_by_transformers
 
 FULL_BYTES: Final = 64 << 20
 """Files up to this size in all are hashed completely: it takes about 50 ms."""
@@ -51,6 +53,9 @@ FILES_MAX: Final = 256
 READ_BY_MODELS: Final = ("adapters", "audio_tokenizer")
 """Folders below the model's from which models of vLLM read weights themselves, past its loaders: Jina's merge an
 adapter of a task, MiMo's turn sound into tokens."""
+
+CONFIGS: Final = ("config.json", "params.json")
+"""What a model's folder has at least one of: Mistral's own format has the second alone."""
 
 READ_SUFFIXES: Final = (".safetensors", ".bin", ".json")
 GIT_NAME: Final = 40
@@ -154,10 +159,11 @@ def _name(stamps: tuple[FileStamp, ...], vocabulary: int, model: str) -> str:
 
 
 def model_files(vllm_config: Any, *, is_named: bool, model: Any = None) -> dict[str, str] | str:
-    """Digests of the files that count: name -> ``sha256:...``; code of another repository is ``repository/name``.
+    """Digests of the files that count: name -> ``sha256:...``; code that is not in the folder is ``repository/name``.
 
     The small files of a hub snapshot are named by its commit, ``hf:<commit>``, while each is as the hub gave it:
-    machines have downloaded more or less of it. Weights that models read themselves are named by content there, too.
+    machines have downloaded more or less of it. Weights that models read themselves, and code from elsewhere, are named
+    by content there, too.
     A snapshot of a text model in which none counts has no name: its next commit may have another README only.
 
     ``is_named``: the user's ``model_id`` names the model, so files that are not on this machine are named by it, too.
@@ -172,23 +178,24 @@ def model_files(vllm_config: Any, *, is_named: bool, model: Any = None) -> dict[
         if is_named:
             return "model_id"
         raise ConfigError(f"the model's files are not on this machine. Set model_id. model={model.model}")
-    repositories = sorted(_code_repositories(model.hf_config)) if model.trust_remote_code else []
-    snapshot = None if is_named or repositories else _SNAPSHOT.fullmatch(os.path.realpath(folder))
+    snapshot = None if is_named else _SNAPSHOT.fullmatch(os.path.realpath(folder))
     needs_more = model.multimodal_config is not None or model.trust_remote_code  # and may download it later
     try:
         counted = {path.name: path for path in folder.iterdir() if _counts(path)}
         if model.trust_remote_code:
             counted |= {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py") if path.is_file()}
-        by_models = _read_by_models(folder)
+        elsewhere = _read_by_models(folder)
+        if model.trust_remote_code:
+            elsewhere |= {name: _digest(path) for name, path in _code_elsewhere(model, folder)}
         if snapshot is not None and not counted and not needs_more:
             snapshot = None
         if snapshot is not None and all(_is_of_the_hub(path, snapshot["repository"]) for path in counted.values()):
             commit = f"hf:{snapshot['commit']}"
-            return {"snapshot": commit} | by_models if by_models else commit
-        for repository in repositories:
-            below = _repository(repository, model.code_revision)
-            counted |= {f"{repository}/{path.relative_to(below).as_posix()}": path for path in below.rglob("*.py")}
-        digests = {name: _digest(path) for name, path in sorted(counted.items())} | by_models
+            if not elsewhere:
+                return commit
+            digests = {"snapshot": commit} | elsewhere
+        else:
+            digests = {name: _digest(path) for name, path in sorted(counted.items())} | elsewhere
     except OSError as exc:
         raise ConfigError(f"a file beside the weights cannot be read. path={folder} reason={exc}") from exc
     if len(digests) > FILES_MAX:
@@ -199,9 +206,10 @@ def model_files(vllm_config: Any, *, is_named: bool, model: Any = None) -> dict[
 
 def _folder(name: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Where vLLM and transformers read the model's config from; a file (GGUF) stands for its folder."""
-    for cache_dir in (None, download_dir):
-        if (path := local_path(name, "config.json", revision=revision, cache_dir=cache_dir)) is not None:
-            return path if path.is_dir() else path.parent
+    for proof in CONFIGS:
+        for cache_dir in (None, download_dir):
+            if (path := local_path(name, proof, revision=revision, cache_dir=cache_dir)) is not None:
+                return path if path.is_dir() else path.parent
     return None
 
 
@@ -211,21 +219,48 @@ def _counts(path: Path) -> bool:
     return path.suffix == ".json" and not is_known and path.is_file()
 
 
-def _code_repositories(hf_config: Any) -> set[str]:
-    """Repositories other than the model's own whose code its config asks for: ``org/model`` of "org/model--m.Class"."""
-    given = getattr(hf_config, "auto_map", None) or {}
+def _code_elsewhere(model: Any, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The Python files that transformers reads from elsewhere than the model's folder: ``repository/name``, and path.
+
+    A config names code of its own repository ("m.Class") or of another one ("org/model--m.Class"). Both are read at
+    ``code_revision``. A model that transformers computes is made of what main has at that moment, whatever revision was
+    asked for: vLLM gives transformers' ``from_config`` none.
+    """
+    own = str(getattr(model.hf_config, "name_or_path", "") or model.model)  # hf_config_path, where it is given
+    maps = [getattr(model.hf_config, "auto_map", None), *_maps_of_processors(folder)]
+    references = sorted(set[tuple[str, str]]().union(*map(_code_references, maps)))
+    is_made_of_main = bool(references) and is_computed_by_transformers(model)
+    for given, file in references:
+        name = given or own
+        asked_for = local_path(name, file, revision=model.code_revision or (model.revision if name == own else None))
+        main = local_path(name, file) if is_made_of_main else None
+        if given and is_made_of_main and main is None:
+            raise ConfigError(
+                "the model runs code of another repository that is not on this machine. Download it, or set model_id "
+                f"and give the code in the model's own folder. repository={name} file={file}"
+            )
+        for mark, below in (("", asked_for), ("@main", None if main == asked_for else main)):
+            for path in below.rglob("*.py") if below is not None else ():
+                beside = folder / (place := path.relative_to(below).as_posix())
+                if path.is_file() and not (beside.is_file() and beside.samefile(path)):
+                    yield f"{given or 'own'}{mark}/{place}", path
+
+
+def _maps_of_processors(folder: Path) -> Iterator[Any]:
+    """The ``auto_map`` of what prepares images, videos and sounds, which has files of its own."""
+    for path in folder.glob("*processor*.json"):
+        try:
+            yield json.loads(path.read_bytes()).get("auto_map")
+        except (ValueError, AttributeError):  # not read by vLLM either; its content counts
+            continue
+
+
+def _code_references(auto_map: Any) -> set[tuple[str, str]]:
+    """What an ``auto_map`` names: the repository, empty for its own, and the file of the class."""
+    given = auto_map if isinstance(auto_map, dict) else {}
     named = [part for value in given.values() for part in (value if isinstance(value, list | tuple) else [value])]
-    return {str(text).partition("--")[0] for text in named if text and "--" in str(text)}
-
-
-def _repository(name: str, revision: str | None) -> Path:
-    for proof in ("config.json", "README.md"):
-        if (path := local_path(name, proof, revision=revision)) is not None:
-            return path
-    raise ConfigError(
-        "the model runs code of another repository that is not on this machine. Download it, or set model_id and give "
-        f"the code in the model's own folder. repository={name} revision={revision}"
-    )
+    split = (str(text).rpartition("--") for text in named if text)
+    return {(repository, f"{place.partition('.')[0]}.py") for repository, _, place in split}
 
 
 def _read_by_models(folder: Path) -> dict[str, str]:
