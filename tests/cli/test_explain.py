@@ -260,6 +260,52 @@ def test_the_namespace_with_most_of_the_prompt_is_chosen_and_the_others_differ_b
 
 
 @ON_DISK
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("settings.model_files.preprocessor_config.json", "sha256:2", "a file beside the weights, or code"),
+        ("settings.environment.VLLM_MARLIN_INPUT_DTYPE", "int8", "an environment variable of vLLM"),
+        ("settings.model_config.runner", "pooling", "a setting of vLLM"),
+        ("settings.device_capability", "9.0", "GPUs of another generation"),
+        ("text_config.<null>", ["norm_topk_prob"], "says null of and another leaves out"),
+        ("text_config.rope_theta", "500000.0", "config.json"),
+        ("outer_config_sha256", "2", "config.json around its text_config"),
+        ("model_dtype", "float32", "vLLM's --dtype"),
+        ("quantization", "fp8", "vLLM's --quantization"),
+        ("draft.weights", "sha256v2:2", "--speculative-config"),
+        ("weights", "sha256v2:2", "another model, another revision"),
+    ],
+)
+def test_a_field_that_differs_is_told_with_what_it_is_of(
+    place: Place, explain, field: str, value: object, said: str
+) -> None:
+    names = field.split(".", 2)
+    fields: Any = value
+    for name in reversed(names[1:]):
+        fields = {name: fields}
+    other = Model(fields={names[0]: fields})
+    with opened(place) as storage:
+        Model().store(storage, tokens(1, 2))
+        other.store(storage, tokens(1, 1))
+    report = explain(place, tokens(1, 2))
+    told = [one for one in other_of(report, other)["differs"] if one["field"].startswith(field)]
+    assert told and all(said in one["meaning"] for one in told)
+    assert said in report["shown"]
+
+
+@ON_DISK
+def test_long_values_are_cut_where_they_differ(place: Place, explain) -> None:
+    """Of two names of weights a column showed the same beginning."""
+    beginning = "user:/models/production/llama-3-8b-instruct/step-"
+    ours, theirs = (Model(fields={"weights": f"{beginning}{step} of the second run"}) for step in ("1000", "2000"))
+    with opened(place) as storage:
+        ours.store(storage, tokens(1, 2))
+        theirs.store(storage, tokens(1, 1))
+    (row,) = [row for row in explain(place, tokens(1, 2))["shown"].splitlines() if row.startswith("weights")]
+    assert "1000" in row and "2000" in row
+
+
+@ON_DISK
 def test_keys_of_another_chunk_size_are_found(place: Place, explain) -> None:
     with opened(place) as storage:
         storage.write_record(Model().namespace)

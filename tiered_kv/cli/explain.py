@@ -21,6 +21,7 @@ from tiered_kv.ops.text import counted
 
 TOKENS_BYTES_MAX = 256 << 20
 VALUE_CHARS = 40
+DOTS = "..."
 BOUNDARIES_SHOWN = 20
 
 
@@ -136,7 +137,7 @@ def _show(report: ExplainReport, used_s: float) -> None:
     for other in report.others:
         held = f"{counted(other.chunks, 'chunk')} of it ({counted(other.tokens, 'token')}; {_used(other.used_s)})"
         print(f"\nNamespace {other.namespace} has {held}.")
-        fields = [(one.field, _short(one.here), _short(one.there), one.meaning) for one in other.differs]
+        fields = [(one.field, *_short(one.here, one.there), one.meaning) for one in other.differs]
         print_table("It differs in:", ("field", "here", "there", "meaning"), fields)
     if report.see:
         print(f"\nMore: {report.see}")
@@ -146,6 +147,16 @@ def _used(used_s: float) -> str:
     return f"last used {age_text(time.time() - used_s)} ago" if used_s else "it holds no chunk"
 
 
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return text if len(text) <= VALUE_CHARS else f"{text[: VALUE_CHARS - 3]}..."
+def _short(here: object, there: object) -> tuple[str, str]:
+    """Two values as texts of a column's width, such that what differs can be seen."""
+    one, other = (value if isinstance(value, str) else msgspec.json.encode(value).decode() for value in (here, there))
+    equal = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    begin = 0 if equal < VALUE_CHARS - len(DOTS) else equal - VALUE_CHARS // 4
+    return _cut(one, begin), _cut(other, begin)
+
+
+def _cut(text: str, begin: int) -> str:
+    if len(text) <= VALUE_CHARS:
+        return text
+    text = f"{DOTS}{text[begin:]}" if begin else text
+    return text if len(text) <= VALUE_CHARS else f"{text[: VALUE_CHARS - len(DOTS)]}{DOTS}"

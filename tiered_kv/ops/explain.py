@@ -11,7 +11,6 @@ recurrent layers up to the deepest boundary whose state is here, with a draft as
 Called by the command line; owns the reasons, not their layout.
 """
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -711,11 +710,25 @@ def _meaning(path: str, other: Candidate, chosen: Candidate) -> str:
         if other.is_retired:
             return "a reset retired the epoch of the other one"
         return "a reset retired the epoch of this one" if chosen.is_retired else "before or after a reset"
-    return _MEANINGS.get(re.split(r"[.\[]", path, maxsplit=1)[0], "")
+    fitting = [name for name in _MEANINGS if path == name or path.startswith((f"{name}.", f"{name}["))]
+    return _MEANINGS[max(fitting, key=len)] if fitting else ""
 
+
+NULLS: Final = "<null>"
+"""The field of a config that lists what it says null of (``vllm/identity/record.py``)."""
+
+NULLS_TEXT: Final = "a config.json says null of and another leaves out: take one and the same"
 
 _MEANINGS: Final = {
     "weights": "another model, another revision, or a path read as another",
+    "text_config": "the model's config.json, as --hf-overrides and --hf-config-path change it",
+    f"text_config.{NULLS}": f"what {NULLS_TEXT}",
+    "outer_config_sha256": "the model's config.json around its text_config: encoders of images, ids of tokens for them",
+    "model_dtype": "vLLM's --dtype",
+    "quantization": "vLLM's --quantization and its options",
+    "draft": "the draft: vLLM's --speculative-config, or the draft's files",
+    f"draft.config.{NULLS}": f"what {NULLS_TEXT}",
+    "format_version": "stored by another version of tiered_kv",
     "max_model_len": "LongRoPE models compute other KV for other lengths",
     "chunk_tokens": "setting chunk_tokens",
     "block_tokens": "vLLM's --block-size",
@@ -731,5 +744,8 @@ _MEANINGS: Final = {
     "model_code": "what a plugin or a script has registered in the place of vLLM's classes, or its code",
     "kv_encoding": "attention backends, a CPU's instructions or a GPU's FP8: chosen by machine and version",
     "settings": "a setting of vLLM that may change KV: start the engines alike",
+    "settings.environment": "an environment variable of vLLM that may change KV: start the engines alike",
+    "settings.model_files": "a file beside the weights, or code that the model runs: give all machines the same files",
+    "settings.device_capability": "GPUs of another generation compute quantised products otherwise",
     "geometry": "layers or pages of another shape or order",
 }
