@@ -169,6 +169,21 @@ def test_loader_that_reads_elsewhere_needs_a_name(tiny_model: Path, new_model: P
     assert_same(answers[0], plain)
 
 
+def test_a_sharded_state_is_named_by_its_files(tiny_model: Path, new_model: Path, tmp_path: Path) -> None:
+    """vLLM lists these files for nobody; engines that loaded them had no cache, and a reason that was not theirs."""
+    model, root = trained_into(tmp_path / "model", tiny_model), tmp_path / "cache"
+    told = []
+    for trained in (tiny_model, new_model, tiny_model):
+        with running(trained) as llm:
+            llm.collective_rpc("save_sharded_state", kwargs={"path": str(model)})
+        told.append(ask(model, root, load_format="sharded_state"))
+
+    old, new, again = told
+    assert (old.cached_tokens, new.cached_tokens, again.cached_tokens) == (0, 0, HIT)
+    assert_same(again, old)
+    assert new.tokens != old.tokens, "both checkpoints answer alike: this test proves nothing"
+
+
 def test_rows_of_trained_tokens_make_other_weights(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

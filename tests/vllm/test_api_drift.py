@@ -36,8 +36,9 @@ def test_what_is_watched_is_there_in_the_versions_here(use):
 
 def test_every_loader_of_vllm_that_names_its_files_is_wrapped():
     watch_loaders()
-    for loader in watched_loaders():
-        assert hasattr(loader._prepare_weights, "_tiered_kv_watched")
+    default, sharded = watched_loaders()
+    assert hasattr(default._prepare_weights, "_tiered_kv_watched")
+    assert hasattr(sharded.load_weights, "_tiered_kv_watched")
     assert hasattr(WorkerLoRAManager._load_adapter, "_tiered_kv_watched")
 
 

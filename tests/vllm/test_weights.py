@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.vllm.identity import file_digests as files
@@ -297,14 +299,58 @@ def test_weights_that_were_loaded_unseen_need_model_id(tmp_path):
         weights_identity(config(write_model(tmp_path / "a")), None)
 
 
-def test_pattern_of_sharded_state_is_part_of_the_name(tmp_path):
+class Shards:
+    """A model of one parameter, as vLLM's loader fills it."""
+
+    def state_dict(self):
+        return {"w": torch.zeros(2)}
+
+
+def loaded_shards(folder, monkeypatch, pattern=None):
+    def of_rank_0(pattern=None, *, part):
+        return (pattern or ShardedStateLoader.TP_ONLY_PATTERN).format(rank=0, part=part)
+
+    monkeypatch.setattr(ShardedStateLoader, "_render_default_pattern", of_rank_0)  # vLLM's needs its groups of ranks
+    vllm_config = config(folder, "sharded_state", model_weights=None)
+    vllm_config.load_config.model_loader_extra_config = {} if pattern is None else {"pattern": pattern}
+    get_model_loader(vllm_config.load_config).load_weights(Shards(), vllm_config.model_config)
+    return weights_identity(vllm_config, None)
+
+
+def write_shards(folder, value, name="model-rank-{rank}-part-0.safetensors"):
+    for rank in (0, 1):
+        path = folder / name.format(rank=rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"w": np.full(2, value + rank, dtype=np.float32)}, path)
+
+
+def test_a_sharded_state_is_named_by_the_files_of_all_ranks(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "a")  # of an earlier state: not read
+    write_shards(folder, 1)
+    first = loaded_shards(folder, monkeypatch)
+    save_file({"w": np.full(2, 7, dtype=np.float32)}, folder / "model-rank-1-part-0.safetensors")  # of another rank
+    second = loaded_shards(folder, monkeypatch)
+    (folder / "model-0.safetensors").unlink()
+
+    assert first != second == loaded_shards(folder, monkeypatch)
+
+
+@pytest.mark.parametrize("pattern", ["shards/{rank}-{part}.safetensors", "{rank}-{part}.shard"])
+def test_a_sharded_state_of_another_pattern_is_named_by_what_it_fits(tmp_path, monkeypatch, pattern):
+    folder = write_model(tmp_path / "a")
+    told = []
+    for value in (1, 2, 1):
+        write_shards(folder, value, pattern.replace("{part}", "0"))
+        told.append(loaded_shards(folder, monkeypatch, pattern))
+    assert told[0] == told[2] != told[1]
+
+
+def test_pattern_of_sharded_state_is_part_of_the_name(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "a")
     names = set()
-    for pattern in ("a-{rank}-{part}", "b-{rank}-{part}"):
-        vllm_config = config(folder, "sharded_state")
-        vllm_config.load_config.model_loader_extra_config = {"pattern": pattern}
-        get_model_loader(vllm_config.load_config)._prepare_weights(str(folder), None)
-        names.add(weights_identity(vllm_config, None))
+    for pattern in ("a/{rank}-{part}", "b/{rank}-{part}"):
+        write_shards(folder, 1, pattern.replace("{part}", "0"))
+        names.add(loaded_shards(folder, monkeypatch, pattern))
     assert len(names) == 2
 
 

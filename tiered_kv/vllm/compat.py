@@ -284,12 +284,13 @@ LEFT_TO_VLLM: Final = {
 overridden, after its code was read; until then an engine names it in its warning."""
 
 PREPARE_WEIGHTS: Final = "_prepare_weights"
+LOAD_WEIGHTS: Final = "load_weights"
 LOAD_ADAPTER: Final = "_load_adapter"
 
 LOADERS: Final = (
     Use("vllm.model_executor.model_loader.default_loader:DefaultModelLoader", PREPARE_WEIGHTS,
         without="names of weights: model_id has to be set"),
-    Use("vllm.model_executor.model_loader.sharded_state_loader:ShardedStateLoader", PREPARE_WEIGHTS,
+    Use("vllm.model_executor.model_loader.sharded_state_loader:ShardedStateLoader", LOAD_WEIGHTS,
         without="names of weights: model_id has to be set"),
     Use("vllm.lora.worker_manager:WorkerLoRAManager", LOAD_ADAPTER, without="caching of requests with adapters"),
 )  # fmt: skip

@@ -14,11 +14,11 @@ import hashlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tiered_kv.vllm.compat import LOAD_ADAPTER, PREPARE_WEIGHTS
+from tiered_kv.vllm.compat import LOAD_ADAPTER, LOAD_WEIGHTS, PREPARE_WEIGHTS
 from tiered_kv.vllm.identity.file_digests import FileStamp, file_stamps, local_path, settle, stamps_of
 
 logger = logging.getLogger("vllm." + __name__)
@@ -27,6 +27,9 @@ ADAPTER_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".json")
 ADAPTER_CONFIG: Final = "adapter_config.json"
 MAX_NOTES: Final = 1 << 14
 """Adapters whose loads are remembered until the next step reports them."""
+
+SHARDS: Final = "model-*-part-*.safetensors"
+"""What vLLM's own patterns of a sharded state come to, with and without pipeline stages."""
 
 _MARK: Final = "_tiered_kv_watched"
 
@@ -58,15 +61,16 @@ def watch_loaders() -> None:
     try:
         from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415 (as plugin.py)
 
-        for loader in watched_loaders():
-            _wrap(loader, PREPARE_WEIGHTS, _noting_weights)
+        default, sharded = watched_loaders()
+        _wrap(default, PREPARE_WEIGHTS, _noting_weights)
+        _wrap(sharded, LOAD_WEIGHTS, _noting_shards)
         _wrap(WorkerLoRAManager, LOAD_ADAPTER, _noting_adapter)
     except (ImportError, AttributeError) as exc:
         logger.warning("vLLM's loaders cannot be watched: weights need model_id, adapters are not cached. %r", exc)
 
 
-def watched_loaders() -> tuple[type, ...]:
-    """The loaders whose files all pass ``_prepare_weights``; the files of other loaders are unknown."""
+def watched_loaders() -> tuple[type, type]:
+    """The loaders whose files are seen; those of other loaders are unknown."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # noqa: PLC0415
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader  # noqa: PLC0415
 
@@ -106,28 +110,36 @@ def _wrap(owner: type, name: str, noting: Any) -> None:
 
 def _noting_weights(original: Any, _: type) -> Any:
     def prepare_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        try:
-            stamps = stamps_of(_files_of(answer))
-            settle(stamps)
-        except (OSError, TypeError):
-            stamps = ()  # not local, or not what this vLLM should answer
+        answer = original(self, *args, **kwargs)  # its second item lists the files
         source = args[0] if args else kwargs.get("model_name_or_path", "")
-        _readings.append(Reading(weakref.ref(self.load_config), type(self), stamps, str(source)))
+        _note_reading(self, str(source), answer[1] if isinstance(answer, tuple) else ())
         return answer
 
     return prepare_weights
 
 
-def _files_of(answer: Any) -> Iterator[str]:
-    """The files in a result of ``_prepare_weights``: a folder, or a tuple whose second item lists files."""
-    if isinstance(answer, str):
-        files = sorted(glob.glob(os.path.join(glob.escape(answer), "*.safetensors")))
-    else:
-        files = list(answer[1])
-    if not files:
-        raise FileNotFoundError(f"no weights in {answer!r}")
-    yield from files
+def _noting_shards(original: Any, _: type) -> Any:
+    def load_weights(self: Any, model: Any, model_config: Any) -> Any:
+        source = str(getattr(model_config, "model_weights", None) or model_config.model)
+        _note_reading(self, source, _shards(source, getattr(self, "pattern", None)))
+        return original(self, model, model_config)
+
+    return load_weights
+
+
+def _shards(folder: str, pattern: str | None) -> list[str]:
+    """The files of all ranks: each reads its own, and all of them have to find one name."""
+    every = dict.fromkeys(("rank", "tp_rank", "pp_rank", "part"), "*")
+    return glob.glob(os.path.join(glob.escape(folder), (pattern or SHARDS).format(**every)))
+
+
+def _note_reading(loader: Any, source: str, files: Collection[str]) -> None:
+    try:
+        stamps = stamps_of(files)  # none: vLLM's own loader fails then, or they are not local
+        settle(stamps)
+    except (OSError, TypeError):
+        stamps = ()  # not local, or not what this vLLM should answer
+    _readings.append(Reading(weakref.ref(loader.load_config), type(loader), stamps, source))
 
 
 def _noting_adapter(original: Any, _: type) -> Any:
