@@ -27,12 +27,12 @@ pytestmark = pytest.mark.vllm
 CHUNK = 64
 
 
-def groups(*windows, block=16, spare_blocks=0):
-    """Full attention for None, else a sliding window of so many tokens."""
+def groups(*windows, block=16, blocks=(), spare_blocks=0):
+    """Full attention for None, else a sliding window of so many tokens; ``blocks``: of each group, if they differ."""
     specs = []
-    for window in windows:
+    for window, tokens in zip(windows, blocks or [block] * len(windows), strict=True):
         kind = "FullAttentionSpec" if window is None else "SlidingWindowSpec"
-        spec = type(kind, (), {"block_size": block, "sliding_window": window})()
+        spec = type(kind, (), {"block_size": tokens, "sliding_window": window})()
         specs.append(SimpleNamespace(kv_cache_spec=spec))
     return CacheGroups.of(SimpleNamespace(kv_cache_groups=specs), CHUNK, spare_blocks=spare_blocks)
 
@@ -62,15 +62,20 @@ def test_window_with_tokens_that_vllm_retains_beyond_it_stores_them_too():
 
 
 def test_every_hit_fills_exactly_the_blocks_that_vllm_allocated():
-    """With drafts and without: each allocated block is filled once, from the right block of its chunk."""
+    """With drafts and without: each allocated block is filled once, from the right block of its chunk.
+
+    A window's blocks may be smaller than those of the layers that hits are counted by, a draft's with few heads, say.
+    """
     source = random.Random(seed())
     for _ in range(count("EXAMPLES", 300)):
         windows = [None, *(source.choice([2, 16, 17, 40, 64, 65, 100, 200]) for _ in range(source.randint(0, 2)))]
+        blocks = [16, *(source.choice([4, 8, 16]) for _ in windows[1:])]
         spare_blocks, chunks = source.randint(0, 1), source.randint(1, 6)
-        found = groups(*windows, spare_blocks=spare_blocks)
+        found = groups(*windows, blocks=blocks, spare_blocks=spare_blocks)
         end = chunks * CHUNK - 16 * source.randint(0, spare_blocks)  # a draft gives up a block
         computed = source.randrange(end // 16) * 16
-        tables = [table_after(end, window, first=100 * (i + 1)) for i, window in enumerate(windows)]
+        shapes = zip(windows, blocks, strict=True)
+        tables = [table_after(end, window, block, first=100 * (i + 1)) for i, (window, block) in enumerate(shapes)]
         first_chunk = source.randint(0, computed // CHUNK)
         slots = list(range(1000 + first_chunk, 1000 + chunks))
 
@@ -83,8 +88,8 @@ def test_every_hit_fills_exactly_the_blocks_that_vllm_allocated():
                 for place, block in enumerate(run.block_ids, run.first_block):
                     assert block not in filled[number]
                     filled[number][block] = stored[place]
-        for table, of_group in zip(tables, filled, strict=True):
-            wanted = {block: i for i, block in enumerate(table) if block != NULL_BLOCK and i >= computed // 16}
+        for table, of_group, tokens in zip(tables, filled, blocks, strict=True):
+            wanted = {block: i for i, block in enumerate(table) if block != NULL_BLOCK and i >= computed // tokens}
             assert of_group == wanted
 
 

@@ -176,20 +176,22 @@ class CacheGroups:
 
         Args:
             dcp: So many ranks share the tokens of a block.
-            spare_blocks: Stored of a window beyond what continues at a chunk's end, to continue so many blocks earlier.
+            spare_blocks: Stored of a window beyond what continues at a chunk's end, to continue so many blocks earlier:
+                of ``block_tokens``, the unit of hits, which may be several blocks of the window's group.
 
         Raises:
             ConfigError: ``chunk_tokens`` is no multiple of the blocks' common size.
         """
         groups, states, blocks, guessed = [], [], [], 0
-        for number, group in enumerate(kv_cache_config.kv_cache_groups):
-            spec = group.kv_cache_spec
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        spare_tokens = spare_blocks * lcm(*(_block_tokens(spec, dcp) for spec in specs if not is_recurrent(spec)))
+        for number, spec in enumerate(specs):
             if is_recurrent(spec):
                 states.append(number)
                 blocks.append(int(spec.block_size))
                 guessed = int(spec.num_speculative_blocks)
                 continue
-            groups.append(_cache_group(number, spec, chunk_tokens, dcp, spare_blocks))
+            groups.append(_cache_group(number, spec, chunk_tokens, dcp, spare_tokens))
             blocks.append(groups[-1].block_tokens)
         hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or 0)
         result = cls(groups, tuple(states), hash_tokens, STATE_BLOCKS + guessed)
@@ -440,15 +442,20 @@ def _is_kind(spec: Any, *kinds: str) -> bool:
     return type(spec).__name__ in kinds
 
 
-def _cache_group(number: int, spec: Any, chunk_tokens: int, dcp: int, spare_blocks: int) -> CacheGroup:
-    block = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", True) else 1)
+def _block_tokens(spec: Any, dcp: int) -> int:
+    """Tokens of one block of a group that is not recurrent, over all ranks that share them."""
+    return int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", True) else 1)
+
+
+def _cache_group(number: int, spec: Any, chunk_tokens: int, dcp: int, spare_tokens: int) -> CacheGroup:
+    block = _block_tokens(spec, dcp)
     per_chunk = chunk_tokens // block
     if not getattr(spec, "prefix_cacheable", True):
         fixed = 1 if is_ring(spec) else 0
         return CacheGroup(number, block, per_chunk, 0, window_tokens(spec), is_shared=False, fixed_blocks=fixed)
     window, local, stored = window_tokens(spec), local_tokens(spec), per_chunk
     if window is not None:
-        stored = min(per_chunk, max(1, -(-(window - 1) // block)) + spare_blocks)
+        stored = min(per_chunk, max(1, -(-(window - 1) // block)) + spare_tokens // block)
     elif local is not None and chunk_tokens % local == 0:
         stored = 0  # every chunk ends an attention chunk: nothing in front of it is attended to any more
     layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
@@ -471,5 +478,5 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> C
         ConfigError: ``chunk_tokens`` is no multiple of their block sizes.
     """
     dcp = int(vllm_config.parallel_config.decode_context_parallel_size)
-    # A draft has the last block computed again (drafts.py).
+    # A draft has the last block of a hit computed again (drafts.py).
     return CacheGroups.of(kv_cache_config, chunk_tokens, dcp, spare_blocks=int(has_drafts_kv(vllm_config)))
