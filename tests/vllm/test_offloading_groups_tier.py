@@ -196,6 +196,16 @@ def test_nobody_is_told_to_ask_again_for_ever(engine: Engine) -> None:
     assert engine.look(context, key(STATE, 1)) == ["MISS"]
 
 
+def test_a_request_that_stood_in_the_queue_is_answered_when_its_turn_comes(engine: Engine) -> None:
+    """vLLM asks all that wait while a request may begin, and none while too many run."""
+    store(engine, 2, 1)
+    context, wanted = engine.request(2), [key(FULL, 0), key(OTHER, 0), key(STATE, 1)]
+    assert engine.look(context, key(FULL, 0)) == ["RETRY"]
+    engine.tier._request(context).again_since_s = -1e6
+    engine.step()
+    assert engine.look_until(context, *wanted) == ["HIT"] * 3
+
+
 def test_a_preempted_request_finds_what_it_stored_itself(engine: Engine) -> None:
     context, wanted = engine.request(2), [key(FULL, 0), key(OTHER, 0), key(STATE, 1)]
     assert engine.look_until(context, *wanted) == ["MISS"] * 3

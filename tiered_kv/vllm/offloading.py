@@ -163,7 +163,7 @@ class _Request:
         rows: By the group's number.
         seen: Keys of vLLM's context that were looked at.
         hits: vLLM's keys of chunks that are answered as hits, while it waits.
-        waits_since_s: Since when it waits for room among vLLM's rows.
+        waits_since_s: Since when it waits for room among vLLM's rows, in one step after the other.
         step: The last one in which anything of it was looked up.
         is_open: Rows of full attention may be promoted.
         adapter: The LoRA adapter that it has.
@@ -172,7 +172,7 @@ class _Request:
         may_look_up: Whether ranks hold that adapter, as of ``step``.
         was_closed: They would have been, and so vLLM has asked for windows and states since.
         is_waiting: For one of these vLLM was told to ask again, since the step began.
-        again_since_s: Since when vLLM was told nothing but to ask again.
+        again_since_s: Since when vLLM was told nothing but to ask again, in one step after the other.
     """
 
     resets: int
@@ -455,6 +455,8 @@ class TieredKVTier(SecondaryTierManager):
             for of_group in request.rows.values():
                 of_group.is_named = True
         if request.step != self._step:
+            if request.step < self._step - 1:  # it stood in the queue, where vLLM asks for nothing: no wait of ours
+                request.again_since_s = request.waits_since_s = None
             request.step = self._step
             request.may_look_up = self._may_load(request)
             self._take_answers(self._jobs, request, req_context)
