@@ -195,6 +195,14 @@ def test_a_streaming_session_leaves_nothing_wrong_behind(engines: Callable[..., 
     assert hits[:2] == [0, 0] and hits[2], hits
 
 
+def test_a_model_of_text_is_served_without_vllms_prefix_cache(engines: Callable[..., Engine]) -> None:
+    """It counts no images: it takes none."""
+    first = engines(has_prefix_caching=False)
+    assert first.ask(PROMPTS[1]) == [0]
+    first.stop()
+    assert engines(has_prefix_caching=False).ask(PROMPTS[1]) == [96]
+
+
 def test_pages_that_are_made_of_a_ring_are_refused(engines: Callable[..., Engine]) -> None:
     """GLM 5.3, Qwen 4: vLLM 0.32 itself goes on inside a ring's group, which its hit does not bring, and is wrong."""
     with pytest.raises(TieredKVError, match="ring"):

@@ -125,7 +125,7 @@ def _check_names(vllm_config: Any) -> None:
     Raises:
         UnsupportedModel: The message says why and what to do.
     """
-    if not hashes_media(vllm_config):
+    if vllm_config.model_config.multimodal_config is not None and not hashes_media(vllm_config):
         raise UnsupportedModel("vLLM counts images instead of hashing them: set mm_processor_cache_gb above 0")
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm not in SEEDLESS | SEEDED:
