@@ -121,7 +121,7 @@ def test_a_rank_that_says_nothing_is_a_refusal(make_tier: Callable[[], Any], mon
     said = RowIdentity(b"{}", "line")
     connector.set_xfer_handshake_metadata_pp_aware({(0, 1): None, (0, 0): said})
     assert heard[0] == said and "rank (0, 1) did not say" in heard[1].refusal
-    monkeypatch.setattr(tier.waits, "step", heard.append)
+    monkeypatch.setattr(tier, "begin_step", heard.append)
     assert connector.build_connector_meta("output") == ("plan", "output") and heard[2:] == ["output"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.kit.counts import count
-from tests.kit.server.probe import wait_written
+from tests.kit.server.probe import wait_for, wait_written
 from tests.kit.server.processes import end_server
 from tests.kit.storage.disk_probe import blob_files
 from tests.kit.vllm.offloading_engine import extra_config, on_disk
@@ -58,7 +58,7 @@ class Engine:
             layout=changes.pop("layout", "LBHNC" if family in LAYER_OUTERMOST else "BLHNC"),
             requests_max=2,
             token_budget=32,
-            pool_blocks=200,
+            pool_blocks=changes.pop("pool_blocks", 200),
             draft_tokens=2 if family in DRAFTS else 0,
             offloading=settings | extra,
             **changes,
@@ -201,6 +201,34 @@ def test_a_model_of_text_is_served_without_vllms_prefix_cache(engines: Callable[
     assert first.ask(PROMPTS[1]) == [0]
     first.stop()
     assert engines(has_prefix_caching=False).ask(PROMPTS[1]) == [96]
+
+
+def test_a_request_that_goes_on_after_a_preemption_takes_no_room_from_others(engines: Callable[..., Engine]) -> None:
+    """vLLM names new requests to its tiers, and not those that it goes on with. Nothing more is stored of this one."""
+    first = engines(has_prefix_caching=False)
+    first.ask(PROMPTS[1])
+    first.stop()
+    one = engines(extra={"offload_prompt_only": True}, pool_blocks=55, has_prefix_caching=False)
+    scheduler, manager = one.engine.scheduler, one.engine.connector.scheduler.manager
+    one.engine.add("long", PROMPTS[3], parameters(60))
+    one.engine.add("preempted", PROMPTS[1], parameters(40))
+    _step_until(one, lambda: one.engine.preemptions == 1)
+    one.hits.append(0)
+    _step_until(one, lambda: not manager.has_pending_work())
+    manager.primary_tier.reset_cache()  # its rows were evicted for others'
+    request = scheduler.requests["preempted"]
+    _step_until(one, lambda: request in scheduler.running)
+    assert one.hits[-1] and not one.tier._hits
+    come_to_rest(one.engine)
+    assert not one.engine.findings.wrong
+
+
+def _step_until(one: Engine, holds: Callable[[], bool]) -> None:
+    def is_so() -> bool:
+        one.engine.step()
+        return holds()
+
+    wait_for(is_so, "the engine")
 
 
 def test_pages_that_are_made_of_a_ring_are_refused(engines: Callable[..., Engine]) -> None:

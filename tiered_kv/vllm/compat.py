@@ -365,7 +365,7 @@ USES: Final = (
             feature=OFFLOADING),
     *_reads(f"{OUTPUT}:NewRequestData", "req_id num_computed_tokens", feature=OFFLOADING),
     Use(f"{OUTPUT}:NewRequestData", "prompt_len", since=(0, 32), feature=OFFLOADING),
-    *_reads(f"{OUTPUT}:CachedRequestData", "req_ids num_computed_tokens", feature=OFFLOADING),
+    *_reads(f"{OUTPUT}:CachedRequestData", "req_ids num_computed_tokens resumed_req_ids", feature=OFFLOADING),
     Use(f"{V1}.offloading_connector:OffloadingConnector", "scheduler", feature=OFFLOADING),
     Use(f"{V1}.offloading.config", "build_offloading_config", "vllm_config, kv_cache_config", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.config:OffloadingConfig", "groups cache parallel canonical_layout replicated_layout "

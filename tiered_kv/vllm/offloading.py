@@ -809,6 +809,13 @@ class TieredKVTier(SecondaryTierManager):
 
     # -- a request's end, and the step's -------------------------------------------------------------------------------
 
+    def begin_step(self, output: Any) -> None:
+        """Take in a step that vLLM's scheduler has planned, before vLLM says the same in part."""
+        self.waits.step(output)
+        self.undrafted.step(output)
+        for name in output.scheduled_cached_reqs.resumed_req_ids:  # vLLM names its tiers new requests only
+            self._no_longer_waits(name)
+
     def on_schedule_end(self, context: "ScheduleEndContext") -> None:
         self._step += 1
         for name in context.new_req_ids:
@@ -986,8 +993,7 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
 
     def build_connector_meta(scheduler_output: Any) -> Any:
         for tier in tiers:
-            tier.waits.step(scheduler_output)
-            tier.undrafted.step(scheduler_output)
+            tier.begin_step(scheduler_output)
         return plan(scheduler_output)
 
     connector.build_connector_meta = build_connector_meta
