@@ -70,7 +70,11 @@ GOOD = {
     "numbers in quotes, as vLLM takes them": offloading(cpu_bytes_to_use=str(1 << 35), block_size="256"),
     "rows in blocks": offloading(block_size=..., blocks_per_chunk=16),
     "a policy of vLLM's own offloading": offloading() | {"kv_load_failure_policy": "fail"},
-    "the same with vLLM's words": offloading({"locality": "LOCAL", "enable_kv_events": True, "backpressure": {}}),
+    "the same with vLLM's words": offloading(
+        {"locality": "LOCAL", "enable_kv_events": True, "backpressure": {"policy_cls": "DropStorePolicy"}},
+        backpressure={"backpressure_cls": "EMABackpressureDetector"},
+        offload_prompt_only=False,
+    ),
     "a bucket with limits": {
         "storage_uri": "s3://bucket/kv",
         "storage_bytes": "2TiB",
@@ -153,6 +157,10 @@ BAD: dict[str, tuple[object, str, str, str]] = {
     "rows of no number": (offloading(block_size="16 blocks"), "rows", "block_size is not a number", "256"),
     "host memory with a unit": (offloading(cpu_bytes_to_use="32GiB"), "rows", "cpu_bytes_to_use is not", "34359738368"),
     "no host memory": (offloading(cpu_bytes_to_use=...), "rows", "cpu_bytes_to_use is not", "34359738368"),
+    "a threshold of stores": (offloading(store_threshold=2), "connector", "store_threshold is none", "second-touch"),
+    "an unknown eviction": (offloading(eviction_policy="lfu"), "connector", "eviction_policy is 'lfu'", "lru, arc"),
+    "a locality that is none": (offloading({"locality": "local"}), "connector", "locality is 'local'", "LOCAL, REMOTE"),
+    "backpressure of no class": (offloading({"backpressure": {}}), "connector", "no backpressure_cls", "EMA"),
     "tokens of a chunk": (offloading({"chunk_tokens": 256}), "settings", "chunk_tokens is none", "block_size"),
     "a tier's unknown setting": (offloading({"disk_byte": 1}), "settings", "'disk_byte'", "did you mean disk_bytes?"),
     "an unknown option": (
@@ -193,6 +201,12 @@ WARNED = {
         "load failures",
         "vLLM reads the policy of MultiConnector",
     ),
+    "a misspelled name beside tiers": (
+        offloading(canonical_layuot=True), "connector", "'canonical_layuot' beside secondary_tiers has no effect"
+    ),
+    "a setting of ours beside tiers": (offloading(host_bytes="8GiB"), "connector", "'host_bytes' beside"),
+    "a text for yes or no": (offloading(canonical_layout="false"), "connector", "canonical_layout is a text"),
+    "a tier's text for yes or no": (offloading({"enable_kv_events": "no"}), "connector", "enable_kv_events is a text"),
     "rows of one block": (offloading(block_size=...), "rows", "many small files"),
     "two tiers of ours": (
         offloading(secondary_tiers=2 * offloading()["kv_connector_extra_config"]["secondary_tiers"][1:]),

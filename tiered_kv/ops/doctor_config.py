@@ -7,7 +7,7 @@ nothing is shown but the place.
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from tiered_kv.config import OFFLOADING_HOST_BYTES, OFFLOADING_ROWS, Config, size_text
@@ -51,6 +51,30 @@ TIER: Final = "TieredKVTier"
 TIER_MODULE: Final = "tiered_kv.vllm.offloading"
 TIER_WORDS: Final = ("type", "module_path", "locality", "enable_kv_events", "backpressure")
 """What stands beside our settings in the description of a tier, and is vLLM's."""
+
+BESIDE_TIERS: Final = (
+    "spec_name",
+    "spec_module_path",
+    "secondary_tiers",
+    "cpu_bytes_to_use",
+    "block_size",
+    "blocks_per_chunk",
+    "canonical_layout",
+    "offload_prompt_only",
+    "eviction_policy",
+    "cache_policy_module_path",
+    "backpressure",
+    "self_describing_kv_events",
+    "store_threshold",
+    "max_tracker_size",
+)
+"""What vLLM 0.32's offloading reads of its ``kv_connector_extra_config``; it passes over any other name."""
+
+FLAGS: Final = ("canonical_layout", "offload_prompt_only", "self_describing_kv_events", "enable_kv_events")
+"""Of these and of a tier's words those that are yes or no; vLLM takes any text for yes."""
+
+EVICTION_POLICIES: Final = ("lru", "arc")
+LOCALITIES: Final = ("LOCAL", "REMOTE")
 
 LISTED: Final = "`tiered-kv config` lists the settings"
 
@@ -186,6 +210,7 @@ def _read_offloading(given: Given, extra: object) -> None:
     tier = ours[0]
     given.findings.append(_tier(tier, extra.get("spec_name")))
     given.findings.append(_rows(extra))
+    given.findings += [*_beside_tiers(extra), *_vllms_words(extra, tier)]
     given.settings, given.is_tier = {name: value for name, value in tier.items() if name not in TIER_WORDS}, True
     if "chunk_tokens" in given.settings:
         del given.settings["chunk_tokens"]
@@ -226,6 +251,46 @@ def _rows(extra: Mapping[str, object]) -> DoctorFinding:
         wanted = '"block_size": 256; for a model with windows or recurrent layers a larger --block-size instead'
         return warning("rows", f"{takes}; a row is one GPU block: many small files", wanted)
     return ok("rows", takes)
+
+
+def _beside_tiers(extra: Mapping[str, object]) -> list[DoctorFinding]:
+    """Names that vLLM passes over: a misspelled one is as none at all."""
+    findings = []
+    for name in extra:
+        if name in BESIDE_TIERS:
+            continue
+        near = difflib.get_close_matches(name, BESIDE_TIERS, n=1)
+        is_ours = name in {one.name for one in fields(Config)}
+        hint = f"did you mean {near[0]}?" if near else "leave it out"
+        hint = f"put it into the description of the tier that is {TIER}" if is_ours else hint
+        text = f"{name[:100]!r} beside secondary_tiers has no effect: vLLM's offloading knows no such name"
+        findings.append(warning("connector", text, hint))
+    return findings
+
+
+def _vllms_words(extra: Mapping[str, object], tier: Mapping[str, object]) -> list[DoctorFinding]:
+    """Values that end vLLM's start, or that it takes for something else."""
+    findings = []
+    if (_whole(extra.get("store_threshold")) or 0) > 1:
+        text = f"store_threshold is none of {TIERING}'s settings, and vLLM does not start"
+        findings.append(error("connector", text, "leave it out; disk_admission second-touch writes what is asked for"))
+    policy = extra.get("eviction_policy", EVICTION_POLICIES[0])
+    if policy not in EVICTION_POLICIES and extra.get("cache_policy_module_path") is None:
+        text = f"eviction_policy is {str(policy)[:100]!r}, and vLLM does not start"
+        findings.append(error("connector", text, f"one of {', '.join(EVICTION_POLICIES)}"))
+    if tier.get("locality") not in (None, *LOCALITIES):
+        text = f"locality is {str(tier['locality'])[:100]!r}, and vLLM does not start"
+        findings.append(error("connector", text, f"one of {', '.join(LOCALITIES)}, or leave it out"))
+    given = [one.get("backpressure") or {} for one in (extra, tier)]
+    is_given = any(given) or "backpressure" in tier
+    if is_given and not any(isinstance(one, dict) and one.get("backpressure_cls") for one in given):
+        text = "backpressure names no backpressure_cls, and vLLM does not start"
+        findings.append(error("connector", text, '"backpressure_cls": "EMABackpressureDetector"'))
+    for name, value in ((name, one[name]) for one in (extra, tier) for name in FLAGS if name in one):
+        if not isinstance(value, bool):
+            text = f"{name} is {_kind(value)}, of which vLLM takes all but an empty text and 0 for true"
+            findings.append(warning("connector", text, f'"{name}": true or false'))
+    return findings
 
 
 def _whole(value: object) -> int | None:
