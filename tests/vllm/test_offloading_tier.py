@@ -1,12 +1,15 @@
 """Our tier below vLLM's offloading without an engine: what a real one seldom does, and vLLM's tests do not ask."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tiered_kv.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +126,29 @@ def test_a_rank_that_says_nothing_is_a_refusal(make_tier: Callable[[], Any], mon
     assert heard[0] == said and "rank (0, 1) did not say" in heard[1].refusal
     monkeypatch.setattr(tier, "begin_step", heard.append)
     assert connector.build_connector_meta("output") == ("plan", "output") and heard[2:] == ["output"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_spec_that_makes_no_tiers_is_told_of(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's default spec has host memory alone, and says nothing of ``secondary_tiers``."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from tiered_kv.vllm import offloading
+
+    connector = SimpleNamespace(
+        scheduler=SimpleNamespace(manager=object()), build_connector_meta=None, on_new_request=None
+    )
+    extra = {"spec_name": "CPUOffloadingSpec", "secondary_tiers": [TIER | {"strict": strict}]}
+    transfer = SimpleNamespace(kv_connector_extra_config=extra, engine_id="e")
+    config = SimpleNamespace(kv_transfer_config=transfer, lora_config=None)
+    offloading.logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(ConfigError, match="TieringOffloadingSpec") if strict else nullcontext():
+            offloading.join_offloading(connector, config, KVConnectorRole.SCHEDULER, None)
+    finally:
+        offloading.logger.removeHandler(caplog.handler)
+    told = {one.getMessage() for one in caplog.records if one.levelname == "ERROR"}
+    assert strict or any("spec_name=CPUOffloadingSpec" in text for text in told)
 
 
 def test_tiers_that_name_the_model_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

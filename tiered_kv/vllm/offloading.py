@@ -981,6 +981,8 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
             report_adapters(connector, int(vllm_config.parallel_config.rank))
         return
     tiers = [one for one in secondary_tiers(connector) if isinstance(one, TieredKVTier)]
+    if not tiers:
+        _tell_unmade(extra_config)
     if vllm_config.lora_config is not None:
         adapters = RowAdapters(vllm_config)
         adapters.listen(connector)
@@ -1007,6 +1009,21 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
             tier.begin(identities, f"{vllm_config.kv_transfer_config.engine_id}-{number}")
 
     connector.set_xfer_handshake_metadata_pp_aware = take
+
+
+def _tell_unmade(extra_config: Mapping[str, Any]) -> None:
+    """VLLM reads ``secondary_tiers`` with one spec, and passes over them with any other.
+
+    Raises:
+        ConfigError: One of them is ``strict``.
+    """
+    text = (
+        "secondary_tiers names a tier of tiered_kv, and vLLM made none: it finds and stores nothing. Expected "
+        f'"spec_name": "TieringOffloadingSpec" beside secondary_tiers. spec_name={extra_config.get("spec_name")}'
+    )
+    if any(one.get("strict") for one in our_tiers(extra_config)):
+        raise ConfigError(text)
+    logger.error(text)
 
 
 def _listen_for_streams(connector: Any, tiers: Collection[TieredKVTier]) -> None:
