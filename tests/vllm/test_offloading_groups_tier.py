@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from tests.kit.server.clients import STORED_BY, namespace_fields
-from tests.kit.server.probe import wait_for
+from tests.kit.server.probe import wait_for, wait_written
+from tests.kit.storage.disk_probe import blob_path
+from tiered_kv.keys.row_names import row_key
+from tiered_kv.ops.server_link import ServerLink
+from tiered_kv.tiers.base import BlobName
 from tiered_kv.vllm.row_groups import RowGroup
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -319,6 +323,24 @@ def test_rows_that_were_reported_stored_and_that_a_full_disk_refused_are_told_of
         engine.tier.shutdown()
     assert told["stored",] == 5
     assert any("the disk does not take rows" in one.getMessage() for one in caplog.records)
+
+
+def test_a_row_of_a_prefix_that_does_not_come_is_a_miss_and_what_lies_behind_it(engine: Engine, tmp_path: Path) -> None:
+    """Else vLLM has it loaded again for ever."""
+    store(engine, 4, 3)
+    root, context, wanted = tmp_path / "cache", engine.request(4), [key(FULL, number) for number in range(4)]
+    engine.look_until(context, wanted[0], key(OTHER, 0), key(STATE, 3))
+    assert engine.look(context, *wanted) == ["HIT"] * 4
+    wait_written(root)
+    space = engine.tier._jobs.namespace
+    blob_path(root, BlobName(space.digest, row_key(space, wanted[2]))).unlink()
+    link = ServerLink.of_directory(root)
+    assert link is not None
+    with link:
+        link.evict("host", b"", None, holes=True)
+    result = engine.run(context, wanted, 10, is_load=True)
+    assert (result.success, set(result.successful_keys)) == (False, set(wanted[:2]))
+    assert engine.look(context, *wanted) == ["HIT", "HIT", "MISS", "MISS"]
 
 
 def test_a_state_that_does_not_come_is_a_miss_and_the_rest_of_the_job_is_told(engine: Engine) -> None:

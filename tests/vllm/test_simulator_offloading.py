@@ -195,6 +195,20 @@ def test_a_streaming_session_leaves_nothing_wrong_behind(engines: Callable[..., 
     assert hits[:2] == [0, 0] and hits[2], hits
 
 
+@pytest.mark.parametrize(("block_hash", "seeds", "hit"), [("xxhash", "77", 96), ("xxhash_cbor", "78", 0)])
+def test_rows_that_are_named_by_a_seeded_hash_are_found_with_that_seed_alone(
+    block_hash: str, seeds: str, hit: int, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a hash has 16 bytes, and the digest that tells chunks of one key apart is made of all that names a row."""
+    hits = []
+    for seed in seeds:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        one = engines(block_hash=block_hash)
+        hits += one.ask(PROMPTS[1])
+        one.stop()
+    assert hits == [0, hit]
+
+
 def test_a_model_of_text_is_served_without_vllms_prefix_cache(engines: Callable[..., Engine]) -> None:
     """It counts no images: it takes none."""
     first = engines(has_prefix_caching=False)

@@ -65,6 +65,7 @@ class Setup:
         match_unit: Of vLLM's prefix cache, in tokens; None: a block.
         drafted_len: Longest sequence that a draft takes, of families with a draft.
         retention: vLLM's ``prefix_cache_retention_interval``, which says what states it keeps.
+        block_hash: vLLM's ``--prefix-caching-hash-algo``.
         late: Chance that a rank has not begun a step when the next one is scheduled (async scheduling only).
         offloading: vLLM's own offloading instead of our connector: its ``kv_connector_extra_config``.
     """
@@ -86,6 +87,7 @@ class Setup:
     match_unit: int | None = None
     drafted_len: int = MAX_MODEL_LEN
     retention: int | None = 0
+    block_hash: str = "sha256"
     late: float = 0.5
     connector: Mapping[str, Any] = field(default_factory=dict)
     offloading: Mapping[str, Any] | None = None
@@ -408,6 +410,7 @@ def _config(setup: Setup) -> Any:
         tensor_parallel_size=setup.ranks,
         distributed_executor_backend="mp",
         enable_prefix_caching=setup.has_prefix_caching,
+        prefix_caching_hash_algo=setup.block_hash,
         scheduling_policy=setup.policy,
         disable_hybrid_kv_cache_manager=not setup.is_hybrid,
         speculative_config=drafts if setup.draft_tokens else None,
