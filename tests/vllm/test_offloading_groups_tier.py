@@ -200,6 +200,15 @@ def test_nobody_is_told_to_ask_again_for_ever(engine: Engine) -> None:
     assert engine.look(context, key(STATE, 1)) == ["MISS"]
 
 
+def test_questions_of_a_request_that_goes_away_go_with_it(engine: Engine) -> None:
+    """Whoever waits for no answer has it nowhere: else each client that hangs up would leave some, for ever."""
+    context, client = engine.request(2), engine.tier._jobs.client
+    assert engine.look(context, key(FULL, 0), key(OTHER, 0)) == ["RETRY"] * 2
+    assert len(client.lookups) == 2
+    engine.tier.on_request_finished(context)
+    assert not client.lookups
+
+
 def test_a_request_that_stood_in_the_queue_is_answered_when_its_turn_comes(engine: Engine) -> None:
     """vLLM asks all that wait while a request may begin, and none while too many run."""
     store(engine, 2, 1)
