@@ -39,6 +39,8 @@ MUST_HAPPEN = (
     *(f"fault bucket {kind}" for kind in ("dead", "stall", "slow", "errors", "vanish")),
     *(f"engine {what}" for what in ("breaker_opened", "uploaded", "probes", "lower_evicted", "read_failed_corrupt")),
     *(f"engine {what}" for what in ("write_put_off_unavailable", "slab_refused", "lease_cap_reached")),
+    *(f"engine {what}" for what in ("upload_prefix_lost", "write_dropped_no_parent")),
+    "mishap empty",
     *(f"engine {what}" for what in ("lease_expired", "lease_gave_way", "answers", "answers_asked")),
 )
 

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.kit.counts import count
 from tests.kit.engine_world import BLOB_BYTES, EngineWorld
 from tests.kit.storage.disk_probe import open_disk
+from tiered_kv.engine.engine import CONFIRMED_S
 from tiered_kv.testing.faults import Fault, FaultyTier
 from tiered_kv.testing.memory import MemoryTier
 
@@ -101,6 +102,126 @@ def test_a_blob_damaged_in_the_bucket_is_replaced_by_the_next_store(tmp_path, bu
     world.close()
 
 
+def delete(bucket, from_depth=1, to_depth=100):
+    """Somebody deletes what lies so deep in prefixes."""
+    for name in bucket.names:
+        if from_depth <= name.chunk_index + 1 <= to_depth:
+            bucket.delete(name)
+
+
+def pass_minutes(world):
+    for _ in range(2):
+        world.clock.advance(CONFIRMED_S / 2)
+        world.settle()
+
+
+LONG = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+@pytest.mark.parametrize("lost", [(1, 100), (1, 1), (5, 6), (6, 6)])
+@pytest.mark.parametrize("at_once", [1, 64])
+def test_a_prefix_that_others_deleted_is_uploaded_again_before_what_goes_on_from_it(
+    tmp_path, bucket, monkeypatch, has_disk, lost, at_once
+):
+    monkeypatch.setattr("tiered_kv.tiering.secondary_tier.WRITTEN_AGAIN_AT_ONCE", at_once)
+    world, session = node([open_disk(tmp_path / "a"), bucket] if has_disk else [bucket], host_bytes=64 * BLOB_BYTES)
+    world.store(session, LONG[:6])
+    delete(bucket, *lost)
+    pass_minutes(world)
+    world.store(session, LONG)
+    assert sorted(name.chunk_index for name in bucket.names) == list(range(8))
+    assert world.tiering.pending_writes == 0
+    world.check_idle()
+    other, session_of_other = node([open_disk(tmp_path / "b"), bucket], host_bytes=64 * BLOB_BYTES)
+    assert other.loaded(session_of_other, LONG) == 8
+    other.abandon()
+    world.abandon()
+
+
+def test_what_came_from_a_bucket_is_put_there_again_by_a_machine_that_kept_it(tmp_path, bucket):
+    world, session = node([open_disk(tmp_path / "a"), bucket])
+    world.store(session, LONG[:6])
+    world.abandon()
+    again, session = node([open_disk(tmp_path / "b"), bucket])
+    assert again.loaded(session, LONG[:6]) == 6
+    delete(bucket)
+    pass_minutes(again)
+    again.store(session, LONG)
+    assert sorted(name.chunk_index for name in bucket.names) == list(range(8))
+    again.check_idle()
+    again.abandon()
+
+
+@pytest.mark.parametrize("lost", [(1, 100), (1, 1), (6, 6)])
+def test_what_goes_on_from_a_lost_chunk_that_nobody_has_is_not_put_until_it_is_stored_again(bucket, lost):
+    world, session = node([bucket], host_bytes=32 * BLOB_BYTES)
+    world.store(session, LONG[:6])
+    for number in range(80):
+        world.store(session, (1000 + number,))
+    delete(bucket, *lost)
+    pass_minutes(world)
+    world.commit(session, LONG[:7])
+    world.settle()
+    assert 6 not in [name.chunk_index for name in bucket.names]
+    assert world.tiering.counters["write_dropped_no_parent"] == 1 and world.tiering.pending_writes == 0
+    world.check_idle()
+    assert world.loaded(session, LONG) == (lost[0] - 1 if lost != (6, 6) else 5)
+    world.store(session, LONG)
+    assert world.loaded(session, LONG) == 8  # a use gives writes that were dropped another chance
+    assert {name.chunk_index for name in bucket.names} >= set(range(8))
+    world.check_idle()
+    world.close()
+
+
+class Asked(FaultyTier):
+    """Counts what a bucket is asked for."""
+
+    def __init__(self, inner):
+        super().__init__(inner, lambda _number: None)
+        self.asked = 0
+
+    def contains(self, name):
+        self.asked += 1
+        return super().contains(name)
+
+
+def test_a_bucket_is_asked_twice_for_a_prompt_that_goes_on_after_minutes_and_not_at_all_within_them(tmp_path, bucket):
+    asked = Asked(bucket)
+    world, session = node([open_disk(tmp_path), asked], host_bytes=64 * BLOB_BYTES)
+    world.store(session, LONG[:3])
+    for turn in range(4, 7):
+        world.store(session, LONG[:turn])
+    assert asked.asked == 0
+    pass_minutes(world)
+    assert asked.asked == 0, "an idle bucket was asked"
+    world.store(session, LONG)
+    assert asked.asked == 2, "the prefix's first chunk and its last one"
+    world.store(session, (1, 2, 99))
+    assert asked.asked == 3, "its first chunk is known to be there"
+    world.store(session, (7, 8, 9))
+    assert asked.asked == 3, "a new prompt has nothing before it"
+    world.check_idle()
+    world.abandon()
+
+
+def test_a_prefix_is_not_asked_for_in_vain_where_the_bucket_does_not_answer(tmp_path, bucket):
+    faults = []
+    world, session = node([open_disk(tmp_path), FaultyTier(bucket, lambda _number: faults.pop() if faults else None)])
+    world.store(session, PREFIX[:3])
+    delete(bucket)
+    pass_minutes(world)
+    faults += [Fault.ERROR] * 3
+    world.store(session, PREFIX)
+    assert not faults or world.tiering.pending_writes
+    for _ in range(5):
+        world.clock.advance(2)
+        world.settle()
+    assert sorted(name.chunk_index for name in bucket.names) == list(range(5))
+    world.check_idle()
+    world.abandon()
+
+
 class SharedHistories(RuleBasedStateMachine):
     """Two machines, each with host memory and a tier of its own, on one bucket that fails and that others clean up."""
 
@@ -147,7 +268,7 @@ class SharedHistories(RuleBasedStateMachine):
         for one in picks:
             world.run_one(lambda count, one=one: one % count)
 
-    @rule(pick=PICK, seconds=st.sampled_from([1.0, 6.0, 40.0]))
+    @rule(pick=PICK, seconds=st.sampled_from([1.0, 6.0, 40.0, 700.0]))
     def pass_time(self, pick, seconds):
         world, _ = self.nodes[pick % 2]
         world.clock.advance(seconds)
@@ -162,6 +283,11 @@ class SharedHistories(RuleBasedStateMachine):
     def others_evict(self, pick):
         names = self.bucket.names
         self.bucket.delete(names[pick % len(names)])
+
+    @rule()
+    def an_operator_empties_the_bucket(self):
+        for name in self.bucket.names:
+            self.bucket.delete(name)
 
     @precondition(lambda self: self.bucket.names)
     @rule(pick=PICK)

@@ -461,9 +461,22 @@ class Histories(RuleBasedStateMachine):
         keys = sorted(self.world.media[shared])
         self.world.damage(shared, keys[pick % len(keys)], None)
 
+    @rule(pick=PICK)
+    @precondition(lambda self: self.is_shared and self.world.media[max(self.world.media)])
+    def others_evict_much(self, pick):
+        """A namespace, what one prompt began with, or all."""
+        shared = max(self.world.media)
+        for number, key in enumerate(sorted(self.world.media[shared])):
+            if not pick >> number % 3 & 1:
+                self.world.damage(shared, key, None)
+
     @rule()
     def age_absences(self):
         self.world.tiering.age_absences()
+
+    @rule()
+    def age_confirmed(self):
+        self.world.tiering.age_confirmed()
 
     @invariant()
     def everything_holds(self):

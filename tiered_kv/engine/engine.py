@@ -115,6 +115,9 @@ DATES_INTERVAL_S: Final = 0.05
 ABSENT_S = 10.0
 """How long, at most, a chunk counts as absent from a shared tier after a probe did not find it."""
 
+CONFIRMED_S = 600.0
+"""How long, at most, chunks are written to a shared tier behind one that was there, without asking for that again."""
+
 MINIMUM_SLOTS = 4
 """Chunks the arena must hold at least: one to load, one to store, and one of each in flight."""
 
@@ -216,6 +219,7 @@ class Engine:
         self._retry_due_s = now_s + RETRY_INTERVAL_S
         self._resume_due_s = now_s + RESUME_INTERVAL_S
         self._absent_due_s = now_s + ABSENT_S / 2
+        self._confirmed_due_s = now_s + CONFIRMED_S / 2
         self._progress_due_s = self._dates_due_s = now_s
         self._stalls = Stalls(clock)
         self.guards = Guards(tiering, executor, clock, self._stalls, self._taken_out)
@@ -675,6 +679,9 @@ class Engine:
         if now_s >= self._absent_due_s:
             self._absent_due_s = now_s + ABSENT_S / 2
             self.tiering.age_absences()
+        if now_s >= self._confirmed_due_s:
+            self._confirmed_due_s = now_s + CONFIRMED_S / 2
+            self.tiering.age_confirmed()
 
     def timed(self, namespace: bytes, answer: LookupAnswer) -> LookupAnswer:
         """A lookup's answer with the times until its chunks should be here, as far as tiers were measured."""
@@ -793,7 +800,7 @@ class Engine:
             case Seal():
                 self.tiering.sealed(job, outcome)
             case Write():
-                self.tiering.written(job, outcome)
+                self.tiering.written(job, outcome, ended.held)
             case Read():
                 self._read_ended(job, outcome)
                 self.tiering.read(job, outcome, ended.tag, ended.stored_by)
@@ -804,7 +811,7 @@ class Engine:
                 self._read_ended(job, outcome)
                 self.tiering.row_read(job, outcome, ended.tag, ended.stored_by)
             case Copy():
-                self.tiering.copied(job, outcome)
+                self.tiering.copied(job, outcome, ended.held)
             case Probe():
                 self._probe_times.finished(job.record.key, self.clock.monotonic())
                 self.tiering.probed(job, ended.held if outcome is Outcome.OK else None)

@@ -6,7 +6,7 @@ The only place where tier exceptions become outcomes. Called from the executor's
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -53,7 +53,7 @@ class JobResult(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         tag: Of a read, whose the chunk is, as its header says.
         stored_by: Of a read, who stored it, as its header says.
-        held: Of a probe, how many of its blobs are there, from the first on.
+        held: Of a probe, how many of its blobs are there, from the first on; of a write, of those that it goes behind.
     """
 
     outcome: Outcome
@@ -150,7 +150,9 @@ class Performer:
             case Seal(record, slot):
                 with self._blob(record, slot) as blob:
                     self.formats[record.namespace].seal(blob, record, self._clock.wall())
-            case Write(tier, record, slot):
+            case Write(tier, record, slot, behind):
+                if (held := self._count_behind(tier, behind)) < len(behind):
+                    return JobResult(Outcome.NO_PARENT, held=held)
                 with self._blob(record, slot) as blob:
                     if tail_tokens(record.key):  # sealed only now: few are ever written
                         self.formats[record.namespace].seal(blob, record, self._clock.wall())
@@ -210,6 +212,8 @@ class Performer:
     def _copy(self, job: Copy) -> JobResult:
         """Read from the tier above into memory of our own, verified, and put it below."""
         name, target = BlobName.of(job.record), self._tiers[job.tier]
+        if (held := self._count_behind(job.tier, job.behind)) < len(job.behind):
+            return JobResult(Outcome.NO_PARENT, held=held)
         if job.is_asked_first and target.contains(name):
             return _OK
         with mmap.mmap(-1, self.formats[job.record.namespace].blob_bytes) as memory:  # page-aligned, as slots are
@@ -221,6 +225,11 @@ class Performer:
                     return self._failed(job, Outcome.NO_SOURCE, exc)
                 target.put(name, blob)
         return _OK
+
+    def _count_behind(self, tier: int, behind: Sequence[ChunkRecord]) -> int:
+        """How many of the chunks that a blob goes behind are there, from the first on."""
+        is_there = self._tiers[tier].contains
+        return next((n for n, record in enumerate(behind) if not is_there(BlobName.of(record))), len(behind))
 
     def _blob(self, record: ChunkRecord, slot: SlotId) -> memoryview:
         return self.slot_view(slot, self.formats[record.namespace].blob_bytes)

@@ -389,6 +389,7 @@ _SERVER_EVENTS: Final = (
     EventName("tail_stored", _EVENTS),
     EventName("tail_superseded", _EVENTS),
     EventName("upload_dropped_no_parent", _DROPPED),
+    EventName("upload_prefix_lost", _EVENTS),
     EventName("uploaded", _EVENTS),
     EventName("write_deferred", _EVENTS),
     EventName("write_dropped_erased", _DROPPED),

@@ -14,15 +14,19 @@ Life of a write::
     * or WRITING, where whoever performs the two keeps their order (``Source.may_follow``)
 
 A shared tier is only partly known here, because other servers write and remove there, too: PRESENT is what was written
-or found, most of it is forgotten some day (``HINTS_MAX``), and nothing is evicted from here.
+or found, most of it is forgotten some day (``HINTS_MAX``), and nothing is evicted from here. Before a chunk is written
+behind one of which nothing was heard for a while, that one and the prefix's first chunk are asked for: others remove
+from the end of a prefix, or all of it, or what is oldest. If one is gone, the prefix is written again as far as its
+bytes are here.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.eviction import EvictionOrder
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
@@ -34,6 +38,13 @@ from tiered_kv.tiering.types import HOST, Delete, Job, Outcome, Removal, TierSpe
 HINTS_MAX = 1 << 18
 """Blobs of a shared tier that are remembered: 4 TiB of 16 MiB chunks; what is forgotten is found again by a search.
 Other servers fill it, too, so there is no end to what may be found there."""
+
+CONFIRMED_MAX = 1 << 14
+"""Per generation, chunks of a shared tier that are known to be there now: what is written behind others is asked first
+where more were written meanwhile."""
+
+WRITTEN_AGAIN_AT_ONCE = 64
+"""Chunks of a lost prefix that are queued in one step, the deepest first: before the next one more are found lost."""
 
 EVICTED_AT_ONCE = 64
 """Chunks of its own that one write of a namespace pushes out after its maximum was lowered: about a millisecond."""
@@ -69,6 +80,9 @@ class Source(Protocol):
 
     def release(self, entry: Entry) -> None:
         """Let go of what a pending write holds."""
+
+    def queue_again(self, chunks: Sequence[Entry]) -> bool:
+        """Hold what was thought to be here, and has bytes, for a write; False: there is no room for that now."""
 
     def put_back(self, entry: Entry) -> None:
         """A write to a shared tier found no room or no answer: try it later. The entry is WRITING."""
@@ -153,6 +167,8 @@ class SecondaryTier:
         self._enqueue_after_delete: set[Entry] = set()  # DELETING but stored again
         self._evicting: set[Entry] = set()  # DELETING to make room, not because somebody wants it gone
         self._pinned: set[bytes] = set()
+        self._confirmed: set[bytes] = set()  # keys of what a shared tier has, by its own word, since the last aging
+        self._confirmed_before: set[bytes] = set()
         self._index = index
         self._jobs = outbox.jobs
         self._counters = outbox.counters
@@ -291,10 +307,16 @@ class SecondaryTier:
             self.evict(excess - self._deleting_bytes, namespace)
         return "no_room" if excess > 0 else None
 
-    def written(self, entry: Entry, outcome: Outcome) -> None:
-        """A write ended."""
+    def written(self, entry: Entry, outcome: Outcome, behind: Sequence[ChunkRecord] = (), held: int = 0) -> None:
+        """A write ended.
+
+        Args:
+            behind: Chunks that it asked for first.
+            held: Of a write without its prefix, how many of these are there, from the first on.
+        """
         self._writing -= 1
         if outcome is Outcome.OK:
+            self._confirm([*behind, entry.record])
             self._index.set_blob_state(entry, self.number, BlobState.PRESENT)
             self.order.add(entry)
             self._stats.inserted(entry, self.number, "written")
@@ -308,6 +330,10 @@ class SecondaryTier:
             self._counters[f"write_put_off_{outcome.value}"] += 1
             self.is_paused = True
             self._source.put_back(entry)
+        elif self.is_shared and outcome is Outcome.NO_PARENT:
+            self._counters["upload_prefix_lost"] += 1
+            self._confirm(behind[:held])
+            self._write_again(entry, behind[held])
         else:
             if outcome in (Outcome.ROW_GONE, Outcome.ROW_CHANGED):  # the tier did not fail
                 self._counters[f"{self._source.drop_counter(entry)}_taken_back"] += 1
@@ -376,6 +402,76 @@ class SecondaryTier:
             dropped.append(child)
             stack.extend(child.children)
         return dropped
+
+    # -- what others may have removed --------------------------------------------------------------------------
+
+    def unconfirmed_before(self, entry: Entry) -> tuple[ChunkRecord, ...]:
+        """Chunks before one that a shared tier was not asked for lately: the first of its prefix, and its parent.
+
+        None where its parent was written or asked for lately: then its first chunk was asked for a while before that.
+        """
+        parent = self._index.parent(entry)
+        if not self.is_shared or parent is None or self._is_confirmed(parent):
+            return ()
+        first = self._index.prefix(parent)[-1]
+        asked = (parent,) if first is parent or self._is_confirmed(first) else (first, parent)
+        return tuple(one.record for one in asked)
+
+    def _is_confirmed(self, entry: Entry) -> bool:
+        return entry.record.key in self._confirmed or entry.record.key in self._confirmed_before
+
+    def _confirm(self, records: Sequence[ChunkRecord]) -> None:
+        if self.is_shared:
+            if len(self._confirmed) >= CONFIRMED_MAX:
+                self.age_confirmed()
+            self._confirmed.update(record.key for record in records)
+
+    def age_confirmed(self) -> None:
+        """Ask again for what was there before the last call; a steady pace of calls bounds how long it is believed."""
+        self._confirmed_before, self._confirmed = self._confirmed, set()
+
+    def _write_again(self, entry: Entry, lost: ChunkRecord) -> None:
+        """A chunk was not written, because one before it is gone: write its prefix again, or not this one, either."""
+        gone = self._index.get(lost.key)
+        if gone is not None and self._is_only_believed(gone) and not self._source.has_bytes(gone):
+            self._lost(gone, BlobState.ABSENT)
+            self.drop_descendants(gone)
+            self._index.remove_if_gone(gone)
+        chunks: list[Entry] = []
+        node = self._index.parent(entry)
+        while node is not None and len(chunks) < WRITTEN_AGAIN_AT_ONCE:
+            if not self._is_only_believed(node) or not self._source.has_bytes(node):
+                break
+            chunks.append(node)
+            node = self._index.parent(node)
+        is_whole = bool(chunks) and not chunks[-1].record.chunk_index
+        is_behind_others = node is not None and node.blobs[self.number] in CLAIMED
+        if not chunks or not (is_whole or is_behind_others) or not self._source.queue_again(chunks):
+            self._counters[f"{self._source.drop_counter(entry)}_no_parent"] += 1
+            self.release_bytes(entry, BlobState.ABSENT)
+            self.drop_descendants(entry)
+            self._source.release(entry)
+            return
+        for chunk in reversed(chunks):
+            self._lost(chunk, BlobState.QUEUED)
+            self._queue[chunk] = None
+            for child in [one for one in chunk.children if one in self._ready]:
+                del self._ready[child]
+                self._waiting.setdefault(chunk, {})[child] = None
+            self.start_or_wait(chunk)
+        self.requeue(entry)
+
+    def _is_only_believed(self, entry: Entry) -> bool:
+        """Whether all that is known of a blob is that it is here; of one that is being read its read will tell."""
+        is_read = entry.host is HostState.PROMOTING and entry.source == self.number
+        return entry.blobs[self.number] is BlobState.PRESENT and not is_read
+
+    def _lost(self, entry: Entry, state: BlobState) -> None:
+        self._confirmed.discard(entry.record.key)
+        self._confirmed_before.discard(entry.record.key)
+        self.order.remove(entry)
+        self._stats.removed(entry, self.number, "missing")
+        self.release_bytes(entry, state)
 
     # -- what is found and what is not -------------------------------------------------------------------------
 

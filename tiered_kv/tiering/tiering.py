@@ -843,10 +843,10 @@ class Tiering:
             entry.bytes_are_of(stored_by)
         self._promotions.ended(job, entry, outcome)
 
-    def written(self, job: Write, outcome: Outcome) -> None:
-        """A write to a secondary tier ended."""
+    def written(self, job: Write, outcome: Outcome, held: int = 0) -> None:
+        """A write to a secondary tier ended; ``held`` of what it goes behind are there, from the first on."""
         entry = self._entry(job.record)
-        self._tiers[job.tier].written(entry, outcome)
+        self._tiers[job.tier].written(entry, outcome, job.behind, held)
         if outcome is Outcome.OK:
             self._rows.written(job.record)
         elif outcome is Outcome.CORRUPT and entry.host is HostState.READY:  # not what was sealed: somebody wrote there
@@ -858,10 +858,10 @@ class Tiering:
         for entry in [one for one in self.index.damaged if not one.holds]:
             self._host.give(self._host.evict(entry, "damaged"))
 
-    def copied(self, job: Copy, outcome: Outcome) -> None:
-        """An upload ended."""
+    def copied(self, job: Copy, outcome: Outcome, held: int = 0) -> None:
+        """An upload ended; ``held`` as of :meth:`written`."""
         entry = self._entry(job.record)
-        self._tiers[job.tier].written(entry, outcome)
+        self._tiers[job.tier].written(entry, outcome, job.behind, held)
         self.index.remove_if_gone(entry)
 
     def probed(self, job: Probe, held: int | None) -> None:
@@ -908,6 +908,11 @@ class Tiering:
         """What a shared tier did not have may be there now. A steady pace of calls bounds how long absence counts."""
         if self._tiers.searches is not None:
             self._tiers.searches.age_absences()
+
+    def age_confirmed(self) -> None:
+        """What a shared tier had may be gone now. A steady pace of calls bounds how long that is not asked for."""
+        for tier in self._tiers:
+            tier.age_confirmed()
 
     def restore(self, tier: int, record: ChunkRecord, size_bytes: int) -> None:
         """A blob found in a secondary tier at start. Call least recently used first, before any session."""

@@ -39,7 +39,7 @@ class Outcome(Enum):
     NO_SOURCE = "no_source"
     """A copy between tiers found nothing usable in the tier it reads from."""
     NO_PARENT = "no_parent"
-    """A row was to be written behind one that was not."""
+    """A blob was to be written behind one that is not there."""
     ROW_GONE = "row_gone"
     """A lent row may not be used any more; nothing was written of it."""
     ROW_CHANGED = "row_changed"
@@ -54,11 +54,17 @@ class Seal(msgspec.Struct, frozen=True, gc=False):
 
 
 class Write(msgspec.Struct, frozen=True, gc=False):
-    """Put a sealed slot's blob into a secondary tier."""
+    """Put a sealed slot's blob into a secondary tier.
+
+    Attributes:
+        behind: Chunks of its prefix that have to be there, or nothing is written: of a tier that others empty, too,
+            what was believed for long.
+    """
 
     tier: int
     record: ChunkRecord
     slot: SlotId
+    behind: tuple[ChunkRecord, ...] = ()
 
 
 class Read(msgspec.Struct, frozen=True, gc=False):
@@ -89,12 +95,14 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         is_asked_first: The blob may well be there already (put there before a restart): ask before moving its bytes.
+        behind: As of a :class:`Write`.
     """
 
     tier: int
     source: int
     record: ChunkRecord
     is_asked_first: bool
+    behind: tuple[ChunkRecord, ...] = ()
 
 
 class Probe(msgspec.Struct, frozen=True, gc=False):

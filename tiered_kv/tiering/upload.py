@@ -8,9 +8,13 @@ memory and survives a restart: what the tier above has and this one is not known
     it was just written above             no: most likely nobody else has it
     it is used, or a session of its       yes: it was uploaded before the restart, or by another machine
     namespace opens after a restart
+    a chunk behind it was to be           yes: others may have removed only some of the prefix
+    uploaded, and its prefix is gone
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
 from tiered_kv.tiering.index import CLAIMED, BlobState, Entry, Index
@@ -74,13 +78,18 @@ class Upload:
         return entry.blob_bytes[self._above]
 
     def job(self, entry: Entry) -> Job:
-        return Copy(self.tier.number, self._above, entry.record, entry in self._asked_first)
+        is_asked_first, behind = entry in self._asked_first, self.tier.unconfirmed_before(entry)
+        return Copy(self.tier.number, self._above, entry.record, is_asked_first, behind)
 
     def drop_counter(self, entry: Entry) -> str:  # noqa: ARG002 - all of its writes are alike
         return "write_dropped"
 
     def release(self, entry: Entry) -> None:
         self._asked_first.discard(entry)
+
+    def queue_again(self, chunks: Sequence[Entry]) -> bool:
+        self._asked_first.update(chunks)  # some may be there: those that are missing are not always all
+        return True
 
     def put_back(self, entry: Entry) -> None:
         is_first = entry.record.chunk_index == 0

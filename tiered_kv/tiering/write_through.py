@@ -9,7 +9,7 @@ Called by ``tiers.py`` and by the tier it feeds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tiered_kv.tiering.eviction_policy import EvictionPolicy
 from tiered_kv.tiering.host_tier import HostTier
@@ -98,7 +98,7 @@ class WriteThrough:
         if (use := self.rows.get(entry)) is not None:
             return WriteRow(self.tier.number, entry.record, use)
         assert entry.slot is not None
-        return Write(self.tier.number, entry.record, entry.slot)
+        return Write(self.tier.number, entry.record, entry.slot, self.tier.unconfirmed_before(entry))
 
     def drop_counter(self, entry: Entry) -> str:
         return "row_dropped" if entry in self.rows else "write_dropped"
@@ -111,6 +111,17 @@ class WriteThrough:
         self._host.let_go(entry)
         if entry.tail_tokens and entry.host is HostState.READY and not entry.holds:
             self._host.give(self._host.evict(entry))  # host memory was letting go of it (``tails.py``)
+
+    def queue_again(self, chunks: Sequence[Entry]) -> bool:
+        size_bytes = sum(entry.slot_bytes for entry in chunks)
+        if self.queued_bytes + size_bytes > self._queue_limit_bytes:
+            return False
+        self.queued_bytes += size_bytes
+        for entry in chunks:
+            if entry in self._deferred:
+                self._undefer(entry)
+            self._host.hold(entry)
+        return True
 
     def _row_over(self, entry: Entry) -> None:
         is_there = entry.blobs[self.tier.number] is BlobState.PRESENT

@@ -366,9 +366,9 @@ class World:
             case Seal():
                 self.tiering.sealed(job, outcome)
             case Write():
-                self.tiering.written(job, outcome)
+                self.tiering.written(job, outcome, self._count_behind(job))
             case Copy():
-                self.tiering.copied(job, outcome)
+                self.tiering.copied(job, outcome, self._count_behind(job))
             case Probe():
                 self.tiering.probed(job, self._held(job) if outcome is Outcome.OK else None)
             case Read():
@@ -402,6 +402,8 @@ class World:
     def _perform(self, job: Job, fault: Outcome | None) -> Outcome:
         if isinstance(job, Read | Probe) and self._is_out(job.tier) and job.record.key not in (self.beside or ()):
             fault = fault or Outcome.UNAVAILABLE
+        if isinstance(job, Write | Copy) and fault is None and self._count_behind(job) < len(job.behind):
+            return Outcome.NO_PARENT
         if isinstance(job, Copy | Probe):
             return fault or self._perform_remotely(job)
         match job:
@@ -445,6 +447,11 @@ class World:
         """How many of a probe's blobs are there, from the first on."""
         place = self.beside if self._is_out(job.tier) else self.media[job.tier]
         there = [record.key in (place or ()) for record in job.records]
+        return there.index(False) if False in there else len(there)
+
+    def _count_behind(self, job: Write | Copy) -> int:
+        """How many of the chunks that a write goes behind are there, from the first on."""
+        there = [record.key in self.media[job.tier] for record in job.behind]
         return there.index(False) if False in there else len(there)
 
     def _is_out(self, tier: int) -> bool:

@@ -21,7 +21,7 @@ PINNED_CHUNKS_MAX = 2
 """What an operator pins is small against the smallest disk: a disk full of pins stores nothing, as documented."""
 
 DRAIN_S = 10.0
-_WITHOUT_SERVER = frozenset({"damage", "pin", "unpin", "jump"})
+_WITHOUT_SERVER = frozenset({"damage", "empty", "pin", "unpin", "jump"})
 
 
 class Mishaps:
@@ -166,6 +166,17 @@ class Mishaps:
             _set_raw(medium, victim, None)
         else:
             _set_raw(medium, victim, damaged(_raw(medium, victim), how, pick))
+
+    def _empty(self, node: Node, pick: int) -> None:
+        """Somebody deletes a half of the bucket's blobs, or its oldest ones, or the deepest ones, or all."""
+        del node
+        bucket = self._bucket
+        assert bucket is not None
+        for name in [name for name in bucket.names() if name.key in CHUNKS]:
+            depth, how = len(CHUNKS[name.key].path), pick % 4
+            if how == 0 or (how == 1 and name.key[0] & 1) or (how == 2 and depth <= 2) or (how == 3 and depth > 2):
+                bucket.damage.add(name)
+                _set_raw(bucket, name, None)
 
     def _remove(self, node: Node, pick: int) -> None:
         """An operator removes a prompt from one tier; what he pinned he leaves alone."""

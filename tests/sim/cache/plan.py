@@ -138,7 +138,7 @@ def draw_plan(seed: int) -> Plan:
         active_s=active_s,
         asks=_answered(answers, _asks(draw, active_s, len(clients), 50 if is_storm else draw.choice([8, 16, 30]))),
         windows=_windows(draw, active_s, nodes, [*["disk"] * has_disk, *["bucket"] * has_bucket]),
-        mishaps=_mishaps(draw, active_s, nodes),
+        mishaps=_with_emptied(random.Random(f"emptied {seed}"), _mishaps(draw, active_s, nodes), active_s, has_bucket),
         parts=_parts(random.Random(f"parts {seed}")),
     )
 
@@ -207,6 +207,15 @@ MISHAPS = (
     "crash", "crash", "power", "stop", "vanish", "vanish", "jump", "pin", "pin", "pin", "unpin",
     "damage", "damage", "refuse", "remove", "clear_host", "freeze", "gpu", "gpu",
 )  # fmt: skip
+
+
+def _with_emptied(
+    draw: random.Random, mishaps: tuple[Mishap, ...], active_s: float, has_bucket: bool
+) -> tuple[Mishap, ...]:
+    """In some schedules the bucket loses much at once, now and then."""
+    moments = [draw.uniform(0.5, active_s) for _ in range(draw.choice([0, 0, 1, 3]) if has_bucket else 0)]
+    emptied = [Mishap(at_s, "empty", 0, draw.randrange(1 << 16)) for at_s in moments]
+    return tuple(sorted([*mishaps, *emptied], key=lambda mishap: mishap.at_s))
 
 
 def _mishaps(draw: random.Random, active_s: float, nodes: int) -> tuple[Mishap, ...]:

@@ -21,7 +21,7 @@ from tests.sim.cache.node import Node
 from tests.sim.cache.oracle import Asked, prefix
 from tests.sim.cache.plan import PARTS, Ask, Plan, Window, draw_plan
 from tests.sim.virtual_time import Hub, PromiseBroken
-from tiered_kv.engine import self_test
+from tiered_kv.engine import engine, self_test
 from tiered_kv.tiering.index import Entry
 
 
@@ -71,6 +71,7 @@ def determined(plan: Plan) -> Iterator[None]:
         contextlib.ExitStack() as patches,
         mock.patch.object(Entry, "__hash__", lambda entry: int.from_bytes(entry.record.key[:7], "big")),
         mock.patch.object(self_test, "TEST_BYTES", 4096),
+        mock.patch.object(engine, "CONFIRMED_S", 2.0),
         mock.patch.object(self_test, "os", SimpleNamespace(urandom=draw.randbytes)),
     ):
         for (module, name), value in zip(PARTS, plan.parts, strict=False):
