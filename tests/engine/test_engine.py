@@ -667,6 +667,23 @@ def test_a_session_opens_while_its_disk_hangs():
         world.close()
 
 
+def test_a_namespace_is_described_once_its_tier_answers_again(memory):
+    """An engine that starts while its bucket is down, and runs for weeks."""
+    faults = []
+    world = EngineWorld(FaultyTier(memory, lambda _number: faults.pop() if faults else None))
+    faults += [Fault.ERROR] * 3
+    world.open()
+    world.open("other")
+    world.settle()
+    assert not memory.descriptions
+    for _ in range(3):
+        world.clock.advance(RETRY_INTERVAL_S)
+        world.settle()
+    assert set(memory.descriptions) == {NAMESPACES[name].digest for name in ("small", "other")}
+    assert not any(world.engine._undescribed.values()) and not world.engine._describing
+    world.close()
+
+
 def test_a_loop_that_is_behind_because_a_pool_hangs_sleeps_and_grants_slots_afterwards(memory, monkeypatch):
     """A seal that waits behind reads that hang: until it ends no slots are granted, and nothing turns for that."""
     monkeypatch.setattr("tiered_kv.tiering.slot_grants.EVICTED_AT_ONCE", 1)

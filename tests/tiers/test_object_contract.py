@@ -340,6 +340,15 @@ def test_a_namespace_is_described_once(store, monkeypatch):
     tier.describe(CHAIN.namespace, b'{"a":1}')
 
 
+def test_a_namespace_whose_record_somebody_deleted_is_described_by_the_next_session(store):
+    tier = ObjectTier(store)
+    path = f"{CHAIN.namespace.hex()}/namespace.json"
+    tier.describe(CHAIN.namespace, b'{"a":1}')
+    store.delete([path])
+    tier.describe(CHAIN.namespace, b'{"a":1}')
+    assert store.get(path) == b'{"a":1}'
+
+
 def test_close_waits_for_calls_in_flight(store, monkeypatch):
     keeper = RecordingKeeper()
     tier = ObjectTier(store, keeper=keeper)

@@ -8,7 +8,8 @@ except :meth:`Engine.start` (scans) and :meth:`Engine.close`.
     _geometries, _served, _jobs, _shared          the caller of ``step``
     tiers, arena                                  executor threads; the owner asks for usage and notes recency
     _finished                                     appended by executor threads, emptied by the owner (both are atomic)
-    _flushing                                     a tier's number is added by the owner, removed by the flushing thread
+    _flushing, _describing                        a tier's number is added by the owner, removed by the thread that does
+    _undescribed                                  a tier's are added by the owner, removed by the describing thread
     _stalls                                       told by executor threads, asked by the owner
     _uses                                         a tier's are appended by the owner, emptied by the flushing thread
     _pins                                         set by the flushing thread, taken by the owner (both are atomic)
@@ -215,6 +216,8 @@ class Engine:
         self._flush_due_s = {number: now_s + tier.traits.flush_interval_s for number, tier in self.tiers.items()}
         self._flushing: set[int] = set()
         self._pins: dict[int, Collection[bytes]] = {}
+        self._describing: set[int] = set()
+        self._undescribed: dict[int, dict[bytes, tuple[Namespace, str]]] = {number: {} for number in self.tiers}
         self._uses: dict[int, deque[ChunkRecord]] = {number: deque(maxlen=USES_MAX) for number in self.tiers}
         self._retry_due_s = now_s + RETRY_INTERVAL_S
         self._resume_due_s = now_s + RESUME_INTERVAL_S
@@ -322,20 +325,27 @@ class Engine:
                 blob_format.blob_bytes,
                 self.tiering.slots.slab_bytes_max,
             )
-        for tier in self.tiers.values():
-            self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, tier, namespace, stored_by))
+        for number in self.tiers:
+            self._undescribed[number][namespace.digest] = namespace, stored_by
+            self._describing.add(number)
+            self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, number))
         self._performer.formats[namespace.digest] = blob_format
         self._geometries[namespace.digest] = geometry
         session = self.tiering.open_session(namespace.digest, blob_format.blob_bytes, lease_s)
         self._submit_jobs()
         return session, blob_format
 
-    @staticmethod
-    def _describe(tier: Tier, namespace: Namespace, stored_by: str) -> None:
+    def _describe(self, number: int) -> None:
+        """Write the records of namespaces that a tier was not yet told of; those that it does not take are left."""
+        tier, undescribed = self.tiers[number], self._undescribed[number]
         try:
-            tier.describe(namespace.digest, namespace.described(stored_by))
+            for digest, (namespace, stored_by) in list(undescribed.items()):
+                tier.describe(digest, namespace.described(stored_by))
+                undescribed.pop(digest, None)
         except (TierUnavailable, CapacityExceeded, Closed) as exc:
-            logger.warning("namespace.json was not written. tier=%s %s", tier.traits.name, exc)
+            logger.warning("namespace.json was not written, and is tried again. tier=%s %s", tier.traits.name, exc)
+        finally:
+            self._describing.discard(number)
 
     def keep_memory(self, *, is_kept: bool) -> None:
         """Whether slabs keep the memory they get: as long as a process may have pinned it for its GPU."""
@@ -673,6 +683,10 @@ class Engine:
         if now_s >= self._retry_due_s:
             self._retry_due_s = now_s + RETRY_INTERVAL_S
             self.tiering.try_again()
+            for number, undescribed in self._undescribed.items():
+                if undescribed and number not in self._describing and self.tiering.index.readable[number]:
+                    self._describing.add(number)
+                    self.executor.submit(Pool.UPKEEP, 1, partial(self._describe, number))
         if now_s >= self._resume_due_s:
             self._resume_due_s = now_s + RESUME_INTERVAL_S
             self.tiering.resume_writes()

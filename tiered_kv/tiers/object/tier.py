@@ -224,9 +224,10 @@ class ObjectTier(Tier):
     def describe(self, namespace: bytes, record: bytes) -> None:
         if self._keeper is not None:
             self._keeper.serve(namespace)
+        path = f"{namespace.hex()}/namespace.json"
         with self._using():
-            if namespace not in self._described:
-                self._create(f"{namespace.hex()}/namespace.json", memoryview(record))
+            if namespace not in self._described or self._store.head(path) is None:  # somebody may have emptied it
+                self._create(path, memoryview(record))
                 self._described.add(namespace)
 
     def close(self) -> None:
