@@ -34,7 +34,7 @@ from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.open import open_tiers
 from tiered_kv.tiers.peers.first import PeersFirst
 from tiered_kv.tiers.peers.fleet_key import HOUR_S, FleetKey
-from tiered_kv.tiers.peers.found import FIND_S, OLD_S, RECORD_S, DoorRecord, PeerFinder, own_urls
+from tiered_kv.tiers.peers.found import FIND_S, OLD_S, RECORD_S, DoorRecord, PeerFinder, door_url, own_urls
 from tiered_kv.tiers.peers.peer import BLOBS_PATH, NAMES_MAX, PREFIX_PATH, Peer
 from tiered_kv.tiers.peers.tier import PeersTier
 from tiered_kv.tiers.wrappers.breaker import FAILURES_MAX, OPEN_FIRST_S, Breaker, GuardedTier
@@ -310,7 +310,7 @@ def listens(store, tmp_path):
 
 def test_machines_of_a_bucket_find_each_other(door, store):
     clock = FakeClock()
-    listening = DoorRecord(MemoryTier(), store, url(door), clock.monotonic)
+    listening = DoorRecord(MemoryTier(), store, lambda: url(door), clock.monotonic)
     with peers("bucket", store=store, clock=clock.monotonic) as tier:
         look(tier)
         assert not tier.contains(CHAIN.name(0)) and not tier.each, "nobody listens, which is no failure"
@@ -328,7 +328,7 @@ def test_machines_of_a_bucket_find_each_other(door, store):
 
 def test_a_door_is_recorded_again_and_again_and_a_record_that_is_not_ends(store, listens):
     clock = FakeClock()
-    listening = DoorRecord(MemoryTier(), store, "https://10.0.0.7:7460", clock.monotonic)
+    listening = DoorRecord(MemoryTier(), store, lambda: "https://10.0.0.7:7460", clock.monotonic)
     listening.flush()
     path = listens("10.0.0.7:7460", age_s=OLD_S + 60)
     listening.flush()
@@ -342,6 +342,19 @@ def test_a_door_is_recorded_again_and_again_and_a_record_that_is_not_ends(store,
     assert found == ["https://10.0.0.8:7460"] and path.exists(), "a reader removes nothing"
 
 
+def test_a_door_whose_address_changes_is_recorded_at_the_new_one(store):
+    """A server that began before its machine's network, or whose machine got another address."""
+    clock, now = FakeClock(), ["https://127.0.0.1:7460"]
+    listening = DoorRecord(MemoryTier(), store, lambda: now[0], clock.monotonic)
+    listening.flush()
+    now[0] = "https://10.0.0.7:7460"
+    clock.advance(FIND_S)
+    listening.flush()
+    assert PeerFinder(["bucket"], store).find([]) == ["https://10.0.0.7:7460"]
+    listening.close()
+    assert PeerFinder(["bucket"], store).find([]) == []
+
+
 def test_old_records_are_told_by_the_stores_clock_and_removed_by_who_listens(store, listens):
     """A machine whose clock is wrong, or that may only read, takes nobody's record for old."""
     hours_s = 3600.0
@@ -349,7 +362,7 @@ def test_old_records_are_told_by_the_stores_clock_and_removed_by_who_listens(sto
     old = listens("10.0.0.3:1", age_s=53 * hours_s)
     assert sorted(PeerFinder(["bucket"], store).find([])) == ["https://10.0.0.1:1", "https://10.0.0.2:1"]
     assert old.exists()
-    DoorRecord(MemoryTier(), store, "https://10.0.0.7:7460", FakeClock().monotonic).flush()
+    DoorRecord(MemoryTier(), store, lambda: "https://10.0.0.7:7460", FakeClock().monotonic).flush()
     assert not any(path.exists() for path in [*young, old])
     assert PeerFinder(["bucket"], store).find([]) == ["https://10.0.0.7:7460"]
 
@@ -389,15 +402,17 @@ def test_this_machines_own_door_is_no_peer(store, listens):
     own = own_urls("0.0.0.0:7460")
     listens(own[0].removeprefix("https://"))
     listens("10.0.0.8:7460")
-    assert PeerFinder(["bucket"], store, own).find([]) == ["https://10.0.0.8:7460"]
-    assert PeerFinder(["dns://127.0.0.1:7460"], None, own_urls("127.0.0.1:7460")).find([]) == []
+    assert PeerFinder(["bucket"], store, lambda: own).find([]) == ["https://10.0.0.8:7460"]
+    assert PeerFinder(["dns://127.0.0.1:7460"], None, lambda: own_urls("127.0.0.1:7460")).find([]) == []
+    assert door_url("0.0.0.0:7460")() == own[0] and door_url("0.0.0.0:7460", "https://a:1")() == "https://a:1"
+    assert door_url("10.0.0.7:7460")() == "https://10.0.0.7:7460"
     assert own_urls("node-a:7460") == ["https://node-a:7460"] and own_urls("[::1]:7460") == ["https://[::1]:7460"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "[0:0::1]"])
 def test_a_machine_that_listens_under_a_name_finds_itself_by_its_address(host):
     places = [f"dns://{one}:7460" for one in ("127.0.0.1", "[::1]")]
-    found = PeerFinder(places, None, own_urls(f"{host}:7460")).find([])
+    found = PeerFinder(places, None, lambda: own_urls(f"{host}:7460")).find([])
     assert f"https://{'127.0.0.1' if host == 'localhost' else '[::1]'}:7460" not in found
 
 

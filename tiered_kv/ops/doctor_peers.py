@@ -6,6 +6,7 @@ the fleet's and that it takes this machine's token. The key itself is never show
 
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tiered_kv.config import BUCKETS_PEERS, PEERS_MAX, Config, parse_address
@@ -74,7 +75,7 @@ def _peers_at(place: str, config: Config, key: "FleetKey") -> list[DoctorFinding
     try:
         if place == BUCKETS_PEERS:
             store = ObjectStore(config.location(), timeout_s=config.storage_timeout_s)
-        urls = PeerFinder([place], store, own_urls(config.peer_listen, config.peer_url)).look(place)
+        urls = PeerFinder([place], store, partial(own_urls, config.peer_listen, config.peer_url)).look(place)
     except (OSError, UnicodeError, TierUnavailable) as exc:
         return [warning("peers", f"{place}: nobody can be looked for: {exc}", "they are looked for again every minute")]
     finally:

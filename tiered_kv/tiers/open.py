@@ -146,13 +146,13 @@ def _with_door(config: Config, bucket: OpenTier, monotonic: Monotonic) -> OpenTi
     Raises:
         ConfigError: They would not find it.
     """
-    from tiered_kv.tiers.peers.found import DoorRecord, own_urls  # noqa: PLC0415 - who has no door needs none of it
+    from tiered_kv.tiers.peers.found import DoorRecord, door_url  # noqa: PLC0415 - who has no door needs none of it
 
     assert bucket.store is not None and config.peer_listen is not None
-    url = own_urls(config.peer_listen, config.peer_url)[0]
-    if not is_peer_address(url.removeprefix("https://")):
+    url = door_url(config.peer_listen, config.peer_url)
+    if not is_peer_address(url().removeprefix("https://")):
         raise ConfigError(
-            f"other machines cannot find peer_listen at {url}: give it a port of its own, or set peer_url"
+            f"other machines cannot find peer_listen at {url()}: give it a port of its own, or set peer_url"
         )
     return dataclasses.replace(bucket, tier=DoorRecord(bucket.tier, bucket.store, url, monotonic))
 
@@ -169,7 +169,7 @@ def _peers(config: Config, formats: Formats, monotonic: Monotonic, store: Object
     key = FleetKey.read(config.peer_key_file)
     context = key.client_context()
     return PeersTier(
-        PeerFinder(config.peers, store, own_urls(config.peer_listen, config.peer_url)),
+        PeerFinder(config.peers, store, partial(own_urls, config.peer_listen, config.peer_url)),
         lambda url: Peer(url, key, context, monotonic),
         formats,
         timeout_s=config.peer_timeout_s,

@@ -44,17 +44,19 @@ class PeerFinder:
     Threads: one at a time.
     """
 
-    def __init__(self, places: Sequence[str], store: Objects | None, own: Collection[str] = ()) -> None:
+    def __init__(
+        self, places: Sequence[str], store: Objects | None, own: Callable[[], Collection[str]] = tuple
+    ) -> None:
         """Find what the setting ``peers`` says.
 
         Args:
             places: ``https://HOST:PORT``, ``dns://NAME:PORT``, or the bucket.
             store: The bucket's, where they name it.
-            own: URLs of this machine's own door, which is no peer.
+            own: Says the URLs of this machine's own door, which is no peer; they may change. May block.
         """
         self._places = tuple(places)
         self._store = store
-        self._own = frozenset(own)
+        self._own = own
 
     @property
     def is_fixed(self) -> bool:
@@ -96,7 +98,8 @@ class PeerFinder:
             urls = [url_of(one, port) for one in addresses]
         else:
             return [place]  # whoever names it means it
-        return [url for url in urls if url not in self._own]
+        own = self._own()
+        return [url for url in urls if url not in own]
 
 
 class DoorRecord(TierWrapper):
@@ -105,28 +108,39 @@ class DoorRecord(TierWrapper):
     Threads: any; ``flush`` is called by one at a time.
     """
 
-    def __init__(self, bucket: Tier, store: Objects, url: str, monotonic: Callable[[], float]) -> None:
-        """Record ``url`` at the first flush of ``bucket``, and every ``RECORD_S``."""
+    def __init__(self, bucket: Tier, store: Objects, url: Callable[[], str], monotonic: Callable[[], float]) -> None:
+        """Record a URL at the first flush of ``bucket``, every ``RECORD_S``, and when it is another one.
+
+        Args:
+            url: Where the door is reached now; must not block.
+        """
         super().__init__(bucket)
         self._store = store
-        self._path = PEERS + url.removeprefix("https://")
+        self._url = url
+        self._path = ""
         self._monotonic = monotonic
-        self._due_s = monotonic()
+        self._look_due_s = self._due_s = monotonic()
 
     def flush(self) -> None:
         self.inner.flush()
-        if self._monotonic() < self._due_s:
+        now_s = self._monotonic()
+        if now_s < self._look_due_s:
             return
-        self._due_s = self._monotonic() + FIND_S
-        self._store.put(self._path, b"")
-        if gone := [path for path, age_s in _records(self._store) if age_s > GONE_S]:
+        self._look_due_s = now_s + FIND_S
+        before, path = self._path, PEERS + self._url().removeprefix("https://")
+        if path == before and now_s < self._due_s:
+            return
+        self._store.put(path, b"")
+        self._path = path
+        gone = [old for old, age_s in _records(self._store) if age_s > GONE_S or old == before != path]
+        if gone:
             self._store.delete(gone[:FOUND_MAX])
         self._due_s = self._monotonic() + RECORD_S
 
     def close(self) -> None:
         """Take the record away and close the bucket; one that stays is not believed after two hours."""
         try:
-            self._store.delete([self._path])
+            self._store.delete([self._path] if self._path else [])
         except TierUnavailable as exc:
             logger.info("the record of this door stays in the bucket for a while. %s", exc)
         finally:
@@ -162,10 +176,26 @@ def own_urls(listen: str | None, peer_url: str | None = None) -> list[str]:
         return []
     host, port = parse_address(listen)
     addresses = [host, *_addresses(host)]
-    if not {"0.0.0.0", "::"}.isdisjoint(addresses):
+    if _are_all(addresses):
         addresses = [_way_out(), *_addresses(socket.gethostname())]
     said = [peer_url] if peer_url is not None else []
     return list(dict.fromkeys([*said, *(url_of(address, port) for address in addresses)]))
+
+
+def door_url(listen: str, peer_url: str | None = None) -> Callable[[], str]:
+    """What says where other machines reach this one's door, as the first of :meth:`own_urls`, and does not block.
+
+    A machine may get its way out, or another address, long after its server began.
+    """
+    host, port = parse_address(listen)
+    if peer_url is None and _are_all([host, *_addresses(host)]):
+        return lambda: url_of(_way_out(), port)
+    url = own_urls(listen, peer_url)[0]
+    return lambda: url
+
+
+def _are_all(addresses: Sequence[str]) -> bool:
+    return not {"0.0.0.0", "::"}.isdisjoint(addresses)
 
 
 def _addresses(host: str) -> list[str]:
