@@ -240,7 +240,9 @@ def _code_elsewhere(model: Any, folder: Path) -> Iterator[tuple[str, Path]]:
                 f"and give the code in the model's own folder. repository={name} file={file}"
             )
         for mark, below in (("", asked_for), ("@main", None if main == asked_for else main)):
-            for path in below.rglob("*.py") if below is not None else ():
+            if below is None:
+                continue
+            for path in below.rglob("*.py"):
                 beside = folder / (place := path.relative_to(below).as_posix())
                 if path.is_file() and not (beside.is_file() and beside.samefile(path)):
                     yield f"{given or 'own'}{mark}/{place}", path
