@@ -86,10 +86,10 @@ def test_a_failure_shows_its_seed_its_plan_and_its_last_events(monkeypatch):
 # -- negative controls: a check that never fails proves nothing --------------------------------------------------------
 
 
-def first_failure(pattern=""):
+def first_failure(pattern="", looked_at_first=()):
     """The first schedule that fails for this reason."""
     others = set()
-    for number in range(SEEN_WITHIN):
+    for number in [*looked_at_first, *range(SEEN_WITHIN)]:
         try:
             simulate(number)
         except SimulationFailed as failure:
@@ -279,7 +279,11 @@ BROKEN = {
 }
 
 
+# What few schedules notice: the first that does, which saves a minute. Where schedules have changed, the search finds another.
+SEEN_AT = {slots_are_taken_before_their_client_was_told: 324, pins_are_ignored: 74}
+
+
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_it_notices_a_product_that_is_broken(broken, monkeypatch):
     broken(monkeypatch.setattr)
-    first_failure(BROKEN[broken])
+    first_failure(BROKEN[broken], [SEEN_AT[broken]] if broken in SEEN_AT else [])
