@@ -40,7 +40,7 @@ class Scale:
         return 2 * self.chains_per_server * BLOBS_PER_CHAIN * 2 // 5
 
 
-CHAINS = count("BUCKET_CHAINS", 12)  # of each server; 25 under make prove
+CHAINS = count("BUCKET_CHAINS", 8)  # of each server; 25 under make prove
 LARGE, SMALL = Scale(CHAINS, CHAINS * 36, 0.02), Scale(5, 180, 0.2)
 
 
