@@ -141,6 +141,8 @@ def test_what_fails_on_the_way_is_put_into_words(error, expected):
         answered("SignatureDoesNotMatch", 403),
         answered("InvalidTokenId", 403),
         answered("Whatever", 401),
+        answered("403", 403),
+        answered("400"),
         boto.NoCredentialsError(),
         caused(OSError("on the way"), boto.CredentialRetrievalError(provider="p", error_msg="x")),
         boto.SSLError(endpoint_url="https://h", error="bad"),
@@ -156,7 +158,6 @@ def test_what_other_credentials_may_mend_is_told(error):
     "error",
     [
         answered("AccessDenied", 403),
-        answered("403", 403),
         answered("SlowDown", 503),
         TimeoutError(),
         OSError(),

@@ -99,7 +99,9 @@ _BY_CLASS: Final[dict[str, str]] = {
 
 _UNKNOWN_CODES = frozenset(
     {
+        "400",
         "401",
+        "403",
         "AuthenticationFailed",
         "ExpiredToken",
         "ExpiredTokenException",
@@ -114,7 +116,8 @@ _UNKNOWN_CODES = frozenset(
         "Unauthorized",
     }
 )
-"""The store does not know who asks. Not 403 and ``AccessDenied``: those may be what a policy says, for ever."""
+"""The store does not know who asks. Not ``AccessDenied``, which may be what a policy says, for ever. To a HEAD a store
+says a number and no more, and a trial of a tier that is left out begins with one."""
 
 _UNPROVEN = frozenset(
     {
