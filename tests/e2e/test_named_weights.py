@@ -169,13 +169,29 @@ def test_loader_that_reads_elsewhere_needs_a_name(tiny_model: Path, new_model: P
     assert_same(answers[0], plain)
 
 
+def sharded_into(folder: Path, model: Path) -> None:
+    """The state of this model's only rank as ``save_sharded_state`` writes it: with the tensors vLLM fuses and adds."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    (file,) = model.glob("*.safetensors")
+    tensors = load_file(file)
+    for fused, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+        for name in [name for name in tensors if f".{parts[0]}." in name]:
+            found = [tensors.pop(name.replace(parts[0], part)) for part in parts]
+            tensors[name.replace(parts[0], fused)] = torch.cat(found)
+    for name in [name for name in tensors if name.endswith("qkv_proj.weight")]:
+        for scale in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            tensors[name.replace("qkv_proj.weight", f"attn.{scale}")] = torch.tensor(1.0)
+    save_file(tensors, folder / "model-rank-0-part-0.safetensors")
+
+
 def test_a_sharded_state_is_named_by_its_files(tiny_model: Path, new_model: Path, tmp_path: Path) -> None:
     """vLLM lists these files for nobody; engines that loaded them had no cache, and a reason that was not theirs."""
     model, root = trained_into(tmp_path / "model", tiny_model), tmp_path / "cache"
     told = []
     for trained in (tiny_model, new_model, tiny_model):
-        with running(trained) as llm:
-            llm.collective_rpc("save_sharded_state", kwargs={"path": str(model)})
+        sharded_into(model, trained)
         told.append(ask(model, root, load_format="sharded_state"))
 
     old, new, again = told

@@ -183,7 +183,7 @@ def model_files(vllm_config: Any, *, is_named: bool, model: Any = None) -> dict[
     try:
         counted = {path.name: path for path in folder.iterdir() if _counts(path)}
         if model.trust_remote_code:
-            counted |= {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py") if path.is_file()}
+            counted |= dict(_python_files(folder))
         elsewhere = _read_by_models(folder)
         if model.trust_remote_code:
             elsewhere |= {name: _digest(path) for name, path in _code_elsewhere(model, folder)}
@@ -240,12 +240,15 @@ def _code_elsewhere(model: Any, folder: Path) -> Iterator[tuple[str, Path]]:
                 f"and give the code in the model's own folder. repository={name} file={file}"
             )
         for mark, below in (("", asked_for), ("@main", None if main == asked_for else main)):
-            if below is None:
-                continue
-            for path in below.rglob("*.py"):
-                beside = folder / (place := path.relative_to(below).as_posix())
-                if path.is_file() and not (beside.is_file() and beside.samefile(path)):
+            for place, path in _python_files(below) if below is not None else ():
+                beside = folder / place
+                if not (beside.is_file() and beside.samefile(path)):
                     yield f"{given or 'own'}{mark}/{place}", path
+
+
+def _python_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Every Python file below a folder, by its place there."""
+    return ((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py") if path.is_file())
 
 
 def _maps_of_processors(folder: Path) -> Iterator[Any]:
