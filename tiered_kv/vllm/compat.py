@@ -290,7 +290,7 @@ LOAD_ADAPTER: Final = "_load_adapter"
 LOADERS: Final = (
     Use("vllm.model_executor.model_loader.default_loader:DefaultModelLoader", PREPARE_WEIGHTS,
         without="names of weights: model_id has to be set"),
-    Use("vllm.model_executor.model_loader.sharded_state_loader:ShardedStateLoader", LOAD_WEIGHTS,
+    Use("vllm.model_executor.model_loader.base_loader:BaseModelLoader", LOAD_WEIGHTS,  # of sharded states
         without="names of weights: model_id has to be set"),
     Use("vllm.lora.worker_manager:WorkerLoRAManager", LOAD_ADAPTER, without="caching of requests with adapters"),
 )  # fmt: skip
