@@ -259,3 +259,16 @@ def test_a_server_that_an_engine_starts_has_little_host_memory_unless_it_is_name
 def test_a_wrong_setting_ends_the_start_with_its_name(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="unknown setting 'host_byte'; did you mean host_bytes"):
         make_llm(tiny_model, **offloading(on_disk(tmp_path) | {"host_byte": 1}))
+
+
+def test_a_refused_start_leaves_no_host_memory_taken(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM says nothing to its connectors where a start fails. Its file in shared memory would outlive the process."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr("vllm.distributed.kv_transfer.ensure_kv_transfer_shutdown", lambda: None)  # as the kit does
+    settings = offloading(on_disk(tmp_path))
+    engine_id = settings["kv_transfer_config"].engine_id
+    with pytest.raises(Exception, match="block hashes differ between processes"):
+        make_llm(tiny_model, **settings, prefix_caching_hash_algo="xxhash")
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_{engine_id}*"))

@@ -367,6 +367,8 @@ USES: Final = (
     Use(f"{OUTPUT}:NewRequestData", "prompt_len", since=(0, 32), feature=OFFLOADING),
     *_reads(f"{OUTPUT}:CachedRequestData", "req_ids num_computed_tokens resumed_req_ids", feature=OFFLOADING),
     Use(f"{V1}.offloading_connector:OffloadingConnector", "scheduler", feature=OFFLOADING),
+    Use("vllm.distributed.kv_transfer.kv_transfer_state", "ensure_kv_transfer_shutdown", "", feature=OFFLOADING),
+    Use(BASE, "shutdown", "", feature=OFFLOADING),
     Use(f"{V1}.offloading.config", "build_offloading_config", "vllm_config, kv_cache_config", feature=OFFLOADING),
     *_reads(f"{OFFLOAD}.config:OffloadingConfig", "groups cache parallel canonical_layout replicated_layout "
             "worker_kv_bytes_per_block", feature=OFFLOADING),
@@ -947,6 +949,15 @@ def key_positions(req_context: Any) -> dict[bytes, int]:
 def secondary_tiers(connector: Any) -> list[Any]:
     """The tiers that vLLM made for its ``OffloadingConnector``, in the scheduler's process; none where it has none."""
     return list(getattr(connector.scheduler.manager, "secondary_tiers", ()))
+
+
+def end_offloading(connector: Any) -> None:
+    """End vLLM's offloading in this process, both sides of it, of an engine that does not start.
+
+    vLLM ends a start that fails without a word to its connectors, and the file of its host memory stays.
+    """
+    connector.shutdown()
+    importlib.import_module("vllm.distributed.kv_transfer.kv_transfer_state").ensure_kv_transfer_shutdown()
 
 
 def offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:

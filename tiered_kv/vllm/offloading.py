@@ -38,6 +38,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -60,6 +61,7 @@ from tiered_kv.vllm.compat import (
     RequestOffloadingContext,
     SecondaryTierManager,
     canonical_pages,
+    end_offloading,
     key_positions,
     offloading_config,
     secondary_tiers,
@@ -1005,8 +1007,13 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
             one if isinstance(one, RowIdentity) else RowIdentity(refusal=f"rank {rank} did not say what it serves")
             for rank, one in sorted(content.items())
         ]
-        for number, tier in enumerate(tiers):
-            tier.begin(identities, f"{vllm_config.kv_transfer_config.engine_id}-{number}")
+        try:
+            for number, tier in enumerate(tiers):
+                tier.begin(identities, f"{vllm_config.kv_transfer_config.engine_id}-{number}")
+        except TieredKVError:
+            with suppress(Exception):  # the refusal is what has to be told
+                end_offloading(connector)
+            raise
 
     connector.set_xfer_handshake_metadata_pp_aware = take
 
