@@ -205,6 +205,21 @@ def test_a_bucket_is_asked_twice_for_a_prompt_that_goes_on_after_minutes_and_not
     world.abandon()
 
 
+def test_what_a_search_found_is_not_asked_for_again(tmp_path, bucket):
+    """A peer may have it alone, and puts it there soon: two machines would put it at once."""
+    first, session = node([open_disk(tmp_path / "a"), bucket])
+    first.store(session, LONG[:4])
+    first.abandon()
+    asked = Asked(bucket)
+    world, session = node([open_disk(tmp_path / "b"), asked])
+    assert world.loaded(session, LONG[:4]) == 4
+    before = asked.asked
+    world.store(session, LONG[:5])
+    assert asked.asked == before and len(bucket.names) == 5
+    world.check_idle()
+    world.abandon()
+
+
 def test_a_prefix_is_not_asked_for_in_vain_where_the_bucket_does_not_answer(tmp_path, bucket):
     faults = []
     world, session = node([open_disk(tmp_path), FaultyTier(bucket, lambda _number: faults.pop() if faults else None)])

@@ -490,6 +490,7 @@ class SecondaryTier:
         self.start_writes()
 
     def _now_found(self, entry: Entry) -> None:
+        self._confirm([entry.record])  # if a peer alone has it, that puts it there within minutes
         self._index.set_blob_state(entry, self.number, BlobState.PRESENT)
         self.order.add(entry)
         self._stats.inserted(entry, self.number, "found")
