@@ -279,7 +279,7 @@ BROKEN = {
 }
 
 
-# What few schedules notice: the first that does, which saves a minute. Where schedules have changed, the search finds another.
+# What few schedules notice: the first that did, which saves a minute. Once schedules have changed, another is searched.
 SEEN_AT = {slots_are_taken_before_their_client_was_told: 324, pins_are_ignored: 74}
 
 
