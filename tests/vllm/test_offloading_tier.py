@@ -84,6 +84,20 @@ def test_a_job_of_no_rows_succeeds_and_a_load_of_unknown_chunks_fails(make_tier:
     assert {(one.job_id, one.success) for one in tier.get_finished_jobs()} == {(1, True), (2, True), (3, False)}
 
 
+def test_a_tier_that_joined_late_is_not_said_to_find_nothing(
+    make_tier: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from tiered_kv.vllm.offloading import TieredKVTier
+
+    tier, context = make_tier(), request()
+    tier._refusal = "no session within 30 s"  # as the start says of a server that answers later
+    TieredKVTier.on_new_request(tier, context)
+    TieredKVTier.submit_load(tier, job(1, KEYS, context))
+
+    assert [one.success for one in tier.get_finished_jobs()] == [False]
+    assert "nothing is found" not in caplog.text
+
+
 def test_a_shutdown_may_be_called_again(make_tier: Callable[[], Any]) -> None:
     tier = make_tier()
     tier.shutdown()

@@ -652,7 +652,8 @@ class TieredKVTier(SecondaryTierManager):
         return known[first : first + count]
 
     def _tell_refusal(self) -> None:
-        if self._refusal and not self._is_told:
+        has_joined = self._jobs is not None and self._jobs.is_ready  # maybe later than the start waited
+        if self._refusal and not self._is_told and not has_joined:
             self._is_told = True
             logger.warning("nothing is found in the tier %s: %s", self.tier_type, self._refusal)
 
