@@ -394,6 +394,7 @@ BY_DUCK: dict[str, str] = {
     "model_type": "of a HF config",
     "vocab_size": "of a HF config",
     "auto_map": "of a HF config",
+    "name_or_path": "of a HF config",
     "name": "of an enumeration's member",
     "value": "of an enumeration's member",
     "calculate_kv_scales": "gone before 0.30, refused should it come back",

@@ -292,9 +292,11 @@ LOADERS: Final = (
         without="names of weights: model_id has to be set"),
     Use("vllm.model_executor.model_loader.base_loader:BaseModelLoader", LOAD_WEIGHTS,  # of sharded states
         without="names of weights: model_id has to be set"),
+    Use("vllm.model_executor.model_loader.sharded_state_loader:ShardedStateLoader", "iterate_over_files",
+        without="names of weights: model_id has to be set"),
     Use("vllm.lora.worker_manager:WorkerLoRAManager", LOAD_ADAPTER, without="caching of requests with adapters"),
 )  # fmt: skip
-"""What ``loader_watch.py`` wraps."""
+"""What ``loader_watch.py`` wraps, and what reads the files that it notes of a sharded state."""
 
 SCALES: Final = Use("vllm.v1.attention.backends.triton_attn:TritonAttentionImpl", "_ensure_scale_caches")
 """What writes into pages that a load may have filled. Compared where it was imported: it takes a GPU's packages."""

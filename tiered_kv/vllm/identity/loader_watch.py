@@ -121,7 +121,8 @@ def _noting_weights(original: Any, _: type) -> Any:
 def _noting_shards(original: Any, _: type) -> Any:
     def load_weights(self: Any, model: Any, model_config: Any) -> Any:
         source = str(getattr(model_config, "model_weights", None) or model_config.model)
-        _note_reading(self, source, _shards(source, getattr(self, "pattern", None)))
+        pattern = (self.load_config.model_loader_extra_config or {}).get("pattern")
+        _note_reading(self, source, _shards(source, pattern))
         return original(self, model, model_config)
 
     return load_weights
