@@ -131,7 +131,11 @@ def _noting_shards(original: Any, _: type) -> Any:
 def _shards(folder: str, pattern: str | None) -> list[str]:
     """The files of all ranks: each reads its own, and all of them have to find one name."""
     every = dict.fromkeys(("rank", "tp_rank", "pp_rank", "part"), "*")
-    return glob.glob(os.path.join(glob.escape(folder), (pattern or SHARDS).format(**every)))
+    try:
+        fitting = (pattern or SHARDS).format(**every)
+    except (LookupError, ValueError):  # vLLM refuses it in its own words
+        return []
+    return glob.glob(os.path.join(glob.escape(folder), fitting))
 
 
 def _note_reading(loader: Any, source: str, files: Collection[str]) -> None:
