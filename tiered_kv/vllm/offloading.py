@@ -38,7 +38,6 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -1012,8 +1011,10 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
             for number, tier in enumerate(tiers):
                 tier.begin(identities, f"{vllm_config.kv_transfer_config.engine_id}-{number}")
         except TieredKVError:
-            with suppress(Exception):  # the refusal is what has to be told
+            try:
                 end_offloading(connector)
+            except Exception as exc:  # noqa: BLE001  # vLLM's own end; the refusal is what has to be told
+                logger.warning("vLLM's offloading did not end; its host memory may stay in /dev/shm. cause=%r", exc)
             raise
 
     connector.set_xfer_handshake_metadata_pp_aware = take
