@@ -234,7 +234,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _rows(run: Run) -> list[dict[str, Any]]:
-    """One row for each phase of which there are samples, and one for what failed outside of them."""
+    """One row for each phase of which there are samples, and one for what failed outside of them; at least one."""
     kv_bytes = _one(run, "facts").get("kv_bytes_per_token")
     link = _one(run, "link").get("gb_per_s")
     prefix = {s["number"]: s["ttft_s"] for s in run.samples if s["phase"] == "prefix cache" and "ttft_s" in s}
@@ -260,8 +260,8 @@ def _rows(run: Run) -> list[dict[str, Any]]:
             row |= {key: round(value, 2) for key, value in measured[0].items() if key.startswith("itl_")}
             row["gaps"] = measured[0]["gaps"]
         rows.append(row)
-    if run.failure:
-        rows.append({"system": run.role, "phase": "all", "verdict": "failed", "message": run.failure})
+    if failure := run.failure or ("" if rows else "it ended without a word of what it measured"):
+        rows.append({"system": run.role, "phase": "all", "verdict": "failed", "message": failure})
     return rows
 
 

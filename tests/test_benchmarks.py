@@ -118,6 +118,13 @@ def test_an_engine_that_is_out_of_time_is_a_row_that_says_so(run):
     assert told[1] in [("plain", "failed", f"{what}: the budget is used") for what in ("ended", "not begun")]
 
 
+def test_an_engine_that_measured_nothing_has_failed(run):
+    import gpu_engine  # type: ignore[import-not-found]  # the fixture knows where
+
+    (row,) = gpu_engine._rows(gpu_engine.Run("plain", None, Path(), Path()))
+    assert (row["system"], row["verdict"]) == ("plain", "failed")
+
+
 def test_a_block_with_other_bytes_or_a_hit_that_is_none_is_wrong(run):
     import gpu_engine_process as process  # type: ignore[import-not-found]  # the fixture knows where
 
