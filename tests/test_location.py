@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from tests.kit.missing import needed
 from tiered_kv.errors import ConfigError
 from tiered_kv.location import Location, parse_location
 
@@ -123,7 +124,7 @@ def test_a_slip_in_an_option_is_told_where_the_client_takes_others_too(uri, name
     ("uri", "module", "client"), [("gs://b", "gcsfs.core", "GCSFileSystem"), ("az://c", "adlfs", "AzureBlobFileSystem")]
 )
 def test_every_option_of_the_client_itself_is_passed_on(uri, module, client):
-    taken = inspect.signature(getattr(pytest.importorskip(module), client).__init__).parameters.values()
+    taken = inspect.signature(getattr(needed(module), client).__init__).parameters.values()
     others = {each.name: None for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"}
     assert len(others) > 10 and parse_location(uri, others).options == others
 

@@ -9,6 +9,7 @@ from aiohttp import ClientPayloadError, ServerDisconnectedError
 from botocore import exceptions as boto
 from s3fs.errors import translate_boto_error
 
+from tests.kit.missing import needed
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.errors import (
     IncompleteRead,
@@ -247,8 +248,8 @@ def test_secrets_inside_a_message_are_taken_out():
 
 
 def test_secrets_inside_other_secrets_are_taken_out():
-    pytest.importorskip("adlfs")
-    pytest.importorskip("gcsfs")
+    needed("adlfs")
+    needed("gcsfs")
     connection = (
         "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=c2VjcmV0a2V5==;EndpointSuffix=core.windows.net"
     )

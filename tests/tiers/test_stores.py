@@ -15,6 +15,7 @@ import pytest
 from fsspec.asyn import get_loop
 
 from tests.kit.faults.proxy import Fault, FaultProxy, Mode
+from tests.kit.missing import needed
 from tests.kit.server.probe import wait_for
 from tests.kit.stores.child import read_by_child
 from tests.kit.stores.session import ATOMIC, OVERWRITING
@@ -459,7 +460,7 @@ def google_error(status, message):
 )
 def test_a_file_that_an_option_names_and_that_is_not_there_is_told(uri, option, package, tmp_path):
     """A CA bundle that no volume brings into the container, or a service account's file: a token is not a path."""
-    pytest.importorskip(package)
+    needed(package)
     store = open_store(uri, {"endpoint_url": "https://127.0.0.1:1", option: str(tmp_path / "hidden.pem")})
     fails(store, f"the file that the option {option} names cannot be read")
     with pytest.raises(TierUnavailable) as caught:
@@ -473,7 +474,7 @@ def test_a_file_that_an_option_names_and_that_is_not_there_is_told(uri, option, 
     [(401, "Invalid Credentials"), (403, "me@x does not have storage.objects.get access"), (401, "Anonymous caller")],
 )
 def test_credentials_that_google_refuses_are_told_at_once(status, message, monkeypatch):
-    pytest.importorskip("gcsfs")
+    needed("gcsfs")
     monkeypatch.setenv("FETCH_RAW_TOKEN_EXPIRY", "false")  # else gcsfs asks Google how long the token holds
     with answering(status, google_error(status, message)) as (url, asked):
         store = open_store("gs://bucket/p", {"endpoint_url": url, "token": "ya29.hidden"})
@@ -487,7 +488,7 @@ def test_credentials_that_google_refuses_are_told_at_once(status, message, monke
 
 def test_a_page_for_people_is_no_stored_object_no_deletion_and_no_damaged_blob_of_googles(monkeypatch):
     """A load balancer under maintenance, or the portal of a network, answers everything with 200."""
-    pytest.importorskip("gcsfs")
+    needed("gcsfs")
     monkeypatch.setenv("FETCH_RAW_TOKEN_EXPIRY", "false")
     page = b"<!DOCTYPE html><html><head><title>Soon</title></head><body><p>We are back soon.<br/></p></body></html>"
     with answering(200, page, {"Content-Type": "text/html; charset=utf-8"}) as (url, asked):
@@ -500,7 +501,7 @@ def test_a_page_for_people_is_no_stored_object_no_deletion_and_no_damaged_blob_o
 
 
 def test_a_service_account_that_google_does_not_know_any_more_is_told_at_once(tmp_path):
-    pytest.importorskip("gcsfs")
+    needed("gcsfs")
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import rsa
 
