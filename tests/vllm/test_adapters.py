@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,6 +150,33 @@ def test_ids_that_ranks_told_of_are_bounded_and_those_that_are_asked_for_stay(fo
     adapters.take_reports({3: {0: told(folder)}})
     assert adapters.is_held(adapters.identity(lora("a", folder, number=3))), "the newest load counts"
     assert (adapters.is_held(used), adapters.is_held(unused)) == (True, False)
+
+
+def test_only_files_that_vllm_reads_of_an_adapter_count(folder, tmp_path):
+    """A trainer leaves its optimizer beside them, twice their size and more: read by none, hashed by the scheduler."""
+    (other := adapter_files(tmp_path / "b", 1)).joinpath("optimizer.pt").write_bytes(bytes(1 << 20))
+    for name in ("trainer_state.json", "tokenizer.json", "training_args.bin", "merged.safetensors"):
+        (other / name).write_text("{}")
+    adapters = Adapters("bfloat16")
+    assert adapters.identity(lora("a", folder)).identity == adapters.identity(lora("b", other, number=2)).identity
+    (other / "trainer_state.json").write_text('{"step": 2}')
+    adapters.identity(lora("b", other, number=2))
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt", "adapter_config.json"])
+def test_every_file_that_vllm_may_read_of_an_adapter_counts(folder, tmp_path, name):
+    (other := adapter_files(tmp_path / "b", 1)).joinpath(name).write_bytes(b"{}")
+    adapters = Adapters("bfloat16")
+    assert adapters.identity(lora("a", folder)).identity != adapters.identity(lora("b", other, number=2)).identity
+
+
+def test_an_adapter_that_vllm_reads_from_elsewhere_has_no_identity(folder):
+    """Of vLLM before 0.32: its tensors come from a folder that the request's own configuration names."""
+    request = SimpleNamespace(
+        lora_name="a", lora_path=str(folder), lora_int_id=1, tensorizer_config_dict={"tensorizer_dir": "/elsewhere"}
+    )
+    with pytest.raises(Unaccountable, match="tensorizer"):
+        Adapters("bfloat16").identity(request)
 
 
 def test_files_of_many_adapters_are_read_once_each(tmp_path):

@@ -5,6 +5,7 @@ before an engine finds it.
 """
 
 import ast
+import re
 
 import pytest
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -12,7 +13,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from tests.kit.vllm.connector_api import BASE, declared, recorded, sources
 from tiered_kv.vllm.compat import FIRST_VERSION, LEFT_TO_VLLM, LOADERS, PROVEN, accepts, described
 from tiered_kv.vllm.connector import TieredKVConnector
-from tiered_kv.vllm.identity.loader_watch import watch_loaders, watched_loaders
+from tiered_kv.vllm.identity.loader_watch import ADAPTER_FILES, watch_loaders, watched_loaders
 
 WINDOW = recorded()
 
@@ -32,6 +33,14 @@ def test_what_is_watched_is_there_in_the_versions_here(use):
         (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
         names = [node.name for node in found.body if isinstance(node, ast.FunctionDef)]
         assert use.name in names, f"vLLM {version} reads its files elsewhere: tiered_kv/vllm/identity/loader_watch.py"
+
+
+def test_an_adapter_s_files_are_those_that_vllm_reads():
+    for version, base in sources().items():
+        lora = base.parents[len(BASE.parents) - 2].parent / "vllm/lora"
+        text = "".join((lora / name).read_text() for name in ("lora_model.py", "peft_helper.py"))
+        read = set(re.findall(r'join\(lora_(?:dir|path), "([^"]+)"\)', text))
+        assert read == set(ADAPTER_FILES), f"vLLM {version} reads others: tiered_kv/vllm/identity/loader_watch.py"
 
 
 def test_every_loader_of_vllm_that_names_its_files_is_wrapped():

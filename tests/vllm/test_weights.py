@@ -73,11 +73,11 @@ def link_model(folder, seed=0):
 
 
 def sampled(folder):
-    return files.digest_files(files.file_stamps(folder, (".safetensors", ".bin")), 0, ROWS)
+    return files.digest_files(files.stamps_of([*folder.glob("*.safetensors"), *folder.glob("*.bin")]), 0, ROWS)
 
 
 def full(folder):
-    return files.digest_files(files.file_stamps(folder, (".safetensors",)), weights.FULL_BYTES, ROWS)
+    return files.digest_files(files.stamps_of(folder.glob("*.safetensors")), weights.FULL_BYTES, ROWS)
 
 
 def test_model_id_is_the_users_word_and_nothing_is_read(tmp_path):
@@ -359,7 +359,7 @@ def test_reads_are_bounded_however_many_tensors_there_are(tmp_path, monkeypatch)
     folder = tmp_path / "many"
     folder.mkdir()
     save_file({str(i): np.zeros(1, dtype=np.float32) for i in range(3000)}, folder / "model.safetensors")
-    (stamp,) = files.file_stamps(folder, (".safetensors",))
+    (stamp,) = files.stamps_of(folder.glob("*.safetensors"))
     with open(stamp.path, "rb") as file:
         _, spans = files._Plan((stamp,), 0).spans(file.fileno(), stamp)
     assert 1000 <= len(spans) <= 1001

@@ -127,6 +127,8 @@ class Adapters:
             Unaccountable: Its files cannot be read here, have changed, or are not those that vLLM loaded.
         """
         name, path, number = lora_request.lora_name, str(lora_request.lora_path), int(lora_request.lora_int_id)
+        if getattr(lora_request, "tensorizer_config_dict", None):  # of vLLM before 0.32
+            raise Unaccountable(f"adapter's tensors are read by tensorizer, from elsewhere. adapter={name}")
         stamps = adapter_stamps(path)
         if not stamps:
             raise Unaccountable(f"adapter's files cannot be read. adapter={name}")

@@ -85,14 +85,6 @@ def local_path(name: str, proof: str, revision: str | None = None, cache_dir: st
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def file_stamps(path: Path, suffixes: Sequence[str]) -> tuple[FileStamp, ...]:
-    """The files of ``path`` (a directory or one file) with these suffixes, sorted by name; () if it cannot be read."""
-    try:
-        return stamps_of([path] if path.is_file() else [x for x in path.iterdir() if x.suffix in suffixes])
-    except OSError:
-        return ()
-
-
 def stamps_of(files: Iterable[str | Path]) -> tuple[FileStamp, ...]:
     """Stamps of these files, sorted by path.
 

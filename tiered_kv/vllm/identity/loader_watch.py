@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tiered_kv.vllm.compat import LOAD_ADAPTER, LOAD_WEIGHTS, PREPARE_WEIGHTS
-from tiered_kv.vllm.identity.file_digests import FileStamp, file_stamps, local_path, settle, stamps_of
+from tiered_kv.vllm.identity.file_digests import FileStamp, local_path, settle, stamps_of
 
 logger = logging.getLogger("vllm." + __name__)
 
-ADAPTER_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".json")
 ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_FILES: Final = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""What vLLM may read of an adapter's folder. A trainer writes more there, its optimizer's state for one."""
+
 MAX_NOTES: Final = 1 << 14
 """Adapters whose loads are remembered until the next step reports them."""
 
@@ -92,7 +94,12 @@ def adapter_loads(after: int) -> tuple[int, dict[int, str]]:
 def adapter_stamps(name: str) -> tuple[FileStamp, ...]:
     """Stamps of an adapter's files, wherever it lies on this machine; () if it is not here."""
     path = local_path(name, ADAPTER_CONFIG)
-    return () if path is None else file_stamps(path, ADAPTER_SUFFIXES)
+    if path is None:
+        return ()
+    try:
+        return stamps_of(file for name in ADAPTER_FILES if (file := path / name).exists())
+    except OSError:
+        return ()
 
 
 def stamps_text(stamps: tuple[FileStamp, ...]) -> str:
