@@ -11,6 +11,7 @@ from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.engine.engine import CONFIRMED_S
 from tiered_kv.testing.faults import Fault, FaultyTier
 from tiered_kv.testing.memory import MemoryTier
+from tiered_kv.tiering.secondary_tier import SecondaryTier
 
 PREFIX = (1, 2, 3, 4, 5)
 PICK = st.integers(0, 1 << 16)
@@ -172,6 +173,34 @@ def test_what_goes_on_from_a_lost_chunk_that_nobody_has_is_not_put_until_it_is_s
     assert {name.chunk_index for name in bucket.names} >= set(range(8))
     world.check_idle()
     world.close()
+
+
+class Full(FaultyTier):
+    """A bucket whose limit pushes out whatever is put, from some moment on."""
+
+    def __init__(self, inner):
+        super().__init__(inner, lambda _number: None)
+        self.keeps, self.puts = True, 0
+
+    def put(self, name, blob):
+        super().put(name, blob)
+        self.puts += 1
+        if not self.keeps and self.puts < 500:  # else the test would not end
+            delete(self.inner)
+
+
+def test_a_prefix_that_does_not_stay_is_not_put_again_for_ever(tmp_path, bucket, monkeypatch):
+    """And puts that take minutes, so that nothing is believed that long."""
+    monkeypatch.setattr(SecondaryTier, "_is_confirmed", lambda _self, _entry: False)
+    full = Full(bucket)
+    world, session = node([open_disk(tmp_path / "a"), full], host_bytes=64 * BLOB_BYTES)
+    world.store(session, LONG[:6])
+    full.keeps = False
+    delete(bucket)
+    world.store(session, LONG)
+    assert full.puts < 100 and world.tiering.pending_writes == 0
+    world.check_idle()
+    world.abandon()
 
 
 class Asked(FaultyTier):

@@ -169,6 +169,7 @@ class SecondaryTier:
         self._pinned: set[bytes] = set()
         self._confirmed: set[bytes] = set()  # keys of what a shared tier has, by its own word, since the last aging
         self._confirmed_before: set[bytes] = set()
+        self._tried_again: set[Entry] = set()  # queued or WRITING; the prefix before it was lost once, and queued again
         self._index = index
         self._jobs = outbox.jobs
         self._counters = outbox.counters
@@ -317,6 +318,7 @@ class SecondaryTier:
         self._writing -= 1
         if outcome is Outcome.OK:
             self._confirm([*behind, entry.record])
+            self._tried_again.discard(entry)
             self._index.set_blob_state(entry, self.number, BlobState.PRESENT)
             self.order.add(entry)
             self._stats.inserted(entry, self.number, "written")
@@ -383,6 +385,7 @@ class SecondaryTier:
             self.drop_descendants(entry)
 
     def _unqueue(self, entry: Entry, reason: str) -> None:
+        self._tried_again.discard(entry)
         self._index.set_blob_state(entry, self.number, BlobState.ABSENT)
         self._leave_queue(entry)
         self._counters[f"{self._source.drop_counter(entry)}_{reason}"] += 1
@@ -431,7 +434,10 @@ class SecondaryTier:
         self._confirmed_before, self._confirmed = self._confirmed, set()
 
     def _write_again(self, entry: Entry, lost: ChunkRecord) -> None:
-        """A chunk was not written, because one before it is gone: write its prefix again, or not this one, either."""
+        """A chunk was not written, because one before it is gone: write its prefix again, or not this one, either.
+
+        Once for each chunk: where a limit pushes out what is written, prefixes would be written for ever.
+        """
         gone = self._index.get(lost.key)
         if gone is not None and self._is_only_believed(gone) and not self._source.has_bytes(gone):
             self._lost(gone, BlobState.ABSENT)
@@ -446,7 +452,8 @@ class SecondaryTier:
             node = self._index.parent(node)
         is_whole = bool(chunks) and not chunks[-1].record.chunk_index
         is_behind_others = node is not None and node.blobs[self.number] in CLAIMED
-        if not chunks or not (is_whole or is_behind_others) or not self._source.queue_again(chunks):
+        may_follow = bool(chunks) and (is_whole or is_behind_others) and entry not in self._tried_again
+        if not may_follow or not self._source.queue_again(chunks):
             self._counters[f"{self._source.drop_counter(entry)}_no_parent"] += 1
             self.release_bytes(entry, BlobState.ABSENT)
             self.drop_descendants(entry)
@@ -459,6 +466,7 @@ class SecondaryTier:
                 del self._ready[child]
                 self._waiting.setdefault(chunk, {})[child] = None
             self.start_or_wait(chunk)
+        self._tried_again.add(entry)
         self.requeue(entry)
 
     def _is_only_believed(self, entry: Entry) -> bool:
@@ -484,6 +492,7 @@ class SecondaryTier:
     def found_queued(self, entry: Entry) -> None:
         """Another server has put a blob here that was queued: it need not be written."""
         self._leave_queue(entry)
+        self._tried_again.discard(entry)
         self._source.release(entry)
         self._now_found(entry)
         self._release_waiting(entry)
@@ -527,6 +536,8 @@ class SecondaryTier:
 
     def release_bytes(self, entry: Entry, state: BlobState) -> None:
         """The blob takes no room any more; its entry gets another state."""
+        if state is not BlobState.QUEUED:
+            self._tried_again.discard(entry)
         self.used_bytes -= entry.blob_bytes[self.number]
         if entry.blobs[self.number] is not BlobState.DELETING:
             self.usage.remove(entry.record.namespace, entry.blob_bytes[self.number])
@@ -704,6 +715,7 @@ class SecondaryTier:
         waiting = [child for children in self._waiting.values() for child in children]
         assert set(self._ready) == set(filter(self._may_write, queued)), "a write was forgotten, or given up and not"
         assert queued.issuperset(waiting), "a write that was given up is remembered"
+        assert self._tried_again <= queued | writing, "a write that has ended counts as tried again"
         for entry in queued:
             self._check_queued(entry)
         if self.capacity_bytes is not None:
