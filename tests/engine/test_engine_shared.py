@@ -9,9 +9,13 @@ from tests.kit.counts import count
 from tests.kit.engine_world import BLOB_BYTES, EngineWorld
 from tests.kit.storage.disk_probe import open_disk
 from tiered_kv.engine.engine import CONFIRMED_S
+from tiered_kv.keys.naming import parse_object_path
+from tiered_kv.location import parse_location
 from tiered_kv.testing.faults import Fault, FaultyTier
 from tiered_kv.testing.memory import MemoryTier
 from tiered_kv.tiering.secondary_tier import SecondaryTier
+from tiered_kv.tiers.object.store import ObjectStore
+from tiered_kv.tiers.object.tier import ObjectTier
 
 PREFIX = (1, 2, 3, 4, 5)
 PICK = st.integers(0, 1 << 16)
@@ -138,6 +142,28 @@ def test_a_prefix_that_others_deleted_is_uploaded_again_before_what_goes_on_from
     assert other.loaded(session_of_other, LONG) == 8
     other.abandon()
     world.abandon()
+
+
+def test_a_prefix_that_was_deleted_on_an_s3_server_is_put_there_again_and_found_by_another_machine(tmp_path, s3):
+    store = ObjectStore(parse_location(s3.uri(s3.new_prefix()), s3.options()))
+    world, session = node([open_disk(tmp_path / "a"), ObjectTier(store)], host_bytes=64 * BLOB_BYTES)
+
+    def blobs():
+        return [one.path for one in store.list("") if parse_object_path(one.path)]
+
+    world.store(session, LONG[:6])
+    assert len(blobs()) == 6
+    store.delete(blobs())
+    world.store(session, LONG[:7])
+    assert len(blobs()) == 1, "within minutes what was put is believed to be there"
+    pass_minutes(world)
+    world.store(session, LONG)
+    assert len(blobs()) == 8
+    other, session_of_other = node([open_disk(tmp_path / "b"), ObjectTier(store)], host_bytes=64 * BLOB_BYTES)
+    assert other.loaded(session_of_other, LONG) == 8
+    other.abandon()
+    world.abandon()
+    store.close()
 
 
 def test_what_came_from_a_bucket_is_put_there_again_by_a_machine_that_kept_it(tmp_path, bucket):
