@@ -395,6 +395,7 @@ BY_DUCK: dict[str, str] = {
     "vocab_size": "of a HF config",
     "auto_map": "of a HF config",
     "name_or_path": "of a HF config",
+    "tensorizer_config_dict": "of a LoRA request, before 0.32",
     "name": "of an enumeration's member",
     "value": "of an enumeration's member",
     "calculate_kv_scales": "gone before 0.30, refused should it come back",
