@@ -295,7 +295,7 @@ class ObjectStore:
     def _take(self) -> _Client:
         with self._state:
             if self._client is not None and self._client.pid != os.getpid():
-                _INHERITED.append(self._client.medium)
+                _close(self._client)
                 self._client = None
             if self._client is None:
                 medium = _open_medium(self._location, self.timeout_s, self._concurrency)
@@ -318,6 +318,7 @@ class ObjectStore:
 
 
 def _close(client: _Client) -> None:
+    """Close a client, or keep it where it is the parent's."""
     if client.pid != os.getpid():
         _INHERITED.append(client.medium)
         return
