@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.kit.counts import count
+from tests.kit.counts import count, only_in_proofs
 from tests.kit.server.probe import wait_ended, wait_written
 from tests.kit.verbs import explained_hit
-from tests.kit.vllm.cached_engine import CachedEngine, cached_engine
+from tests.kit.vllm.cached_engine import CachedEngine, assert_same, cached_engine
 from tests.kit.vllm.harness import (
     BLOCK_TOKENS,
     Answer,
@@ -298,3 +298,20 @@ def test_what_was_computed_without_the_draft_is_not_stored(tiny_model: Path, tmp
     assert [answer.cached_tokens for answer in answers] == [0, 0, 0, 200 // WIDE_CHUNK * WIDE_CHUNK]
     assert answers[0].tokens == answers[1].tokens
     assert answers[2].tokens == answers[3].tokens
+
+
+@only_in_proofs
+def test_a_follow_up_finds_an_answer_beside_windows(tmp_path: Path) -> None:
+    """vLLM has the block that a hit with a draft needs more back one step before an answer's chunk is whole."""
+    model, options = eagle3_beside_windows(tmp_path, tmp_path)
+    with cached_engine(model, tmp_path / "cache", {"chunk_tokens": 2 * WIDE_CHUNK}, **options) as engine:
+        prompt = random_prompt(1, 200)
+        (answer,) = engine.ask(prompt, max_tokens=100)
+        counters = engine.scheduler_side.counters
+        assert (counters["stores"], counters["store_dropped_window_passed"]) == (1, 0)
+        follow_up = [*prompt, *answer.tokens, *random_prompt(2, FOLLOW_UP)]
+        loaded = ask(engine, follow_up)
+        zero_kv(engine.llm)
+        (computed,) = engine.ask(follow_up, skip_load=True)
+    assert (loaded.cached_tokens, computed.cached_tokens) == (2 * WIDE_CHUNK - B, 0)
+    assert_same(loaded, computed)

@@ -196,7 +196,8 @@ def test_each_chunk_is_counted_once_where_windows_pass_and_drafts_lack(passed, o
     role = EngineRole(may_load=True, may_store=True, has_prefix_caching=True)
     config = Config(storage_uri="file:///unused", chunk_tokens=64)
     saves = RequestSaves(config, world.server, role, WINDOWED, lookups, world.saves, undrafted, world.counters)
-    request = SimpleNamespace(num_computed_tokens=0, num_tokens=11 * 64, num_prompt_tokens=11 * 64)
+    tokens = 11 * 64
+    request = SimpleNamespace(request_id="r", num_computed_tokens=0, num_tokens=tokens, num_prompt_tokens=tokens)
     state = SimpleNamespace(
         request=request,
         params=NO_PARAMS,

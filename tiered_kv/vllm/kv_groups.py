@@ -53,6 +53,7 @@ every such group, a *part* each (``keys/state_keys.py``). A load of tokens up to
 chunk - 1`` of the table, where vLLM's MambaManager puts the state that it goes on from (``mamba_cache_mode`` "align").
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -133,6 +134,15 @@ class CacheGroup:
         elif self.local_tokens is not None:
             skipped = computed_tokens // self.local_tokens * self.local_tokens
         return skipped // self.block_tokens
+
+    @property
+    def passed_tokens(self) -> int:
+        """How far behind a chunk's start vLLM frees the first of its stored blocks, at the earliest."""
+        if self.local_tokens is not None:
+            return self.chunk_blocks * self.block_tokens
+        if self.window_tokens is None:
+            return sys.maxsize
+        return (self.chunk_blocks - self.stored_blocks + 1) * self.block_tokens + self.window_tokens - 1
 
     def stored_range(self, chunk: int) -> range:
         """Places in the block table of a chunk's blocks that are stored."""
@@ -221,6 +231,11 @@ class CacheGroups:
     def has_windows(self) -> bool:
         """Whether some group keeps only the end of a prefix."""
         return any(group.is_windowed for group in self)
+
+    @property
+    def passed_tokens(self) -> int:
+        """How far behind a chunk's start vLLM frees the first of its stored blocks; ``sys.maxsize``: it keeps them."""
+        return min((group.passed_tokens for group in self.stored), default=sys.maxsize)
 
     @property
     def stored_blocks(self) -> int:

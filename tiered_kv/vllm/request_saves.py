@@ -64,6 +64,7 @@ class RequestSaves:
                 groups.block_tokens,
             )
         self._groups = groups
+        self._passed_tokens = groups.passed_tokens
         self._client = client
         self._role = role
         self._lookups = lookups
@@ -78,11 +79,15 @@ class RequestSaves:
         for request_id, tokens in output.num_scheduled_tokens.items():
             if (state := requests.get(request_id)) is None:
                 continue
-            end = self._count_storable(state, state.request.num_computed_tokens + tokens)
-            if end <= state.stored or not self._client.is_ready:
+            computed = state.request.num_computed_tokens + tokens
+            end = self._count_storable(state, computed)
+            if end <= state.stored and computed < state.stored * self._config.chunk_tokens + self._passed_tokens:
+                continue
+            if not self._client.is_ready:
                 continue
             if (tables := output.kv_connector_block_state.get_block_ids(request_id)) is not None:
                 self._queue_chunks(state, end, tables, is_ending=False)
+                self._keep_passed(state, tables, computed)
         if self._groups.states:
             self._queue_states(requests, output)
 
@@ -216,6 +221,7 @@ class RequestSaves:
         """Forget how far a request came: vLLM took its blocks, and computes or loads them anew."""
         self._leave_unstored(state, "preempted")
         state.storable = state.stored = state.unstored = 0
+        self._queue.passed.let_go(state.request.request_id)
 
     def _count_storable(self, state: RequestState, computed_tokens: int) -> int:
         """How many chunks are whole, and may be stored, once this step has run (rule 9)."""
@@ -252,6 +258,7 @@ class RequestSaves:
                 self._leave_unstored(state, "adapter_not_told")
         elif end > state.stored:
             self._lookups.update_held(state)
+            tables = self._queue.passed.whole_tables(state.request.request_id, tables)
             drafted = max(state.stored, self._undrafted.drafted_chunks(tables, end))
             chunks = range(state.stored, drafted)
             queued = self._queue.queue(
@@ -264,12 +271,26 @@ class RequestSaves:
                 older_tails=self._continued_tails(state, keys, range(max(chunks.start, state.held), chunks.stop)),
                 is_ending=is_ending,
             )
+            if queued.reached > state.stored or queued.has_passed:
+                self._queue.passed.let_go(state.request.request_id)
             state.stored = queued.reached
             if queued.has_passed:
                 self._leave_unstored(state, "window_passed")
                 state.stored = ALL_DONE
             elif is_ending and drafted < end:  # until then the draft's KV may still be written
                 self._leave_unstored(state, "undrafted")
+
+    def _keep_passed(self, state: RequestState, tables: BlockTables, computed: int) -> None:
+        """Keep what vLLM frees before the next step of the chunk that is not whole yet, if it will be stored."""
+        chunk_tokens = self._config.chunk_tokens
+        if state.stored < state.storable or computed < state.stored * chunk_tokens + self._passed_tokens:
+            return
+        is_prompt = (state.stored + 1) * chunk_tokens <= state.request.num_prompt_tokens
+        is_saved = is_prompt or state.params.saves_generated(self._config.save_decode)
+        if state.params.skips_save or not is_saved or state.is_from_before_reset:
+            return
+        if state.extras.is_accountable and state.extras.may_store:
+            self._queue.passed.keep(state.request.request_id, state.stored, tables, computed)
 
     def _prompt_chunks(self, state: RequestState) -> int:
         """Leading chunks without a generated token. A session's answers are its prompt with its next input."""

@@ -8,6 +8,8 @@ it: milliseconds, and never for disk or network. Without a slot a chunk waits, a
     lives, windows  a pin, within ``pinned_share``: vLLM frees them   a slot comes, vLLM lacks blocks, none came for 2 s
     has ended       a pin                                             a slot comes, vLLM lacks blocks, none came for 2 s
 
+What windows pass before its chunk is whole is pinned, too (``passed_blocks.py``).
+
 Every chunk that was computed and may be stored ends in exactly one counter: ``store_held``, ``stores``,
 ``stores_failed`` or a ``store_dropped_<reason>`` (decisions/0026). Every state that vLLM offered ends in one of
 ``state_held``, ``states``, ``states_failed`` or a ``state_dropped_<reason>``, once for all its parts. Every tail ends
@@ -33,6 +35,7 @@ from tiered_kv.tiering.tails import TAILS_MAX
 from tiered_kv.tiering.types import SlotId
 from tiered_kv.vllm.compat import PagedBlocks
 from tiered_kv.vllm.kv_groups import BlockTables, CacheGroups
+from tiered_kv.vllm.passed_blocks import PassedBlocks
 from tiered_kv.vllm.step import SaveJob, SaveReport
 
 QUEUED_MAX_S = 2.0
@@ -128,6 +131,9 @@ class SaveQueue:
     """Chunks on their way from paged KV into granted slots.
 
     Only its own methods write its fields; the blocks it pins are vLLM's. Threads: vLLM's scheduler thread only.
+
+    Attributes:
+        passed: Blocks pinned before their chunk is whole.
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class SaveQueue:
         self._counters = counters
         self._monotonic = monotonic
         self._blocks: PagedBlocks | None = None
+        self.passed = PassedBlocks(groups)
         self._queue: deque[_Chunk] = deque()
         self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._job_ids = itertools.count(1)
@@ -157,6 +164,7 @@ class SaveQueue:
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool."""
         self._blocks = PagedBlocks(block_pool)
+        self.passed.bind(self._blocks)
 
     @property
     def has_work(self) -> bool:
@@ -415,6 +423,7 @@ class SaveQueue:
     def reset(self) -> None:
         """Everything computed so far is invalid."""
         self._resets += 1
+        self.passed.let_all_go()
         self._drop_queue("store_dropped_reset")
         self._stored.clear()
         self._tails.clear()
@@ -424,6 +433,7 @@ class SaveQueue:
 
         A copy that runs may then read blocks that are in use again; its bytes are thrown away.
         """
+        self.passed.let_all_go()
         jobs = [job for job in self._jobs.values() if not job.is_let_go]
         chunks = [*self._queue, *(chunk for job in jobs for _, chunk in job.chunks)]
         pins = Counter(block for chunk in chunks for block in chunk.blocks)
@@ -447,6 +457,7 @@ class SaveQueue:
         """
         assert self._blocks is not None
         free = self._blocks.free
+        self.passed.let_all_go()
         self._drop_queue("store_dropped_blocks_wanted")
         if self._blocks.free > free:
             return True  # they are there already; vLLM looks again in its next step
@@ -462,6 +473,8 @@ class SaveQueue:
         Args:
             is_standing: Nothing runs, so no other blocks come back: it keeps none.
         """
+        if is_standing:
+            self.passed.let_all_go()
         most = 0 if is_standing else self._waiting_max
         dropped = [self._queue.pop() for _ in range(len(self._queue) - most)]  # the last ones: no parent of the others
         while dropped and self._queue and dropped[-1].state is not None and self._queue[-1].state is dropped[-1].state:

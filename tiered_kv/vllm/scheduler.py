@@ -549,6 +549,7 @@ class SchedulerSide:
             self.prefill.finished(self._monotonic(), request.request_id)
         if not state.is_loading:
             self._request_saves.finish(state, tables)
+        self.saves.passed.let_go(request.request_id)
         if state.params.session:
             self._tell_session(state)  # before pins: what these touch is not taken for the session's own
         if state.params.pin_ttl_s is not None:

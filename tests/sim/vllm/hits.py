@@ -28,7 +28,6 @@ REASONS = {
     "answer": "a state in an answer: vLLM has it still, and hands it over no more when a prompt goes on from there",
     "last token": "a prompt of whole chunks is loaded whole, and vLLM computes its last token again, not a block",
     "window": "vLLM keeps of a window's blocks those at a prompt's end, ours those at each chunk's",
-    "passed": "a chunk that was an answer's when a window left it: as a prompt's it could be stored no more",
     "fork": "a state lies where prompts fork, and vLLM gives up the block before it for its draft; ours does not",
     "unit": "vLLM finds a state inside a block (prefix_match_unit); ours are at the ends of blocks",
     "guessed": "a block of an answer that right guesses of its request's last step made whole: vLLM does not cache it",
@@ -59,7 +58,6 @@ class Hits:
         prompts: Since the last history began.
         answered: The same with their answers.
         kept: The same without the last token of each, whose KV was never computed.
-        stored: Leading chunks of each that could be stored: the rest was counted as dropped.
         states: Prefixes whose states vLLM handed over, of all recurrent groups.
         answer_states: The same of prefixes that end in what was generated then. vLLM hands none over again when a
             later prompt goes on from there.
@@ -72,7 +70,6 @@ class Hits:
     prompts: list[list[int]] = field(default_factory=list)
     answered: list[list[int]] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
-    stored: list[int] = field(default_factory=list)
     states: set[tuple[int, ...]] = field(default_factory=set)
     answer_states: set[tuple[int, ...]] = field(default_factory=set)
     sent: int = 0
@@ -125,7 +122,7 @@ class Hits:
     def forget(self) -> None:
         """A new history: vLLM's own cache is emptied; prompts of another one have nothing in common with it."""
         assert self.engine.scheduler.reset_prefix_cache()
-        self.prompts, self.answered, self.kept, self.stored = [], [], [], []
+        self.prompts, self.answered, self.kept = [], [], []
         self.states.clear()
         self.answer_states.clear()
 
@@ -134,7 +131,6 @@ class Hits:
         self.sent += 1
         name, asked = f"h{self.sent}", parameters(max_tokens)
         asked.extra_args = {"kv_transfer_params": {"tiered_kv.skip_load": True}}
-        dropped = self._dropped
         self.engine.add(name, list(prompt), asked)
         # Who may not load does not wait: before it is known what is held, a window would pass what is to be stored.
         poll_until(
@@ -144,15 +140,8 @@ class Hits:
         self.prompts.append(list(prompt))
         self.answered.append(self.engine.answers.pop(name).tokens)
         self.kept.append(self.answered[-1][:-1])
-        self.stored.append(len(self.kept[-1]) // self.chunk_tokens - (self._dropped - dropped))
-
-    @property
-    def _dropped(self) -> int:
-        counters = self.side.counters
-        lost = {name: n for name, n in counters.items() if name.startswith("store") and n}
-        passed = lost.pop("store_dropped_window_passed", 0)
-        assert lost.keys() <= {"store_chunks", "store_held", "stores"}, f"not all is stored: {lost}"
-        return int(passed)
+        ends = {name for name, n in self.side.counters.items() if name.startswith("store") and n}
+        assert ends <= {"store_chunks", "store_held", "stores"}, f"not all is stored: {ends}"
 
     # -- measuring ---------------------------------------------------------------------------------------------
 
@@ -183,11 +172,7 @@ class Hits:
 
     def _held(self, prompt: Sequence[int]) -> int:
         """Tokens of the prompt whose chunks some request of the history stored."""
-        chunk, held = self.chunk_tokens, 0
-        common = [self._common(prompt, [other]) for other in self.kept]
-        while any(held + chunk <= n and held // chunk < stored for n, stored in zip(common, self.stored, strict=True)):
-            held += chunk
-        return held
+        return self._common(prompt, self.kept) // self.chunk_tokens * self.chunk_tokens
 
     def predicted(self, prompt: Sequence[int]) -> int:
         """What the rules say that we offer: whole chunks of the history's requests, as far as the kind allows."""
@@ -234,7 +219,6 @@ class Hits:
             "last token": ours == tokens and own == (tokens - 1) // block * block,
             "unit": self.setup.match_unit is not None and own % block and ours == own // block * block,
             "chunk": ours == max(0, matched // chunk * chunk - self._drop) < own,
-            "passed": ours < own and self._held(one.prompt) < min(asked, matched) // chunk * chunk,
             "answer": ours < own and (asked < matched or whole in self.answer_states - self.states),
             "fork": ours > own and ours + self._drop > self._held(one.prompt) and self.family in STATES,
             "window": ours > own and has_windows,
