@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.vllm.cached_engine import CHUNK, TAIL, settings
+from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, settings
 from tests.kit.vllm.harness import close_llm, drain, make_llm, random_prompt, reset_gpu_cache
 from tiered_kv.errors import UnsupportedModel
 
@@ -51,6 +51,19 @@ def embed(llm: Any, prompts: Sequence[list[int]]) -> list[tuple[list[float], int
     return found
 
 
+def embed_tokens(llm: Any, prompt: list[int]) -> list[list[float]]:
+    """A vector for each of a prompt's tokens, with an empty GPU prefix cache; vLLM's ``LLM`` has one task only."""
+    from vllm import PoolingParams
+
+    reset_gpu_cache(llm)
+    core, outputs = llm.llm_engine, list[Any]()
+    core.add_request("tokens", {"prompt_token_ids": prompt}, PoolingParams(task="token_embed"))
+    while core.has_unfinished_requests():
+        outputs += core.step()
+    drain(llm)
+    return [list(map(float, row)) for row in outputs[-1].outputs.data]
+
+
 def assert_same_vectors(ours: Sequence[tuple[list[float], int]], theirs: Sequence[tuple[list[float], int]]) -> None:
     for (one, _), (other, _) in zip(ours, theirs, strict=True):
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= TOLERANCE
@@ -66,6 +79,23 @@ def test_an_embedding_of_the_last_token_is_the_same_behind_a_hit(tiny_model: Pat
 
     assert [cached for _, cached in ours] == HITS
     assert_same_vectors(ours, plain)
+
+
+def test_vectors_of_all_tokens_are_computed_whatever_is_held_and_counted(tiny_model: Path, tmp_path: Path) -> None:
+    with pooling_engine(tiny_model, "LAST", None) as llm:
+        plain = embed_tokens(llm, PROMPT)
+
+    with pooling_engine(tiny_model, "LAST", settings(tmp_path / "cache")) as llm:
+        embed(llm, [PROMPT])
+        ours = embed_tokens(llm, PROMPT)
+        counters = CachedEngine(llm, tmp_path / "cache").scheduler_side.counters
+        assert (counters["loads"], counters["requests_reading_nothing"]) == (0, 1)
+        assert embed(llm, [PROMPT])[0][1] == 2 * CHUNK
+
+    assert len(ours) == len(plain) == len(PROMPT)
+    assert max(abs(a - b) for one, other in zip(ours, plain, strict=True) for a, b in zip(one, other, strict=True)) <= (
+        TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("pooling", ["MEAN", "CLS"])

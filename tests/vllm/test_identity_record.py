@@ -145,6 +145,13 @@ def test_chunk_must_be_whole_blocks_of_all_context_parallel_ranks(vllm_config):
         check_supported(sharded, 128)
 
 
+POOLING = {
+    "is_encoder_decoder": False,
+    "is_prefix_caching_supported": False,
+    "pooler_config": SimpleNamespace(seq_pooling_type="MEAN", tok_pooling_type="ALL"),
+}
+
+
 @pytest.mark.parametrize(
     ("part", "fields", "message"),
     [
@@ -154,6 +161,8 @@ def test_chunk_must_be_whole_blocks_of_all_context_parallel_ranks(vllm_config):
         ("cache_config", {"calculate_kv_scales": True}, "scales"),
         ("attention_config", {"hisparse_config": object()}, "HiSparse"),
         ("model_config", {"is_encoder_decoder": False, "enable_return_routed_experts": True}, "routed experts"),
+        ("model_config", {**POOLING, "is_hybrid": True}, "no prefixes of pooling models with recurrent layers$"),
+        ("model_config", {**POOLING, "is_hybrid": False}, "one step, .* seq_pooling_type=MEAN"),
         ("aux_output_config", {"enable_return_routed_experts": True}, "without --enable-return-routed-experts"),
     ],
 )

@@ -81,6 +81,7 @@ def test_controls_and_vllm_itself_can_forbid_loading(engine: SmallEngine) -> Non
         assert matched(side, asked) == expected, name
         side.finish_request(asked, ())
     assert not engine.client.lookups
+    assert side.counters["requests_reading_nothing"] == 3, "an operator has to see why such requests never hit"
 
 
 def test_a_load_that_fails_after_its_request_was_aborted_takes_no_room_from_others(engine: SmallEngine) -> None:

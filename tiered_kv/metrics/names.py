@@ -438,6 +438,7 @@ _ENGINE_EVENTS: Final = (
     EventName("pins_sent", _EVENTS),
     EventName("promotion_not_awaited", ShownIn.NOWHERE),
     EventName("request_unaccountable", _FAILURES),
+    EventName("requests_reading_nothing", _EVENTS),
     EventName("sessions_lost", _FAILURES),
     EventName("session_states_dropped", _EVENTS),
     EventName("session_states_of_nothing", _EVENTS),

@@ -444,7 +444,7 @@ USES: Final = (
             "use_v2_model_runner quant_config"),
     *_reads(f"{CONFIG}:ModelConfig", "model revision code_revision seed dtype quantization quantization_config "
             "max_model_len hf_config hf_text_config multimodal_config is_encoder_decoder trust_remote_code "
-            "pooler_config is_prefix_caching_supported "
+            "pooler_config is_prefix_caching_supported is_hybrid "
             "model_weights architectures hf_overrides"),
     Use("vllm.model_executor.models", "ModelRegistry"),
     Use("vllm.model_executor.models.registry:_ModelRegistry", "resolve_model_cls", "architectures, model_config"),

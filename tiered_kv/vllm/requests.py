@@ -226,10 +226,16 @@ class RequestState:
 
     @property
     def may_read(self) -> bool:
-        """Whether the request may load KV; vLLM forbids it where prompt logprobs are wanted."""
-        if self.request.skip_reading_prefix_cache or self.params.skips_load:
-            return False
-        return self.extras.may_look_up
+        """Whether the request may load KV."""
+        return not self.reads_nothing and self.extras.may_look_up
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether it never loads KV: it says so, or vLLM does, where its answer is made of all of the prompt's tokens.
+
+        These are requests for log-probabilities of a prompt (also ``echo`` with ``logprobs``), or a vector per token.
+        """
+        return bool(self.request.skip_reading_prefix_cache) or self.params.skips_load
 
     @property
     def has_new_input(self) -> bool:

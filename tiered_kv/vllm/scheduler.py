@@ -120,6 +120,7 @@ class SchedulerSide:
         self._requests[request.request_id] = state
         if not extras.is_accountable:
             self._lookups.left_alone(extras.reason, since="")
+        self.counters["requests_reading_nothing"] += state.reads_nothing
         self.poll()
         self._client.wake()  # also for a request that is stored and not looked up
         if state.params.prefetches:

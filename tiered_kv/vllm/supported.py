@@ -94,6 +94,8 @@ def check_supported(vllm_config: Any, chunk_tokens: int) -> None:
         raise UnsupportedModel("encoder-decoder models are not supported: decoder KV depends on the encoder's input")
     if (pooler := getattr(model, "pooler_config", None)) is not None and not model.is_prefix_caching_supported:
         # Whatever --enable-prefix-caching says. vLLM 0.32 asks connectors all the same, and a hit ends the engine.
+        if model.is_hybrid:
+            raise UnsupportedModel("vLLM caches no prefixes of pooling models with recurrent layers")
         raise UnsupportedModel(
             "the pooling of this model needs all of a prompt's tokens computed in one step, and a hit leaves some out. "
             f"seq_pooling_type={pooler.seq_pooling_type} tok_pooling_type={pooler.tok_pooling_type}"
