@@ -15,9 +15,10 @@ from tiered_kv.vllm.row_adapters import RowAdapters, RowReport, report_adapters,
 pytestmark = pytest.mark.vllm
 
 
-def adapters(ranks: int = 1) -> RowAdapters:
-    config = SimpleNamespace(lora_dtype="auto", target_modules=None)
-    return RowAdapters(SimpleNamespace(lora_config=config, parallel_config=SimpleNamespace(world_size=ranks)))
+def adapters(ranks: int = 1, device: str = "cuda") -> RowAdapters:
+    config, parallel = SimpleNamespace(lora_dtype="auto", target_modules=None), SimpleNamespace(world_size=ranks)
+    devices = SimpleNamespace(device_type=device)
+    return RowAdapters(SimpleNamespace(lora_config=config, parallel_config=parallel, device_config=devices))
 
 
 def connector(seen: list[Any]) -> Any:
@@ -88,3 +89,36 @@ def test_names_of_one_key_differ_by_adapter_and_keep_the_group() -> None:
     key = bytes(32) + (7).to_bytes(4, "big")
     names = {salted(bytes([n]) * 32, key) for n in range(3)}
     assert len(names) == 3 and all(name[-4:] == key[-4:] and len(name) == 36 for name in names)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_requests_without_an_adapter_end_with_the_first_step_in_which_vllms_cpu_build_mixes_them_up(
+    device: str,
+) -> None:
+    """It takes the adapter of another request for them; from then on its own rows may be wrong, too."""
+    known, found = adapters(device=device), list[Any]()
+    heard = SimpleNamespace(
+        on_new_request=lambda one: found.append(known.salt_of(one.request_id)), update_connector_output=found.append
+    )
+    known.listen(heard)
+
+    def step(*names: str, new: tuple[Any, ...] = (), ended: tuple[str, ...] = ()) -> bool:
+        arrived = [SimpleNamespace(req_id=one.request_id, lora_request=one.lora_request) for one in new]
+        tokens = dict.fromkeys(names, 1)
+        known.begin_step(
+            SimpleNamespace(scheduled_new_reqs=arrived, finished_req_ids=set(ended), num_scheduled_tokens=tokens)
+        )
+        return known.may_store(None)
+
+    base, adapted = request("base", None), request("adapted", object())
+    assert step("base", new=(base,)) and step("base")
+    assert step("adapted", new=(adapted,)), "the other one is not in this step"
+    assert step("adapted", ended=("base",))
+    assert step("adapted", "base", new=(base,)) is (device == "cuda")
+    assert step("base", ended=("adapted",)) is (device == "cuda"), "and never again"
+    if device == "cpu":
+        with pytest.raises(Unaccountable, match="an engine of its own"):
+            heard.on_new_request(request("later", None))
+    else:
+        heard.on_new_request(request("later", None))
+        assert found == [(None, b"")]

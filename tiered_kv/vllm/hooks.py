@@ -34,7 +34,7 @@ from tiered_kv.server.client import SchedulerClient
 from tiered_kv.vllm.compat import before_emptying
 from tiered_kv.vllm.engine_metrics import SchedulerMeter, TieredKVStats, hit_sources
 from tiered_kv.vllm.engine_role import EngineRole
-from tiered_kv.vllm.identity.adapters import Adapters, adapter_numerics
+from tiered_kv.vllm.identity.adapters import Adapters, adapter_numerics, mixes_up_adapters
 from tiered_kv.vllm.kv_events import EventGroup, EventPublisher
 from tiered_kv.vllm.kv_groups import CacheGroups
 from tiered_kv.vllm.load_admission import LongestPrompt
@@ -75,7 +75,7 @@ class SchedulerHooks:
         )
         self._client.rest()  # until the first request
         _wait_for_session(config, self._client)
-        adapters = Adapters(adapter_numerics(vllm_config), world_size)
+        adapters = Adapters(adapter_numerics(vllm_config), world_size, mixes_up=mixes_up_adapters(vllm_config))
         role = EngineRole.of(vllm_config, transfer_config)
         self.side = SchedulerSide(config, self._client, adapters, groups, role)
         self._meter = SchedulerMeter(self._client, self.side.counters, config.chunk_tokens)

@@ -418,7 +418,7 @@ class TieredKVTier(SecondaryTierManager):
     def _may_store(self, request: _Request) -> bool:
         if request.params.skips_save or request.resets != self._resets or request.is_left_alone or self._stream:
             return False
-        return self.adapters is None or request.adapter is None or self.adapters.may_store(request.adapter)
+        return self.adapters is None or self.adapters.may_store(request.adapter)
 
     def _read_params(self, req_context: "ReqContext") -> RequestParams:
         params = self._params.read(req_context, str(req_context.req_id))
@@ -985,8 +985,8 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
     tiers = [one for one in secondary_tiers(connector) if isinstance(one, TieredKVTier)]
     if not tiers:
         _tell_unmade(extra_config)
-    if vllm_config.lora_config is not None:
-        adapters = RowAdapters(vllm_config)
+    adapters = None if vllm_config.lora_config is None else RowAdapters(vllm_config)
+    if adapters is not None:
         adapters.listen(connector)
         for tier in tiers:
             tier.adapters = adapters
@@ -996,6 +996,8 @@ def join_offloading(connector: Any, vllm_config: Any, role: Any, kv_cache_config
     plan = connector.build_connector_meta
 
     def build_connector_meta(scheduler_output: Any) -> Any:
+        if adapters is not None:
+            adapters.begin_step(scheduler_output)
         for tier in tiers:
             tier.begin_step(scheduler_output)
         return plan(scheduler_output)

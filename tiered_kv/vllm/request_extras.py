@@ -73,6 +73,8 @@ class RequestExtras:
                 _check_session(request, has_drafts=has_drafts)
             if request.lora_request is not None:
                 self._adapter = adapters.identity(request.lora_request)
+            else:
+                adapters.check_base()
             self._read_up_to(request.num_tokens // chunk_tokens)
         except Unaccountable as exc:
             self.reason = str(exc)
@@ -106,11 +108,14 @@ class RequestExtras:
         return self._adapter is None or self._adapters.is_held(self._adapter)
 
     def loses_adapter(self) -> bool:
-        """Whether the request has to be left alone from now on: ranks reported an adapter that its keys do not name."""
-        if self._adapter is None or self.reason is not None:
+        """Whether the request is left alone from now on, because its keys do not name what it is computed with."""
+        if self.reason is not None:
             return False
         try:
-            self._adapters.check(self._adapter)
+            if self._adapter is None:
+                self._adapters.check_base()
+            else:
+                self._adapters.check(self._adapter)
         except Unaccountable as exc:
             self.reason = str(exc)
         return self.reason is not None

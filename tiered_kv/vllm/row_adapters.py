@@ -19,7 +19,13 @@ from typing import Any
 
 from tiered_kv.keys.row_names import GROUP_BYTES
 from tiered_kv.vllm.compat import OffloadingWorkerMetadata
-from tiered_kv.vllm.identity.adapters import Adapter, Adapters, Unaccountable, adapter_numerics
+from tiered_kv.vllm.identity.adapters import (
+    Adapter,
+    Adapters,
+    Unaccountable,
+    adapter_numerics,
+    mixes_up_adapters,
+)
 from tiered_kv.vllm.identity.loader_watch import adapter_loads
 
 logger = logging.getLogger("vllm." + __name__)
@@ -53,7 +59,9 @@ class RowAdapters:
     """The adapters of one engine's requests."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self._adapters = Adapters(adapter_numerics(vllm_config), int(vllm_config.parallel_config.world_size))
+        world_size, mixes_up = int(vllm_config.parallel_config.world_size), mixes_up_adapters(vllm_config)
+        self._adapters = Adapters(adapter_numerics(vllm_config), world_size, mixes_up=mixes_up)
+        self._have_adapters: dict[str, bool] = {}  # of the requests that vLLM has scheduled, by name
         self._announced: Any = None
         self._has_told = False
 
@@ -61,12 +69,13 @@ class RowAdapters:
         """The adapter of the request that vLLM announces now, with the salt of its rows' names; none: no adapter.
 
         Raises:
-            Unaccountable: Its adapter is not known by content: the request has to be left alone.
+            Unaccountable: Its adapter is not known by content, or vLLM may mix up that it has none: it is left alone.
         """
         request = self._announced
         if request is None or str(request.request_id) != str(req_id):
             raise Unaccountable(f"nobody says which adapter this request has. request={req_id}")
         if request.lora_request is None:
+            self._adapters.check_base()
             return None, b""
         adapter = self._adapters.identity(request.lora_request)
         return adapter, hashlib.sha256(adapter.identity.encode()).digest()
@@ -77,13 +86,28 @@ class RowAdapters:
             self._has_told = True
             logger.warning("requests are left alone for their adapters. first=%s", cause)
 
+    def begin_step(self, output: Any) -> None:
+        """Take in a step that vLLM's scheduler has planned, before any of it is stored."""
+        for name in output.finished_req_ids:
+            self._have_adapters.pop(name, None)
+        self._have_adapters.update((new.req_id, new.lora_request is not None) for new in output.scheduled_new_reqs)
+        known = [self._have_adapters[name] for name in output.num_scheduled_tokens if name in self._have_adapters]
+        self._adapters.take_step(known)
+
     def may_look_up(self, adapter: Adapter) -> bool:
         """Whether ranks hold, or will load, this very adapter."""
         return self._adapters.may_look_up(adapter)
 
-    def may_store(self, adapter: Adapter) -> bool:
-        """Whether every rank has reported this very adapter, and never another one under its id."""
-        return self._adapters.is_held(adapter)
+    def may_store(self, adapter: Adapter | None) -> bool:
+        """Whether every rank has reported this very adapter, and never another one under its id; None: it has none."""
+        if adapter is not None:
+            return self._adapters.is_held(adapter)
+        try:
+            self._adapters.check_base()
+        except Unaccountable as exc:
+            self.tell(exc)
+            return False
+        return True
 
     def listen(self, connector: Any) -> None:
         """Hear of requests and of workers' reports before the scheduler's side of vLLM's connector does."""

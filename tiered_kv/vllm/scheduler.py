@@ -479,6 +479,9 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id, is_back=request_id in output.num_scheduled_tokens)
         self._undrafted.step(self._requests, output)
+        states = map(self._requests.get, output.num_scheduled_tokens)
+        if self._adapters.take_step(state.request.lora_request is not None for state in states if state):
+            self._check_adapters()
         self._request_saves.step(self._requests, output)
         saves = self.saves.start_jobs()
         if self.saves.has_waiting and self._is_short_of_blocks(output):
@@ -522,8 +525,7 @@ class SchedulerSide:
         if report.adapters:
             if self._adapters.take_reports(report.adapters):
                 self.saves.reset()  # copies under way may be of either
-            for state in self._requests.values():
-                self._check_adapter(state)
+            self._check_adapters()
         self.saves.finished(report)
         self._pins.send()
         self._rest_when_idle()
@@ -533,9 +535,10 @@ class SchedulerSide:
         if not self._requests and not self.saves.has_work:
             self._client.rest()
 
-    def _check_adapter(self, state: RequestState) -> None:
-        if state.extras.loses_adapter():
-            self._lookups.left_alone(state.extras.reason)
+    def _check_adapters(self) -> None:
+        for state in self._requests.values():
+            if state.extras.loses_adapter():
+                self._lookups.left_alone(state.extras.reason)
 
     def finish_request(self, request: Any, tables: BlockTables) -> dict[str, Any] | None:
         """A request is over, for whatever reason; a load of it may still be running.

@@ -8,7 +8,8 @@ Conditions that make it right, whenever files are written:
     looking up     every rank holds the files that lie there now; or no rank has reported a load yet, and nothing has
                    touched the files since before this engine could have loaded any
     storing        every rank has reported that it loaded the very files the request's keys were made of
-    both end for   an id whose adapter was replaced, and a name and path whose files changed, until the engine ends
+    both end for   an id whose adapter was replaced, and a name and path whose files changed, until the engine ends; and
+                   for requests without an adapter where vLLM mixes them up with others (``mixes_up_adapters``)
 
 Threads: none; the scheduler's.
 """
@@ -16,7 +17,7 @@ Threads: none; the scheduler's.
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -103,15 +104,36 @@ def adapter_numerics(vllm_config: Any) -> str:
     return json.dumps({"dtype": str(lora.lora_dtype), "modules": modules} | flags, sort_keys=True)
 
 
+def mixes_up_adapters(vllm_config: Any) -> bool:
+    """Whether vLLM computes requests without an adapter with another request's, in steps that have both.
+
+    Its CPU build does (0.32): there "no adapter" is the index -1, and so the adapter in the last place.
+    """
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
+    return vllm_config.lora_config is not None and device == "cpu"
+
+
 class Adapters:
     """Identities of LoRA adapters, and which of them workers hold.
 
     Only its own methods write its fields. Threads: vLLM's scheduler thread only.
     """
 
-    def __init__(self, numerics: str, world_size: int = 1, wall_ns: Callable[[], int] = time.time_ns) -> None:
-        """Take how vLLM applies adapters (``adapter_numerics``), and how many ranks load each of them."""
+    def __init__(
+        self,
+        numerics: str,
+        world_size: int = 1,
+        wall_ns: Callable[[], int] = time.time_ns,
+        *,
+        mixes_up: bool = False,
+    ) -> None:
+        """Take how vLLM applies adapters (``adapter_numerics``), and how many ranks load each of them.
+
+        ``mixes_up``: see ``mixes_up_adapters``.
+        """
         self._numerics = numerics
+        self._mixes_up = mixes_up
+        self._has_mixed_up = False
         self._world_size = world_size
         self._wall_ns = wall_ns
         self._started_ns = wall_ns()
@@ -169,6 +191,29 @@ class Adapters:
             raise Unaccountable(
                 "adapter's files are not those that vLLM loaded: they were written later, or meanwhile. "
                 f"{_ADVICE}. adapter={adapter.name}"
+            )
+
+    def take_step(self, have_adapters: Iterable[bool]) -> bool:
+        """Take which requests of vLLM's next step have an adapter; call it before anything of that step is stored.
+
+        Returns whether this is the first step that mixes them up. From then on vLLM's own cache may have blocks of
+        such a step, which any later request without an adapter may find.
+        """
+        if not self._mixes_up or self._has_mixed_up:
+            return False
+        self._has_mixed_up = len(set(have_adapters)) > 1
+        return self._has_mixed_up
+
+    def check_base(self) -> None:
+        """See that vLLM has computed requests without an adapter as such.
+
+        Raises:
+            Unaccountable: It may not have.
+        """
+        if self._has_mixed_up:
+            raise Unaccountable(
+                "vLLM's CPU build computes requests without a LoRA adapter with that of others in the same step, and "
+                "has had such a step. Serve the base model from an engine of its own"
             )
 
     def is_held(self, adapter: Adapter) -> bool:
