@@ -141,13 +141,23 @@ def test_jobs_that_vllm_submits_in_the_wrong_order_are_stored_whole(engine: Engi
 
 
 def test_states_are_found_one_by_one_and_then_the_prefix(engine: Engine) -> None:
-    store(engine, 4, 1)
+    store(engine, 6, 1)
     context = engine.request(6)
     states = [key(STATE, n) for n in range(5, -1, -1)]
     answers = engine.look_until(context, key(FULL, 0), key(OTHER, 0), *states)
     assert answers == ["HIT", "HIT", "MISS", "MISS", "MISS", "MISS", "HIT", "MISS"]
     # Full attention behind the row after the state is of no use.
     assert engine.look(context, *(key(FULL, n) for n in range(6))) == ["HIT"] * 4 + ["MISS"] * 2
+
+
+def test_what_lies_behind_the_last_state_that_is_held_takes_no_room_from_it(engine: Engine) -> None:
+    """Else a long common beginning with a state early in it has no hit at all, and pushes other prompts' rows out."""
+    store(engine, 6, 1)
+    engine.tier._hits_max = 9  # rows of full attention up to two behind the state's, twice, and the state
+    context = engine.request(6)
+    wanted = [key(group, 0) for group in (FULL, OTHER)] + [key(STATE, n) for n in range(5, 0, -1)]
+    assert engine.look_until(context, *wanted) == ["HIT", "HIT", "MISS", "MISS", "MISS", "MISS", "HIT"]
+    assert engine.tier._hits == 9
 
 
 def test_without_a_state_no_row_of_full_attention_is_promoted(engine: Engine) -> None:

@@ -571,6 +571,8 @@ class TieredKVTier(SecondaryTierManager):
         self._metrics.count(NOT_LOADED, int(held > 0 and not is_worth), "too_slow")
         rows.is_measured &= all(read_s is not None for _, read_s in find.parts)
         rows.found[key] = held > 0 and is_worth
+        if rows.found[key]:  # before vLLM looks at full attention, of which it has promoted what it is told of
+            rows.found_end = max(rows.found_end, end)
 
     def _look_at_one(self, jobs: RowJobs, request: _Request, rows: _Rows, key: bytes, req_context: "ReqContext") -> Any:
         """Whether a row of a window or a state is held: of no use behind the prefix that is. Or one that is named."""
@@ -598,7 +600,6 @@ class TieredKVTier(SecondaryTierManager):
             return self._again(request, rows)
         if not found:
             return LookupResult.MISS
-        rows.found_end = max(rows.found_end, end or 0)
         return self._take_hit(request, rows, rows.places[key], req_context)
 
     def _useful(self, request: _Request, rows: _Rows) -> int:
