@@ -19,14 +19,16 @@ import pytest
 from tests.kit.server.clients import namespace_fields
 from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
 from tests.kit.server.processes import is_alive, kill_server, stopped_server
-from tests.kit.storage.disk_probe import blob_files
+from tests.kit.storage.disk_probe import blob_files, blob_path
 from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, TOKENS, Rows, fill, prompt, shared_rows
 from tiered_kv.chunks.geometry import LayerPage
+from tiered_kv.keys.row_names import row_key
 from tiered_kv.server import protocol as m
 from tiered_kv.server import worker_client
 from tiered_kv.server.row_loan import server_pidfd
 from tiered_kv.server.sessions import loan_problem
 from tiered_kv.server.worker_client import pages_on_the_wire
+from tiered_kv.tiers.base import BlobName
 from tiered_kv.vllm import row_jobs, row_memory
 from tiered_kv.vllm.row_memory import NotShared, UseEnd, shared_region
 
@@ -437,3 +439,23 @@ def test_a_store_beyond_what_a_session_may_use_at_once_does_not_begin_and_the_se
     assert client.generation == generation
     whole = rows.begin(prompt(4, 13), [(n, n) for n in range(13)], is_load=False)
     assert rows.end(whole) == [[False] * 13] and rows.store(prompt(4, 12)) == [True] * 12
+
+
+def test_behind_a_row_that_does_not_come_nothing_more_is_asked_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM takes none of it: it is the disk of others that would be read."""
+    rows, keys = start(), prompt(13, 40)
+    fill(rows, 13)
+    rows.store(keys)
+    wait_written(rows.root)
+    space = rows.jobs.namespace
+    assert space is not None
+    blob_path(rows.root, BlobName(space.digest, row_key(space, keys[0]))).unlink()
+    rows.jobs._read_max = 4  # at once
+    load, asked = rows.jobs.uses.load, list[int]()
+    monkeypatch.setattr(
+        rows.jobs.uses, "load", lambda job, of, session: asked.append(len(of)) or load(job, of, session)
+    )
+    good = rows.load(keys, into=100)
+    assert not good[0] and sum(asked) < 40 and sum(good) < sum(asked)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.kit.counts import seed
-from tests.kit.server.probe import figures, wait_for, wait_written
-from tests.kit.server.processes import kill_server, stopped_server
+from tests.kit.server.probe import figures, server_pid, wait_for, wait_written
+from tests.kit.server.processes import freeze, kill_server, stopped_server
 from tests.kit.vllm.row_engine import ROW_BYTES, ROWS, WAIT_S, Rows, fill, prompt
 from tiered_kv.server import protocol as m
 from tiered_kv.vllm import row_jobs
@@ -321,3 +321,43 @@ def test_random_lives_give_right_rows_and_leave_nothing_behind(start: Start) -> 
 
     wait_for(is_empty, "lookups and leases to be given back")
     assert not (rows.jobs._storing or rows.jobs._waiting or rows.jobs._leased or rows.jobs._jobs)
+
+
+def test_a_question_to_a_server_that_is_gone_is_answered_at_once(start: Start) -> None:
+    """And not after the time that an answer is waited for, which is 20 s here."""
+    rows, keys = start(), prompt(14, 4)
+    assert rows.store(keys) == [True] * 4
+    wait_written(rows.root)
+    freeze(server_pid(rows.root))
+    asked, left = (rows.jobs.find(rows.names(keys)) for _ in range(2))
+    assert asked is not None and left is not None and rows.jobs.answer(asked, 1.0) is None
+    kill_server(rows.root)
+    wait_for(lambda: rows.jobs.poll() or rows.jobs.client.generation > 0, "the end of the session")
+    assert rows.jobs.answer(asked, 1.0) == 0
+    wait_for(lambda: rows.jobs.poll() or rows.jobs.is_ready, "another session", deadline_s=60)
+    later = rows.jobs.find(rows.names(keys))
+    assert later is not None
+    rows.jobs.forget(left)
+    wait_for(lambda: rows.jobs.poll() or rows.jobs.answer(later, 1.0) is not None, "an answer")
+    assert later.held == 4 and rows.jobs.client.generation == later.generation
+
+
+def test_what_was_copied_from_a_slot_whose_lease_ended_meanwhile_is_not_loaded(start: Start) -> None:
+    """Somebody else may have had the slot before the copy's last byte."""
+    rows, keys = start(), prompt(15, 6)
+    fill(rows, 15)
+    assert rows.store(keys) == [True] * 6
+    rows.jobs.client.look_up_rows(keys, may_search=False)  # leases: what is on disk comes up, and goes through slots
+    wait_for(lambda: rows.jobs.poll() or figures(rows.root)["hierarchy"]["host_ready_chunks"] == 6, "a promotion")
+    go_on = threading.Event()
+    for _ in range(row_jobs.THREADS):
+        rows.jobs._threads.submit(go_on.wait)
+    try:
+        job = rows.begin(keys, [(index, 100 + index) for index in range(6)], is_load=True)
+        made = rows.jobs._jobs[job]
+        wait_for(lambda: rows.jobs.poll() or made.running == 6, "copies to be begun")
+        (piece,) = made.pieces
+        rows.jobs.client.release(piece.lookup)
+    finally:
+        go_on.set()
+    assert rows.end(job) == [[False] * 6]
