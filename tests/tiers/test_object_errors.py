@@ -13,6 +13,7 @@ from tests.kit.missing import needed
 from tiered_kv.location import parse_location
 from tiered_kv.tiers.object.errors import (
     IncompleteRead,
+    NoIdentity,
     code_of,
     explain,
     is_conflict,
@@ -175,6 +176,28 @@ def test_a_loop_of_causes_ends():
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert explain(one, "b") == "ValueError: one"
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (answered("ExpiredTokenException"), "the credentials have expired"),
+        (RuntimeError("Credentials were refreshed, but the refreshed credentials are still expired."), "have expired"),
+        (answered("AccessDenied", 403), "what gives credentials refuses (AccessDenied); check the role"),
+        (boto.CredentialRetrievalError(provider="p", error_msg="hidden"), "could not be fetched; check the profile"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/token"), "fetched: /token: No such file; check the profile"),
+        (
+            boto.ConnectTimeoutError(endpoint_url="http://h"),
+            "credentials could not be fetched: the store did not answer",
+        ),
+        (ValueError("no JSON"), "credentials could not be fetched: ValueError: no JSON"),
+    ],
+)
+def test_what_keeps_us_from_asking_is_put_into_words_and_is_no_answer_of_the_store(cause, expected):
+    error = caused(NoIdentity(), cause)
+    words = explain(error, "bkt")
+    assert expected in words and "hidden" not in words
+    assert is_of_identity(error) and code_of(error) == "" and status_of(error) is None
 
 
 @pytest.mark.parametrize(

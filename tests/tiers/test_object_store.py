@@ -1,6 +1,7 @@
 """The object-store client: facts of every store (memory, a shared directory, real servers), then each one's own."""
 
 import asyncio
+import json
 import os
 import socket
 import threading
@@ -533,6 +534,61 @@ def test_credentials_that_were_replaced_are_read_anew(s3, tmp_path, monkeypatch,
     assert store.get("x") == b"data" and paths(store) == ["x"]
     store.delete(["x"])
     assert store.head("x") is None
+    store.close()
+
+
+def without_credentials(monkeypatch, tmp_path, config=""):
+    """An environment in which nothing but this profile says who asks."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    (tmp_path / "config").write_text(f"[default]\n{config}\n")
+
+
+@pytest.mark.parametrize("missing", ["program", "role's token", "token's directory", "container's token", "role"])
+def test_credentials_that_cannot_be_had_are_no_empty_bucket(tmp_path, monkeypatch, missing):
+    """The error of a file that is missing read as that of an object: lists were empty, deletions done, blobs gone."""
+    config = f"credential_process = {tmp_path}/program" if missing == "program" else ""
+    without_credentials(monkeypatch, tmp_path, config)
+    (tmp_path / "token").write_text("a token")
+    with (
+        RawServer(lambda _: refusal(404, "NoSuchKey")) as sts,
+        RawServer(lambda _: refusal(404, "NoSuchKey")) as server,
+    ):
+        if missing == "container's token":
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", sts.url)
+            monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "gone"))
+        elif missing != "program":
+            token = {"role's token": "gone", "token's directory": "", "role": "token"}[missing]
+            monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / token))
+            monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/x")
+            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.url)
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url})
+        said = "what gives credentials refuses" if missing == "role" else "credentials could not be fetched: /"
+        for call in every_call(store).values():
+            with pytest.raises(TierUnavailable, match=said):
+                call()
+        with pytest.raises(TierUnavailable, match=said):
+            store.get_into("x", memoryview(bytearray(4)))
+        assert server.asked == []
+        store.close()
+
+
+def test_a_program_that_gives_credentials_again_is_asked_again(s3, tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    without_credentials(monkeypatch, tmp_path, f"credential_process = {program}")
+    store = open_store(s3.uri(s3.new_prefix()), {"endpoint_url": s3.endpoint_url})
+    with pytest.raises(TierUnavailable, match="credentials could not be fetched"):
+        store.put("x", b"data")
+    given = {"Version": 1, "AccessKeyId": s3.access_key, "SecretAccessKey": s3.secret_key}
+    (tmp_path / "new").write_text(f"#!/bin/sh\necho '{json.dumps(given)}'\n")
+    (tmp_path / "new").chmod(0o700)
+    (tmp_path / "new").rename(program)
+    store.put("x", b"data")
+    assert store.get("x") == b"data"
     store.close()
 
 

@@ -126,6 +126,7 @@ _UNPROVEN = frozenset(
         "CredentialRetrievalError",
         "CredentialUnavailableError",
         "NoCredentialsError",
+        "NoIdentity",
         "PartialCredentialsError",
         "RefreshError",
         "SSLError",
@@ -169,6 +170,10 @@ class MissingFile(OSError):
     """A file that an option names cannot be read; has the option's name."""
 
 
+class NoIdentity(OSError):
+    """Credentials could not be found or renewed, so the store was not asked; the cause says why."""
+
+
 class NotAStore(OSError):
     """A success that no store says so: a page of a load balancer, or of a network's portal."""
 
@@ -191,7 +196,10 @@ class Refused(OSError):
 
 
 def chain(exc: BaseException) -> Iterator[BaseException]:
-    """The error and what caused it, outermost first; what a client keeps in its own attributes included."""
+    """The error and what caused it, outermost first; what a client keeps in its own attributes included.
+
+    Not what kept us from asking the store: of files and of other services, it would read as the store's answer.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [exc]
     while pending:
@@ -200,6 +208,8 @@ def chain(exc: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(one))
         yield one
+        if isinstance(one, NoIdentity):
+            continue
         kept = getattr(one, "kwargs", None)
         inner = [getattr(one, "os_error", None), kept.get("error") if isinstance(kept, dict) else None]
         pending += [e for e in inner if isinstance(e, BaseException)]
@@ -292,6 +302,8 @@ def is_without_create(exc: BaseException) -> bool:
 
 def explain(exc: BaseException, bucket: str) -> str:
     """Say what happened and what to do, in one line without values of options."""
+    if isinstance(exc, NoIdentity):
+        return _of_identity(exc.__cause__ or exc, bucket)
     code, status = code_of(exc), status_of(exc)
     if code == "NoSuchBucket":
         return f"there is no bucket {bucket!r}; create it (e.g. `aws s3 mb s3://{bucket}`) or mend storage_uri"
@@ -307,6 +319,21 @@ def explain(exc: BaseException, bucket: str) -> str:
     if str(status) in _BY_CODE:
         return f"{_BY_CODE[str(status)]} ({code or status})"
     return _local(exc) or f"{type(exc).__name__}: {_line(exc)}"
+
+
+def _of_identity(cause: BaseException, bucket: str) -> str:
+    """Words for credentials that could not be found or renewed."""
+    code, status = code_of(cause), status_of(cause)
+    if _BY_CODE.get(code) == _EXPIRED or "credentials are still expired" in str(cause):  # botocore has no class for it
+        return _EXPIRED
+    if code or status is not None:
+        answer = code or f"HTTP {status}"
+        return f"what gives credentials refuses ({answer}); check the role, its trust, and the token or key for it"
+    if isinstance(cause, OSError) and cause.filename:
+        return f"credentials could not be fetched: {cause.filename}: {cause.strerror}; check the profile and AWS_*"
+    names = {base.__name__ for base in type(cause).__mro__}
+    known = next((words for name, words in _BY_CLASS.items() if name in names), None)
+    return known or f"credentials could not be fetched: {explain(cause, bucket)}"
 
 
 def _local(exc: BaseException) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
+from tiered_kv.tiers.object.errors import NoIdentity
 from tiered_kv.tiers.object.medium import Deadline, run_on_loop
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class LoopCalls:
         self.timeout_s = timeout_s
         self._loop = loop
         self._client: Any = None
+        self._found: Any = None
         self._current = threading.local()
 
     @contextmanager
@@ -47,15 +49,37 @@ class LoopCalls:
         return Deadline(self.timeout_s) if current is None else current
 
     async def client(self) -> Any:
-        """The client that s3fs made or makes now; it makes a new one after its connections were closed."""
-        self._client = await self.filesystem.set_session()
-        self._client.meta.events.register("before-send.s3", _ask_nobody_to_go_on, unique_id=__name__)
-        return self._client
+        """The client that s3fs made or makes now; it makes a new one after its connections were closed.
+
+        Raises:
+            NoIdentity: There is none, or its credentials could not be found or renewed. Told here, before a request is
+                signed: a token file that is missing would read as an object that is.
+        """
+        try:
+            client = await self.filesystem.set_session()
+            if client is not self._client:
+                self._found = await self._find()
+                client.meta.events.register("before-send.s3", _ask_nobody_to_go_on, unique_id=__name__)
+                self._client = client
+            await self.credentials()
+        except Exception as exc:  # of files, of programs, of services that give credentials, or of settings
+            raise NoIdentity from exc
+        return client
+
+    async def credentials(self) -> Any:
+        """What s3fs' session has found, renewed if it must; None: nothing, or the location itself says who asks."""
+        return None if self._found is None else await self._found.get_frozen_credentials()
+
+    async def _find(self) -> Any:
+        filesystem = self.filesystem
+        is_given = filesystem.anon or filesystem.key or filesystem.client_kwargs.get("aws_access_key_id")
+        return None if is_given else await filesystem.session.get_credentials()
 
     async def call(self, method: str, **arguments: object) -> Any:
         """Make one request.
 
         Raises:
+            NoIdentity: As of ``client``; the store was not asked.
             OSError: The store refused; botocore's ClientError is the cause.
         """
         client = await self.client()

@@ -144,6 +144,7 @@ class LoopCredentials(Credentials):  # type: ignore[misc]
 
     Raises:
         NoCredentialsError: There are none.
+        NoIdentity: They could not be found or renewed.
         TimeoutError: They did not come in time.
     """
 
@@ -163,5 +164,5 @@ class LoopCredentials(Credentials):  # type: ignore[misc]
 
     async def _ask(self) -> ReadOnlyCredentials | None:
         await self._calls.client()
-        found = await self._calls.filesystem.session.get_credentials()
-        return None if found is None else await found.get_frozen_credentials()
+        found: ReadOnlyCredentials | None = await self._calls.credentials()
+        return found
