@@ -15,6 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.kit.fake_clock import FakeClock
 from tests.kit.faults.proxy import FaultProxy
 from tests.kit.raw_server import RawServer, refusal
+from tests.kit.server.probe import wait_for
 from tests.kit.stores.child import read_by_child
 from tests.kit.stores.session import ATOMIC
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TierUnavailable
@@ -589,6 +590,59 @@ def test_a_program_that_gives_credentials_again_is_asked_again(s3, tmp_path, mon
     (tmp_path / "new").rename(program)
     store.put("x", b"data")
     assert store.get("x") == b"data"
+    store.close()
+
+
+NOT_THERE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+
+
+def make_program(path, lines, **given):
+    """A program that gives credentials for the next five minutes, after it has written its process's id to a file."""
+    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 300))
+    printed = json.dumps({"Version": 1, "Expiration": expires, **given})
+    path.write_text(f"#!/bin/sh\necho $$ >> '{path}.runs'\n{lines}\necho '{printed}'\n")
+    path.chmod(0o700)
+
+
+def runs_of(program):
+    return program.with_suffix(".runs").read_text().split()
+
+
+def test_credentials_that_end_soon_are_not_asked_for_before_every_request(tmp_path, monkeypatch):
+    """botocore does, and each request waits for a program, behind those of all other requests."""
+    program = tmp_path / "program"
+    without_credentials(monkeypatch, tmp_path, f"credential_process = {program}")
+    make_program(program, "", AccessKeyId="AKIA", SecretAccessKey="hidden")
+    with RawServer(lambda _: NOT_THERE) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url})
+        assert [store.head("x") for _ in range(20)] == [None] * 20
+        assert not store.get_into("x", memoryview(bytearray(4)))
+        assert len(runs_of(program)) < 20
+        store.close()
+
+
+def test_credentials_that_cannot_be_renewed_are_used_until_they_expire(tmp_path, monkeypatch):
+    """botocore takes none of the last ten minutes then, although the store takes them all."""
+    monkeypatch.setattr("tiered_kv.tiers.object.s3_session.FRESH_S", -1.0)
+    program = tmp_path / "program"
+    without_credentials(monkeypatch, tmp_path, f"credential_process = {program}")
+    fails_from_the_third_on = f"[ $(wc -l < '{program}.runs') -lt 3 ] || exit 1"
+    make_program(program, fails_from_the_third_on, AccessKeyId="AKIA", SecretAccessKey="hidden")
+    with RawServer(lambda _: NOT_THERE) as server:
+        store = open_store("s3://bucket/p", {"endpoint_url": server.url})
+        assert [store.head("x") for _ in range(3)] == [None] * 3
+        assert len(runs_of(program)) > 3, "it was not asked again"
+        store.close()
+
+
+def test_a_program_that_hangs_is_ended_with_the_call_that_waits_for_it(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    without_credentials(monkeypatch, tmp_path, f"credential_process = {program}")
+    make_program(program, "exec sleep 600")
+    store = open_store("s3://bucket/p", {"endpoint_url": "http://localhost:9"}, timeout_s=5.0)
+    with pytest.raises(TierUnavailable, match="in time"):
+        store.head("x")
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in runs_of(program)), "the program's end")
     store.close()
 
 

@@ -421,7 +421,6 @@ class Renewed:
 
     def __init__(self, found: bool = True) -> None:
         self.count, self.found = 0, found
-        self.filesystem = self.session = self
 
     def run(self, coroutine):
         try:
@@ -432,12 +431,9 @@ class Renewed:
 
     async def client(self) -> None: ...
 
-    async def get_credentials(self):
-        return self if self.found else None
-
-    async def get_frozen_credentials(self) -> ReadOnlyCredentials:
+    async def credentials(self) -> ReadOnlyCredentials | None:
         self.count += 1
-        return ReadOnlyCredentials(f"key {self.count}", "s", None)
+        return ReadOnlyCredentials(f"key {self.count}", "s", None) if self.found else None
 
 
 def test_credentials_are_asked_for_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

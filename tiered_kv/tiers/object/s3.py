@@ -37,8 +37,10 @@ def open_s3(location: Location, timeout_s: float, concurrency: int) -> Medium:
     import s3fs  # noqa: PLC0415
 
     from tiered_kv.tiers.object.loop_calls import LoopCalls  # noqa: PLC0415
+    from tiered_kv.tiers.object.s3_session import SeldomSession  # noqa: PLC0415
 
     filesystem = s3fs.S3FileSystem(**s3_options(location, timeout_s, concurrency))
+    filesystem.session = SeldomSession(**filesystem.kwargs)
     bucket, _, prefix = location.path.partition("/")
     return S3Medium(LoopCalls(filesystem, fsspec.asyn.get_loop(), bucket, timeout_s), prefix)
 

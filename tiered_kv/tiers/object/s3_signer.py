@@ -21,8 +21,8 @@ from tiered_kv.tiers.object.loop_calls import LoopCalls
 from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.version import __version__
 
-FRESH_S: Final = 30.0
-"""Credentials are asked for again after this. botocore renews them ten minutes and more before they expire."""
+FRESH_S: Final = 5.0
+"""The loop is asked for credentials again after this, which costs a turn of it; ``s3_session.py`` renews them."""
 
 _KEYS: Final = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
