@@ -10,6 +10,7 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.kit.fake_clock import FakeClock
 from tests.kit.faults.proxy import FaultProxy
 from tests.kit.storage.wrapped_tiers import WRAPPINGS
 from tiered_kv.errors import CapacityExceeded, ChunkCorrupt, ChunkMismatch, Closed, TierUnavailable
@@ -20,7 +21,7 @@ from tiered_kv.testing.blobs import SampleChain
 from tiered_kv.testing.contract import TierContract
 from tiered_kv.tiers.base import Usage
 from tiered_kv.tiers.object.store import ObjectStore
-from tiered_kv.tiers.object.tier import ObjectTier
+from tiered_kv.tiers.object.tier import DESCRIBED_CHECK_S, ObjectTier
 from tiered_kv.tiers.wrappers.verified import VerifiedTier
 
 CHAIN = SampleChain()
@@ -347,6 +348,37 @@ def test_a_namespace_whose_record_somebody_deleted_is_described_by_the_next_sess
     store.delete([path])
     tier.describe(CHAIN.namespace, b'{"a":1}')
     assert store.get(path) == b'{"a":1}'
+
+
+def test_a_namespace_whose_record_somebody_deleted_is_described_again_beside_its_blobs(store):
+    clock = FakeClock()
+    tier = ObjectTier(store, monotonic=clock.monotonic)
+    path = f"{CHAIN.namespace.hex()}/namespace.json"
+    tier.describe(CHAIN.namespace, b'{"a":1}')
+    store.delete([path])
+    clock.advance(DESCRIBED_CHECK_S)
+    tier.flush()
+    assert store.get(path) is None, "nothing is put there any more: a reset may have retired it"
+    tier.put(CHAIN.name(0), CHAIN.blob(0).view())
+    tier.flush()
+    assert store.get(path) == b'{"a":1}'
+
+
+def test_records_are_looked_at_seldom_and_only_where_blobs_were_put(store, monkeypatch):
+    clock = FakeClock()
+    tier = ObjectTier(store, monotonic=clock.monotonic)
+    tier.describe(CHAIN.namespace, b'{"a":1}')
+    asked = []
+    monkeypatch.setattr(store, "head", asked.append)
+    monkeypatch.setattr(store, "create", lambda *_: True)
+    for index in range(3):
+        tier.put(CHAIN.name(index), CHAIN.blob(index).view())
+        tier.flush()
+    assert asked == []
+    for _ in range(3):
+        clock.advance(DESCRIBED_CHECK_S)
+        tier.flush()
+    assert asked == [f"{CHAIN.namespace.hex()}/namespace.json"]
 
 
 def test_close_waits_for_calls_in_flight(store, monkeypatch):

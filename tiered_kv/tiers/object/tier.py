@@ -6,8 +6,9 @@ a ``Keeper`` (``fleet``) does, together with the other servers that share the bu
 """
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final, Protocol
@@ -23,6 +24,10 @@ from tiered_kv.tiers.object.store import ObjectStore
 
 SCAN_CONCURRENCY: Final = 8
 """Headers that a scan reads at once."""
+
+DESCRIBED_CHECK_S: Final = 600.0
+"""Between looks, a HEAD each, at whether namespaces that blobs were put into still have their record: a bucket may be
+emptied, and a server goes on for weeks."""
 
 
 class Keeper(Protocol):
@@ -74,7 +79,14 @@ class ObjectTier(Tier):
     was opened: nobody lists a bucket to know better.
     """
 
-    def __init__(self, store: ObjectStore, *, keeper: Keeper | None = None, io_concurrency: int = 16) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        keeper: Keeper | None = None,
+        io_concurrency: int = 16,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Use ``store``, which the tier closes; nothing is read until the first call."""
         self.traits = TierTraits("object", io_concurrency, is_shared=True, keeps_first=True, flush_interval_s=1.0)
         self._store = store
@@ -85,7 +97,10 @@ class ObjectTier(Tier):
         self._is_closed = False
         self._used_bytes = 0
         self._blob_count = 0
-        self._described: set[bytes] = set()
+        self._monotonic = monotonic
+        self._described: dict[bytes, bytes] = {}
+        self._unchecked: set[bytes] = set()
+        self._check_s = monotonic() + DESCRIBED_CHECK_S
 
     def put(self, name: BlobName, blob: memoryview) -> None:
         """Store a blob unless the name is taken: equal names mean equal bytes, so then it is there already.
@@ -102,6 +117,8 @@ class ObjectTier(Tier):
                 # Asked before room is taken, which holds for as long as one put takes: the first answer takes several.
                 self._store.creates_atomically()
                 self._put_reserved(path, blob)
+                with self._state:
+                    self._unchecked.add(name.namespace)
             except TierUnavailable as exc:
                 if _has_no_room(exc):
                     raise CapacityExceeded(f"the object store has no room left. store={self._store.uri}") from exc
@@ -216,19 +233,28 @@ class ObjectTier(Tier):
             self._keeper.record_use(names)
 
     def flush(self) -> None:
-        """Let the keeper work for one turn. Blocks on the store."""
+        """Let the keeper work for one turn, and put records of namespaces again that are gone. Blocks on the store."""
         with self._using():
             if self._keeper is not None:
                 self._keeper.turn()
+            if self._unchecked and self._monotonic() >= self._check_s:
+                self._check_s = self._monotonic() + DESCRIBED_CHECK_S
+                with self._state:
+                    unchecked, self._unchecked = self._unchecked, set()
+                for namespace in unchecked & self._described.keys():
+                    self._describe(namespace, self._described[namespace])
 
     def describe(self, namespace: bytes, record: bytes) -> None:
         if self._keeper is not None:
             self._keeper.serve(namespace)
-        path = f"{namespace.hex()}/namespace.json"
         with self._using():
-            if namespace not in self._described or self._store.head(path) is None:  # somebody may have emptied it
-                self._create(path, memoryview(record))
-                self._described.add(namespace)
+            self._describe(namespace, record)
+            self._described[namespace] = record
+
+    def _describe(self, namespace: bytes, record: bytes) -> None:
+        path = f"{namespace.hex()}/namespace.json"
+        if namespace not in self._described or self._store.head(path) is None:  # somebody may have emptied it
+            self._create(path, memoryview(record))
 
     def close(self) -> None:
         """Wait for calls in flight (at most the store's deadline), end the keeper, then the store. Idempotent."""
