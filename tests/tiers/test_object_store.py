@@ -646,6 +646,28 @@ def test_a_program_that_hangs_is_ended_with_the_call_that_waits_for_it(tmp_path,
     store.close()
 
 
+@pytest.mark.parametrize("status", [301, 307])
+def test_who_is_sent_elsewhere_and_not_told_where_asks_no_hundred_times(status):
+    """botocore asks for the bucket's region, is sent elsewhere again, and asks for that, as deep as Python goes."""
+    page = b"<html>Moved</html>"
+
+    def send_elsewhere(asked):
+        asked.read_body()
+        body = b"" if asked.line.startswith("HEAD") else page
+        return (
+            b"HTTP/1.1 %d Moved\r\nContent-Type: text/html\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
+        )
+
+    with RawServer(send_elsewhere) as server:
+        store = s3_at(int(server.url.rpartition(":")[2]), timeout_s=10.0)
+        calls = {**every_call(store), "get_into": lambda: store.get_into("x", memoryview(bytearray(4)))}
+        for call in calls.values():
+            with pytest.raises(TierUnavailable, match="sends requests elsewhere: check endpoint_url .http in place"):
+                call()
+        assert len(server.asked) <= 3 * len(calls)
+        store.close()
+
+
 def test_the_client_is_lean_and_bounded():
     location = parse_location(
         "s3://b/p?endpoint_url=http://h:1&region=r&verify=false", {"config_kwargs": {"s3": {"x": 1}, "read_timeout": 7}}

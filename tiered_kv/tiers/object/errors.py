@@ -23,6 +23,10 @@ _ALLOWED = (
 _EXPIRED = "the credentials have expired; renew them, or let the environment do it (instance role, profile)"
 _SESSION = "the store refuses the session token; check AWS_SESSION_TOKEN or token in storage_options"
 _REGION = "the bucket is in another region; set the option region of storage_uri or AWS_REGION"
+_ELSEWHERE = (
+    "what answers there sends requests elsewhere: check endpoint_url (http in place of https), "
+    "or the bucket is in another region: the option region of storage_uri or AWS_REGION"
+)
 _SLOW = "the store asks for fewer requests; lower storage_concurrency if this stays"
 _AZURE_KEY = "check account_name, account_key and sas_token in storage_options, or AZURE_STORAGE_* in the environment"
 
@@ -47,8 +51,10 @@ _BY_CODE: Final[dict[str, str]] = {
     "RequestTimeTooSkewed": "this machine's clock is too far from the store's; set the clock (NTP)",
     "PermanentRedirect": _REGION,
     "TemporaryRedirect": _REGION,
-    "301": _REGION,
-    "307": _REGION,
+    "301": _ELSEWHERE,
+    "302": _ELSEWHERE,
+    "307": _ELSEWHERE,
+    "308": _ELSEWHERE,
     "AuthorizationHeaderMalformed": _REGION,
     "IllegalLocationConstraintException": _REGION,
     "SlowDown": _SLOW,

@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
@@ -17,6 +17,8 @@ from tiered_kv.tiers.object.errors import NoIdentity
 from tiered_kv.tiers.object.medium import Deadline, run_on_loop
 
 T = TypeVar("T")
+
+_ELSEWHERE: Final = (301, 302, 307, 308)
 
 
 class LoopCalls:
@@ -60,6 +62,7 @@ class LoopCalls:
             if client is not self._client:
                 self._found = await self._find()
                 client.meta.events.register("before-send.s3", _ask_nobody_to_go_on, unique_id=__name__)
+                follow_no_blind_redirect(client)
                 self._client = client
             await self.credentials()
         except Exception as exc:  # of files, of programs, of services that give credentials, or of settings
@@ -108,6 +111,22 @@ class LoopCalls:
 def _ask_nobody_to_go_on(request: Any, **_: object) -> None:
     """Send a body with its head: aiohttp would wait for a 100 until the deadline, and not every server sends one."""
     request.headers.pop("Expect", None)
+
+
+def follow_no_blind_redirect(client: Any) -> None:
+    """Have a client, s3fs' or botocore's, end with the answer that sends it elsewhere and names no region.
+
+    It asks for the bucket's region then, is sent elsewhere again, and asks for that: a hundred requests, until Python
+    can recurse no deeper. A load balancer that redirects http to https answers so.
+    """
+    client.meta.events.register_first("needs-retry.s3.HeadBucket", _refuse_blind_redirect)
+
+
+def _refuse_blind_redirect(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
+    if response is None or response[0].status_code not in _ELSEWHERE:
+        return
+    if "x-amz-bucket-region" not in response[1].get("ResponseMetadata", {}).get("HTTPHeaders", {}):
+        raise ClientError(response[1], operation.name)
 
 
 def additional_arguments(client: Any, filesystem: Any, method: str) -> Mapping[str, object]:

@@ -17,7 +17,7 @@ from botocore.httpsession import get_cert_path
 from botocore.session import Session
 from botocore.utils import get_environ_proxies
 
-from tiered_kv.tiers.object.loop_calls import LoopCalls
+from tiered_kv.tiers.object.loop_calls import LoopCalls, follow_no_blind_redirect
 from tiered_kv.tiers.object.medium import Deadline
 from tiered_kv.version import __version__
 
@@ -54,6 +54,7 @@ def open_client(calls: LoopCalls) -> Any:
     if not filesystem.anon and not settings.get("aws_access_key_id"):
         session.register_component("credential_provider", CredentialResolver([_Provider(calls)]))
     client = session.create_client("s3", config=made, **settings)
+    follow_no_blind_redirect(client)
     try:
         _refuse_proxied(client)
         _refuse_different(client.meta, calls.run(calls.client()).meta)
