@@ -34,6 +34,27 @@ def warnings(caplog):
 # -- on every store ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_bucket_that_is_emptied_has_one_leader_again_that_counts_what_is_there(memory, clock, rests):
+    """The leader went on with a term whose object was gone, and another server began with the same one."""
+    first, second = keeper_of(memory, clock), keeper_of(memory, clock)
+    turn(clock, first, times=3)
+    for index in range(3):
+        put_patiently(memory, clock, [first], CHAIN, index)
+    turn(clock, first, *([] if rests else [second]), times=5)
+    if rests:
+        turn(clock, first, times=int(PACE.rest_after_s + PACE.expiry_s) + 5)
+        assert first.figures()["is_resting"]
+    memory.delete([info.path for info in memory.list("")])
+    turn(clock, second, first, times=3)
+    put_patiently(memory, clock, [second, first], OTHER, 0)
+    turn(clock, second, first, times=int(2 * PACE.expiry_s + PACE.pass_s) + 5)
+    (leader,) = [keeper for keeper in (first, second) if keeper.figures()["role"] == "leader"]
+    assert leader.usage().blob_count == 1
+    first.close()
+    second.close()
+
+
 def test_a_lone_server_may_put_after_its_first_turn(store, clock):
     keeper = keeper_of(store, clock)
     with pytest.raises(CapacityExceeded, match="no leader"):

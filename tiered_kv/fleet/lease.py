@@ -63,6 +63,7 @@ class Lease:
         self._foreign: set[str] = set()
         self._seen: tuple[int, bytes, float] | None = None
         self._counter = 0
+        self._highest_term = 0
         self._renewed_at = float("-inf")
         self.confirmed_at = float("-inf")
         """Sending time of the last renewal after which a LIST showed no higher term."""
@@ -77,6 +78,7 @@ class Lease:
             self._seen = None
             return None
         term = max(terms)
+        self._highest_term = max(term, self._highest_term)
         data = fetch(self._store, lease_path(term)) or b""
         if self._seen is None or self._seen[:2] != (term, data):
             self._seen = (term, data, self._clock())
@@ -93,7 +95,7 @@ class Lease:
             previous: The highest term, which has expired or was closed.
             by_force: The store cannot create atomically and this server is its only writer.
         """
-        term = previous.term + 1 if previous else 1
+        term = self._highest_term + 1  # also where a bucket was emptied: members tell terms apart by their number
         sent = self._clock()
         data = encode(Term(self._server_id, 0, limits.capacity_bytes, limits.ttl_s))
         if by_force:
@@ -109,6 +111,7 @@ class Lease:
             again = fetch(self._store, lease_path(previous.term)) or b""
             holder_is_gone = again == previous.data and previous.unchanged_s >= self._timing.expiry_s
         self.term, self._counter = term, 0
+        self._highest_term = term
         self._renewed_at = self.confirmed_at = sent
         return Taken(term, holder_is_gone)
 
@@ -120,12 +123,15 @@ class Lease:
         return self._clock() - self._renewed_at < self._timing.expiry_s / 2
 
     def check(self) -> bool:
-        """Whether no higher term exists; if one does, this server leads no more."""
+        """Whether no higher term exists; if one does, or this one's object is gone, this server leads no more.
+
+        A bucket that is emptied has no leader, and another server may begin with the same term.
+        """
         if self.term is None:
             return False
         renewed_at = self._renewed_at
         terms = self._terms()
-        if max(terms, default=self.term) > self.term:
+        if max(terms, default=0) != self.term or not (self.may_act() or self._is_held()):
             self.term = None
             return False
         self.confirmed_at = renewed_at
@@ -133,6 +139,12 @@ class Lease:
         if lower:
             self._store.delete(lower)
         return True
+
+    def _is_held(self) -> bool:
+        """Whether the term's object is still this server's, after a rest in which it may have gone and come again."""
+        assert self.term is not None
+        content = decode(fetch(self._store, lease_path(self.term)) or b"", Term)
+        return content is not None and content.holder == self._server_id
 
     def _is_ours(self, path: str) -> bool:
         """Whether a lower term's object is a lease, so that it may go; what is none stays, and is said once."""
