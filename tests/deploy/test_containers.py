@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.module_process import module_command, module_environment
-from tests.kit.server.clients import SmallEngine, payload_bytes, settings
+from tests.kit.server.clients import CHUNK, SmallEngine, payload_bytes, settings
 from tests.kit.server.probe import figures, wait_for
 from tests.kit.server.processes import start_serve
 from tests.kit.storage.stored_prompts import Model, tokens
@@ -110,6 +110,23 @@ def test_a_server_that_has_another_directory_under_the_same_path_is_told_from_th
     wrong = "the server that is named serves another directory"
     said = [run("doctor", tier.uri, "--set", f"server={address}").output for tier in (here, theirs)]
     assert [wrong in text for text in said] == [True, False]
+
+
+def test_an_engine_that_does_not_see_the_servers_directory_is_told_what_to_mount(serve_in: Serve, root: Path) -> None:
+    root.mkdir()
+    hidden = (*OWN_MOUNTS, 'mount -t tmpfs none "$1" && shift && exec "$@"', "sh", str(root / "kv"))
+    if not allowed(*OWN_MOUNTS, "true"):
+        pytest.skip("this machine gives out no mount namespaces")
+    limits = ("--host-bytes", "64MiB", "--disk-bytes", "1GiB", "--socket", root / "s.sock")
+    serve_in((), f"file://{root}/kv", *limits)
+    given = json.dumps({"storage_uri": f"file://{root}/kv", "server": f"unix://{root}/s.sock", "chunk_tokens": CHUNK})
+    command = module_command("tests.deploy.joining", given)
+    seen, unseen = (
+        subprocess.run([*before, *command], capture_output=True, text=True, env=module_environment(), check=False)
+        for before in ((), hidden)
+    )
+    assert seen.stdout == "6 hits\n", seen.stderr
+    assert f"nothing is seen of a server in {root}/kv" in unseen.stderr and "mount it in both" in unseen.stderr
 
 
 def test_without_privileges_and_without_a_name_for_the_user(root: Path) -> None:

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.kit.module_process import module_command, module_environment
 from tests.kit.s3 import S3
-from tests.kit.server.clients import CHUNK, SmallEngine
+from tests.kit.server.clients import CHUNK
 from tests.kit.server.object_nodes import wait_uploaded
 from tests.kit.server.processes import start_serve
 from tiered_kv.config import Config
@@ -28,6 +28,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 OLDEST, NEWEST = "1.29", "1.37"
 PLACES = {"uri": r"s3://my-bucket/kv\?region=eu-central-1", "kv": "/var/cache/tiered_kv", "run": "/run/tiered_kv"}
+HIDE = 'while [ "$1" != -- ]; do mount -t tmpfs none "$1" || exit 1; shift; done; shift; exec "$@"'
 SIZE = re.compile(r"(--(?:host|disk)-bytes)=\d+GiB")
 
 
@@ -108,7 +109,7 @@ def test_server_and_engine_are_of_one_mind(path: Path) -> None:
             assert found["cache"][probe]["timeoutSeconds"] > ASK_S
     mounts = {one: {mount["mountPath"] for mount in found[one]["volumeMounts"]} for one in ("cache", "vllm")}
     assert str(Path(options["socket"]).parents[0]).startswith(PLACES["run"])
-    assert PLACES["run"] in mounts["cache"] & mounts["vllm"]
+    assert {PLACES["run"], PLACES["kv"]} <= mounts["cache"] & mounts["vllm"]
 
 
 @pytest.fixture
@@ -138,12 +139,18 @@ def is_ready(line: str) -> bool:
         return bool(answer.status == 200)
 
 
-def serve_an_engine(settings: dict[str, Any], kv: Path) -> None:
-    """An engine joins by the socket, stores, and hits what it stored."""
-    with closing(SmallEngine.start(Config.from_mapping(settings | {"chunk_tokens": CHUNK}))) as engine:
-        engine.store(6)
-        engine.wait_hits(6)
-        wait_uploaded(kv)
+def serve_an_engine(settings: dict[str, Any], kv: Path, unseen: Iterable[Path] = ()) -> None:
+    """An engine joins by the socket, stores, and hits what it stored.
+
+    Args:
+        unseen: Directories that its container has not.
+    """
+    given = json.dumps(settings | {"chunk_tokens": CHUNK})
+    hidden = ("unshare", "--mount", "sh", "-c", HIDE, "sh", *map(str, unseen), "--") if unseen else ()
+    command = [*hidden, *module_command("tests.deploy.joining", given)]
+    done = subprocess.run(command, capture_output=True, text=True, env=module_environment(), check=False)
+    assert (done.returncode, done.stdout) == (0, "6 hits\n"), done.stderr
+    wait_uploaded(kv)
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
@@ -165,7 +172,9 @@ def test_a_manifests_server_serves_its_engine(path: Path, s3: S3, tmp_path: Path
     try:
         assert is_ready(line)
         settings = json.loads(here(json.dumps(extra_config(found["vllm"]))))
-        serve_an_engine(settings, tmp_path / "kv")
+        volumes = {one: {mount["mountPath"] for mount in found[one]["volumeMounts"]} for one in ("cache", "vllm")}
+        unseen = volumes["cache"] - volumes["vllm"] - {"/tmp"}  # each has its own
+        serve_an_engine(settings, tmp_path / "kv", [Path(here(path)) for path in sorted(unseen)])
     finally:
         end(process)
     assert len([one for one in s3.paths(prefix) if one.endswith(".safetensors")]) >= 6

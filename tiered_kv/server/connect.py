@@ -263,7 +263,12 @@ def _check_directory(config: Config, welcome: m.Welcome) -> None:
     """
     directory = server_directory(config)
     info = read_info(directory)
-    if info is None or info.server_id != welcome.server_id:
+    if info is None:
+        raise ConfigError(
+            f"the server at {config.server} serves {shown(welcome.directory)}, and nothing is seen of a server in "
+            f"{directory}: name the same directory in both, and where they run in containers, mount it in both"
+        )
+    if info.server_id != welcome.server_id:
         raise ConfigError(
             f"the server at {config.server} serves {shown(welcome.directory)}, and storage_uri names {directory}: "
             "name the same directory in both"
