@@ -496,12 +496,20 @@ class Config:
 
         Otherwise a directory of this user for this URI and host, which whoever uses it must make and check
         (``server/directory.py``).
+
+        Raises:
+            ConfigError: Such a one cannot be made anywhere.
         """
         root = self.disk_root()
         if root is not None:
             return root
         state = os.environ.get("XDG_STATE_HOME", "")
-        base = state if os.path.isabs(state) else tempfile.gettempdir()
+        try:
+            base = state if os.path.isabs(state) else tempfile.gettempdir()
+        except FileNotFoundError as exc:
+            raise ConfigError(
+                f"no directory for the server's own files can be written; set XDG_STATE_HOME. {exc}"
+            ) from exc
         # A home directory may be mounted on many machines, and each has a server of its own.
         place = f"{socket.gethostname()} {self.location().identity}"
         return Path(base) / f"tiered_kv-{os.getuid()}" / f"state-{hashlib.sha256(place.encode()).hexdigest()[:16]}"

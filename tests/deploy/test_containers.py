@@ -28,6 +28,10 @@ NOT_ROOT = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 OWN_SHM = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c")
 OWN_MOUNTS = ("unshare", "--mount", "sh", "-c")
 BOUND = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
+READ_ONLY = """
+for place in /tmp /var/tmp; do mount --bind $place $place && mount -o remount,bind,ro $place || exit 1; done
+mount -o remount,bind,ro / && mount -t tmpfs none "$1" && mount -t tmpfs none /mnt && cd / && shift && exec "$@"
+"""
 SMALL_SHM = f'mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm && exec "$@"'
 
 
@@ -127,6 +131,26 @@ def test_an_engine_that_does_not_see_the_servers_directory_is_told_what_to_mount
     )
     assert seen.stdout == "6 hits\n", seen.stderr
     assert f"nothing is seen of a server in {root}/kv" in unseen.stderr and "mount it in both" in unseen.stderr
+
+
+def test_a_read_only_file_system_with_one_volume(serve_in: Serve, root: Path) -> None:
+    """As ``readOnlyRootFilesystem`` gives, without a volume for /tmp."""
+    root.mkdir()
+    before = (*OWN_MOUNTS, READ_ONLY, "sh", str(root))
+    if not allowed(*before):
+        pytest.skip("this machine gives out no mount namespaces")
+    disk, bucket = f"file://{root}/kv", f"shared+file://{root}/bucket"
+    nowhere, state = ("env", "-u", "XDG_RUNTIME_DIR"), ("env", "-u", "XDG_RUNTIME_DIR", f"XDG_STATE_HOME={root}")
+    for uri, here, wanted in (
+        (disk, nowhere, "set XDG_RUNTIME_DIR"),
+        (bucket, nowhere, "set XDG_STATE_HOME"),
+        (bucket, state, "set XDG_RUNTIME_DIR"),
+    ):
+        refused, line = start_serve(uri, before=(*before, *here))
+        assert line == "" and wanted in refused.communicate()[1] and refused.returncode == 2
+    short = "XDG_RUNTIME_DIR=/mnt"  # a socket's path has at most 107 bytes
+    serve_in((*before, "env", short), disk, "--host-bytes", "8MiB", "--disk-bytes", "160MiB")
+    serve_in((*before, *state, short), bucket, "--host-bytes", "8MiB")
 
 
 def test_without_privileges_and_without_a_name_for_the_user(root: Path) -> None:

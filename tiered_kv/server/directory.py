@@ -5,6 +5,7 @@ The server's identity is its locked directory: that of its disk tier, or without
 the socket lies in a private directory with a short path.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -135,7 +136,9 @@ def socket_place(root: Path) -> Path:
         ConfigError: No directory for it can be written, or all have long paths.
     """
     name = f"tiered_kv-{os.getuid()}/{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.sock"
-    places = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+    places = [os.environ.get("XDG_RUNTIME_DIR"), "/tmp"]
+    with contextlib.suppress(FileNotFoundError):  # a container whose file system is read-only has none
+        places.insert(1, tempfile.gettempdir())
     paths = [Path(place) / name for place in places if place]
     path = next(
         (p for p in paths if len(os.fsencode(p)) <= SOCKET_PATH_MAX and os.access(p.parent.parent, os.W_OK)), None
