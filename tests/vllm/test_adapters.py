@@ -249,3 +249,23 @@ def test_loads_remembered_are_bounded(loader, folder, monkeypatch):
         loader._load_adapter(lora("a", folder, number=number))
     assert sorted(loads.adapter_loads(0)[1]) == [3, 4, 5]
     assert loads.adapter_loads(0)[0] == 5
+
+
+def test_a_step_looks_at_what_is_new_and_not_at_all_that_was_ever_loaded(monkeypatch):
+    looked = []
+
+    class Number(int):
+        """The number of a load, which says when it is compared."""
+
+        def __le__(self, other):
+            looked.append(int(self))
+            return int(self) <= other
+
+        def __gt__(self, other):
+            return not self <= other
+
+    monkeypatch.setattr(loads, "_adapter_loads", {100 + i: (Number(i), f"files {i}") for i in range(1, 1001)})
+    assert loads.adapter_loads(998) == (1000, {1099: "files 999", 1100: "files 1000"})
+    looked.clear()
+    assert loads.adapter_loads(1000) == (1000, {})
+    assert len(looked) <= 2

@@ -13,6 +13,7 @@ import glob
 import hashlib
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -87,8 +88,13 @@ def readings_of(load_config: Any) -> list[Reading]:
 
 def adapter_loads(after: int) -> tuple[int, dict[int, str]]:
     """Adapters loaded since the load with this number: the newest number, and what each id holds now."""
-    found = {adapter_id: stamps for adapter_id, (number, stamps) in _adapter_loads.items() if number > after}
-    return next((number for number, _ in reversed(_adapter_loads.values())), 0), found
+    newest, found = 0, dict[int, str]()
+    for adapter_id, (number, stamps) in reversed(_adapter_loads.items()):  # each step asks, of thousands perhaps
+        newest = max(newest, number)
+        if number <= after:
+            break
+        found[adapter_id] = stamps
+    return newest, dict(reversed(found.items()))
 
 
 def adapter_stamps(name: str) -> tuple[FileStamp, ...]:
@@ -167,7 +173,7 @@ def _noting_adapter(original: Any, _: type) -> Any:
 
 
 def _note_adapter(adapter_id: int, stamps: str) -> None:
-    number = adapter_loads(0)[0] + 1
+    number = adapter_loads(sys.maxsize)[0] + 1
     _adapter_loads.pop(adapter_id, None)
     _adapter_loads[adapter_id] = (number, stamps)
     if len(_adapter_loads) > MAX_NOTES:
