@@ -3,7 +3,10 @@
 import asyncio
 import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -784,6 +787,62 @@ def test_symbolic_links_are_not_listed(directory, tmp_path):
     (tmp_path / "root/a/link").symlink_to(tmp_path / "root/a/x")
     (tmp_path / "root/loop").symlink_to(tmp_path / "root")
     assert paths(directory) == ["a/x"]
+
+
+MOUNTED = """
+import subprocess, sys
+from pathlib import Path
+from tiered_kv.errors import TierUnavailable
+from tiered_kv.location import parse_location
+from tiered_kv.tiers.object.store import ObjectStore
+
+mount, other, root = map(Path, sys.argv[1:])
+
+def run(*command):
+    subprocess.run(command, check=True)
+
+def put(name):
+    try:
+        return store.put(name, b"x")
+    except TierUnavailable as exc:
+        return str(exc)
+
+run("mount", "-t", "tmpfs", "one", mount)
+run("mount", "-t", "tmpfs", "two", other)
+store = ObjectStore(parse_location(f"shared+file://{root}"))
+assert put("a/1") is None
+run("mount", "--bind", mount, other)
+run("umount", "-l", mount)
+said = put("a/2")
+assert said and "check that it is mounted" in said, said
+print(sorted(str(path.relative_to(mount)) for path in mount.rglob("*")))
+run("mount", "-t", "tmpfs", "three", mount)
+run("cp", "-r", f"{other}/.", mount)  # with another number, as after a detach and an attach
+assert put("a/2") is None
+assert store.get("a/1") == store.get("a/2") == b"x"
+store.close()
+"""
+
+
+@pytest.mark.parametrize("place", [".", "kv"], ids=["the mount itself", "a directory on it"])
+def test_below_a_mount_that_went_away_nothing_is_written(tmp_path, place):
+    mount, other = tmp_path / "mount", tmp_path / "other"
+    mount.mkdir()
+    other.mkdir()
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine gives out no mount namespaces")
+    command = ["unshare", "--mount", sys.executable, "-c", MOUNTED, mount, other, mount / place]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_directory_that_was_deleted_is_made_again(tmp_path):
+    store = open_store(f"shared+file://{tmp_path}/root")
+    store.put("a", b"1")
+    shutil.rmtree(tmp_path / "root")
+    store.put("b", b"2")
+    assert paths(store) == ["b"]
+    store.close()
 
 
 # -- opening ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ reader never sees half of it. Files are 0600, directories 0700. Called by ``tier
 """
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -45,6 +46,7 @@ class SharedDirectory:
         self._runner = CallRunner(timeout_s)
         self._sweep_lock = threading.Lock()
         self._next_sweep_s = 0.0
+        self._device: int | None = None  # of the file system on which the directory was found last
 
     def get(self, path: str, length: int | None, size_max: int | None) -> bytes:
         return self._runner.run(self._get, path, length, size_max)
@@ -78,6 +80,7 @@ class SharedDirectory:
             return file.read()
 
     def _put(self, path: str, data: bytes, only_if_absent: bool, deadline: Deadline) -> None:
+        self._refuse_another_file_system()
         self._sweep_now_and_then()
         place = self._full(path)
         self._make_directories(os.path.dirname(path))
@@ -126,6 +129,23 @@ class SharedDirectory:
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
+
+    def _refuse_another_file_system(self) -> None:
+        """Write nothing below a mount that went away: that is this machine's own disk, which nobody limits.
+
+        A mount that comes back may have another number, and has our directories.
+
+        Raises:
+            FileNotFoundError: The directory is not on the file system on which it was, or its parent is not there.
+        """
+        try:
+            found = os.stat(self._root)
+        except FileNotFoundError:
+            found = os.stat(os.path.dirname(self._root))
+        if self._device is None or os.path.isdir(self._full(TEMPORARY)):
+            self._device = found.st_dev
+        elif found.st_dev != self._device:
+            raise FileNotFoundError(errno.ENOENT, "it is on another file system than before", self._root)
 
     def _make_directories(self, path: str) -> None:
         """Make what is missing below the root. Of the root only its last part: a mount that is not there stays so."""
