@@ -36,6 +36,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MULTICAST = 1 << 40
 """Set in what ``uuid`` makes up where it finds no network card."""
 
@@ -96,19 +97,24 @@ def _limit_files(cgroup: Path, membership: Path) -> list[Path]:
     return result
 
 
-def machine_name(machine_ids: tuple[Path, ...] = MACHINE_IDS) -> str:
-    """What tells this machine from every other, also from one of the same host name; the same after a restart.
+def machine_name(machine_ids: tuple[Path, ...] = MACHINE_IDS, boot_id: Path = BOOT_ID) -> str:
+    """What tells this machine from every other, also from one of the same host name; the same until it is booted again.
 
     The system's machine id; where there is none, the address of a network card. Where there is no card either, a name
     that this process alone has: two that wrongly think they are two lose hits, two that wrongly think they are one
-    could load each other's KV.
+    could load each other's KV. So the kernel's boot id comes behind it: a container may have its image's machine id,
+    and the first one of a Docker host has the same card's address on every host.
     """
+    try:
+        boot = f" {boot_id.read_text('ascii').strip()}"
+    except (OSError, UnicodeDecodeError):
+        boot = ""
     for path in machine_ids:
         try:
             found = path.read_text("ascii").strip()
         except (OSError, UnicodeDecodeError):
             continue
         if re.fullmatch(r"[0-9a-f]{32}", found) and found.strip("0"):  # "uninitialized" while an image is made
-            return f"{socket.gethostname()} {found}"
+            return f"{socket.gethostname()} {found}{boot}"
     card = uuid.getnode()
-    return f"{socket.gethostname()} {secrets.token_hex(16) if card & _MULTICAST else f'{card:012x}'}"
+    return f"{socket.gethostname()} {secrets.token_hex(16) if card & _MULTICAST else f'{card:012x}'}{boot}"

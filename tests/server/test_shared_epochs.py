@@ -114,11 +114,29 @@ def test_a_machine_without_an_id_is_known_by_its_network_card_or_by_nothing(
     for text in ("", "uninitialized\n", "0" * 32, "x" * 32):
         there.write_text(text)
         monkeypatch.setattr("uuid.getnode", lambda: 0x0242AC110002)
-        assert machine_name((tmp_path / "none", there)) == "worker 0242ac110002"
+        assert machine_name((tmp_path / "none", there), tmp_path / "none") == "worker 0242ac110002"
         monkeypatch.setattr("uuid.getnode", lambda: 0x0342AC110002)  # made up: its multicast bit is set
         assert machine_name((there,)) != machine_name((there,))
     there.write_text("0123456789abcdef0123456789abcdef\n")
-    assert machine_name((tmp_path / "none", there)) == "worker 0123456789abcdef0123456789abcdef"
+    assert machine_name((tmp_path / "none", there), tmp_path / "none") == "worker 0123456789abcdef0123456789abcdef"
+
+
+def test_containers_of_one_image_name_and_address_on_two_hosts_are_two_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine id may come with the image, and Docker's first container has this card on every host."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "vllm-0")
+    monkeypatch.setattr(uuid, "getnode", lambda: 0x0242AC110002)
+    from_image, none = tmp_path / "machine-id", tmp_path / "none"
+    from_image.write_text("0123456789abcdef0123456789abcdef\n")
+    for machine_ids in ((from_image,), (none,)):
+        names = []
+        for host in ("one", "two"):
+            (tmp_path / host).write_text(f"{host}\n")
+            names.append(machine_name(machine_ids, tmp_path / host))
+            assert machine_name(machine_ids, tmp_path / host) == names[-1]
+        assert names[0] != names[1]
+    assert machine_name() == machine_name()
 
 
 def test_machines_of_one_bucket_agree_and_a_reset_on_one_counts_for_all(machine: Any) -> None:
