@@ -116,6 +116,27 @@ def test_a_server_that_has_another_directory_under_the_same_path_is_told_from_th
     assert [wrong in text for text in said] == [True, False]
 
 
+def test_containers_that_share_one_of_directory_and_sockets_place_are_told_of_the_other(
+    serve_in: Serve, root: Path, run_directory: Path
+) -> None:
+    root.mkdir()
+    for name in ("kv", "theirs"):
+        (root / name).mkdir()
+    if not allowed(*OWN_MOUNTS, "true"):
+        pytest.skip("this machine gives out no mount namespaces")
+    own_run = (*OWN_MOUNTS, 'mount -t tmpfs none "$1" && shift && exec "$@"', "sh", str(run_directory))
+    own_kv = (*OWN_MOUNTS, BOUND, "sh", str(root / "theirs"), str(root / "kv"))
+    more = {"XDG_RUNTIME_DIR": str(run_directory)}
+    serve_in(("env", f"XDG_RUNTIME_DIR={run_directory}"), f"file://{root}/kv", "--host-bytes", "8MiB")
+    given = json.dumps({"storage_uri": f"file://{root}/kv", "chunk_tokens": CHUNK, "start_timeout_s": 5})
+    command = module_command("tests.deploy.joining", given)
+    for before, wanted in ((own_run, "its socket is not seen from here"), (own_kv, "or set XDG_RUNTIME_DIR")):
+        done = subprocess.run(
+            [*before, *command], capture_output=True, text=True, env=module_environment(**more), check=False
+        )
+        assert wanted in done.stderr, done.stderr
+
+
 def test_an_engine_that_does_not_see_the_servers_directory_is_told_what_to_mount(serve_in: Serve, root: Path) -> None:
     root.mkdir()
     hidden = (*OWN_MOUNTS, 'mount -t tmpfs none "$1" && shift && exec "$@"', "sh", str(root / "kv"))

@@ -6,9 +6,8 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +109,6 @@ def test_server_and_engine_are_of_one_mind(path: Path) -> None:
     mounts = {one: {mount["mountPath"] for mount in found[one]["volumeMounts"]} for one in ("cache", "vllm")}
     assert str(Path(options["socket"]).parents[0]).startswith(PLACES["run"])
     assert {PLACES["run"], PLACES["kv"]} <= mounts["cache"] & mounts["vllm"]
-
-
-@pytest.fixture
-def run_directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="tkv-") as directory:  # short: a socket's path has 107 characters
-        yield Path(directory)
 
 
 def started_here(command: list[str], environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:

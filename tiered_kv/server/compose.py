@@ -291,7 +291,10 @@ def _clear(path: Path) -> None:
     except FileNotFoundError:
         return
     if is_answering(str(path)):
-        raise ConfigError(f"another server listens there. path={path}")
+        raise ConfigError(
+            f"another server listens there, of another directory: name another --socket, or set XDG_RUNTIME_DIR, where "
+            f"containers share that and have different directories at one path. path={path}"
+        )
     path.unlink(missing_ok=True)
 
 

@@ -87,6 +87,8 @@ def find_server(config: Config, deadline_s: float | None = None) -> socket.socke
         if sock is not None:
             return sock
         if time.monotonic() > deadline_s:
+            if info is not None and not os.path.exists(info.socket):
+                reason = f"its socket is not seen from here; containers share its directory (XDG_RUNTIME_DIR). {reason}"
             raise TierUnavailable(
                 f"no cache server answered. directory={root} waited_s={config.start_timeout_s:g}: {reason}"
             )
