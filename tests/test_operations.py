@@ -17,7 +17,7 @@ from tiered_kv.fleet.timing import Timing
 from tiered_kv.keys.chunk_record import ChunkRecord
 from tiered_kv.keys.naming import BlobName
 from tiered_kv.location import parse_location
-from tiered_kv.tiers.object.errors import explain
+from tiered_kv.tiers.object.errors import NoIdentity, explain
 from tiered_kv.tiers.object.store import ObjectStore
 from tiered_kv.tiers.object.tier import ObjectTier
 from tiered_kv.tiers.wrappers import breaker
@@ -174,12 +174,27 @@ class Refused(Exception):
     [
         ("ExpiredToken", "the credentials have expired"),
         ("PermanentRedirect", "the bucket is in another region"),
+        ("301", "sends requests elsewhere"),
         ("RequestTimeTooSkewed", "this machine's clock is too far from the store's"),
         ("QuotaExceeded", "the store has no room left"),
     ],
 )
 def test_messages_that_only_a_real_service_sends(page: str, code: str, words: str) -> None:
     assert words in explain(Refused(code), "bucket")
+    assert words in promised(page)
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (FileNotFoundError(2, "No such file", "/token"), "credentials could not be fetched"),
+        (Refused("AccessDenied"), "what gives credentials refuses"),
+    ],
+)
+def test_messages_of_what_gives_credentials(page: str, cause: Exception, words: str) -> None:
+    error = NoIdentity()
+    error.__cause__ = cause
+    assert words in explain(error, "bucket")
     assert words in promised(page)
 
 
