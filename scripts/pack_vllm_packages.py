@@ -46,6 +46,7 @@ LEFT_OUT: Final = {
     "cryptography": "signed tokens of MCP servers; 5 MB",
     "fastsafetensors": "another way to load weights, if load_format asks for it",
     "instanttensor": "another way to load weights, if load_format asks for it",
+    "aiobotocore": "buckets alone",
     "botocore": "buckets alone",
     "s3fs": "buckets alone",
 }

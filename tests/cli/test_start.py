@@ -21,6 +21,7 @@ HEAVY = (
     "msgspec",
     "fsspec",
     "s3fs",
+    "aiobotocore",
     "botocore",
     "asyncio",
     "diskcache",

@@ -308,7 +308,7 @@ def wheel(path: Path, *names: str, requires: tuple[str, ...] = (), extras: tuple
 def piplist(repository: Path, path: Path, *lines: str) -> Path:
     """What a machine has that lacks nothing of ours but msgspec, its lines joined."""
     ours = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {text.partition(">")[0] for text in ours} - {"msgspec", "s3fs", "botocore"}
+    names = {text.partition(">")[0] for text in ours} - {"msgspec", "s3fs", "aiobotocore", "botocore"}
     path.write_text(";".join(["Package Version", "------- -------", *lines, *(f"{name} 9999" for name in names)]))
     return path
 
