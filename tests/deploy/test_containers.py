@@ -151,7 +151,7 @@ def test_an_engine_that_does_not_see_the_servers_directory_is_told_what_to_mount
         for before in ((), hidden)
     )
     assert seen.stdout == "6 hits\n", seen.stderr
-    assert f"nothing is seen of a server in {root}/kv" in unseen.stderr and "mount it in both" in unseen.stderr
+    assert f"{root}/kv, where nothing is seen of a server" in unseen.stderr and "mount it in both" in unseen.stderr
 
 
 def test_a_read_only_file_system_with_one_volume(serve_in: Serve, root: Path) -> None:

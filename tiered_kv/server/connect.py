@@ -267,8 +267,9 @@ def _check_directory(config: Config, welcome: m.Welcome) -> None:
     info = read_info(directory)
     if info is None:
         raise ConfigError(
-            f"the server at {config.server} serves {shown(welcome.directory)}, and nothing is seen of a server in "
-            f"{directory}: name the same directory in both, and where they run in containers, mount it in both"
+            f"the server at {config.server} serves {shown(welcome.directory)}, and storage_uri names {directory}, "
+            "where nothing is seen of a server: name the same directory in both, and where they run in containers, "
+            "mount it in both"
         )
     if info.server_id != welcome.server_id:
         raise ConfigError(
