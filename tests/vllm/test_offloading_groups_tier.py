@@ -162,6 +162,17 @@ def test_what_lies_behind_the_last_state_that_is_held_takes_no_room_from_it(engi
     assert engine.tier._hits == 9
 
 
+def test_a_state_that_was_found_first_cuts_nothing_while_a_deeper_one_is_not_known(engine: Engine) -> None:
+    store(engine, 6, 1, 5)
+    context, jobs = engine.request(6), engine.tier._jobs
+    assert engine.look(context, key(FULL, 5)) == ["RETRY"]
+    request = engine.tier._request(context)
+    find = request.rows[FULL.number].find
+    wait_for(lambda: not jobs.poll() and jobs.client.lookups[find.lookup].is_answered, "the answer for full attention")
+    request.rows[STATE.number].found_end = 2 * TOKENS  # as where vLLM has looked at the first one's row
+    assert engine.look(context, key(FULL, 5)) == ["RETRY"]
+
+
 def test_without_a_state_no_row_of_full_attention_is_promoted(engine: Engine) -> None:
     store(engine, 4)
     context = engine.request(4)
@@ -486,6 +497,6 @@ def test_rows_of_an_adapter_that_changed_while_they_were_loaded_are_misses(engin
     engine.tier.submit_load(TransferJob(99, full(2), np.arange(20, 22), True, context))
     told("another one's")
     results: list[Any] = []
-    wait_for(lambda: results.extend(engine.tier.get_finished_jobs()) or results, "the job")
+    wait_for(lambda: results.extend(engine.tier.get_finished_jobs()) or bool(results), "the job")
     assert (results[0].success, results[0].successful_keys) == (False, None)
     assert engine.look(context, *full(2)) == ["MISS", "MISS"]

@@ -471,11 +471,13 @@ class TieredKVTier(SecondaryTierManager):
         held = rows.held if rows.held is not None else self._ask(self._jobs, request, rows, place)
         if held is None:
             return self._again(request, rows)
-        if place >= min(held, self._useful(request, rows)):
+        if place >= held:
             return LookupResult.MISS
         if not request.is_open:
             request.was_closed = True
             return self._again(request, rows)
+        if place >= self._useful(request, rows):  # once all is known: what was found first is not the deepest
+            return LookupResult.MISS
         return self._take_hit(request, rows, place, req_context)
 
     def _again(self, request: _Request, rows: _Rows) -> Any:
@@ -555,6 +557,10 @@ class TieredKVTier(SecondaryTierManager):
             are_found = bool(answered) and all(map(any, answered)) and not any(rows.asked for rows in forgetting)
             # Else vLLM asks again although it waits for none of them: its own memory has them.
             request.is_open |= are_found or not request.is_waiting
+            if are_found:  # now: vLLM looks at full attention first, and has all promoted that is a hit
+                ends = key_positions(req_context)
+                for rows in forgetting:
+                    rows.found_end = max((ends.get(key, 0) for key, found in rows.found.items() if found), default=0)
         request.is_waiting = False
 
     def _take_one(self, jobs: RowJobs, rows: _Rows, key: bytes, find: Find, end: int) -> None:
@@ -571,8 +577,6 @@ class TieredKVTier(SecondaryTierManager):
         self._metrics.count(NOT_LOADED, int(held > 0 and not is_worth), "too_slow")
         rows.is_measured &= all(read_s is not None for _, read_s in find.parts)
         rows.found[key] = held > 0 and is_worth
-        if rows.found[key]:  # before vLLM looks at full attention, of which it has promoted what it is told of
-            rows.found_end = max(rows.found_end, end)
 
     def _look_at_one(self, jobs: RowJobs, request: _Request, rows: _Rows, key: bytes, req_context: "ReqContext") -> Any:
         """Whether a row of a window or a state is held: of no use behind the prefix that is. Or one that is named."""
@@ -600,6 +604,7 @@ class TieredKVTier(SecondaryTierManager):
             return self._again(request, rows)
         if not found:
             return LookupResult.MISS
+        rows.found_end = max(rows.found_end, end or 0)
         return self._take_hit(request, rows, rows.places[key], req_context)
 
     def _useful(self, request: _Request, rows: _Rows) -> int:
