@@ -1,4 +1,7 @@
-"""What starts without torch and vLLM stays so: a CLI that takes five seconds to say --help is not used."""
+"""What starts without torch and vLLM stays so: a CLI that takes five seconds to say --help is not used.
+
+Nor does a server without a bucket import asyncio, 0.03 s of 0.3 on two cores.
+"""
 
 import ast
 import re
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "vllm", "transformers", "numpy")
+HEAVY = ("torch", "vllm", "transformers", "numpy", "asyncio")
 
 REPORT = f"""
 found = sorted(set(sys.modules) & set({HEAVY!r}))
@@ -20,7 +23,7 @@ sys.exit("imported: " + ", ".join(found) if found else 0)
 
 CASES = {
     "the package": "import sys, tiered_kv",
-    "the server": "import sys, tiered_kv.server.server, tiered_kv.server.client",
+    "the server": "import sys, tiered_kv.server.compose, tiered_kv.server.client",
     "tiered-kv --help": """
 import sys
 from tiered_kv.cli.main import main

@@ -14,7 +14,8 @@ from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
 from tiered_kv.tiers.object.errors import NoIdentity
-from tiered_kv.tiers.object.medium import Deadline, run_on_loop
+from tiered_kv.tiers.object.loop_client import run_on_loop
+from tiered_kv.tiers.object.medium import Deadline
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from tiered_kv.tiers.object.errors import TakenUnsure, is_passing, is_taken
-from tiered_kv.tiers.object.medium import CallRunner, Deadline, run_on_loop
+from tiered_kv.tiers.object.medium import CallRunner, Deadline
 
 T = TypeVar("T")
 
@@ -75,6 +75,20 @@ class LoopClient:
 
     def _keep(self, client: Any) -> None:
         self._client = client
+
+
+def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    """Run a coroutine on another thread's loop; what is not done in time is cancelled.
+
+    Raises:
+        TimeoutError: It was not done in time.
+    """
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result(timeout_s)
+    except BaseException:
+        future.cancel()
+        raise
 
 
 async def twice(ask: Callable[[], Awaitable[T]]) -> T:

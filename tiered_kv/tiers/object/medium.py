@@ -5,14 +5,13 @@ Owns the protocol ``Medium`` and what its implementations share (``s3.py``, ``go
 words.
 """
 
-import asyncio
 import errno
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from tiered_kv.errors import ChunkCorrupt
 
@@ -143,20 +142,6 @@ class CallRunner:
             if future.cancel():
                 raise
             return future.result()  # it came at this very moment, or the error is the function's own
-
-
-def run_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """Run a coroutine on another thread's loop; what is not done in time is cancelled.
-
-    Raises:
-        TimeoutError: It was not done in time.
-    """
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-    try:
-        return future.result(timeout_s)
-    except BaseException:
-        future.cancel()
-        raise
 
 
 def check_size(path: str, size_bytes: int, size_max: int | None) -> None:

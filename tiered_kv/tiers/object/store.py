@@ -19,7 +19,6 @@ from typing import Final, TypeVar
 
 from tiered_kv.errors import ChunkCorrupt, Closed, ConfigError, TieredKVError, TierUnavailable
 from tiered_kv.location import Location
-from tiered_kv.tiers.object.azure import open_azure
 from tiered_kv.tiers.object.errors import (
     MissingFile,
     TakenUnsure,
@@ -29,10 +28,8 @@ from tiered_kv.tiers.object.errors import (
     is_taken,
     is_without_create,
 )
-from tiered_kv.tiers.object.google import open_google
 from tiered_kv.tiers.object.medium import Deadline, ListPage, Medium, ObjectInfo
 from tiered_kv.tiers.object.memory import open_memory
-from tiered_kv.tiers.object.s3 import open_s3
 from tiered_kv.tiers.object.shared_directory import SharedDirectory
 
 logger = logging.getLogger(__name__)
@@ -359,13 +356,19 @@ def _check_files(location: Location) -> None:
 
 
 def _open_medium(location: Location, timeout_s: float, concurrency: int) -> Medium:
-    _check_files(location)
+    _check_files(location)  # then import what this scheme needs: asyncio is no small part of a server's start
     if location.scheme == "shared+file":
         return SharedDirectory(location.path, timeout_s)
     if location.scheme == "s3":
+        from tiered_kv.tiers.object.s3 import open_s3  # noqa: PLC0415
+
         return open_s3(location, timeout_s, concurrency)
     if location.scheme == "gs":
+        from tiered_kv.tiers.object.google import open_google  # noqa: PLC0415
+
         return open_google(location, timeout_s)
     if location.scheme == "az":
+        from tiered_kv.tiers.object.azure import open_azure  # noqa: PLC0415
+
         return open_azure(location, timeout_s)
     return open_memory(location, timeout_s)
