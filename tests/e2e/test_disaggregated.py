@@ -22,7 +22,7 @@ from tests.kit.server.object_nodes import blob_paths, s3_place, wait_uploaded
 from tests.kit.server.operator_server import operator_server, transfer
 from tests.kit.server.probe import figures, wait_ended, wait_written
 from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
-from tests.kit.vllm.engine_process import EngineProcess
+from tests.kit.vllm.engine_process import IN_ONE_PROCESS, EngineProcess
 from tests.kit.vllm.harness import Answer, drain, generate, kv_fingerprint, random_prompt, running
 from tiered_kv.tiers.peers.fleet_key import FleetKey
 
@@ -133,7 +133,8 @@ def test_a_producer_and_a_consumer_with_servers_of_their_own_need_no_bucket(
         address = f"127.0.0.1:{free.getsockname()[1]}"
     one, other = tmp_path / "prefill", tmp_path / "decode"
     gives = settings(one, peer_listen=address, peer_key_file=str(key_file))
-    producer = EngineProcess(tiny_model, gives, tmp_path / "producer.log", role="kv_producer")
+    log = tmp_path / "producer.log"
+    producer = EngineProcess(tiny_model, gives, log, role="kv_producer", environment=IN_ONE_PROCESS)
     try:
         told = producer.ask(*PROMPTS)
         (alone,) = producer.ask(HINTED)
@@ -176,7 +177,8 @@ def test_a_consumer_loads_what_is_in_the_producers_memory_alone(
     key_file = fleet_key(tmp_path / "key")
     one, other = tmp_path / "prefill", tmp_path / "decode"
     gives = settings(one, **listening(key_file))
-    producer = EngineProcess(tiny_model, gives, tmp_path / "producer.log", role="kv_producer")
+    log = tmp_path / "producer.log"
+    producer = EngineProcess(tiny_model, gives, log, role="kv_producer", environment=IN_ONE_PROCESS)
     try:
         told = producer.ask(*PROMPTS)
         wait_written(one)

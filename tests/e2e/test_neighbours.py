@@ -18,7 +18,7 @@ import xxhash
 from tests.kit.counts import only_in_proofs
 from tests.kit.server.probe import figures, wait_for, wait_written
 from tests.kit.vllm.cached_engine import CHUNK, TAIL, CachedEngine, assert_same, cached_engine, settings
-from tests.kit.vllm.engine_process import EngineProcess
+from tests.kit.vllm.engine_process import IN_ONE_PROCESS, EngineProcess
 from tests.kit.vllm.harness import (
     Answer,
     as_answer,
@@ -53,12 +53,7 @@ class Neighbour(EngineProcess):
     """A vLLM whose scheduler and worker are one process, which answers one request at a time."""
 
     def __init__(self, model: Path, root: Path, log: Path) -> None:
-        alone = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
-        super().__init__(model, settings(root, **LIMITS), log, environment=alone, max_num_seqs=1)
+        super().__init__(model, settings(root, **LIMITS), log, environment=IN_ONE_PROCESS, max_num_seqs=1)
 
     def freeze(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)

@@ -14,6 +14,14 @@ from typing import Any, TextIO
 from tests.kit.line_process import LineProcess
 from tests.kit.module_process import module_command, module_environment
 
+IN_ONE_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment of an engine that is to be another process than the test's, no more: without it vLLM is imported three
+times, by the frontend, the engine core and the worker. Such an engine's answer is out when its stores are committed."""
+
 
 class EngineProcess(LineProcess):
     """An engine in a process of its own, with vLLM's usual engine core and worker processes below it."""
