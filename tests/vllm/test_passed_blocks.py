@@ -51,7 +51,12 @@ class Answering:
             stored=0,
             unstored=0,
         )
+        self.tables_read = 0
         self.step(PROMPT)
+
+    def read_tables(self, name: str) -> list[list[int]]:
+        self.tables_read += 1
+        return self.tables
 
     def step(self, tokens: int = 1) -> None:
         window = self.tables[1]
@@ -59,7 +64,7 @@ class Answering:
             if window[place] != NULL_BLOCK:
                 self.world.free([window[place]])
                 window[place] = NULL_BLOCK
-        block_state = SimpleNamespace(get_block_ids=lambda name: self.tables)
+        block_state = SimpleNamespace(get_block_ids=self.read_tables)
         output = SimpleNamespace(num_scheduled_tokens={"r": tokens}, kv_connector_block_state=block_state)
         self.saves.step({"r": self.state}, output)
         self.request.num_computed_tokens += tokens
@@ -134,14 +139,36 @@ def test_what_vllm_wants_back_is_there_at_once() -> None:
     answering = Answering()
     answering.to(CHUNK)
     answering.free()
+    assert answering.world.saves.has_waiting, "vLLM's scheduler asks only then"
     assert answering.world.saves.frees_soon()
+    assert not answering.world.saves.has_waiting
 
 
-def test_nothing_is_pinned_of_an_answer_that_is_not_stored() -> None:
+def test_what_its_request_still_holds_stays_pinned() -> None:
+    """Letting go of it would give vLLM nothing, nor empty its pool, and would lose the chunk."""
+    answering = Answering()
+    answering.to(CHUNK)
+    saves = answering.world.saves
+    answering.world.server.credits.extend([10])
+    assert not saves.frees_soon()
+    saves.make_room(is_standing=True)
+    saves.let_go()
+    answering.step()
+    assert answering.state.stored == 1
+
+
+def test_nothing_is_pinned_of_an_answer_that_is_not_stored_and_no_table_is_read() -> None:
     answering = Answering(save_decode=False)
     answering.to(CHUNK + 4)
     answering.free()
-    assert answering.pinned == 0
+    assert (answering.pinned, answering.tables_read) == (0, 0)
+
+
+def test_tables_are_read_when_something_is_to_be_pinned_or_stored() -> None:
+    answering = Answering()
+    answering.world.server.credits.extend([10])
+    answering.to(2 * CHUNK - 1)
+    assert answering.tables_read == 2
 
 
 def test_only_these_blocks_are_passed_early() -> None:

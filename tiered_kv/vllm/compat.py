@@ -107,6 +107,7 @@ SLEEP: Final = "sleep mode"
 OFFLOADING: Final = "a tier of ours below vLLM's offloading"
 EVENTS: Final = "KV events"
 LAYOUT: Final = "the KV layout of an accelerator: vLLM chooses, and pages that lie apart are served without the cache"
+DEVICE: Final = f"{LAYOUT}; and requests without a LoRA adapter, once a step had both kinds, as on a CPU"
 
 _MARK: Final = "_tiered_kv_wrapped"
 
@@ -467,8 +468,8 @@ USES: Final = (
     *_reads(f"{CONFIG}:AttentionConfig", "hisparse_config"),
     Use(f"{CONFIG}:VllmConfig", "aux_output_config", since=(0, 31)),
     Use(f"{CONFIG}:AuxOutputConfig", "enable_return_routed_experts", since=(0, 31)),
-    *_reads(f"{CONFIG}:VllmConfig", "device_config", without=LAYOUT),
-    *_reads(f"{CONFIG}:DeviceConfig", "device_type", without=LAYOUT),
+    *_reads(f"{CONFIG}:VllmConfig", "device_config", without=DEVICE),
+    *_reads(f"{CONFIG}:DeviceConfig", "device_type", without=DEVICE),
     *_reads(f"{CONFIG}:ModelConfig", "use_mla", without=LAYOUT),
     *_reads(f"{CONFIG}:SpeculativeConfig", "method num_speculative_tokens"),
     *_reads(f"{CONFIG}:SpeculativeConfig", "draft_model_config draft_parallel_config draft_load_config "

@@ -8,9 +8,9 @@ after it. By then vLLM has the first block of these back::
     at 15          kkkkkkkkkkk         vLLM keeps the 8 tokens before the next one, in whole blocks
     at 16              kkkkkkkk        the chunk's last token is computed and not known to be final: the first is free
 
-So such a block is pinned in the last step in which its request has it, until its chunk is queued (a step or a few) or
-the request loses what it computed. Without drafts windows have no such blocks, and attention chunks (Llama 4) all those
-of every chunk that ends with one.
+So such a block is pinned in the last step in which its request has it, until its chunk is queued (a step or a few, as a
+rule), vLLM lacks blocks, or the request ends or loses what it computed. Without drafts windows have no such blocks, and
+attention chunks (Llama 4) all those of every chunk that ends with one.
 
 Owns these pins. Called by the save queue, in vLLM's scheduler thread.
 """
@@ -33,6 +33,15 @@ class PassedBlocks:
     def bind(self, blocks: PagedBlocks) -> None:
         """Take vLLM's block pool."""
         self._blocks = blocks
+
+    def lacks(self, request_id: str, chunk: int, computed_tokens: int) -> bool:
+        """Whether vLLM frees more of a request's chunk than is pinned when it plans the step behind so many tokens."""
+        passed = sum(
+            len(range(places.start, min(places.stop, group.first_kept(computed_tokens))))
+            for group in self._groups.stored
+            for places in (group.stored_range(chunk),)
+        )
+        return passed > len(self._kept.get(request_id, ()))
 
     def keep(self, request_id: str, chunk: int, tables: BlockTables, computed_tokens: int) -> None:
         """Pin what vLLM frees of a request's chunk when it plans the step behind so many tokens.
@@ -67,7 +76,19 @@ class PassedBlocks:
             assert self._blocks is not None
             self._blocks.let_go(list(kept.values()))
 
+    @property
+    def blocks(self) -> list[int]:
+        """All that are pinned."""
+        return [block for kept in self._kept.values() for block in kept.values()]
+
     def let_all_go(self) -> None:
-        """Unpin all: vLLM lacks blocks, or what was computed so far is not to be stored."""
+        """Unpin all: what was computed so far is not to be stored, or vLLM's pool is to be empty."""
         for request_id in list(self._kept):
             self.let_go(request_id)
+
+    def let_idle_go(self) -> None:
+        """Unpin those of requests where vLLM then has a block more."""
+        assert self._blocks is not None
+        for request_id, kept in list(self._kept.items()):
+            if any(self._blocks.holders(block) == 1 for block in kept.values()):
+                self.let_go(request_id)

@@ -81,13 +81,12 @@ class RequestSaves:
                 continue
             computed = state.request.num_computed_tokens + tokens
             end = self._count_storable(state, computed)
-            if end <= state.stored and computed < state.stored * self._config.chunk_tokens + self._passed_tokens:
-                continue
-            if not self._client.is_ready:
+            if not self._client.is_ready or (end <= state.stored and not self._is_passing(state, computed)):
                 continue
             if (tables := output.kv_connector_block_state.get_block_ids(request_id)) is not None:
                 self._queue_chunks(state, end, tables, is_ending=False)
-                self._keep_passed(state, tables, computed)
+                if self._is_passing(state, computed):
+                    self._queue.passed.keep(request_id, state.stored, tables, computed)
         if self._groups.states:
             self._queue_states(requests, output)
 
@@ -150,6 +149,8 @@ class RequestSaves:
         """Whether a request that ends is one of a conversation, as far as is known."""
         chunks, rest = divmod(int(state.request.num_prompt_tokens), self._config.chunk_tokens)
         if state.keys is None or len(state.keys.keys) < chunks or state.params.skips_save:
+            return False
+        if not state.extras.is_accountable:
             return False
 
         def name(chunk: int, tokens: int) -> bytes | None:
@@ -280,17 +281,20 @@ class RequestSaves:
             elif is_ending and drafted < end:  # until then the draft's KV may still be written
                 self._leave_unstored(state, "undrafted")
 
-    def _keep_passed(self, state: RequestState, tables: BlockTables, computed: int) -> None:
-        """Keep what vLLM frees before the next step of the chunk that is not whole yet, if it will be stored."""
+    def _is_passing(self, state: RequestState, computed: int) -> bool:
+        """Whether vLLM frees something before the next step of the chunk that is not whole yet, and it will be stored.
+
+        Asked for every request in every step: a table is a copy of its length.
+        """
         chunk_tokens = self._config.chunk_tokens
-        if state.stored < state.storable or computed < state.stored * chunk_tokens + self._passed_tokens:
-            return
+        if computed < state.stored * chunk_tokens + self._passed_tokens or state.stored < state.storable:
+            return False
         is_prompt = (state.stored + 1) * chunk_tokens <= state.request.num_prompt_tokens
-        is_saved = is_prompt or state.params.saves_generated(self._config.save_decode)
-        if state.params.skips_save or not is_saved or state.is_from_before_reset:
-            return
-        if state.extras.is_accountable and state.extras.may_store:
-            self._queue.passed.keep(state.request.request_id, state.stored, tables, computed)
+        if not is_prompt and not state.params.saves_generated(self._config.save_decode):
+            return False
+        if state.params.skips_save or state.is_from_before_reset or not state.extras.is_accountable:
+            return False
+        return state.extras.may_store and self._queue.passed.lacks(state.request.request_id, state.stored, computed)
 
     def _prompt_chunks(self, state: RequestState) -> int:
         """Leading chunks without a generated token. A session's answers are its prompt with its next input."""

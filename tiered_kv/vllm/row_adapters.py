@@ -92,7 +92,8 @@ class RowAdapters:
             self._have_adapters.pop(name, None)
         self._have_adapters.update((new.req_id, new.lora_request is not None) for new in output.scheduled_new_reqs)
         known = [self._have_adapters[name] for name in output.num_scheduled_tokens if name in self._have_adapters]
-        self._adapters.take_step(known)
+        if self._adapters.take_step(known):
+            self._has_told = False  # who is left alone from now on has another cause
 
     def may_look_up(self, adapter: Adapter) -> bool:
         """Whether ranks hold, or will load, this very adapter."""

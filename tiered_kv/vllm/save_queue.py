@@ -173,8 +173,8 @@ class SaveQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether pinned chunks wait for a slot."""
-        return bool(self._queue)
+        """Whether something is pinned that is not being copied yet."""
+        return bool(self._queue or self.passed.blocks)
 
     def queue(
         self,
@@ -433,10 +433,9 @@ class SaveQueue:
 
         A copy that runs may then read blocks that are in use again; its bytes are thrown away.
         """
-        self.passed.let_all_go()
         jobs = [job for job in self._jobs.values() if not job.is_let_go]
         chunks = [*self._queue, *(chunk for job in jobs for _, chunk in job.chunks)]
-        pins = Counter(block for chunk in chunks for block in chunk.blocks)
+        pins = Counter(block for chunk in chunks for block in chunk.blocks) + Counter(self.passed.blocks)
         blocks = self._blocks
         if not pins or blocks is None or any(blocks.holders(block) != count for block, count in pins.items()):
             return
@@ -444,6 +443,7 @@ class SaveQueue:
             return  # the null block is always in use
         self._count("store_dropped_pool_emptied", self._queue)  # those of a job when it is reported
         self._queue.clear()
+        self.passed.let_all_go()
         for job in jobs:
             job.is_let_go = True
         self._unpin(chunks)
@@ -457,7 +457,7 @@ class SaveQueue:
         """
         assert self._blocks is not None
         free = self._blocks.free
-        self.passed.let_all_go()
+        self.passed.let_idle_go()
         self._drop_queue("store_dropped_blocks_wanted")
         if self._blocks.free > free:
             return True  # they are there already; vLLM looks again in its next step
@@ -474,7 +474,7 @@ class SaveQueue:
             is_standing: Nothing runs, so no other blocks come back: it keeps none.
         """
         if is_standing:
-            self.passed.let_all_go()
+            self.passed.let_idle_go()
         most = 0 if is_standing else self._waiting_max
         dropped = [self._queue.pop() for _ in range(len(self._queue) - most)]  # the last ones: no parent of the others
         while dropped and self._queue and dropped[-1].state is not None and self._queue[-1].state is dropped[-1].state:
